@@ -57,8 +57,8 @@ def all_reduced_directly(
 @contextlib.contextmanager
 def by_the_user() -> Iterator[None]:
     """Context for user hooks, whose all-reduces are not those of the unit's gradients."""
-    before = _C.all_reduces_rows(False)
+    before = _C.set_gradient_all_reduce(False)
     try:
         yield
     finally:
-        _C.all_reduces_rows(before)
+        _C.set_gradient_all_reduce(before)

@@ -507,7 +507,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self.sharded_param = new_param
         self._adopt_shard()
 
-    def _follow_shard(self) -> None:
+    def _refresh_shard(self) -> None:
         """Uses a local tensor that was assigned to the sharded parameter; called before a gather.
 
         Raises:

@@ -103,8 +103,8 @@ class ParamGroup(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
         }
         self._reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._all_reduce_hook_stream: Any = None
-        self._host_gathered: Any = None
-        self._host_events: list[Any] = []
+        self._fallback_gathered: Any = None
+        self._fallback_events: list[Any] = []
         self._offloaded: Any = None
         self._patch_lease = patches.lease()
         zero_grad.watch(self)
@@ -155,13 +155,13 @@ class ParamGroup(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
         links = {kind: self._link_to(kind, *rest) for kind, *rest in found}
         for kind in ("shard", "scatter", "post_forward", "replicate"):
             if kind in links or kind != "shard":
-                self._set_link(kind, *links.get(kind, (None, 1, 0, None)))
+                self._set_process_group(kind, *links.get(kind, (None, 1, 0, None)))
         self._update_hosted()
 
     def _link_to(
         self, kind: str, group: Any, size: int, rank: int
     ) -> tuple[str | None, int, int, dist.ProcessGroup | None]:
-        """Returns the arguments of ``_set_link`` for ``group``, which may be ``None``.
+        """Returns the arguments of ``_set_process_group`` for ``group``, which may be ``None``.
 
         Raises ``ValueError`` if the size or rank of the group is not ``size`` or ``rank``.
         """
@@ -283,13 +283,13 @@ class ParamGroup(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
         self._param_calls = 0
         for param in self.fsdp_params:
             self._param_calls |= overridden_by(param, Param)
-        self._hosted_gather = (
+        self._uses_fallback_gather = (
             hosted
             or unreadable
             or self._param_calls & _C.CALL_GATHER != 0
             or not (memory[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather)
         )
-        self._hosted_reduce = (
+        self._uses_fallback_reduce = (
             hosted
             or elastic
             or self._param_calls & _C.CALL_REDUCE != 0
@@ -301,40 +301,40 @@ class ParamGroup(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
     # ---- data movement by torch's functions; the core calls these (csrc/core/host.h) ----
 
     @as_normal_tensors
-    def _host_gather(self, async_op: bool, overlaps: bool) -> None:
+    def _fallback_gather(self, async_op: bool, overlaps: bool) -> None:
         info = self._gather_mesh_info
         if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
-            self._host_gathered = "local"
+            self._fallback_gathered = "local"
             return
         state = TrainingState.FORWARD if overlaps else TrainingState.IDLE
         copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, state)
         comm = self._all_gather_comm
         group = info.shard_process_group
         with direct(group, self.device, comm):
-            self._host_gathered = torch_group.foreach_all_gather(
+            self._fallback_gathered = torch_group.foreach_all_gather(
                 self.fsdp_params, group, async_op, copy_in, gather, self.device, comm
             )
 
     @as_normal_tensors
-    def _host_copy_out(self) -> torch.Tensor | None:
+    def _fallback_copy_out(self) -> torch.Tensor | None:
         """Copies gathered data into the unsharded parameters; returns the all-gather output.
 
         The core keeps the output until the gather streams may reuse its memory. None: no streams.
         """
-        if self._host_gathered == "local":
+        if self._fallback_gathered == "local":
             for param in self.fsdp_params:
                 self._copy_local(param)
         elif self.is_sharded_post_forward:
-            self._copy_out_forward(self._host_gathered)
+            self._copy_out_forward(self._fallback_gathered)
         else:
             torch_group.foreach_all_gather_copy_out(
-                self._host_gathered,
+                self._fallback_gathered,
                 self.fsdp_params,
                 self.mesh_info.shard_process_group,
             )
         for param in self.fsdp_params:
             param.init_unsharded_param()
-        gathered, self._host_gathered = self._host_gathered, None
+        gathered, self._fallback_gathered = self._fallback_gathered, None
         return None if self.device.type == "cpu" or gathered == "local" else gathered[0]
 
     @property
@@ -387,15 +387,15 @@ class ParamGroup(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
             with torch.autograd._unsafe_preserve_version_counter(output):
                 output.copy_(source)
 
-    def _host_drop_gather(self) -> None:
-        self._host_gathered = None
+    def _fallback_drop_gather(self) -> None:
+        self._fallback_gathered = None
 
-    def _host_drop_reduce(self) -> None:
+    def _fallback_drop_reduce(self) -> None:
         self._offloaded = None
-        self._host_events.clear()
+        self._fallback_events.clear()
         self.comm_ctx.release_inputs()
 
-    def _host_reduce(
+    def _fallback_reduce(
         self, params: list[Param], grads: list[torch.Tensor], order_compute: bool
     ) -> None:
         info, comm = self.mesh_info, self.comm_ctx
@@ -403,7 +403,7 @@ class ParamGroup(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
         stream = comm.all_reduce_stream
         if replicas is None and self._all_reduce_hook_stream is not None:
             stream = self._all_reduce_hook_stream
-        reduce_dtype = self._prepare_host_reduce(params, grads)
+        reduce_dtype = self._prepare_fallback_reduce(params, grads)
         comm.release_inputs(keep=comm.reduce_scatter_max_input_buffers - 1)
         hooked: list[torch.Tensor] = []
         several = len({param.orig_dtype for param in params}) > 1
@@ -444,11 +444,11 @@ class ParamGroup(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
             return
         comm.keep_input(kept[0], kept[1])
         # The reduced tensor must live until its cast has run on its stream.
-        self._host_events.append((kept[-4], row, hooked))
-        if order_compute or len(self._host_events) > 1:
-            self._host_finalize()
+        self._fallback_events.append((kept[-4], row, hooked))
+        if order_compute or len(self._fallback_events) > 1:
+            self._fallback_finalize()
 
-    def _prepare_host_reduce(self, params: list[Param], grads: list[torch.Tensor]) -> torch.dtype:
+    def _prepare_fallback_reduce(self, params: list[Param], grads: list[torch.Tensor]) -> torch.dtype:
         """Converts both lists in place for torch's ``foreach_reduce``; returns the reduce dtype."""
         if isinstance(self.mesh_info, DDPMeshInfo) and self.all_reduce_grads:
             late = [p for p in self.fsdp_params if p._partial is not None and p not in params]
@@ -507,11 +507,11 @@ class ParamGroup(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
             for param, part in zip(params, row.split([p.padded_numel for p in params])):
                 param._partial = part if param._partial is None else param._partial + part
 
-    def _host_finalize(self) -> None:
+    def _fallback_finalize(self) -> None:
         current = self.device_handle.current_stream()
-        for event, *_ in self._host_events:
+        for event, *_ in self._fallback_events:
             current.wait_event(event)
-        self._host_events.clear()
+        self._fallback_events.clear()
         self.comm_ctx.release_inputs()
         if self._offloaded is not None:
             # All copies run on one stream, so the event of the last copy covers all of them.

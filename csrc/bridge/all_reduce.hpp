@@ -9,7 +9,7 @@ namespace fct {
 /* An in-place all-reduce of one tensor: the sum or the mean over all ranks. */
 class ShmAllReduce : public ShmCollective {
   public:
-    /* `tensor` is contiguous, not empty, and of a dtype for which fck_ring_knows() is true. */
+    /* `tensor` is contiguous, not empty, and of a dtype for which fck_ring_supports() is true. */
     ShmAllReduce(at::Tensor tensor, int64_t rank, int64_t world, bool average);
     void start(std::shared_ptr<ShmTransport> transport);
 

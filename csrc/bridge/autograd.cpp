@@ -170,19 +170,19 @@ struct GradHook final : autograd::FunctionPreHook {
     HookRef hook;
 };
 
-/* Shared by a watch and its hook, because the graph may keep the hook longer than the watch. */
-struct Watched {
-    fct_hook hook; /* its owner is NULL after fct_watch_free; the GIL guards it */
+/* Shared by a subscription and its hook, because the graph may keep the hook longer than the subscription. */
+struct Subscription {
+    fct_hook hook; /* its owner is NULL after fct_grad_subscription_free; the GIL guards it */
 };
 
 /* A post hook of a leaf's AccumulateGrad node. */
-struct WatchHook final : autograd::FunctionPostHook {
-    explicit WatchHook(std::shared_ptr<Watched> w) : watched(std::move(w)) {}
+struct SubscriptionHook final : autograd::FunctionPostHook {
+    explicit SubscriptionHook(std::shared_ptr<Subscription> w) : shared(std::move(w)) {}
 
     autograd::variable_list operator()(const autograd::variable_list &outputs,
                                        const autograd::variable_list &) override {
         const pybind11::gil_scoped_acquire gil;
-        const fct_hook &hook = watched->hook;
+        const fct_hook &hook = shared->hook;
         if (hook.owner != nullptr && hook.call(hook.owner) != 0) {
             fct::throw_python_error();
         }
@@ -193,7 +193,7 @@ struct WatchHook final : autograd::FunctionPostHook {
         refuse_to_compile();
     }
 
-    std::shared_ptr<Watched> watched;
+    std::shared_ptr<Subscription> shared;
 };
 
 /* A hook on a leaf. The leaf owns its hooks, and may be a parameter of the model that owns the
@@ -276,10 +276,10 @@ void register_python_hook(const at::Tensor &t, const fct_hook &hook) {
 
 } // namespace
 
-/* The leaf holds its AccumulateGrad node weakly, so the watch keeps the node and its hook alive. */
-struct fct_watch {
+/* The leaf holds its AccumulateGrad node weakly, so the subscription keeps the node and its hook alive. */
+struct fct_grad_subscription {
     decltype(autograd::impl::grad_accumulator(at::Tensor())) node;
-    std::shared_ptr<Watched> watched;
+    std::shared_ptr<Subscription> shared;
 };
 
 namespace fct {
@@ -320,7 +320,7 @@ bool fct_grad_enabled(void) {
     return at::GradMode::is_enabled();
 }
 
-bool fct_watched(void) {
+bool fct_has_observer(void) {
     return c10::impl::TorchDispatchModeTLS::any_modes_set() || torch::jit::tracer::isTracing();
 }
 
@@ -390,21 +390,21 @@ int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook) {
     });
 }
 
-int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out) {
-    return guarded("fct_autograd_watch", [&] {
-        auto watch = std::make_unique<fct_watch>();
-        watch->node = autograd::impl::grad_accumulator(*Borrowed(leaf));
-        TORCH_CHECK(watch->node, "cannot watch a tensor that accumulates no gradient");
-        watch->watched = std::make_shared<Watched>(Watched{*hook});
-        watch->node->add_post_hook(std::make_unique<WatchHook>(watch->watched));
-        *out = watch.release();
+int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subscription **out) {
+    return guarded("fct_autograd_subscribe", [&] {
+        auto subscription = std::make_unique<fct_grad_subscription>();
+        subscription->node = autograd::impl::grad_accumulator(*Borrowed(leaf));
+        TORCH_CHECK(subscription->node, "cannot watch a tensor that accumulates no gradient");
+        subscription->shared = std::make_shared<Subscription>(Subscription{*hook});
+        subscription->node->add_post_hook(std::make_unique<SubscriptionHook>(subscription->shared));
+        *out = subscription.release();
     });
 }
 
-void fct_watch_free(fct_watch *watch) {
-    if (watch != nullptr) {
-        watch->watched->hook.owner = nullptr;
-        delete watch;
+void fct_grad_subscription_free(fct_grad_subscription *subscription) {
+    if (subscription != nullptr) {
+        subscription->shared->hook.owner = nullptr;
+        delete subscription;
     }
 }
 

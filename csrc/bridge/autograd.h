@@ -8,7 +8,8 @@
 extern "C" {
 #endif
 
-typedef struct fct_watch fct_watch; /* a post-accumulation hook of a leaf; one owner */
+typedef struct fct_grad_subscription
+    fct_grad_subscription; /* a post-accumulation hook of a leaf; one owner */
 
 /* A callback with an owner. `call` runs with the GIL, on the thread that runs backward. It returns
  * 0, or -1 with a Python exception set. retain and release count the owner, with the GIL. release
@@ -22,7 +23,7 @@ typedef struct fct_hook {
 
 bool fct_grad_enabled(void);
 /* Whether a dispatch mode or a jit trace is active on this thread. */
-bool fct_watched(void);
+bool fct_has_observer(void);
 bool fct_in_backward(void); /* torch._C._current_graph_task_id() != -1 on this thread */
 /* Makes one identity node for n tensors that require grad. Its name is
  * "RegisterPostBackwardFunctionBackward". Each out[i] (new) is an alias of in[i] whose grad_fn is
@@ -40,8 +41,9 @@ void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
 /* Calls hook each time autograd has accumulated into .grad of this leaf, on the thread that runs
  * backward, until the watch is freed. Does not count the owner: retain and release are not used. */
-FCT_CHECK int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out);
-void fct_watch_free(fct_watch *watch); /* NULL is allowed */
+FCT_CHECK int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook,
+                                     fct_grad_subscription **out);
+void fct_grad_subscription_free(fct_grad_subscription *watch); /* NULL is allowed */
 /* Calls hook at the end of the current backward pass. */
 FCT_CHECK int fct_autograd_at_end(const fct_hook *hook);
 /* tensor.to(dtype) with autograd history, for forward inputs and outputs. New. */

@@ -313,11 +313,11 @@ class GradientAllReduceScope {
     GradientAllReduceScope(const GradientAllReduceScope &) = delete;
     GradientAllReduceScope &operator=(const GradientAllReduceScope &) = delete;
     ~GradientAllReduceScope() {
-        (void)fct::all_reduces_rows(before_);
+        (void)fct::set_gradient_all_reduce(before_);
     }
 
   private:
-    bool before_ = fct::all_reduces_rows(true);
+    bool before_ = fct::set_gradient_all_reduce(true);
 };
 
 /* The state between fct_py_pg_enter_direct and fct_py_pg_leave_direct. */
@@ -372,8 +372,8 @@ void fct_py_pg_leave_direct(void *entered) {
     delete static_cast<DirectScope *>(entered);
 }
 
-bool fct_all_reduces_rows(bool rows) {
-    return fct::all_reduces_rows(rows);
+bool fct_set_gradient_all_reduce(bool rows) {
+    return fct::set_gradient_all_reduce(rows);
 }
 
 int fct_py_pg_pause_direct(PyObject *group, bool paused) {
@@ -488,11 +488,11 @@ int fct_work_wait(fct_work *work) {
     });
 }
 
-bool fct_work_is_copied(const fct_work *work) {
+bool fct_work_is_cpu_bound(const fct_work *work) {
     return work->work && fct::is_cpu_bound(*work->work);
 }
 
-bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes) {
+bool fct_gather_is_cpu_bound(const fct_pg *pg, int64_t row_bytes) {
     return pg->negotiation && fct::is_cpu_bound(*pg->negotiation, static_cast<size_t>(row_bytes));
 }
 

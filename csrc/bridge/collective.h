@@ -72,14 +72,14 @@ FCT_CHECK int fct_work_wait(fct_work *work);
 bool fct_work_done(fct_work *work);
 /* Whether the work takes CPU time from computation: it copies through shared memory, is larger than
  * the ring, and the ranks have fewer than two CPUs each. */
-bool fct_work_is_copied(const fct_work *work);
+bool fct_work_is_cpu_bound(const fct_work *work);
 /* Whether a gather of rank shards of `row_bytes` bytes, issued now, would be such a work. Returns
  * the same on all ranks at the same point of their collectives. */
-bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes);
+bool fct_gather_is_cpu_bound(const fct_pg *pg, int64_t row_bytes);
 void fct_work_release(fct_work *work); /* NULL is allowed */
 /* Sets whether all-reduces of this thread reduce buffers of gradients, as between enter and leave
  * of FCT_USE_ALL_REDUCE. Returns the previous value. */
-bool fct_all_reduces_rows(bool rows);
+bool fct_set_gradient_all_reduce(bool rows);
 
 #ifdef __cplusplus
 }

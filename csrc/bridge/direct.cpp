@@ -37,7 +37,7 @@ using fct::ShmCollective;
 using fct::ShmReduceScatter;
 using fct::ShmTransport;
 
-thread_local bool reduces_gradients = false; /* see all_reduces_rows */
+thread_local bool reduces_gradients = false; /* see set_gradient_all_reduce */
 
 class DirectBackend : public c10d::Backend {
   public:
@@ -244,7 +244,7 @@ class DirectBackend : public c10d::Backend {
     /* Whether the kernels add the dtype in the order of gloo's ring. */
     static bool can_sum(const at::Tensor &tensor, const c10d::ReduceOp &op) {
         return (op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::SUM) &&
-               fck_ring_knows(static_cast<fck_dtype>(tensor.scalar_type())) != 0;
+               fck_ring_supports(static_cast<fck_dtype>(tensor.scalar_type())) != 0;
     }
 
     /* Other layouts go to gloo, which handles or refuses them. */
@@ -262,7 +262,7 @@ class DirectBackend : public c10d::Backend {
 
 namespace fct {
 
-bool all_reduces_rows(bool rows) {
+bool set_gradient_all_reduce(bool rows) {
     return std::exchange(reduces_gradients, rows);
 }
 

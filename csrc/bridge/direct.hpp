@@ -24,7 +24,7 @@ make_direct_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
 
 /* Sets whether this thread's all-reduces reduce buffers of gradients, on all ranks. DirectBackend
  * forwards all other all-reduces to the fallback. Returns the previous value. */
-bool all_reduces_rows(bool rows);
+bool set_gradient_all_reduce(bool rows);
 
 /* See fct_gather_chunks and fct_reduce_chunks. `direct` was made by make_direct_group(). */
 c10::intrusive_ptr<c10d::Work> gather_chunks(c10d::ProcessGroup &direct,
@@ -34,7 +34,7 @@ c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &direct, const a
                                              const std::vector<at::Tensor> &chunks,
                                              const fct_chunk_layout &layout, bool average);
 
-/* See fct_work_is_copied. */
+/* See fct_work_is_cpu_bound. */
 bool is_cpu_bound(const c10d::Work &work);
 
 /* During its life the CPU backend of `group` itself is the DirectBackend of `direct`. Used where

@@ -123,8 +123,8 @@ int fct_py_pg(PyObject *obj, fct_pg **out) {
     return guarded("fct_py_pg", [&] { *out = fct::open_object(obj).release(); });
 }
 
-int fct_pg_announce_user(const char *name) {
-    return guarded("fct_pg_announce_user", [&] { fct::announce_user(name); });
+int fct_pg_register_user(const char *name) {
+    return guarded("fct_pg_register_user", [&] { fct::announce_user(name); });
 }
 
 void fct_pg_release(fct_pg *pg) {

@@ -16,7 +16,7 @@ void fct_pg_release(fct_pg *pg); /* NULL is allowed */
 /* Registers a parameter group that gathers over the process group `name`, or a bucket that is
  * all-reduced over it. The negotiation needs their number: as many collectives may be in flight
  * before a rank waits. */
-FCT_CHECK int fct_pg_announce_user(const char *name);
+FCT_CHECK int fct_pg_register_user(const char *name);
 /* Whether ReduceOp.PREMUL_SUM may be passed to the backend of `device`. False only for gloo. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device);
 

@@ -1,4 +1,4 @@
-/* Buckets of a group; see bucket.h. Owns the array of buckets. A gradient notification (fct_watch)
+/* Buckets of a group; see bucket.h. Owns the array of buckets. A gradient notification (fct_grad_subscription)
  * belongs to its parameter. It ends with the tensor that it observes, or with the group.
  *
  * This file uses no stream. In an eager backward its functions run in autograd's thread. */
@@ -12,18 +12,18 @@
 /* While one reduction waits for its collective, the next one can be packed. */
 enum { IN_FLIGHT = 2 };
 
-void fc_bucket_init(fc_buckets *b, fc_members *members) {
+void fc_bucket_init(fc_buckets *b, fc_group_base *base) {
     memset(b, 0, sizeof *b);
-    b->members = members;
+    b->base = base;
     b->limit = FC_BUCKET_LIMIT;
 }
 
 void fc_bucket_fini(fc_buckets *b) {
-    for (size_t i = 0; i < b->members->count; i++) {
-        fc_param *p = b->members->params[i];
+    for (size_t i = 0; i < b->base->count; i++) {
+        fc_param *p = b->base->params[i];
         if (p->buckets == b) {
-            fct_watch_free(p->watch);
-            p->watch = NULL;
+            fct_grad_subscription_free(p->subscription);
+            p->subscription = NULL;
             p->buckets = NULL;
         }
     }
@@ -47,25 +47,25 @@ bool fc_bucket_several(const fc_buckets *b) {
 /* ---- cut ---- */
 
 /* Returns the bytes of the parameter's gradient in the reduce dtype; 0 for a frozen parameter. */
-static int64_t gradient_bytes(const fc_members *m, const fc_param *p) {
+static int64_t gradient_bytes(const fc_group_base *base, const fc_param *p) {
     fct_dtype dtype = p->reduce_dtype != FCT_NO_DTYPE ? p->reduce_dtype : fc_param_compute_dtype(p);
-    return m->host->requires_grad(p->owner) ? p->layout.numel * fc_dtype_size(dtype) : 0;
+    return base->callbacks->requires_grad(p->owner) ? p->layout.numel * fc_dtype_size(dtype) : 0;
 }
 
 /* Assigns the parameters to buckets, last ones first, and returns the number of buckets. `items`
  * has space for one bucket per parameter. */
-static size_t assign_buckets(const fc_members *m, int64_t limit, fc_bucket *items) {
+static size_t assign_buckets(const fc_group_base *base, int64_t limit, fc_bucket *items) {
     size_t count = 0;
-    size_t end = m->count;
+    size_t end = base->count;
     int64_t bytes = 0;
-    for (size_t i = m->count; i-- > 0;) {
-        int64_t sent = gradient_bytes(m, m->params[i]);
+    for (size_t i = base->count; i-- > 0;) {
+        int64_t sent = gradient_bytes(base, base->params[i]);
         if (sent == 0 && end == i + 1 && count > 0) { /* frozen parameters join the bucket before */
-            m->params[i]->bucket = count - 1;
+            base->params[i]->bucket = count - 1;
             items[count - 1].span.first = end = i;
             continue;
         }
-        m->params[i]->bucket = count;
+        base->params[i]->bucket = count;
         bytes += sent;
         if (bytes >= limit || i == 0) {
             items[count++].span = (fc_span){i, end};
@@ -80,32 +80,33 @@ fc_status fc_bucket_cut(fc_buckets *b) {
     if (b->mode != FC_BUCKETS_STALE || b->limit <= 0) {
         return FC_OK;
     }
-    fc_bucket *items = (fc_bucket *)calloc(b->members->count + 1, sizeof *items);
+    fc_bucket *items = (fc_bucket *)calloc(b->base->count + 1, sizeof *items);
     if (items == NULL) {
         return FC_ENOMEM;
     }
     free(b->items);
     b->items = items;
-    b->count = assign_buckets(b->members, b->limit, items);
+    b->count = assign_buckets(b->base, b->limit, items);
     b->mode = FC_BUCKETS_READY;
-    return fc_link_announce(&b->members->replicate, b->count > 0 ? b->count - 1 : 0);
+    return fc_process_group_register_users(&b->base->replicate, b->count > 0 ? b->count - 1 : 0);
 }
 
 /* In a sharded group early reductions would keep the gathered parameters longer. */
 static bool can_reduce_early(const fc_buckets *b) {
-    return fc_bucket_several(b) && b->members->shard.world == 1;
+    return fc_bucket_several(b) && b->base->shard.world == 1;
 }
 
-fc_status fc_bucket_watch(fc_buckets *b) {
+fc_status fc_bucket_subscribe(fc_buckets *b) {
     fc_status status = FC_OK;
-    const fc_members *m = b->members;
+    const fc_group_base *base = b->base;
     FC_TRY(fc_bucket_cut(b));
-    for (size_t i = 0; can_reduce_early(b) && i < m->count; i++) {
-        fc_param *p = m->params[i];
-        const fct_hook hook = {.owner = p->owner, .call = m->host->grad_arrived};
+    for (size_t i = 0; can_reduce_early(b) && i < base->count; i++) {
+        fc_param *p = base->params[i];
+        const fct_hook hook = {.owner = p->owner, .call = base->callbacks->grad_arrived};
         p->buckets = b;
-        if (p->watch == NULL && p->unsharded != NULL && fct_tensor_requires_grad(p->unsharded)) {
-            FC_TRY_RAISED(fct_autograd_watch(p->unsharded, &hook, &p->watch));
+        if (p->subscription == NULL && p->unsharded != NULL &&
+            fct_tensor_requires_grad(p->unsharded)) {
+            FC_TRY_RAISED(fct_autograd_subscribe(p->unsharded, &hook, &p->subscription));
         }
     }
 done:
@@ -115,7 +116,7 @@ done:
 /* ---- backward ---- */
 
 void fc_bucket_begin(fc_buckets *b, bool eager) {
-    const fc_members *m = b->members;
+    const fc_group_base *base = b->base;
     fc_bucket_end(b);
     b->next = 0;
     if (!eager || b->mode != FC_BUCKETS_READY || !can_reduce_early(b)) {
@@ -125,8 +126,8 @@ void fc_bucket_begin(fc_buckets *b, bool eager) {
     for (size_t i = 0; i < b->count; i++) {
         b->items[i].awaited = 0;
     }
-    for (size_t i = 0; i < m->count; i++) {
-        fc_param *p = m->params[i];
+    for (size_t i = 0; i < base->count; i++) {
+        fc_param *p = base->params[i];
         p->awaited = p->unsharded != NULL && fct_tensor_requires_grad(p->unsharded);
         b->items[p->bucket].awaited += p->awaited ? 1 : 0;
     }
@@ -161,15 +162,15 @@ void fc_bucket_end(fc_buckets *b) {
 }
 
 size_t fc_bucket_in_flight(const fc_buckets *b) {
-    size_t wanted = b->members->comm->max_reductions;
+    size_t wanted = b->base->comm->max_reductions;
     return fc_bucket_several(b) && wanted < IN_FLIGHT ? IN_FLIGHT : wanted;
 }
 
 /* ---- invariants ---- */
 
 fc_status fc_bucket_check(const fc_buckets *b) {
-    fc_error *error = &b->members->comm->error;
-    size_t end = b->members->count;
+    fc_error *error = &b->base->comm->error;
+    size_t end = b->base->count;
     if (b->mode == FC_BUCKETS_STALE) {
         return FC_OK;
     }

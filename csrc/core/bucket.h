@@ -26,7 +26,7 @@
 #ifndef FSDP_C_CORE_BUCKET_H
 #define FSDP_C_CORE_BUCKET_H
 
-#include "members.h"
+#include "group_base.h"
 
 /* Default `limit` in bytes. Larger than typical units; smaller than large embeddings. */
 #define FC_BUCKET_LIMIT ((int64_t)1 << 30)
@@ -44,7 +44,7 @@ typedef struct fc_bucket {
 } fc_bucket;
 
 typedef struct fc_buckets {
-    fc_members *members; /* borrowed */
+    fc_group_base *base; /* borrowed */
     int64_t limit;       /* bytes of gradients at which a bucket is full; 0: one bucket */
     fc_bucket_mode mode;
     size_t next;      /* first bucket that this backward has not reduced */
@@ -52,8 +52,8 @@ typedef struct fc_buckets {
     fc_bucket *items; /* [count] in the order of their reductions; owned */
 } fc_buckets;
 
-/* Borrows `members`, which must outlive the buckets. */
-void fc_bucket_init(fc_buckets *b, fc_members *members);
+/* Borrows `base`, which must outlive the buckets. */
+void fc_bucket_init(fc_buckets *b, fc_group_base *base);
 /* Removes all gradient notifications and frees the buckets. Call it before the group is freed. */
 void fc_bucket_fini(fc_buckets *b);
 /* Both mark the buckets as stale: after a change of the limit, or of the parameters. */
@@ -66,7 +66,7 @@ FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);
 bool fc_bucket_several(const fc_buckets *b);
 /* Cuts the buckets. In a replicated group with several buckets it also registers one autograd
  * notification per parameter. Call it in forward, after the group was unsharded. */
-FC_CHECK fc_status fc_bucket_watch(fc_buckets *b);
+FC_CHECK fc_status fc_bucket_subscribe(fc_buckets *b);
 /* Starts the group's backward. `eager` is true if no condition outside of this module prevents an
  * eager backward. */
 void fc_bucket_begin(fc_buckets *b, bool eager);

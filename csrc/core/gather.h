@@ -5,47 +5,47 @@
 #define FSDP_C_CORE_GATHER_H
 
 #include "chunks.h"
-#include "members.h"
+#include "group_base.h"
 #include "plan.h"
 #include "transfer.h"
 #include "unsharded.h"
 
 /* Stream mode of a gather, for devices with streams. A deferred gather keeps its buffer until the
  * next group waits, so that the copy-in of the next group overlaps with this copy-out. */
-typedef enum fc_lane {
-    FC_LANE_DIRECT,  /* on the current stream */
-    FC_LANE_OVERLAP, /* on the context's gather streams, which wait for the copy-out at once */
-    FC_LANE_DEFERRED /* on the gather streams; they wait only when the next group waits */
-} fc_lane;
+typedef enum fc_stream_mode {
+    FC_STREAM_DIRECT,  /* on the current stream */
+    FC_STREAM_OVERLAP, /* on the context's gather streams, which wait for the copy-out at once */
+    FC_STREAM_DEFERRED /* on the gather streams; they wait only when the next group waits */
+} fc_stream_mode;
 
 /* A pending all-gather, from start to retire. */
-typedef struct fc_flight {
+typedef struct fc_pending_gather {
     bool active;
-    bool hosted;          /* the host performs it */
+    bool uses_fallback;   /* the host performs it */
     bool async_op;        /* the caller holds a work to wait for, on its own stream */
     bool extended;        /* hooks of extended parameters take part */
     bool split;           /* large parameters are gathered into their own chunks */
     fc_gather_plan *plan; /* points into fc_gather */
-    fc_link *link;        /* points into fc_members */
+    fc_process_group *pg; /* points into fc_group_base */
     fct_tensor *buffer;   /* the packed chunk; NULL with one rank, or without such a chunk */
     fct_work *work;       /* NULL if the backend was done at once or `done` replaces it */
     fct_event *done;      /* on devices with streams, unless async_op */
-} fc_flight;
+} fc_pending_gather;
 
 /* State of a group's gathers. Embedded in fc_group. */
 typedef struct fc_gather {
-    fc_members *members;              /* borrowed */
+    fc_group_base *base;              /* borrowed */
     fc_gather_plan plan;              /* of the shards */
     fc_gather_plan post_forward_plan; /* of the smaller group's shards */
     fc_transfer transfer;             /* scratch memory of both plans */
     fc_chunks chunks;     /* in flight; owned chunks become parameter memory at copy-out */
     fct_event *resharded; /* end of the copy to post_forward_data; only with streams */
     bool keep_storage;    /* unsharded memory is never freed, so addresses are stable */
-    fc_flight flight;
+    fc_pending_gather pending;
 } fc_gather;
 
-/* Borrows `members`, which must outlive the gather. */
-void fc_gather_init(fc_gather *a, fc_members *members);
+/* Borrows `base`, which must outlive the gather. */
+void fc_gather_init(fc_gather *a, fc_group_base *base);
 /* Abandons a pending gather and releases everything. */
 void fc_gather_fini(fc_gather *a);
 /* Returns the event `resharded` to the comm context. Call it before the group changes its
@@ -57,13 +57,14 @@ void fc_gather_invalidate(fc_gather *a);
 
 /* Adopts shards that users have replaced. Call it before each unshard. Fails if a replacement does
  * not fit its parameter. */
-FC_CHECK fc_status fc_gather_follow(fc_gather *a);
+FC_CHECK fc_status fc_gather_refresh_replaced_shards(fc_gather *a);
 /* Packs this rank's row and issues the collective. `post_forward`: from the smaller group's shards.
  * On failure nothing is pending. */
-FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_lane lane);
-/* Returns true if the gather would be CPU-bound (fc_link_is_copied), so that prefetching has no
+FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op,
+                                   fc_stream_mode mode);
+/* Returns true if the gather would be CPU-bound (fc_process_group_is_cpu_bound), so that prefetching has no
  * benefit. */
-bool fc_gather_is_copied(const fc_gather *a, bool post_forward);
+bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward);
 /* Makes the gathered rows visible to the current stream; on the CPU, to the caller. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Performs all steps of the unshard that can fail before the swap: memory, contents, parameter
@@ -71,14 +72,14 @@ FC_CHECK fc_status fc_gather_await(fc_gather *a);
  * discarded, because hooks run once per gather. */
 FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
 /* Orders the next user of the buffer after the copy-out. This is the last step that can fail.
- * *copied is set if the lane leaves the wait to the next group. */
-FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_lane lane, fct_event **copied);
+ * *copied is set if the mode leaves the wait to the next group. */
+FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_stream_mode mode, fct_event **copied);
 /* Frees the unsharded memory after a failure of fc_gather_end_copy_out or of a later step. The
  * gathered rows stay if they can be copied out again. Takes `copied`. */
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied);
 /* Ends the gather. Its buffer is kept until `copied` if that is not NULL, else freed. Takes
  * `copied`. */
-void fc_gather_retire(fc_gather *a, fct_event *copied);
+void fc_gather_complete(fc_gather *a, fct_event *copied);
 /* Discards the pending gather without a wait. With streams, the stream that allocated the buffer
  * waits for the work that uses it. */
 void fc_gather_abandon(fc_gather *a);

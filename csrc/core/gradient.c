@@ -2,15 +2,15 @@
  * current stream. */
 #include "gradient.h"
 
-fc_status fc_gradient_fold(const fc_members *m, fc_span span) {
+fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span) {
     fc_status status = FC_OK;
-    void *range = fc_members_enter_range(m, "post_backward_accumulate");
-    bool hosted = fc_members_host_moves(m, FC_MOVE_GRADS);
+    void *range = fc_group_base_enter_range(base, "post_backward_accumulate");
+    bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_GRADS);
     for (size_t i = span.first; i < span.end; i++) {
-        if (hosted) {
-            FC_TRY_RAISED(m->host->fold_grad(m->params[i]->owner));
+        if (uses_fallback) {
+            FC_TRY_RAISED(base->callbacks->accumulate_grad(base->params[i]->owner));
         } else {
-            FC_TRY(fc_param_fold_grad(m->params[i]));
+            FC_TRY(fc_param_accumulate_grad(base->params[i]));
         }
     }
 done:
@@ -18,14 +18,14 @@ done:
     return status;
 }
 
-fc_status fc_gradient_stash(const fc_members *m) {
+fc_status fc_gradient_to_accumulated(const fc_group_base *base) {
     fc_status status = FC_OK;
-    bool hosted = fc_members_host_moves(m, FC_MOVE_GRADS);
-    for (size_t i = 0; i < m->count; i++) {
-        if (hosted) {
-            FC_TRY_RAISED(m->host->stash_grad(m->params[i]->owner));
+    bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_GRADS);
+    for (size_t i = 0; i < base->count; i++) {
+        if (uses_fallback) {
+            FC_TRY_RAISED(base->callbacks->to_accumulated_grad(base->params[i]->owner));
         } else {
-            FC_TRY(fc_param_stash_grad(m->params[i]));
+            FC_TRY(fc_param_to_accumulated_grad(base->params[i]));
         }
     }
 done:
@@ -33,14 +33,14 @@ done:
 }
 
 /* Creates zeros in place of a missing gradient; 1-D if the parameter was never unsharded. */
-static fc_status zero_grad(const fc_members *m, const fc_param *p, fct_tensor **out) {
+static fc_status zero_grad(const fc_group_base *base, const fc_param *p, fct_tensor **out) {
     fc_status status = FC_OK;
     fct_tensor *like = NULL;
     if (p->unsharded != NULL) {
         FC_TRY_RAISED(fct_tensor_zeros_like(p->unsharded, out));
     } else {
         FC_TRY_RAISED(
-            fct_tensor_empty(p->layout.numel, fc_param_compute_dtype(p), m->device, &like));
+            fct_tensor_empty(p->layout.numel, fc_param_compute_dtype(p), base->device, &like));
         FC_TRY_RAISED(fct_tensor_zeros_like(like, out));
     }
 done:
@@ -49,12 +49,12 @@ done:
 }
 
 /* Replaces a DTensor gradient by its plain local tensor. Takes *grad. */
-static fc_status unwrap(const fc_members *m, const fc_param *p, fct_tensor **grad) {
+static fc_status unwrap(const fc_group_base *base, const fc_param *p, fct_tensor **grad) {
     fct_tensor *local = NULL;
     if (*grad == NULL || !p->wrapped || p->unsharded == NULL) {
         return FC_OK;
     }
-    if (m->host->unwrap_grad(p->owner, *grad, &local) != 0) {
+    if (base->callbacks->unwrap_grad(p->owner, *grad, &local) != 0) {
         return FC_ERAISED;
     }
     fct_tensor_release(*grad);
@@ -64,21 +64,21 @@ static fc_status unwrap(const fc_members *m, const fc_param *p, fct_tensor **gra
 
 /* Takes one parameter's gradient for the reduction as a plain tensor. *out is NULL if there is
  * none. */
-static fc_status collect_grad(const fc_members *m, fc_param *p, bool hosted, bool unused,
-                              fct_tensor **out) {
+static fc_status collect_grad(const fc_group_base *base, fc_param *p, bool uses_fallback,
+                              bool unused, fct_tensor **out) {
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
-    if (hosted) {
-        FC_TRY_RAISED(m->host->collect_grad(p->owner, &grad));
+    if (uses_fallback) {
+        FC_TRY_RAISED(base->callbacks->collect_grad(p->owner, &grad));
     } else {
         fc_param_take_grad(p, &grad);
-        FC_TRY(unwrap(m, p, &grad));
+        FC_TRY(unwrap(base, p, &grad));
     }
     if (grad == NULL && unused &&
         (p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded)
-                              : m->host->requires_grad(p->owner))) {
-        FC_TRY(zero_grad(m, p, &grad));
-        FC_TRY(unwrap(m, p, &grad));
+                              : base->callbacks->requires_grad(p->owner))) {
+        FC_TRY(zero_grad(base, p, &grad));
+        FC_TRY(unwrap(base, p, &grad));
     }
     *out = grad;
     grad = NULL;
@@ -87,17 +87,17 @@ done:
     return status;
 }
 
-fc_status fc_gradient_collect(const fc_members *m, fc_span span, bool unused,
+fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool unused,
                               fc_reduce_plan *plan) {
     fc_status status = FC_OK;
-    FC_TRY(fc_reduce_plan_reserve(plan, m->count));
+    FC_TRY(fc_reduce_plan_reserve(plan, base->count));
     fc_reduce_plan_drop_grads(plan);
-    bool hosted = fc_members_host_moves(m, FC_MOVE_GRADS);
+    bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_GRADS);
     for (size_t i = span.first; i < span.end; i++) {
         fct_tensor *grad = NULL;
-        FC_TRY(collect_grad(m, m->params[i], hosted, unused, &grad));
+        FC_TRY(collect_grad(base, base->params[i], uses_fallback, unused, &grad));
         if (grad != NULL) {
-            plan->params[plan->count] = m->params[i];
+            plan->params[plan->count] = base->params[i];
             plan->grads[plan->count] = grad;
             plan->count++;
         }

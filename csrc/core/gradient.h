@@ -3,17 +3,17 @@
 #ifndef FSDP_C_CORE_GRADIENT_H
 #define FSDP_C_CORE_GRADIENT_H
 
-#include "members.h"
+#include "group_base.h"
 #include "plan.h"
 
 /* Adds the span's new gradients to those that earlier backwards without reduction have left. */
-FC_CHECK fc_status fc_gradient_fold(const fc_members *m, fc_span span);
+FC_CHECK fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span);
 /* Ends a backward without reduction: all gradients stay with the parameters, in the reduce
  * dtype. */
-FC_CHECK fc_status fc_gradient_stash(const fc_members *m);
+FC_CHECK fc_status fc_gradient_to_accumulated(const fc_group_base *base);
 /* Moves the span's gradients from the parameters to the plan. `unused`: parameters without a
  * gradient contribute zeros. */
-FC_CHECK fc_status fc_gradient_collect(const fc_members *m, fc_span span, bool unused,
+FC_CHECK fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool unused,
                                        fc_reduce_plan *plan);
 
 #endif

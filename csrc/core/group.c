@@ -1,7 +1,7 @@
 /* State machine of the parameter group, drawn in group.h. Owns the gather, the buckets and the
  * reducer, which perform the transfers.
  *
- * Invariant: outside of a transition every parameter's `face` equals sharded_state, unless `torn`
+ * Invariant: outside of a transition every parameter's `registered_state` equals sharded_state, unless `registration_dirty`
  * is set. This file uses the current stream only through the modules that it calls. */
 #include "group.h"
 
@@ -25,14 +25,15 @@ const fc_transitions fc_group_transitions = {
 
 /* ---- life ---- */
 
-void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params,
-                   size_t count, fct_device device, int64_t world, int64_t rank) {
+void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
+                   fc_param **params, size_t count, fct_device device, int64_t world,
+                   int64_t rank) {
     memset(g, 0, sizeof *g);
-    g->via = &fc_group_transitions;
-    fc_members_init(&g->members, owner, host, comm, params, count, device, world, rank);
-    fc_gather_init(&g->gather, &g->members);
-    fc_bucket_init(&g->buckets, &g->members);
-    fc_reducer_init(&g->reducer, &g->members);
+    g->ops = &fc_group_transitions;
+    fc_group_base_init(&g->base, owner, callbacks, comm, params, count, device, world, rank);
+    fc_gather_init(&g->gather, &g->base);
+    fc_bucket_init(&g->buckets, &g->base);
+    fc_reducer_init(&g->reducer, &g->base);
     g->place = (fc_place){.siblings = 1, .modules = 1};
     g->settings = (fc_group_settings){.reduce_grads = true,
                                       .reshard_after_forward = true,
@@ -43,8 +44,8 @@ void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm,
 }
 
 void fc_group_fini(fc_group *g) {
-    fc_comm *comm = g->members.comm;
-    if (g->via == NULL) {
+    fc_comm_ctx *comm = g->base.comm;
+    if (g->ops == NULL) {
         return;
     }
     fc_gather_fini(&g->gather);
@@ -53,18 +54,18 @@ void fc_group_fini(fc_group *g) {
     if (comm != NULL) {
         fc_order_forget(&comm->order, g);
     }
-    fc_positions_fini(&g->positions);
-    fc_members_fini(&g->members);
+    fc_index_stack_fini(&g->post_forward_indices);
+    fc_group_base_fini(&g->base);
     memset(g, 0, sizeof *g);
     fct_memory_trim();
 }
 
-fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
-    fc_comm *before = g->members.comm;
+fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
+    fc_comm_ctx *before = g->base.comm;
     if (before == comm) {
         return FC_OK;
     }
-    if (before != NULL && fc_reduction_has(before, &g->members)) {
+    if (before != NULL && fc_reduction_has(before, &g->base)) {
         return fc_error_set(&before->error, FC_ESTATE,
                             "a parameter group cannot change its communication context while its "
                             "gradients are being reduced");
@@ -73,12 +74,12 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
         fc_order_forget(&before->order, g);
         fc_reducer_forget_event(&g->reducer);
         fc_gather_forget_event(&g->gather);
-        if (g->gather.flight.done != NULL) { /* a pending gather moves to the new context */
-            fc_comm_hand_event(before, comm);
+        if (g->gather.pending.done != NULL) { /* a pending gather moves to the new context */
+            fc_comm_transfer_event(before, comm);
         }
     }
-    g->positions.count = 0;
-    g->members.comm = comm;
+    g->post_forward_indices.count = 0;
+    g->base.comm = comm;
     return FC_OK;
 }
 
@@ -90,14 +91,14 @@ void fc_group_invalidate(fc_group *g) {
 /* ---- invariants ---- */
 
 /* Checks that every parameter has the group's sharded state, unless the group is known to be
- * torn. */
+ * registration_dirty. */
 static fc_status check_registration(fc_group *g) {
-    for (size_t i = 0; i < g->members.count; i++) {
-        const fc_param *p = g->members.params[i];
-        if (!g->torn && p->face != g->sharded_state) {
-            return fc_error_set(&g->members.comm->error, FC_ESTATE,
+    for (size_t i = 0; i < g->base.count; i++) {
+        const fc_param *p = g->base.params[i];
+        if (!g->registration_dirty && p->registered_state != g->sharded_state) {
+            return fc_error_set(&g->base.comm->error, FC_ESTATE,
                                 "parameter %zu has sharded state %d in a group of sharded state %d",
-                                i, (int)p->face, (int)g->sharded_state);
+                                i, (int)p->registered_state, (int)g->sharded_state);
         }
     }
     return FC_OK;
@@ -110,8 +111,8 @@ static fc_status check_registration_and_memory(fc_group *g) {
     FC_TRY(check_registration(g));
     FC_TRY(fc_gather_check(&g->gather, g->sharded_state == FC_UNSHARDED));
     FC_TRY(fc_bucket_check(&g->buckets));
-    FC_TRY(fc_reduction_check(g->members.comm));
-    FC_TRY(fc_comm_check(g->members.comm));
+    FC_TRY(fc_reduction_check(g->base.comm));
+    FC_TRY(fc_comm_check(g->base.comm));
 done:
     return status;
 }
@@ -129,8 +130,7 @@ static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g),
 #ifndef NDEBUG
     if (check(g) != FC_OK) {
         (void)fprintf(stderr, "fsdp_c: invariant broken in group '%s': %s\n",
-                      g->members.name != NULL ? g->members.name : "?",
-                      g->members.comm->error.message);
+                      g->base.name != NULL ? g->base.name : "?", g->base.comm->error.message);
         abort();
     }
 #else
@@ -142,46 +142,46 @@ static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g),
 
 /* ---- sharded state ---- */
 
-static int swap_one(fc_group *g, size_t i, fc_sharded_state face,
-                    int (*swap)(void *param, fc_sharded_state face)) {
-    fc_param *p = g->members.params[i];
-    int failed = swap(p->owner, face);
-    p->face = failed ? (fc_sharded_state)0 : face;
+static int swap_one(fc_group *g, size_t i, fc_sharded_state state,
+                    int (*swap)(void *param, fc_sharded_state state)) {
+    fc_param *p = g->base.params[i];
+    int failed = swap(p->owner, state);
+    p->registered_state = failed ? (fc_sharded_state)0 : state;
     return failed;
 }
 
 /* Registers the parameters of one state on all modules. On failure it restores the group's own
- * state, also if an earlier failure had left it half registered. A failed restore sets `torn`. */
-static fc_status swap_all(fc_group *g, fc_sharded_state face) {
+ * state, also if an earlier failure had left it half registered. A failed restore sets `registration_dirty`. */
+static fc_status swap_all(fc_group *g, fc_sharded_state state) {
     fc_sharded_state own = g->sharded_state;
-    const fc_host *host = g->members.host;
-    bool by_method = fc_members_host_moves(&g->members, FC_MOVE_SWAP);
-    for (size_t i = 0; i < g->members.count; i++) {
-        if (swap_one(g, i, face, by_method ? host->swap_by_method : host->swap) == 0) {
+    const fc_callbacks *callbacks = g->base.callbacks;
+    bool by_method = fc_group_base_uses_fallback(&g->base, FC_FALLBACK_SWAP);
+    for (size_t i = 0; i < g->base.count; i++) {
+        if (swap_one(g, i, state, by_method ? callbacks->swap_by_method : callbacks->swap) == 0) {
             continue;
         }
         void *error = fct_error_set_aside();
-        size_t changed = g->torn ? g->members.count : i + 1;
-        bool restored = own != face;
-        while (own != face && changed-- > 0) {
-            restored = swap_one(g, changed, own, host->swap) == 0 && restored;
+        size_t changed = g->registration_dirty ? g->base.count : i + 1;
+        bool restored = own != state;
+        while (own != state && changed-- > 0) {
+            restored = swap_one(g, changed, own, callbacks->swap) == 0 && restored;
         }
-        g->torn = !restored;
+        g->registration_dirty = !restored;
         fct_error_put_back(error);
         return FC_ERAISED;
     }
-    g->torn = false;
+    g->registration_dirty = false;
     return FC_OK;
 }
 
 /* Registers the parameters of the group's state again after a failed rollback. */
 static fc_status repair_registration(fc_group *g) {
-    return g->torn ? swap_all(g, g->sharded_state) : FC_OK;
+    return g->registration_dirty ? swap_all(g, g->sharded_state) : FC_OK;
 }
 
 /* Copies a requires_grad that the user has changed on unsharded parameters. */
 static fc_status copy_requires_grad(fc_group *g) {
-    return g->sharded_state == FC_UNSHARDED ? fc_unsharded_note_requirements(&g->members) : FC_OK;
+    return g->sharded_state == FC_UNSHARDED ? fc_unsharded_record_requirements(&g->base) : FC_OK;
 }
 
 /* Releases the smaller group's shards, if there are any. */
@@ -217,12 +217,12 @@ fc_status fc_group_to_unsharded(fc_group *g) {
     if (g->sharded_state == FC_UNSHARDED) {
         return repair_registration(g);
     }
-    FC_TRY(fc_unsharded_adopt(&g->members));
+    FC_TRY(fc_unsharded_adopt(&g->base));
     FC_TRY(swap_all(g, FC_UNSHARDED));
     fc_gather_abandon(&g->gather);
     drop_post_forward_shards(g);
     g->sharded_state = FC_UNSHARDED;
-    g->gathered_version = fc_members_shard_version(&g->members);
+    g->gathered_version = fc_group_base_shard_version(&g->base);
 done:
     return verify_transition(g, check_registration_and_memory, status);
 }
@@ -232,8 +232,8 @@ fc_status fc_group_to_sharded_post_forward(fc_group *g) {
     if (g->sharded_state != FC_UNSHARDED) {
         return FC_OK;
     }
-    if (g->members.post_forward.name == NULL) {
-        return fc_error_set(&g->members.comm->error, FC_ESTATE,
+    if (g->base.post_forward.name == NULL) {
+        return fc_error_set(&g->base.comm->error, FC_ESTATE,
                             "there is no smaller group to reshard to after forward");
     }
     void *pause = fct_functorch_pause();
@@ -259,21 +259,21 @@ fc_status fc_group_reshard(fc_group *g) {
     if (status != FC_OK) {
         return status;
     }
-    return in_forward && g->members.post_forward.name != NULL ? fc_group_to_sharded_post_forward(g)
-                                                              : g->via->to_sharded(g);
+    return in_forward && g->base.post_forward.name != NULL ? fc_group_to_sharded_post_forward(g)
+                                                           : g->ops->to_sharded(g);
 }
 
 /* ---- unshard ---- */
 
 /* Only in forward does the copy-in of the next group overlap with the copy-out of this one. */
-static fc_lane lane_for_pass(fc_training_state pass) {
+static fc_stream_mode stream_mode_for_pass(fc_training_state pass) {
     switch (pass) {
     case FC_FORWARD:
-        return FC_LANE_DEFERRED;
+        return FC_STREAM_DEFERRED;
     case FC_PRE_BACKWARD:
-        return FC_LANE_OVERLAP;
+        return FC_STREAM_OVERLAP;
     default:
-        return FC_LANE_DIRECT;
+        return FC_STREAM_DIRECT;
     }
 }
 
@@ -283,7 +283,7 @@ static fc_status start_gather(fc_group *g, fc_training_state pass, bool async_op
     const fc_training_state before = g->training_state;
     g->training_state = pass;
     fc_status status = fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD,
-                                       async_op, lane_for_pass(pass));
+                                       async_op, stream_mode_for_pass(pass));
     g->training_state = g->training_state == pass ? before : g->training_state;
     return status;
 }
@@ -291,13 +291,13 @@ static fc_status start_gather(fc_group *g, fc_training_state pass, bool async_op
 fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     fc_status status = FC_OK;
     bool between_steps = pass == FC_FORWARD || pass == FC_IDLE;
-    if (g->gather.flight.active && !between_steps) {
+    if (g->gather.pending.active && !between_steps) {
         return FC_OK;
     }
-    FC_TRY(fc_gather_follow(&g->gather));
-    uint64_t version = fc_members_shard_version(&g->members);
+    FC_TRY(fc_gather_refresh_replaced_shards(&g->gather));
+    uint64_t version = fc_group_base_shard_version(&g->base);
     bool current = version == g->gathered_version;
-    if (g->gather.flight.active) {
+    if (g->gather.pending.active) {
         if (current) {
             return FC_OK;
         }
@@ -325,18 +325,18 @@ fc_status fc_group_wait_unshard(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
     fct_event *copied = NULL;
-    if (!g->gather.flight.active) {
+    if (!g->gather.pending.active) {
         return FC_OK;
     }
     if (g->training_state == FC_FORWARD) {
-        FC_TRY(fc_comm_release_kept(g->members.comm));
+        FC_TRY(fc_comm_release_kept(g->base.comm));
     }
-    if (g->members.shard.world > 1) {
-        range = fc_members_enter_range(&g->members, "all_gather_copy_out");
+    if (g->base.shard.world > 1) {
+        range = fc_group_base_enter_range(&g->base, "all_gather_copy_out");
     }
     FC_TRY(fc_gather_await(&g->gather));
     FC_TRY(fc_gather_copy_out(&g->gather));
-    status = fc_gather_end_copy_out(&g->gather, lane_for_pass(g->training_state), &copied);
+    status = fc_gather_end_copy_out(&g->gather, stream_mode_for_pass(g->training_state), &copied);
     if (status == FC_OK) {
         status = swap_all(g, FC_UNSHARDED);
     }
@@ -346,7 +346,7 @@ fc_status fc_group_wait_unshard(fc_group *g) {
     }
     drop_post_forward_shards(g);
     g->sharded_state = FC_UNSHARDED;
-    fc_gather_retire(&g->gather, copied);
+    fc_gather_complete(&g->gather, copied);
 done:
     fct_profile_exit(range);
     return verify_transition(g, check_registration_and_memory, status);
@@ -356,13 +356,13 @@ done:
 
 fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
     fc_status status = FC_OK;
-    fc_members_log(&g->members, "pre_forward");
-    void *range = fc_members_enter_range(&g->members, "pre_forward");
+    fc_group_base_log(&g->base, "pre_forward");
+    void *range = fc_group_base_enter_range(&g->base, "pre_forward");
     bool is_first = g->training_state != FC_FORWARD;
     g->training_state = FC_FORWARD;
-    FC_TRY(g->via->unshard(g, g->training_state, g->settings.unshard_async_op));
-    FC_TRY(g->via->wait_unshard(g));
-    FC_TRY(fc_bucket_watch(&g->buckets));
+    FC_TRY(g->ops->unshard(g, g->training_state, g->settings.unshard_async_op));
+    FC_TRY(g->ops->wait_unshard(g));
+    FC_TRY(fc_bucket_subscribe(&g->buckets));
     *entering = is_first;
 done:
     fct_profile_exit(range);
@@ -371,13 +371,13 @@ done:
 
 fc_status fc_group_post_forward(fc_group *g) {
     fc_status status = FC_OK;
-    fc_members_log(&g->members, "post_forward");
-    void *range = fc_members_enter_range(&g->members, "post_forward");
+    fc_group_base_log(&g->base, "post_forward");
+    void *range = fc_group_base_enter_range(&g->base, "post_forward");
     if (!fct_in_backward()) {
         size_t position = 0;
-        FC_TRY(g->via->reshard(g));
-        FC_TRY(fc_order_append(&g->members.comm->order, g, &position));
-        FC_TRY(fc_positions_push(&g->positions, position));
+        FC_TRY(g->ops->reshard(g));
+        FC_TRY(fc_order_append(&g->base.comm->order, g, &position));
+        FC_TRY(fc_index_stack_push(&g->post_forward_indices, position));
     }
     g->training_state = FC_IDLE;
 done:
@@ -387,8 +387,8 @@ done:
 
 fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
     const char *name = pass == FC_FORWARD ? "forward" : "backward";
-    void *range = fc_members_enter_prefetch(&g->members, name);
-    fc_status status = g->via->unshard(g, pass, g->settings.unshard_async_op);
+    void *range = fc_group_base_enter_prefetch(&g->base, name);
+    fc_status status = g->ops->unshard(g, pass, g->settings.unshard_async_op);
     fct_profile_exit(range);
     return status;
 }
@@ -397,15 +397,15 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
  * and holds the parameters of one more unit. */
 static fc_status prefetch_by_order(fc_group *g) {
     const bool post_forward = g->sharded_state == FC_SHARDED_POST_FORWARD;
-    return fc_gather_is_copied(&g->gather, post_forward) ? FC_OK
-                                                         : fc_group_prefetch(g, FC_PRE_BACKWARD);
+    return fc_gather_is_cpu_bound(&g->gather, post_forward) ? FC_OK
+                                                            : fc_group_prefetch(g, FC_PRE_BACKWARD);
 }
 
 /* For a fully_shard call with several groups: the second-to-last group in backward order prefetches
  * all groups of the preceding unit. They overlap with the reduction of the unit's first group. */
 static fc_status prefetch_unit(const fc_group *g, size_t position) {
     fc_status status = FC_OK;
-    const fc_order *order = &g->members.comm->order;
+    const fc_order *order = &g->base.comm->order;
     const void *target = NULL;
     while (position-- > 0) {
         fc_group *other = order->items[position];
@@ -423,11 +423,11 @@ done:
 }
 
 fc_status fc_group_backward_prefetch(fc_group *g) {
-    if (g->training_state != FC_PRE_BACKWARD || g->positions.count == 0) {
+    if (g->training_state != FC_PRE_BACKWARD || g->post_forward_indices.count == 0) {
         return FC_OK; /* several backwards: the first one has cleared the positions */
     }
-    size_t position = g->positions.items[--g->positions.count];
-    const fc_order *order = &g->members.comm->order;
+    size_t position = g->post_forward_indices.items[--g->post_forward_indices.count];
+    const fc_order *order = &g->base.comm->order;
     if (position == 0 || position > order->count) {
         return FC_OK;
     }
@@ -441,8 +441,9 @@ fc_status fc_group_backward_prefetch(fc_group *g) {
 /* Returns true if no other collective of this backward could be ordered differently on other
  * ranks. */
 static bool can_be_eager(const fc_group *g) {
-    return g->course == FC_COURSE_ALONE && g->settings.reduce_grads && !g->reducer.reduce_unused &&
-           !g->reducer.has_hook && !fc_members_host_moves(&g->members, FC_MOVE_EARLY);
+    return g->backward_kind == FC_BACKWARD_SOLE_GROUP && g->settings.reduce_grads &&
+           !g->reducer.reduce_unused && !g->reducer.has_hook &&
+           !fc_group_base_uses_fallback(&g->base, FC_FALLBACK_EARLY);
 }
 
 fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
@@ -450,15 +451,15 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     if (g->training_state == FC_PRE_BACKWARD) {
         return FC_OK;
     }
-    fc_members_log(&g->members, "pre_backward");
-    void *range = fc_members_enter_range(&g->members, "pre_backward");
+    fc_group_base_log(&g->base, "pre_backward");
+    void *range = fc_group_base_enter_range(&g->base, "pre_backward");
     g->training_state = FC_PRE_BACKWARD;
-    FC_TRY(fc_reduction_poll(g->members.comm));
-    FC_TRY(g->via->unshard(g, g->training_state, g->settings.unshard_async_op));
-    FC_TRY(g->via->wait_unshard(g));
+    FC_TRY(fc_reduction_poll(g->base.comm));
+    FC_TRY(g->ops->unshard(g, g->training_state, g->settings.unshard_async_op));
+    FC_TRY(g->ops->wait_unshard(g));
     fc_bucket_begin(&g->buckets, can_be_eager(g));
     if (default_prefetch) {
-        FC_TRY(g->via->backward_prefetch(g));
+        FC_TRY(g->ops->backward_prefetch(g));
     }
 done:
     fct_profile_exit(range);
@@ -468,10 +469,10 @@ done:
 /* Completes reductions of other groups until one more may be in flight. */
 static fc_status limit_reductions(fc_group *g) {
     fc_status status = FC_OK;
-    fc_comm *c = g->members.comm;
+    fc_comm_ctx *c = g->base.comm;
     size_t limit = fc_bucket_in_flight(&g->buckets);
     if (g->place.index == g->place.siblings - 1 && c->reductions >= limit) {
-        void *range = fc_members_enter_range(&g->members, "post_backward_rs_wait");
+        void *range = fc_group_base_enter_range(&g->base, "post_backward_rs_wait");
         status = fc_reduction_recycle(c, limit - 1);
         fct_profile_exit(range);
     }
@@ -479,8 +480,8 @@ static fc_status limit_reductions(fc_group *g) {
 }
 
 static fc_status reshard_in_backward(fc_group *g) {
-    bool stays = !g->settings.reshard_after_backward || g->course == FC_COURSE_UNSEEN;
-    return stays ? FC_OK : g->via->reshard(g);
+    bool stays = !g->settings.reshard_after_backward || g->backward_kind == FC_BACKWARD_UNTRACKED;
+    return stays ? FC_OK : g->ops->reshard(g);
 }
 
 /* Accumulates and collects the gradients of a span, then issues their reduction. `leaves`: this
@@ -489,9 +490,9 @@ static fc_status reduce_span(fc_group *g, fc_span span, bool leaves, bool partia
     fc_status status = FC_OK;
     fc_reducer *reducer = &g->reducer;
     void *range = NULL;
-    FC_TRY(fc_gradient_fold(&g->members, span));
-    range = fc_members_enter_range(&g->members, "post_backward_reshard");
-    FC_TRY(fc_gradient_collect(&g->members, span, reducer->reduce_unused, &reducer->plan));
+    FC_TRY(fc_gradient_accumulate(&g->base, span));
+    range = fc_group_base_enter_range(&g->base, "post_backward_reshard");
+    FC_TRY(fc_gradient_collect(&g->base, span, reducer->reduce_unused, &reducer->plan));
     FC_TRY(leaves ? reshard_in_backward(g) : FC_OK);
     fct_profile_exit(range);
     range = NULL;
@@ -519,8 +520,8 @@ static fc_status reduce_remaining(fc_group *g, bool partial) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;
     if (!fc_bucket_several(b) || g->reducer.has_hook ||
-        fc_members_host_moves(&g->members, FC_MOVE_REDUCE)) {
-        return reduce_span(g, fc_members_all(&g->members), true, partial);
+        fc_group_base_uses_fallback(&g->base, FC_FALLBACK_REDUCE)) {
+        return reduce_span(g, fc_group_base_all(&g->base), true, partial);
     }
     for (size_t i = 0; i < b->count; i++) {
         FC_TRY(reduce_span(g, b->items[i].span, i == 0, partial));
@@ -533,10 +534,10 @@ done:
 static fc_status stash_gradients(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
-    FC_TRY(fc_gradient_fold(&g->members, fc_members_all(&g->members)));
-    range = fc_members_enter_range(&g->members, "post_backward_reshard");
+    FC_TRY(fc_gradient_accumulate(&g->base, fc_group_base_all(&g->base)));
+    range = fc_group_base_enter_range(&g->base, "post_backward_reshard");
     FC_TRY(reshard_in_backward(g));
-    FC_TRY(fc_gradient_stash(&g->members));
+    FC_TRY(fc_gradient_to_accumulated(&g->base));
 done:
     fct_profile_exit(range);
     return status;
@@ -545,34 +546,35 @@ done:
 fc_status fc_group_post_backward(fc_group *g) {
     bool partial = g->place.modules > 1 && g->training_state == FC_FORWARD;
     bool reduces = g->settings.reduce_grads;
-    fc_members_log(&g->members, "post_backward");
+    fc_group_base_log(&g->base, "post_backward");
     g->training_state = FC_POST_BACKWARD;
-    g->deferred = !reduces || (fc_members_replicated(&g->members) && !g->reducer.all_reduce_grads);
+    g->deferred =
+        !reduces || (fc_group_base_is_replicated(&g->base) && !g->reducer.all_reduce_grads);
     fc_bucket_end(&g->buckets);
     fc_status status = reduces ? reduce_remaining(g, partial) : stash_gradients(g);
     return verify_transition(g, fc_group_check, status);
 }
 
 fc_status fc_group_leave_backward(fc_group *g) {
-    return g->course == FC_COURSE_DOUBLED && g->members.comm->has_streams
+    return g->backward_kind == FC_BACKWARD_DOUBLE && g->base.comm->has_streams
                ? FC_OK
-               : g->via->post_backward(g);
+               : g->ops->post_backward(g);
 }
 
 fc_status fc_group_finalize_backward(fc_group *g) {
     fc_status status = FC_OK;
     FC_TRY(fc_reduce_settle(&g->reducer));
-    if (g->gather.flight.active) {
+    if (g->gather.pending.active) {
         FC_TRY(fc_gather_await(&g->gather));
         fc_gather_abandon(&g->gather);
     }
-    g->positions.count = 0;
+    g->post_forward_indices.count = 0;
 done:
     return verify_transition(g, fc_group_check, status);
 }
 
 fc_status fc_group_complete_reductions(fc_group *g) {
-    fc_comm *c = g->members.comm;
+    fc_comm_ctx *c = g->base.comm;
     fc_status status =
         c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);
     return verify_transition(g, fc_group_check, status);
@@ -580,15 +582,15 @@ fc_status fc_group_complete_reductions(fc_group *g) {
 
 fc_status fc_group_reset(fc_group *g) {
     fc_reduce_reset(&g->reducer);
-    for (size_t i = 0; i < g->members.count; i++) {
-        fc_param_drop_grad(g->members.params[i]);
+    for (size_t i = 0; i < g->base.count; i++) {
+        fc_param_drop_grad(g->base.params[i]);
     }
     fc_gather_abandon(&g->gather);
     fc_bucket_end(&g->buckets);
-    g->positions.count = 0;
+    g->post_forward_indices.count = 0;
     g->training_state = FC_IDLE;
-    g->course = FC_COURSE_PLAIN;
+    g->backward_kind = FC_BACKWARD_PLAIN;
     g->deferred = false;
     fct_memory_trim();
-    return verify_transition(g, fc_group_check, g->via->to_sharded(g));
+    return verify_transition(g, fc_group_check, g->ops->to_sharded(g));
 }

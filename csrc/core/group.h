@@ -9,9 +9,9 @@
  *      +--------------- reshard -----------+     +--- ... --- SHARDED_POST_FORWARD
  *
  * A pending gather is not a state of its own: the modules still hold the sharded parameters, and
- * `gather.flight.active` is set. Every transition has two phases: first all steps that can fail
+ * `gather.pending.active` is set. Every transition has two phases: first all steps that can fail
  * (allocate, gather, wait, copy out), then one loop of swaps. If a swap fails (a module's own
- * __setattr__ raises), it is rolled back. If the rollback fails too, `torn` is set: some modules
+ * __setattr__ raises), it is rolled back. If the rollback fails too, `registration_dirty` is set: some modules
  * may hold parameters of another state. The next transition that uses or changes the registration
  * first registers the parameters of `sharded_state` again, and fails if that fails.
  *
@@ -29,7 +29,7 @@
 #include "bucket.h"
 #include "gather.h"
 #include "gradient.h"
-#include "members.h"
+#include "group_base.h"
 #include "reduce.h"
 
 typedef enum fc_training_state {
@@ -40,12 +40,12 @@ typedef enum fc_training_state {
 } fc_training_state;
 
 /* Kind of the backward that runs now, with regard to this group. */
-typedef enum fc_course {
-    FC_COURSE_PLAIN,
-    FC_COURSE_ALONE,   /* no other group is reduced in it, and it records no graph */
-    FC_COURSE_DOUBLED, /* it runs through a graph that a recording backward created */
-    FC_COURSE_UNSEEN   /* it recorded a graph without a later hook: parameters stay */
-} fc_course;
+typedef enum fc_backward_kind {
+    FC_BACKWARD_PLAIN,
+    FC_BACKWARD_SOLE_GROUP, /* no other group is reduced in it, and it records no graph */
+    FC_BACKWARD_DOUBLE,     /* it runs through a graph that a recording backward created */
+    FC_BACKWARD_UNTRACKED   /* it recorded a graph without a later hook: parameters stay */
+} fc_backward_kind;
 
 struct fc_group;
 
@@ -81,34 +81,35 @@ typedef struct fc_group_settings {
 } fc_group_settings;
 
 typedef struct fc_group {
-    const fc_transitions *via; /* borrowed */
-    fc_members members;
+    const fc_transitions *ops; /* borrowed */
+    fc_group_base base;
     fc_place place;
     fc_group_settings settings;
     /* Sharded state. */
     fc_sharded_state sharded_state;
-    bool torn;                 /* modules may hold parameters of another state (see above) */
+    bool registration_dirty;   /* modules may hold parameters of another state (see above) */
     uint64_t gathered_version; /* shard version that the unsharded parameters were made from */
     fc_gather gather;
     /* Training state. */
     fc_training_state training_state;
-    fc_course course;
-    uint64_t grads_before;  /* fingerprint of the gradients at the start of a recording backward */
-    fc_positions positions; /* post-forward positions of forwards whose backward has not run */
-    bool deferred;          /* a backward has left its gradients for a later reduction */
+    fc_backward_kind backward_kind;
+    uint64_t grads_before; /* fingerprint of the gradients at the start of a recording backward */
+    fc_index_stack
+        post_forward_indices; /* post-forward positions of forwards whose backward has not run */
+    bool deferred;            /* a backward has left its gradients for a later reduction */
     fc_buckets buckets;
     fc_reducer reducer;
 } fc_group;
 
 /* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
-void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params,
-                   size_t count, fct_device device, int64_t world, int64_t rank);
+void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
+                   fc_param **params, size_t count, fct_device device, int64_t world, int64_t rank);
 /* Parks pending work, removes the group from its comm context's order and releases everything. Safe
  * on a zeroed struct. */
 void fc_group_fini(fc_group *g);
 /* Moves the group to another comm context of the same device. Returns FC_ESTATE while a reduction
  * of the group is in flight. */
-FC_CHECK fc_status fc_group_set_comm(fc_group *g, fc_comm *comm);
+FC_CHECK fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm);
 /* Call it after the shard or dtype of a parameter was replaced. Plans and buckets are computed
  * again at the next unshard. */
 void fc_group_invalidate(fc_group *g);
@@ -164,7 +165,7 @@ FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);
  * and waits for gradients that are copied to host memory. */
 FC_CHECK fc_status fc_group_complete_reductions(fc_group *g);
 
-/* Returns the group to SHARDED and IDLE after a failure. Pending work is parked and partial
+/* Returns the group to SHARDED and IDLE after a failure. The release of pending work is deferred and partial
  * gradients are dropped. */
 FC_CHECK fc_status fc_group_reset(fc_group *g);
 

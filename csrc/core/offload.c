@@ -132,9 +132,10 @@ done:
     return status;
 }
 
-fc_status fc_offload_send(const fc_param *p, const fc_host *host, fct_tensor *view,
+fc_status fc_offload_send(const fc_param *p, const fc_callbacks *callbacks, fct_tensor *view,
                           fct_tensor **local, bool *queued) {
-    bool later = p->pinned && !host->has_grad(p->owner) && !host->wants_grad_now(p->owner);
+    bool later =
+        p->pinned && !callbacks->has_grad(p->owner) && !callbacks->needs_grad_now(p->owner);
     if (fct_tensor_to_host(view, later, local) != 0) {
         return FC_ERAISED;
     }

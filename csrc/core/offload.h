@@ -11,7 +11,7 @@
 #ifndef FSDP_C_CORE_OFFLOAD_H
 #define FSDP_C_CORE_OFFLOAD_H
 
-#include "host.h"
+#include "callbacks.h"
 #include "plan.h"
 
 /* Queues the upload of all shards into their slots. The row starts `start` bytes into the storage
@@ -32,7 +32,7 @@ FC_CHECK fc_status fc_offload_fill(const fc_gather_plan *plan, fc_param *const *
 /* Copies the gradient `view` to host memory. *local is a new reference. *queued: the copy is still
  * running, and the caller must wait before the gradient is read. The copy is synchronous if the
  * memory is not pinned, if `view` will be added to an existing gradient, or if hooks read it. */
-FC_CHECK fc_status fc_offload_send(const fc_param *p, const fc_host *host, fct_tensor *view,
-                                   fct_tensor **local, bool *queued);
+FC_CHECK fc_status fc_offload_send(const fc_param *p, const fc_callbacks *callbacks,
+                                   fct_tensor *view, fct_tensor **local, bool *queued);
 
 #endif

@@ -44,7 +44,7 @@ void fc_order_fini(fc_order *o) {
     memset(o, 0, sizeof *o);
 }
 
-fc_status fc_positions_push(fc_positions *p, size_t position) {
+fc_status fc_index_stack_push(fc_index_stack *p, size_t position) {
     size_t *items = (size_t *)grow(p->items, p->count, &p->capacity, sizeof *items);
     if (items == NULL) {
         return FC_ENOMEM;
@@ -54,7 +54,7 @@ fc_status fc_positions_push(fc_positions *p, size_t position) {
     return FC_OK;
 }
 
-void fc_positions_fini(fc_positions *p) {
+void fc_index_stack_fini(fc_index_stack *p) {
     free(p->items);
     memset(p, 0, sizeof *p);
 }

@@ -17,11 +17,11 @@ typedef struct fc_order {
 } fc_order;
 
 /* Stack of one group's positions in the order: one for each forward whose backward has not run. */
-typedef struct fc_positions {
+typedef struct fc_index_stack {
     size_t *items;
     size_t count;
     size_t capacity;
-} fc_positions;
+} fc_index_stack;
 
 /* Appends the group and writes its index to *position. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *position);
@@ -29,7 +29,7 @@ FC_CHECK fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *
 void fc_order_forget(fc_order *o, const struct fc_group *group);
 void fc_order_fini(fc_order *o);
 
-FC_CHECK fc_status fc_positions_push(fc_positions *p, size_t position);
-void fc_positions_fini(fc_positions *p);
+FC_CHECK fc_status fc_index_stack_push(fc_index_stack *p, size_t position);
+void fc_index_stack_fini(fc_index_stack *p);
 
 #endif

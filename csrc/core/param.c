@@ -24,7 +24,7 @@ fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *s
                         int64_t world, int64_t rank, fc_error *err) {
     memset(p, 0, sizeof *p);
     p->owner = owner;
-    p->face = FC_SHARDED;
+    p->registered_state = FC_SHARDED;
     p->orig_dtype = FCT_NO_DTYPE;
     p->param_dtype = FCT_NO_DTYPE;
     p->reduce_dtype = FCT_NO_DTYPE;
@@ -87,8 +87,8 @@ void fc_param_set_partial(fc_param *p, fct_tensor *row) {
 }
 
 static void end_watch(fc_param *p) {
-    fct_watch_free(p->watch);
-    p->watch = NULL;
+    fct_grad_subscription_free(p->subscription);
+    p->subscription = NULL;
 }
 
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {
@@ -348,7 +348,7 @@ void fc_param_free(fc_param *p) {
     fc_extension_free(&p->extension);
 }
 
-fc_status fc_param_fold_grad(fc_param *p) {
+fc_status fc_param_accumulate_grad(fc_param *p) {
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
     if (p->accumulated == NULL || p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
@@ -361,7 +361,7 @@ done:
     return status;
 }
 
-fc_status fc_param_stash_grad(fc_param *p) {
+fc_status fc_param_to_accumulated_grad(fc_param *p) {
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
     fct_tensor *cast = NULL;

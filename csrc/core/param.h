@@ -29,13 +29,14 @@ typedef struct fc_param {
     fct_dtype orig_dtype;
     fct_dtype param_dtype;  /* dtype of computation; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own dtype */
-    bool aliased;          /* flat shares the shard's memory: one rank, no cast, no copy, no free */
-    bool extended;         /* the shard has all-gather hooks; `extension` replaces flat */
-    bool required;         /* requires_grad of `unsharded` at its registration */
-    bool offloaded;        /* shard and gradient are in host memory; always true without streams */
-    bool pinned;           /* that host memory is pinned */
-    fc_sharded_state face; /* registered on the modules; 0: unknown after a failed swap */
-    bool wrapped; /* the unsharded parameter is a DTensor; the host unwraps its gradients */
+    bool aliased;   /* flat shares the shard's memory: one rank, no cast, no copy, no free */
+    bool extended;  /* the shard has all-gather hooks; `extension` replaces flat */
+    bool required;  /* requires_grad of `unsharded` at its registration */
+    bool offloaded; /* shard and gradient are in host memory; always true without streams */
+    bool pinned;    /* that host memory is pinned */
+    fc_sharded_state
+        registered_state; /* registered on the modules; 0: unknown after a failed swap */
+    bool wrapped;         /* the unsharded parameter is a DTensor; the host unwraps its gradients */
     /* Counted references. */
     fct_tensor *sharded_data; /* 1-D, padded_numel elements: sent in a gather */
     fct_tensor *staged;       /* device copy of an offloaded shard during the pack; else NULL */
@@ -50,10 +51,10 @@ typedef struct fc_param {
     fct_tensor *accumulated; /* partial gradient in reduce_dtype, of backwards without reduction */
     fct_tensor *partial;     /* HSDP: padded_numel elements, not all-reduced yet */
     /* Owned by bucket.c. Set only in groups with several buckets. */
-    fct_watch *watch;           /* notification of the gradient of `unsharded` */
-    struct fc_buckets *buckets; /* receiver of the notification; borrowed */
-    size_t bucket;              /* index of the parameter's bucket */
-    bool awaited;               /* no gradient so far in this backward */
+    fct_grad_subscription *subscription; /* notification of the gradient of `unsharded` */
+    struct fc_buckets *buckets;          /* receiver of the notification; borrowed */
+    size_t bucket;                       /* index of the parameter's bucket */
+    bool awaited;                        /* no gradient so far in this backward */
 } fc_param;
 
 /* Zeroes the struct and computes the layout: dimension `dim` split over `world` ranks. Borrows
@@ -124,9 +125,9 @@ bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);
 
 /* Adds .grad of the unsharded parameter to `accumulated`, if that exists, and clears .grad. */
-FC_CHECK fc_status fc_param_fold_grad(fc_param *p);
+FC_CHECK fc_status fc_param_accumulate_grad(fc_param *p);
 /* Moves .grad to `accumulated` and casts it to reduce_dtype, if that is set and differs. */
-FC_CHECK fc_status fc_param_stash_grad(fc_param *p);
+FC_CHECK fc_status fc_param_to_accumulated_grad(fc_param *p);
 /* Takes the partial gradient: `accumulated`, or .grad of the unsharded parameter. *grad is a new
  * reference, or NULL if there is no gradient. */
 void fc_param_take_grad(fc_param *p, fct_tensor **grad);

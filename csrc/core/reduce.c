@@ -14,17 +14,17 @@
 
 /* ---- life ---- */
 
-void fc_reducer_init(fc_reducer *d, fc_members *members) {
+void fc_reducer_init(fc_reducer *d, fc_group_base *base) {
     memset(d, 0, sizeof *d);
-    d->members = members;
+    d->base = base;
     d->reduce_dtype = FCT_NO_DTYPE;
     d->all_reduce_grads = true;
 }
 
 /* Returns the event to the comm context. */
 static void return_event(fc_reducer *d, fct_event **slot) {
-    if (d->members->comm != NULL) {
-        fc_comm_put_event(d->members->comm, *slot);
+    if (d->base->comm != NULL) {
+        fc_comm_put_event(d->base->comm, *slot);
     }
     *slot = NULL;
 }
@@ -35,9 +35,9 @@ void fc_reducer_forget_event(fc_reducer *d) {
 }
 
 void fc_reducer_fini(fc_reducer *d) {
-    fc_members *m = d->members;
-    if (m->comm != NULL) {
-        fc_reduction_discard(m->comm, m);
+    fc_group_base *base = d->base;
+    if (base->comm != NULL) {
+        fc_reduction_discard(base->comm, base);
     }
     fc_reducer_forget_event(d);
     fc_reduce_plan_fini(&d->plan);
@@ -58,14 +58,14 @@ static bool has_gradient(const fc_reduce_plan *plan, const fc_param *p) {
 }
 
 static bool all_reduces_now(const fc_reducer *d) {
-    return fc_members_replicated(d->members) && d->all_reduce_grads;
+    return fc_group_base_is_replicated(d->base) && d->all_reduce_grads;
 }
 
 /* Returns true if the span has partial gradients to all-reduce, even without new ones. Backwards
  * that did not all-reduce have reduce-scattered them. */
 static bool has_pending_partials(const fc_reducer *d, fc_span span) {
     for (size_t i = span.first; all_reduces_now(d) && i < span.end; i++) {
-        if (d->members->params[i]->partial != NULL) {
+        if (d->base->params[i]->partial != NULL) {
             return true;
         }
     }
@@ -76,15 +76,15 @@ static bool has_pending_partials(const fc_reducer *d, fc_span span) {
  * parameters if rows are all-reduced. Returns NULL without memory. */
 static fc_reduction *new_reduction(fc_reducer *d, fc_span span) {
     const fc_reduce_plan *plan = &d->plan;
-    fc_param *const *params = d->members->params;
-    fc_reduction *r = fc_reduction_new(d->members, span.end - span.first);
+    fc_param *const *params = d->base->params;
+    fc_reduction *r = fc_reduction_new(d->base, span.end - span.first);
     if (r == NULL) {
         return NULL;
     }
     r->hooked = d->has_hook;
     r->count = plan->count;
     r->total = plan->count;
-    r->keep_partial = fc_members_replicated(d->members) && !d->all_reduce_grads;
+    r->keep_partial = fc_group_base_is_replicated(d->base) && !d->all_reduce_grads;
     if (plan->count > 0) {
         memcpy((void *)r->params, (const void *)plan->params, plan->count * sizeof *r->params);
     }
@@ -99,19 +99,20 @@ static fc_reduction *new_reduction(fc_reducer *d, fc_span span) {
 /* Issues the reduce-scatter into `row`, from the chunks or from the single buffer r->input. */
 static fc_status reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide,
                                 fct_tensor *row) {
-    const fc_members *m = d->members;
-    fc_link *link = fc_members_scatter_link(d->members);
+    const fc_group_base *base = d->base;
+    fc_process_group *pg = fc_group_base_scatter_group(d->base);
     const fct_chunk_layout layout = fc_chunk_list_layout(&d->plan.chunks);
     return d->plan.chunks.split
-               ? fc_link_reduce_chunks(link, m->name, row, d->chunks.tensors, d->chunks.count,
-                                       &layout, divide->op, &r->work)
-               : fc_link_reduce_scatter(link, m->name, row, r->input, divide->op,
-                                        divide->premultiply, !m->comm->has_streams, &r->work);
+               ? fc_process_group_reduce_chunks(pg, base->name, row, d->chunks.tensors,
+                                                d->chunks.count, &layout, divide->op, &r->work)
+               : fc_process_group_reduce_scatter(pg, base->name, row, r->input, divide->op,
+                                                 divide->premultiply, !base->comm->has_streams,
+                                                 &r->work);
 }
 
 /* Divides and issues the reduce-scatter on the current stream. r->output is the row. */
 static fc_status issue_reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
-    fc_members *m = d->members;
+    fc_group_base *base = d->base;
     fc_status status = FC_OK;
     const fc_reduce_plan *plan = &d->plan;
     fct_tensor *part = NULL;
@@ -120,13 +121,13 @@ static fc_status issue_reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_d
         FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
     /* Parameters may keep the row. It must then be memory of the reduce stream. */
-    bool stays = r->keep_partial && m->comm->has_streams;
-    if ((m->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel && !stays) {
+    bool stays = r->keep_partial && base->comm->has_streams;
+    if ((base->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel && !stays) {
         r->output = r->input; /* one rank: the row is the result */
         fct_tensor_retain(r->output);
         goto done;
     }
-    FC_TRY(fc_members_buffer(m, m->reduce_memory, total, plan->dtype, &r->output));
+    FC_TRY(fc_group_base_buffer(base, base->reduce_memory, total, plan->dtype, &r->output));
     if (plan->row_numel == 0) {
         goto done;
     }
@@ -138,7 +139,7 @@ static fc_status issue_reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_d
         const int64_t stride[1] = {1};
         FC_TRY_RAISED(fct_tensor_alias(r->output, 1, size, stride, 0, &part));
     }
-    if (m->shard.world == 1) {
+    if (base->shard.world == 1) {
         FC_TRY_RAISED(fct_tensor_copy(part, r->input));
     } else {
         FC_TRY(reduce_scatter(d, r, divide, part));
@@ -152,12 +153,13 @@ done:
 /* Issues the all-reduce. Precondition: the reduce-scatter is complete or ordered, and partial rows
  * are merged. */
 static fc_status issue_all_reduce(fc_reduction *r, const fc_divide *divide) {
-    fc_members *m = r->members;
+    fc_group_base *base = r->base;
     fc_status status = FC_OK;
-    if (m->replicate.world > 1) {
+    if (base->replicate.world > 1) {
         r->all_reducing = true;
-        FC_TRY(fc_link_all_reduce(&m->replicate, m->name, r->output, divide->all_reduce_op,
-                                  !m->comm->has_streams, &r->work));
+        FC_TRY(fc_process_group_all_reduce(&base->replicate, base->name, r->output,
+                                           divide->all_reduce_op, !base->comm->has_streams,
+                                           &r->work));
     }
 done:
     return status;
@@ -166,10 +168,10 @@ done:
 /* Queues the work after the reduce-scatter. With replicas or a user's hook it runs on the
  * all-reduce stream, as in torch, so that the next reduce-scatter does not wait for it. */
 static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fct_stream *stream) {
-    fc_members *m = r->members;
+    fc_group_base *base = r->base;
     fc_status status = FC_OK;
-    fc_comm *c = m->comm;
-    if (fc_members_replicated(m) && !r->keep_partial) {
+    fc_comm_ctx *c = base->comm;
+    if (fc_group_base_is_replicated(base) && !r->keep_partial) {
         FC_TRY(fc_reduction_merge_partials(r)); /* on this stream, which owns the partial rows */
     }
     if (r->elsewhere) {
@@ -177,7 +179,7 @@ static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fc
         *stream = c->all_reduce_stream;
         (void)fct_stream_set_current(*stream);
     }
-    if (fc_members_replicated(m) && !r->keep_partial) {
+    if (fc_group_base_is_replicated(base) && !r->keep_partial) {
         FC_TRY(issue_all_reduce(r, divide));
     }
     FC_TRY(fc_reduction_finish(r));
@@ -189,19 +191,20 @@ done:
  * them. */
 static void record_sent(fc_reducer *d, fct_stream stream) {
     void *error = fct_error_set_aside();
-    (void)!fc_comm_record_into(d->members->comm, stream, &d->sent);
+    (void)!fc_comm_record_into(d->base->comm, stream, &d->sent);
     fct_error_put_back(error);
 }
 
 /* Queues the whole reduction on the reduce stream and, from the all-reduce on, on the all-reduce
  * stream. All later waits share one event at its end. */
 static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
-    fc_members *m = d->members;
+    fc_group_base *base = d->base;
     fc_status status = FC_OK;
-    fc_comm *c = m->comm;
-    fct_stream compute = fct_stream_current(m->device);
+    fc_comm_ctx *c = base->comm;
+    fct_stream compute = fct_stream_current(base->device);
     fct_stream stream = c->streams_ready ? c->reduce_stream : compute;
-    r->elsewhere = c->streams_ready && !r->keep_partial && (r->hooked || fc_members_replicated(m));
+    r->elsewhere =
+        c->streams_ready && !r->keep_partial && (r->hooked || fc_group_base_is_replicated(base));
     FC_TRY(fc_comm_order_streams(c, stream, compute));
     (void)fct_stream_set_current(stream);
     FC_TRY(issue_reduce_scatter(d, r, divide));
@@ -236,27 +239,27 @@ done:
 /* Completes an earlier reduction of the group that has not yet given its partial rows to the
  * parameters. */
 static fc_status complete_earlier(fc_reducer *d) {
-    fc_members *m = d->members;
-    for (const fc_reduction *r = m->comm->oldest; r != NULL; r = r->next) {
-        if (r->members == m && r->keep_partial && !r->finished) {
-            return fc_reduction_recycle(m->comm, 0);
+    fc_group_base *base = d->base;
+    for (const fc_reduction *r = base->comm->oldest; r != NULL; r = r->next) {
+        if (r->base == base && r->keep_partial && !r->finished) {
+            return fc_reduction_recycle(base->comm, 0);
         }
     }
     return FC_OK;
 }
 
 static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
-    fc_members *m = d->members;
-    const fc_link *link = fc_members_scatter_link(m);
+    fc_group_base *base = d->base;
+    const fc_process_group *pg = fc_group_base_scatter_group(base);
     const fc_divide_rule rule = {
-        .world = m->shard.world,
-        .replicas = fc_members_replicated(m) ? m->replicate.world : 0,
+        .world = base->shard.world,
+        .replicas = fc_group_base_is_replicated(base) ? base->replicate.world : 0,
         .dtype = dtype,
         .has_factor = d->has_divide_factor,
         .factor = d->divide_factor,
-        .force_sum = d->force_sum || m->device.type == FCT_DEVICE_MTIA, /* no means */
-        .has_premul =
-            d->has_divide_factor && link->pg != NULL && fct_pg_has_premul(link->pg, m->device),
+        .force_sum = d->force_sum || base->device.type == FCT_DEVICE_MTIA, /* no means */
+        .has_premul = d->has_divide_factor && pg->handle != NULL &&
+                      fct_pg_has_premul(pg->handle, base->device),
     };
     return fc_divide_split(&rule);
 }
@@ -265,19 +268,19 @@ static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
  * kernels cast them, and the transport supports chunks. The process group's allocator provides only
  * one buffer. */
 static fc_status choose_split(fc_reducer *d, const fc_divide *divide) {
-    const fc_members *m = d->members;
+    const fc_group_base *base = d->base;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
     bool split = false;
-    bool packed = !fc_reduce_plan_can_split(plan) || m->device.type != FCT_DEVICE_CPU ||
+    bool packed = !fc_reduce_plan_can_split(plan) || base->device.type != FCT_DEVICE_CPU ||
                   !plan->native || divide->op == FCT_PREMUL_SUM ||
-                  fck_backend_of(m->device.type) == NULL;
+                  fck_backend_of(base->device.type) == NULL;
     if (!packed) {
-        FC_TRY(fc_members_has_memory(m, m->reduce_memory, &packed));
+        FC_TRY(fc_group_base_has_memory(base, base->reduce_memory, &packed));
     }
     if (!packed) {
-        FC_TRY(fc_link_takes_chunks(fc_members_scatter_link(d->members), m->device,
-                                    FC_REDUCE_SCATTER, &split));
+        FC_TRY(fc_process_group_takes_chunks(fc_group_base_scatter_group(d->base), base->device,
+                                             FC_REDUCE_SCATTER, &split));
     }
     if (split) {
         fc_reduce_plan_set_split(plan, true);
@@ -313,7 +316,7 @@ static fc_status alias_gradient(const fc_reduce_plan *plan, size_t i, fct_tensor
  * gradient. */
 static fc_status make_owned_chunk(fc_reducer *d, size_t i, const fc_divide *divide,
                                   fct_tensor **chunk) {
-    const fc_members *m = d->members;
+    const fc_group_base *base = d->base;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
     const fc_layout *layout = &plan->params[i]->layout;
@@ -321,10 +324,10 @@ static fc_status make_owned_chunk(fc_reducer *d, size_t i, const fc_divide *divi
     if (can_send_in_place(plan, i, divide)) {
         FC_TRY(alias_gradient(plan, i, &made));
     } else {
-        FC_TRY_RAISED(
-            fct_tensor_empty(layout->world * layout->padded_numel, plan->dtype, m->device, &made));
+        FC_TRY_RAISED(fct_tensor_empty(layout->world * layout->padded_numel, plan->dtype,
+                                       base->device, &made));
         FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, plan->slots[i].chunk, layout->world,
-                                          made, &m->comm->error));
+                                          made, &base->comm->error));
         if (divide->before != 1.0) {
             FC_TRY_RAISED(fct_tensor_div(made, divide->before));
         }
@@ -340,17 +343,18 @@ done:
 
 /* Packs the gradients that share a chunk into r->input. */
 static fc_status make_packed_chunk(fc_reducer *d, fc_reduction *r, size_t chunk) {
-    fc_members *m = d->members;
+    fc_group_base *base = d->base;
     fc_status status = FC_OK;
     const fc_reduce_plan *plan = &d->plan;
-    const int64_t world = m->shard.world;
+    const int64_t world = base->shard.world;
     const int64_t numel = world * plan->chunks.chunks[chunk].numel;
     if (plan->chunks.split) {
-        FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, m->device, &r->input));
+        FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, base->device, &r->input));
     } else {
-        FC_TRY(fc_members_buffer(m, m->reduce_memory, numel, plan->dtype, &r->input));
+        FC_TRY(fc_group_base_buffer(base, base->reduce_memory, numel, plan->dtype, &r->input));
     }
-    FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, chunk, world, r->input, &m->comm->error));
+    FC_TRY(
+        fc_transfer_pack_gradients(&d->transfer, plan, chunk, world, r->input, &base->comm->error));
 done:
     return status;
 }
@@ -397,23 +401,23 @@ static fct_dtype reduction_dtype(const fc_reducer *d, const fc_reduction *r) {
 
 /* Issues the collectives. With streams it also queues the steps that finish the reduction. */
 static fc_status issue_collectives(fc_reducer *d, fc_reduction *r, bool order_compute) {
-    fc_members *m = d->members;
+    fc_group_base *base = d->base;
     fc_status status = FC_OK;
-    if (m->shard.world > 1) {
-        FC_TRY(fc_link_open(fc_members_scatter_link(m)));
+    if (base->shard.world > 1) {
+        FC_TRY(fc_process_group_open(fc_group_base_scatter_group(base)));
     }
     d->plan.dtype = reduction_dtype(d, r);
     const fc_divide divide = split_division(d, d->plan.dtype);
     FC_TRY(pack(d, r, &divide));
     r->divide_after = divide.after;
-    if (m->comm->has_streams) {
+    if (base->comm->has_streams) {
         FC_TRY(reduce_on_streams(d, r, &divide));
         if (order_compute) {
-            FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(m->device)));
+            FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(base->device)));
         }
     } else {
         FC_TRY(issue_reduce_scatter(d, r, &divide));
-        if (fc_members_replicated(m) && !r->keep_partial) {
+        if (fc_group_base_is_replicated(base) && !r->keep_partial) {
             FC_TRY(fc_reduction_wait(r));
             FC_TRY(fc_reduction_merge_partials(r));
             FC_TRY(issue_all_reduce(r, &divide));
@@ -431,26 +435,26 @@ static bool must_complete_now(const fc_reducer *d, const fc_reduction *r) {
     switch (d->overlap) {
     case FC_OVERLAP_NEVER:
         return true;
-    case FC_OVERLAP_UNLESS_COPIED:
-        if (r->work != NULL && fct_work_is_copied(r->work)) {
+    case FC_OVERLAP_UNLESS_CPU_BOUND:
+        if (r->work != NULL && fct_work_is_cpu_bound(r->work)) {
             return true;
         }
         break;
     case FC_OVERLAP_ALWAYS:
         break;
     }
-    return !d->members->comm->has_streams && fc_reduction_wanted_now(r);
+    return !d->base->comm->has_streams && fc_reduction_must_finish_now(r);
 }
 
 /* Starts the reduction of a span. A reduction that could not be started is discarded. */
 static fc_status start_reduction(fc_reducer *d, fc_span span, bool order_compute) {
-    fc_members *m = d->members;
+    fc_group_base *base = d->base;
     fc_status status = FC_OK;
-    fc_comm *c = m->comm;
+    fc_comm_ctx *c = base->comm;
     fc_reduction *r = NULL;
     FC_TRY(complete_earlier(d));
     /* Later buckets of a backward do not wait for earlier ones. */
-    if (span.end == m->count) {
+    if (span.end == base->count) {
         FC_TRY(fc_comm_wait_and_put(c, &d->reduced));
     }
     r = new_reduction(d, span);
@@ -469,21 +473,21 @@ done:
 }
 
 fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
-    fc_members *m = d->members;
+    fc_group_base *base = d->base;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
     void *range = NULL;
     if (plan->count == 0 && !has_pending_partials(d, span)) {
         return FC_OK;
     }
-    range = fc_members_enter_range(m, "post_backward_reduce");
-    bool hosted = fc_members_host_moves(m, FC_MOVE_REDUCE);
-    if (!hosted) {
-        FC_TRY(fc_reduce_plan_lay_out(plan, d->reduce_dtype, &hosted, &m->comm->error));
+    range = fc_group_base_enter_range(base, "post_backward_reduce");
+    bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_REDUCE);
+    if (!uses_fallback) {
+        FC_TRY(fc_reduce_plan_lay_out(plan, d->reduce_dtype, &uses_fallback, &base->comm->error));
     }
-    if (hosted) {
-        FC_TRY_RAISED(
-            m->host->reduce(m->owner, plan->params, plan->grads, plan->count, order_compute));
+    if (uses_fallback) {
+        FC_TRY_RAISED(base->callbacks->reduce(base->owner, plan->params, plan->grads, plan->count,
+                                              order_compute));
     } else {
         FC_TRY(start_reduction(d, span, order_compute));
     }
@@ -497,24 +501,24 @@ done:
 
 /* Waits on the host for gradients in host memory, and for the work that the host queued itself. */
 static fc_status wait_on_host(fc_reducer *d) {
-    const fc_members *m = d->members;
+    const fc_group_base *base = d->base;
     fc_status status = FC_OK;
     if (d->sent != NULL) {
         FC_TRY_RAISED(fct_event_synchronize(d->sent));
         return_event(d, &d->sent);
     }
-    if (m->host->finalize != NULL) {
-        FC_TRY_RAISED(m->host->finalize(m->owner));
+    if (base->callbacks->finalize != NULL) {
+        FC_TRY_RAISED(base->callbacks->finalize(base->owner));
     }
 done:
     return status;
 }
 
 fc_status fc_reduce_order_compute(fc_reducer *d) {
-    fc_members *m = d->members;
+    fc_group_base *base = d->base;
     fc_status status = FC_OK;
     if (d->reduced != NULL) {
-        FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(m->device)));
+        FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(base->device)));
     }
     FC_TRY(wait_on_host(d));
 done:
@@ -522,11 +526,11 @@ done:
 }
 
 fc_status fc_reduce_settle(fc_reducer *d) {
-    fc_members *m = d->members;
+    fc_group_base *base = d->base;
     fc_status status = FC_OK;
-    FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_reduced));
-    FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_all_reduced));
-    fc_reduction_note_settled(m->comm);
+    FC_TRY(fc_comm_wait_and_put(base->comm, &base->comm->last_reduced));
+    FC_TRY(fc_comm_wait_and_put(base->comm, &base->comm->last_all_reduced));
+    fc_reduction_mark_settled(base->comm);
     FC_TRY(wait_on_host(d));
     return_event(d, &d->reduced);
 done:
@@ -534,11 +538,11 @@ done:
 }
 
 void fc_reduce_reset(fc_reducer *d) {
-    fc_members *m = d->members;
-    fc_reduction_discard(m->comm, m);
+    fc_group_base *base = d->base;
+    fc_reduction_discard(base->comm, base);
     fc_reduce_plan_drop_grads(&d->plan);
-    if (m->host->drop_reduce != NULL) {
-        m->host->drop_reduce(m->owner);
+    if (base->callbacks->drop_reduce != NULL) {
+        base->callbacks->drop_reduce(base->owner);
     }
     return_event(d, &d->reduced); /* `sent` stays: the next end of a backward waits for it */
 }
@@ -546,7 +550,7 @@ void fc_reduce_reset(fc_reducer *d) {
 /* ---- invariants ---- */
 
 fc_status fc_reduce_check(const fc_reducer *d) {
-    fc_comm *c = d->members->comm;
+    fc_comm_ctx *c = d->base->comm;
     if (d->plan.count > 0) {
         return fc_error_set(&c->error, FC_ESTATE, "%zu gradients were collected and not reduced",
                             d->plan.count);

@@ -3,7 +3,7 @@
  *
  *   run:    grads --pack--> input --(pre-divide)--> reduce-scatter --> row
  *           row (+ partial rows) --> all-reduce, with replicas (HSDP)
- *   finish: row --(hook)--(post-divide)--cast--> one view per parameter --> host->take_grad
+ *   finish: row --(hook)--(post-divide)--cast--> one view per parameter --> callbacks->set_sharded_grad
  *
  * With replicas and all_reduce_grads off, each parameter keeps its part of the row
  * (fc_param.partial) until a backward that all-reduces.
@@ -16,19 +16,19 @@
 #define FSDP_C_CORE_REDUCE_H
 
 #include "chunks.h"
-#include "members.h"
+#include "group_base.h"
 #include "plan.h"
 #include "transfer.h"
 
 /* Whether backward continues while a reduction is in flight. */
 typedef enum fc_overlap {
-    FC_OVERLAP_UNLESS_COPIED = 0, /* not if CPU-bound: that saves no time and costs memory */
+    FC_OVERLAP_UNLESS_CPU_BOUND = 0, /* not if CPU-bound: that saves no time and costs memory */
     FC_OVERLAP_ALWAYS,
     FC_OVERLAP_NEVER,
 } fc_overlap;
 
 typedef struct fc_reducer {
-    fc_members *members; /* borrowed */
+    fc_group_base *base; /* borrowed */
     fc_reduce_plan plan; /* of the collected gradients */
     fc_transfer transfer;
     fc_chunks chunks;   /* packed, until the collective holds them */
@@ -41,12 +41,12 @@ typedef struct fc_reducer {
     bool force_sum;
     bool all_reduce_grads; /* false, with replicas: only reduce-scatter */
     bool reduce_unused;    /* zeros for parameters without a gradient */
-    bool has_hook;         /* host->reduce_hook must be called */
+    bool has_hook;         /* callbacks->reduce_hook must be called */
     fc_overlap overlap;
 } fc_reducer;
 
-/* Borrows `members`, which must outlive the reducer. */
-void fc_reducer_init(fc_reducer *d, fc_members *members);
+/* Borrows `base`, which must outlive the reducer. */
+void fc_reducer_init(fc_reducer *d, fc_group_base *base);
 /* Discards the reductions in flight and releases everything. */
 void fc_reducer_fini(fc_reducer *d);
 

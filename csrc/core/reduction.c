@@ -10,10 +10,10 @@
 
 #include "offload.h"
 
-fc_reduction *fc_reduction_new(fc_members *members, size_t total) {
+fc_reduction *fc_reduction_new(fc_group_base *base, size_t total) {
     fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + total * sizeof *r->params);
     if (r != NULL) {
-        r->members = members;
+        r->base = base;
         r->params = (fc_param **)(void *)(r + 1);
     }
     return r;
@@ -22,7 +22,7 @@ fc_reduction *fc_reduction_new(fc_members *members, size_t total) {
 /* ---- the list in the comm context ---- */
 
 void fc_reduction_append(fc_reduction *r) {
-    fc_comm *c = r->members->comm;
+    fc_comm_ctx *c = r->base->comm;
     if (c->newest != NULL) {
         c->newest->next = r;
     } else {
@@ -33,7 +33,7 @@ void fc_reduction_append(fc_reduction *r) {
 }
 
 void fc_reduction_abandon(fc_reduction *r) {
-    fc_comm *c = r->members->comm;
+    fc_comm_ctx *c = r->base->comm;
     if (c->streams_ready) {
         if (r->elsewhere) {
             fc_comm_settle_streams(c, c->reduce_stream, c->all_reduce_stream);
@@ -41,11 +41,11 @@ void fc_reduction_abandon(fc_reduction *r) {
         fc_comm_settle_streams(c, fct_stream_current(c->device), c->reduce_stream);
     }
     fc_comm_put_event(c, r->scattered);
-    fc_comm_park(c, r->work, r->input, r->output);
+    fc_comm_defer_release(c, r->work, r->input, r->output);
     free(r);
 }
 
-static fc_reduction *pop_oldest(fc_comm *c) {
+static fc_reduction *pop_oldest(fc_comm_ctx *c) {
     fc_reduction *r = c->oldest;
     c->oldest = r->next;
     if (c->oldest == NULL) {
@@ -57,7 +57,7 @@ static fc_reduction *pop_oldest(fc_comm *c) {
 }
 
 /* Inserts `r` as the oldest reduction again. */
-static void push_oldest(fc_comm *c, fc_reduction *r) {
+static void push_oldest(fc_comm_ctx *c, fc_reduction *r) {
     r->next = c->oldest;
     c->oldest = r;
     if (c->newest == NULL) {
@@ -66,28 +66,28 @@ static void push_oldest(fc_comm *c, fc_reduction *r) {
     c->reductions++;
 }
 
-void fc_reduction_note_settled(fc_comm *c) {
+void fc_reduction_mark_settled(fc_comm_ctx *c) {
     for (fc_reduction *r = c->oldest; r != NULL; r = r->next) {
         fc_comm_put_event(c, r->scattered);
         r->scattered = NULL;
     }
 }
 
-bool fc_reduction_has(const fc_comm *c, const fc_members *m) {
+bool fc_reduction_has(const fc_comm_ctx *c, const fc_group_base *base) {
     const fc_reduction *r = c->oldest;
-    while (r != NULL && r->members != m) {
+    while (r != NULL && r->base != base) {
         r = r->next;
     }
     return r != NULL;
 }
 
-void fc_reduction_discard(fc_comm *c, const fc_members *m) {
+void fc_reduction_discard(fc_comm_ctx *c, const fc_group_base *base) {
     fc_reduction *kept_first = NULL;
     fc_reduction *kept_last = NULL;
     size_t kept = 0;
     while (c->oldest != NULL) {
         fc_reduction *r = pop_oldest(c);
-        if (m != NULL && r->members != m) {
+        if (base != NULL && r->base != base) {
             if (kept_last != NULL) {
                 kept_last->next = r;
             } else {
@@ -165,10 +165,10 @@ static fc_status copy_to_host(fc_reduction *r, const fc_param *p, fct_tensor **v
     fc_status status = FC_OK;
     fct_tensor *local = NULL;
     bool queued = false;
-    if (!p->offloaded || !r->members->comm->has_streams) {
+    if (!p->offloaded || !r->base->comm->has_streams) {
         return FC_OK;
     }
-    FC_TRY(fc_offload_send(p, r->members->host, *view, &local, &queued));
+    FC_TRY(fc_offload_send(p, r->base->callbacks, *view, &local, &queued));
     r->sends = r->sends || queued;
     fct_tensor_release(*view);
     *view = local;
@@ -192,7 +192,7 @@ static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bo
             view = cast;
         }
         FC_TRY(copy_to_host(r, p, &view));
-        FC_TRY_RAISED(r->members->host->take_grad(p->owner, view));
+        FC_TRY_RAISED(r->base->callbacks->set_sharded_grad(p->owner, view));
         fct_tensor_release(view);
         view = NULL;
         offset += p->layout.padded_numel;
@@ -203,10 +203,11 @@ done:
 }
 
 fc_status fc_reduction_wait(fc_reduction *r) {
-    fc_members *m = r->members;
-    const fc_link *link = r->all_reducing ? &m->replicate : fc_members_scatter_link(m);
-    return fc_link_wait(link, m->name, r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER,
-                        &r->work);
+    fc_group_base *base = r->base;
+    const fc_process_group *pg =
+        r->all_reducing ? &base->replicate : fc_group_base_scatter_group(base);
+    return fc_process_group_wait(pg, base->name,
+                                 r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER, &r->work);
 }
 
 fc_status fc_reduction_finish(fc_reduction *r) {
@@ -220,7 +221,7 @@ fc_status fc_reduction_finish(fc_reduction *r) {
         return FC_OK;
     }
     if (r->hooked) {
-        FC_TRY_RAISED(r->members->host->reduce_hook(r->members->owner, r->output));
+        FC_TRY_RAISED(r->base->callbacks->reduce_hook(r->base->owner, r->output));
     }
     if (r->divide_after != 1.0) {
         FC_TRY_RAISED(fct_tensor_div(r->output, r->divide_after));
@@ -231,7 +232,7 @@ fc_status fc_reduction_finish(fc_reduction *r) {
         row = r->output;
         fct_tensor_retain(row);
     }
-    if (!r->members->comm->has_streams ||
+    if (!r->base->comm->has_streams ||
         (row == r->output && wanted != FCT_NO_DTYPE && !r->elsewhere)) {
         fct_tensor_release(r->output);
         r->output = NULL;
@@ -245,7 +246,7 @@ done:
 
 /* Removes the reduction from the list before finishing it. User hooks run meanwhile: they may
  * discard all reductions (reset) or call this function again (another backward). */
-fc_status fc_reduction_recycle(fc_comm *c, size_t keep) {
+fc_status fc_reduction_recycle(fc_comm_ctx *c, size_t keep) {
     while (c->reductions > keep) {
         fc_reduction *r = pop_oldest(c);
         fc_status status = r->finished ? FC_OK : fc_reduction_finish(r);
@@ -267,7 +268,7 @@ fc_status fc_reduction_recycle(fc_comm *c, size_t keep) {
     return FC_OK;
 }
 
-fc_status fc_reduction_poll(fc_comm *c) {
+fc_status fc_reduction_poll(fc_comm_ctx *c) {
     fc_status status = FC_OK;
     while (!c->has_streams && c->oldest != NULL &&
            (c->oldest->work == NULL || fct_work_done(c->oldest->work))) {
@@ -277,19 +278,19 @@ done:
     return status;
 }
 
-bool fc_reduction_wanted_now(const fc_reduction *r) {
+bool fc_reduction_must_finish_now(const fc_reduction *r) {
     if (r->hooked && !r->keep_partial) {
         return true;
     }
     for (size_t i = 0; i < r->total; i++) {
-        if (r->members->host->wants_grad_now(r->params[i]->owner)) {
+        if (r->base->callbacks->needs_grad_now(r->params[i]->owner)) {
             return true;
         }
     }
     return false;
 }
 
-fc_status fc_reduction_check(fc_comm *c) {
+fc_status fc_reduction_check(fc_comm_ctx *c) {
     size_t count = 0;
     const fc_reduction *last = NULL;
     for (const fc_reduction *r = c->oldest; r != NULL; r = r->next) {

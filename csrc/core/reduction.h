@@ -4,11 +4,11 @@
 #ifndef FSDP_C_CORE_REDUCTION_H
 #define FSDP_C_CORE_REDUCTION_H
 
-#include "members.h"
+#include "group_base.h"
 
 /* Created per reduction on the heap. Its parts of the row are in the order of `params`. */
 typedef struct fc_reduction {
-    fc_members *members; /* borrowed; their owner calls fc_reduction_discard before it frees them */
+    fc_group_base *base; /* borrowed; their owner calls fc_reduction_discard before it frees them */
     fc_param **params;   /* [total] in the order of the row; allocated behind the struct */
     size_t count;        /* those with a gradient */
     size_t total;        /* count, plus the parameters that only have a partial row */
@@ -20,7 +20,7 @@ typedef struct fc_reduction {
      * all-reduce stream. */
     fct_event *scattered;
     double divide_after;
-    bool hooked;       /* host->reduce_hook must be called */
+    bool hooked;       /* callbacks->reduce_hook must be called */
     bool elsewhere;    /* work after the reduce-scatter runs on another stream than the row's */
     bool keep_partial; /* no all-reduce in this backward: parameters keep their parts */
     bool sends;        /* copies of gradients to host memory are queued */
@@ -29,7 +29,7 @@ typedef struct fc_reduction {
 } fc_reduction;
 
 /* Allocates an empty reduction for up to `total` parameters. Returns NULL without memory. */
-fc_reduction *fc_reduction_new(fc_members *members, size_t total);
+fc_reduction *fc_reduction_new(fc_group_base *base, size_t total);
 /* Returns the elements of the whole row, of all `total` parameters. */
 int64_t fc_reduction_row_numel(const fc_reduction *r);
 /* Waits for the collective in flight. With streams, only orders the current stream after it. */
@@ -44,27 +44,27 @@ FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
 /* Returns true if user code must run on the result before backward continues. A hook may issue
  * collectives, so it must run at the same point on all ranks. A poll that happens to find the
  * reduction complete cannot provide that. */
-bool fc_reduction_wanted_now(const fc_reduction *r);
-/* Takes `r`. Parks the memory that the backend may still use and releases the rest, ordered after
+bool fc_reduction_must_finish_now(const fc_reduction *r);
+/* Takes `r`. Defers the release of memory that the backend may still use and releases the rest, ordered after
  * the streams that used it. */
 void fc_reduction_abandon(fc_reduction *r);
 
 /* Takes `r` and appends it as the newest reduction in flight. */
 void fc_reduction_append(fc_reduction *r);
 /* Finishes the oldest reductions until at most `keep` are in flight, and releases their inputs. */
-FC_CHECK fc_status fc_reduction_recycle(fc_comm *c, size_t keep);
+FC_CHECK fc_status fc_reduction_recycle(fc_comm_ctx *c, size_t keep);
 /* Records that the current stream has waited for the end of all reductions in flight. Nothing has
  * to wait for their inputs after that. */
-void fc_reduction_note_settled(fc_comm *c);
+void fc_reduction_mark_settled(fc_comm_ctx *c);
 /* Without streams: finishes the oldest reductions whose collectives are complete, to free their
  * buffers early. */
-FC_CHECK fc_status fc_reduction_poll(fc_comm *c);
+FC_CHECK fc_status fc_reduction_poll(fc_comm_ctx *c);
 /* Returns true if a reduction of these members is in flight. */
-bool fc_reduction_has(const fc_comm *c, const fc_members *m);
+bool fc_reduction_has(const fc_comm_ctx *c, const fc_group_base *base);
 /* Discards the reductions of these members (NULL: all) without a wait. Their gradients are lost. */
-void fc_reduction_discard(fc_comm *c, const fc_members *m);
+void fc_reduction_discard(fc_comm_ctx *c, const fc_group_base *base);
 /* Checks the invariants of the list between transitions. Returns FC_ESTATE with a message if one is
  * violated. */
-FC_CHECK fc_status fc_reduction_check(fc_comm *c);
+FC_CHECK fc_status fc_reduction_check(fc_comm_ctx *c);
 
 #endif

@@ -30,8 +30,8 @@ void fc_iteration_fini(fc_iteration *it) {
  * backward adds gradients out of place, so the gradient tensor is replaced. */
 static uint64_t grad_fingerprint(const fc_group *g) {
     uint64_t print = 0;
-    for (size_t i = 0; i < g->members.count; i++) {
-        const fct_tensor *unsharded = g->members.params[i]->unsharded;
+    for (size_t i = 0; i < g->base.count; i++) {
+        const fct_tensor *unsharded = g->base.params[i]->unsharded;
         const void *grad = unsharded != NULL ? fct_grad_identity(unsharded) : NULL;
         print = print * UINT64_C(1099511628211) + (uint64_t)(uintptr_t)grad;
     }
@@ -41,18 +41,18 @@ static uint64_t grad_fingerprint(const fc_group *g) {
 /* Returns true if a recording backward entered the group, did not reach its post-backward node and
  * gave none of its parameters a gradient. It computed gradients of inner tensors. The next backward
  * can enter the graph that it recorded without a hook. */
-static bool entered_unseen(const fc_group *g) {
+static bool entered_untracked(const fc_group *g) {
     return g->training_state == FC_PRE_BACKWARD && grad_fingerprint(g) == g->grads_before;
 }
 
 /* Runs the post-backward of a group that autograd did not reach, because no input requires grad. If
  * the next backward may need the parameters without a hook, they stay unsharded until its end. */
 static fc_status finish_group(fc_group *g, bool records) {
-    if (records && entered_unseen(g)) {
-        g->course = FC_COURSE_UNSEEN;
+    if (records && entered_untracked(g)) {
+        g->backward_kind = FC_BACKWARD_UNTRACKED;
     }
-    fc_status status = g->via->post_backward(g);
-    g->course = FC_COURSE_PLAIN;
+    fc_status status = g->ops->post_backward(g);
+    g->backward_kind = FC_BACKWARD_PLAIN;
     return status;
 }
 
@@ -64,7 +64,7 @@ static fc_status finish_groups(fc_state *s) {
             FC_TRY(finish_group(g, s->iteration->records));
         }
         g->training_state = FC_IDLE;
-        g->course = FC_COURSE_PLAIN;
+        g->backward_kind = FC_BACKWARD_PLAIN;
     }
     s->training_state = FC_IDLE;
 done:
@@ -76,7 +76,7 @@ done:
 static void prune_order(fc_order *order) {
     size_t end = 0;
     for (size_t i = 0; i < order->count; i++) {
-        if (order->items[i] != NULL && order->items[i]->positions.count == 0) {
+        if (order->items[i] != NULL && order->items[i]->post_forward_indices.count == 0) {
             order->items[i] = NULL;
         }
         end = order->items[i] != NULL ? i + 1 : end;
@@ -85,7 +85,7 @@ static void prune_order(fc_order *order) {
 }
 
 /* Ends the backward in one comm context. */
-static fc_status end_backward_in_comm(fc_comm *c, bool last) {
+static fc_status end_backward_in_comm(fc_comm_ctx *c, bool last) {
     if (last) {
         prune_order(&c->order);
     }
@@ -95,14 +95,14 @@ static fc_status end_backward_in_comm(fc_comm *c, bool last) {
 
 /* Clears the order after a backward that the caller completes. Otherwise the next backward would
  * prefetch groups without an outstanding backward. */
-static fc_status prune_order_in_comm(fc_comm *c, bool unused) {
+static fc_status prune_order_in_comm(fc_comm_ctx *c, bool unused) {
     (void)unused;
     prune_order(&c->order);
     return FC_OK;
 }
 
 /* First and last step of a reset in one context: before the groups release memory, and after. */
-static fc_status reset_comm(fc_comm *c, bool after) {
+static fc_status reset_comm(fc_comm_ctx *c, bool after) {
     if (!after) {
         return fc_comm_quiesce(c);
     }
@@ -113,14 +113,14 @@ static fc_status reset_comm(fc_comm *c, bool after) {
 
 /* Calls `visit` for the root's context and for contexts of groups that were replaced after lazy
  * init (share_comm_ctx). A context may be visited twice. Stops at the first failure. */
-static fc_status visit_comms(const fc_iteration *it, fc_comm *c,
-                             fc_status (*visit)(fc_comm *c, bool flag), bool flag) {
+static fc_status visit_comms(const fc_iteration *it, fc_comm_ctx *c,
+                             fc_status (*visit)(fc_comm_ctx *c, bool flag), bool flag) {
     fc_status status = FC_OK;
-    const fc_comm *before = c;
+    const fc_comm_ctx *before = c;
     FC_TRY(visit(c, flag));
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
-            fc_comm *other = it->states[i]->groups[j]->members.comm;
+            fc_comm_ctx *other = it->states[i]->groups[j]->base.comm;
             if (other != before && other != c) {
                 FC_TRY(visit(other, flag));
             }
@@ -131,7 +131,7 @@ done:
     return status;
 }
 
-fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
+fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm_ctx *c) {
     fc_status status = FC_OK;
     bool last = it->is_last_backward && !it->manual;
     it->forward_root = NULL;
@@ -139,7 +139,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
         fc_state *s = it->states[i];
         FC_TRY(finish_groups(s));
         for (size_t j = 0; last && j < s->group_count; j++) {
-            FC_TRY(s->groups[j]->via->finalize_backward(s->groups[j]));
+            FC_TRY(s->groups[j]->ops->finalize_backward(s->groups[j]));
         }
     }
     FC_TRY(visit_comms(it, c, it->manual ? prune_order_in_comm : end_backward_in_comm, last));
@@ -163,11 +163,11 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
             if (!g->deferred || !g->settings.reduce_grads) {
                 continue;
             }
-            if (fc_members_replicated(
-                    &g->members)) { /* the parameters must hold the partial rows first */
-                FC_TRY(fc_reduction_recycle(g->members.comm, 0));
+            if (fc_group_base_is_replicated(
+                    &g->base)) { /* the parameters must hold the partial rows first */
+                FC_TRY(fc_reduction_recycle(g->base.comm, 0));
             }
-            FC_TRY(g->via->post_backward(g));
+            FC_TRY(g->ops->post_backward(g));
             g->training_state = FC_IDLE;
         }
     }
@@ -176,11 +176,11 @@ done:
     return status;
 }
 
-fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c) {
+fc_status fc_iteration_complete(fc_iteration *it, fc_comm_ctx *c) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
-            FC_TRY(it->states[i]->groups[j]->via->finalize_backward(it->states[i]->groups[j]));
+            FC_TRY(it->states[i]->groups[j]->ops->finalize_backward(it->states[i]->groups[j]));
         }
     }
     FC_TRY(visit_comms(it, c, end_backward_in_comm, true));
@@ -189,7 +189,7 @@ done:
     return status;
 }
 
-void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm,
+void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ctx *comm,
                    fct_device device) {
     memset(s, 0, sizeof *s);
     s->owner = owner;
@@ -213,10 +213,10 @@ void fc_state_fini(fc_state *s) {
  * below them may still use another. */
 static fc_status make_gathers_wait(const fc_state *s, fct_event *e) {
     fc_status status = FC_OK;
-    const fc_comm *last = s->comm;
+    const fc_comm_ctx *last = s->comm;
     FC_TRY(fc_comm_gather_streams_wait(s->comm, e));
     for (size_t i = 0; i < s->iteration->count; i++) {
-        fc_comm *c = s->iteration->states[i]->comm;
+        fc_comm_ctx *c = s->iteration->states[i]->comm;
         if (c != s->comm && c != last) {
             FC_TRY(fc_comm_gather_streams_wait(c, e));
         }
@@ -247,9 +247,9 @@ done:
 fc_status fc_state_recompute(fc_state *s) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < s->group_count; i++) {
-        if (s->groups[i]->sharded_state != FC_UNSHARDED || s->groups[i]->torn) {
-            FC_TRY(s->groups[i]->via->unshard(s->groups[i], s->groups[i]->training_state, false));
-            FC_TRY(s->groups[i]->via->wait_unshard(s->groups[i]));
+        if (s->groups[i]->sharded_state != FC_UNSHARDED || s->groups[i]->registration_dirty) {
+            FC_TRY(s->groups[i]->ops->unshard(s->groups[i], s->groups[i]->training_state, false));
+            FC_TRY(s->groups[i]->ops->wait_unshard(s->groups[i]));
         }
     }
 done:
@@ -272,9 +272,9 @@ done:
 static void forget_order_since(fc_order *order, size_t mark) {
     while (order->count > mark) {
         fc_group *g = order->items[--order->count];
-        if (g != NULL && g->positions.count > 0 &&
-            g->positions.items[g->positions.count - 1] == order->count) {
-            g->positions.count--;
+        if (g != NULL && g->post_forward_indices.count > 0 &&
+            g->post_forward_indices.items[g->post_forward_indices.count - 1] == order->count) {
+            g->post_forward_indices.count--;
         }
     }
 }
@@ -306,9 +306,9 @@ static bool has_single_group(const fc_iteration *it) {
  * it. */
 static void classify_backward(fc_state *s) {
     fc_group *g = s->group_count == 1 ? s->groups[0] : NULL;
-    if (g != NULL && g->course != FC_COURSE_DOUBLED && fc_bucket_several(&g->buckets)) {
+    if (g != NULL && g->backward_kind != FC_BACKWARD_DOUBLE && fc_bucket_several(&g->buckets)) {
         bool alone = !s->iteration->records && has_single_group(s->iteration);
-        g->course = alone ? FC_COURSE_ALONE : FC_COURSE_PLAIN;
+        g->backward_kind = alone ? FC_BACKWARD_SOLE_GROUP : FC_BACKWARD_PLAIN;
     }
 }
 
@@ -330,8 +330,8 @@ fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end) {
     fc_status status = FC_OK;
     FC_TRY(enter_backward(s, at_end));
     for (size_t i = 0; i < s->group_count; i++) {
-        s->groups[i]->course = FC_COURSE_DOUBLED;
-        FC_TRY(s->groups[i]->via->pre_backward(s->groups[i], false));
+        s->groups[i]->backward_kind = FC_BACKWARD_DOUBLE;
+        FC_TRY(s->groups[i]->ops->pre_backward(s->groups[i], false));
     }
 done:
     return status;
@@ -345,7 +345,7 @@ fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
         if (s->iteration->records && g->training_state != FC_PRE_BACKWARD) {
             g->grads_before = grad_fingerprint(g);
         }
-        FC_TRY(g->via->pre_backward(g, s->backward_prefetch_count == 0));
+        FC_TRY(g->ops->pre_backward(g, s->backward_prefetch_count == 0));
     }
     for (size_t i = 0; i < s->backward_prefetch_count; i++) {
         const fc_state *target = s->backward_prefetch[i];

@@ -26,7 +26,7 @@ typedef struct fc_iteration {
 typedef struct fc_state {
     void *owner;
     fc_iteration *iteration; /* borrowed */
-    fc_comm *comm;           /* borrowed */
+    fc_comm_ctx *comm;       /* borrowed */
     fct_device device;
     fc_training_state training_state;
     fc_group **groups; /* owned array of borrowed groups */
@@ -43,7 +43,7 @@ void fc_iteration_fini(fc_iteration *it);
 void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count);
 /* Ends a backward: runs the post-backward of groups that autograd did not reach, completes
  * reductions and sets all states to idle. */
-FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c);
+FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm_ctx *c);
 /* Returns true if a backward has begun but autograd has discarded its callback after an exception.
  * The caller must then reset the state before any other transition. */
 bool fc_iteration_is_lost(const fc_iteration *it);
@@ -52,9 +52,9 @@ bool fc_iteration_is_lost(const fc_iteration *it);
 FC_CHECK fc_status fc_iteration_finalize(fc_iteration *it);
 /* Makes the current stream (on the CPU: the caller) wait for all reductions. The next iteration may
  * start afterwards. */
-FC_CHECK fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c);
+FC_CHECK fc_status fc_iteration_complete(fc_iteration *it, fc_comm_ctx *c);
 
-void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm,
+void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ctx *comm,
                    fct_device device);
 void fc_state_fini(fc_state *s);
 

@@ -4,14 +4,14 @@
 
 /* ---- memory ---- */
 
-fc_status fc_unsharded_alias(fc_members *m, bool *all) {
+fc_status fc_unsharded_alias(fc_group_base *base, bool *all) {
     fc_status status = FC_OK;
     *all = true;
-    for (size_t i = 0; *all && i < m->count; i++) {
-        FC_TRY(fc_param_can_alias(m->params[i], m->device, all, &m->comm->error));
+    for (size_t i = 0; *all && i < base->count; i++) {
+        FC_TRY(fc_param_can_alias(base->params[i], base->device, all, &base->comm->error));
     }
-    for (size_t i = 0; *all && i < m->count; i++) {
-        FC_TRY(fc_param_alias_flat(m->params[i]));
+    for (size_t i = 0; *all && i < base->count; i++) {
+        FC_TRY(fc_param_alias_flat(base->params[i]));
     }
 done:
     return status;
@@ -21,61 +21,63 @@ static bool is_owned(const fc_gather_plan *plan, const fc_slot *slot, const fc_c
     return plan->chunks.chunks[slot->chunk].owned && slot->chunk < chunks->count;
 }
 
-fc_status fc_unsharded_alloc(fc_members *m, const fc_gather_plan *plan, const fc_chunks *chunks) {
+fc_status fc_unsharded_alloc(fc_group_base *base, const fc_gather_plan *plan,
+                             const fc_chunks *chunks) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        fc_param *p = m->params[slot->param];
+        fc_param *p = base->params[slot->param];
         fct_facts facts;
         if (slot->extended) {
             continue;
         }
         if (is_owned(plan, slot, chunks)) {
-            FC_TRY(
-                fc_param_adopt_flat(p, m->device, chunks->tensors[slot->chunk], &m->comm->error));
+            FC_TRY(fc_param_adopt_flat(p, base->device, chunks->tensors[slot->chunk],
+                                       &base->comm->error));
         } else {
-            FC_TRY(fc_param_alloc_flat(p, m->device, &facts, &m->comm->error));
+            FC_TRY(fc_param_alloc_flat(p, base->device, &facts, &base->comm->error));
         }
     }
-    for (size_t i = 0; plan->extended && i < m->count; i++) {
-        if (m->params[i]->extended) {
-            FC_TRY(fc_param_alloc_outputs(m->params[i], plan->world, m->device, &m->comm->error));
+    for (size_t i = 0; plan->extended && i < base->count; i++) {
+        if (base->params[i]->extended) {
+            FC_TRY(fc_param_alloc_outputs(base->params[i], plan->world, base->device,
+                                          &base->comm->error));
         }
     }
 done:
     return status;
 }
 
-void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_chunks *chunks) {
+void fc_unsharded_return(fc_group_base *base, const fc_gather_plan *plan, const fc_chunks *chunks) {
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         if (is_owned(plan, slot, chunks)) {
-            fc_param_return_flat(m->params[slot->param], chunks->tensors[slot->chunk]);
+            fc_param_return_flat(base->params[slot->param], chunks->tensors[slot->chunk]);
         }
     }
 }
 
-fc_status fc_unsharded_can_free(const fc_members *m) {
-    for (size_t i = 0; i < m->count; i++) {
-        const char *name = m->params[i]->name;
-        if (!fc_param_can_free(m->params[i])) {
-            return fc_error_set(&m->comm->error, FC_ESTATE,
+fc_status fc_unsharded_can_free(const fc_group_base *base) {
+    for (size_t i = 0; i < base->count; i++) {
+        const char *name = base->params[i]->name;
+        if (!fc_param_can_free(base->params[i])) {
+            return fc_error_set(&base->comm->error, FC_ESTATE,
                                 "Trying to resize storage that is not resizable\n"
                                 "The unsharded memory of parameter '%s' cannot be freed on rank "
                                 "%lld: its numpy() (or another process) shares it. Take a copy, "
                                 "param.detach().clone().numpy(), and call reset_iter_state().",
-                                name != NULL ? name : "?", (long long)m->shard.rank);
+                                name != NULL ? name : "?", (long long)base->shard.rank);
         }
     }
     return FC_OK;
 }
 
-void fc_unsharded_free(fc_members *m) {
-    bool watched = fc_members_host_moves(m, FC_MOVE_FREE);
-    for (size_t i = 0; i < m->count; i++) {
-        fc_param *p = m->params[i];
+void fc_unsharded_free(fc_group_base *base) {
+    bool watched = fc_group_base_uses_fallback(base, FC_FALLBACK_FREE);
+    for (size_t i = 0; i < base->count; i++) {
+        fc_param *p = base->params[i];
         if (watched && !p->aliased) {
-            m->host->free_unsharded(p->owner);
+            base->callbacks->free_unsharded(p->owner);
         }
         fc_param_free(p);
     }
@@ -83,18 +85,18 @@ void fc_unsharded_free(fc_members *m) {
 
 /* ---- parameter objects ---- */
 
-fc_status fc_unsharded_make(fc_members *m, bool extends) {
+fc_status fc_unsharded_make(fc_group_base *base, bool extends) {
     fc_status status = FC_OK;
-    for (size_t i = 0; i < m->count; i++) {
-        fc_param *p = m->params[i];
+    for (size_t i = 0; i < base->count; i++) {
+        fc_param *p = base->params[i];
         if (extends && p->extended) {
-            FC_TRY(m->host->extend_unsharded(p->owner));
+            FC_TRY(base->callbacks->extend_unsharded(p->owner));
         } else if (p->unsharded == NULL) {
             fct_tensor *made = NULL;
-            FC_TRY_RAISED(m->host->make_unsharded(p->owner, p->flat, &made));
+            FC_TRY_RAISED(base->callbacks->make_unsharded(p->owner, p->flat, &made));
             fc_param_set_unsharded(p, made);
         }
-        bool wanted = m->host->requires_grad(p->owner);
+        bool wanted = base->callbacks->requires_grad(p->owner);
         if (fct_tensor_requires_grad(p->unsharded) != wanted) {
             FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
         }
@@ -113,27 +115,27 @@ static bool holds_memory(const fc_param *p) {
     return facts.numel == 0 || facts.storage_bytes > 0;
 }
 
-fc_status fc_unsharded_adopt(fc_members *m) {
-    for (size_t i = 0; i < m->count; i++) {
-        if (!holds_memory(m->params[i])) {
-            const char *name = m->params[i]->name;
-            return fc_error_set(&m->comm->error, FC_ESTATE, "parameter '%s' was not gathered",
+fc_status fc_unsharded_adopt(fc_group_base *base) {
+    for (size_t i = 0; i < base->count; i++) {
+        if (!holds_memory(base->params[i])) {
+            const char *name = base->params[i]->name;
+            return fc_error_set(&base->comm->error, FC_ESTATE, "parameter '%s' was not gathered",
                                 name != NULL ? name : "?");
         }
     }
     void *pause = fct_functorch_pause();
-    fc_status status = fc_unsharded_make(m, false);
+    fc_status status = fc_unsharded_make(base, false);
     fct_functorch_resume(pause);
     return status;
 }
 
-fc_status fc_unsharded_note_requirements(fc_members *m) {
+fc_status fc_unsharded_record_requirements(fc_group_base *base) {
     fc_status status = FC_OK;
-    for (size_t i = 0; i < m->count; i++) {
-        fc_param *p = m->params[i];
+    for (size_t i = 0; i < base->count; i++) {
+        fc_param *p = base->params[i];
         bool wanted = p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
         if (wanted != p->required) {
-            FC_TRY_RAISED(m->host->require_grad(p->owner, wanted));
+            FC_TRY_RAISED(base->callbacks->require_grad(p->owner, wanted));
             p->required = wanted;
         }
     }
@@ -143,12 +145,12 @@ done:
 
 /* ---- invariants ---- */
 
-static fc_status check_memory(const fc_members *m, size_t i, bool is, bool kept) {
-    const fc_param *p = m->params[i];
+static fc_status check_memory(const fc_group_base *base, size_t i, bool is, bool kept) {
+    const fc_param *p = base->params[i];
     fct_facts facts = {0};
     int64_t bytes = fc_extension_bytes(&p->extension);
     if (is && p->flat == NULL && p->unsharded == NULL) {
-        return fc_error_set(&m->comm->error, FC_ESTATE,
+        return fc_error_set(&base->comm->error, FC_ESTATE,
                             "unsharded, but a parameter has no unsharded tensor");
     }
     if (p->aliased || kept || (is && p->flat == NULL)) {
@@ -160,16 +162,17 @@ static fc_status check_memory(const fc_members *m, size_t i, bool is, bool kept)
     }
     bool expected = is && facts.numel > 0;
     if ((bytes != 0) != expected) {
-        return fc_error_set(&m->comm->error, FC_ESTATE, "parameter %zu holds %lld bytes while %s",
-                            i, (long long)bytes, expected ? "unsharded" : "sharded");
+        return fc_error_set(&base->comm->error, FC_ESTATE,
+                            "parameter %zu holds %lld bytes while %s", i, (long long)bytes,
+                            expected ? "unsharded" : "sharded");
     }
     return FC_OK;
 }
 
-fc_status fc_unsharded_check(const fc_members *m, bool is, bool kept) {
+fc_status fc_unsharded_check(const fc_group_base *base, bool is, bool kept) {
     fc_status status = FC_OK;
-    for (size_t i = 0; i < m->count; i++) {
-        FC_TRY(check_memory(m, i, is, kept));
+    for (size_t i = 0; i < base->count; i++) {
+        FC_TRY(check_memory(base, i, is, kept));
     }
 done:
     return status;

@@ -5,36 +5,36 @@
 #define FSDP_C_CORE_UNSHARDED_H
 
 #include "chunks.h"
-#include "members.h"
+#include "group_base.h"
 #include "plan.h"
 
 /* For a group of one rank: makes the unsharded parameters aliases of their shards. *all is false if
  * some parameter cannot be an alias; then no alias is made. Creating and discarding an alias would
  * replace the parameter's autograd leaf. */
-FC_CHECK fc_status fc_unsharded_alias(fc_members *m, bool *all);
+FC_CHECK fc_status fc_unsharded_alias(fc_group_base *base, bool *all);
 /* Allocates the outputs, and the inner tensors of extended parameters. A parameter that owns a
  * chunk adopts the memory of the gathered chunk; all others get fresh memory. After a failure some
  * parameters hold memory. */
-FC_CHECK fc_status fc_unsharded_alloc(fc_members *m, const fc_gather_plan *plan,
+FC_CHECK fc_status fc_unsharded_alloc(fc_group_base *base, const fc_gather_plan *plan,
                                       const fc_chunks *chunks);
 /* Returns the memory of owned chunks, with its contents, to `chunks`. The copy-out can then be
  * repeated. */
-void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_chunks *chunks);
+void fc_unsharded_return(fc_group_base *base, const fc_gather_plan *plan, const fc_chunks *chunks);
 /* Creates the parameter objects over the outputs, with requires_grad of the shards. `extends`: the
  * hooks of extended parameters have not run yet. */
-FC_CHECK fc_status fc_unsharded_make(fc_members *m, bool extends);
+FC_CHECK fc_status fc_unsharded_make(fc_group_base *base, bool extends);
 /* The same over memory that the host has filled. Returns FC_ESTATE if a parameter has no memory. */
-FC_CHECK fc_status fc_unsharded_adopt(fc_members *m);
+FC_CHECK fc_status fc_unsharded_adopt(fc_group_base *base);
 /* Call it before fc_unsharded_free, while the memory can still be kept. Returns FC_ESTATE with
  * torch's message if the memory of a parameter cannot be freed. */
-FC_CHECK fc_status fc_unsharded_can_free(const fc_members *m);
-void fc_unsharded_free(fc_members *m);
+FC_CHECK fc_status fc_unsharded_can_free(const fc_group_base *base);
+void fc_unsharded_free(fc_group_base *base);
 /* Copies a requires_grad that the user has changed on an unsharded parameter to the sharded one.
  * Call it before the unsharded parameters are unregistered. */
-FC_CHECK fc_status fc_unsharded_note_requirements(fc_members *m);
+FC_CHECK fc_status fc_unsharded_record_requirements(fc_group_base *base);
 
 /* Returns FC_ESTATE with a message if memory exists although `is` is false, or is missing although
  * `is` is true. `kept`: memory is allowed in any case. */
-FC_CHECK fc_status fc_unsharded_check(const fc_members *m, bool is, bool kept);
+FC_CHECK fc_status fc_unsharded_check(const fc_group_base *base, bool is, bool kept);
 
 #endif

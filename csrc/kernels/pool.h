@@ -46,7 +46,7 @@ typedef struct fck_pool_facts {
     uint64_t mapped;        /* calls of fck_pool_take that mapped new memory */
 } fck_pool_facts;
 
-fck_pool_facts fck_pool_look(void);
+fck_pool_facts fck_pool_stats(void);
 
 #ifdef __cplusplus
 }

@@ -233,7 +233,7 @@ void fck_pool_keep(int on) {
     }
 }
 
-fck_pool_facts fck_pool_look(void) {
+fck_pool_facts fck_pool_stats(void) {
     (void)pthread_mutex_lock(&pool.mutex);
     const fck_pool_facts facts = pool.facts;
     (void)pthread_mutex_unlock(&pool.mutex);

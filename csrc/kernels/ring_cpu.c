@@ -103,7 +103,7 @@ static add_loop loop_for(fck_dtype dtype) {
     }
 }
 
-int fck_ring_knows(fck_dtype dtype) {
+int fck_ring_supports(fck_dtype dtype) {
     return loop_for(dtype) != NULL;
 }
 

@@ -2,7 +2,7 @@
 #include "attributes.h"
 
 #include "../bridge/pyobject.h"
-#include "retired.h"
+#include "deferred_decref.h"
 
 PyObject *fcpy_or_none(PyObject *obj) {
     PyObject *result = obj != NULL ? obj : Py_None;

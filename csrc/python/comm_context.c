@@ -66,7 +66,7 @@ static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
 /* _stream_numbers(which): 0 copy-in, 1 gather, 2 reduce, 3 all-reduce stream. None before
  * lazy_init. */
 static PyObject *comm_stream_numbers(PyObject *obj, PyObject *arg) {
-    const fc_comm *c = &((fcpy_comm *)obj)->core;
+    const fc_comm_ctx *c = &((fcpy_comm *)obj)->core;
     long which = PyLong_AsLong(arg);
     if (which == -1 && PyErr_Occurred()) {
         return NULL;
@@ -90,7 +90,7 @@ static PyObject *comm_order(PyObject *obj, void *closure) {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < order->count; i++) {
         PyObject *group =
-            order->items[i] != NULL ? (PyObject *)order->items[i]->members.owner : Py_None;
+            order->items[i] != NULL ? (PyObject *)order->items[i]->base.owner : Py_None;
         if (PyList_Append(list, group) != 0) {
             Py_CLEAR(list);
         }
@@ -110,7 +110,7 @@ static int comm_set_order(PyObject *obj, PyObject *value, void *closure) {
         fc_group *group = order->items[--order->count];
         order->items[order->count] = NULL; /* the core may be iterating over the array */
         if (group != NULL) {
-            group->positions.count = 0;
+            group->post_forward_indices.count = 0;
         }
     }
     return 0;
@@ -121,10 +121,10 @@ static PyObject *comm_in_flight(PyObject *obj, void *closure) {
     return PyLong_FromSize_t(((fcpy_comm *)obj)->core.reductions);
 }
 
-static PyObject *comm_parked(PyObject *obj, void *closure) {
+static PyObject *comm_deferred(PyObject *obj, void *closure) {
     (void)closure;
     size_t count = 0;
-    for (const fc_parked *p = ((fcpy_comm *)obj)->core.parked; p != NULL; p = p->next) {
+    for (const fc_deferred_release *p = ((fcpy_comm *)obj)->core.deferred; p != NULL; p = p->next) {
         count++;
     }
     return PyLong_FromSize_t(count);
@@ -152,7 +152,7 @@ static int comm_set_max_buffers(PyObject *obj, PyObject *value, void *closure) {
 static PyGetSetDef comm_getset[] = {
     {"reductions_in_flight", comm_in_flight, NULL,
      "Gradient reductions whose buffers are still kept.", NULL},
-    {"collectives_parked", comm_parked, NULL,
+    {"deferred_collectives", comm_deferred, NULL,
      "Collectives without a waiter, kept until the backend has finished them.", NULL},
     {"reduce_scatter_max_input_buffers", comm_max_buffers, comm_set_max_buffers,
      "How many reductions keep their buffers at most.", NULL},

@@ -5,8 +5,8 @@
 #include "extension.h"
 
 #include "../bridge/pyobject.h"
+#include "deferred_decref.h"
 #include "errors.h"
-#include "retired.h"
 
 /* ---- lists ---- */
 
@@ -85,14 +85,14 @@ static void raise_invalid_inner(PyObject *item) {
 
 /* ---- attributes ---- */
 
-void fcpy_retire_outputs(fcpy_param *self) {
+void fcpy_defer_outputs_release(fcpy_param *self) {
     const fc_extension *e = &self->core.extension;
-    fcpy_retire_tensor(self->mod, self->core.flat);
+    fcpy_defer_tensor_release(self->mod, self->core.flat);
     for (size_t i = 0; i < e->output_count; i++) {
-        fcpy_retire_tensor(self->mod, e->outputs[i].tensor);
+        fcpy_defer_tensor_release(self->mod, e->outputs[i].tensor);
     }
     for (size_t i = 0; i < e->inner_count; i++) {
-        fcpy_retire_tensor(self->mod, e->inner[i].tensor);
+        fcpy_defer_tensor_release(self->mod, e->inner[i].tensor);
     }
 }
 
@@ -122,7 +122,7 @@ int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
         PyErr_SetString(PyExc_TypeError, "all_gather_outputs must be a list of tensors");
         return -1;
     }
-    fcpy_retire_outputs(self);
+    fcpy_defer_outputs_release(self);
     fct_tensor *only =
         PyList_GET_SIZE(value) == 1 ? fct_py_tensor(PyList_GET_ITEM(value, 0)) : NULL;
     if (only != NULL && is_flat(p, only)) {
@@ -151,7 +151,7 @@ int fcpy_set_inner(PyObject *param, PyObject *value, void *closure) {
         PyErr_SetString(PyExc_AttributeError, "_unsharded_inner_tensors cannot be deleted");
         return -1;
     }
-    fcpy_retire_outputs(self);
+    fcpy_defer_outputs_release(self);
     fc_status status =
         set_tensors(&self->core.extension, value, raise_invalid_inner, fc_extension_set_inner);
     return status == FC_OK ? 0 : fcpy_raise(status, NULL);

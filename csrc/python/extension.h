@@ -4,7 +4,7 @@
 
 #include "objects.h"
 
-/* Members of fc_host. */
+/* Members of fc_callbacks. */
 fc_status fcpy_extend_inputs(void *param);
 fc_status fcpy_extend_unsharded(void *param);
 
@@ -14,6 +14,6 @@ int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure);
 PyObject *fcpy_get_inner(PyObject *param, void *closure);
 int fcpy_set_inner(PyObject *param, PyObject *value, void *closure);
 /* Keeps the tensors of both attributes alive until no call is in progress (retired.h). */
-void fcpy_retire_outputs(fcpy_param *self);
+void fcpy_defer_outputs_release(fcpy_param *self);
 
 #endif

@@ -3,9 +3,9 @@
 
 #include "../core/bucket.h"
 #include "attributes.h"
+#include "check_initialized.h"
+#include "deferred_decref.h"
 #include "errors.h"
-#include "ready.h"
-#include "retired.h"
 
 #include <math.h>
 
@@ -43,13 +43,13 @@ static int set_comm(PyObject *obj, PyObject *value, void *closure) {
         PyErr_SetString(PyExc_TypeError, "comm_ctx must be a fsdp_c CommContext");
         return -1;
     }
-    if (!fcpy_group_ready(self) ||
-        fcpy_group_check_device(&((fcpy_comm *)value)->core, self->core.members.device) != 0) {
+    if (!fcpy_group_check_initialized(self) ||
+        fcpy_group_check_device(&((fcpy_comm *)value)->core, self->core.base.device) != 0) {
         return -1;
     }
     fc_status status = fc_group_set_comm(&self->core, &((fcpy_comm *)value)->core);
     if (status != FC_OK) {
-        return fcpy_raise(status, self->core.members.comm->error.message);
+        return fcpy_raise(status, self->core.base.comm->error.message);
     }
     fcpy_replace(self->mod, &self->comm, value);
     return 0;
@@ -113,12 +113,12 @@ static PyObject *get_fqn(PyObject *obj, void *closure) {
 static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_group *self = as_group(obj);
-    return fcpy_set_text(self->mod, value, &self->fqn, &self->core.members.name);
+    return fcpy_set_text(self->mod, value, &self->fqn, &self->core.base.name);
 }
 
 static PyObject *get_pending(PyObject *obj, void *closure) {
     (void)closure;
-    if (as_group(obj)->core.gather.flight.active) {
+    if (as_group(obj)->core.gather.pending.active) {
         Py_RETURN_TRUE;
     }
     Py_RETURN_NONE;
@@ -126,7 +126,7 @@ static PyObject *get_pending(PyObject *obj, void *closure) {
 
 static PyObject *get_positions(PyObject *obj, void *closure) {
     (void)closure;
-    const fc_positions *positions = &as_group(obj)->core.positions;
+    const fc_index_stack *positions = &as_group(obj)->core.post_forward_indices;
     PyObject *list = PyList_New((Py_ssize_t)positions->count);
     for (size_t i = 0; list != NULL && i < positions->count; i++) {
         PyObject *number = PyLong_FromSize_t(positions->items[i]);
@@ -146,8 +146,8 @@ static PyObject *get_size(PyObject *obj, void *closure) {
 static PyObject *get_partial(PyObject *obj, void *closure) {
     (void)closure;
     const fc_group *g = &as_group(obj)->core;
-    for (size_t i = 0; i < g->members.count; i++) {
-        if (g->members.params[i]->partial != NULL) {
+    for (size_t i = 0; i < g->base.count; i++) {
+        if (g->base.params[i]->partial != NULL) {
             Py_RETURN_TRUE;
         }
     }
@@ -162,8 +162,8 @@ static int set_partial(PyObject *obj, PyObject *value, void *closure) {
         PyErr_SetString(PyExc_TypeError, "_partial_reduce_output can only be set to None");
         return -1;
     }
-    for (size_t i = 0; i < g->members.count; i++) {
-        fc_param_set_partial(g->members.params[i], NULL);
+    for (size_t i = 0; i < g->base.count; i++) {
+        fc_param_set_partial(g->base.params[i], NULL);
     }
     return 0;
 }
@@ -171,7 +171,7 @@ static int set_partial(PyObject *obj, PyObject *value, void *closure) {
 static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
     bool keep = false;
     (void)closure;
-    if (!fcpy_group_ready(as_group(obj)) || fcpy_set_bool(value, &keep) != 0) {
+    if (!fcpy_group_check_initialized(as_group(obj)) || fcpy_set_bool(value, &keep) != 0) {
         return -1;
     }
     fc_group_set_keep_storage(&as_group(obj)->core, keep);
@@ -184,7 +184,7 @@ static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
 static PyObject *group_get_overlap(PyObject *obj, void *closure) {
     (void)closure;
     const fc_overlap overlap = ((fcpy_group *)obj)->core.reducer.overlap;
-    if (overlap == FC_OVERLAP_UNLESS_COPIED) {
+    if (overlap == FC_OVERLAP_UNLESS_CPU_BOUND) {
         Py_RETURN_NONE;
     }
     return PyBool_FromLong(overlap == FC_OVERLAP_ALWAYS);
@@ -192,7 +192,7 @@ static PyObject *group_get_overlap(PyObject *obj, void *closure) {
 
 static int group_set_overlap(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
-    fc_overlap overlap = FC_OVERLAP_UNLESS_COPIED;
+    fc_overlap overlap = FC_OVERLAP_UNLESS_CPU_BOUND;
     bool always = false;
     if (value != Py_None) {
         if (fcpy_set_bool(value, &always) != 0) {
@@ -239,7 +239,7 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
     size_t count = cut ? b->count : 1;
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        fc_span span = cut ? b->items[i].span : fc_members_all(&self->core.members);
+        fc_span span = cut ? b->items[i].span : fc_group_base_all(&self->core.base);
         PyObject *pair = Py_BuildValue("(nn)", (Py_ssize_t)span.first, (Py_ssize_t)span.end);
         if (pair == NULL) {
             Py_CLEAR(list);
@@ -289,10 +289,10 @@ PyGetSetDef fcpy_group_getset[] = {
      "Whether resharding keeps the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
     {"_deferred", fcpy_get_flag, NULL,
      "Whether a backward has left gradients for a later reduction.", GROUP_OFFSET(deferred)},
-    {"_hosted_gather", fcpy_get_flag, fcpy_set_flag, "Whether gathers call _host_gather().",
-     (void *)offsetof(fcpy_group, hosted_gather)},
-    {"_hosted_reduce", fcpy_get_flag, fcpy_set_flag, "Whether reductions call _host_reduce().",
-     (void *)offsetof(fcpy_group, hosted_reduce)},
+    {"_uses_fallback_gather", fcpy_get_flag, fcpy_set_flag,
+     "Whether gathers call _fallback_gather().", (void *)offsetof(fcpy_group, fallback_gather)},
+    {"_uses_fallback_reduce", fcpy_get_flag, fcpy_set_flag,
+     "Whether reductions call _fallback_reduce().", (void *)offsetof(fcpy_group, fallback_reduce)},
     {"_reduction_overlap", group_get_overlap, group_set_overlap,
      "Whether backward continues while gradients are reduced; None: except if CPU threads copy "
      "them.",

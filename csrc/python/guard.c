@@ -37,7 +37,7 @@ static uint64_t type_tag(PyTypeObject *type) {
     return type->tp_version_tag;
 }
 
-static bool is_current(const fcpy_seen *cache, PyTypeObject *type, PyObject *dict) {
+static bool is_current(const fcpy_version_cache *cache, PyTypeObject *type, PyObject *dict) {
     uint64_t of_type = type_tag(type);
     uint64_t of_dict = dict_tag(dict);
     return of_type == cache->type_tag && of_type != 0 && of_dict == cache->dict_tag && of_dict != 0;
@@ -98,7 +98,7 @@ static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method 
     return bits;
 }
 
-static uint32_t overrides_of(PyObject *obj, PyObject *dict, fcpy_seen *cache,
+static uint32_t overrides_of(PyObject *obj, PyObject *dict, fcpy_version_cache *cache,
                              const fcpy_method *table, PyObject *expected) {
     if (is_current(cache, Py_TYPE(obj), dict)) {
         return cache->bits;

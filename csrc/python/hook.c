@@ -7,9 +7,9 @@
  * it. */
 #include "hook.h"
 
-#include "admit.h"
+#include "check_thread.h"
+#include "deferred_decref.h"
 #include "dynamo.h"
-#include "retired.h"
 #include "step.h"
 
 typedef enum fcpy_hook_kind { HOOK_PRE_FORWARD = 0, HOOK_POST_FORWARD = 1 } fcpy_hook_kind;
@@ -32,7 +32,7 @@ static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *ar
     PyObject *new_args = args;
     PyObject *new_kwargs = kwargs;
     PyObject *result = NULL;
-    if (fcpy_admit_forward(self->state) != 0) {
+    if (fcpy_check_forward_thread(self->state) != 0) {
         return NULL;
     }
     if (self->grouped && PySet_GET_SIZE(self->state->modules_to_run) == 0) {
@@ -68,7 +68,7 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *i
     PyObject *result = NULL;
     bool complete = true;
     /* torch calls this hook after exceptions too, also if pre-forward has refused this thread. */
-    if (self->grouped && fcpy_admit_forward(self->state) != 0) {
+    if (self->grouped && fcpy_check_forward_thread(self->state) != 0) {
         return NULL;
     }
     if (self->grouped) {

@@ -2,7 +2,7 @@
 #include "iteration_context.h"
 
 #include "attributes.h"
-#include "retired.h"
+#include "deferred_decref.h"
 
 static PyObject *iteration_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     (void)args;
@@ -72,8 +72,8 @@ static int set_all_states(PyObject *obj, PyObject *value, void *closure) {
     self->core.states = NULL;
     fc_iteration_set_states(&self->core, (fc_state **)states, (size_t)PyTuple_GET_SIZE(fresh));
     self->all_states = fresh;
-    fcpy_retire_block(self->mod, old_states);
-    fcpy_retire(self->mod, old);
+    fcpy_defer_free(self->mod, old_states);
+    fcpy_defer_decref(self->mod, old);
     return 0;
 }
 

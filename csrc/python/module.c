@@ -188,10 +188,10 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     return capsule;
 }
 
-static PyObject *module_all_reduces_rows(PyObject *module, PyObject *value) {
+static PyObject *module_set_gradient_all_reduce(PyObject *module, PyObject *value) {
     (void)module;
     const int rows = PyObject_IsTrue(value);
-    return rows < 0 ? NULL : PyBool_FromLong(fct_all_reduces_rows(rows != 0));
+    return rows < 0 ? NULL : PyBool_FromLong(fct_set_gradient_all_reduce(rows != 0));
 }
 
 static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
@@ -221,7 +221,7 @@ static PyObject *module_pause_direct(PyObject *module, PyObject *args) {
 static PyObject *module_memory(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
-    const fck_pool_facts f = fck_pool_look();
+    const fck_pool_facts f = fck_pool_stats();
     return Py_BuildValue("{sKsKsKsKsK}", "out", f.out_bytes, "waiting", f.waiting_bytes, "peak",
                          f.peak_bytes, "taken", f.taken, "mapped", f.mapped);
 }
@@ -281,8 +281,9 @@ static PyMethodDef module_methods[] = {
      "enter_direct(group, use): begins a section in which the group's collectives use that "
      "transport. use is 0 for gathers, 1 for reduce-scatters, 2 for this thread's all-reduces of "
      "a row. Returns the argument for leave_direct."},
-    {"all_reduces_rows", module_all_reduces_rows, METH_O,
-     "all_reduces_rows(rows): sets whether the all-reduces of this thread are all-reduces of "
+    {"set_gradient_all_reduce", module_set_gradient_all_reduce, METH_O,
+     "set_gradient_all_reduce(rows): sets whether the all-reduces of this thread are all-reduces "
+     "of "
      "rows. Returns the previous value."},
     {"leave_direct", module_leave_direct, METH_O,
      "leave_direct(entered): ends the section that enter_direct began."},

@@ -13,7 +13,7 @@
 #include <structmember.h>
 
 #include "../core/state.h"
-#include "seen.h"
+#include "version_cache.h"
 
 /* Interned names used on the hot path; X(identifier). */
 #define FCPY_NAMES(X)                                                                              \
@@ -41,17 +41,17 @@
     X(accumulate_unsharded_grad_if_needed)                                                         \
     X(to_accumulated_grad_if_needed)                                                               \
     X(_collect_grad)                                                                               \
-    X(_follow_shard)                                                                               \
+    X(_refresh_shard)                                                                              \
     X(free_unsharded_param)                                                                        \
     X(_extend_inputs)                                                                              \
     X(_extend_unsharded)                                                                           \
     X(_run_reduce_hook)                                                                            \
-    X(_host_gather)                                                                                \
-    X(_host_copy_out)                                                                              \
-    X(_host_drop_gather)                                                                           \
-    X(_host_drop_reduce)                                                                           \
-    X(_host_reduce)                                                                                \
-    X(_host_finalize)                                                                              \
+    X(_fallback_gather)                                                                            \
+    X(_fallback_copy_out)                                                                          \
+    X(_fallback_drop_gather)                                                                       \
+    X(_fallback_drop_reduce)                                                                       \
+    X(_fallback_reduce)                                                                            \
+    X(_fallback_finalize)                                                                          \
     X(_lazy_init)                                                                                  \
     X(_inputs_to_device)                                                                           \
     X(_gather_after)                                                                               \
@@ -94,7 +94,7 @@ typedef struct fcpy_module {
     bool makes_dtensors;       /* whether the extension makes DTensors; else torch does */
     fcpy_guard guard;
     size_t calls;      /* calls of the extension in progress, on all threads */
-    PyObject *retired; /* list or NULL; see retired.c */
+    PyObject *retired; /* list or NULL; see deferred_decref.c */
 } fcpy_module;
 
 /* One registration of a parameter in a module. */
@@ -128,7 +128,7 @@ typedef struct fcpy_param {
 
 typedef struct fcpy_comm {
     PyObject_HEAD
-    fc_comm core;
+    fc_comm_ctx core;
     fcpy_module *mod;
     bool initialized; /* lazy_init was called */
     PyObject *dict;
@@ -141,7 +141,7 @@ typedef struct fcpy_iteration {
     fcpy_module *mod;
     PyObject *all_states;          /* tuple of State */
     PyObject *post_optim_event;    /* event that the next iteration's gathers wait for, or NULL */
-    unsigned long forward_thread;  /* thread of the latest forward; see admit.c */
+    unsigned long forward_thread;  /* thread of the latest forward; see check_thread.c */
     unsigned long backward_thread; /* thread of the latest backward */
     bool was_awaited; /* waited for autograd to release the latest backward; see step.c */
     PyObject *dict;
@@ -149,11 +149,11 @@ typedef struct fcpy_iteration {
 
 /* Indices of the process groups of a parameter group. */
 enum {
-    FCPY_LINK_SHARD,
-    FCPY_LINK_SCATTER,
-    FCPY_LINK_REPLICATE,
-    FCPY_LINK_POST_FORWARD,
-    FCPY_LINKS
+    FCPY_PG_SHARD,
+    FCPY_PG_SCATTER,
+    FCPY_PG_REPLICATE,
+    FCPY_PG_POST_FORWARD,
+    FCPY_PROCESS_GROUPS
 };
 
 /* `params` is a tuple, because the collector empties lists while their owners are still alive. */
@@ -161,17 +161,17 @@ typedef struct fcpy_group {
     PyObject_HEAD
     fc_group core;
     fcpy_module *mod;
-    PyObject *params;                 /* tuple of Param, in the order of core.members */
-    PyObject *comm;                   /* CommContext */
-    PyObject *link_names[FCPY_LINKS]; /* str or NULL; the core borrows their text */
-    PyObject *fqn;                    /* str or NULL */
-    PyObject *unit;                   /* State of the fully_shard call, or NULL */
+    PyObject *params;                        /* tuple of Param, in the order of core.base */
+    PyObject *comm;                          /* CommContext */
+    PyObject *pg_names[FCPY_PROCESS_GROUPS]; /* str or NULL; the core borrows their text */
+    PyObject *fqn;                           /* str or NULL */
+    PyObject *unit;                          /* State of the fully_shard call, or NULL */
     fct_dtype orig_dtype;     /* of the trainable parameters; FCT_NO_DTYPE: none or several */
     unsigned int param_calls; /* FCPY_CALL_*: methods overridden on single Params */
-    bool hosted_gather;       /* Python gathers (fc_host.moves) */
-    bool hosted_reduce;       /* Python reduces */
+    bool fallback_gather;     /* Python gathers (fc_callbacks.uses_fallback) */
+    bool fallback_reduce;     /* Python reduces */
     bool has_reduced;         /* Python has reduced and may hold buffers */
-    fcpy_seen seen;
+    fcpy_version_cache seen;
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_group;
@@ -193,7 +193,7 @@ typedef struct fcpy_state {
     bool moves_inputs;           /* as the root, the state moves its inputs to the device */
     bool entering;               /* a pre-forward is running */
     unsigned long thread;        /* thread that entered the latest forward */
-    fcpy_seen seen;
+    fcpy_version_cache seen;
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_state;

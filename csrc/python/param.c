@@ -7,9 +7,9 @@
 
 #include "../bridge/pyobject.h"
 #include "attributes.h"
+#include "deferred_decref.h"
 #include "errors.h"
 #include "extension.h"
-#include "retired.h"
 #include "shard.h"
 #include "slots.h"
 
@@ -193,7 +193,7 @@ static int set_sharded_data(PyObject *obj, PyObject *value, void *closure) {
         return -1;
     }
     fcpy_param *self = (fcpy_param *)obj;
-    fcpy_retire_tensor(self->mod, self->core.sharded_data);
+    fcpy_defer_tensor_release(self->mod, self->core.sharded_data);
     fc_param_set_sharded_data(&self->core, handle);
     return 0;
 }
@@ -218,11 +218,11 @@ static int set_unsharded_param(PyObject *obj, PyObject *value, void *closure) {
         return -1;
     }
     PyObject *old = self->unsharded_param;
-    fcpy_retire_tensor(self->mod, self->core.unsharded);
+    fcpy_defer_tensor_release(self->mod, self->core.unsharded);
     fc_param_set_unsharded(&self->core, handle);
     Py_XINCREF(value);
     self->unsharded_param = value;
-    fcpy_retire(self->mod, old);
+    fcpy_defer_decref(self->mod, old);
     return 0;
 }
 
@@ -260,10 +260,10 @@ static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
     }
     fcpy_param *self = (fcpy_param *)obj;
     if (closure == NULL) {
-        fcpy_retire_tensor(self->mod, self->core.accumulated);
+        fcpy_defer_tensor_release(self->mod, self->core.accumulated);
         fc_param_set_accumulated(&self->core, handle);
     } else {
-        fcpy_retire_tensor(self->mod, self->core.partial);
+        fcpy_defer_tensor_release(self->mod, self->core.partial);
         fc_param_set_partial(&self->core, handle);
     }
     return 0;
@@ -383,12 +383,12 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_param *self = (fcpy_param *)obj;
     PyObject *param = self->unsharded_param;
-    fcpy_retire_tensor(self->mod, self->core.unsharded);
-    fcpy_retire_outputs(self);
+    fcpy_defer_tensor_release(self->mod, self->core.unsharded);
+    fcpy_defer_outputs_release(self);
     fc_param_drop_grad(&self->core);
     fc_param_forget_unsharded(&self->core);
     self->unsharded_param = NULL;
-    fcpy_retire(self->mod, param);
+    fcpy_defer_decref(self->mod, param);
     Py_RETURN_NONE;
 }
 

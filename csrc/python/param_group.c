@@ -5,10 +5,10 @@
 
 #include "../bridge/pyobject.h"
 #include "attributes.h"
+#include "callbacks.h"
+#include "check_initialized.h"
+#include "deferred_decref.h"
 #include "group_attributes.h"
-#include "host.h"
-#include "ready.h"
-#include "retired.h"
 #include "step.h"
 #include "transitions.h"
 #include "tree.h"
@@ -22,7 +22,7 @@ static fcpy_group *as_group(PyObject *obj) {
 /* Runs one transition of an initialized group. Returns None, or NULL with an exception. */
 static PyObject *run_transition(PyObject *obj, fc_status (*transition)(fc_group *g)) {
     fcpy_group *self = as_group(obj);
-    if (!fcpy_group_ready(self)) {
+    if (!fcpy_group_check_initialized(self)) {
         return NULL;
     }
     fcpy_calls_enter(self->mod);
@@ -80,23 +80,24 @@ static int mark_params(PyObject *params) {
     return 0;
 }
 
-static fc_link *link_at(fc_members *m, int index) {
-    fc_link *const links[FCPY_LINKS] = {&m->shard, &m->scatter, &m->replicate, &m->post_forward};
+static fc_process_group *process_group_at(fc_group_base *m, int index) {
+    fc_process_group *const links[FCPY_PROCESS_GROUPS] = {&m->shard, &m->scatter, &m->replicate,
+                                                          &m->post_forward};
     return links[index];
 }
 
 /* Checks the world and rank of a link. The group lays out buffers for the link's world, the
  * parameters for theirs, so the two must be equal. */
-static int check_link(PyObject *params, int index, PyObject *name, long long world,
-                      long long rank) {
+static int check_process_group(PyObject *params, int index, PyObject *name, long long world,
+                               long long rank) {
     bool is_valid = world >= 1 && rank >= 0 && rank < world;
-    is_valid = is_valid && (name != Py_None || world == 1 || index != FCPY_LINK_SHARD);
-    const bool sharded = index == FCPY_LINK_SHARD || name != Py_None;
-    for (Py_ssize_t i = 0; index != FCPY_LINK_REPLICATE && sharded && i < PyTuple_GET_SIZE(params);
+    is_valid = is_valid && (name != Py_None || world == 1 || index != FCPY_PG_SHARD);
+    const bool sharded = index == FCPY_PG_SHARD || name != Py_None;
+    for (Py_ssize_t i = 0; index != FCPY_PG_REPLICATE && sharded && i < PyTuple_GET_SIZE(params);
          i++) {
         const fc_param *p = &((fcpy_param *)PyTuple_GET_ITEM(params, i))->core;
         const fc_layout *layout =
-            index == FCPY_LINK_POST_FORWARD ? &p->post_forward_layout : &p->layout;
+            index == FCPY_PG_POST_FORWARD ? &p->post_forward_layout : &p->layout;
         is_valid = is_valid && layout->world == world && layout->rank == rank;
     }
     if (!is_valid) {
@@ -107,38 +108,38 @@ static int check_link(PyObject *params, int index, PyObject *name, long long wor
     return is_valid ? 0 : -1;
 }
 
-/* Marks the Params as members of the group, after check_link. Returns -1 with an exception and none
+/* Marks the Params as members of the group, after check_process_group. Returns -1 with an exception and none
  * marked on failure. */
 static int claim_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
     if (mark_params(params) != 0) {
         return -1;
     }
-    if (check_link(params, FCPY_LINK_SHARD, pg_name, world, rank) != 0) {
+    if (check_process_group(params, FCPY_PG_SHARD, pg_name, world, rank) != 0) {
         set_grouped(params, false);
         return -1;
     }
     return 0;
 }
 
-/* Sets a link to the process group `group`. If that is None, the link uses the process group named
- * `name`. If `name` is None too, the link has no process group. */
-static int set_link(fcpy_group *self, int index, PyObject *name, long long world, long long rank,
-                    PyObject *group) {
+/* Sets the process group at `index` to `group`. None: to the process group named `name`. If
+ * `name` is None too, the group has none at this index. */
+static int set_process_group(fcpy_group *self, int index, PyObject *name, long long world,
+                             long long rank, PyObject *group) {
     const char *text = name != Py_None ? PyUnicode_AsUTF8(name) : NULL;
     if (name != Py_None && text == NULL) {
         return -1;
     }
-    /* A scatter follows gathers of another link, which is announced. */
-    const bool announce = index != FCPY_LINK_SCATTER;
-    fct_pg *pg = NULL;
-    if ((announce && text != NULL && fct_pg_announce_user(text) != 0) ||
-        (group != Py_None && fct_py_pg(group, &pg) != 0)) {
+    /* A scatter follows gathers of another process group, which is registered. */
+    const bool is_user = index != FCPY_PG_SCATTER;
+    fct_pg *handle = NULL;
+    if ((is_user && text != NULL && fct_pg_register_user(text) != 0) ||
+        (group != Py_None && fct_py_pg(group, &handle) != 0)) {
         return -1;
     }
-    fc_link *link = link_at(&self->core.members, index);
-    fc_link_set(link, text, world, rank);
-    link->pg = pg; /* NULL: resolved by its name at first use */
-    fcpy_replace(self->mod, &self->link_names[index], name);
+    fc_process_group *pg = process_group_at(&self->core.base, index);
+    fc_process_group_set(pg, text, world, rank);
+    pg->handle = handle; /* NULL: resolved by its name at first use */
+    fcpy_replace(self->mod, &self->pg_names[index], name);
     return 0;
 }
 
@@ -164,7 +165,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     PyObject *tuple = fcpy_tuple_of(list, self->mod->param_type, "params");
     void *params = tuple != NULL ? fcpy_core_array(tuple, offsetof(fcpy_param, core)) : NULL;
     /* Read after the arguments are parsed, because parsing may run code. */
-    const bool uninitialized = self->core.members.host == NULL;
+    const bool uninitialized = self->core.base.callbacks == NULL;
     if (params != NULL && !uninitialized) {
         PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
     }
@@ -175,14 +176,14 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         free(params);
         return -1;
     }
-    fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, (fc_param **)params,
-                  (size_t)PyTuple_GET_SIZE(tuple), parsed, world, rank);
-    self->core.via = &fcpy_transitions;
+    fc_group_init(&self->core, self, &fcpy_callbacks, &((fcpy_comm *)comm)->core,
+                  (fc_param **)params, (size_t)PyTuple_GET_SIZE(tuple), parsed, world, rank);
+    self->core.ops = &fcpy_transitions;
     self->core.place.modules = (size_t)module_count;
     self->params = tuple;
     Py_INCREF(comm);
     self->comm = comm;
-    return set_link(self, FCPY_LINK_SHARD, pg_name, world, rank, Py_None);
+    return set_process_group(self, FCPY_PG_SHARD, pg_name, world, rank, Py_None);
 }
 
 static int group_traverse(PyObject *obj, visitproc visit, void *arg) {
@@ -208,7 +209,7 @@ static void group_dealloc(PyObject *obj) {
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
     /* Detach the core struct first. None of the group's methods may run now. */
-    self->core.gather.flight.hosted = false;
+    self->core.gather.pending.uses_fallback = false;
     fc_group_fini(&self->core);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(obj);
@@ -219,8 +220,8 @@ static void group_dealloc(PyObject *obj) {
     }
     Py_CLEAR(self->params);
     Py_CLEAR(self->comm);
-    for (int i = 0; i < FCPY_LINKS; i++) {
-        Py_CLEAR(self->link_names[i]);
+    for (int i = 0; i < FCPY_PROCESS_GROUPS; i++) {
+        Py_CLEAR(self->pg_names[i]);
     }
     Py_CLEAR(self->fqn);
     type->tp_free(obj);
@@ -267,7 +268,7 @@ static PyObject *group_pre_forward(PyObject *obj, PyObject *args) {
     PyObject *inputs = NULL;
     PyObject *kwargs = NULL;
     if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs) ||
-        !fcpy_group_ready(as_group(obj))) {
+        !fcpy_group_check_initialized(as_group(obj))) {
         return NULL;
     }
     Py_INCREF(inputs);
@@ -275,19 +276,20 @@ static PyObject *group_pre_forward(PyObject *obj, PyObject *args) {
     fcpy_calls_enter(as_group(obj)->mod);
     const int failed = fcpy_group_pre_forward(as_group(obj), &inputs, &kwargs);
     fcpy_calls_leave(as_group(obj)->mod);
-    return fcpy_give_pair(failed, inputs, kwargs);
+    return fcpy_pack_pair(failed, inputs, kwargs);
 }
 
 static PyObject *group_insert_node(PyObject *obj, PyObject *args) {
     PyObject *inputs = NULL;
     PyObject *kwargs = NULL;
-    if (!PyArg_ParseTuple(args, "OO", &inputs, &kwargs) || !fcpy_group_ready(as_group(obj))) {
+    if (!PyArg_ParseTuple(args, "OO", &inputs, &kwargs) ||
+        !fcpy_group_check_initialized(as_group(obj))) {
         return NULL;
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
     const int failed = fcpy_group_insert_node(as_group(obj), &inputs, &kwargs);
-    return fcpy_give_pair(failed, inputs, kwargs);
+    return fcpy_pack_pair(failed, inputs, kwargs);
 }
 
 static PyObject *group_post_forward(PyObject *obj, PyObject *args) {
@@ -323,7 +325,7 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
         }
     }
     /* In torch a group of one rank reads its parameters before the streams. */
-    const bool one_rank = as_group(obj)->core.members.shard.world == 1;
+    const bool one_rank = as_group(obj)->core.base.shard.world == 1;
     return fcpy_group_check_context(as_group(obj), one_rank ? "FSDPParam" : "FSDPCommContext",
                                     one_rank ? "param_dtype" : "all_gather_copy_in_stream")
                ? run_transition(obj,
@@ -366,29 +368,30 @@ static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* _set_link(kind, name, world, rank, group=None) */
-static PyObject *group_set_link(PyObject *obj, PyObject *args) {
-    static const char *const kinds[FCPY_LINKS] = {"shard", "scatter", "replicate", "post_forward"};
+/* _set_process_group(kind, name, world, rank, group=None) */
+static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
+    static const char *const kinds[FCPY_PROCESS_GROUPS] = {"shard", "scatter", "replicate",
+                                                           "post_forward"};
     const char *kind = NULL;
     PyObject *name = NULL;
     long long world = 0;
     long long rank = 0;
     PyObject *group = Py_None;
     if (!PyArg_ParseTuple(args, "sOLL|O", &kind, &name, &world, &rank, &group) ||
-        !fcpy_group_ready(as_group(obj))) {
+        !fcpy_group_check_initialized(as_group(obj))) {
         return NULL;
     }
-    for (int i = 0; i < FCPY_LINKS; i++) {
+    for (int i = 0; i < FCPY_PROCESS_GROUPS; i++) {
         if (strcmp(kind, kinds[i]) == 0) {
-            if (check_link(as_group(obj)->params, i, name, world, rank) != 0 ||
-                set_link(as_group(obj), i, name, world, rank, group) != 0) {
+            if (check_process_group(as_group(obj)->params, i, name, world, rank) != 0 ||
+                set_process_group(as_group(obj), i, name, world, rank, group) != 0) {
                 return NULL;
             }
             Py_RETURN_NONE;
         }
     }
     return PyErr_Format(PyExc_ValueError,
-                        "_set_link expects 'shard', 'scatter', 'replicate' or "
+                        "_set_process_group expects 'shard', 'scatter', 'replicate' or "
                         "'post_forward', got '%s'",
                         kind);
 }
@@ -397,7 +400,8 @@ static PyObject *group_set_link(PyObject *obj, PyObject *args) {
 static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
     PyObject *groups[2] = {NULL, NULL};
     fct_pg *handles[2] = {NULL, NULL};
-    if (!fcpy_group_ready(as_group(obj)) || !PyArg_ParseTuple(args, "OO", &groups[0], &groups[1])) {
+    if (!fcpy_group_check_initialized(as_group(obj)) ||
+        !PyArg_ParseTuple(args, "OO", &groups[0], &groups[1])) {
         return NULL;
     }
     for (int i = 0; i < 2; i++) {
@@ -406,7 +410,7 @@ static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
             return NULL;
         }
     }
-    fc_members_set_memory(&as_group(obj)->core.members, handles[0], handles[1]);
+    fc_group_base_set_memory(&as_group(obj)->core.base, handles[0], handles[1]);
     Py_RETURN_NONE;
 }
 
@@ -417,7 +421,7 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
     Py_ssize_t index = 0;
     Py_ssize_t siblings = 1;
     if (!PyArg_ParseTuple(args, "O!nn", as_group(obj)->mod->state_type, &unit, &index, &siblings) ||
-        !fcpy_group_ready(as_group(obj))) {
+        !fcpy_group_check_initialized(as_group(obj))) {
         return NULL;
     }
     if (index < 0 || index >= siblings) {
@@ -429,15 +433,15 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
     Py_INCREF(unit);
     as_group(obj)->unit = unit;
     g->place.unit = unit;
-    fcpy_retire(as_group(obj)->mod, old);
+    fcpy_defer_decref(as_group(obj)->mod, old);
     g->place.index = (size_t)index;
     g->place.siblings = (size_t)siblings;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef group_methods[] = {
-    {"_set_link", group_set_link, METH_VARARGS,
-     "_set_link(kind, name, world, rank, group=None): sets the process group for 'shard', "
+    {"_set_process_group", group_set_process_group, METH_VARARGS,
+     "_set_process_group(kind, name, world, rank, group=None): sets the process group for 'shard', "
      "'scatter', 'replicate' or 'post_forward' collectives. group None: look it up by name; name "
      "None: no process group."},
     {"_set_memory", group_set_memory, METH_VARARGS,

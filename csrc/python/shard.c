@@ -17,12 +17,12 @@ static bool is_shard_current(const fcpy_param *self) {
            fct_py_storage(self->sharded_param) == self->seen.wrapper;
 }
 
-int fcpy_shard_follow(void *param) {
+int fcpy_shard_refresh(void *param) {
     fcpy_param *self = (fcpy_param *)param;
     if (is_shard_current(self)) {
         return 0;
     }
-    PyObject *result = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._follow_shard);
+    PyObject *result = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._refresh_shard);
     Py_XDECREF(result);
     return result != NULL ? 0 : -1;
 }

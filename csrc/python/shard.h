@@ -4,8 +4,8 @@
 
 #include "objects.h"
 
-/* fc_host.follow_shard */
-int fcpy_shard_follow(void *param);
+/* fc_callbacks.refresh_shard */
+int fcpy_shard_refresh(void *param);
 /* Param._cut(tensor, dim) -> local tensor; Param._note_shard() */
 PyObject *fcpy_shard_cut(PyObject *param, PyObject *args);
 PyObject *fcpy_shard_note(PyObject *param, PyObject *unused);

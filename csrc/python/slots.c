@@ -3,16 +3,16 @@
 #include "slots.h"
 
 #include "attributes.h"
-#include "retired.h"
+#include "deferred_decref.h"
 
 /* Releases the slots when no call is in progress. */
-static void retire_slots(fcpy_module *mod, fcpy_slot *slots, Py_ssize_t count) {
+static void defer_slots_free(fcpy_module *mod, fcpy_slot *slots, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
-        fcpy_retire(mod, slots[i].module);
-        fcpy_retire(mod, slots[i].parameters);
-        fcpy_retire(mod, slots[i].name);
+        fcpy_defer_decref(mod, slots[i].module);
+        fcpy_defer_decref(mod, slots[i].parameters);
+        fcpy_defer_decref(mod, slots[i].name);
     }
-    fcpy_retire_block(mod, slots);
+    fcpy_defer_free(mod, slots);
 }
 
 static void replace_slots(fcpy_param *self, fcpy_slot *slots, Py_ssize_t count) {
@@ -20,7 +20,7 @@ static void replace_slots(fcpy_param *self, fcpy_slot *slots, Py_ssize_t count) 
     Py_ssize_t old_count = self->slot_count;
     self->slots = slots;
     self->slot_count = count;
-    retire_slots(self->mod, old, old_count);
+    defer_slots_free(self->mod, old, old_count);
 }
 
 void fcpy_slots_clear(fcpy_param *self) {
@@ -66,7 +66,7 @@ static fcpy_slot *make_slots(fcpy_param *self, PyObject *pairs, PyObject *direct
     for (Py_ssize_t i = 0; i < count; i++) {
         if (fill_slot(self, &slots[i], PyTuple_GET_ITEM(pairs, i),
                       PyTuple_GET_ITEM(direct, i) == Py_True) != 0) {
-            retire_slots(self->mod, slots, i + 1);
+            defer_slots_free(self->mod, slots, i + 1);
             return NULL;
         }
     }

@@ -4,10 +4,10 @@
  * also owns references to the contexts that it shares with the other states under the root. */
 #include "state.h"
 
-#include "admit.h"
 #include "attributes.h"
-#include "ready.h"
-#include "retired.h"
+#include "check_initialized.h"
+#include "check_thread.h"
+#include "deferred_decref.h"
 #include "step.h"
 #include "tree.h"
 
@@ -111,8 +111,8 @@ static int replace_tuple(const fcpy_state *self, PyObject **tuple, void **array,
     *tuple = fresh;
     *array = made;
     *count = (size_t)PyTuple_GET_SIZE(fresh);
-    fcpy_retire_block(self->mod, old_array);
-    fcpy_retire(self->mod, old);
+    fcpy_defer_free(self->mod, old_array);
+    fcpy_defer_decref(self->mod, old);
     return 0;
 }
 
@@ -126,7 +126,7 @@ static int set_groups(PyObject *obj, PyObject *value, void *closure) {
     fcpy_state *self = as_state(obj);
     PyObject *fresh = fcpy_tuple_of(value, self->mod->group_type, "_fsdp_param_groups");
     for (Py_ssize_t i = 0; fresh != NULL && i < PyTuple_GET_SIZE(fresh); i++) {
-        if (!fcpy_group_ready((fcpy_group *)PyTuple_GET_ITEM(fresh, i))) {
+        if (!fcpy_group_check_initialized((fcpy_group *)PyTuple_GET_ITEM(fresh, i))) {
             Py_CLEAR(fresh);
         }
     }
@@ -284,10 +284,10 @@ static PyObject *state_pre_forward(PyObject *obj, PyObject *args) {
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
     fcpy_calls_enter(as_state(obj)->mod);
-    const int failed = fcpy_admit_forward(as_state(obj)) != 0 ||
+    const int failed = fcpy_check_forward_thread(as_state(obj)) != 0 ||
                        fcpy_state_pre_forward(as_state(obj), module, &inputs, &kwargs) != 0;
     fcpy_calls_leave(as_state(obj)->mod);
-    return fcpy_give_pair(failed, inputs, kwargs);
+    return fcpy_pack_pair(failed, inputs, kwargs);
 }
 
 static PyObject *state_root_pre_forward(PyObject *obj, PyObject *args) {
@@ -295,7 +295,7 @@ static PyObject *state_root_pre_forward(PyObject *obj, PyObject *args) {
     PyObject *inputs = NULL;
     PyObject *kwargs = NULL;
     if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs) ||
-        !fcpy_state_ready(as_state(obj))) {
+        !fcpy_state_check_initialized(as_state(obj))) {
         return NULL;
     }
     Py_INCREF(inputs);
@@ -303,7 +303,7 @@ static PyObject *state_root_pre_forward(PyObject *obj, PyObject *args) {
     fcpy_calls_enter(as_state(obj)->mod);
     const int failed = fcpy_state_begin_forward(as_state(obj), &inputs, &kwargs);
     fcpy_calls_leave(as_state(obj)->mod);
-    return fcpy_give_pair(failed, inputs, kwargs);
+    return fcpy_pack_pair(failed, inputs, kwargs);
 }
 
 static PyObject *state_post_forward(PyObject *obj, PyObject *args) {
@@ -322,7 +322,7 @@ static PyObject *state_post_forward(PyObject *obj, PyObject *args) {
 /* Calls `run` on an initialized state. Returns a new reference to `result`, or NULL with an
  * exception. */
 static PyObject *run_initialized(fcpy_state *self, int (*run)(fcpy_state *self), PyObject *result) {
-    if (!fcpy_state_ready(self)) {
+    if (!fcpy_state_check_initialized(self)) {
         return NULL;
     }
     fcpy_calls_enter(self->mod);

@@ -7,12 +7,12 @@
 #include <time.h>
 
 #include "../bridge/pyobject.h"
-#include "admit.h"
 #include "attributes.h"
+#include "check_initialized.h"
+#include "check_thread.h"
+#include "deferred_decref.h"
 #include "dynamo.h"
 #include "guard.h"
-#include "ready.h"
-#include "retired.h"
 #include "tree.h"
 
 /* Drops the result of a call. Returns 0, or -1 if the call raised. */
@@ -22,7 +22,7 @@ static int drop_result(PyObject *result) {
 }
 
 static fcpy_group *group_at(const fcpy_state *self, size_t index) {
-    return (fcpy_group *)self->core.groups[index]->members.owner;
+    return (fcpy_group *)self->core.groups[index]->base.owner;
 }
 
 /* ---- callbacks of autograd ---- */
@@ -101,7 +101,7 @@ static void release_end(void *owner) {
 
 int fcpy_state_pre_backward(fcpy_state *self) {
     const fct_hook at_end = {self, call_end_backward, retain_end, release_end};
-    if (fcpy_admit_backward(self) != 0) {
+    if (fcpy_check_backward_thread(self) != 0) {
         return -1;
     }
     if (fcpy_state_overrides(self, FCPY_STATE_QUEUE_END)) {
@@ -175,10 +175,10 @@ done:
 static int run_pre_double_backward(void *owner) {
     fcpy_state *self = (fcpy_state *)((fcpy_group *)owner)->unit;
     const fct_hook at_end = {self, call_end_backward, retain_end, release_end};
-    if (self == NULL || !fcpy_state_ready(self)) {
+    if (self == NULL || !fcpy_state_check_initialized(self)) {
         return self == NULL ? 0 : -1; /* NULL: the model was freed */
     }
-    if (fcpy_admit_backward(self) != 0) {
+    if (fcpy_check_backward_thread(self) != 0) {
         return -1;
     }
     fc_status status = fc_state_pre_double_backward(&self->core, &at_end);
@@ -237,7 +237,7 @@ int fcpy_param_grad_arrived(void *owner) {
     if (!fc_bucket_arrived(&param->core)) {
         return 0;
     }
-    fcpy_group *group = (fcpy_group *)param->core.buckets->members->owner;
+    fcpy_group *group = (fcpy_group *)param->core.buckets->base->owner;
     Py_INCREF(group);
     int result = run_untraced(group->mod, run_buckets, group);
     Py_DECREF(group);
@@ -248,7 +248,7 @@ int fcpy_param_grad_arrived(void *owner) {
 
 static int cast_inputs(fcpy_state *self, PyObject **args, PyObject **kwargs) {
     if (fcpy_state_overrides(self, FCPY_STATE_CAST_INPUTS)) {
-        return fcpy_take_pair(
+        return fcpy_unpack_pair(
             PyObject_CallMethod((PyObject *)self, "_cast_forward_inputs", "OO", *args, *kwargs),
             args, kwargs);
     }
@@ -307,10 +307,10 @@ int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwarg
     void *range = fct_profile_enter("FSDP::root_pre_forward");
     int result = begin_iteration(self);
     if (result == 0 && self->moves_inputs) {
-        result = fcpy_take_pair(PyObject_CallMethodObjArgs((PyObject *)self,
-                                                           self->mod->names._inputs_to_device,
-                                                           *args, *kwargs, NULL),
-                                args, kwargs);
+        result = fcpy_unpack_pair(PyObject_CallMethodObjArgs((PyObject *)self,
+                                                             self->mod->names._inputs_to_device,
+                                                             *args, *kwargs, NULL),
+                                  args, kwargs);
     }
     fct_profile_exit(range);
     return result;
@@ -318,18 +318,19 @@ int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwarg
 
 static int begin_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
     if (fcpy_state_overrides(self, FCPY_STATE_ROOT_PRE_FORWARD)) {
-        return fcpy_take_pair(PyObject_CallMethod((PyObject *)self, "_root_pre_forward", "OOO",
-                                                  module, *args, *kwargs),
-                              args, kwargs);
+        return fcpy_unpack_pair(PyObject_CallMethod((PyObject *)self, "_root_pre_forward", "OOO",
+                                                    module, *args, *kwargs),
+                                args, kwargs);
     }
     return fcpy_state_begin_forward(self, args, kwargs);
 }
 
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
     if (fct_functorch_hooked() || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_NODE_CLASS)) {
-        return fcpy_take_pair(PyObject_CallFunctionObjArgs(self->mod->bound.insert_node,
-                                                           (PyObject *)self, *args, *kwargs, NULL),
-                              args, kwargs);
+        return fcpy_unpack_pair(PyObject_CallFunctionObjArgs(self->mod->bound.insert_node,
+                                                             (PyObject *)self, *args, *kwargs,
+                                                             NULL),
+                                args, kwargs);
     }
     const fct_hook hook = {self, call_post_backward, fcpy_retain, fcpy_release};
     return fct_grad_enabled() ? fcpy_insert_node(self->mod, &hook, args, kwargs) : 0;
@@ -337,9 +338,10 @@ int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs)
 
 static int insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
     if (fcpy_group_overrides(self, FCPY_CALL_INSERT_NODE)) {
-        return fcpy_take_pair(PyObject_CallMethod((PyObject *)self, "_register_post_backward_hook",
-                                                  "OO", *args, *kwargs),
-                              args, kwargs);
+        return fcpy_unpack_pair(PyObject_CallMethod((PyObject *)self,
+                                                    "_register_post_backward_hook", "OO", *args,
+                                                    *kwargs),
+                                args, kwargs);
     }
     return fcpy_group_insert_node(self, args, kwargs);
 }
@@ -357,9 +359,9 @@ static int enter_groups(fcpy_state *self, PyObject *module, PyObject **args, PyO
     for (size_t i = 0; i < self->core.group_count; i++) {
         fcpy_group *group = group_at(self, i);
         int failed = fcpy_group_overrides(group, FCPY_CALL_PRE_FORWARD)
-                         ? fcpy_take_pair(PyObject_CallMethod((PyObject *)group, "pre_forward",
-                                                              "OOO", module, *args, *kwargs),
-                                          args, kwargs)
+                         ? fcpy_unpack_pair(PyObject_CallMethod((PyObject *)group, "pre_forward",
+                                                                "OOO", module, *args, *kwargs),
+                                            args, kwargs)
                          : fcpy_group_pre_forward(group, args, kwargs);
         if (failed) {
             return -1;
@@ -403,7 +405,7 @@ static int recover_from_lost_backward(fcpy_state *self) {
 }
 
 int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
-    if (!fcpy_state_ready(self)) {
+    if (!fcpy_state_check_initialized(self)) {
         return -1;
     }
     if (follows_a_lost_backward(self) && recover_from_lost_backward(self) != 0) {
@@ -514,7 +516,7 @@ static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
 
 PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *input,
                                   PyObject *output) {
-    if (!fcpy_state_ready(self)) {
+    if (!fcpy_state_check_initialized(self)) {
         return NULL;
     }
     if (self->core.training_state == FC_PRE_BACKWARD) {

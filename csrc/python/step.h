@@ -25,7 +25,7 @@ PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *
                                   PyObject *output);
 /* Returns output cast to the policy's output dtype; new reference. */
 PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output);
-/* fc_host.grad_arrived */
+/* fc_callbacks.grad_arrived */
 int fcpy_param_grad_arrived(void *param);
 
 #endif

@@ -1,5 +1,5 @@
 /* A group's transitions. Each checks whether the corresponding method of torch is overridden, and
- * calls it if so, else the core. Likewise fcpy_host_moves decides whether Python or the core moves
+ * calls it if so, else the core. Likewise fcpy_uses_fallback decides whether Python or the core moves
  * the data. Owns nothing. */
 #include "transitions.h"
 
@@ -12,21 +12,21 @@ static bool are_param_methods_replaced(fcpy_group *self, uint32_t bits) {
     return (self->param_calls & bits) != 0 || fcpy_guard_patched(&self->mod->guard, bits);
 }
 
-bool fcpy_host_moves(void *group, fc_move move) {
+bool fcpy_uses_fallback(void *group, fc_fallback move) {
     fcpy_group *self = (fcpy_group *)group;
     switch (move) {
-    case FC_MOVE_GATHER:
-        return self->hosted_gather || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_GATHER);
-    case FC_MOVE_REDUCE:
-        return self->hosted_reduce || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_REDUCE);
-    case FC_MOVE_EARLY:
-        return fcpy_host_moves(group, FC_MOVE_REDUCE) ||
+    case FC_FALLBACK_GATHER:
+        return self->fallback_gather || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_GATHER);
+    case FC_FALLBACK_REDUCE:
+        return self->fallback_reduce || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_REDUCE);
+    case FC_FALLBACK_EARLY:
+        return fcpy_uses_fallback(group, FC_FALLBACK_REDUCE) ||
                fcpy_group_overrides(self, FCPY_CALL_POST_BACKWARD);
-    case FC_MOVE_FREE:
+    case FC_FALLBACK_FREE:
         return are_param_methods_replaced(self, FCPY_CALL_MEMORY);
-    case FC_MOVE_SWAP:
+    case FC_FALLBACK_SWAP:
         return are_param_methods_replaced(self, FCPY_CALL_SWAP);
-    case FC_MOVE_GRADS:
+    case FC_FALLBACK_GRADS:
         return are_param_methods_replaced(self, FCPY_CALL_GRADS);
     }
     return false;
@@ -36,7 +36,7 @@ bool fcpy_host_moves(void *group, fc_move move) {
 
 /* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. */
 static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
-    PyObject *self = (PyObject *)g->members.owner;
+    PyObject *self = (PyObject *)g->base.owner;
     const char *name = fcpy_group_method(bit);
     PyObject *result = argument != NULL ? PyObject_CallMethod(self, name, "O", argument)
                                         : PyObject_CallMethod(self, name, NULL);
@@ -45,7 +45,7 @@ static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
 }
 
 static bool is_overridden(const fc_group *g, uint32_t bit) {
-    return fcpy_group_overrides((fcpy_group *)g->members.owner, bit);
+    return fcpy_group_overrides((fcpy_group *)g->base.owner, bit);
 }
 
 /* An override reads the pass from the group's training state, as in torch. */
@@ -89,6 +89,6 @@ const fc_transitions fcpy_transitions = {
     .backward_prefetch = dispatch_prefetch,
 };
 
-void fcpy_host_log(void *group, const char *label) {
+void fcpy_callback_log(void *group, const char *label) {
     fcpy_log(((fcpy_group *)group)->mod, (PyObject *)group, label);
 }

@@ -7,8 +7,8 @@
 /* A group's transitions. Each calls the overridden method, if there is one, in place of the
  * core. */
 extern const fc_transitions fcpy_transitions;
-/* Members of fc_host. */
-bool fcpy_host_moves(void *group, fc_move move);
-void fcpy_host_log(void *group, const char *label);
+/* Members of fc_callbacks. */
+bool fcpy_uses_fallback(void *group, fc_fallback move);
+void fcpy_callback_log(void *group, const char *label);
 
 #endif

@@ -121,7 +121,7 @@ static void clear_all(PyObject **objects, Py_ssize_t count) {
     }
 }
 
-int fcpy_take_pair(PyObject *pair, PyObject **args, PyObject **kwargs) {
+int fcpy_unpack_pair(PyObject *pair, PyObject **args, PyObject **kwargs) {
     if (pair == NULL) {
         return -1;
     }
@@ -140,7 +140,7 @@ int fcpy_take_pair(PyObject *pair, PyObject **args, PyObject **kwargs) {
     return 0;
 }
 
-PyObject *fcpy_give_pair(int failed, PyObject *args, PyObject *kwargs) {
+PyObject *fcpy_pack_pair(int failed, PyObject *args, PyObject *kwargs) {
     PyObject *pair = failed ? NULL : PyTuple_Pack(2, args, kwargs);
     Py_DECREF(args);
     Py_DECREF(kwargs);
@@ -180,7 +180,7 @@ int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObjec
         PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
         PyObject *cast = pair != NULL ? cast_with_python(mod, dtype, pair) : NULL;
         Py_XDECREF(pair);
-        return fcpy_take_pair(cast, args, kwargs);
+        return fcpy_unpack_pair(cast, args, kwargs);
     }
     if (flat.count == 0) {
         return 0;
@@ -279,7 +279,7 @@ static int insert_with_python(fcpy_module *mod, const fct_hook *hook, PyObject *
     }
     iterator = PyObject_GetIter(list);
     if (iterator != NULL) {
-        result = fcpy_take_pair(
+        result = fcpy_unpack_pair(
             PyObject_CallFunctionObjArgs(mod->bound.replace_grad_tensors, pair, iterator, NULL),
             args, kwargs);
     }

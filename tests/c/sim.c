@@ -19,7 +19,7 @@ static size_t log_length;
 static size_t range_depth;
 static bool in_backward;
 static bool recording;
-static fct_watch *watches; /* newest first */
+static fct_grad_subscription *watches; /* newest first */
 static fct_hook at_end;
 
 /* ASan's defaults are tuned for programs with fewer allocations. ASAN_OPTIONS in the environment
@@ -178,18 +178,18 @@ bool fct_in_backward(void) {
     return in_backward;
 }
 
-struct fct_watch {
+struct fct_grad_subscription {
     fct_tensor *leaf;
     fct_hook hook;
-    fct_watch *next;
+    fct_grad_subscription *next;
 };
 
-int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out) {
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_autograd_watch")) {
+int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subscription **out) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_autograd_subscribe")) {
         return -1;
     }
-    fct_watch *watch = (fct_watch *)sim_alloc(sizeof *watch);
-    *watch = (fct_watch){.leaf = leaf, .hook = *hook, .next = watches};
+    fct_grad_subscription *watch = (fct_grad_subscription *)sim_alloc(sizeof *watch);
+    *watch = (fct_grad_subscription){.leaf = leaf, .hook = *hook, .next = watches};
     fct_tensor_retain(leaf);
     watches = watch;
     sim_living.hooks++;
@@ -197,8 +197,8 @@ int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out) 
     return 0;
 }
 
-void fct_watch_free(fct_watch *watch) {
-    fct_watch **link = &watches;
+void fct_grad_subscription_free(fct_grad_subscription *watch) {
+    fct_grad_subscription **link = &watches;
     if (watch == NULL) {
         return;
     }
@@ -212,8 +212,8 @@ void fct_watch_free(fct_watch *watch) {
     free(watch);
 }
 
-int sim_watches_run(const fct_tensor *leaf) {
-    for (const fct_watch *w = watches; w != NULL; w = w->next) {
+int sim_subscriptions_run(const fct_tensor *leaf) {
+    for (const fct_grad_subscription *w = watches; w != NULL; w = w->next) {
         if (w->leaf == leaf) {
             return w->hook.call(w->hook.owner);
         }

@@ -95,7 +95,7 @@ void sim_calls_clear(void);
 typedef enum sim_fault_kind {
     SIM_NO_FAULT = 0,
     SIM_FAULT_BOUNDARY, /* a fct_ call fails */
-    SIM_FAULT_HOST,     /* an fc_host callback fails */
+    SIM_FAULT_HOST,     /* an fc_callbacks callback fails */
     SIM_FAULT_KERNEL,   /* a kernel launch fails */
     SIM_FAULT_MEMORY,   /* the core's malloc returns NULL */
 } sim_fault_kind;
@@ -164,8 +164,8 @@ void sim_pg_weigh(const char *name, double base, double step);
 void sim_pg_has_memory(const char *name, bool gives);
 /* While set, collectives do not complete before a wait. */
 void sim_collectives_stall(bool stall);
-/* Sets the result of fct_work_is_copied and fct_gather_is_copied. */
-void sim_collectives_are_copied(bool copied);
+/* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */
+void sim_collectives_are_cpu_bound(bool copied);
 
 /* ---- autograd ---- */
 
@@ -173,7 +173,7 @@ void sim_set_in_backward(bool value);
 /* Later backwards record a graph (create_graph). */
 void sim_set_recording(bool value);
 /* Calls the notifications of the leaf, as autograd does after it has accumulated into the leaf. */
-int sim_watches_run(const fct_tensor *leaf);
+int sim_subscriptions_run(const fct_tensor *leaf);
 /* run_at_end runs and removes the callback for the end of the backward; returns 0 if there is none.
  * drop_at_end removes it without a call. */
 int sim_run_at_end(void);

@@ -106,12 +106,12 @@ static void write_shards(const sim_group *g, bool forward, int64_t world, int64_
 
 void sim_write_row(void *context, int64_t rank, void *row, int64_t bytes) {
     const sim_group *g = (const sim_group *)context;
-    write_shards(g, false, g->core.members.shard.world, rank, row, bytes);
+    write_shards(g, false, g->core.base.shard.world, rank, row, bytes);
 }
 
 void sim_write_forward_row(void *context, int64_t rank, void *row, int64_t bytes) {
     const sim_group *g = (const sim_group *)context;
-    write_shards(g, true, g->core.members.post_forward.world, rank, row, bytes);
+    write_shards(g, true, g->core.base.post_forward.world, rank, row, bytes);
 }
 
 double sim_gradient_weight(const sim_scenario *s) {

@@ -44,7 +44,7 @@ static void check_reset_state(sim_model *m) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
             const fc_group *g = &m->layers[i].groups[k].core;
             if (g->sharded_state != FC_SHARDED || g->training_state != FC_IDLE ||
-                g->gather.flight.active || g->torn) {
+                g->gather.pending.active || g->registration_dirty) {
                 sim_fail("after the reset group %s is not at rest", m->layers[i].groups[k].name);
             }
         }

@@ -125,7 +125,7 @@ static void check_memory(const fct_pg *pg, const fct_tensor *row, bool whole, co
     }
 }
 
-int fct_pg_announce_user(const char *name) {
+int fct_pg_register_user(const char *name) {
     (void)name;
     return 0;
 }
@@ -200,17 +200,17 @@ int fct_work_wait(fct_work *work) {
     return 0;
 }
 
-bool fct_work_is_copied(const fct_work *work) {
+bool fct_work_is_cpu_bound(const fct_work *work) {
     (void)work;
     return copied;
 }
 
-bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes) {
+bool fct_gather_is_cpu_bound(const fct_pg *pg, int64_t row_bytes) {
     (void)pg;
     return copied && row_bytes > 0;
 }
 
-void sim_collectives_are_copied(bool are) {
+void sim_collectives_are_cpu_bound(bool are) {
     copied = are;
 }
 

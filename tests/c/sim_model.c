@@ -24,7 +24,7 @@ int sim_whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **ou
                             facts.offset_bytes / facts.itemsize, out);
 }
 
-static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
+static int callback_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
     sim_param *p = (sim_param *)owner;
     fct_tensor *made = NULL;
     if (sim_fault(SIM_FAULT_HOST, "make_unsharded")) {
@@ -43,7 +43,7 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
     return 0;
 }
 
-static int host_make_post_forward(void *owner, fct_tensor *data) {
+static int callback_make_post_forward(void *owner, fct_tensor *data) {
     sim_param *p = (sim_param *)owner;
     if (data != NULL && sim_fault(SIM_FAULT_HOST, "make_post_forward")) {
         return -1;
@@ -57,44 +57,44 @@ static int host_make_post_forward(void *owner, fct_tensor *data) {
 }
 
 /* Can fail between the slots, because each slot is a module's own __setattr__. */
-static int host_swap(void *owner, fc_sharded_state face) {
+static int callback_swap(void *owner, fc_sharded_state state) {
     static const char *const what[] = {"", "swap to sharded", "swap to post-forward",
                                        "swap to unsharded"};
     sim_param *p = (sim_param *)owner;
-    if ((face == FC_UNSHARDED && p->unsharded == NULL) ||
-        (face == FC_SHARDED_POST_FORWARD && p->post_forward == NULL)) {
-        sim_fail("%s: nothing to register for a %s", p->name, what[face]);
+    if ((state == FC_UNSHARDED && p->unsharded == NULL) ||
+        (state == FC_SHARDED_POST_FORWARD && p->post_forward == NULL)) {
+        sim_fail("%s: nothing to register for a %s", p->name, what[state]);
         return 0;
     }
     for (size_t slot = 0; slot < (p->shape.tied ? 2 : 1); slot++) {
-        if (p->registered[slot] == face) {
+        if (p->registered[slot] == state) {
             continue;
         }
-        if (sim_fault(SIM_FAULT_HOST, what[face])) {
+        if (sim_fault(SIM_FAULT_HOST, what[state])) {
             return -1;
         }
-        p->registered[slot] = face;
-        if (face != FC_UNSHARDED && slot == 0) {
+        p->registered[slot] = state;
+        if (state != FC_UNSHARDED && slot == 0) {
             sim_log("reshard:%s", p->name);
         }
     }
     return 0;
 }
 
-static bool host_requires_grad(void *owner) {
+static bool callback_requires_grad(void *owner) {
     return fct_tensor_requires_grad(((const sim_param *)owner)->sharded);
 }
 
-static int host_require_grad(void *owner, bool value) {
+static int callback_require_grad(void *owner, bool value) {
     return fct_tensor_set_requires_grad(((const sim_param *)owner)->sharded, value);
 }
 
-static int host_follow_shard(void *owner) {
+static int callback_refresh_shard(void *owner) {
     sim_param *p = (sim_param *)owner;
     if (p->replacement == NULL) {
         return 0;
     }
-    if (sim_fault(SIM_FAULT_HOST, "follow_shard")) {
+    if (sim_fault(SIM_FAULT_HOST, "refresh_shard")) {
         return -1;
     }
     fc_param_set_sharded_data(&p->core, p->replacement);
@@ -103,9 +103,9 @@ static int host_follow_shard(void *owner) {
     return 0;
 }
 
-static int host_take_grad(void *owner, fct_tensor *local) {
+static int callback_set_sharded_grad(void *owner, fct_tensor *local) {
     sim_param *p = (sim_param *)owner;
-    if (sim_fault(SIM_FAULT_HOST, "take_grad")) {
+    if (sim_fault(SIM_FAULT_HOST, "set_sharded_grad")) {
         return -1;
     }
     fct_tensor *grad = sim_grad_peek(p->sharded);
@@ -124,25 +124,25 @@ static int host_take_grad(void *owner, fct_tensor *local) {
     return 0;
 }
 
-static bool host_has_grad(void *owner) {
+static bool callback_has_grad(void *owner) {
     return sim_grad_peek(((const sim_param *)owner)->sharded) != NULL;
 }
 
-static bool host_wants_grad_now(void *owner) {
+static bool callback_needs_grad_now(void *owner) {
     return ((const sim_param *)owner)->shape.hooked;
 }
 
 /* It sets no exception of its own: the status is returned by sim_train.c. */
-static int host_grad_arrived(void *owner) {
+static int callback_grad_arrived(void *owner) {
     sim_param *p = (sim_param *)owner;
     if (!fc_bucket_arrived(&p->core)) {
         return 0;
     }
-    sim_group *group = (sim_group *)p->core.buckets->members->owner;
+    sim_group *group = (sim_group *)p->core.buckets->base->owner;
     return (int)fc_group_reduce_buckets(&group->core);
 }
 
-static int host_reduce_hook(void *group, fct_tensor *row) {
+static int callback_reduce_hook(void *group, fct_tensor *row) {
     (void)group;
     if (sim_fault(SIM_FAULT_HOST, "reduce_hook")) {
         return -1;
@@ -150,20 +150,20 @@ static int host_reduce_hook(void *group, fct_tensor *row) {
     return fct_tensor_div(row, 0.5);
 }
 
-const fc_host sim_host = {
-    .make_unsharded = host_make_unsharded,
+const fc_callbacks sim_callbacks = {
+    .make_unsharded = callback_make_unsharded,
     .extend_inputs = sim_extend_inputs,
     .extend_unsharded = sim_extend_unsharded,
-    .make_post_forward = host_make_post_forward,
-    .reduce_hook = host_reduce_hook,
-    .grad_arrived = host_grad_arrived,
-    .swap = host_swap,
-    .requires_grad = host_requires_grad,
-    .require_grad = host_require_grad,
-    .follow_shard = host_follow_shard,
-    .take_grad = host_take_grad,
-    .has_grad = host_has_grad,
-    .wants_grad_now = host_wants_grad_now,
+    .make_post_forward = callback_make_post_forward,
+    .reduce_hook = callback_reduce_hook,
+    .grad_arrived = callback_grad_arrived,
+    .swap = callback_swap,
+    .requires_grad = callback_requires_grad,
+    .require_grad = callback_require_grad,
+    .refresh_shard = callback_refresh_shard,
+    .set_sharded_grad = callback_set_sharded_grad,
+    .has_grad = callback_has_grad,
+    .needs_grad_now = callback_needs_grad_now,
 };
 
 /* ---- life ---- */
@@ -220,29 +220,29 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
 
 /* Registers the group's process groups. The factor of replica k is the sum of the gradient factors
  * in its shard group, relative to rank 0. */
-static void links_init(sim_group *g, const sim_scenario *s) {
+static void process_groups_init(sim_group *g, const sim_scenario *s) {
     static const char *const suffixes[] = {"", ".scatter", ".replicas", ".forward"};
     double first = sim_gradient_weight(s) - (double)s->rank;
     double world = (double)s->world;
     for (size_t i = 0; i < sizeof suffixes / sizeof suffixes[0]; i++) {
         (void)snprintf(g->pg_names[i], sizeof g->pg_names[i], "%s%s", g->name, suffixes[i]);
     }
-    fc_link_set(&g->core.members.shard, g->pg_names[0], s->world, s->rank);
+    fc_process_group_set(&g->core.base.shard, g->pg_names[0], s->world, s->rank);
     sim_pg_register(g->pg_names[0], s->world, s->rank, sim_write_row, g);
     sim_pg_weigh(g->pg_names[0], first, 1.0);
     if (s->own_scatter) {
-        fc_link_set(&g->core.members.scatter, g->pg_names[1], s->world, s->rank);
+        fc_process_group_set(&g->core.base.scatter, g->pg_names[1], s->world, s->rank);
         sim_pg_register(g->pg_names[1], s->world, s->rank, NULL, g);
         sim_pg_weigh(g->pg_names[1], first, 1.0);
     }
     if (s->replicas > 0) {
-        fc_link_set(&g->core.members.replicate, g->pg_names[2], s->replicas, s->replica);
+        fc_process_group_set(&g->core.base.replicate, g->pg_names[2], s->replicas, s->replica);
         sim_pg_register(g->pg_names[2], s->replicas, s->replica, NULL, g);
         sim_pg_weigh(g->pg_names[2], world * (world + 1.0) / 2.0, world * world);
     }
     if (s->post_forward_world > 0) {
-        fc_link_set(&g->core.members.post_forward, g->pg_names[3], s->post_forward_world,
-                    s->rank % s->post_forward_world);
+        fc_process_group_set(&g->core.base.post_forward, g->pg_names[3], s->post_forward_world,
+                             s->rank % s->post_forward_world);
         sim_pg_register(g->pg_names[3], s->post_forward_world, s->rank % s->post_forward_world,
                         sim_write_forward_row, g);
     }
@@ -262,7 +262,7 @@ static void memory_init(sim_group *g, const sim_scenario *s) {
     if (s->post_forward_world > 0 && !s->without_memory) {
         sim_pg_has_memory(g->pg_names[3], false);
     }
-    fc_members_set_memory(&g->core.members, groups[0], groups[1]);
+    fc_group_base_set_memory(&g->core.base, groups[0], groups[1]);
 }
 
 static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
@@ -278,10 +278,10 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
         param_init(&g->params[i], g, &s->shapes[i], i, s);
         params[i] = &g->params[i].core;
     }
-    fc_group_init(&g->core, g, &sim_host, &m->comm, params, g->count, sim_device(), s->world,
+    fc_group_init(&g->core, g, &sim_callbacks, &m->comm, params, g->count, sim_device(), s->world,
                   s->rank);
-    g->core.members.name = g->name;
-    links_init(g, s);
+    g->core.base.name = g->name;
+    process_groups_init(g, s);
     if (s->memory_of_groups) {
         memory_init(g, s);
     }
@@ -390,12 +390,12 @@ static void check_group(sim_group *g, const char *when) {
     fc_status status = fc_group_check(&g->core);
     if (status != FC_OK) {
         sim_fail("%s: group %s is inconsistent: %s", when, g->name,
-                 g->core.members.comm->error.message);
+                 g->core.base.comm->error.message);
     }
     for (size_t i = 0; i < g->count; i++) {
         const sim_param *p = &g->params[i];
         for (size_t slot = 0; slot < (p->shape.tied ? 2 : 1); slot++) {
-            if (p->registered[slot] != g->core.sharded_state && !g->core.torn) {
+            if (p->registered[slot] != g->core.sharded_state && !g->core.registration_dirty) {
                 sim_fail("%s: sharded state %d of %s is registered, but its group has %d", when,
                          (int)p->registered[slot], p->name, (int)g->core.sharded_state);
             }

@@ -122,7 +122,7 @@ typedef enum sim_tape_kind { SIM_NODE, SIM_COMPUTE, SIM_OUTPUT } sim_tape_kind;
 
 typedef struct sim_model {
     sim_scenario scenario;
-    fc_comm comm;
+    fc_comm_ctx comm;
     fc_iteration iteration;
     sim_layer layers[SIM_LAYERS_MAX + 1]; /* [0] is the root */
     size_t layer_count;
@@ -163,7 +163,7 @@ void sim_model_check_shards(sim_model *m);
 /* Returns a sum over everything that training changed, for the comparison of runs. */
 double sim_model_digest(sim_model *m);
 
-extern const fc_host sim_host;
+extern const fc_callbacks sim_callbacks;
 
 /* ---- sim_account.c: expected places and values of elements ---- */
 

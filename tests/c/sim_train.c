@@ -70,7 +70,7 @@ static fc_status give_gradient(const sim_model *m, sim_param *p) {
     sim_grad_accumulate(p->core.unsharded, grad);
     p->contributions++;
     sim_scratch_free(values);
-    return (fc_status)sim_watches_run(p->core.unsharded);
+    return (fc_status)sim_subscriptions_run(p->core.unsharded);
 }
 
 static fc_status give_gradients(sim_model *m, sim_layer *layer) {
@@ -172,7 +172,7 @@ done:
 static int call_at_end(void *owner) {
     sim_model *m = (sim_model *)owner;
     fc_status status = fc_iteration_end_backward(&m->iteration, &m->comm);
-    const fc_comm *c = &m->comm;
+    const fc_comm_ctx *c = &m->comm;
     bool over = m->iteration.is_last_backward && !m->iteration.manual;
     if (status == FC_OK && over && (c->kept_rows[0].copied != NULL || c->kept_rows[1].copied)) {
         fail_msg("rows are kept after the backward that reduced them");

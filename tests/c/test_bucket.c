@@ -70,7 +70,7 @@ static void accumulate_gradient(sim_model *m, size_t i, double value) {
     const double values[4] = {value, value, value, value};
     sim_param *p = &m->layers[0].groups[0].params[i];
     sim_grad_accumulate(p->core.unsharded, sim_tensor_new(FCK_FLOAT32, 1, p->shape.sizes, values));
-    assert_int_equal(sim_watches_run(p->core.unsharded), 0);
+    assert_int_equal(sim_subscriptions_run(p->core.unsharded), 0);
 }
 
 /* Returns the number of all-reduces since the start of the backward. */

@@ -58,10 +58,10 @@ static void group_check_reports_broken_invariants(void **state) {
     fct_storage_free(f.group->params[0].core.flat);
     assert_int_equal(fc_group_check(f.core), FC_ESTATE);
     assert_non_null(strstr(f.model->comm.error.message, "parameter 0 holds 0 bytes"));
-    f.core->gather.flight.active = true;
+    f.core->gather.pending.active = true;
     assert_int_equal(fc_group_check(f.core), FC_ESTATE);
     assert_non_null(strstr(f.model->comm.error.message, "a gather is in flight"));
-    f.core->gather.flight.active = false;
+    f.core->gather.pending.active = false;
     assert_int_equal(fc_group_reset(f.core), FC_OK);
     assert_int_equal(fc_group_check(f.core), FC_OK);
     end(&f);

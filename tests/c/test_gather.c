@@ -35,15 +35,15 @@ static void end(void) {
 }
 
 static void start(void) {
-    assert_int_equal(fc_gather_start(gather, false, false, FC_LANE_DIRECT), FC_OK);
-    assert_true(gather->flight.active);
+    assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
+    assert_true(gather->pending.active);
 }
 
 /* The steps of fc_group_wait_unshard without the swap. */
 static void wait_and_copy_out(void) {
     assert_int_equal(fc_gather_await(gather), FC_OK);
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
-    fc_gather_retire(gather, NULL);
+    fc_gather_complete(gather, NULL);
 }
 
 static void expect_whole_parameters(void) {
@@ -58,11 +58,11 @@ static void gather_and_copy_out_fill_unsharded_parameters(void **state) {
     for (int mixed = 0; mixed < 2; mixed++) {
         begin(2, mixed != 0);
         start();
-        assert_non_null(gather->flight.work);
+        assert_non_null(gather->pending.work);
         wait_and_copy_out();
         expect_whole_parameters();
-        assert_false(gather->flight.active);
-        assert_null(gather->flight.buffer);
+        assert_false(gather->pending.active);
+        assert_null(gather->pending.buffer);
         assert_string_equal(sim_log_text(), "gather:0");
         end();
     }
@@ -73,13 +73,13 @@ static void gather_is_cpu_bound_only_on_cpu_device(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         begin_on((sim_config){.seed = 7, .streams = streams != 0}, 2, false);
-        sim_collectives_are_copied(true);
-        assert_false(fc_gather_is_copied(gather, false)); /* no plan yet */
+        sim_collectives_are_cpu_bound(true);
+        assert_false(fc_gather_is_cpu_bound(gather, false)); /* no plan yet */
         start();
         wait_and_copy_out();
-        assert_int_equal(fc_gather_is_copied(gather, false), !streams);
-        sim_collectives_are_copied(false);
-        assert_false(fc_gather_is_copied(gather, false));
+        assert_int_equal(fc_gather_is_cpu_bound(gather, false), !streams);
+        sim_collectives_are_cpu_bound(false);
+        assert_false(fc_gather_is_cpu_bound(gather, false));
         end();
     }
 }
@@ -106,7 +106,7 @@ static void gather_on_one_rank_aliases_shards_without_cast(void **state) {
     for (int mixed = 0; mixed < 2; mixed++) {
         begin(1, mixed != 0);
         start();
-        assert_null(gather->flight.buffer);
+        assert_null(gather->pending.buffer);
         wait_and_copy_out();
         expect_whole_parameters();
         assert_string_equal(sim_log_text(), "");
@@ -122,13 +122,13 @@ static void abandoned_gather_keeps_buffer_until_work_completes(void **state) {
     const size_t before = sim_live_bytes();
     start();
     fc_gather_abandon(gather);
-    assert_false(gather->flight.active);
+    assert_false(gather->pending.active);
     assert_int_equal(fc_gather_check(gather, false), FC_OK);
-    assert_non_null(model->comm.parked);
-    fc_comm_reap(&model->comm);
+    assert_non_null(model->comm.deferred);
+    fc_comm_collect(&model->comm);
     assert_true(sim_live_bytes() > before);
     sim_drain();
-    fc_comm_reap(&model->comm);
+    fc_comm_collect(&model->comm);
     assert_int_equal(sim_live_bytes(), before);
     end();
 }
@@ -151,7 +151,7 @@ static void repeat_with_each_copy_out_call_failing(bool chunks, size_t least) {
             }
             assert_int_equal(fc_gather_copy_out(gather), FC_OK);
         }
-        fc_gather_retire(gather, NULL);
+        fc_gather_complete(gather, NULL);
         expect_whole_parameters();
         fc_gather_free(gather);
         end();
@@ -180,7 +180,7 @@ static void gather_check_reports_memory_in_wrong_state(void **state) {
     assert_int_equal(fc_gather_check(gather, false), FC_ESTATE); /* sharded, but holds memory */
     fc_gather_free(gather);
     assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);
-    assert_int_equal(fc_unsharded_adopt(gather->members), FC_ESTATE);
+    assert_int_equal(fc_unsharded_adopt(gather->base), FC_ESTATE);
     assert_non_null(strstr(model->comm.error.message, "parameter '0.0' was not gathered"));
     end();
 }

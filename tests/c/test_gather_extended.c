@@ -29,8 +29,8 @@ static void end(void) {
     sim_end();
 }
 
-static fc_status start(fc_lane lane) {
-    return fc_gather_start(gather, false, false, lane);
+static fc_status start(fc_stream_mode mode) {
+    return fc_gather_start(gather, false, false, mode);
 }
 
 static fc_status wait_and_copy_out(void) {
@@ -38,12 +38,12 @@ static fc_status wait_and_copy_out(void) {
     fct_event *copied = NULL;
     FC_TRY(fc_gather_await(gather));
     FC_TRY(fc_gather_copy_out(gather));
-    status = fc_gather_end_copy_out(gather, FC_LANE_DIRECT, &copied);
+    status = fc_gather_end_copy_out(gather, FC_STREAM_DIRECT, &copied);
     if (status != FC_OK) {
         fc_gather_undo_copy_out(gather, copied);
         return status;
     }
-    fc_gather_retire(gather, copied);
+    fc_gather_complete(gather, copied);
 done:
     return status;
 }
@@ -63,7 +63,7 @@ static void extension_hooks_run_before_gather_and_after_copy_out(void **state) {
             const size_t before = sim_live_bytes();
             for (int again = 0; again < 3; again++) {
                 sim_log_clear();
-                assert_int_equal(start(FC_LANE_OVERLAP), FC_OK);
+                assert_int_equal(start(FC_STREAM_OVERLAP), FC_OK);
                 assert_int_equal(wait_and_copy_out(), FC_OK);
                 expect_whole_parameters();
                 assert_string_equal(sim_log_text(),
@@ -75,7 +75,7 @@ static void extension_hooks_run_before_gather_and_after_copy_out(void **state) {
                 assert_int_equal(fc_gather_check(gather, false), FC_OK);
             }
             sim_drain();
-            fc_comm_reap(&model->comm);
+            fc_comm_collect(&model->comm);
             assert_int_equal(sim_live_bytes(), before);
             end();
         }
@@ -87,7 +87,7 @@ static void repeat_with_each_call_failing(sim_config device, int64_t world) {
     for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
         begin_on(device, world);
         sim_fault_arm(nth, SIM_ONCE);
-        fc_status status = start(FC_LANE_OVERLAP);
+        fc_status status = start(FC_STREAM_OVERLAP);
         status = status == FC_OK ? wait_and_copy_out() : status;
         failures += status != FC_OK;
         sim_fault_arm(0, SIM_ONCE);
@@ -102,7 +102,7 @@ static void repeat_with_each_call_failing(sim_config device, int64_t world) {
             }
             assert_int_equal(fc_gather_check(gather, false), FC_OK);
             fc_gather_abandon(gather); /* if only the wait has failed */
-            assert_int_equal(start(FC_LANE_OVERLAP), FC_OK);
+            assert_int_equal(start(FC_STREAM_OVERLAP), FC_OK);
             assert_int_equal(wait_and_copy_out(), FC_OK);
         }
         expect_whole_parameters();
@@ -125,12 +125,12 @@ static void failed_extended_gather_can_be_restarted(void **state) {
 static void failed_extended_copy_out_abandons_gather(void **state) {
     (void)state;
     begin_on((sim_config){.seed = 7}, 2);
-    assert_int_equal(start(FC_LANE_DIRECT), FC_OK);
+    assert_int_equal(start(FC_STREAM_DIRECT), FC_OK);
     assert_int_equal(fc_gather_await(gather), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_not_equal(fc_gather_copy_out(gather), FC_OK);
     fct_error_put_back(NULL);
-    assert_false(gather->flight.active);
+    assert_false(gather->pending.active);
     end();
 }
 

@@ -6,7 +6,7 @@
 #define FLOATS {.ndim = 1, .sizes = {4}}
 
 static sim_model *model;
-static fc_members *members;
+static fc_group_base *base;
 static sim_param *params; /* of the first layer's group; the last one is the test's */
 static fc_reduce_plan plan;
 
@@ -18,7 +18,7 @@ static void begin(sim_shape third, fct_dtype reduce_dtype) {
     sim_begin((sim_config){.seed = 7});
     model = sim_model_new(&s);
     sim_group *group = &model->layers[1].groups[0];
-    members = &group->core.members;
+    base = &group->core.base;
     params = group->params;
     plan = (fc_reduce_plan){.count = 0};
     assert_int_equal(fc_group_unshard(&group->core, FC_IDLE, false), FC_OK);
@@ -48,7 +48,7 @@ static void collect_takes_gradients_in_group_order(void **state) {
     begin((sim_shape)FLOATS, 0);
     accumulate_gradient(2, 3.0);
     accumulate_gradient(0, 1.0);
-    assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(base, fc_group_base_all(base), false, &plan), FC_OK);
     assert_int_equal(plan.count, 2);
     assert_ptr_equal(plan.params[0], &params[0].core);
     assert_ptr_equal(plan.params[1], &params[2].core);
@@ -63,11 +63,11 @@ static void collect_takes_only_span_and_drops_previous_gradients(void **state) {
     begin((sim_shape)FLOATS, 0);
     accumulate_gradient(0, 1.0);
     accumulate_gradient(1, 2.0);
-    assert_int_equal(fc_gradient_collect(members, (fc_span){1, 3}, false, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(base, (fc_span){1, 3}, false, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
     expect_gradient(plan.grads[0], 2.0);
     assert_true(fct_grad_has(params[0].core.unsharded));
-    assert_int_equal(fc_gradient_collect(members, (fc_span){0, 1}, false, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(base, (fc_span){0, 1}, false, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
     expect_gradient(plan.grads[0], 1.0);
     end();
@@ -77,7 +77,7 @@ static void collect_of_unused_trainable_parameter_gives_zeros(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .frozen = true}, 0);
     accumulate_gradient(0, 1.0);
-    assert_int_equal(fc_gradient_collect(members, fc_members_all(members), true, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(base, fc_group_base_all(base), true, &plan), FC_OK);
     assert_int_equal(plan.count, 2);
     assert_ptr_equal(plan.params[1], &params[1].core);
     expect_gradient(plan.grads[1], 0.0);
@@ -91,7 +91,7 @@ static void collect_of_never_unsharded_parameter_gives_zeros_of_full_size(void *
     fc_param_forget_unsharded(&params[1].core);
     fc_param_forget_unsharded(&params[2].core);
     assert_int_equal(fct_tensor_set_requires_grad(params[1].sharded, false), 0);
-    assert_int_equal(fc_gradient_collect(members, (fc_span){1, 3}, true, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(base, (fc_span){1, 3}, true, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
     fct_tensor_facts(plan.grads[0], &facts);
     assert_int_equal(facts.numel, 6);
@@ -103,15 +103,15 @@ static void stash_casts_to_reduce_dtype_and_accumulates(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_FLOAT32);
     accumulate_gradient(2, 256.0);
-    assert_int_equal(fc_gradient_stash(members), FC_OK);
+    assert_int_equal(fc_gradient_to_accumulated(base), FC_OK);
     assert_false(fct_grad_has(params[2].core.unsharded));
     expect_gradient(params[2].core.accumulated, 256.0);
     accumulate_gradient(2, 1.0); /* bfloat16 cannot represent 257 */
-    assert_int_equal(fc_gradient_fold(members, (fc_span){0, 2}), FC_OK);
+    assert_int_equal(fc_gradient_accumulate(base, (fc_span){0, 2}), FC_OK);
     expect_gradient(params[2].core.accumulated, 256.0);
-    assert_int_equal(fc_gradient_fold(members, (fc_span){2, 3}), FC_OK);
+    assert_int_equal(fc_gradient_accumulate(base, (fc_span){2, 3}), FC_OK);
     expect_gradient(params[2].core.accumulated, 257.0);
-    assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(base, fc_group_base_all(base), false, &plan), FC_OK);
     expect_gradient(plan.grads[0], 257.0);
     assert_null(params[2].core.accumulated);
     end();
@@ -121,10 +121,10 @@ static void stash_in_reduce_dtype_leaves_gradient_in_grad(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_BFLOAT16);
     accumulate_gradient(2, 3.0);
-    assert_int_equal(fc_gradient_stash(members), FC_OK);
+    assert_int_equal(fc_gradient_to_accumulated(base), FC_OK);
     assert_true(fct_grad_has(params[2].core.unsharded));
     assert_null(params[2].core.accumulated);
-    assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(base, fc_group_base_all(base), false, &plan), FC_OK);
     expect_gradient(plan.grads[0], 3.0);
     end();
 }
@@ -136,20 +136,20 @@ static int unwrap(void *param, fct_tensor *grad, fct_tensor **local) {
 
 static void collect_unwraps_dtensor_gradients_through_host(void **state) {
     (void)state;
-    fc_host host = sim_host;
+    fc_callbacks host = sim_callbacks;
     fct_facts facts;
     begin((sim_shape)FLOATS, 0);
     host.unwrap_grad = unwrap;
-    members->host = &host;
+    base->callbacks = &host;
     params[1].core.wrapped = true;
     accumulate_gradient(0, 1.0);
     accumulate_gradient(1, 2.0);
-    assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(base, fc_group_base_all(base), false, &plan), FC_OK);
     fct_tensor_facts(plan.grads[0], &facts);
     assert_int_equal(facts.dtype, FCK_FLOAT32);
     fct_tensor_facts(plan.grads[1], &facts);
     assert_int_equal(facts.dtype, FCK_FLOAT64);
-    members->host = &sim_host;
+    base->callbacks = &sim_callbacks;
     end();
 }
 

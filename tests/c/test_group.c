@@ -41,7 +41,7 @@ static void unshard(const fixture *f) {
 
 static void expect_state(const fixture *f, fc_sharded_state state, bool gathering) {
     assert_int_equal(f->core->sharded_state, state);
-    assert_int_equal(f->core->gather.flight.active, gathering);
+    assert_int_equal(f->core->gather.pending.active, gathering);
     sim_model_check(f->model, "after a transition");
 }
 
@@ -364,7 +364,7 @@ static void to_unsharded_registers_memory_filled_by_host(void **state) {
     fct_facts facts;
     assert_int_equal(fc_group_to_unsharded(f.core), FC_ESTATE);
     expect_state(&f, FC_SHARDED, false);
-    assert_int_equal(fc_param_alloc_flat(&p->core, f.core->members.device, &facts, NULL), FC_OK);
+    assert_int_equal(fc_param_alloc_flat(&p->core, f.core->base.device, &facts, NULL), FC_OK);
     sim_tensor_write(p->core.flat, p->full, "a gather of the host");
     assert_int_equal(fc_group_to_unsharded(f.core), FC_OK);
     expect_state(&f, FC_UNSHARDED, false);
@@ -468,7 +468,7 @@ static void transition_after_failed_rollback_repairs_registration_first(void **s
     unshard(&f);
     sim_fault_arm(2, SIM_HOST_AFTER);
     assert_int_equal(fc_group_to_sharded(f.core), FC_ERAISED);
-    assert_true(f.core->torn);
+    assert_true(f.core->registration_dirty);
     assert_int_equal(f.core->sharded_state, FC_UNSHARDED);
     assert_int_equal(p->registered[0], FC_SHARDED);
     assert_int_equal(p->registered[1], FC_UNSHARDED);
@@ -477,7 +477,7 @@ static void transition_after_failed_rollback_repairs_registration_first(void **s
     sim_fault_arm(0, SIM_ONCE);
     fct_error_put_back(NULL);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
-    assert_false(f.core->torn);
+    assert_false(f.core->registration_dirty);
     assert_int_equal(p->registered[0], FC_UNSHARDED);
     assert_int_equal(count_gathers(), 1);
     end(&f);
@@ -492,7 +492,7 @@ static void reset_abandons_pending_gather_and_reshards(void **state) {
     assert_int_equal(fc_group_reset(f.core), FC_OK);
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(f.core->training_state, FC_IDLE);
-    assert_non_null(f.model->comm.parked);
+    assert_non_null(f.model->comm.deferred);
     assert_int_equal(fc_group_reset(f.core), FC_OK); /* a reset can be repeated */
     unshard(&f);
     assert_int_equal(fc_group_reset(f.core), FC_OK);
@@ -558,7 +558,7 @@ static void backward_prefetches_preceding_group_of_post_forward_order(void **sta
 static void backward_prefetch_skips_cpu_bound_gather(void **state) {
     (void)state;
     fixture f = begin(plain);
-    sim_collectives_are_copied(true);
+    sim_collectives_are_cpu_bound(true);
     assert_int_equal(fc_group_pre_backward(run_forwards(&f), true), FC_OK);
     assert_string_equal(sim_log_text(), "gather:1");
     expect_state(&f, FC_SHARDED, false);

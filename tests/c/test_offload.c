@@ -131,12 +131,12 @@ static bool has_grad(void *param) {
     return has_gradient;
 }
 
-static bool wants_grad_now(void *param) {
+static bool needs_grad_now(void *param) {
     (void)param;
     return is_hooked;
 }
 
-static const fc_host host = {.has_grad = has_grad, .wants_grad_now = wants_grad_now};
+static const fc_callbacks host = {.has_grad = has_grad, .needs_grad_now = needs_grad_now};
 
 /* Sends a gradient and checks the copy. Returns true if the copy was only queued. */
 static bool send_gradient(bool pinned, bool has, bool hooked) {

@@ -23,7 +23,7 @@ static void order_keeps_append_sequence(void **state) {
     fc_order_fini(&order);
 }
 
-static void forgotten_group_becomes_null_and_positions_stay(void **state) {
+static void forgotten_group_becomes_null_and_indices_stay(void **state) {
     (void)state;
     fc_order order = {NULL, 0, 0};
     size_t position = 0;
@@ -38,23 +38,23 @@ static void forgotten_group_becomes_null_and_positions_stay(void **state) {
     fc_order_fini(&order);
 }
 
-static void positions_are_a_stack(void **state) {
+static void post_forward_indices_are_a_stack(void **state) {
     (void)state;
-    fc_positions positions = {NULL, 0, 0};
+    fc_index_stack positions = {NULL, 0, 0};
     for (size_t i = 0; i < MANY; i++) {
-        assert_int_equal(fc_positions_push(&positions, 3 * i), FC_OK);
+        assert_int_equal(fc_index_stack_push(&positions, 3 * i), FC_OK);
     }
     for (size_t i = MANY; i-- > 0;) {
         assert_int_equal(positions.items[--positions.count], 3 * i);
     }
-    fc_positions_fini(&positions);
+    fc_index_stack_fini(&positions);
 }
 
 /* Every growth fails once; existing entries must stay. */
 static void failed_append_leaves_order_unchanged(void **state) {
     (void)state;
     fc_order order = {NULL, 0, 0};
-    fc_positions positions = {NULL, 0, 0};
+    fc_index_stack positions = {NULL, 0, 0};
     size_t refused = 0;
     sim_begin((sim_config){.seed = 1});
     for (size_t i = 0; i < MANY; i++) {
@@ -68,10 +68,10 @@ static void failed_append_leaves_order_unchanged(void **state) {
         }
         assert_int_equal(position, i);
         sim_fault_arm(1, SIM_ONCE);
-        if (fc_positions_push(&positions, i) == FC_ENOMEM) {
+        if (fc_index_stack_push(&positions, i) == FC_ENOMEM) {
             refused++;
             assert_int_equal(positions.count, i);
-            assert_int_equal(fc_positions_push(&positions, i), FC_OK);
+            assert_int_equal(fc_index_stack_push(&positions, i), FC_OK);
         }
     }
     assert_true(refused >= 4);
@@ -80,15 +80,15 @@ static void failed_append_leaves_order_unchanged(void **state) {
         assert_int_equal(positions.items[i], i);
     }
     fc_order_fini(&order);
-    fc_positions_fini(&positions);
+    fc_index_stack_fini(&positions);
     sim_end();
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(order_keeps_append_sequence),
-        cmocka_unit_test(forgotten_group_becomes_null_and_positions_stay),
-        cmocka_unit_test(positions_are_a_stack),
+        cmocka_unit_test(forgotten_group_becomes_null_and_indices_stay),
+        cmocka_unit_test(post_forward_indices_are_a_stack),
         cmocka_unit_test(failed_append_leaves_order_unchanged),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

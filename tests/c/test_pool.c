@@ -17,14 +17,14 @@ static int begin(void **state) {
         fck_pool_round();
     }
     fck_pool_trim();
-    assert_int_equal(fck_pool_look().out_bytes, 0);
-    assert_int_equal(fck_pool_look().waiting_bytes, 0);
-    assert_int_equal(fck_pool_look().peak_bytes, 0);
+    assert_int_equal(fck_pool_stats().out_bytes, 0);
+    assert_int_equal(fck_pool_stats().waiting_bytes, 0);
+    assert_int_equal(fck_pool_stats().peak_bytes, 0);
     return 0;
 }
 
 static uint64_t mapped_bytes(void) {
-    return fck_pool_look().mapped;
+    return fck_pool_stats().mapped;
 }
 
 static void freed_block_is_reused(void **state) {
@@ -56,15 +56,15 @@ static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
     fck_block *b = fck_pool_take(120 * MIB);
     fck_pool_give(a);
     fck_pool_give(b);
-    assert_int_equal(fck_pool_look().peak_bytes, 160 * MIB);
-    assert_int_equal(fck_pool_look().waiting_bytes, 160 * MIB);
+    assert_int_equal(fck_pool_stats().peak_bytes, 160 * MIB);
+    assert_int_equal(fck_pool_stats().waiting_bytes, 160 * MIB);
     /* Above that slack the older of the two idle blocks is freed, although neither fits. */
     fck_block *e = fck_pool_take(20 * MIB);
-    assert_int_equal(fck_pool_look().waiting_bytes, 160 * MIB);
+    assert_int_equal(fck_pool_stats().waiting_bytes, 160 * MIB);
     fck_block *c = fck_pool_take(20 * MIB);
-    assert_int_equal(fck_pool_look().waiting_bytes, 120 * MIB);
+    assert_int_equal(fck_pool_stats().waiting_bytes, 120 * MIB);
     fck_block *d = fck_pool_take(28 * MIB);
-    assert_int_equal(fck_pool_look().waiting_bytes, 0);
+    assert_int_equal(fck_pool_stats().waiting_bytes, 0);
     fck_pool_give(c);
     fck_pool_give(d);
     fck_pool_give(e);
@@ -82,7 +82,7 @@ static void alternating_small_sizes_are_all_kept(void **state) {
         }
     }
     assert_int_equal(mapped_bytes(), before + 3);
-    assert_int_equal(fck_pool_look().waiting_bytes, 20 * MIB);
+    assert_int_equal(fck_pool_stats().waiting_bytes, 20 * MIB);
 }
 
 static void peak_use_of_old_rounds_is_forgotten(void **state) {
@@ -91,13 +91,13 @@ static void peak_use_of_old_rounds_is_forgotten(void **state) {
     for (int i = 0; i < 7; i++) {
         fck_pool_round();
         fck_pool_give(fck_pool_take(1 * MIB));
-        assert_int_equal(fck_pool_look().peak_bytes, 160 * MIB);
+        assert_int_equal(fck_pool_stats().peak_bytes, 160 * MIB);
     }
     fck_pool_round();
-    assert_int_equal(fck_pool_look().peak_bytes, 1 * MIB);
-    assert_int_equal(fck_pool_look().waiting_bytes, 1 * MIB);
+    assert_int_equal(fck_pool_stats().peak_bytes, 1 * MIB);
+    assert_int_equal(fck_pool_stats().waiting_bytes, 1 * MIB);
     fck_pool_trim();
-    assert_int_equal(fck_pool_look().waiting_bytes, 0);
+    assert_int_equal(fck_pool_stats().waiting_bytes, 0);
 }
 
 static void pool_with_keep_disabled_frees_at_once(void **state) {
@@ -105,14 +105,14 @@ static void pool_with_keep_disabled_frees_at_once(void **state) {
     fck_block *a = fck_pool_take(1 * MIB);
     fck_pool_keep(0);
     fck_pool_give(a);
-    assert_int_equal(fck_pool_look().waiting_bytes, 0);
+    assert_int_equal(fck_pool_stats().waiting_bytes, 0);
     fck_pool_keep(1);
 }
 
 static void failed_allocation_is_not_counted(void **state) {
     (void)state;
     assert_null(fck_pool_take((size_t)1 << 60));
-    assert_int_equal(fck_pool_look().out_bytes, 0);
+    assert_int_equal(fck_pool_stats().out_bytes, 0);
     fck_pool_give(NULL);
 }
 
@@ -147,8 +147,8 @@ static void concurrent_threads_get_distinct_blocks(void **state) {
         assert_int_equal(pthread_join(threads[i], &wrong), 0);
         assert_null(wrong);
     }
-    assert_int_equal(fck_pool_look().out_bytes, 0);
-    const fck_pool_facts facts = fck_pool_look();
+    assert_int_equal(fck_pool_stats().out_bytes, 0);
+    const fck_pool_facts facts = fck_pool_stats();
     assert_true(facts.waiting_bytes <= facts.peak_bytes + 16 * MIB);
 }
 

@@ -250,7 +250,7 @@ static void expect_in_flight_after_reduction(bool streams, bool copied, fc_overl
     scenario.device.streams = streams;
     scenario.overlap = overlap;
     fixture f = begin(scenario);
-    sim_collectives_are_copied(copied);
+    sim_collectives_are_cpu_bound(copied);
     if (streams) {
         assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
     }
@@ -268,7 +268,7 @@ static void non_overlapping_reduction_completes_before_backward_continues(void *
         for (int copied = 0; copied < 2; copied++) {
             expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_NEVER, 0);
             expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_ALWAYS, 1);
-            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_UNLESS_COPIED,
+            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_UNLESS_CPU_BOUND,
                                              copied && !streams ? 0 : 1);
         }
     }
@@ -369,12 +369,12 @@ static void discarded_reduction_gives_no_gradient_and_holds_memory_until_complet
     sim_collectives_stall(true);
     compute_gradients(&f, 2.0);
     post_backward(&f);
-    fc_reduction_discard(&f.model->comm, &core(&f)->members);
+    fc_reduction_discard(&f.model->comm, &core(&f)->base);
     assert_int_equal(f.model->comm.reductions, 0);
-    assert_non_null(f.model->comm.parked);
+    assert_non_null(f.model->comm.deferred);
     sim_drain();
-    fc_comm_reap(&f.model->comm);
-    assert_null(f.model->comm.parked);
+    fc_comm_collect(&f.model->comm);
+    assert_null(f.model->comm.deferred);
     expect_no_grad(&f, 0);
     end(&f);
 }
@@ -398,7 +398,7 @@ static void discard_affects_only_reductions_of_group(void **state) {
         post_backward(&root);
     }
     assert_int_equal(f.model->comm.reductions, 4);
-    fc_reduction_discard(&f.model->comm, &core(&f)->members);
+    fc_reduction_discard(&f.model->comm, &core(&f)->base);
     assert_int_equal(f.model->comm.reductions, 2);
     finish(&f);
     expect_no_grad(&f, 0);
@@ -432,7 +432,7 @@ static struct {
 /* Like ParamGroup._run_reduce_hook of fsdp_c: the user's stream waits for the stream that reduces,
  * which then waits for the user's stream. */
 static int reduce_hook_on_user_stream(void *group, fct_tensor *row) {
-    fc_comm *comm = ((sim_group *)group)->core.members.comm;
+    fc_comm_ctx *comm = ((sim_group *)group)->core.base.comm;
     fct_stream before = fct_stream_current(sim_device());
     /* As in torch, hooks run on the all-reduce stream: the next reduce-scatter does not wait for
      * them. */
@@ -457,9 +457,9 @@ static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
         scenario.reduce_dtype = FCK_BFLOAT16;
         scenario.user_reduce = true;
         fixture f = begin(scenario);
-        fc_host host = sim_host;
+        fc_callbacks host = sim_callbacks;
         host.reduce_hook = reduce_hook_on_user_stream;
-        core(&f)->members.host = &host;
+        core(&f)->base.callbacks = &host;
         user.joined = joined != 0;
         assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
         assert_int_equal(fct_stream_new(sim_device(), false, &user.stream), 0);
@@ -478,7 +478,7 @@ static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
         }
         sim_drain();
         assert_true(sim_take_failures() == 0 || !joined);
-        core(&f)->members.host = &sim_host;
+        core(&f)->base.callbacks = &sim_callbacks;
         end(&f);
     }
 }
@@ -488,7 +488,7 @@ static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
 static int takes_left;
 
 static int take_until_failure(void *param, fct_tensor *local) {
-    return takes_left-- > 0 ? sim_host.take_grad(param, local) : -1;
+    return takes_left-- > 0 ? sim_callbacks.set_sharded_grad(param, local) : -1;
 }
 
 /* The second parameter's gradient fails after the copy of the first one was queued. */
@@ -499,9 +499,9 @@ static void offload_copies_before_failure_are_waited_for_after_reset(void **stat
     scenario.offload = true;
     scenario.shapes[scenario.shape_count++] = (sim_shape)FLOATS;
     fixture f = begin(scenario);
-    fc_host host = sim_host;
-    host.take_grad = take_until_failure;
-    core(&f)->members.host = &host;
+    fc_callbacks host = sim_callbacks;
+    host.set_sharded_grad = take_until_failure;
+    core(&f)->base.callbacks = &host;
     takes_left = 1;
     assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
     compute_gradients(&f, 2.0);
@@ -511,7 +511,7 @@ static void offload_copies_before_failure_are_waited_for_after_reset(void **stat
     assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK);
     assert_null(core(&f)->reducer.sent);
     expect_grad(&f, 0, 3.0);
-    core(&f)->members.host = &sim_host;
+    core(&f)->base.callbacks = &sim_callbacks;
     end(&f);
 }
 

@@ -33,7 +33,7 @@ static fct_tensor *vector_of(int64_t numel, double value) {
 /* Starts a reduce-scatter of both parameters' gradients. This rank's part of the sum is 3 *
  * value. */
 static fc_reduction *start_reduction(size_t layer, double value) {
-    fc_members *m = &group(layer)->core.members;
+    fc_group_base *m = &group(layer)->core.base;
     fc_reduction *r = fc_reduction_new(m, 2);
     assert_non_null(r);
     r->params[0] = &group(layer)->params[0].core;
@@ -43,8 +43,8 @@ static fc_reduction *start_reduction(size_t layer, double value) {
     r->input = vector_of(6, value);
     assert_int_equal(fc_reduction_row_numel(r), 3);
     r->output = vector_of(3, 0.0);
-    assert_int_equal(fc_link_reduce_scatter(&m->shard, m->name, r->output, r->input, FCT_SUM, 1.0,
-                                            true, &r->work),
+    assert_int_equal(fc_process_group_reduce_scatter(&m->shard, m->name, r->output, r->input,
+                                                     FCT_SUM, 1.0, true, &r->work),
                      FC_OK);
     fc_reduction_append(r);
     return r;
@@ -65,7 +65,7 @@ static bool has_grads(size_t layer) {
 
 static void recycle_finishes_oldest_reductions_down_to_limit(void **state) {
     (void)state;
-    fc_comm *c;
+    fc_comm_ctx *c;
     begin();
     c = &model->comm;
     (void)start_reduction(2, 1.0);
@@ -76,8 +76,8 @@ static void recycle_finishes_oldest_reductions_down_to_limit(void **state) {
     assert_int_equal(fc_reduction_recycle(c, 1), FC_OK);
     expect_grads(2, 3.0);
     assert_false(has_grads(1));
-    assert_false(fc_reduction_has(c, &group(2)->core.members));
-    assert_true(fc_reduction_has(c, &group(1)->core.members));
+    assert_false(fc_reduction_has(c, &group(2)->core.base));
+    assert_true(fc_reduction_has(c, &group(1)->core.base));
     assert_int_equal(fc_reduction_recycle(c, 0), FC_OK);
     expect_grads(1, 6.0);
     assert_int_equal(fc_reduction_check(c), FC_OK);
@@ -86,13 +86,13 @@ static void recycle_finishes_oldest_reductions_down_to_limit(void **state) {
 
 static void discard_keeps_order_of_other_reductions(void **state) {
     (void)state;
-    fc_comm *c;
+    fc_comm_ctx *c;
     begin();
     c = &model->comm;
     const fc_reduction *first = start_reduction(2, 1.0);
     (void)start_reduction(1, 2.0);
     const fc_reduction *last = start_reduction(2, 4.0);
-    fc_reduction_discard(c, &group(1)->core.members);
+    fc_reduction_discard(c, &group(1)->core.base);
     assert_ptr_equal(c->oldest, first);
     assert_ptr_equal(c->oldest->next, last);
     assert_int_equal(fc_reduction_check(c), FC_OK);
@@ -110,10 +110,10 @@ static void abandoned_reduction_keeps_memory_until_work_completes(void **state) 
     (void)start_reduction(2, 1.0);
     fc_reduction_discard(&model->comm, NULL);
     assert_int_equal(model->comm.reductions, 0);
-    assert_non_null(model->comm.parked);
+    assert_non_null(model->comm.deferred);
     assert_true(sim_live_bytes() > before);
     sim_drain();
-    fc_comm_reap(&model->comm);
+    fc_comm_collect(&model->comm);
     assert_int_equal(sim_live_bytes(), before);
     end();
 }

@@ -57,15 +57,15 @@ static void finish(const fixture *f) {
 static sim_model *resetting;
 static bool fails_after_reset;
 
-static int take_grad_and_reset(void *owner, fct_tensor *local) {
+static int set_sharded_grad_and_reset(void *owner, fct_tensor *local) {
     assert_int_equal(fc_state_reset(&resetting->layers[0].core), FC_OK);
-    return fails_after_reset ? -1 : sim_host.take_grad(owner, local);
+    return fails_after_reset ? -1 : sim_callbacks.set_sharded_grad(owner, local);
 }
 
 static void gradient_hook_can_reset_root(void **state) {
     (void)state;
-    fc_host host = sim_host;
-    host.take_grad = take_grad_and_reset;
+    fc_callbacks host = sim_callbacks;
+    host.set_sharded_grad = set_sharded_grad_and_reset;
     for (int bits = 0; bits < 8; bits++) {
         sim_scenario scenario = two_ranks;
         scenario.device.streams = (bits & 1) != 0;
@@ -73,13 +73,13 @@ static void gradient_hook_can_reset_root(void **state) {
         fixture f = begin(scenario);
         resetting = f.model;
         fails_after_reset = (bits & 4) != 0;
-        core(&f)->members.host = &host;
+        core(&f)->base.callbacks = &host;
         compute_gradient(&f);
         fc_status status = fc_group_post_backward(core(&f));
         status = status == FC_OK ? fc_reduction_recycle(&f.model->comm, 0) : status;
         assert_int_equal(status, fails_after_reset ? FC_ERAISED : FC_OK);
         assert_int_equal(f.model->comm.reductions, 0);
-        core(&f)->members.host = &sim_host;
+        core(&f)->base.callbacks = &sim_callbacks;
         assert_int_equal(fc_state_reset(&f.model->layers[0].core), FC_OK);
         sim_model_zero_grad(f.model);
         compute_gradient(&f);
@@ -117,7 +117,7 @@ static void reset_keeps_pending_work_of_other_root(void **state) {
 static void set_comm_fails_while_group_is_reduced(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
-    fc_comm other;
+    fc_comm_ctx other;
     fc_comm_init(&other, sim_device());
     compute_gradient(&f);
     sim_collectives_stall(true);
@@ -126,7 +126,7 @@ static void set_comm_fails_while_group_is_reduced(void **state) {
     assert_non_null(strstr(f.model->comm.error.message, "while its gradients are being reduced"));
     finish(&f);
     assert_int_equal(fc_group_set_comm(core(&f), &other), FC_OK);
-    assert_ptr_equal(core(&f)->members.comm, &other);
+    assert_ptr_equal(core(&f)->base.comm, &other);
     assert_int_equal(fc_group_set_comm(core(&f), &f.model->comm), FC_OK);
     end(&f);
     fc_comm_fini(&other);

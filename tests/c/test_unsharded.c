@@ -8,7 +8,7 @@
 
 static sim_model *model;
 static sim_group *group;
-static fc_members *members;
+static fc_group_base *base;
 static fc_gather_plan plan;
 
 /* The last of `world` ranks: a matrix of 5 rows and a vector. */
@@ -20,9 +20,9 @@ static void begin(int64_t world) {
     sim_begin(s.device);
     model = sim_model_new(&s);
     group = &model->layers[1].groups[0];
-    members = &group->core.members;
-    assert_int_equal(fc_gather_plan_build(&plan, members->params, members->count, world, false,
-                                          members->device, &model->comm.error),
+    base = &group->core.base;
+    assert_int_equal(fc_gather_plan_build(&plan, base->params, base->count, world, false,
+                                          base->device, &model->comm.error),
                      FC_OK);
 }
 
@@ -36,15 +36,15 @@ static void unsharded_memory_exists_between_alloc_and_free(void **state) {
     (void)state;
     begin(2);
     const size_t before = sim_live_bytes();
-    assert_int_equal(fc_unsharded_check(members, false, false), FC_OK);
-    assert_int_equal(fc_unsharded_check(members, true, false), FC_ESTATE);
+    assert_int_equal(fc_unsharded_check(base, false, false), FC_OK);
+    assert_int_equal(fc_unsharded_check(base, true, false), FC_ESTATE);
     for (int again = 0; again < 2; again++) {
-        assert_int_equal(fc_unsharded_alloc(members, &plan, NULL), FC_OK);
+        assert_int_equal(fc_unsharded_alloc(base, &plan, NULL), FC_OK);
         assert_int_equal(sim_live_bytes() - before, (2 * 9 + 2 * 2) * 4); /* padded */
-        assert_int_equal(fc_unsharded_check(members, true, false), FC_OK);
-        assert_int_equal(fc_unsharded_check(members, false, true), FC_OK);
-        assert_int_equal(fc_unsharded_check(members, false, false), FC_ESTATE);
-        fc_unsharded_free(members);
+        assert_int_equal(fc_unsharded_check(base, true, false), FC_OK);
+        assert_int_equal(fc_unsharded_check(base, false, true), FC_OK);
+        assert_int_equal(fc_unsharded_check(base, false, false), FC_ESTATE);
+        fc_unsharded_free(base);
         assert_int_equal(sim_live_bytes(), before);
     }
     end();
@@ -53,30 +53,30 @@ static void unsharded_memory_exists_between_alloc_and_free(void **state) {
 static void adopt_requires_memory_of_every_parameter(void **state) {
     (void)state;
     begin(2);
-    assert_int_equal(fc_unsharded_adopt(members), FC_ESTATE);
+    assert_int_equal(fc_unsharded_adopt(base), FC_ESTATE);
     assert_string_equal(model->comm.error.message, "parameter '0.0' was not gathered");
-    assert_int_equal(fc_unsharded_alloc(members, &plan, NULL), FC_OK);
-    assert_int_equal(fc_unsharded_adopt(members), FC_OK);
-    assert_ptr_equal(members->params[0]->unsharded, group->params[0].unsharded);
-    fc_unsharded_free(members);
-    assert_int_equal(fc_unsharded_adopt(members), FC_ESTATE);
+    assert_int_equal(fc_unsharded_alloc(base, &plan, NULL), FC_OK);
+    assert_int_equal(fc_unsharded_adopt(base), FC_OK);
+    assert_ptr_equal(base->params[0]->unsharded, group->params[0].unsharded);
+    fc_unsharded_free(base);
+    assert_int_equal(fc_unsharded_adopt(base), FC_ESTATE);
     end();
 }
 
-static void note_requirements_freezes_parameter_frozen_while_unsharded(void **state) {
+static void record_requirements_freezes_parameter_frozen_while_unsharded(void **state) {
     (void)state;
     begin(2);
-    fc_param *p = members->params[0];
-    assert_int_equal(fc_unsharded_alloc(members, &plan, NULL), FC_OK);
-    assert_int_equal(fc_unsharded_make(members, false), FC_OK);
+    fc_param *p = base->params[0];
+    assert_int_equal(fc_unsharded_alloc(base, &plan, NULL), FC_OK);
+    assert_int_equal(fc_unsharded_make(base, false), FC_OK);
     assert_true(fct_tensor_requires_grad(p->unsharded));
     assert_int_equal(fct_tensor_set_requires_grad(p->unsharded, false), 0);
-    assert_int_equal(fc_unsharded_note_requirements(members), FC_OK);
+    assert_int_equal(fc_unsharded_record_requirements(base), FC_OK);
     assert_false(fct_tensor_requires_grad(group->params[0].sharded));
     assert_true(fct_tensor_requires_grad(group->params[1].sharded));
-    assert_int_equal(fc_unsharded_make(members, false), FC_OK);
+    assert_int_equal(fc_unsharded_make(base, false), FC_OK);
     assert_false(fct_tensor_requires_grad(p->unsharded));
-    fc_unsharded_free(members);
+    fc_unsharded_free(base);
     end();
 }
 
@@ -85,13 +85,13 @@ static void unsharded_alias_on_one_rank_shares_shards(void **state) {
     begin(1);
     const size_t before = sim_live_bytes();
     bool all = false;
-    assert_int_equal(fc_unsharded_alias(members, &all), FC_OK);
+    assert_int_equal(fc_unsharded_alias(base, &all), FC_OK);
     assert_true(all);
     assert_int_equal(sim_live_bytes(), before);
-    fc_unsharded_free(members); /* must not free the shards */
-    assert_true(sim_tensor_has_memory(members->params[0]->flat));
-    members->params[1]->param_dtype = FCK_BFLOAT16;
-    assert_int_equal(fc_unsharded_alias(members, &all), FC_OK);
+    fc_unsharded_free(base); /* must not free the shards */
+    assert_true(sim_tensor_has_memory(base->params[0]->flat));
+    base->params[1]->param_dtype = FCK_BFLOAT16;
+    assert_int_equal(fc_unsharded_alias(base, &all), FC_OK);
     assert_false(all);
     end();
 }
@@ -100,7 +100,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(unsharded_memory_exists_between_alloc_and_free),
         cmocka_unit_test(adopt_requires_memory_of_every_parameter),
-        cmocka_unit_test(note_requirements_freezes_parameter_frozen_while_unsharded),
+        cmocka_unit_test(record_requirements_freezes_parameter_frozen_while_unsharded),
         cmocka_unit_test(unsharded_alias_on_one_rank_shares_shards),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -117,7 +117,7 @@ def test_only_state_machine_modules_take_fc_group() -> None:
 # ---- attributes that exist for torch only --------------------------------------------------------
 
 DIVIDER = "/* ---- names of torch's private interface;"
-FOR_TESTS = {"_check", "collectives_parked"}
+FOR_TESTS = {"_check", "deferred_collectives"}
 SIMULATIONS = {"forecast.py", "advice.py", "fake_step.py", "spans.py"}
 """Files that simulate a step. They use names of torch's attributes for other things."""
 _TABLE = re.compile(r"^(?:static )?Py(?:GetSet|Method)Def \w+\[\] = .*?^};", re.M | re.S)

@@ -40,8 +40,8 @@ class Mutation(NamedTuple):
 MUTATIONS = {
     "group keeps its sharded state after unshard": Mutation(
         "group",
-        "    g->sharded_state = FC_UNSHARDED;\n    fc_gather_retire",
-        "    fc_gather_retire",
+        "    g->sharded_state = FC_UNSHARDED;\n    fc_gather_complete",
+        "    fc_gather_complete",
         "test_group",
         "parameter 0 has sharded state 3 in a group of sharded state 1",
     ),
@@ -103,21 +103,21 @@ MUTATIONS = {
     ),
     "CPU-bound reduction overlaps with backward": Mutation(
         "reduce",
-        "r->work != NULL && fct_work_is_copied(r->work)",
+        "r->work != NULL && fct_work_is_cpu_bound(r->work)",
         "false",
         "test_reduce",
         "non_overlapping_reduction_completes_before_backward",
     ),
     "CPU-bound gather overlaps with backward": Mutation(
         "group",
-        "fc_gather_is_copied(&g->gather, post_forward) ? FC_OK",
+        "fc_gather_is_cpu_bound(&g->gather, post_forward) ? FC_OK",
         "post_forward ? FC_OK",
         "test_group",
         "backward_prefetch_skips_cpu_bound_gather",
     ),
     "failed copy-out does not return its chunks": Mutation(
         "gather",
-        "        fc_unsharded_return(a->members, a->flight.plan, &a->chunks);",
+        "        fc_unsharded_return(a->base, a->pending.plan, &a->chunks);",
         "        (void)a;",
         "test_gather",
         "owned_chunks_survive_failed_copy_out",
@@ -131,14 +131,14 @@ MUTATIONS = {
     ),
     "process group buffer is too large": Mutation(
         "gather",
-        "fc_members_buffer(m, m->gather_memory, numel,",
-        "fc_members_buffer(m, m->gather_memory, numel + chunk->numel,",
+        "fc_group_base_buffer(m, m->gather_memory, numel,",
+        "fc_group_base_buffer(m, m->gather_memory, numel + chunk->numel,",
         "test_train",
         "an all-gather of ",
     ),
     "reduction uses chunks instead of process group memory": Mutation(
         "reduce",
-        "FC_TRY(fc_members_has_memory(m, m->reduce_memory, &packed));",
+        "FC_TRY(fc_group_base_has_memory(m, m->reduce_memory, &packed));",
         "(void)m;",
         "test_train",
         "chunks of 1 in memory that is not from a process group's allocator",
@@ -159,7 +159,7 @@ MUTATIONS = {
     ),
     "process group of a memory pool is not released": Mutation(
         "members",
-        "    fc_members_set_memory(m, NULL, NULL);",
+        "    fc_group_base_set_memory(m, NULL, NULL);",
         "    m->gather_memory = m->reduce_memory;",
         "test_members",
         "1 process groups",
@@ -187,8 +187,8 @@ MUTATIONS = {
     ),
     "failed copy-out does not abandon the gather": Mutation(
         "gather",
-        "        drop_inputs(a->members);\n        fc_gather_abandon(a);",
-        "        drop_inputs(a->members);",
+        "        drop_inputs(a->base);\n        fc_gather_abandon(a);",
+        "        drop_inputs(a->base);",
         "test_gather_extended",
         "failed_extended_copy_out_abandons_gather",
     ),

@@ -78,8 +78,8 @@ def test_group_with_allocator_does_not_use_fallback(fake_group: int) -> None:
     model = build(fully_shard, AllocatingGroup(8, [], "group"))
     step(model)
     for group in param_groups_of(model):
-        assert not group._hosted_gather
-        assert not group._hosted_reduce
+        assert not group._uses_fallback_gather
+        assert not group._uses_fallback_reduce
 
 
 def test_replaced_allocate_of_all_gather_comm_is_called(fake_group: int) -> None:

@@ -239,7 +239,7 @@ def test_replacement_check_is_not_run_while_shards_are_unchanged(
     train_step(model)
     train_step(wrapped)
     param_class = type(model[0]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0])
-    monkeypatch.setattr(param_class, "_follow_shard", calls.append)
+    monkeypatch.setattr(param_class, "_refresh_shard", calls.append)
     for tested in (model, wrapped):
         train_step(tested)
         tested.to(torch.float64).to(torch.float32)

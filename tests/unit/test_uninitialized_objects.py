@@ -35,7 +35,7 @@ def test_method_of_uninitialized_group_raises(cls: Any, name: str) -> None:
         "pre_forward": (None, (), {}),
         "post_forward": (None, (), None),
         "_register_post_backward_hook": ((), {}),
-        "_set_link": ("shard", None, 1, 0),
+        "_set_process_group": ("shard", None, 1, 0),
         "_set_unit": (_C.State(), 0, 1),
     }.get(name, ())
     if name == "_invalidate":
@@ -79,7 +79,7 @@ def test_group_or_link_with_other_rank_or_size_than_parameters_raises() -> None:
         make_group([param], world=2)
     group = make_group([param], pg_name="any", world=2)
     with pytest.raises(ValueError, match="rank 0 of 3 in process group 'smaller'"):
-        group._set_link("post_forward", "smaller", 3, 0)
+        group._set_process_group("post_forward", "smaller", 3, 0)
 
 
 def test_second_init_of_param_or_group_raises() -> None:

@@ -122,7 +122,7 @@ def differences(rank: int, world: int) -> list[Any]:
     assert default is not None
     direct = _C.direct_group(default)
     assert direct is not None and direct is not default
-    assert _C.all_reduces_rows(True) is False
+    assert _C.set_gradient_all_reduce(True) is False
     found: list[Any] = []
     comparisons = 0
     generator = torch.Generator().manual_seed(100 + rank)

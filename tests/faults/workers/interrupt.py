@@ -145,7 +145,7 @@ def recover(api: Api, case: Case, found: dict[str, Any], exchange: Exchange) -> 
         dist.barrier()
         return
     context = model._get_fsdp_state()._comm_ctx
-    found["parked"] = context.collectives_parked
+    found["parked"] = context.deferred_collectives
     filled = fill_memory(model)
     dist.barrier()  # the late rank has been through the collective
     found["overwritten"] = sum(not bool((tensor == -77.0).all()) for tensor in filled)
@@ -221,7 +221,7 @@ def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[s
     recover(api, case, found, exchange)
     found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
     if api.ours:
-        found["parked in the end"] = case.model._get_fsdp_state()._comm_ctx.collectives_parked
+        found["parked in the end"] = case.model._get_fsdp_state()._comm_ctx.deferred_collectives
     return found
 
 

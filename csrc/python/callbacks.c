@@ -1,12 +1,12 @@
-/* The callbacks of the core (core/host.h): for a Param, and for a ParamGroup whose data the Python
+/* The callbacks of the core (core/callbacks.h): for a Param, and for a ParamGroup whose data the Python
  * layer moves. Owns nothing. Every callback runs with the GIL held. */
-#include "host.h"
+#include "callbacks.h"
 
 #include "../bridge/error.h"
 #include "../bridge/pyobject.h"
+#include "deferred_decref.h"
 #include "dtensor.h"
 #include "extension.h"
-#include "retired.h"
 #include "shard.h"
 #include "slots.h"
 #include "step.h"
@@ -40,7 +40,7 @@ static void call_and_report(PyObject *self, PyObject *name) {
 
 /* ---- a parameter ---- */
 
-static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
+static int callback_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
     fcpy_param *self = (fcpy_param *)owner;
     PyObject *made = call_with_tensor((PyObject *)self, self->mod->names._make_unsharded, flat);
     if (made == NULL) {
@@ -57,7 +57,7 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
     return 0;
 }
 
-static int host_make_post_forward(void *owner, fct_tensor *data) {
+static int callback_make_post_forward(void *owner, fct_tensor *data) {
     fcpy_param *self = (fcpy_param *)owner;
     PyObject *made = NULL;
     if (data != NULL) {
@@ -68,7 +68,7 @@ static int host_make_post_forward(void *owner, fct_tensor *data) {
     }
     PyObject *old = self->post_forward_param;
     self->post_forward_param = made;
-    fcpy_retire(self->mod, old);
+    fcpy_defer_decref(self->mod, old);
     return 0;
 }
 
@@ -79,13 +79,13 @@ static PyObject *param_of_state(const fcpy_param *self, fc_sharded_state target)
     return target == FC_SHARDED ? self->sharded_param : self->post_forward_param;
 }
 
-static int host_swap(void *owner, fc_sharded_state target) {
+static int callback_swap(void *owner, fc_sharded_state target) {
     const fcpy_param *self = (fcpy_param *)owner;
     return fcpy_slots_register(self, param_of_state(self, target));
 }
 
 /* Calls the overridden method. While it runs, fsdp_c's methods act on this parameter only. */
-static int host_swap_by_override(void *owner, fc_sharded_state target) {
+static int callback_swap_by_override(void *owner, fc_sharded_state target) {
     fcpy_param *self = (fcpy_param *)owner;
     PyObject *name = target == FC_SHARDED     ? self->mod->names.to_sharded
                      : target == FC_UNSHARDED ? self->mod->names.to_unsharded
@@ -198,22 +198,22 @@ static fct_tensor *sharded_handle(const fcpy_param *self) {
     return self->sharded_param != NULL ? fct_py_tensor(self->sharded_param) : NULL;
 }
 
-static bool host_requires_grad(void *owner) {
+static bool callback_requires_grad(void *owner) {
     const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
     return sharded != NULL && fct_tensor_requires_grad(sharded);
 }
 
-static int host_require_grad(void *owner, bool value) {
+static int callback_require_grad(void *owner, bool value) {
     fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
     return sharded != NULL ? fct_tensor_set_requires_grad(sharded, value) : 0;
 }
 
-static uint32_t host_shard_version(void *owner) {
+static uint32_t callback_shard_version(void *owner) {
     const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
     return sharded != NULL ? fct_tensor_version(sharded) : 0;
 }
 
-static int host_take_grad(void *owner, fct_tensor *local) {
+static int callback_set_sharded_grad(void *owner, fct_tensor *local) {
     fcpy_param *self = (fcpy_param *)owner;
     const fct_tensor *sharded = sharded_handle(self);
     if (sharded == NULL) {
@@ -224,19 +224,19 @@ static int host_take_grad(void *owner, fct_tensor *local) {
     return failed ? -1 : run_hooks(self);
 }
 
-static bool host_has_grad(void *owner) {
+static bool callback_has_grad(void *owner) {
     const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
     return sharded != NULL && fct_grad_has(sharded);
 }
 
-static bool host_wants_grad_now(void *owner) {
+static bool callback_needs_grad_now(void *owner) {
     PyObject *hooks = accumulate_hooks_of((const fcpy_param *)owner);
     bool any = hooks != NULL;
     Py_XDECREF(hooks);
     return any;
 }
 
-static int host_unwrap_grad(void *owner, fct_tensor *grad, fct_tensor **local) {
+static int callback_unwrap_grad(void *owner, fct_tensor *grad, fct_tensor **local) {
     fcpy_param *self = (fcpy_param *)owner;
     PyObject *inner =
         call_with_tensor((PyObject *)self, self->mod->names._get_grad_inner_tensor, grad);
@@ -254,19 +254,19 @@ static int host_unwrap_grad(void *owner, fct_tensor *grad, fct_tensor **local) {
     return 0;
 }
 
-static int host_fold_grad(void *owner) {
+static int callback_accumulate_grad(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
     return drop_result(PyObject_CallMethodNoArgs(
         (PyObject *)self, self->mod->names.accumulate_unsharded_grad_if_needed));
 }
 
-static int host_stash_grad(void *owner) {
+static int callback_to_accumulated_grad(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
     return drop_result(PyObject_CallMethodNoArgs((PyObject *)self,
                                                  self->mod->names.to_accumulated_grad_if_needed));
 }
 
-static int host_collect_grad(void *owner, fct_tensor **local) {
+static int callback_collect_grad(void *owner, fct_tensor **local) {
     fcpy_param *self = (fcpy_param *)owner;
     PyObject *grad = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._collect_grad);
     fct_tensor *handle = grad != NULL ? fct_py_tensor(grad) : NULL;
@@ -287,28 +287,28 @@ static int host_collect_grad(void *owner, fct_tensor **local) {
     return 0;
 }
 
-static void host_free_unsharded(void *owner) {
+static void callback_free_unsharded(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
     call_and_report((PyObject *)self, self->mod->names.free_unsharded_param);
 }
 
 /* ---- a group ---- */
 
-static int host_reduce_hook(void *owner, fct_tensor *row) {
+static int callback_reduce_hook(void *owner, fct_tensor *row) {
     fcpy_group *self = (fcpy_group *)owner;
     return drop_result(call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, row));
 }
 
-static int host_gather(void *owner, bool async_op, bool overlaps) {
+static int callback_gather(void *owner, bool async_op, bool overlaps) {
     fcpy_group *self = (fcpy_group *)owner;
-    return drop_result(PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._host_gather,
-                                                  async_op ? Py_True : Py_False,
-                                                  overlaps ? Py_True : Py_False, NULL));
+    return drop_result(PyObject_CallMethodObjArgs(
+        (PyObject *)self, self->mod->names._fallback_gather, async_op ? Py_True : Py_False,
+        overlaps ? Py_True : Py_False, NULL));
 }
 
 static int check_unsharded(const fcpy_group *self) {
-    for (size_t i = 0; i < self->core.members.count; i++) {
-        if (self->core.members.params[i]->unsharded == NULL) {
+    for (size_t i = 0; i < self->core.base.count; i++) {
+        if (self->core.base.params[i]->unsharded == NULL) {
             PyErr_SetString(PyExc_RuntimeError,
                             "the gather did not set _unsharded_param of a parameter");
             return -1;
@@ -317,9 +317,10 @@ static int check_unsharded(const fcpy_group *self) {
     return 0;
 }
 
-static int host_copy_out(void *owner, fct_tensor **rows) {
+static int callback_copy_out(void *owner, fct_tensor **rows) {
     fcpy_group *self = (fcpy_group *)owner;
-    PyObject *made = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._host_copy_out);
+    PyObject *made =
+        PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._fallback_copy_out);
     if (made == NULL || check_unsharded(self) != 0) {
         Py_XDECREF(made);
         return -1;
@@ -332,15 +333,15 @@ static int host_copy_out(void *owner, fct_tensor **rows) {
     return 0;
 }
 
-static void host_drop_gather(void *owner) {
+static void callback_drop_gather(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
-    call_and_report((PyObject *)self, self->mod->names._host_drop_gather);
+    call_and_report((PyObject *)self, self->mod->names._fallback_drop_gather);
 }
 
-static void host_drop_reduce(void *owner) {
+static void callback_drop_reduce(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
     if (self->has_reduced) {
-        call_and_report((PyObject *)self, self->mod->names._host_drop_reduce);
+        call_and_report((PyObject *)self, self->mod->names._fallback_drop_reduce);
     }
 }
 
@@ -372,8 +373,8 @@ static int reduce_lists(fc_param *const *params, fct_tensor **grads, size_t coun
     return 0;
 }
 
-static int host_reduce(void *owner, fc_param *const *params, fct_tensor **grads, size_t count,
-                       bool order_compute) {
+static int callback_reduce(void *owner, fc_param *const *params, fct_tensor **grads, size_t count,
+                           bool order_compute) {
     fcpy_group *self = (fcpy_group *)owner;
     PyObject *param_list = NULL;
     PyObject *grad_list = NULL;
@@ -382,47 +383,47 @@ static int host_reduce(void *owner, fc_param *const *params, fct_tensor **grads,
         return -1;
     }
     PyObject *result =
-        PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._host_reduce, param_list,
+        PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._fallback_reduce, param_list,
                                    grad_list, order_compute ? Py_True : Py_False, NULL);
     Py_DECREF(param_list);
     Py_DECREF(grad_list);
     return drop_result(result);
 }
 
-static int host_finalize(void *owner) {
+static int callback_finalize(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
     return self->has_reduced ? drop_result(PyObject_CallMethodNoArgs(
-                                   (PyObject *)self, self->mod->names._host_finalize))
+                                   (PyObject *)self, self->mod->names._fallback_finalize))
                              : 0;
 }
 
-const fc_host fcpy_host = {
-    .make_unsharded = host_make_unsharded,
+const fc_callbacks fcpy_callbacks = {
+    .make_unsharded = callback_make_unsharded,
     .extend_inputs = fcpy_extend_inputs,
     .extend_unsharded = fcpy_extend_unsharded,
-    .make_post_forward = host_make_post_forward,
-    .swap = host_swap,
-    .swap_by_method = host_swap_by_override,
-    .requires_grad = host_requires_grad,
-    .require_grad = host_require_grad,
-    .shard_version = host_shard_version,
-    .follow_shard = fcpy_shard_follow,
-    .take_grad = host_take_grad,
-    .has_grad = host_has_grad,
-    .wants_grad_now = host_wants_grad_now,
+    .make_post_forward = callback_make_post_forward,
+    .swap = callback_swap,
+    .swap_by_method = callback_swap_by_override,
+    .requires_grad = callback_requires_grad,
+    .require_grad = callback_require_grad,
+    .shard_version = callback_shard_version,
+    .refresh_shard = fcpy_shard_refresh,
+    .set_sharded_grad = callback_set_sharded_grad,
+    .has_grad = callback_has_grad,
+    .needs_grad_now = callback_needs_grad_now,
     .grad_arrived = fcpy_param_grad_arrived,
-    .unwrap_grad = host_unwrap_grad,
-    .fold_grad = host_fold_grad,
-    .stash_grad = host_stash_grad,
-    .collect_grad = host_collect_grad,
-    .reduce_hook = host_reduce_hook,
-    .moves = fcpy_host_moves,
-    .gather = host_gather,
-    .copy_out = host_copy_out,
-    .drop_gather = host_drop_gather,
-    .drop_reduce = host_drop_reduce,
-    .free_unsharded = host_free_unsharded,
-    .reduce = host_reduce,
-    .finalize = host_finalize,
-    .log = fcpy_host_log,
+    .unwrap_grad = callback_unwrap_grad,
+    .accumulate_grad = callback_accumulate_grad,
+    .to_accumulated_grad = callback_to_accumulated_grad,
+    .collect_grad = callback_collect_grad,
+    .reduce_hook = callback_reduce_hook,
+    .uses_fallback = fcpy_uses_fallback,
+    .gather = callback_gather,
+    .copy_out = callback_copy_out,
+    .drop_gather = callback_drop_gather,
+    .drop_reduce = callback_drop_reduce,
+    .free_unsharded = callback_free_unsharded,
+    .reduce = callback_reduce,
+    .finalize = callback_finalize,
+    .log = fcpy_callback_log,
 };

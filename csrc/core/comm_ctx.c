@@ -1,11 +1,11 @@
-/* Communication context; see comm.h for the lifetime rule of buffers. Owns the event pool, the kept
- * buffers and the parked collectives. It also holds the list of reductions in flight, whose
+/* Communication context; see comm_ctx.h for the lifetime rule of buffers. Owns the event pool, the kept
+ * buffers and the deferred collectives. It also holds the list of reductions in flight, whose
  * contents belong to reduction.c.
  *
  * Streams: gathers copy in on copy_in_stream and communicate on gather_stream. Reductions run on
  * reduce_stream, all-reduces and later work on all_reduce_stream. The caller's current stream
  * computes. */
-#include "comm.h"
+#include "comm_ctx.h"
 
 #include <assert.h>
 #include <stdlib.h>
@@ -14,14 +14,14 @@
 #include "../bridge/error.h"
 #include "../bridge/tensor.h"
 
-void fc_comm_init(fc_comm *c, fct_device device) {
+void fc_comm_init(fc_comm_ctx *c, fct_device device) {
     memset(c, 0, sizeof *c);
     c->device = device;
     c->has_streams = fct_device_has_streams(device);
     c->max_reductions = 1;
 }
 
-fc_status fc_comm_init_streams(fc_comm *c) {
+fc_status fc_comm_init_streams(fc_comm_ctx *c) {
     fc_status status = FC_OK;
     if (c->streams_ready || !c->has_streams) {
         return FC_OK;
@@ -36,13 +36,13 @@ done:
 }
 
 /* Releases the buffer and returns its event to the pool. */
-static void release_kept(fc_comm *c, fc_kept_gather *kept) {
+static void release_kept(fc_comm_ctx *c, fc_kept_gather *kept) {
     fct_tensor_release(kept->buffer);
     fc_comm_put_event(c, kept->copied);
     *kept = (fc_kept_gather){NULL, NULL};
 }
 
-void fc_comm_fini(fc_comm *c) {
+void fc_comm_fini(fc_comm_ctx *c) {
     assert(c->oldest == NULL); /* the owner has called fc_reduction_discard */
     release_kept(c, &c->kept);
     fc_comm_put_event(c, c->last_reduced);
@@ -51,13 +51,13 @@ void fc_comm_fini(fc_comm *c) {
         release_kept(c, &c->kept_rows[i]);
     }
     assert(c->events_out == 0); /* every group has returned its events */
-    while (c->parked != NULL) {
-        fc_parked *next = c->parked->next;
-        fct_work_release(c->parked->work);
-        fct_tensor_release(c->parked->buffers[0]);
-        fct_tensor_release(c->parked->buffers[1]);
-        free(c->parked);
-        c->parked = next;
+    while (c->deferred != NULL) {
+        fc_deferred_release *next = c->deferred->next;
+        fct_work_release(c->deferred->work);
+        fct_tensor_release(c->deferred->buffers[0]);
+        fct_tensor_release(c->deferred->buffers[1]);
+        free(c->deferred);
+        c->deferred = next;
     }
     for (size_t i = 0; i < c->free_event_count; i++) {
         fct_event_free(c->free_events[i]);
@@ -67,7 +67,7 @@ void fc_comm_fini(fc_comm *c) {
     memset(c, 0, sizeof *c);
 }
 
-fc_status fc_comm_get_event(fc_comm *c, fct_event **out) {
+fc_status fc_comm_get_event(fc_comm_ctx *c, fct_event **out) {
     if (c->free_event_count > 0) {
         *out = c->free_events[--c->free_event_count];
     } else if (fct_event_new(c->device, out) != 0) {
@@ -77,7 +77,7 @@ fc_status fc_comm_get_event(fc_comm *c, fct_event **out) {
     return FC_OK;
 }
 
-void fc_comm_put_event(fc_comm *c, fct_event *e) {
+void fc_comm_put_event(fc_comm_ctx *c, fct_event *e) {
     if (e == NULL) {
         return;
     }
@@ -98,12 +98,12 @@ void fc_comm_put_event(fc_comm *c, fct_event *e) {
     c->free_events[c->free_event_count++] = e;
 }
 
-void fc_comm_hand_event(fc_comm *from, fc_comm *to) {
+void fc_comm_transfer_event(fc_comm_ctx *from, fc_comm_ctx *to) {
     from->events_out--;
     to->events_out++;
 }
 
-fc_status fc_comm_record(fc_comm *c, fct_stream s, fct_event **out) {
+fc_status fc_comm_record(fc_comm_ctx *c, fct_stream s, fct_event **out) {
     fc_status status = FC_OK;
     fct_event *e = NULL;
     FC_TRY(fc_comm_get_event(c, &e));
@@ -115,7 +115,7 @@ done:
     return status;
 }
 
-fc_status fc_comm_record_into(fc_comm *c, fct_stream s, fct_event **slot) {
+fc_status fc_comm_record_into(fc_comm_ctx *c, fct_stream s, fct_event **slot) {
     fct_event *event = NULL;
     fc_status status = fc_comm_record(c, s, &event);
     if (status == FC_OK) {
@@ -125,7 +125,7 @@ fc_status fc_comm_record_into(fc_comm *c, fct_stream s, fct_event **slot) {
     return status;
 }
 
-void fc_comm_share_event(fc_comm *c, fct_event *e, fct_event **slot) {
+void fc_comm_share_event(fc_comm_ctx *c, fct_event *e, fct_event **slot) {
     fct_event *before = *slot;
     fct_event_share(e);
     c->events_out++;
@@ -133,7 +133,7 @@ void fc_comm_share_event(fc_comm *c, fct_event *e, fct_event **slot) {
     fc_comm_put_event(c, before);
 }
 
-fc_status fc_comm_wait_and_put(fc_comm *c, fct_event **slot) {
+fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot) {
     if (*slot == NULL) {
         return FC_OK;
     }
@@ -145,7 +145,7 @@ fc_status fc_comm_wait_and_put(fc_comm *c, fct_event **slot) {
     return FC_OK;
 }
 
-fc_status fc_comm_order_streams(fc_comm *c, fct_stream waiter, fct_stream other) {
+fc_status fc_comm_order_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other) {
     fc_status status = FC_OK;
     fct_event *e = NULL;
     FC_TRY(fc_comm_record(c, other, &e));
@@ -155,13 +155,13 @@ done:
     return status;
 }
 
-void fc_comm_settle_streams(fc_comm *c, fct_stream waiter, fct_stream other) {
+void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other) {
     void *error = fct_error_set_aside();
     (void)!fc_comm_order_streams(c, waiter, other);
     fct_error_put_back(error);
 }
 
-fc_status fc_comm_quiesce(fc_comm *c) {
+fc_status fc_comm_quiesce(fc_comm_ctx *c) {
     fc_status status = FC_OK;
     if (!c->streams_ready) {
         return FC_OK;
@@ -179,7 +179,7 @@ done:
     return status;
 }
 
-fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e) {
+fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e) {
     if (!c->streams_ready || e == NULL) {
         return FC_OK;
     }
@@ -187,7 +187,7 @@ fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e) {
 }
 
 /* Another thread may have kept a buffer since the last release. That buffer is released here. */
-void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied) {
+void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied) {
     void *error = fct_error_set_aside();
     if (fc_comm_release_kept(c) != FC_OK) {
         release_kept(c, &c->kept);
@@ -197,7 +197,7 @@ void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied) {
     c->kept.copied = copied;
 }
 
-fc_status fc_comm_release_kept(fc_comm *c) {
+fc_status fc_comm_release_kept(fc_comm_ctx *c) {
     fc_status status = FC_OK;
     if (c->kept.buffer == NULL) {
         return FC_OK;
@@ -208,7 +208,7 @@ done:
     return status;
 }
 
-fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done) {
+fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done) {
     fc_kept_gather oldest = c->kept_rows[0];
     if (oldest.copied != NULL && fct_event_wait(oldest.copied, c->reduce_stream) != 0) {
         fc_comm_put_event(c, done);
@@ -220,7 +220,7 @@ fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done) {
     return FC_OK;
 }
 
-fc_status fc_comm_release_rows(fc_comm *c) {
+fc_status fc_comm_release_rows(fc_comm_ctx *c) {
     for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
         fc_kept_gather *kept = &c->kept_rows[i];
         if (kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0) {
@@ -231,7 +231,7 @@ fc_status fc_comm_release_rows(fc_comm *c) {
     return FC_OK;
 }
 
-fc_status fc_comm_check(fc_comm *c) {
+fc_status fc_comm_check(fc_comm_ctx *c) {
     if ((c->kept.buffer == NULL) != (c->kept.copied == NULL)) {
         return fc_error_set(
             &c->error, FC_ESTATE,
@@ -248,10 +248,10 @@ fc_status fc_comm_check(fc_comm *c) {
     return FC_OK;
 }
 
-void fc_comm_park(fc_comm *c, fct_work *work, fct_tensor *first, fct_tensor *second) {
-    fc_parked *record = NULL;
+void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fct_tensor *second) {
+    fc_deferred_release *record = NULL;
     if (work != NULL && !fct_work_done(work)) {
-        record = (fc_parked *)malloc(sizeof *record);
+        record = (fc_deferred_release *)malloc(sizeof *record);
     }
     if (record == NULL) {
         fct_work_release(work);
@@ -262,14 +262,14 @@ void fc_comm_park(fc_comm *c, fct_work *work, fct_tensor *first, fct_tensor *sec
     record->work = work;
     record->buffers[0] = first;
     record->buffers[1] = second;
-    record->next = c->parked;
-    c->parked = record;
+    record->next = c->deferred;
+    c->deferred = record;
 }
 
-void fc_comm_reap(fc_comm *c) {
-    fc_parked **link = &c->parked;
+void fc_comm_collect(fc_comm_ctx *c) {
+    fc_deferred_release **link = &c->deferred;
     while (*link != NULL) {
-        fc_parked *record = *link;
+        fc_deferred_release *record = *link;
         if (!fct_work_done(record->work)) {
             link = &record->next;
             continue;

@@ -1,7 +1,7 @@
 /* Deferred release. The core borrows pointers to groups, states, parameters and tensors, and calls
  * foreign code (modules' own __setattr__, users' hooks) while it uses them. That code may replace
  * attributes. While any call is in progress, mod->retired keeps the former values. */
-#include "retired.h"
+#include "deferred_decref.h"
 
 #include "../bridge/error.h"
 
@@ -20,7 +20,7 @@ void fcpy_calls_leave(fcpy_module *mod) {
     fct_error_put_back(error);
 }
 
-void fcpy_retire(fcpy_module *mod, PyObject *obj) {
+void fcpy_defer_decref(fcpy_module *mod, PyObject *obj) {
     if (obj == NULL) {
         return;
     }
@@ -41,14 +41,14 @@ void fcpy_replace(fcpy_module *mod, PyObject **slot, PyObject *value) {
     PyObject *old = *slot;
     Py_XINCREF(value);
     *slot = value;
-    fcpy_retire(mod, old);
+    fcpy_defer_decref(mod, old);
 }
 
 /* Without memory for the capsule, the target of the pointer leaks. */
-static void retire_pointer(fcpy_module *mod, void *pointer, const char *name,
-                           PyCapsule_Destructor destructor) {
+static void defer_pointer(fcpy_module *mod, void *pointer, const char *name,
+                          PyCapsule_Destructor destructor) {
     void *error = fct_error_set_aside();
-    fcpy_retire(mod, PyCapsule_New(pointer, name, destructor));
+    fcpy_defer_decref(mod, PyCapsule_New(pointer, name, destructor));
     fct_error_put_back(error);
 }
 
@@ -56,10 +56,10 @@ static void release_tensor(PyObject *capsule) {
     fct_tensor_release((fct_tensor *)PyCapsule_GetPointer(capsule, "tensor"));
 }
 
-void fcpy_retire_tensor(fcpy_module *mod, fct_tensor *tensor) {
+void fcpy_defer_tensor_release(fcpy_module *mod, fct_tensor *tensor) {
     if (tensor != NULL && mod->calls > 0) {
         fct_tensor_retain(tensor);
-        retire_pointer(mod, tensor, "tensor", release_tensor);
+        defer_pointer(mod, tensor, "tensor", release_tensor);
     }
 }
 
@@ -67,10 +67,10 @@ static void free_block(PyObject *capsule) {
     free(PyCapsule_GetPointer(capsule, "block"));
 }
 
-void fcpy_retire_block(fcpy_module *mod, void *block) {
+void fcpy_defer_free(fcpy_module *mod, void *block) {
     if (block == NULL || mod->calls == 0) {
         free(block);
     } else {
-        retire_pointer(mod, block, "block", free_block);
+        defer_pointer(mod, block, "block", free_block);
     }
 }

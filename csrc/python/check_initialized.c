@@ -1,15 +1,15 @@
 /* Checks whether an object is initialized, and sets the exceptions of objects that are not. An
  * object that was made and never initialized, or that was collected, has no core struct. Owns
  * nothing. */
-#include "ready.h"
+#include "check_initialized.h"
 
 #include "errors.h"
 
-bool fcpy_group_ready(const fcpy_group *self) {
-    if (self->core.members.host == NULL) {
+bool fcpy_group_check_initialized(const fcpy_group *self) {
+    if (self->core.base.callbacks == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the parameter group is not initialised");
     }
-    return self->core.members.host != NULL;
+    return self->core.base.callbacks != NULL;
 }
 
 static const char CONTEXT[] = "FSDPCommContext";
@@ -23,7 +23,7 @@ static void raise_no_attribute(const char *type, const char *attribute) {
 }
 
 bool fcpy_group_check_context(const fcpy_group *self, const char *type, const char *attribute) {
-    if (!fcpy_group_ready(self)) {
+    if (!fcpy_group_check_initialized(self)) {
         return false;
     }
     const fcpy_state *unit = (const fcpy_state *)self->unit;
@@ -36,7 +36,7 @@ bool fcpy_group_check_context(const fcpy_group *self, const char *type, const ch
 }
 
 bool fcpy_state_check_context(const fcpy_state *self, const char *attribute) {
-    if (!fcpy_state_ready(self)) {
+    if (!fcpy_state_check_initialized(self)) {
         return false;
     }
     if (self->is_root == Py_None) {
@@ -46,11 +46,11 @@ bool fcpy_state_check_context(const fcpy_state *self, const char *attribute) {
 }
 
 int fcpy_group_raise(const fcpy_group *self, fc_status status) {
-    const fc_comm *comm = self->core.members.comm;
+    const fc_comm_ctx *comm = self->core.base.comm;
     return fcpy_raise(status, comm != NULL ? comm->error.message : NULL);
 }
 
-int fcpy_group_check_device(const fc_comm *comm, fct_device device) {
+int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device) {
     if (comm->device.type != device.type) {
         PyErr_SetString(PyExc_ValueError,
                         "the communication context is for another kind of device than the group");
@@ -59,7 +59,7 @@ int fcpy_group_check_device(const fc_comm *comm, fct_device device) {
     return 0;
 }
 
-bool fcpy_state_ready(const fcpy_state *self) {
+bool fcpy_state_check_initialized(const fcpy_state *self) {
     if (self->core.iteration != NULL && self->core.comm != NULL) {
         return true;
     }

@@ -9,7 +9,7 @@
  * Tracers that run the model on tensors without memory are refused too, because the gathered fake
  * tensors would be kept. All checks come before the state changes, so a refused call does not
  * affect the other thread. */
-#include "admit.h"
+#include "check_thread.h"
 
 #include "../bridge/pyobject.h"
 
@@ -71,7 +71,7 @@ static int check_modes(fcpy_state *self) {
     return none != NULL ? 0 : -1;
 }
 
-int fcpy_admit_forward(fcpy_state *self) {
+int fcpy_check_forward_thread(fcpy_state *self) {
     const unsigned long this_thread = PyThread_get_thread_ident();
     fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
     const bool in_forward = self->entering || self->core.training_state == FC_FORWARD;
@@ -87,7 +87,7 @@ int fcpy_admit_forward(fcpy_state *self) {
     if (first && fct_py_ending() && fct_grad_enabled()) {
         return raise_interpreter_shutdown(self);
     }
-    if (first && fct_watched() && check_modes(self) != 0) {
+    if (first && fct_has_observer() && check_modes(self) != 0) {
         return -1;
     }
     self->thread = this_thread;
@@ -97,7 +97,7 @@ int fcpy_admit_forward(fcpy_state *self) {
     return 0;
 }
 
-int fcpy_admit_backward(fcpy_state *self) {
+int fcpy_check_backward_thread(fcpy_state *self) {
     const unsigned long this_thread = PyThread_get_thread_ident();
     fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
     /* Autograd runs this device's backward in its own threads. */

@@ -1,18 +1,18 @@
 /* Cached results of the guard, embedded in the objects and in the module state. guard.c fills
  * them. */
-#ifndef FSDP_C_PYTHON_SEEN_H
-#define FSDP_C_PYTHON_SEEN_H
+#ifndef FSDP_C_PYTHON_VERSION_CACHE_H
+#define FSDP_C_PYTHON_VERSION_CACHE_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdbool.h>
 
 /* The overrides of one object, and the version tags of the type and dict they were read from. */
-typedef struct fcpy_seen {
+typedef struct fcpy_version_cache {
     uint64_t type_tag;
     uint64_t dict_tag;
     uint32_t bits;
-} fcpy_seen;
+} fcpy_version_cache;
 
 enum { FCPY_MAX_PLACES = 8 };
 

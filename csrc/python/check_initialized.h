@@ -1,11 +1,11 @@
 /* Checks whether an object is initialized, and sets the exceptions of objects that are not. */
-#ifndef FSDP_C_PYTHON_READY_H
-#define FSDP_C_PYTHON_READY_H
+#ifndef FSDP_C_PYTHON_CHECK_INITIALIZED_H
+#define FSDP_C_PYTHON_CHECK_INITIALIZED_H
 
 #include "objects.h"
 
 /* Whether the group is initialized; false with RuntimeError. */
-bool fcpy_group_ready(const fcpy_group *self);
+bool fcpy_group_check_initialized(const fcpy_group *self);
 /* Whether lazy init of the group's communication context is done: by the first forward of the root,
  * or by `CommContext.lazy_init`. Before it, torch's methods fail on the first attribute that they
  * read of the context or of a parameter. Returns false with that AttributeError. */
@@ -13,10 +13,10 @@ bool fcpy_group_check_context(const fcpy_group *self, const char *type, const ch
 /* Sets the exception of `status`, with the message of the group's context. Returns -1. */
 int fcpy_group_raise(const fcpy_group *self, fc_status status);
 /* Whether the context is for the group's type of device; -1 with ValueError. */
-int fcpy_group_check_device(const fc_comm *comm, fct_device device);
+int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device);
 /* Whether the state has its contexts; false with RuntimeError. Uninitialized states and collected
  * states have none. */
-bool fcpy_state_ready(const fcpy_state *self);
+bool fcpy_state_check_initialized(const fcpy_state *self);
 /* fcpy_group_check_context for a state. */
 bool fcpy_state_check_context(const fcpy_state *self, const char *attribute);
 /* fcpy_group_raise for a state. */

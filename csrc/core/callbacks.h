@@ -1,26 +1,26 @@
 /* Callbacks of the core into the layer above it (csrc/python; a fake in tests/c), for operations
  * that need Python objects. `param` is fc_param.owner and `group` is fc_group.owner. A callback
  * that returns int returns 0, or -1 with a Python exception set. The caller holds the GIL. */
-#ifndef FSDP_C_CORE_HOST_H
-#define FSDP_C_CORE_HOST_H
+#ifndef FSDP_C_CORE_CALLBACKS_H
+#define FSDP_C_CORE_CALLBACKS_H
 
 #include <stdbool.h>
 
 #include "../bridge/types.h"
 #include "param.h"
 
-/* Data movements that the host may perform in place of the core. FC_MOVE_EARLY includes
- * FC_MOVE_REDUCE, and hosts that must run user code at the end of backward. */
-typedef enum fc_move {
-    FC_MOVE_GATHER, /* gather() and copy_out() replace pack, all-gather, copy-out */
-    FC_MOVE_REDUCE, /* reduce() replaces pack, reduce-scatter, all-reduce, views */
-    FC_MOVE_EARLY,  /* no bucket is reduced before the end of backward */
-    FC_MOVE_FREE,   /* free_unsharded() replaces the core's free, for every parameter */
-    FC_MOVE_SWAP,   /* swap_by_method() replaces swap() */
-    FC_MOVE_GRADS   /* fold_grad(), stash_grad() and collect_grad() replace the core's functions */
-} fc_move;
+/* Data movements that the host may perform in place of the core. FC_FALLBACK_EARLY includes
+ * FC_FALLBACK_REDUCE, and hosts that must run user code at the end of backward. */
+typedef enum fc_fallback {
+    FC_FALLBACK_GATHER, /* gather() and copy_out() replace pack, all-gather, copy-out */
+    FC_FALLBACK_REDUCE, /* reduce() replaces pack, reduce-scatter, all-reduce, views */
+    FC_FALLBACK_EARLY,  /* no bucket is reduced before the end of backward */
+    FC_FALLBACK_FREE,   /* free_unsharded() replaces the core's free, for every parameter */
+    FC_FALLBACK_SWAP,   /* swap_by_method() replaces swap() */
+    FC_FALLBACK_GRADS /* accumulate_grad(), to_accumulated_grad() and collect_grad() replace the core's functions */
+} fc_fallback;
 
-typedef struct fc_host {
+typedef struct fc_callbacks {
     /* Creates the unsharded parameter over `flat` (1-D, world * padded_numel elements, allocated
      * storage). Called once per parameter, and again if `flat` was replaced. *unsharded is
      * borrowed. The host keeps it alive until the next call or the end of the parameter. */
@@ -40,12 +40,12 @@ typedef struct fc_host {
      * (1-D, this rank's padded rows of the post-forward layout). The host keeps it until the next
      * call. `data` NULL releases it and never fails. */
     int (*make_post_forward)(void *param, fct_tensor *data);
-    /* Registers the parameter object of `face` on every module that holds the parameter. Fails only
+    /* Registers the parameter object of `registered_state` on every module that holds the parameter. Fails only
      * if a module's own __setattr__ raises. A swap to the registered state never fails. */
-    int (*swap)(void *param, fc_sharded_state face);
+    int (*swap)(void *param, fc_sharded_state state);
     /* The same through a method that the user has overridden. Called only if
-     * moves(FC_MOVE_SWAP). */
-    int (*swap_by_method)(void *param, fc_sharded_state face);
+     * uses_fallback(FC_FALLBACK_SWAP). */
+    int (*swap_by_method)(void *param, fc_sharded_state state);
     /* Returns requires_grad of the sharded parameter. The core keeps no handle of that object,
      * because users may swap its tensor. */
     bool (*requires_grad)(void *param);
@@ -58,25 +58,25 @@ typedef struct fc_host {
     /* Runs before a gather. If the user has replaced the shard of the parameter, it passes the new
      * one to fc_param. Fails if the replacement does not fit the parameter. May be NULL: shards are
      * never replaced. */
-    int (*follow_shard)(void *param);
+    int (*refresh_shard)(void *param);
     /* Sets .grad of the sharded parameter or adds to it, then runs the post-accumulate-grad hooks.
      * Borrows `local`, this rank's shard of the reduced gradient. */
-    int (*take_grad)(void *param, fct_tensor *local);
-    /* Returns true if the sharded parameter has a gradient, which take_grad() will add to. Called
+    int (*set_sharded_grad)(void *param, fct_tensor *local);
+    /* Returns true if the sharded parameter has a gradient, which set_sharded_grad() will add to. Called
      * for offloaded parameters. */
     bool (*has_grad)(void *param);
     /* Returns true if user code must run as soon as the gradient is reduced (post-accumulate-grad
      * hooks). */
-    bool (*wants_grad_now)(void *param);
+    bool (*needs_grad_now)(void *param);
     /* Called when autograd has accumulated into the unsharded parameter. It calls
      * fc_bucket_arrived, and fc_group_reduce_buckets if that returns true. */
     int (*grad_arrived)(void *param);
     /* Writes the plain local tensor of a DTensor gradient to *local, as a new reference. */
     int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
     /* Replace the functions of the same name in param.h and gradient.c. Called only if
-     * moves(FC_MOVE_GRADS). *local is a new reference, or NULL if there is no gradient. */
-    int (*fold_grad)(void *param);
-    int (*stash_grad)(void *param);
+     * uses_fallback(FC_FALLBACK_GRADS). *local is a new reference, or NULL if there is no gradient. */
+    int (*accumulate_grad)(void *param);
+    int (*to_accumulated_grad)(void *param);
     int (*collect_grad)(void *param, fct_tensor **local);
     /* Runs the user's all-reduce hook, which changes the reduced row in place before it is divided
      * and handed out. Called only for groups with has_hook. */
@@ -85,7 +85,7 @@ typedef struct fc_host {
     /* Returns true if the host performs this movement (custom collectives, patched functions,
      * tensors without memory). Called once per movement, so it must be cheap. May be NULL: the core
      * performs all of them. Never fails. */
-    bool (*moves)(void *group, fc_move move);
+    bool (*uses_fallback)(void *group, fc_fallback move);
     /* Starts a gather. `overlaps`: on the context's gather streams, if there are any. */
     int (*gather)(void *group, bool async_op, bool overlaps);
     /* Waits for the gather, allocates, copies out and passes each fc_param its unsharded tensor.
@@ -96,7 +96,7 @@ typedef struct fc_host {
     void (*drop_gather)(void *group);
     /* Discards the partial results of reduce(). May be NULL: there are none. Never fails. */
     void (*drop_reduce)(void *group);
-    /* Frees the memory of an unsharded parameter. Called only if moves(FC_MOVE_FREE). Never
+    /* Frees the memory of an unsharded parameter. Called only if uses_fallback(FC_FALLBACK_FREE). Never
      * fails. */
     void (*free_unsharded)(void *param);
     /* Reduces `count` gradients and passes them to their parameters. Takes each gradient as early
@@ -111,6 +111,6 @@ typedef struct fc_host {
     /* Logs the debug line "FSDP::label (modules)" if that log level is enabled. May be NULL. Never
      * fails. */
     void (*log)(void *group, const char *label);
-} fc_host;
+} fc_callbacks;
 
 #endif

@@ -10,9 +10,9 @@ static struct {
     bool fails;
 } seen;
 
-static bool moves(void *group, fc_move move) {
+static bool moves(void *group, fc_fallback move) {
     (void)group;
-    return move == FC_MOVE_GRADS;
+    return move == FC_FALLBACK_GRADS;
 }
 
 static int fold(void *owner) {
@@ -39,7 +39,7 @@ static int collect(void *owner, fct_tensor **local) {
     return 0;
 }
 
-static void host_moves_grads_replaces_collection(void **state) {
+static void fallback_of_grads_replaces_collection(void **state) {
     (void)state;
     const int64_t size[1] = {4};
     const double values[4] = {1.0, 2.0, 3.0, 4.0};
@@ -47,40 +47,40 @@ static void host_moves_grads_replaces_collection(void **state) {
         .layers = 1, .world = 2, .shape_count = 1, .shapes = {{.ndim = 1, .sizes = {4}}}};
     sim_begin((sim_config){.seed = 3});
     sim_model *model = sim_model_new(&scenario);
-    fc_members *m = &model->layers[1].groups[0].core.members;
-    const fc_host *own = m->host;
-    fc_host host = *own;
+    fc_group_base *m = &model->layers[1].groups[0].core.base;
+    const fc_callbacks *own = m->callbacks;
+    fc_callbacks host = *own;
     fc_reduce_plan plan = {.count = 0};
-    host.moves = moves;
-    host.fold_grad = fold;
-    host.stash_grad = stash;
+    host.uses_fallback = moves;
+    host.accumulate_grad = fold;
+    host.to_accumulated_grad = stash;
     host.collect_grad = collect;
-    m->host = &host;
-    assert_int_equal(fc_gradient_fold(m, fc_members_all(m)), FC_OK);
-    assert_int_equal(fc_gradient_stash(m), FC_OK);
+    m->callbacks = &host;
+    assert_int_equal(fc_gradient_accumulate(m, fc_group_base_all(m)), FC_OK);
+    assert_int_equal(fc_gradient_to_accumulated(m), FC_OK);
     assert_int_equal(seen.folded, 1);
     assert_int_equal(seen.stashed, 1);
-    assert_int_equal(fc_gradient_collect(m, fc_members_all(m), false, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(m, fc_group_base_all(m), false, &plan), FC_OK);
     assert_int_equal(plan.count, 0);
-    assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(m, fc_group_base_all(m), true, &plan), FC_OK);
     assert_int_equal(plan.count, 1); /* zeros for an unused parameter */
     seen.gradient = sim_tensor_new(FCK_FLOAT32, 1, size, values);
-    assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_OK);
+    assert_int_equal(fc_gradient_collect(m, fc_group_base_all(m), true, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
     assert_ptr_equal(plan.grads[0], seen.gradient);
     seen.fails = true;
-    assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_ERAISED);
+    assert_int_equal(fc_gradient_collect(m, fc_group_base_all(m), true, &plan), FC_ERAISED);
     fc_reduce_plan_fini(&plan);
     assert_int_equal(sim_tensor_refs(seen.gradient), 1);
     fct_tensor_release(seen.gradient);
-    m->host = own;
+    m->callbacks = own;
     sim_model_free(model);
     sim_end();
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(host_moves_grads_replaces_collection),
+        cmocka_unit_test(fallback_of_grads_replaces_collection),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

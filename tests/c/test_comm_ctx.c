@@ -1,6 +1,6 @@
 /* Communication context: event pool, order between streams, and memory that is kept until its last
  * use. */
-#include "core/comm.h"
+#include "core/comm_ctx.h"
 
 #include "sim.h"
 
@@ -14,8 +14,8 @@ static fct_tensor *vector_of(double value) {
     return sim_tensor_new(FCK_FLOAT32, 1, eight, values);
 }
 
-static fc_comm begin(bool streams) {
-    fc_comm c;
+static fc_comm_ctx begin(bool streams) {
+    fc_comm_ctx c;
     sim_begin((sim_config){.seed = 7, .streams = streams});
     fc_comm_init(&c, sim_device());
     assert_int_equal(fc_comm_init_streams(&c), FC_OK);
@@ -23,21 +23,21 @@ static fc_comm begin(bool streams) {
     return c;
 }
 
-static void end(fc_comm *c) {
+static void end(fc_comm_ctx *c) {
     fc_comm_fini(c);
     sim_end();
 }
 
 /* A pending reduce-scatter with its tensors. */
-typedef struct flight {
+typedef struct pending {
     fct_pg *pg;
     fct_tensor *in;
     fct_tensor *out;
     fct_work *work;
-} flight;
+} pending;
 
-static flight start_reduce_scatter(void) {
-    flight f = {NULL, vector_of(1.0), NULL, NULL};
+static pending start_reduce_scatter(void) {
+    pending f = {NULL, vector_of(1.0), NULL, NULL};
     const int64_t four[1] = {4};
     sim_collectives_stall(true);
     sim_pg_register("world", 2, 0, NULL, NULL);
@@ -49,56 +49,56 @@ static flight start_reduce_scatter(void) {
     return f;
 }
 
-/* ---- parked collectives ---- */
+/* ---- deferred collectives ---- */
 
-static void parked_buffers_are_held_until_work_completes(void **state) {
+static void deferred_buffers_are_held_until_work_completes(void **state) {
     (void)state;
-    fc_comm c = begin(false);
-    flight f = start_reduce_scatter();
-    fc_comm_park(&c, f.work, f.in, f.out);
-    fc_comm_reap(&c);
-    assert_non_null(c.parked);
+    fc_comm_ctx c = begin(false);
+    pending f = start_reduce_scatter();
+    fc_comm_defer_release(&c, f.work, f.in, f.out);
+    fc_comm_collect(&c);
+    assert_non_null(c.deferred);
     assert_int_equal(sim_count_alive().works, 1);
     sim_drain();
-    fc_comm_reap(&c);
-    assert_null(c.parked);
+    fc_comm_collect(&c);
+    assert_null(c.deferred);
     sim_check_nothing_alive();
     end(&c);
 }
 
-static void completed_work_is_not_parked(void **state) {
+static void release_of_completed_work_is_not_deferred(void **state) {
     (void)state;
-    fc_comm c = begin(false);
-    flight f = start_reduce_scatter();
+    fc_comm_ctx c = begin(false);
+    pending f = start_reduce_scatter();
     sim_drain();
-    fc_comm_park(&c, f.work, f.in, f.out);
-    assert_null(c.parked);
-    fc_comm_park(&c, NULL, vector_of(1.0), NULL);
-    fc_comm_park(&c, NULL, NULL, NULL);
-    assert_null(c.parked);
+    fc_comm_defer_release(&c, f.work, f.in, f.out);
+    assert_null(c.deferred);
+    fc_comm_defer_release(&c, NULL, vector_of(1.0), NULL);
+    fc_comm_defer_release(&c, NULL, NULL, NULL);
+    assert_null(c.deferred);
     sim_check_nothing_alive();
     end(&c);
 }
 
-static void park_without_memory_relies_on_backend_references(void **state) {
+static void deferred_release_without_memory_relies_on_backend_references(void **state) {
     (void)state;
-    fc_comm c = begin(false);
-    flight f = start_reduce_scatter();
+    fc_comm_ctx c = begin(false);
+    pending f = start_reduce_scatter();
     sim_fault_arm(1, SIM_ONCE);
-    fc_comm_park(&c, f.work, f.in, f.out);
+    fc_comm_defer_release(&c, f.work, f.in, f.out);
     assert_int_equal(sim_fault_fired(NULL), SIM_FAULT_MEMORY);
-    assert_null(c.parked);
+    assert_null(c.deferred);
     assert_int_equal(sim_count_alive().tensors, 2);
     sim_drain();
     sim_check_nothing_alive();
     end(&c);
 }
 
-static void comm_fini_releases_parked_collectives(void **state) {
+static void comm_ctx_fini_releases_deferred_collectives(void **state) {
     (void)state;
-    fc_comm c = begin(false);
-    flight f = start_reduce_scatter();
-    fc_comm_park(&c, f.work, f.in, f.out);
+    fc_comm_ctx c = begin(false);
+    pending f = start_reduce_scatter();
+    fc_comm_defer_release(&c, f.work, f.in, f.out);
     end(&c); /* the backend completes the collective by itself */
 }
 
@@ -107,7 +107,7 @@ static void comm_fini_releases_parked_collectives(void **state) {
 static void streams_are_created_once_and_retried_after_failure(void **state) {
     (void)state;
     for (int64_t n = 1; n <= 4; n++) {
-        fc_comm c;
+        fc_comm_ctx c;
         sim_begin((sim_config){.seed = 7, .streams = true});
         fc_comm_init(&c, sim_device());
         sim_fault_arm(n, SIM_ONCE);
@@ -124,7 +124,7 @@ static void streams_are_created_once_and_retried_after_failure(void **state) {
 
 static void put_event_returns_event_to_pool(void **state) {
     (void)state;
-    fc_comm c = begin(true);
+    fc_comm_ctx c = begin(true);
     fct_event *a = NULL;
     fct_event *b = NULL;
     assert_int_equal(fc_comm_record(&c, c.gather_stream, &a), FC_OK);
@@ -139,7 +139,7 @@ static void put_event_returns_event_to_pool(void **state) {
 
 static void put_event_frees_event_if_pool_cannot_grow(void **state) {
     (void)state;
-    fc_comm c = begin(true);
+    fc_comm_ctx c = begin(true);
     fct_event *e = NULL;
     assert_int_equal(fc_comm_get_event(&c, &e), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
@@ -151,7 +151,7 @@ static void put_event_frees_event_if_pool_cannot_grow(void **state) {
 
 static void failed_record_returns_its_event(void **state) {
     (void)state;
-    fc_comm c = begin(true);
+    fc_comm_ctx c = begin(true);
     fct_event *e = NULL;
     sim_fault_arm(2, SIM_ONCE);
     assert_int_equal(fc_comm_record(&c, c.gather_stream, &e), FC_ERAISED);
@@ -163,7 +163,7 @@ static void failed_record_returns_its_event(void **state) {
 /* ---- memory across streams ---- */
 
 /* The current stream writes a tensor, then the gather stream reads it. */
-static void read_on_gather_stream(const fc_comm *c, fct_tensor *t) {
+static void read_on_gather_stream(const fc_comm_ctx *c, fct_tensor *t) {
     fct_stream before = fct_stream_set_current(c->gather_stream);
     sim_tensor_touch(t, "a read on the gather stream");
     (void)fct_stream_set_current(before);
@@ -172,7 +172,7 @@ static void read_on_gather_stream(const fc_comm *c, fct_tensor *t) {
 static void quiesce_orders_all_streams(void **state) {
     (void)state;
     for (int right = 0; right < 2; right++) {
-        fc_comm c = begin(true);
+        fc_comm_ctx c = begin(true);
         fct_tensor *t = vector_of(1.0);
         fct_stream current = fct_stream_current(sim_device());
         assert_int_equal(fc_comm_order_streams(&c, c.gather_stream, current), FC_OK);
@@ -194,7 +194,7 @@ static void quiesce_orders_all_streams(void **state) {
 /* A kept gather buffer is memory of the copy-in stream, and the current stream reads it. */
 static void kept_gather_buffer_is_released_after_its_copy_out(void **state) {
     (void)state;
-    fc_comm c = begin(true);
+    fc_comm_ctx c = begin(true);
     fct_stream current = fct_stream_set_current(c.copy_in_stream);
     fct_tensor *buffer = vector_of(1.0);
     (void)fct_stream_set_current(current);
@@ -214,7 +214,7 @@ static void kept_gather_buffer_is_released_after_its_copy_out(void **state) {
     end(&c);
 }
 
-static fct_tensor *row_on_all_reduce_stream(fc_comm *c, fct_event **done) {
+static fct_tensor *row_on_all_reduce_stream(fc_comm_ctx *c, fct_event **done) {
     fct_stream current = fct_stream_set_current(c->reduce_stream);
     fct_tensor *row = vector_of(1.0);
     assert_int_equal(fc_comm_order_streams(c, c->all_reduce_stream, c->reduce_stream), FC_OK);
@@ -227,7 +227,7 @@ static fct_tensor *row_on_all_reduce_stream(fc_comm *c, fct_event **done) {
 
 static void last_two_all_reduced_rows_are_kept(void **state) {
     (void)state;
-    fc_comm c = begin(true);
+    fc_comm_ctx c = begin(true);
     for (int i = 0; i < 5; i++) {
         fct_event *done = NULL;
         fct_tensor *row = row_on_all_reduce_stream(&c, &done);
@@ -239,7 +239,7 @@ static void last_two_all_reduced_rows_are_kept(void **state) {
 
 static void failed_keep_row_leaves_row_with_caller(void **state) {
     (void)state;
-    fc_comm c = begin(true);
+    fc_comm_ctx c = begin(true);
     fct_event *done = NULL;
     for (int i = 0; i < 2; i++) {
         fct_tensor *row = row_on_all_reduce_stream(&c, &done);
@@ -258,7 +258,7 @@ static void failed_keep_row_leaves_row_with_caller(void **state) {
 /* After a backward all rows are released: the next reduce-scatter may reuse their memory. */
 static void kept_rows_are_released_after_their_casts(void **state) {
     (void)state;
-    fc_comm c = begin(true);
+    fc_comm_ctx c = begin(true);
     fct_event *done = NULL;
     fct_tensor *row = row_on_all_reduce_stream(&c, &done);
     assert_int_equal(fc_comm_keep_row(&c, row, done), FC_OK);
@@ -279,7 +279,7 @@ static void kept_rows_are_released_after_their_casts(void **state) {
 static void second_kept_buffer_replaces_first(void **state) {
     (void)state;
     for (int fails = 0; fails < 2; fails++) {
-        fc_comm c = begin(true);
+        fc_comm_ctx c = begin(true);
         fct_stream current = fct_stream_current(sim_device());
         for (int i = 0; i < 2; i++) {
             fct_event *copied = NULL;
@@ -299,7 +299,7 @@ static void second_kept_buffer_replaces_first(void **state) {
 
 static void shared_event_returns_to_pool_with_its_last_owner(void **state) {
     (void)state;
-    fc_comm c = begin(true);
+    fc_comm_ctx c = begin(true);
     fct_event *first = NULL;
     fct_event *second = NULL;
     assert_int_equal(fc_comm_record(&c, c.reduce_stream, &first), FC_OK);
@@ -319,10 +319,10 @@ static void shared_event_returns_to_pool_with_its_last_owner(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(parked_buffers_are_held_until_work_completes),
-        cmocka_unit_test(completed_work_is_not_parked),
-        cmocka_unit_test(park_without_memory_relies_on_backend_references),
-        cmocka_unit_test(comm_fini_releases_parked_collectives),
+        cmocka_unit_test(deferred_buffers_are_held_until_work_completes),
+        cmocka_unit_test(release_of_completed_work_is_not_deferred),
+        cmocka_unit_test(deferred_release_without_memory_relies_on_backend_references),
+        cmocka_unit_test(comm_ctx_fini_releases_deferred_collectives),
         cmocka_unit_test(streams_are_created_once_and_retried_after_failure),
         cmocka_unit_test(put_event_returns_event_to_pool),
         cmocka_unit_test(put_event_frees_event_if_pool_cannot_grow),

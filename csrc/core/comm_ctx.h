@@ -5,10 +5,10 @@
  *   - after its collective is complete (devices without streams), or
  *   - after the stream that reuses its memory waits for an event that was recorded after the last
  *     use (devices with streams).
- * If a wait is abandoned (signal, exception, reset), the Work and its buffers are parked here.
- * fc_comm_reap releases them when the backend has completed the Work. */
-#ifndef FSDP_C_CORE_COMM_H
-#define FSDP_C_CORE_COMM_H
+ * If a wait is abandoned (signal, exception, reset), the Work and its buffers stay here.
+ * fc_comm_collect releases them when the backend has completed the Work. */
+#ifndef FSDP_C_CORE_COMM_CTX_H
+#define FSDP_C_CORE_COMM_CTX_H
 
 #include "../bridge/collective.h"
 #include "../bridge/stream.h"
@@ -18,11 +18,11 @@
 struct fc_reduction;
 
 /* A collective whose wait was abandoned, and the memory that it still uses. */
-typedef struct fc_parked {
+typedef struct fc_deferred_release {
     fct_work *work;
     fct_tensor *buffers[2];
-    struct fc_parked *next;
-} fc_parked;
+    struct fc_deferred_release *next;
+} fc_deferred_release;
 
 /* A buffer whose consumer is queued. It is kept until the streams that reuse its memory wait for
  * `copied`. */
@@ -31,7 +31,7 @@ typedef struct fc_kept_gather {
     fct_event *copied;
 } fc_kept_gather;
 
-typedef struct fc_comm {
+typedef struct fc_comm_ctx {
     fct_device device;
     bool has_streams;
     bool streams_ready; /* fc_comm_init_streams has run: the four streams below are valid */
@@ -50,70 +50,70 @@ typedef struct fc_comm {
     /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. */
     fc_kept_gather kept_rows[2];
     fc_order order;
-    fc_parked *parked;
+    fc_deferred_release *deferred;
     fct_event **free_events;
     size_t free_event_count;
     size_t events_out; /* events taken from the pool and not returned */
     size_t free_event_capacity;
     fc_error error;
-} fc_comm;
+} fc_comm_ctx;
 
-void fc_comm_init(fc_comm *c, fct_device device);
+void fc_comm_init(fc_comm_ctx *c, fct_device device);
 /* Takes the streams from torch's pool. Idempotent. Does nothing on devices without streams. */
-FC_CHECK fc_status fc_comm_init_streams(fc_comm *c);
+FC_CHECK fc_status fc_comm_init_streams(fc_comm_ctx *c);
 /* Precondition: no reduction is in flight (fc_reduction_discard). */
-void fc_comm_fini(fc_comm *c);
+void fc_comm_fini(fc_comm_ctx *c);
 
 /* Event pool, for devices with streams. get: the caller owns *out until it calls put. put: takes
  * the event; NULL is allowed. */
-FC_CHECK fc_status fc_comm_get_event(fc_comm *c, fct_event **out);
-void fc_comm_put_event(fc_comm *c, fct_event *e);
+FC_CHECK fc_status fc_comm_get_event(fc_comm_ctx *c, fct_event **out);
+void fc_comm_put_event(fc_comm_ctx *c, fct_event *e);
 /* Moves the count of one taken event: it came from `from` and will be returned to `to`. Both
  * contexts have the same device. */
-void fc_comm_hand_event(fc_comm *from, fc_comm *to);
+void fc_comm_transfer_event(fc_comm_ctx *from, fc_comm_ctx *to);
 /* Takes an event from the pool and records it on `s`. */
-FC_CHECK fc_status fc_comm_record(fc_comm *c, fct_stream s, fct_event **out);
+FC_CHECK fc_status fc_comm_record(fc_comm_ctx *c, fct_stream s, fct_event **out);
 /* The same into a slot. The slot's previous event (or NULL) returns to the pool. */
-FC_CHECK fc_status fc_comm_record_into(fc_comm *c, fct_stream s, fct_event **slot);
+FC_CHECK fc_status fc_comm_record_into(fc_comm_ctx *c, fct_stream s, fct_event **slot);
 /* Stores the event in a second slot for another waiter. The slot's previous event (or NULL) returns
  * to the pool. */
-void fc_comm_share_event(fc_comm *c, fct_event *e, fct_event **slot);
+void fc_comm_share_event(fc_comm_ctx *c, fct_event *e, fct_event **slot);
 /* Makes the current stream wait for the slot's event, returns the event to the pool and clears the
  * slot. Does nothing if the slot is NULL. */
-FC_CHECK fc_status fc_comm_wait_and_put(fc_comm *c, fct_event **slot);
+FC_CHECK fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot);
 /* Makes `waiter` wait for all work queued on `other` so far. */
-FC_CHECK fc_status fc_comm_order_streams(fc_comm *c, fct_stream waiter, fct_stream other);
+FC_CHECK fc_status fc_comm_order_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
 /* The same for cleanup: failures are ignored and a pending exception is preserved. */
-void fc_comm_settle_streams(fc_comm *c, fct_stream waiter, fct_stream other);
+void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
 /* Makes the current stream wait for all streams of the context, and these for the current stream.
  * Call it before freeing memory whose users are unknown. */
-FC_CHECK fc_status fc_comm_quiesce(fc_comm *c);
+FC_CHECK fc_status fc_comm_quiesce(fc_comm_ctx *c);
 /* Makes later work on the gather streams wait for `e`. Only the copy-in stream waits: it owns the
  * buffers' memory, and each gather on the gather stream follows its copy-in. Does nothing before
  * the streams are ready. */
-FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e);
+FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e);
 
 /* Keeps a gather buffer whose copy-out is queued, until fc_comm_release_kept. Takes both
  * arguments. */
-void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied);
+void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied);
 /* Makes the gather streams wait for the copy-out, then releases the kept gather buffer. */
-FC_CHECK fc_status fc_comm_release_kept(fc_comm *c);
+FC_CHECK fc_status fc_comm_release_kept(fc_comm_ctx *c);
 
 /* Keeps a row whose cast runs on another stream than the row's, and releases the row before the
  * last. Two rows stay, so that a reduce-scatter does not wait for an all-reduce. Takes both
  * arguments; on failure it does not take the row. */
-FC_CHECK fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done);
+FC_CHECK fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done);
 /* Makes the reduce stream wait for the casts, then releases both rows. */
-FC_CHECK fc_status fc_comm_release_rows(fc_comm *c);
+FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);
 
 /* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is
  * violated. */
-FC_CHECK fc_status fc_comm_check(fc_comm *c);
+FC_CHECK fc_status fc_comm_check(fc_comm_ctx *c);
 
 /* Keeps the work and the buffers until the backend has completed the work. Takes all arguments;
  * NULL is allowed. Never fails: without memory for the record it relies on the backend's own
  * references. */
-void fc_comm_park(fc_comm *c, fct_work *work, fct_tensor *first, fct_tensor *second);
-void fc_comm_reap(fc_comm *c); /* Releases parked collectives that are complete. */
+void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fct_tensor *second);
+void fc_comm_collect(fc_comm_ctx *c); /* Releases deferred collectives that are complete. */
 
 #endif

@@ -1,0 +1,130 @@
+/* Fixed parts of a group; see members.h. Owns the array of parameters, the resolved process groups
+ * and the references to allocators. */
+#include "group_base.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *callbacks,
+                        fc_comm_ctx *comm, fc_param **params, size_t count, fct_device device,
+                        int64_t world, int64_t rank) {
+    memset(base, 0, sizeof *base);
+    base->owner = owner;
+    base->callbacks = callbacks;
+    base->comm = comm;
+    base->params = params;
+    base->count = count;
+    base->device = device;
+    fc_process_group_set(&base->shard, NULL, world, rank);
+}
+
+void fc_group_base_fini(fc_group_base *base) {
+    fc_process_group_fini(&base->shard);
+    fc_process_group_fini(&base->scatter);
+    fc_process_group_fini(&base->replicate);
+    fc_process_group_fini(&base->post_forward);
+    fc_group_base_set_memory(base, NULL, NULL);
+    free((void *)base->params);
+    memset(base, 0, sizeof *base);
+}
+
+fc_span fc_group_base_all(const fc_group_base *base) {
+    return (fc_span){0, base->count};
+}
+
+fc_process_group *fc_group_base_scatter_group(fc_group_base *base) {
+    return base->scatter.name != NULL ? &base->scatter : &base->shard;
+}
+
+fc_status fc_group_base_open_reduction(fc_group_base *base) {
+    fc_status status = FC_OK;
+    if (base->scatter.name != NULL && base->scatter.world > 1) {
+        FC_TRY(fc_process_group_open(&base->scatter));
+    }
+    if (base->replicate.name != NULL && base->replicate.world > 1) {
+        FC_TRY(fc_process_group_open(&base->replicate));
+    }
+done:
+    return status;
+}
+
+void fc_group_base_set_memory(fc_group_base *base, fct_pg *gather, fct_pg *reduce) {
+    fct_pg *const before[2] = {base->gather_memory, base->reduce_memory};
+    base->gather_memory = gather;
+    base->reduce_memory = reduce;
+    fct_pg_release(before[0]);
+    fct_pg_release(before[1]);
+}
+
+fc_status fc_group_base_has_memory(const fc_group_base *base, fct_pg *memory, bool *has) {
+    *has = false;
+    return memory == NULL || fct_pg_allocates(memory, base->device, has) == 0 ? FC_OK : FC_ERAISED;
+}
+
+fc_status fc_group_base_buffer(const fc_group_base *base, fct_pg *memory, int64_t numel,
+                               fct_dtype dtype, fct_tensor **out) {
+    fc_status status = FC_OK;
+    bool has = false;
+    FC_TRY(fc_group_base_has_memory(base, memory, &has));
+    FC_TRY_RAISED(has ? fct_pg_empty(memory, numel, dtype, base->device, out)
+                      : fct_tensor_empty(numel, dtype, base->device, out));
+done:
+    return status;
+}
+
+bool fc_group_base_is_replicated(const fc_group_base *base) {
+    return base->replicate.name != NULL;
+}
+
+bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback move) {
+    return base->callbacks->uses_fallback != NULL &&
+           base->callbacks->uses_fallback(base->owner, move);
+}
+
+void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {
+    char name[256];
+    if (!fct_profile_active()) {
+        return NULL;
+    }
+    const char *fqn = base->name != NULL ? base->name : "";
+    /* In torch this range has its brackets for the root, too. */
+    if (fqn[0] != '\0' || strcmp(label, "post_backward_rs_wait") == 0) {
+        (void)snprintf(name, sizeof name, "FSDP::%s (%s)", label, fqn);
+    } else {
+        (void)snprintf(name, sizeof name, "FSDP::%s", label);
+    }
+    return fct_profile_enter(name);
+}
+
+void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass) {
+    char name[256];
+    if (!fct_profile_active()) {
+        return NULL;
+    }
+    (void)snprintf(name, sizeof name, "FSDP::%s_prefetch for %s", pass,
+                   base->name != NULL ? base->name : "None");
+    return fct_profile_enter(name);
+}
+
+void fc_group_base_log(const fc_group_base *base, const char *label) {
+    if (base->callbacks->log != NULL) {
+        base->callbacks->log(base->owner, label);
+    }
+}
+
+/* Address and versions are hashed one after the other: a lower address must not cancel a higher
+ * version. */
+uint64_t fc_group_base_shard_version(const fc_group_base *base) {
+    const uint64_t prime = UINT64_C(1099511628211);
+    uint64_t hash = 0;
+    for (size_t i = 0; i < base->count; i++) {
+        const fct_tensor *data = base->params[i]->sharded_data;
+        uint64_t versions = data != NULL ? fct_tensor_version(data) : 0;
+        if (base->callbacks->shard_version != NULL) {
+            versions |= (uint64_t)base->callbacks->shard_version(base->params[i]->owner) << 32;
+        }
+        hash = (hash * prime + (uint64_t)(uintptr_t)data) * prime + versions;
+    }
+    return hash;
+}

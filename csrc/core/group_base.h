@@ -1,0 +1,77 @@
+/* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
+ * They do not change within a step. The modules above (gather, reducer, buckets, group) own the
+ * state that changes per transition and borrow this struct. */
+#ifndef FSDP_C_CORE_GROUP_BASE_H
+#define FSDP_C_CORE_GROUP_BASE_H
+
+#include "callbacks.h"
+#include "comm_ctx.h"
+#include "param.h"
+#include "process_group.h"
+
+/* A range of adjacent parameters of a group: [first, end). */
+typedef struct fc_span {
+    size_t first;
+    size_t end;
+} fc_span;
+
+typedef struct fc_group_base {
+    void *owner;                   /* the host's object for the group; borrowed */
+    const fc_callbacks *callbacks; /* borrowed */
+    const char *name;              /* FQNs of the modules, for messages; borrowed, may be NULL */
+    fc_comm_ctx *comm; /* borrowed; kept alive by the host; NULL before initialization */
+    fc_param **params; /* [count] owned array of borrowed parameters */
+    size_t count;
+    fct_device device;
+    fc_process_group shard;     /* all-gather and reduce-scatter; world 1: neither is issued */
+    fc_process_group scatter;   /* reduce-scatter, if it has a process group of its own */
+    fc_process_group replicate; /* all-reduce after the reduce-scatter (HSDP, replicate) */
+    fc_process_group
+        post_forward; /* all-gather in backward, if forward reshards to a smaller group */
+    /* Process groups whose allocators provide the buffers of gathers and reduce-scatters. Counted
+     * references. NULL: torch's default allocator. */
+    fct_pg *gather_memory;
+    fct_pg *reduce_memory;
+} fc_group_base;
+
+/* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
+void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *callbacks,
+                        fc_comm_ctx *comm, fc_param **params, size_t count, fct_device device,
+                        int64_t world, int64_t rank);
+void fc_group_base_fini(fc_group_base *base);
+
+/* Returns the span of all parameters. */
+fc_span fc_group_base_all(const fc_group_base *base);
+/* Returns the link that issues reduce-scatters. Borrowed. */
+fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
+/* Opens the links that only a reduction uses. Backward may run in another thread than forward.
+ * Ranks that are threads of one process cannot resolve their process groups in that thread. */
+FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
+/* Takes both references, which may be NULL. */
+void fc_group_base_set_memory(fc_group_base *base, fct_pg *gather, fct_pg *reduce);
+/* Writes to *has whether `memory` (one of the two fields above) provides an allocator. The answer
+ * is read from the process group each time, as in torch. */
+FC_CHECK fc_status fc_group_base_has_memory(const fc_group_base *base, fct_pg *memory, bool *has);
+/* Allocates a 1-D tensor of uninitialized elements on the current stream, from the process group's
+ * allocator if it has one, else from torch's. *out is a new reference. */
+FC_CHECK fc_status fc_group_base_buffer(const fc_group_base *base, fct_pg *memory, int64_t numel,
+                                        fct_dtype dtype, fct_tensor **out);
+/* Returns true if gradients are all-reduced over replicas. */
+bool fc_group_base_is_replicated(const fc_group_base *base);
+/* Returns true if the host performs the movement; see fc_callbacks.uses_fallback. */
+bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback move);
+
+/* Opens a profiler range with torch's name, "FSDP::label (modules)". Returns NULL if no profiler is
+ * active. */
+void *fc_group_base_enter_range(const fc_group_base *base, const char *label);
+/* The same for a prefetch, with torch's name. `pass` is "forward" or "backward". */
+void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass);
+/* Logs a debug line with the same text, if the log level is enabled. */
+void fc_group_base_log(const fc_group_base *base, const char *label);
+
+/* Returns a number that changes whenever a shard is written, replaced or moved. Combines the
+ * version of sharded_data (local tensor, optimizers) with the host's count of writes to the
+ * parameter object. */
+uint64_t fc_group_base_shard_version(const fc_group_base *base);
+
+#endif

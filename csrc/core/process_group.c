@@ -1,0 +1,124 @@
+/* Process groups and their collectives; see link.h. Owns the resolved process group of each link.
+ * Collectives run on the current stream. Error messages are formatted only after a failure. */
+#include "process_group.h"
+
+#include <stdio.h>
+
+#include "../bridge/error.h"
+
+void fc_process_group_set(fc_process_group *pg, const char *name, int64_t world, int64_t rank) {
+    fct_pg_release(pg->handle);
+    *pg = (fc_process_group){.name = name, .world = world, .rank = rank};
+}
+
+void fc_process_group_fini(fc_process_group *pg) {
+    fc_process_group_set(pg, NULL, 0, 0);
+}
+
+fc_status fc_process_group_open(fc_process_group *pg) {
+    return pg->handle != NULL || fct_pg_resolve(pg->name, &pg->handle) == 0 ? FC_OK : FC_ERAISED;
+}
+
+fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more) {
+    for (size_t i = 0; pg->name != NULL && i < more; i++) {
+        if (fct_pg_register_user(pg->name) != 0) {
+            return FC_ERAISED;
+        }
+    }
+    return FC_OK;
+}
+
+/* Prefixes the message of the pending exception with operation, modules and rank. */
+static fc_status add_context(const fc_process_group *pg, const char *whose,
+                             fc_operation operation) {
+    static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce"};
+    char text[512];
+    bool named = whose != NULL && whose[0] != '\0';
+    (void)snprintf(text, sizeof text,
+                   "%s of %s%s%s failed on rank %lld of %lld of process group '%s'",
+                   names[operation], named ? "parameter group '" : "the root's parameter group",
+                   named ? whose : "", named ? "'" : "", (long long)pg->rank, (long long)pg->world,
+                   pg->name != NULL ? pg->name : "?");
+    fct_error_explain(text);
+    return FC_ERAISED;
+}
+
+fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose, fct_tensor *output,
+                                      fct_tensor *input, bool async_op, fct_work **work) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_process_group_open(pg));
+    if (fct_all_gather(pg->handle, output, input, async_op, work) != 0) {
+        return add_context(pg, whose, FC_ALL_GATHER);
+    }
+done:
+    return status;
+}
+
+fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *whose,
+                                          fct_tensor *output, fct_tensor *input, fct_reduce_op op,
+                                          double factor, bool async_op, fct_work **work) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_process_group_open(pg));
+    if (fct_reduce_scatter(pg->handle, output, input, op, factor, async_op, work) != 0) {
+        return add_context(pg, whose, FC_REDUCE_SCATTER);
+    }
+done:
+    return status;
+}
+
+fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *whose, fct_tensor *tensor,
+                                      fct_reduce_op op, bool async_op, fct_work **work) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_process_group_open(pg));
+    if (fct_all_reduce(pg->handle, tensor, op, 1.0, async_op, work) != 0) {
+        return add_context(pg, whose, FC_ALL_REDUCE);
+    }
+done:
+    return status;
+}
+
+bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes) {
+    void *before = fct_error_set_aside();
+    const bool open = fc_process_group_open(pg) == FC_OK;
+    fct_error_put_back(before);
+    return open && fct_gather_is_cpu_bound(pg->handle, row_bytes);
+}
+
+fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,
+                                        fc_operation operation, bool *takes) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_process_group_open(pg));
+    FC_TRY_RAISED(fct_pg_takes_chunks(pg->handle, device, operation == FC_ALL_GATHER, takes));
+done:
+    return status;
+}
+
+fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose,
+                                         fct_tensor *const *chunks, size_t count,
+                                         const fct_chunk_layout *layout, fct_work **work) {
+    return fct_gather_chunks(pg->handle, chunks, count, layout, work) == 0
+               ? FC_OK
+               : add_context(pg, whose, FC_ALL_GATHER);
+}
+
+fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *whose,
+                                         fct_tensor *output, fct_tensor *const *chunks,
+                                         size_t count, const fct_chunk_layout *layout,
+                                         fct_reduce_op op, fct_work **work) {
+    return fct_reduce_chunks(pg->handle, output, chunks, count, layout, op, work) == 0
+               ? FC_OK
+               : add_context(pg, whose, FC_REDUCE_SCATTER);
+}
+
+fc_status fc_process_group_wait(const fc_process_group *pg, const char *whose,
+                                fc_operation operation, fct_work **work) {
+    if (*work == NULL) {
+        return FC_OK;
+    }
+    if (fct_work_wait(*work) != 0) {
+        return add_context(pg, whose, operation);
+    }
+    fct_work_release(*work);
+    *work = NULL;
+    return FC_OK;
+}

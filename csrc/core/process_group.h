@@ -1,0 +1,59 @@
+/* A process group that a parameter group uses, and its collectives. If the backend fails (dead
+ * peer, timeout), the message names the operation, the rank and the modules (`whose`). This module
+ * has no access to parameters. */
+#ifndef FSDP_C_CORE_PROCESS_GROUP_H
+#define FSDP_C_CORE_PROCESS_GROUP_H
+
+#include "../bridge/collective.h"
+#include "status.h"
+
+typedef struct fc_process_group {
+    const char *name; /* name of the process group; borrowed; NULL: none */
+    fct_pg *handle;   /* counted; resolved at first use */
+    int64_t world;
+    int64_t rank;
+} fc_process_group;
+
+typedef enum fc_operation { FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE } fc_operation;
+
+/* Changes the process group that the link refers to. `name` is borrowed; NULL: none. */
+void fc_process_group_set(fc_process_group *pg, const char *name, int64_t world, int64_t rank);
+/* Releases the process group and resets the link to none. */
+void fc_process_group_fini(fc_process_group *pg);
+/* Resolves the process group, unless that was done before. */
+FC_CHECK fc_status fc_process_group_open(fc_process_group *pg);
+/* Registers `more` collectives that may be in flight in addition to one per parameter group. */
+FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more);
+
+/* Each issues one collective and opens the link if necessary. Tensors and *work are as in
+ * bridge/group.h. `whose`: FQNs of the modules, "" or NULL for the root. */
+FC_CHECK fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose,
+                                               fct_tensor *output, fct_tensor *input, bool async_op,
+                                               fct_work **work);
+FC_CHECK fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *whose,
+                                                   fct_tensor *output, fct_tensor *input,
+                                                   fct_reduce_op op, double factor, bool async_op,
+                                                   fct_work **work);
+FC_CHECK fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *whose,
+                                               fct_tensor *tensor, fct_reduce_op op, bool async_op,
+                                               fct_work **work);
+/* Returns true if such a gather is CPU-bound: the processors that compute also copy the rows. See
+ * bridge/collective.h. Opens the link; returns false if that fails. */
+bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes);
+/* All-gather and reduce-scatter over separate chunks; see bridge/collective.h. takes_chunks opens
+ * the link and writes to *takes whether the transport supports them. */
+FC_CHECK fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,
+                                                 fc_operation operation, bool *takes);
+FC_CHECK fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose,
+                                                  fct_tensor *const *chunks, size_t count,
+                                                  const fct_chunk_layout *layout, fct_work **work);
+FC_CHECK fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *whose,
+                                                  fct_tensor *output, fct_tensor *const *chunks,
+                                                  size_t count, const fct_chunk_layout *layout,
+                                                  fct_reduce_op op, fct_work **work);
+/* Waits for *work, releases it and sets it to NULL. Does nothing if *work is NULL. After a failure
+ * *work is unchanged. */
+FC_CHECK fc_status fc_process_group_wait(const fc_process_group *pg, const char *whose,
+                                         fc_operation operation, fct_work **work);
+
+#endif

@@ -1,0 +1,13 @@
+/* Checks the calling thread before a state's forward or backward. */
+#ifndef FSDP_C_PYTHON_CHECK_THREAD_H
+#define FSDP_C_PYTHON_CHECK_THREAD_H
+
+#include "objects.h"
+
+/* Call these before any other work of a forward or backward. They return -1 with RuntimeError if
+ * another thread is in it, or if a tracer runs it. fcpy_check_backward_thread requires an initialized
+ * state (ready.h). */
+int fcpy_check_forward_thread(fcpy_state *self);
+int fcpy_check_backward_thread(fcpy_state *self);
+
+#endif

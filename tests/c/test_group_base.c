@@ -1,0 +1,179 @@
+/* Fixed parts of a group: links, allocators, host queries, and names of profiler ranges. */
+#include "core/group_base.h"
+
+#include <stdlib.h>
+
+#include "sim.h"
+
+static fc_fallback asked;
+static void *asked_of;
+
+static bool moves_gathers(void *group, fc_fallback move) {
+    asked = move;
+    asked_of = group;
+    return move == FC_FALLBACK_GATHER;
+}
+
+static void log_label(void *group, const char *label) {
+    asked_of = group;
+    sim_log("%s", label);
+}
+
+static fc_group_base begin(const fc_callbacks *callbacks, bool profile) {
+    fc_group_base base;
+    fc_param **params = (fc_param **)calloc(3, sizeof *params);
+    assert_non_null(params);
+    sim_begin((sim_config){.seed = 1, .profile = profile});
+    fc_group_base_init(&base, &asked, callbacks, NULL, params, 3, sim_device(), 4, 2);
+    return base;
+}
+
+static void end(fc_group_base *base) {
+    fc_group_base_fini(base);
+    assert_null(base->params);
+    sim_end();
+}
+
+static void shard_process_group_has_world_and_rank_of_shard_group(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
+    assert_int_equal(base.shard.world, 4);
+    assert_int_equal(base.shard.rank, 2);
+    assert_int_equal(fc_group_base_all(&base).first, 0);
+    assert_int_equal(fc_group_base_all(&base).end, 3);
+    end(&base);
+}
+
+static void reduce_scatter_uses_own_process_group_if_set(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
+    assert_ptr_equal(fc_group_base_scatter_group(&base), &base.shard);
+    assert_false(fc_group_base_is_replicated(&base));
+    fc_process_group_set(&base.replicate, "replicas", 2, 0);
+    assert_ptr_equal(fc_group_base_scatter_group(&base), &base.shard);
+    fc_process_group_set(&base.scatter, "scatter", 4, 2);
+    assert_ptr_equal(fc_group_base_scatter_group(&base), &base.scatter);
+    assert_true(fc_group_base_is_replicated(&base));
+    end(&base);
+}
+
+static void group_base_fini_releases_every_process_group(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
+    fc_process_group *const links[4] = {&base.shard, &base.scatter, &base.replicate,
+                                        &base.post_forward};
+    sim_pg_register("world", 4, 2, NULL, NULL);
+    for (size_t i = 0; i < 4; i++) {
+        fc_process_group_set(links[i], "world", 4, 2);
+        assert_int_equal(fc_process_group_open(links[i]), FC_OK);
+    }
+    assert_int_equal(sim_count_alive().groups, 4);
+    end(&base); /* fails if a process group is still referenced */
+}
+
+static void buffer_comes_from_process_group_allocator_if_available(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
+    fct_pg *groups[2] = {NULL, NULL};
+    sim_pg_register("world", 4, 2, NULL, NULL);
+    for (size_t i = 0; i < 2; i++) {
+        assert_int_equal(fct_pg_resolve("world", &groups[i]), 0);
+    }
+    fc_group_base_set_memory(&base, groups[0], groups[1]);
+    for (int gives = 0; gives < 2; gives++) {
+        fct_tensor *buffer = NULL;
+        bool has = !gives;
+        sim_pg_has_memory("world", gives != 0);
+        assert_int_equal(fc_group_base_has_memory(&base, base.gather_memory, &has), FC_OK);
+        assert_int_equal(has, gives);
+        sim_calls_clear();
+        assert_int_equal(fc_group_base_buffer(&base, base.reduce_memory, 5, FCK_FLOAT32, &buffer),
+                         FC_OK);
+        assert_string_equal(sim_calls_text(), gives ? "fct_pg_allocates fct_pg_empty"
+                                                    : "fct_pg_allocates fct_tensor_empty");
+        assert_int_equal(sim_tensor_numel(buffer), 5);
+        fct_tensor_release(buffer);
+    }
+    assert_int_equal(fct_pg_resolve("world", &groups[1]), 0);
+    fc_group_base_set_memory(&base, NULL, groups[1]);
+    fct_tensor *buffer = NULL;
+    sim_calls_clear();
+    assert_int_equal(fc_group_base_buffer(&base, base.gather_memory, 5, FCK_FLOAT32, &buffer),
+                     FC_OK);
+    assert_string_equal(sim_calls_text(), "fct_tensor_empty"); /* no process group is queried */
+    fct_tensor_release(buffer);
+    end(&base);
+}
+
+static void failing_process_group_allocator_fails_buffer(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
+    fct_pg *group = NULL;
+    sim_pg_register("world", 4, 2, NULL, NULL);
+    sim_pg_has_memory("world", true);
+    assert_int_equal(fct_pg_resolve("world", &group), 0);
+    fc_group_base_set_memory(&base, group, NULL);
+    for (int64_t nth = 1; nth <= 2; nth++) {
+        fct_tensor *buffer = NULL;
+        const char *name = NULL;
+        sim_fault_arm(nth, SIM_ONCE);
+        assert_int_equal(fc_group_base_buffer(&base, group, 5, FCK_FLOAT32, &buffer), FC_ERAISED);
+        assert_int_equal(sim_fault_fired(&name), SIM_FAULT_BOUNDARY);
+        assert_string_equal(name, nth == 1 ? "fct_pg_allocates" : "fct_pg_empty");
+        assert_null(buffer);
+        sim_fault_arm(0, SIM_ONCE);
+    }
+    end(&base);
+}
+
+static void uses_fallback_is_queried_for_each_movement(void **state) {
+    (void)state;
+    const fc_callbacks callbacks = {.uses_fallback = moves_gathers};
+    fc_group_base base = begin(&callbacks, false);
+    assert_true(fc_group_base_uses_fallback(&base, FC_FALLBACK_GATHER));
+    assert_ptr_equal(asked_of, &asked);
+    assert_false(fc_group_base_uses_fallback(&base, FC_FALLBACK_FREE));
+    assert_int_equal(asked, FC_FALLBACK_FREE);
+    base.callbacks = &(const fc_callbacks){.uses_fallback = NULL};
+    assert_false(fc_group_base_uses_fallback(&base, FC_FALLBACK_GATHER));
+    end(&base);
+}
+
+static void profiler_ranges_contain_module_names(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, true);
+    base.name = "blocks.3";
+    fct_profile_exit(fc_group_base_enter_range(&base, "all_gather"));
+    base.name = NULL; /* the root */
+    fct_profile_exit(fc_group_base_enter_range(&base, "all_gather"));
+    fct_profile_exit(fc_group_base_enter_range(&base, "post_backward_rs_wait"));
+    assert_string_equal(sim_log_text(), "<FSDP::all_gather (blocks.3)> <FSDP::all_gather> "
+                                        "<FSDP::post_backward_rs_wait ()>");
+    end(&base);
+}
+
+static void no_range_or_log_without_profiler_and_logging(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = log_label}, false);
+    assert_null(fc_group_base_enter_range(&base, "all_gather"));
+    fc_group_base_log(&base, "unshard");
+    assert_string_equal(sim_log_text(), "unshard");
+    base.callbacks = &(const fc_callbacks){.log = NULL};
+    fc_group_base_log(&base, "reshard");
+    assert_string_equal(sim_log_text(), "unshard");
+    end(&base);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(shard_process_group_has_world_and_rank_of_shard_group),
+        cmocka_unit_test(reduce_scatter_uses_own_process_group_if_set),
+        cmocka_unit_test(group_base_fini_releases_every_process_group),
+        cmocka_unit_test(buffer_comes_from_process_group_allocator_if_available),
+        cmocka_unit_test(failing_process_group_allocator_fails_buffer),
+        cmocka_unit_test(uses_fallback_is_queried_for_each_movement),
+        cmocka_unit_test(profiler_ranges_contain_module_names),
+        cmocka_unit_test(no_range_or_log_without_profiler_and_logging),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
