@@ -218,7 +218,7 @@ def check_resolved(library: str) -> None:
     first call.
     """
     nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
-    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
+    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcpy|shm|progress)_\w+)", nm.stdout)))
     if missing:
         os.unlink(library)
         raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")

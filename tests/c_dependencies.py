@@ -56,10 +56,21 @@ BOUNDARY = (
 """Headers of the bridge that are free of Python objects; bridge/pyobject.h is not."""
 
 INCLUDES = {
-    "core": (*BOUNDARY, "kernels/kernels.h"),
+    "core": (*BOUNDARY, "kernels/kernels.h", "transport/transport.h"),
     "kernels": (),
-    "transport": (),
-    "bridge": ("kernels/pool.h", "kernels/ring.h", "transport/shm_ring.h"),
+    "transport": (
+        "bridge/collective.h",
+        "bridge/error.h",
+        "bridge/group.h",
+        "bridge/tensor.h",
+        "kernels/ring.h",
+    ),
+    "bridge": (
+        "kernels/pool.h",
+        "transport/negotiation.h",
+        "transport/progress.h",
+        "transport/shm_collective.h",
+    ),
     "python": (
         *BOUNDARY,
         "bridge/pyobject.h",

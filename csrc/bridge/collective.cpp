@@ -14,13 +14,12 @@
  * for in one call: they return at once (streams) or cannot be polled. */
 #include "collective.h"
 
-#include "direct.hpp"
+#include "context_removal.hpp"
 #include "error.h"
 #include "group.hpp"
 #include "pyobject.h"
-#include "shm_collective.hpp"
+#include "shm_backend.hpp"
 
-#include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -36,7 +35,7 @@ using fct::Borrowed;
 using fct::guarded;
 using fct::Kind;
 using fct::kind_for;
-using fct::open_object;
+using fct::ScopedContextRemoval;
 
 namespace {
 
@@ -54,7 +53,7 @@ struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
     pybind11::object python; /* instead of `work` if the group is a Python class */
     Kind kind = Kind::unknown;
-    std::shared_ptr<fct::WaitTask> wait_task; /* set if the progress thread waits */
+    fct::WaitTask wait_task; /* set if the progress thread waits */
 };
 
 namespace {
@@ -107,71 +106,14 @@ at::Tensor as_movable(fct_pg *pg, const at::Tensor &tensor) {
     return as_real(tensor);
 }
 
-fct::Negotiation &negotiation_of(fct_pg *pg) {
-    if (!pg->negotiation) {
-        pg->negotiation = fct::negotiation_of(pg->group);
+/* The group that has the shared-memory backend of `pg` as its own. */
+const c10::intrusive_ptr<c10d::ProcessGroup> &shm_group_of(fct_pg *pg) {
+    if (!pg->shm_group) {
+        auto *negotiation = static_cast<shm_negotiation *>(fct_pg_attachment(pg));
+        TORCH_CHECK(negotiation != nullptr, "the process group has no shared-memory backend");
+        pg->shm_group = fct::make_shm_group(pg->group, negotiation);
     }
-    return *pg->negotiation;
-}
-
-/* Removes the copy of Python's context variables from the thread-local state during its life. Since
- * torch 2.13 every backward stores one there, and gloo's works copy the state. gloo's threads would
- * need the GIL to destroy their works. A thread that waits for the GIL while the interpreter
- * finalizes ends the process by std::terminate. */
-class ScopedContextRemoval {
-  public:
-    ScopedContextRemoval(const ScopedContextRemoval &) = delete;
-    ScopedContextRemoval &operator=(const ScopedContextRemoval &) = delete;
-#if FCT_TORCH_AT_LEAST(2, 13)
-    ScopedContextRemoval() {
-        if (at::impl::ThreadLocalPythonObjects::contains(kKey)) {
-            context_ = at::impl::ThreadLocalPythonObjects::get(kKey);
-            at::impl::ThreadLocalPythonObjects::erase(kKey);
-        }
-    }
-    ~ScopedContextRemoval() {
-        if (context_) {
-            at::impl::ThreadLocalPythonObjects::set(kKey, std::move(context_));
-        }
-    }
-
-  private:
-    static constexpr const char *kKey = "context";
-    std::shared_ptr<c10::SafePyObject> context_;
-#else
-    ScopedContextRemoval() {}
-#endif
-};
-
-bool uses_shared_memory(fct_pg *pg, fct::Use use) {
-    if (pg->negotiation->state == fct::Negotiation::State::declined) {
-        return false;
-    }
-    const ScopedContextRemoval no_context; /* in the works of the negotiation */
-    return fct::uses_shared_memory(*pg->negotiation, pg->group, use, [pg] {
-        return fct::attach_backend(*pg->group, pg->negotiation);
-    });
-}
-
-/* The group whose collectives move data of a device: the direct group on the CPU if the negotiation
- * accepted shared memory, else the group itself. */
-const c10::intrusive_ptr<c10d::ProcessGroup> &transport_group(fct_pg *pg, c10::DeviceType device,
-                                                              fct::Use use) {
-    if (device != c10::DeviceType::CPU || kind_for(pg, device) != Kind::gloo ||
-        negotiation_of(pg).paused || !uses_shared_memory(pg, use)) {
-        return pg->group;
-    }
-    if (!pg->direct) {
-        pg->direct = fct::make_direct_group(pg->group, pg->negotiation);
-    }
-    return pg->direct;
-}
-
-/* Counts a gather or all-reduce that the fallback moves. The negotiation needs the number. */
-void count_gather(fct_pg *pg, bool by_torch) {
-    if (by_torch && pg->negotiation && !pg->negotiation->paused) {
-        pg->negotiation->gathers++;
-    }
+    return pg->shm_group;
 }
 
 /* Whether the operator has a kernel at a dispatch key for which torch registers none. */
@@ -201,13 +143,11 @@ bool ops_are_observed() {
 }
 
 /* The group to call a collective on. Dispatch modes receive that group, so under a mode it is the
- * user's group with a ScopedDirectBackend. */
+ * user's group with a ScopedShmBackend. */
 class TransportGroup {
   public:
-    TransportGroup(fct_pg *pg, c10::DeviceType device, fct::Use use)
-        : group_(transport_group(pg, device, use)) {
-        direct_ = group_ != pg->group;
-        if (direct_ && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    TransportGroup(fct_pg *pg, bool shm) : group_(shm ? shm_group_of(pg) : pg->group) {
+        if (shm && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
             in_.emplace(pg->group, group_);
             group_ = pg->group;
         }
@@ -215,14 +155,10 @@ class TransportGroup {
     c10d::ProcessGroup *operator->() const {
         return group_.get();
     }
-    bool is_direct() const {
-        return direct_;
-    }
 
   private:
-    bool direct_ = false;
     c10::intrusive_ptr<c10d::ProcessGroup> group_;
-    std::optional<fct::ScopedDirectBackend> in_;
+    std::optional<fct::ScopedShmBackend> in_;
 };
 
 /* Whether isCompleted() is valid. gloo's asynchronous works have an operation type, its deferred
@@ -244,10 +180,9 @@ template <typename Cpp> fct_work *issue_here(fct_pg *pg, c10::DeviceType device,
         pybind11::gil_scoped_release released;
         result->work = cpp();
         if (result->work && !can_poll(*result) && device == c10::DeviceType::CPU) {
-            try {
-                result->wait_task = pg->progress_thread.add(result->work);
-            } catch (const std::system_error &) {
-                /* Without a thread the wait blocks without handling signals. */
+            /* Without a thread the wait blocks without handling signals. */
+            if (pg->progress) {
+                result->wait_task = fct::wait_in_background(*pg->progress, result->work);
             }
         }
     }
@@ -293,7 +228,7 @@ void wait_on_gloo(const fct_work &work) {
 
 bool is_gloo_done(fct_work &work) {
     if (work.wait_task) {
-        return work.wait_task->is_done();
+        return progress_task_is_done(work.wait_task.get());
     }
     return !can_poll(work) || work.work->isCompleted();
 }
@@ -320,17 +255,17 @@ class GradientAllReduceScope {
     bool before_ = fct::set_gradient_all_reduce(true);
 };
 
-/* The state between fct_py_pg_enter_direct and fct_py_pg_leave_direct. */
-struct DirectScope {
-    DirectScope(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                const c10::intrusive_ptr<c10d::ProcessGroup> &direct, fct_use use)
-        : in(std::move(group), direct) {
-        if (use == FCT_USE_ALL_REDUCE) {
-            rows.emplace();
+/* The state between fct_pg_enter_shm and fct_pg_leave_shm. */
+struct ShmScope {
+    ShmScope(c10::intrusive_ptr<c10d::ProcessGroup> group,
+             const c10::intrusive_ptr<c10d::ProcessGroup> &shm_group, bool reduces_gradients)
+        : in(std::move(group), shm_group) {
+        if (reduces_gradients) {
+            gradients.emplace();
         }
     }
-    fct::ScopedDirectBackend in;
-    std::optional<GradientAllReduceScope> rows;
+    fct::ScopedShmBackend in;
+    std::optional<GradientAllReduceScope> gradients;
 };
 
 /* `group` is the group of the handle or its TransportGroup. */
@@ -350,44 +285,36 @@ fct_work *all_reduce(fct_pg *pg, const Group &group, fct_tensor *tensor, c10d::R
 
 extern "C" {
 
-int fct_py_pg_direct(PyObject *group, PyObject **out) {
-    return guarded("fct_py_pg_direct", [&] {
-        const auto pg = open_object(group);
-        const auto &found = transport_group(pg.get(), c10::DeviceType::CPU, fct::Use::query);
-        *out = (found != pg->group ? pybind11::cast(found) : pybind11::none()).release().ptr();
-    });
+int fct_py_shm_group(fct_pg *pg, PyObject **out) {
+    return guarded("fct_py_shm_group",
+                   [&] { *out = pybind11::cast(shm_group_of(pg)).release().ptr(); });
 }
 
-int fct_py_pg_enter_direct(PyObject *group, fct_use use, void **out) {
-    return guarded("fct_py_pg_enter_direct", [&] {
-        const auto pg = open_object(group);
-        const auto &found =
-            transport_group(pg.get(), c10::DeviceType::CPU, static_cast<fct::Use>(use));
-        *out = found != pg->group ? new DirectScope(pg->group, found, use) : nullptr;
-        count_gather(pg.get(), use != FCT_USE_REDUCE && *out == nullptr);
-    });
+int fct_pg_add_shm_backend(fct_pg *pg, shm_negotiation *negotiation, bool *added) {
+    return guarded("fct_pg_add_shm_backend",
+                   [&] { *added = fct::add_shm_backend(*pg->group, negotiation); });
 }
 
-void fct_py_pg_leave_direct(void *entered) {
-    delete static_cast<DirectScope *>(entered);
+int fct_pg_enter_shm(fct_pg *pg, bool gradients, void **entered) {
+    return guarded("fct_pg_enter_shm",
+                   [&] { *entered = new ShmScope(pg->group, shm_group_of(pg), gradients); });
 }
 
-bool fct_set_gradient_all_reduce(bool rows) {
-    return fct::set_gradient_all_reduce(rows);
+void fct_pg_leave_shm(void *entered) {
+    delete static_cast<ShmScope *>(entered);
 }
 
-int fct_py_pg_pause_direct(PyObject *group, bool paused) {
-    return guarded("fct_py_pg_pause_direct",
-                   [&] { negotiation_of(open_object(group).get()).paused = paused; });
+bool fct_set_gradient_all_reduce(bool gradients) {
+    return fct::set_gradient_all_reduce(gradients);
 }
 
-int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
-                   fct_work **work) {
+int fct_pg_all_gather(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input, bool async_op,
+                      fct_work **work) {
     return guarded("fct_all_gather", [&] {
         at::Tensor to = as_movable(pg, *Borrowed(output)), from = as_movable(pg, *Borrowed(input));
         c10d::AllgatherOptions options;
         options.asyncOp = async_op;
-        const TransportGroup group(pg, to.device().type(), fct::Use::gather);
+        const TransportGroup group(pg, shm);
         *work = issue(
             pg, output,
             [&] {
@@ -398,18 +325,17 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
 #endif
             },
             [&] { return pg->python.attr(kAllGather)(to, from, options); });
-        count_gather(pg, !group.is_direct());
     });
 }
 
-int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op,
-                       double factor, bool async_op, fct_work **work) {
+int fct_pg_reduce_scatter(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,
+                          fct_reduce_op op, double factor, bool async_op, fct_work **work) {
     return guarded("fct_reduce_scatter", [&] {
         at::Tensor to = as_real(*Borrowed(output)), from = as_real(*Borrowed(input));
         c10d::ReduceScatterOptions options;
         options.reduceOp = reduce_op(op, factor);
         options.asyncOp = async_op;
-        const TransportGroup group(pg, to.device().type(), fct::Use::reduce);
+        const TransportGroup group(pg, shm);
         *work = issue(
             pg, output,
             [&] {
@@ -423,13 +349,12 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
     });
 }
 
-int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
-                   fct_work **work) {
+int fct_pg_all_reduce(fct_pg *pg, bool shm, fct_tensor *tensor, fct_reduce_op op, double factor,
+                      bool async_op, fct_work **work) {
     return guarded("fct_all_reduce", [&] {
-        const TransportGroup group(pg, fct::impl(tensor)->device().type(), fct::Use::all_reduce);
+        const TransportGroup group(pg, shm);
         const GradientAllReduceScope rows;
         *work = all_reduce(pg, group, tensor, reduce_op(op, factor), async_op);
-        count_gather(pg, !group.is_direct());
     });
 }
 
@@ -439,31 +364,27 @@ int fct_sum_over_ranks(fct_pg *pg, fct_tensor *tensor, fct_work **work) {
     });
 }
 
-int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
-    return guarded("fct_pg_takes_chunks", [&] {
-        const auto type = static_cast<c10::DeviceType>(device.type);
-        const auto use = gathers ? fct::Use::gather : fct::Use::reduce;
-        *takes = !pg->python && transport_group(pg, type, use) != pg->group && !ops_are_observed();
-    });
+int fct_pg_can_pass_chunks(fct_pg *pg, bool *can) {
+    return guarded("fct_pg_can_pass_chunks", [&] { *can = !pg->python && !ops_are_observed(); });
 }
 
-int fct_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
-                      const fct_chunk_layout *layout, fct_work **work) {
+int fct_pg_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
+                         const fct_chunk_layout *layout, fct_work **work) {
     return guarded("fct_gather_chunks", [&] {
         const std::vector<at::Tensor> all = tensors_of(chunks, count);
         *work = issue_here(pg, c10::DeviceType::CPU,
-                           [&] { return fct::gather_chunks(*pg->direct, all, *layout); });
+                           [&] { return fct::gather_chunks(*shm_group_of(pg), all, *layout); });
     });
 }
 
-int fct_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks, size_t count,
-                      const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
+int fct_pg_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks, size_t count,
+                         const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
     return guarded("fct_reduce_chunks", [&] {
         const std::vector<at::Tensor> all = tensors_of(chunks, count);
         const at::Tensor to = *Borrowed(output);
         TORCH_CHECK(op == FCT_SUM || op == FCT_AVG, "chunks are summed or averaged");
         *work = issue_here(pg, c10::DeviceType::CPU, [&] {
-            return fct::reduce_chunks(*pg->direct, to, all, *layout, op == FCT_AVG);
+            return fct::reduce_chunks(*shm_group_of(pg), to, all, *layout, op == FCT_AVG);
         });
     });
 }
@@ -490,10 +411,6 @@ int fct_work_wait(fct_work *work) {
 
 bool fct_work_is_cpu_bound(const fct_work *work) {
     return work->work && fct::is_cpu_bound(*work->work);
-}
-
-bool fct_gather_is_cpu_bound(const fct_pg *pg, int64_t row_bytes) {
-    return pg->negotiation && fct::is_cpu_bound(*pg->negotiation, static_cast<size_t>(row_bytes));
 }
 
 bool fct_work_done(fct_work *work) {

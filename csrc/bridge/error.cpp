@@ -56,6 +56,14 @@ int64_t fct_fault_left(void) {
     return faults_left;
 }
 
+int fct_fault(const char *function) {
+    return fct::guarded(function, [] {});
+}
+
+void fct_error_no_memory(void) {
+    (void)PyErr_NoMemory();
+}
+
 void *fct_error_set_aside(void) {
 #if PY_VERSION_HEX >= 0x030c0000
     return PyErr_GetRaisedException();

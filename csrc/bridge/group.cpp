@@ -123,21 +123,17 @@ int fct_py_pg(PyObject *obj, fct_pg **out) {
     return guarded("fct_py_pg", [&] { *out = fct::open_object(obj).release(); });
 }
 
-int fct_pg_register_user(const char *name) {
-    return guarded("fct_pg_register_user", [&] { fct::announce_user(name); });
-}
-
 void fct_pg_release(fct_pg *pg) {
     if (pg == nullptr || --pg->owners > 0) {
         return;
     }
     handles().erase(pg->group.get());
     auto group = std::move(pg->group);
-    auto direct = std::move(pg->direct);
+    auto shm_group = std::move(pg->shm_group);
     delete pg;
     /* The destructor of a group joins threads that may need the GIL. */
     pybind11::gil_scoped_release released;
-    direct.reset();
+    shm_group.reset();
     group.reset();
 }
 

@@ -3,9 +3,8 @@
 #define FSDP_C_BRIDGE_GROUP_HPP
 
 #include "bridge.hpp"
-#include "direct.hpp"
 #include "group.h"
-#include "progress.hpp"
+#include "wait.hpp"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -26,9 +25,10 @@ struct fct_pg {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     pybind11::object python; /* the object if the group is a Python class, else empty */
     std::array<fct::Kind, fct::kDeviceTypes> kinds{}; /* by device type; filled on first use */
-    std::shared_ptr<fct::Negotiation> negotiation;    /* set by the first CPU collective */
-    c10::intrusive_ptr<c10d::ProcessGroup> direct;    /* set once the negotiation accepted it */
-    fct::ProgressThread progress_thread;
+    std::shared_ptr<void> *attachment = nullptr; /* see fct_pg_attachment; filled on first use */
+    c10::intrusive_ptr<c10d::ProcessGroup> shm_group; /* see make_shm_group; filled on first use */
+    std::unique_ptr<progress_thread, decltype(&progress_thread_free)> progress{
+        progress_thread_new(), &progress_thread_free}; /* null: no memory */
     size_t owners = 1;
 };
 

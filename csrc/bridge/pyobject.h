@@ -41,18 +41,8 @@ FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
 bool fct_py_ending(void);
 /* A handle of a ProcessGroup object. Handles of one group are shared. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
-/* A new reference to the direct ProcessGroup of a group (direct.hpp), or None if the group uses its
- * own backend. Waits for the negotiation, so all ranks must call it at the same point. */
-FCT_CHECK int fct_py_pg_direct(struct _object *group, struct _object **out);
-typedef enum fct_use { FCT_USE_GATHER = 0, FCT_USE_REDUCE, FCT_USE_ALL_REDUCE } fct_use;
-/* Between enter and leave the collectives of the group itself use the direct backend, for any
- * caller. `use` is the collective that follows. *entered is for leave. It is NULL, which leave
- * accepts, if the group uses its own backend. */
-FCT_CHECK int fct_py_pg_enter_direct(struct _object *group, fct_use use, void **entered);
-void fct_py_pg_leave_direct(void *entered);
-/* Pauses or resumes the direct backend of a group. All ranks must call it at the same point of
- * their programs. */
-FCT_CHECK int fct_py_pg_pause_direct(struct _object *group, bool paused);
+/* A new reference to the ProcessGroup that has the shared-memory backend of `pg` as its own. */
+FCT_CHECK int fct_py_shm_group(fct_pg *pg, struct _object **out);
 /* Converts a torch.device object. */
 FCT_CHECK int fct_py_device(struct _object *obj, fct_device *out);
 

@@ -160,6 +160,10 @@ void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {
     *out = facts;
 }
 
+fct_device fct_tensor_device(const fct_tensor *t) {
+    return fct::device(impl(t)->device());
+}
+
 bool fct_tensor_requires_grad(const fct_tensor *t) {
     return impl(t)->requires_grad();
 }

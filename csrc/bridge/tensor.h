@@ -23,6 +23,7 @@ typedef struct fct_facts {
 
 void fct_tensor_retain(fct_tensor *t);
 void fct_tensor_release(fct_tensor *t); /* NULL is allowed */
+fct_device fct_tensor_device(const fct_tensor *t);
 /* Never fails: a wrapper or a sparse tensor gives strided=false and data=NULL. */
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out);
 bool fct_tensor_requires_grad(const fct_tensor *t);

@@ -43,11 +43,18 @@ static fc_status add_context(const fc_process_group *pg, const char *whose,
     return FC_ERAISED;
 }
 
+/* The tag of the next collective. */
+static fct_op_tag next_tag(fc_process_group *pg, const char *whose, fct_op_kind kind) {
+    return (fct_op_tag){
+        .kind = kind, .group = whose != NULL ? whose : "", .sequence = pg->issued++};
+}
+
 fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose, fct_tensor *output,
                                       fct_tensor *input, bool async_op, fct_work **work) {
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    if (fct_all_gather(pg->handle, output, input, async_op, work) != 0) {
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_GATHER);
+    if (fct_all_gather(pg->handle, &tag, output, input, async_op, work) != 0) {
         return add_context(pg, whose, FC_ALL_GATHER);
     }
 done:
@@ -59,7 +66,8 @@ fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *whos
                                           double factor, bool async_op, fct_work **work) {
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    if (fct_reduce_scatter(pg->handle, output, input, op, factor, async_op, work) != 0) {
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_REDUCE_SCATTER);
+    if (fct_reduce_scatter(pg->handle, &tag, output, input, op, factor, async_op, work) != 0) {
         return add_context(pg, whose, FC_REDUCE_SCATTER);
     }
 done:
@@ -70,7 +78,8 @@ fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *whose, f
                                       fct_reduce_op op, bool async_op, fct_work **work) {
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    if (fct_all_reduce(pg->handle, tensor, op, 1.0, async_op, work) != 0) {
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_REDUCE);
+    if (fct_all_reduce(pg->handle, &tag, tensor, op, 1.0, async_op, work) != 0) {
         return add_context(pg, whose, FC_ALL_REDUCE);
     }
 done:
@@ -96,7 +105,8 @@ done:
 fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose,
                                          fct_tensor *const *chunks, size_t count,
                                          const fct_chunk_layout *layout, fct_work **work) {
-    return fct_gather_chunks(pg->handle, chunks, count, layout, work) == 0
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_GATHER);
+    return fct_gather_chunks(pg->handle, &tag, chunks, count, layout, work) == 0
                ? FC_OK
                : add_context(pg, whose, FC_ALL_GATHER);
 }
@@ -105,7 +115,8 @@ fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *whose
                                          fct_tensor *output, fct_tensor *const *chunks,
                                          size_t count, const fct_chunk_layout *layout,
                                          fct_reduce_op op, fct_work **work) {
-    return fct_reduce_chunks(pg->handle, output, chunks, count, layout, op, work) == 0
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_REDUCE_SCATTER);
+    return fct_reduce_chunks(pg->handle, &tag, output, chunks, count, layout, op, work) == 0
                ? FC_OK
                : add_context(pg, whose, FC_REDUCE_SCATTER);
 }

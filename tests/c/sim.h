@@ -30,11 +30,11 @@
 #include <cmocka.h>
 
 #include "bridge/autograd.h"
-#include "bridge/collective.h"
 #include "bridge/error.h"
 #include "bridge/stream.h"
 #include "bridge/tensor.h"
 #include "kernels/kernels.h"
+#include "transport/transport.h"
 
 /* ---- one simulation ---- */
 

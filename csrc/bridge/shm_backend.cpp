@@ -1,26 +1,24 @@
 /* A c10d backend that moves the data of a process group through the shared memory of one host.
  *
  * torch's gloo backend gathers into a temporary buffer and copies that to the output. Its
- * reduce-scatter copies the input, all-reduces all of it and takes a slice. DirectBackend writes
- * each rank's data to shared memory once (shm_transport.hpp), and the peers read it from there. A
- * reduction adds in the order of gloo's ring (kernels/ring.h), so the bits are equal to gloo's.
+ * reduce-scatter copies the input, all-reduces all of it and takes a slice. ShmBackend writes each
+ * rank's data to shared memory once (csrc/transport), and the peers read it from there. A reduction
+ * adds in the order of gloo's ring (kernels/ring.h), so the bits are equal to gloo's.
  *
- * DirectBackend belongs to a process group of its own, which only this extension holds. Collectives
+ * ShmBackend belongs to a process group of its own, which only this extension holds. Collectives
  * are the same ops of namespace c10d, so dispatch modes, patches and profilers see the same calls.
  *
  * A rank must receive what its peers send. All ranks of a group negotiate once whether, and from
- * which collective on, they use DirectBackend (negotiation.hpp). After that the choice depends only
- * on sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives if its ranks
- * span hosts or if one of them has no shared memory.
+ * which collective on, they use ShmBackend (transport/negotiation.h). After that the choice depends
+ * only on sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives if its
+ * ranks span hosts or if one of them has no shared memory.
  *
  * A collective that is larger than the ring makes progress only inside wait(). The progress thread
- * of the group waits for it (progress.hpp). Its operation type is UNKNOWN, as that of gloo's
- * reduce-scatter. */
-#include "direct.hpp"
+ * of the group waits for it (transport/progress.h). Its operation type is UNKNOWN, as that of
+ * gloo's reduce-scatter. */
+#include "shm_backend.hpp"
 
-#include "../kernels/ring.h"
-#include "all_reduce.hpp"
-#include "shm_collective.hpp"
+#include "shm_work.hpp"
 
 #include <ATen/record_function.h>
 
@@ -33,22 +31,23 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 using fct::RankShards;
-using fct::ShmCollective;
-using fct::ShmReduceScatter;
-using fct::ShmTransport;
+using fct::ShmTransportPtr;
+using fct::ShmWork;
 
 thread_local bool reduces_gradients = false; /* see set_gradient_all_reduce */
 
-class DirectBackend : public c10d::Backend {
+class ShmBackend : public c10d::Backend {
   public:
-    DirectBackend(c10::intrusive_ptr<c10d::Backend> fallback,
-                  std::shared_ptr<fct::Negotiation> negotiation)
+    ShmBackend(c10::intrusive_ptr<c10d::Backend> fallback, shm_negotiation *negotiation)
         : Backend(fallback->getRank(), fallback->getSize()), fallback_(std::move(fallback)),
-          negotiation_(std::move(negotiation)) {}
-    DirectBackend(const DirectBackend &) = delete;
-    DirectBackend &operator=(const DirectBackend &) = delete;
-    ~DirectBackend() override {
-        close_transport();
+          negotiation_(negotiation) {
+        shm_negotiation_retain(negotiation_);
+    }
+    ShmBackend(const ShmBackend &) = delete;
+    ShmBackend &operator=(const ShmBackend &) = delete;
+    ~ShmBackend() override {
+        shm_negotiation_close(negotiation_);
+        shm_negotiation_release(negotiation_);
     }
 
     const std::string getBackendName() const override {
@@ -57,7 +56,7 @@ class DirectBackend : public c10d::Backend {
 
     WorkPtr _allgather_base(at::Tensor &output, at::Tensor &input,
                             const c10d::AllgatherOptions &options) override {
-        auto transport = negotiation_->active_transport();
+        auto transport = active_transport();
         if (!transport || !are_rank_shards(output, input)) {
             return fallback_->_allgather_base(output, input, options);
         }
@@ -65,63 +64,57 @@ class DirectBackend : public c10d::Backend {
         if (shards[rank_].data_ptr() != input.data_ptr()) {
             shards[rank_].copy_(input);
         }
-        auto collective = c10::make_intrusive<ShmCollective>(ShmCollective::Operation::all_gather,
-                                                             Tensors{output, input});
-        return start(std::move(collective), std::move(transport), RankShards::of_tensor(shards));
+        auto work = c10::make_intrusive<ShmWork>(FCT_OP_ALL_GATHER, Tensors{output, input});
+        return start(std::move(work), std::move(transport), RankShards::of_tensor(shards));
     }
 
     WorkPtr _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
                                  const c10d::ReduceScatterOptions &options) override {
         const bool average = options.reduceOp == c10d::ReduceOp::AVG;
-        auto transport = negotiation_->active_transport();
+        auto transport = active_transport();
         if (!transport || !can_sum(output, options.reduceOp) || !are_rank_shards(input, output)) {
             return fallback_->_reduce_scatter_base(output, input, options);
         }
         const at::Tensor shards = input.view({size_, output.numel()});
-        auto collective =
-            c10::make_intrusive<ShmReduceScatter>(Tensors{output, input}, rank_, size_, average);
-        return start(std::move(collective), std::move(transport), RankShards::of_tensor(shards));
+        auto work =
+            c10::make_intrusive<ShmWork>(FCT_OP_REDUCE_SCATTER, Tensors{output, input}, average);
+        return start(std::move(work), std::move(transport), RankShards::of_tensor(shards));
     }
 
     WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
         const bool average = options.reduceOp == c10d::ReduceOp::AVG;
-        auto transport = negotiation_->active_transport();
+        auto transport = active_transport();
         if (!transport || !reduces_gradients || tensors.size() != 1 || tensors[0].numel() == 0 ||
             !tensors[0].is_contiguous() || !can_sum(tensors[0], options.reduceOp)) {
             return fallback_->allreduce(tensors, options);
         }
-        auto collective = c10::make_intrusive<fct::ShmAllReduce>(tensors[0], rank_, size_, average);
-        const at::DisableRecordFunctionGuard no_record;
-        collective->set_timeout(fallback_->getBackendOptions()->timeout);
-        collective->start(std::move(transport));
-        return collective;
+        auto work = c10::make_intrusive<ShmWork>(FCT_OP_ALL_REDUCE, Tensors{tensors[0]}, average);
+        return start(std::move(work), std::move(transport), {});
     }
 
     /* Each chunk is 1-D and holds data of all ranks, in rank order. */
     WorkPtr gather_chunks(const Tensors &chunks, const fct_chunk_layout &layout) {
         const Tensors parts = view_by_rank(chunks);
-        auto collective =
-            c10::make_intrusive<ShmCollective>(ShmCollective::Operation::all_gather, parts);
-        collective->release_on_completion();
-        return start(std::move(collective), require_transport(),
-                     RankShards::of_chunks(parts, layout));
+        auto work = c10::make_intrusive<ShmWork>(FCT_OP_ALL_GATHER, parts);
+        work->release_on_completion();
+        return start(std::move(work), require_transport(), RankShards::of_chunks(parts, layout));
     }
     WorkPtr reduce_chunks(const at::Tensor &output, const Tensors &chunks,
                           const fct_chunk_layout &layout, bool average) {
         const Tensors parts = view_by_rank(chunks);
-        RankShards shards = RankShards::of_chunks(parts, layout);
+        const RankShards shards = RankShards::of_chunks(parts, layout);
         TORCH_CHECK(shards.bytes == output.nbytes() && shards.type == output.scalar_type(),
                     "the rank shard of a reduce-scatter has ", shards.bytes, " bytes, its output ",
                     output.nbytes());
         Tensors tensors{output};
         tensors.insert(tensors.end(), parts.begin(), parts.end());
-        auto collective =
-            c10::make_intrusive<ShmReduceScatter>(std::move(tensors), rank_, size_, average);
-        collective->release_on_completion();
-        return start(std::move(collective), require_transport(), std::move(shards));
+        auto work =
+            c10::make_intrusive<ShmWork>(FCT_OP_REDUCE_SCATTER, std::move(tensors), average);
+        work->release_on_completion();
+        return start(std::move(work), require_transport(), shards);
     }
 
-    /* The methods below forward to the fallback. They are called only inside a ScopedDirectBackend,
+    /* The methods below forward to the fallback. They are called only inside a ScopedShmBackend,
      * by another thread or by the handler of a collective. */
     c10::intrusive_ptr<Options> getBackendOptions() override {
         return fallback_->getBackendOptions();
@@ -200,25 +193,21 @@ class DirectBackend : public c10d::Backend {
     /* The process group sets the timeout of the fallback itself. */
     void setTimeout(std::chrono::milliseconds) override {}
     void shutdown() override {
-        close_transport();
+        shm_negotiation_close(negotiation_);
     }
     void abort() override {
-        close_transport();
+        shm_negotiation_close(negotiation_);
     }
 
   private:
-    /* Called at the end of the group. Later collectives use gloo, which reports the end. */
-    void close_transport() {
-        negotiation_->state = fct::Negotiation::State::declined;
-        negotiation_->handles.clear();
-        if (const auto transport = std::exchange(negotiation_->transport, nullptr)) {
-            transport->abort("the process group has ended");
-        }
+    /* The transport of the next collective; null if the fallback moves its data. */
+    ShmTransportPtr active_transport() const {
+        return {shm_negotiation_active_transport(negotiation_), &shm_transport_release};
     }
 
     /* Throws without a transport: gloo has no collectives of separate chunks. */
-    std::shared_ptr<ShmTransport> require_transport() const {
-        auto transport = negotiation_->active_transport();
+    ShmTransportPtr require_transport() const {
+        auto transport = active_transport();
         TORCH_CHECK(transport, "the process group has ended");
         return transport;
     }
@@ -233,18 +222,21 @@ class DirectBackend : public c10d::Backend {
         return views;
     }
 
-    WorkPtr start(c10::intrusive_ptr<ShmCollective> collective,
-                  std::shared_ptr<ShmTransport> transport, RankShards shards) {
+    WorkPtr start(c10::intrusive_ptr<ShmWork> work, ShmTransportPtr transport,
+                  const RankShards &shards) {
         const at::DisableRecordFunctionGuard no_record;
-        collective->set_timeout(fallback_->getBackendOptions()->timeout);
-        collective->start(std::move(transport), std::move(shards), rank_);
-        return collective;
+        shm_request request = {};
+        request.rank = static_cast<int>(rank_);
+        request.world = static_cast<int>(size_);
+        request.timeout_ms = fallback_->getBackendOptions()->timeout.count();
+        work->start(std::move(transport), request, shards);
+        return work;
     }
 
-    /* Whether the kernels add the dtype in the order of gloo's ring. */
+    /* Whether the transport adds the dtype in the order of gloo's ring. */
     static bool can_sum(const at::Tensor &tensor, const c10d::ReduceOp &op) {
         return (op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::SUM) &&
-               fck_ring_supports(static_cast<fck_dtype>(tensor.scalar_type())) != 0;
+               shm_can_sum(static_cast<int32_t>(tensor.scalar_type()));
     }
 
     /* Other layouts go to gloo, which handles or refuses them. */
@@ -255,36 +247,37 @@ class DirectBackend : public c10d::Backend {
     }
 
     c10::intrusive_ptr<c10d::Backend> fallback_;
-    std::shared_ptr<fct::Negotiation> negotiation_;
+    shm_negotiation *const negotiation_; /* holds one reference */
 };
 
 } // namespace
 
 namespace fct {
 
-bool set_gradient_all_reduce(bool rows) {
-    return std::exchange(reduces_gradients, rows);
+bool set_gradient_all_reduce(bool gradients) {
+    return std::exchange(reduces_gradients, gradients);
 }
 
 bool is_cpu_bound(const c10d::Work &work) {
-    const auto *collective = dynamic_cast<const ShmCollective *>(&work);
-    return collective != nullptr && collective->is_cpu_bound();
+    const auto *shm_work = dynamic_cast<const ShmWork *>(&work);
+    return shm_work != nullptr && shm_work->is_cpu_bound();
 }
 
-static DirectBackend &backend_of(c10d::ProcessGroup &direct) {
-    return dynamic_cast<DirectBackend &>(*direct.getBackend(c10::DeviceType::CPU));
+static ShmBackend &backend_of(c10d::ProcessGroup &shm_group) {
+    return dynamic_cast<ShmBackend &>(*shm_group.getBackend(c10::DeviceType::CPU));
 }
 
-c10::intrusive_ptr<c10d::Work> gather_chunks(c10d::ProcessGroup &direct,
+c10::intrusive_ptr<c10d::Work> gather_chunks(c10d::ProcessGroup &shm_group,
                                              const std::vector<at::Tensor> &chunks,
                                              const fct_chunk_layout &layout) {
-    return backend_of(direct).gather_chunks(chunks, layout);
+    return backend_of(shm_group).gather_chunks(chunks, layout);
 }
 
-c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &direct, const at::Tensor &output,
+c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &shm_group,
+                                             const at::Tensor &output,
                                              const std::vector<at::Tensor> &chunks,
                                              const fct_chunk_layout &layout, bool average) {
-    return backend_of(direct).reduce_chunks(output, chunks, layout, average);
+    return backend_of(shm_group).reduce_chunks(output, chunks, layout, average);
 }
 
 using Type = c10d::ProcessGroup::BackendType;
@@ -297,11 +290,11 @@ static c10::intrusive_ptr<c10d::Backend> backend_at(const c10d::ProcessGroup &gr
     }
 }
 
-/* A backend type that the group does not use, or under which it has a DirectBackend already. */
+/* A backend type that the group does not use, or under which it has a ShmBackend already. */
 static Type free_type(const c10d::ProcessGroup &group) {
     for (const Type type : {Type::UCC, Type::MPI, Type::CUSTOM}) {
         const auto found = backend_at(group, type);
-        if (!found || dynamic_cast<DirectBackend *>(found.get()) != nullptr) {
+        if (!found || dynamic_cast<ShmBackend *>(found.get()) != nullptr) {
             return type;
         }
     }
@@ -313,24 +306,23 @@ static void restore_gloo(c10d::ProcessGroup &group) {
     group.setBackend(c10::DeviceType::CPU, Type::GLOO, group.getBackend(Type::GLOO));
 }
 
-bool attach_backend(c10d::ProcessGroup &group, const std::shared_ptr<Negotiation> &negotiation) {
+bool add_shm_backend(c10d::ProcessGroup &group, shm_negotiation *negotiation) {
     if (backend_at(group, Type::GLOO) != group.getBackend(c10::DeviceType::CPU)) {
         return false;
     }
     group.setBackend(
         c10::DeviceType::CPU, free_type(group),
-        c10::make_intrusive<DirectBackend>(group.getBackend(c10::DeviceType::CPU), negotiation));
+        c10::make_intrusive<ShmBackend>(group.getBackend(c10::DeviceType::CPU), negotiation));
     restore_gloo(group);
     return true;
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup>
-make_direct_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
-                  std::shared_ptr<Negotiation> negotiation) {
+make_shm_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group, shm_negotiation *negotiation) {
     auto backend = backend_at(*group, free_type(*group));
     if (!backend) {
-        backend = c10::make_intrusive<DirectBackend>(group->getBackend(c10::DeviceType::CPU),
-                                                     std::move(negotiation));
+        backend =
+            c10::make_intrusive<ShmBackend>(group->getBackend(c10::DeviceType::CPU), negotiation);
     }
     auto made = c10::make_intrusive<c10d::ProcessGroup>(group->getStore(), group->getRank(),
                                                         group->getSize());
@@ -341,18 +333,18 @@ make_direct_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
     return made;
 }
 
-ScopedDirectBackend::ScopedDirectBackend(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                         const c10::intrusive_ptr<c10d::ProcessGroup> &direct) {
+ScopedShmBackend::ScopedShmBackend(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                   const c10::intrusive_ptr<c10d::ProcessGroup> &shm_group) {
     const auto now = group->getBackend(c10::DeviceType::CPU);
-    /* An outer ScopedDirectBackend may have replaced the backend already. */
-    if (dynamic_cast<DirectBackend *>(now.get()) == nullptr) {
+    /* An outer ScopedShmBackend may have replaced the backend already. */
+    if (dynamic_cast<ShmBackend *>(now.get()) == nullptr) {
         group->setBackend(c10::DeviceType::CPU, free_type(*group),
-                          direct->getBackend(c10::DeviceType::CPU));
+                          shm_group->getBackend(c10::DeviceType::CPU));
         group_ = std::move(group);
     }
 }
 
-ScopedDirectBackend::~ScopedDirectBackend() {
+ScopedShmBackend::~ScopedShmBackend() {
     if (group_) {
         restore_gloo(*group_);
     }
