@@ -299,7 +299,6 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     g->core.buckets.limit = s->bucket_bytes;
     g->core.reducer.has_divide_factor = s->divide_factor != 0.0;
     g->core.reducer.divide_factor = s->divide_factor;
-    g->core.reducer.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
 }
 
 static fc_state **state_list(sim_model *m, size_t first, size_t count, bool backwards) {
