@@ -43,8 +43,8 @@ empty :=
 space := $(empty) $(empty)
 ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
 	tests/unit/test_uninitialized_objects.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
-	tests/distributed/test_behaviour_training.py tests/distributed/test_behaviour_backwards.py \
-	tests/distributed/test_behaviour_groups.py tests/distributed/test_behaviour_replicate.py
+	tests/distributed/test_behavior_training.py tests/distributed/test_behavior_backwards.py \
+	tests/distributed/test_behavior_groups.py tests/distributed/test_behavior_replicate.py
 # Files of tests/unit that test-fast excludes: they start interpreters, or compute forecasts.
 NOT_FAST := bench check install mutations plan typing
 # The `pythonpath` of pyproject.toml without the repository root.
@@ -59,7 +59,7 @@ CLIENTS_STAMP := $(CLIENTS_VENV)/.fsdp_c-clients
 SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
 # Cached results of torch's FSDP2 in the behavior scenarios, because `make test` runs these with two builds of fsdp_c.
-STOCK_OUTCOMES := $(CURDIR)/build/stock-outcomes
+TORCH_OUTCOMES := $(CURDIR)/build/torch-outcomes
 C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.hpp' -o -name '*.cuh')
 
 # Imports fsdp_c from this checkout, also in child processes, even if the environment was installed for another one.
@@ -101,14 +101,14 @@ demo: build
 
 # ---- tests ------------------------------------------------------------------------------------------------
 
-test: export FSDP_C_STOCK_OUTCOMES := $(STOCK_OUTCOMES)
+test: export FSDP_C_TORCH_OUTCOMES := $(TORCH_OUTCOMES)
 test: build
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-c test-assert
 	$(PY) -m pytest $(PYTEST_ARGS) tests
 
 # Tests that cover most transitions of the core, with the assertions of csrc/core enabled (see fc_group_check).
 test-assert: build
-	@rm -rf $(ASSERT_LIB) $(STOCK_OUTCOMES)
+	@rm -rf $(ASSERT_LIB) $(TORCH_OUTCOMES)
 	@FSDP_C_ASSERT=1 $(PY) setup.py build --build-lib $(ASSERT_LIB) > build/log-assert.txt 2>&1 \
 		|| { cat build/log-assert.txt; exit 1; }
 	cd $(ASSERT_LIB) && export PYTHONPATH=$(CURDIR)/$(ASSERT_LIB) && \
@@ -122,7 +122,7 @@ test-fast: build
 	@$(MAKE) -C tests/c fast
 	FSDP_C_PARITY_COUNT=20 FSDP_C_PARITY_LAUNCHES=gloo2 $(PY) -m pytest $(PYTEST_ARGS) \
 		$(NOT_FAST:%=--ignore=tests/unit/test_%.py) tests/unit \
-		tests/distributed/test_behaviour_*.py tests/parity/test_parity.py -k 'not smaller_mesh and not on_four and not cuda'
+		tests/distributed/test_behavior_*.py tests/parity/test_parity.py -k 'not smaller_mesh and not on_four and not cuda'
 
 # Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 260 settings and the cheap
 # scripts.
@@ -133,7 +133,7 @@ parity: build
 # ranks.
 accelerator: build
 	FSDP_C_ACCELERATOR_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/accelerator
-	PYTHONPATH=$(PYTHONPATH):tests/harness:tests/parity/workers $(PY) tests/accelerator/workers/figures.py
+	PYTHONPATH=$(PYTHONPATH):tests/harness:tests/parity/workers $(PY) tests/accelerator/workers/measurements.py
 
 test-c:
 	@$(MAKE) -C tests/c
@@ -178,7 +178,7 @@ cuda-check:
 
 # Runs the GPU checks (GPU_ARGS="--device sim": on the simulated GPU). build/gpu/out/summary.txt has a line per step.
 gpu:
-	PYTHON=$$(command -v $(PY) || command -v $(PYTHON)) tests/gpu/visit.sh $(GPU_ARGS)
+	PYTHON=$$(command -v $(PY) || command -v $(PYTHON)) tests/gpu/gpu_check.sh $(GPU_ARGS)
 
 # ---- style ------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def plan(sources: list[str], kernels: str, jobs: int) -> str:
 
 
 def note(folder: Path, kernels: str, source: Path) -> None:
-    """Writes ``_C.json`` beside the extension. ``fsdp_c/built_for.py`` reads it."""
+    """Writes ``_C.json`` beside the extension. ``fsdp_c/_compat/build_info.py`` reads it."""
     import torch
 
     python = ".".join(map(str, sys.version_info[:2]))

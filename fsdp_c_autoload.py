@@ -29,6 +29,6 @@ def autoload() -> None:
 
 def _find(name: str) -> Callable[..., Any]:
     """Returns fsdp_c's function of this name. Called by each call of torch's function."""
-    from fsdp_c.install import announced
+    from fsdp_c.install import get_replacement
 
-    return announced(name)
+    return get_replacement(name)

@@ -5,7 +5,7 @@ data. The implementations take turns; the best round counts, because other proce
 lengthen a call.
 
 - Transport: ``all_gather`` and ``reduce_scatter`` of torch's process group, and a unit of one
-  parameter under torch's FSDP2 ("stock") and fsdp_c ("ours"). The unit is unsharded and resharded,
+  parameter under torch's FSDP2 ("torch") and fsdp_c. The unit is unsharded and resharded,
   or its gradient is reduced; both include packing and unpacking.
 - CPU kernels, called through ctypes on rank 0 while the other rank waits: pack, unpack and pack
   gradients of eight parameters. ``memcpy`` copies as many bytes in one call. Each byte counts once,
@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/gpu/workers"
 from kernel_library import Backend, Column, Gradient, Segment, array
 
 import fsdp_c._C as _C
-from fsdp_c.compat import ALL_GATHER, REDUCE_SCATTER
-from fsdp_c.ending import wait_for_threads
+from fsdp_c._compat.shutdown import wait_for_threads
+from fsdp_c._compat.torch_releases import ALL_GATHER, REDUCE_SCATTER
 
 RANKS = 2
 KIB = 1024

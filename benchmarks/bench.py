@@ -4,7 +4,7 @@ The benchmarks run one after the other, each in its own process. The report begi
 load, date and commands, followed by tables and plots. The plots are in a folder with the report's
 name. ``--quick`` tests the scripts on tiny models in a minute; its figures mean nothing.
 
-Labels in tables and JSON: ``stock`` is torch's FSDP2, ``ours`` is fsdp_c.
+The label ``torch`` in tables and JSON is torch's FSDP2.
 
     python benchmarks/bench.py [--quick] [--only steps host ...] [--out benchmarks/report.md]
 """
@@ -140,7 +140,7 @@ def steps_section(result: Result, folder: Path) -> Iterator[str]:
     yield "## Steps"
     yield ""
     yield "Medians of one run in which all implementations take turns."
-    yield "wall/ours: wall time relative to fsdp_c."
+    yield "wall/fsdp_c: wall time relative to fsdp_c."
     yield "Peaks: resident memory above the value at the beginning of the step."
     yield ""
     yield from picture("steps", "wall, CPU, page faults and peak of a step", result, folder)
@@ -165,19 +165,23 @@ def host_section(result: Result, folder: Path) -> Iterator[str]:
     jobs = {name: job for name, job in result.data.items() if isinstance(job, dict)}
     for name, job in jobs.items():
         rows = [
-            [count, *(row.get(column) for column in ("bare", "stock", "ours")), job["ratio"][count]]
+            [
+                count,
+                *(row.get(column) for column in ("bare", "torch", "fsdp_c")),
+                job["ratio"][count],
+            ]
             for count, row in job["us_per_group_step"].items()
         ]
         yield ""
         yield f"**{name}**"
         yield ""
-        yield from markdown(["parameters", "bare", "stock", "ours", "stock/ours"], rows)
+        yield from markdown(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], rows)
 
 
 def bandwidth_section(result: Result, folder: Path) -> Iterator[str]:
     yield "## Bandwidth"
     yield ""
-    yield "GB/s of unsharded data, best round; stock and ours include packing and unpacking."
+    yield "GB/s of unsharded data, best round; torch and fsdp_c include packing and unpacking."
     yield ""
     yield from picture("bandwidth", "bandwidth against size", result, folder)
     for operation in ("gather", "reduction", "kernel"):

@@ -3,7 +3,7 @@
 Method. ``--ranks`` processes shard a model of ``--params`` parameters layer by layer and run one
 backward. The calls take turns in each round on fresh copies of the gradients, with a norm that
 makes them scale. The script reports minima over the rounds on rank 0 in milliseconds. CPU time is
-that of the calling thread and excludes the wait for the collective. "switched" is
+that of the calling thread and excludes the wait for the collective. "installed" is
 torch's function under FSDP_C=1, whose total norm equals torch's on any number of ranks. The total
 norm of ``fsdp_c.clip_grad_norm_`` must equal torch's on two ranks.
 
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ranks import Times, model_of, side_by_side, start_ranks, two_clocks
 from report import write_json
 
-from fsdp_c import clip_for_torch, clip_grad_norm_, fully_shard
+from fsdp_c import clip_grad_norm_, fully_shard
+from fsdp_c._runtime import torch_clipping
 
 
 def main() -> None:
@@ -36,9 +37,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"clip_grad_norm_, {options.params} parameters, {options.ranks} ranks: ms")
         print(two_clocks("width", results))
-        print("torch's function, switched")
-        switched = {w: {**times, "ours": times["switched"]} for w, times in results.items()}
-        print(two_clocks("width", switched))
+        print("torch's function after fsdp_c.install()")
+        installed = {w: {**times, "fsdp_c": times["installed"]} for w, times in results.items()}
+        print(two_clocks("width", installed))
         write_json(options.json, "clip", {"ms": results, **vars(options)})
     dist.destroy_process_group()
 
@@ -59,20 +60,24 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
     def restore() -> None:
         torch._foreach_copy_(grads, saved_grads)
 
-    def stock() -> None:
-        totals["stock"] = torch.nn.utils.clip_grad_norm_(params, 1e-2)
+    def clip_with_torch() -> None:
+        totals["torch"] = torch.nn.utils.clip_grad_norm_(params, 1e-2)
 
-    def ours() -> None:
-        totals["ours"] = clip_grad_norm_(params, 1e-2)
+    def clip_with_fsdp_c() -> None:
+        totals["fsdp_c"] = clip_grad_norm_(params, 1e-2)
 
-    def switched() -> None:
-        totals["switched"] = clip_for_torch.clip_grad_norm_(params, 1e-2)
+    def clip_with_installed_function() -> None:
+        totals["installed"] = torch_clipping.clip_grad_norm_(params, 1e-2)
 
-    calls = {"stock": stock, "ours": ours, "switched": switched}
+    calls = {
+        "torch": clip_with_torch,
+        "fsdp_c": clip_with_fsdp_c,
+        "installed": clip_with_installed_function,
+    }
     times = side_by_side(calls, options.rounds, restore)
-    expected = totals["stock"].full_tensor()
-    assert torch.equal(expected, totals["switched"].full_tensor())
-    assert options.ranks > 2 or torch.equal(expected, totals["ours"])
+    expected = totals["torch"].full_tensor()
+    assert torch.equal(expected, totals["installed"].full_tensor())
+    assert options.ranks > 2 or torch.equal(expected, totals["fsdp_c"])
     return times
 
 

@@ -44,7 +44,7 @@ print((imported - begin) * 1000, (time.process_time() - imported) * 1000)
 """
 
 
-PACKAGES = {"stock": "torch.distributed.fsdp", "ours": "fsdp_c"}
+PACKAGES = {"torch": "torch.distributed.fsdp", "fsdp_c": "fsdp_c"}
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     rows: list[list[object]] = []
     for count in options.params:
         rows += measure(count, options.rounds)
-    print(table(["call", "parameters", "stock ms", "ours ms", "stock / ours"], rows))
+    print(table(["call", "parameters", "torch ms", "fsdp_c ms", "torch / fsdp_c"], rows))
     first = {name: first_use(package) for name, package in PACKAGES.items()}
     for name, (imports, call) in first.items():
         print(f"{name}: imports {imports:.0f} ms, first call {call:.0f} ms")
@@ -67,7 +67,7 @@ def main() -> None:
 
 def measure(count: int, rounds: int) -> list[list[object]]:
     """Returns the row of ``fully_shard`` for models of ``count`` parameters."""
-    calls = {"stock": torch_fully_shard, "ours": fully_shard}
+    calls = {"torch": torch_fully_shard, "fsdp_c": fully_shard}
     shards: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name, function in calls.items():
@@ -98,8 +98,8 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def row(call: str, count: int, times: dict[str, list[float]]) -> list[object]:
-    ratio = statistics.median(a / b for a, b in zip(times["stock"], times["ours"], strict=True))
-    numbers = (f"{min(times['stock']):.1f}", f"{min(times['ours']):.1f}", f"{ratio:.2f}")
+    ratio = statistics.median(a / b for a, b in zip(times["torch"], times["fsdp_c"], strict=True))
+    numbers = (f"{min(times['torch']):.1f}", f"{min(times['fsdp_c']):.1f}", f"{ratio:.2f}")
     return [call, count, *numbers]
 
 

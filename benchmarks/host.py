@@ -3,8 +3,8 @@
 Method. One process with a fake process group of 8 ranks, whose collectives complete at once. The
 model has ``--groups`` equal groups of tiny parameters below a root without parameters, resharded
 after forward. A group's forward multiplies its input by each of its parameters, so the model itself
-costs little. Three copies of the model take turns within every round: bare, under torch ("stock")
-and under fsdp_c ("ours"). A step is one forward and one backward.
+costs little. Three copies of the model take turns within every round: bare, under torch
+and under fsdp_c. A step is one forward and one backward.
 
 On the CPU, the time of a step is the CPU time of the calling thread, which also runs backward. With
 another ``--device``, autograd runs backward in its own threads. The time is then the CPU time of
@@ -163,7 +163,7 @@ def fit(points: dict[int, float]) -> tuple[float, float]:
 
 def ratio(row: dict[str, float]) -> float | None:
     """Returns torch's cost divided by fsdp_c's, None if fsdp_c was not measured."""
-    return row["stock"] / row["ours"] if "ours" in row else None
+    return row["torch"] / row["fsdp_c"] if "fsdp_c" in row else None
 
 
 def main() -> None:
@@ -207,10 +207,10 @@ def report(
     print(f"{title}: us of CPU time per group and step above the bare model")
     shown = [params for params in rows if params in SHOWN] or list(rows)
     lines = [
-        [params, *(rows[params].get(k) for k in ("bare", "stock", "ours")), ratio(rows[params])]
+        [params, *(rows[params].get(k) for k in ("bare", "torch", "fsdp_c")), ratio(rows[params])]
         for params in shown
     ]
-    print(table(["parameters", "bare", "stock", "ours", "stock/ours"], lines))
+    print(table(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], lines))
     fits = {name: fit({n: row[name] for n, row in rows.items()}) for name in implementations}
     for name, (fixed, slope) in fits.items():
         print(f"{name}: {fixed:.1f} us per group + {slope:.2f} us per parameter")

@@ -61,13 +61,13 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
             chunks = source[name].chunk(options.ranks)
             assert torch.equal(param._local_tensor, chunks[dist.get_rank()])
 
-    def stock() -> None:
+    def load_with_torch() -> None:
         set_model_state_dict(model, dict(full_state), options=state_options)
 
-    def ours() -> None:
+    def load_with_fsdp_c() -> None:
         load_full_state_dict(model, full_state, progress=False)
 
-    calls = {"stock": stock, "ours": ours}
+    calls = {"torch": load_with_torch, "fsdp_c": load_with_fsdp_c}
     for call in calls.values():
         clear()
         call()

@@ -146,11 +146,14 @@ def main() -> None:
             }
             results[f"{precision}_{params}"] = peaks
             for phase in ("forward", "backward"):
-                stock, ours = peaks["stock"][phase], peaks.get("ours", {}).get(phase)
-                quotient = stock / ours if ours else None
-                lines.append([precision, str(params), phase, stock, ours, quotient])
+                torch_value, fsdp_c_value = (
+                    peaks["torch"][phase],
+                    peaks.get("fsdp_c", {}).get(phase),
+                )
+                quotient = torch_value / fsdp_c_value if fsdp_c_value else None
+                lines.append([precision, str(params), phase, torch_value, fsdp_c_value, quotient])
     print("peak transient memory, in units of one group's full parameters")
-    print(table(["precision", "parameters", "phase", "stock", "ours", "stock/ours"], lines))
+    print(table(["precision", "parameters", "phase", "torch", "fsdp_c", "torch/fsdp_c"], lines))
     write_json(options.json, "memory", results)
 
 

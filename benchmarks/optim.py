@@ -77,8 +77,8 @@ def main() -> None:
     rows = {kind: measure(make, options.params, options.rounds) for kind, make in KINDS.items()}
     print(f"optimizer steps: ms of CPU time over {options.params} parameters")
     lines = [
-        [kind, plain, stock, ours, stock / plain, ours / plain]
-        for kind, (plain, stock, ours) in rows.items()
+        [kind, plain, torch_value, fsdp_c_value, torch_value / plain, fsdp_c_value / plain]
+        for kind, (plain, torch_value, fsdp_c_value) in rows.items()
     ]
     heads = ["optimizer", "plain", "torch", "accelerated", "torch/plain", "accelerated/plain"]
     print(table(heads, lines))

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 COLORS = {
-    "bare": "#b5b5b5", "ddp": "#8a6bb1", "stock": "#d98e32", "ours": "#2f5f94",
+    "bare": "#b5b5b5", "ddp": "#8a6bb1", "torch": "#d98e32", "fsdp_c": "#2f5f94",
     "shared": "#7fa8d1", "torch.distributed": "#3f9c8f", "memcpy": "#b5b5b5",
     "pack": "#2f5f94", "unpack": "#3f9c8f", "pack gradients": "#d98e32",
 }  # fmt: skip
@@ -90,7 +90,7 @@ def host(data: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(4.5 * len(jobs), 4), layout="constrained")
     for axes, (title, job) in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs.items()):
         rows = {int(count): row for count, row in job["us_per_group_step"].items()}
-        for name in ("stock", "ours"):
+        for name in ("torch", "fsdp_c"):
             if all(name in row for row in rows.values()):
                 axes.plot(list(rows), [row[name] for row in rows.values()], "o-", label=name,
                           color=COLORS[name])  # fmt: skip

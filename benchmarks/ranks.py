@@ -78,14 +78,16 @@ def side_by_side(
 
 
 def two_clocks(title: str, results: dict[Any, dict[str, Times]]) -> str:
-    """Formats a table of "stock" and "ours" by wall and CPU time, one row per result."""
+    """Formats a table of "torch" and "fsdp_c" by wall and CPU time, one row per result."""
     rows: list[list[object]] = []
     for label, times in results.items():
-        stock, ours = times["stock"], times["ours"]
-        wall = [stock.wall, ours.wall, stock.wall / ours.wall]
-        rows.append([label, *wall, stock.cpu, ours.cpu, stock.cpu / ours.cpu])
+        torch_value, fsdp_c_value = times["torch"], times["fsdp_c"]
+        wall = [torch_value.wall, fsdp_c_value.wall, torch_value.wall / fsdp_c_value.wall]
+        rows.append(
+            [label, *wall, torch_value.cpu, fsdp_c_value.cpu, torch_value.cpu / fsdp_c_value.cpu]
+        )
     clocks = [
-        f"{clock} {column}" for clock in ("wall", "cpu") for column in ("stock", "ours", "ratio")
+        f"{clock} {column}" for clock in ("wall", "cpu") for column in ("torch", "fsdp_c", "ratio")
     ]
     return table([title, *clocks], rows)
 

@@ -51,8 +51,8 @@ ONE_PROCESS = "FSDP_C_BENCH_ONE_PROCESS"
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "bare": lambda model: model,
     "ddp": lambda model: DistributedDataParallel(model),
-    "stock": lambda model: torch_replicate(model),
-    "ours": lambda model: replicate(model),
+    "torch": lambda model: torch_replicate(model),
+    "fsdp_c": lambda model: replicate(model),
 }
 
 
@@ -155,7 +155,7 @@ def show_steps(options: argparse.Namespace) -> None:
     rows: list[list[object]] = []
     for kind in MODELS:
         runs = measure_steps(options, kind)
-        fsdp_c_median = statistics.median(runs["ours"].times)
+        fsdp_c_median = statistics.median(runs["fsdp_c"].times)
         for name, run in runs.items():
             median = statistics.median(run.times)
             rows.append([f"{kind} {name}", median, min(run.times), median / fsdp_c_median])
@@ -164,7 +164,7 @@ def show_steps(options: argparse.Namespace) -> None:
             millions = sum(parameter.numel() for parameter in runs["bare"].parameters) / 1e6
             print(f"ms of a step on {options.ranks} gloo ranks; gpt: {millions:.1f} M parameters")
     if dist.get_rank() == 0:
-        print(table(["model", "median", "min", "median/ours"], rows), flush=True)
+        print(table(["model", "median", "min", "median/fsdp_c"], rows), flush=True)
     results["memory"] = peaks = measure_memory(options)
     if dist.get_rank() == 0:
         print("\npeak transient memory of the gpt above bare, in units of its parameters' bytes")
@@ -176,7 +176,7 @@ def show_steps(options: argparse.Namespace) -> None:
 def show_one_process(options: argparse.Namespace) -> None:
     """Measures host time on a fake group and prints it."""
     fake_mesh(8)
-    runs = measure_steps(options, "small", ("bare", "stock", "ours"))
+    runs = measure_steps(options, "small", ("bare", "torch", "fsdp_c"))
     bare = min(runs["bare"].times)
     print("\nhost time: ms of CPU of a step above the bare model's, 500 parameters")
     print(table(["", "ms"], [[name, min(run.times) - bare] for name, run in runs.items()]))

@@ -39,14 +39,14 @@ def fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
 
 
 def implementations() -> dict[str, FullyShard]:
-    """Returns ``fully_shard`` of torch ("stock") and, if it can be imported, of fsdp_c ("ours")."""
-    functions: dict[str, FullyShard] = {"stock": torch_fully_shard}
+    """Returns ``fully_shard`` of torch and, if it can be imported, of fsdp_c."""
+    functions: dict[str, FullyShard] = {"torch": torch_fully_shard}
     try:
         from fsdp_c import fully_shard
     except ImportError as error:
         print(f"note: fsdp_c cannot be imported ({error}); measuring only torch's FSDP2\n")
     else:
-        functions["ours"] = fully_shard
+        functions["fsdp_c"] = fully_shard
     return functions
 
 

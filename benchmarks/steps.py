@@ -13,7 +13,7 @@ beginning of the step. Before each step, the C library and fsdp_c return their f
 kernel. It would hide a peak, and returning it costs page faults, so times come from the first pass.
 Memory that an implementation keeps between steps (DDP's buckets) is not part of a peak.
 
-``bare`` does not communicate. ``stock`` is torch's FSDP2 and ``ours`` is fsdp_c. ``shared`` is
+``bare`` does not communicate. ``torch`` is torch's FSDP2. ``shared`` is
 fsdp_c with neighboring units that share collectives (``auto_shard(min_unit=)``); only ``deep`` has
 it. Gradients are ``None`` before each step. The optimizer is AdamW with torch's defaults, and SGD
 for ``wide``, because AdamW's states would fill the memory of a small machine. With fsdp_c the
@@ -50,9 +50,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig, next_byte_loss
 
 import fsdp_c
-from fsdp_c.ending import wait_for_threads
+from fsdp_c._compat.shutdown import wait_for_threads
 
-NAMES = ("bare", "ddp", "stock", "ours")
+NAMES = ("bare", "ddp", "torch", "fsdp_c")
 MIN_UNIT = 2**14
 """Minimum bytes of a unit of ``shared``, which has four units in ``deep``."""
 MAX_ROUNDS = 40
@@ -122,7 +122,7 @@ class Timed:
                 shard(unit)
             shard(job.model)
         self.optimizer = job.optimizer(self.model.parameters(), lr=1e-5)
-        if name in ("ours", "shared"):
+        if name in ("fsdp_c", "shared"):
             fsdp_c.optim.accelerate(self.optimizer)
         self.costs: dict[str, list[Cost]] = {"without": [], "with": []}
         self.peaks: dict[str, list[Cost]] = {"without": [], "with": []}
@@ -198,7 +198,7 @@ def measure(kind: str, seconds: float) -> dict[str, Any]:
         "optimizer": type(runs["bare"].optimizer).__name__,
         "rounds": rounds,
         "costs": {name: run.medians() for name, run in runs.items()},
-        "memory": {name: runs[name].sample_memory() for name in ("stock", "ours")},
+        "memory": {name: runs[name].sample_memory() for name in ("torch", "fsdp_c")},
     }
 
 
@@ -212,7 +212,7 @@ def _broadcast_from_rank_0(number: int) -> int:
 def rows_of(result: dict[str, Any], kind: str) -> list[list[object]]:
     """Returns a row of ``COLUMNS`` per implementation; ``kind`` is "without" or "with"."""
     costs = {name: medians[kind] for name, medians in result["costs"].items()}
-    fsdp_c_wall = costs["ours"]["wall"]
+    fsdp_c_wall = costs["fsdp_c"]["wall"]
     rows: list[list[object]] = []
     for name, cost in costs.items():
         faults = None if cost["faults"] is None else int(cost["faults"])
@@ -223,7 +223,7 @@ def rows_of(result: dict[str, Any], kind: str) -> list[list[object]]:
     return rows
 
 
-COLUMNS = ("", "wall, ms", "wall/ours", "least wall", "CPU, ms", "page faults", "peak, MiB")
+COLUMNS = ("", "wall, ms", "wall/fsdp_c", "least wall", "CPU, ms", "page faults", "peak, MiB")
 
 
 def main() -> None:

@@ -106,11 +106,20 @@ def main() -> None:
             del measured
         results[precision] = peaks
         for phase in ("forward", "backward"):
-            stock, ours = peaks["stock"][phase], peaks["ours"][phase]
-            lines.append([precision, phase, stock, ours, stock / ours, peaks[OVERLAP][phase]])
+            torch_value, fsdp_c_value = peaks["torch"][phase], peaks["fsdp_c"][phase]
+            lines.append(
+                [
+                    precision,
+                    phase,
+                    torch_value,
+                    fsdp_c_value,
+                    torch_value / fsdp_c_value,
+                    peaks[OVERLAP][phase],
+                ]
+            )
     if dist.get_rank() == 0:
         print("peak resident memory of a step, in units of one group's full parameters")
-        titles = ["precision", "phase", "stock", "ours", "stock/ours", OVERLAP]
+        titles = ["precision", "phase", "torch", "fsdp_c", "torch/fsdp_c", OVERLAP]
         print(table(titles, lines))
         write_json(options.json, "units", results)
     dist.destroy_process_group()

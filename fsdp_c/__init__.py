@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from . import built_for as built_for  # checks the torch release before the extension is loaded
+# Checks the torch release before the extension is loaded.
+from ._compat import build_info as build_info
 
 # isort: split
 import importlib
@@ -21,30 +22,31 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from . import bind as bind  # passes Python functions to the extension
 from . import names, optim
-from .additions import GradientReductionHandle
+from ._runtime import bindings as bindings  # passes Python functions to the extension
+from ._runtime.mixed_precision import MixedPrecisionPolicy
+from ._runtime.param_group import ParamGroup as ParamGroup
+from ._runtime.state import State as State
+from ._runtime.torch215_methods import GradientReductionHandle
 from .clip import clip_grad_norm_
 from .full_params import full_params
 from .fully_shard import fully_shard
 from .generate import generate_with
 from .install import install, is_active, uninstall
-from .mixed_precision import MixedPrecisionPolicy
 from .no_sync import no_sync
-from .param_group import ParamGroup as ParamGroup
 from .replicate import replicate
-from .state import State as State
 from .transport import release_memory, set_bucket_cap, set_reduction_overlap, set_transport
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ._tools.report import Explanation, UnitReport
+    from ._tools.timeline import StepTrace
+    from .auto_shard import auto_shard
+    from .checkpoint import load_full_state_dict
     from .ema import ShardedEMA
     from .explain import explain
-    from .load import load_full_state_dict
     from .plan import plan
-    from .report import Explanation, UnitReport
-    from .timeline import StepTrace, trace
-    from .wrap import auto_shard
+    from .trace import trace
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -81,20 +83,23 @@ __all__ = [
 ]
 
 _LATER = {
-    "Explanation": "report",
+    "Explanation": "_tools.report",
     "ShardedEMA": "ema",
-    "StepTrace": "timeline",
-    "UnitReport": "report",
-    "auto_shard": "wrap",
+    "StepTrace": "_tools.timeline",
+    "UnitReport": "_tools.report",
+    "auto_shard": "auto_shard",
     "explain": "explain",
-    "load_full_state_dict": "load",
+    "load_full_state_dict": "checkpoint",
     "plan": "plan",
-    "trace": "timeline",
+    "trace": "trace",
 }
 """Maps names that are imported at their first use to their modules.
 
 These modules would double the time of ``import fsdp_c``, and most ranks do not use them.
 """
+
+_LATER_MODULES = ("checkpoint", "ema", "policies", "wrap")
+"""Public modules that are imported at their first use as an attribute of the package."""
 
 
 class _Package(ModuleType):
@@ -108,7 +113,7 @@ class _Package(ModuleType):
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
-    elif name in _LATER.values():
+    elif name in _LATER_MODULES:
         value = importlib.import_module(f".{name}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,7 +38,7 @@ says what there is and whether it works: extension, kernels, devices, torch, tra
 """
 
 
-def _quit(message: str, status: int) -> NoReturn:
+def _exit_with(message: str, status: int) -> NoReturn:
     print(message, file=sys.stderr)
     raise SystemExit(status)
 
@@ -69,27 +69,27 @@ def _find_module(name: str) -> tuple[ModuleType, CodeType]:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
             if spec is None:
-                _quit(
+                _exit_with(
                     f"{sys.executable}: No module named {name}.__main__; {name!r} is a package "
                     "and cannot be directly executed",
                     1,
                 )
     except ModuleNotFoundError as error:
-        _quit(
+        _exit_with(
             f"{sys.executable}: Error while finding module specification for {name!r} "
             f"(ModuleNotFoundError: {error})",
             1,
         )
     if spec is None:
-        _quit(f"{sys.executable}: No module named {name}", 1)
-    return _main_module(spec, spec.origin), _code_of(spec)
+        _exit_with(f"{sys.executable}: No module named {name}", 1)
+    return _main_module(spec, spec.origin), _get_code(spec)
 
 
-def _code_of(spec: importlib.machinery.ModuleSpec) -> CodeType:
+def _get_code(spec: importlib.machinery.ModuleSpec) -> CodeType:
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None
     if code is None:
-        _quit(f"{sys.executable}: No code object available for {spec.name}", 1)
+        _exit_with(f"{sys.executable}: No code object available for {spec.name}", 1)
     return code
 
 
@@ -100,14 +100,14 @@ def _read_script(path: str) -> tuple[ModuleType, CodeType]:
         sys.path[0 : 0 if safe else 1] = [os.path.abspath(path)]
         spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
         if spec is None:
-            _quit(f"{sys.executable}: can't find '__main__' module in {path!r}", 1)
-        return _main_module(spec, spec.origin), _code_of(spec)
+            _exit_with(f"{sys.executable}: can't find '__main__' module in {path!r}", 1)
+        return _main_module(spec, spec.origin), _get_code(spec)
     file = os.path.abspath(path)
     try:
         with io.open_code(file) as source:
             text = source.read()
     except OSError as error:
-        _quit(
+        _exit_with(
             f"{sys.executable}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}", 2
         )
     if not safe:
@@ -124,7 +124,7 @@ def _is_archive(path: str) -> bool:
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-def _without_our_frames(show: Hook) -> Hook:
+def _hide_own_frames(show: Hook) -> Hook:
     """Returns an ``excepthook`` whose tracebacks begin at the script's frame."""
 
     def hook(
@@ -141,29 +141,29 @@ def _without_our_frames(show: Hook) -> Hook:
     return hook
 
 
-def _plan(arguments: list[str]) -> int:
-    from .plan_command import main as run
+def _run_plan(arguments: list[str]) -> int:
+    from ._tools.plan_command import main as run
 
     return run(arguments)
 
 
-def _check(arguments: list[str]) -> int:
-    from .check import main as run
+def _run_check(arguments: list[str]) -> int:
+    from ._tools.check import main as run
 
     return run()
 
 
-def _version(arguments: list[str]) -> int:
-    from .check import version
+def _print_version(arguments: list[str]) -> int:
+    from ._tools.check import format_version
 
-    print(version())
+    print(format_version())
     return 0
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "plan": _plan,
-    "--check": _check,
-    "--version": _version,
+    "plan": _run_plan,
+    "--check": _run_check,
+    "--version": _print_version,
 }
 
 
@@ -177,15 +177,15 @@ def main() -> None:
         raise SystemExit(_COMMANDS[arguments[0]](arguments[1:]))
     as_module = arguments[0] == "-m"
     if arguments[0].startswith("-") and not as_module:
-        _quit(
+        _exit_with(
             f"unknown option {arguments[0]}: Python's own go in front of -m fsdp_c, a script's "
             f"behind the script\n{USAGE}",
             2,
         )
     if as_module and len(arguments) == 1:
-        _quit("Argument expected for the -m option\n" + USAGE, 2)
+        _exit_with("Argument expected for the -m option\n" + USAGE, 2)
     sys.argv[:] = arguments[1:] if as_module else arguments
-    sys.excepthook = _without_our_frames(sys.excepthook)
+    sys.excepthook = _hide_own_frames(sys.excepthook)
     os.environ[fsdp_c_autoload.ENVIRONMENT_SWITCH] = "1"
     install()
     module, code = _find_module(sys.argv[0]) if as_module else _read_script(sys.argv[0])

@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from ._runtime.fsdp_units import reshard_all
 from .names import clean_tensor_name
-from .units import reshard
 
 
 class ShardedEMA:
@@ -60,12 +60,12 @@ class ShardedEMA:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"ShardedEMA expects a floating-point dtype, not {dtype}")
         self._averages: dict[str, torch.Tensor] = {}
-        for name, param in _parameters(model).items():
+        for name, param in _list_params(model).items():
             if param.is_meta:
                 raise ValueError(f"ShardedEMA needs weights, but '{name}' is on the meta device")
-            local = _local(param).to(device, _kind(param, dtype), copy=True)
+            local = _get_local(param).to(device, _choose_dtype(param, dtype), copy=True)
             _check_arithmetic(name, local)
-            self._averages[name] = _like(param, local)
+            self._averages[name] = _make_like(param, local)
 
     def _decay_now(self) -> float:
         decay = self._decay(self.updates) if callable(self._decay) else self._decay
@@ -102,7 +102,7 @@ class ShardedEMA:
             self.copy_to(model)
             yield
         finally:
-            reshard(model)
+            reshard_all(model)
             with torch.no_grad():
                 for weight, own in weights:
                     weight.copy_(own)
@@ -115,14 +115,14 @@ class ShardedEMA:
 
     def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns pairs of local averages and local weights."""
-        params = _parameters(model)
+        params = _list_params(model)
         if params.keys() != self._averages.keys():
             differing = sorted(params.keys() ^ self._averages.keys())
             raise ValueError(f"ShardedEMA was made for another model: {differing}")
         pairs = []
         for name, average in self._averages.items():
             param = params[name]
-            local_average, local_weight = _local(average), _local(param)
+            local_average, local_weight = _get_local(average), _get_local(param)
             same_kind = isinstance(param, DTensor) == isinstance(average, DTensor)
             if local_average.shape != local_weight.shape or not same_kind:
                 raise ValueError(f"ShardedEMA: '{name}' is sharded in another way than it was")
@@ -152,15 +152,15 @@ class ShardedEMA:
             differing = sorted(averages.keys() ^ self._averages.keys())
             raise ValueError(f"ShardedEMA: the state is of another model: {differing}")
         for name, average in self._averages.items():
-            if _local(averages[name]).shape != _local(average).shape:
+            if _get_local(averages[name]).shape != _get_local(average).shape:
                 raise ValueError(f"ShardedEMA: '{name}' has another shape in the state")
         for name, average in self._averages.items():
-            _local(average).copy_(_local(averages[name]))
+            _get_local(average).copy_(_get_local(averages[name]))
         self.updates = int(state["updates"])
 
 
-def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    reshard(model)
+def _list_params(model: nn.Module) -> dict[str, torch.Tensor]:
+    reshard_all(model)
     return {clean_tensor_name(name): param for name, param in model.named_parameters()}
 
 
@@ -168,7 +168,7 @@ def _is_averaged(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _kind(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _choose_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype of a parameter's average."""
     if dtype is None or not _is_averaged(param):
         return param.dtype
@@ -189,11 +189,11 @@ def _check_arithmetic(name: str, average: torch.Tensor) -> None:
         ) from None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _get_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _make_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return local
     return DTensor.from_local(

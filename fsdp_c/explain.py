@@ -11,12 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 
 import fsdp_c._C as _C
 
-from . import kernels, sizes, suspicions
-from .fake_step import Trace, record
-from .forecast import Sharding
-from .optimizer_memory import live_states, optimizer_bytes
-from .report import Explanation, make_explanation
-from .units import require_module
+from ._runtime import fsdp_units, kernels, lint
+from ._runtime.fsdp_units import require_module
+from ._tools import model_checks, unit_bytes
+from ._tools.fake_step import Trace, record
+from ._tools.forecast import Sharding
+from ._tools.optimizer_memory import count_state_bytes, measure_optimizer
+from ._tools.report import Explanation, make_explanation
 
 
 def explain(
@@ -58,31 +59,31 @@ def explain(
         raise TypeError(f"explain expects the model's optimizer, not {optimizer!r}")
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"nothing in {type(model).__name__} is sharded: call fully_shard first")
-    groups = [(name, group) for name, _, group in suspicions.groups_of(model)]
+    groups = [(name, group) for name, _, group in fsdp_units.iterate_groups(model)]
     warnings = [
-        *suspicions.foreign_optimizer(model, groups, optimizer),
-        *suspicions.replaced_parameters(model, groups),
-        *suspicions.unmanaged_parameters(model, groups),
-        *suspicions.tied_weights(model, groups),
-        *suspicions.blocks_in_root(model, groups),
-        *suspicions.policies_apart(model, groups),
-        *suspicions.large_units(model, groups),
-        *suspicions.data_parallel_inside(model),
+        *model_checks.check_optimizer_params(model, groups, optimizer),
+        *model_checks.check_replaced_params(model, groups),
+        *model_checks.check_unmanaged_params(model, groups),
+        *model_checks.check_tied_weights(model, groups),
+        *lint.check_blocks_in_root(model, groups),
+        *lint.check_policies(model, groups),
+        *lint.check_large_units(model, groups),
+        *lint.check_data_parallel(model),
     ]
-    layout = sizes.layout_of(model)
+    layout = unit_bytes.layout_of(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
     overlap = not on_cpu and any(group._reduction_overlap is not False for _, group in groups)
     explanation = make_explanation(
-        title=suspicions.original_class(model).__name__,
+        title=fsdp_units.get_original_class(model).__name__,
         warnings=warnings,
         layout=layout,
-        sharding=_sharding(layout, model, optimizer, on_cpu, overlap),
-        trace=traced(model, layout, batch, loss),
+        sharding=_make_sharding(layout, model, optimizer, on_cpu, overlap),
+        trace=record_step(model, layout, batch, loss),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         memory=memory,
     )
     for _, group in groups:
-        explanation.kernels[group.device.type] = kernels.describe(group.device)
+        explanation.kernels[group.device.type] = kernels.describe_kernels(group.device)
     if on_cpu:
         pool = _C.memory()
         explanation.buffers = pool["out"], pool["waiting"]
@@ -90,9 +91,9 @@ def explain(
     return explanation
 
 
-def traced(
+def record_step(
     model: nn.Module,
-    layout: sizes.Layout,
+    layout: unit_bytes.Layout,
     batch: Any,
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> Trace | None:
@@ -111,8 +112,8 @@ def traced(
     )
 
 
-def _sharding(
-    layout: sizes.Layout,
+def _make_sharding(
+    layout: unit_bytes.Layout,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     on_cpu: bool,
@@ -120,11 +121,11 @@ def _sharding(
 ) -> Sharding:
     states, step = 0, 0
     if optimizer is not None:
-        states, step = optimizer_cost(optimizer, layout, on_cpu)
-        states = live_states(optimizer) or states
+        states, step = compute_optimizer_cost(optimizer, layout, on_cpu)
+        states = count_state_bytes(optimizer) or states
     return Sharding(
         units=tuple(layout.units),
-        buffers=sizes.other_bytes(model, layout.dtypes),
+        buffers=unit_bytes.other_bytes(model, layout.dtypes),
         states=states,
         step=step,
         overlap=overlap,
@@ -132,12 +133,14 @@ def _sharding(
     )
 
 
-def optimizer_cost(optimizer: Any, layout: sizes.Layout, on_cpu: bool) -> tuple[int, int]:
+def compute_optimizer_cost(
+    optimizer: Any, layout: unit_bytes.Layout, on_cpu: bool
+) -> tuple[int, int]:
     """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily."""
     trained = [p for params in layout.params for p in params if p.trained]
     if not trained:
         return 0, 0
     shards = [param.padded * param.own.itemsize for param in trained]
-    cost = optimizer_bytes(optimizer, trained[0].own, on_cpu)
+    cost = measure_optimizer(optimizer, trained[0].own, on_cpu)
     step = cost.step * (sum(shards) if cost.whole else max(shards))
     return int(cost.states * sum(shards)), int(step)

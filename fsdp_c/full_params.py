@@ -16,8 +16,8 @@ import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ._runtime.fsdp_units import get_units, list_sharded_modules, reshard_all
 from .names import clean_tensor_name
-from .units import reshard, sharded_modules, units_of
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -65,11 +65,11 @@ def full_params(
     """
     if writeback and rank0_only:
         raise ValueError("full_params cannot write back what only one rank has (rank0_only=True)")
-    groups = units_of(model, "full_params")
-    modules = sharded_modules(model)
+    groups = get_units(model, "full_params")
+    modules = list_sharded_modules(model)
     states: dict[Any, None] = dict.fromkeys(module._get_fsdp_state() for module in modules)
     _check_idle(states, groups)
-    reshard(model)
+    reshard_all(model)
     write = not rank0_only if writeback is None else writeback
     device = torch.device("cpu") if offload_to_cpu else None
     full = FullParams(model, groups, write, rank0_only, device, all_units)
@@ -150,7 +150,9 @@ class FullParams(Mapping[str, torch.Tensor]):
         for unit in (*self._units, None):  # by units, as they are gathered
             self._places |= {name: place for name, place in found.items() if place[0] is unit}
         mesh = next((unit.mesh for unit in self._units if unit.params), None)
-        self._has_values = not rank0_only or mesh is None or dist.get_rank() == _first_rank(mesh)
+        self._has_values = (
+            not rank0_only or mesh is None or dist.get_rank() == _get_first_rank(mesh)
+        )
 
     def __len__(self) -> int:
         return len(self._places)
@@ -213,14 +215,14 @@ class _Unit:
         return bool(self._full)
 
     def registered(self, i: int) -> Any:
-        module, name = _slots(self.params[i])[0]
+        module, name = _list_slots(self.params[i])[0]
         return module._parameters[name]
 
     @torch.no_grad()
     def open(self) -> None:
         """Gathers on all ranks, and registers the full parameters that this rank gets."""
         shards = [param.sharded_param for param in self.params]
-        tensors = _gathered(shards, self._device, self._rank0_only)
+        tensors = _gather_full(shards, self._device, self._rank0_only)
         full: list[nn.Parameter | None] = []
         for tensor, shard in zip(tensors, shards):
             if tensor is not None and self._target is not None:
@@ -228,7 +230,7 @@ class _Unit:
             full.append(None if tensor is None else nn.Parameter(tensor, shard.requires_grad))
         for param, whole in zip(self.params, full):
             if whole is not None:
-                _register(param, whole)
+                _register_param(param, whole)
         self._full = full
         self._versions = [0 if whole is None else whole._version for whole in full]
 
@@ -240,7 +242,7 @@ class _Unit:
             if whole is None:
                 continue
             param, now = self.params[i], self.registered(i)
-            _register(param, param.sharded_param)
+            _register_param(param, param.sharded_param)
             changed = now is not whole or whole._version != self._versions[i]
             if write and changed:
                 try:
@@ -251,50 +253,50 @@ class _Unit:
         return failure
 
 
-def _slots(param: Any) -> list[tuple[nn.Module, str]]:
+def _list_slots(param: Any) -> list[tuple[nn.Module, str]]:
     info = param._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
 
 
-def _register(param: Any, value: nn.Parameter) -> None:
-    for module, name in _slots(param):
+def _register_param(param: Any, value: nn.Parameter) -> None:
+    for module, name in _list_slots(param):
         module._parameters[name] = value
 
 
-def _first_rank(mesh: Any) -> int:
+def _get_first_rank(mesh: Any) -> int:
     return int(mesh.mesh.flatten()[0])
 
 
-def _gathered(
+def _gather_full(
     shards: list[DTensor], device: torch.device, rank0_only: bool
 ) -> list[torch.Tensor | None]:
     """Returns new full tensors on ``device``; None for those that this rank does not get."""
     full: list[torch.Tensor | None] = [None] * len(shards)
     together: dict[Any, list[int]] = {}
     for i, shard in enumerate(shards):
-        cut = _cut_dim(shard)
+        cut = _find_shard_dim(shard)
         if cut is None:
             moved: Any = shard if shard.device == device else shard.to(device)
             whole = moved.full_tensor()
-            if not rank0_only or dist.get_rank() == _first_rank(shard.device_mesh):
+            if not rank0_only or dist.get_rank() == _get_first_rank(shard.device_mesh):
                 own = whole.data_ptr() == shard._local_tensor.data_ptr()
                 full[i] = whole.clone() if own else whole
         else:
             key = (shard.device_mesh, cut, shard.dtype)
             together.setdefault(key, []).append(i)
     for (mesh, mesh_dim, _), indices in together.items():
-        parts = [_padded(shards[i], mesh_dim).to(device) for i in indices]
-        rows = _all_rows(torch.cat(parts), mesh, mesh_dim, rank0_only)
+        parts = [_pad_shard(shards[i], mesh_dim).to(device) for i in indices]
+        rows = _gather_rows(torch.cat(parts), mesh, mesh_dim, rank0_only)
         if rows is None:
             continue
         offset = 0
         for i, part in zip(indices, parts):
-            full[i] = _joined(rows[:, offset : offset + part.numel()], shards[i], mesh_dim)
+            full[i] = _join_rows(rows[:, offset : offset + part.numel()], shards[i], mesh_dim)
             offset += part.numel()
     return full
 
 
-def _cut_dim(shard: DTensor) -> int | None:
+def _find_shard_dim(shard: DTensor) -> int | None:
     """Returns the mesh dimension of the only ``Shard``; None for other placements or subclasses."""
     cuts = [i for i, p in enumerate(shard.placements) if not p.is_replicate()]
     plain = type(shard._local_tensor) is torch.Tensor
@@ -303,15 +305,15 @@ def _cut_dim(shard: DTensor) -> int | None:
     return None
 
 
-def _chunk(shard: DTensor, mesh_dim: int) -> tuple[int, int]:
+def _get_chunk(shard: DTensor, mesh_dim: int) -> tuple[int, int]:
     """Returns the sharded tensor dimension, and the largest shard's length there."""
     dim: int = shard.placements[mesh_dim].dim  # type: ignore[attr-defined]
     return dim, -(-shard.shape[dim] // shard.device_mesh.size(mesh_dim))
 
 
-def _padded(shard: DTensor, mesh_dim: int) -> torch.Tensor:
+def _pad_shard(shard: DTensor, mesh_dim: int) -> torch.Tensor:
     """Returns this rank's shard as a 1-D tensor, sharded dimension first, with padding."""
-    dim, chunk = _chunk(shard, mesh_dim)
+    dim, chunk = _get_chunk(shard, mesh_dim)
     local = shard._local_tensor.detach().movedim(dim, 0)
     if local.shape[0] == chunk:
         return local.reshape(-1)
@@ -320,7 +322,7 @@ def _padded(shard: DTensor, mesh_dim: int) -> torch.Tensor:
     return padded.view(-1)
 
 
-def _all_rows(
+def _gather_rows(
     part: torch.Tensor, mesh: Any, mesh_dim: int, rank0_only: bool
 ) -> torch.Tensor | None:
     """Gathers shards to (ranks, elements); returns None if this rank does not get them."""
@@ -330,7 +332,7 @@ def _all_rows(
         rows = part.new_empty(size * part.numel())
         _all_gather(rows, part, group=group)
         return rows.view(size, -1)
-    first = _first_rank(mesh)
+    first = _get_first_rank(mesh)
     if first not in dist.get_process_group_ranks(group):
         return None
     if dist.get_rank() != first:
@@ -341,9 +343,9 @@ def _all_rows(
     return rows
 
 
-def _joined(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:
+def _join_rows(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:
     """Returns the full tensor from gathered shards of shape (ranks, elements)."""
-    dim, chunk = _chunk(shard, mesh_dim)
+    dim, chunk = _get_chunk(shard, mesh_dim)
     rest = [n for i, n in enumerate(shard.shape) if i != dim]
     whole = rows.reshape(rows.shape[0] * chunk, *rest)[: shard.shape[dim]]
     # A copy, so that the gathered memory of all parameters can be freed.

@@ -1,6 +1,6 @@
 """``fully_shard``: validates its arguments, shards parameters and registers the state.
 
-A call that raises restores the modules (``undo.py``).
+A call that raises restores the modules (``transaction.py``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-from . import notes
-from .attach import Api, Units, apply
-from .compat import ShardPlacementFnResult, is_spmd_mesh, mesh_info_of, validate_mesh
-from .meshes import default_mesh
-from .originals import undecorated
-from .state import State
-from .suspicions import look_at_arguments
-from .undo import Undo
+from ._compat.originals import find_undecorated
+from ._compat.torch_releases import (
+    ShardPlacementFnResult,
+    is_spmd_mesh,
+    make_mesh_info,
+    validate_mesh,
+)
+from ._runtime import hints
+from ._runtime.init import MeshArguments, WrapperApi, shard_modules
+from ._runtime.lint import check_arguments
+from ._runtime.meshes import default_mesh
+from ._runtime.state import State
+from ._runtime.transaction import Transaction
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -40,9 +45,9 @@ if TYPE_CHECKING:
 _DEFAULT_MP_POLICY = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
 
-_API = Api(
+_API = WrapperApi(
     name="fully_shard",
-    contract_key=undecorated(torch_fully_shard, "fully_shard"),
+    contract_key=find_undecorated(torch_fully_shard, "fully_shard"),
     state_class=State,
     mixin=lambda: torch_fully_shard.FSDPModule,  # read per call: libraries replace it by a subclass
     class_prefix="FSDP",
@@ -81,7 +86,7 @@ def fully_shard(
 ) -> list[FSDPModule]: ...
 
 
-@notes.on_mistakes
+@hints.hint_on_errors
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -132,21 +137,21 @@ def fully_shard(
     _validate_module(module, "fully_shard")  # type: ignore[arg-type]  # lists are fine
     mesh = mesh or default_mesh()
     validate_mesh(mesh, dp_mesh_dims, "fully_shard")
-    mesh_info = mesh_info_of(mesh, dp_mesh_dims)
-    post_forward = _post_forward_mesh_info(reshard_after_forward, mesh_info)
-    units = Units(mesh_info, post_forward, reshard_after_forward, shard_placement_fn)
+    mesh_info = make_mesh_info(mesh, dp_mesh_dims)
+    post_forward = _make_post_forward_mesh_info(reshard_after_forward, mesh_info)
+    units = MeshArguments(mesh_info, post_forward, reshard_after_forward, shard_placement_fn)
     policies = (mp_policy, offload_policy)
-    auto, device, undo = reshard_after_forward is None, _get_device_from_mesh(mesh), Undo()
+    auto, device, undo = reshard_after_forward is None, _get_device_from_mesh(mesh), Transaction()
     try:
-        apply(_API, module, units, device, policies, ignored_params, auto, undo)
-        look_at_arguments(mp_policy, offload_policy, ignored_params)
+        shard_modules(_API, module, units, device, policies, ignored_params, auto, undo)
+        check_arguments(mp_policy, offload_policy, ignored_params)
         return module  # inside the try: a signal handler may raise before the return
     except BaseException:
         undo.run()
         raise
 
 
-def _post_forward_mesh_info(
+def _make_post_forward_mesh_info(
     reshard_after_forward: bool | int | None, mesh_info: DataParallelMeshInfo
 ) -> FSDPMeshInfo | None:
     if not isinstance(mesh_info, FSDPMeshInfo):

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from .units import sharded_modules, units_of
+from ._runtime.fsdp_units import get_units, list_sharded_modules
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -38,25 +38,25 @@ def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterat
 
     Settings and sharding are restored at the end, also after an exception.
     """
-    groups = units_of(model, "generate_with")
+    groups = get_units(model, "generate_with")
     for name in methods:
         if not callable(getattr(model, name, None)):
             raise ValueError(f"{type(model).__name__} does not have a method {name}")
     with contextlib.ExitStack() as undo:
         if keep_full:
-            _initialize(model)
-            _gather(model, groups, undo)
+            _initialize_roots(model)
+            _gather_all(model, groups, undo)
         else:
             for name in methods or ("generate",):
-                _register(model, name, undo)
+                _register_method(model, name, undo)
         undo.enter_context(torch.no_grad())
         yield model
 
 
-def _initialize(model: nn.Module) -> None:
+def _initialize_roots(model: nn.Module) -> None:
     """Runs lazy init of the roots first, because it changes reshard_after_forward."""
     below: set[nn.Module] = set()
-    for module in sharded_modules(model):
+    for module in list_sharded_modules(model):
         if module not in below:
             state: Any = module._get_fsdp_state()
             if state._is_root is None and len(state._modules) == 1:
@@ -64,8 +64,8 @@ def _initialize(model: nn.Module) -> None:
             below.update(module.modules())
 
 
-def _gather(model: nn.Module, groups: list[Any], undo: contextlib.ExitStack) -> None:
-    modules = sharded_modules(model)
+def _gather_all(model: nn.Module, groups: list[Any], undo: contextlib.ExitStack) -> None:
+    modules = list_sharded_modules(model)
     for module in modules:
         undo.callback(module.reshard)
     for group in groups:
@@ -78,7 +78,7 @@ def _gather(model: nn.Module, groups: list[Any], undo: contextlib.ExitStack) -> 
             handle.wait()
 
 
-def _register(model: nn.Module, name: str, undo: contextlib.ExitStack) -> None:
+def _register_method(model: nn.Module, name: str, undo: contextlib.ExitStack) -> None:
     if not isinstance(model, FSDPModule) or not callable(getattr(model, name, None)):
         return
     before = model.__dict__.get(name)

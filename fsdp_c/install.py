@@ -22,21 +22,22 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import fsdp_c_redirect
 
-from . import clip_for_torch, optim
+from . import optim
 from ._compat import patches
+from ._runtime import torch_clipping
+from ._runtime.env import is_env_enabled
+from ._runtime.state import State
 from .fully_shard import fully_shard
 from .replicate import replicate
-from .state import State
-from .switches import is_on
 from .version import __version__
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 ENVIRONMENT_SWITCH = "FSDP_C"
 
-_OURS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate}
-_has_announced = False
-_has_told = False
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate}
+_has_logged = False
+_has_printed = False
 
 
 def install() -> None:
@@ -48,12 +49,12 @@ def install() -> None:
     implementation. A second call has no effect.
 
     torch's element-wise optimizers then step on local tensors (:mod:`fsdp_c.optim`), and so does
-    torch's gradient clipping (:mod:`fsdp_c.clip_for_torch`).
+    torch's gradient clipping (:mod:`fsdp_c._runtime.torch_clipping`).
 
     One INFO line of the logger ``torch.distributed.fsdp.fully_shard`` names the replaced functions.
     """
     patches.install(_CHANGES)
-    _announce()
+    _log_installation()
 
 
 def uninstall() -> None:
@@ -69,23 +70,23 @@ def uninstall() -> None:
     Optimizers step on DTensors again, also those passed to :func:`fsdp_c.optim.accelerate`. The
     settings that ``python -m fsdp_c`` makes for its script (``FSDP_C``, ``sys.excepthook``) stay.
     """
-    global _has_announced
+    global _has_logged
     patches.uninstall()
     optim.restore_all()
-    _has_announced = False
+    _has_logged = False
 
 
 def _redirect_torch() -> Callable[[], bool]:
-    fsdp_c_redirect.redirect_all(announced)  # has no effect after FSDP_C=1
-    return _restoring(fsdp_c_redirect.restore_all)
+    fsdp_c_redirect.redirect_all(get_replacement)  # has no effect after FSDP_C=1
+    return _make_undo(fsdp_c_redirect.restore_all)
 
 
 def _redirect_clipping() -> Callable[[], bool]:
-    clip_for_torch.redirect()
-    return _restoring(clip_for_torch.restore)
+    torch_clipping.redirect()
+    return _make_undo(torch_clipping.restore)
 
 
-def _restoring(restore: Callable[[], None]) -> Callable[[], bool]:
+def _make_undo(restore: Callable[[], None]) -> Callable[[], bool]:
     def undo() -> bool:
         restore()
         return True
@@ -111,42 +112,42 @@ def is_active(model: nn.Module) -> bool:
     return bool(fsdp_states) and all(isinstance(state, State) for state in fsdp_states)
 
 
-def announced(name: str) -> Callable[..., Any]:
+def get_replacement(name: str) -> Callable[..., Any]:
     """Returns fsdp_c's function for torch's function ``name``, and logs the replacement once.
 
     If the environment enables fsdp_c (``FSDP_C=1``, ``python -m fsdp_c``), rank 0 also writes a
     line to standard error when the first module is sharded.
     """
-    global _has_told
-    if not _has_told and is_on(ENVIRONMENT_SWITCH):
-        _has_told = True
-        if _rank() == 0:
-            _tell(
+    global _has_printed
+    if not _has_printed and is_env_enabled(ENVIRONMENT_SWITCH):
+        _has_printed = True
+        if _get_rank() == 0:
+            _print_line(
                 f"fsdp_c {__version__} runs fully_shard and replicate (torch {torch.__version__})"
             )
     patches.install(_CHANGES)
-    _announce()
-    return _OURS[name]
+    _log_installation()
+    return _REPLACEMENTS[name]
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     """Writes to standard error. Does nothing if it is closed, or if its reader has exited."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)
 
 
-def _rank() -> int:
+def _get_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdigit() else 0
 
 
-def _announce() -> None:
-    global _has_announced
-    if not _has_announced:
-        _has_announced = True
+def _log_installation() -> None:
+    global _has_logged
+    if not _has_logged:
+        _has_logged = True
         names = fsdp_c_redirect.redirected()
         logger.info("fsdp_c %s replaces %s", __version__, ", ".join(names) or "nothing yet")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
-from .units import sharded_modules, units_of
+from ._runtime.fsdp_units import get_units, list_sharded_modules
 
 
 @contextlib.contextmanager
@@ -24,9 +24,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: ``model`` has no sharded module.
     """
-    before = [(g, g.reduce_grads, g.all_reduce_grads) for g in units_of(model, "no_sync")]
+    before = [(g, g.reduce_grads, g.all_reduce_grads) for g in get_units(model, "no_sync")]
     try:
-        for module in sharded_modules(model):
+        for module in list_sharded_modules(model):
             module.set_requires_gradient_sync(False, recurse=False)
         yield
     finally:

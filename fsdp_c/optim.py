@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 import fsdp_c._C as _C
 
-from .switches import is_on
+from ._runtime.env import is_env_enabled
 
 Accelerated = TypeVar("Accelerated", bound=Optimizer)
 
@@ -65,7 +65,7 @@ def accelerate(optimizer: Accelerated) -> Accelerated:
         TypeError: The step is not known to be element-wise (Adafactor, Muon, LBFGS, and classes
             that torch does not have).
     """
-    kind = _element_wise_class(optimizer)
+    kind = _find_element_wise_class(optimizer)
     if kind is None:
         raise TypeError(
             f"{type(optimizer).__name__} is not one of torch's element-wise optimizers: "
@@ -83,19 +83,19 @@ def restore(optimizer: Optimizer) -> None:
         acceleration.undo(optimizer)
 
 
-def _element_wise_class(optimizer: Optimizer) -> type[Optimizer] | None:
+def _find_element_wise_class(optimizer: Optimizer) -> type[Optimizer] | None:
     """Returns torch's element-wise class whose step the optimizer uses, or None."""
     for kind in _ELEMENT_WISE:
         if (
             isinstance(optimizer, kind)
-            and _plain(type(optimizer).step) is _plain(kind.step)
+            and _unwrap_function(type(optimizer).step) is _unwrap_function(kind.step)
             and type(optimizer)._init_group is kind._init_group
         ):
             return kind
     return None
 
 
-def _plain(function: Any) -> Any:
+def _unwrap_function(function: Any) -> Any:
     """Unwraps a step: torch wraps it for the profiler when a class has its first instance."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -143,7 +143,7 @@ class _Acceleration:
             result, params, local = recipe.result, filled[0], filled[1:]
         else:
             result = self._init_group(optimizer, group, *lists)
-            made = None if needs_torch else _local_lists(lists)
+            made = None if needs_torch else _get_local_lists(lists)
             if made is None:
                 return result
             params, local = lists[0], made
@@ -176,7 +176,7 @@ class _Acceleration:
             state = optimizer.state[param]
             kept = state.get("momentum_buffer")
             if buffer is None or not isinstance(kept, DTensor) or kept._local_tensor is not buffer:
-                state["momentum_buffer"] = buffer if buffer is None else _like(param, buffer)
+                state["momentum_buffer"] = buffer if buffer is None else _make_like(param, buffer)
         self._taken.clear()
 
 
@@ -207,9 +207,9 @@ _accelerated: weakref.WeakKeyDictionary[Optimizer, _Acceleration] = weakref.Weak
 
 # ---- lists ---------------------------------------------------------------------------------------
 
-_same: dict[int, tuple[Any, Any]] = {}
+_same_layouts: dict[int, tuple[Any, Any]] = {}
 """Maps the ``id`` of a spec to that spec and a parameter's spec with the same layout."""
-_SAME_MAX = 100_000
+_MAX_SAME_LAYOUTS = 100_000
 
 
 class _Recipe(NamedTuple):
@@ -217,7 +217,7 @@ class _Recipe(NamedTuple):
 
     Attributes:
         group: The group.
-        options: :func:`_options` of the group: the values that torch's code may depend on.
+        options: :func:`_list_options` of the group: the values that torch's code may depend on.
         keys: The state's name for each list after parameters and gradients; None for empty lists.
         result: The return value of torch's code.
     """
@@ -249,7 +249,7 @@ class _Recipes:
         A subclass of dict or list and a torch function mode could observe torch's accesses.
         """
         recipe = self._of.get(id(group))
-        if recipe is None or recipe.group is not group or recipe.options != _options(group):
+        if recipe is None or recipe.group is not group or recipe.options != _list_options(group):
             return None
         states, params = optimizer.state, group.get("params")
         is_usual = type(states) in (dict, defaultdict) and type(params) is list
@@ -265,15 +265,15 @@ class _Recipes:
         if result not in (None, False, (False, False)):  # sparse or complex ones
             return
         states = [optimizer.state.get(param, {}) for param in lists[0]]
-        keys = [_key_of(values, states) for values in lists[2:]]
+        keys = [_find_key(values, states) for values in lists[2:]]
         if _UNKNOWN not in keys:
-            self._of[id(group)] = _Recipe(group, _options(group), tuple(keys), result)
+            self._of[id(group)] = _Recipe(group, _list_options(group), tuple(keys), result)
 
 
 _UNKNOWN = ""
 
 
-def _key_of(values: list[Any], states: list[dict[str, Any]]) -> str | None:
+def _find_key(values: list[Any], states: list[dict[str, Any]]) -> str | None:
     """Returns the name under which ``values`` are in the states, ``_UNKNOWN``, or None if empty."""
     if not values:
         return None
@@ -284,26 +284,26 @@ def _key_of(values: list[Any], states: list[dict[str, Any]]) -> str | None:
     return names[0]
 
 
-def _options(group: dict[str, Any]) -> list[Any]:
+def _list_options(group: dict[str, Any]) -> list[Any]:
     """Returns the options an ``_init_group`` may depend on: names, flags, types and signs."""
     return [
-        (name, value if value is None or type(value) is bool else _kind(value))
+        (name, value if value is None or type(value) is bool else _classify_value(value))
         for name, value in group.items()
         if name != "params"
     ]
 
 
-def _kind(value: Any) -> Any:
+def _classify_value(value: Any) -> Any:
     return (type(value), value > 0, value < 0) if type(value) in (int, float) else type(value)
 
 
 def _bounded_cache() -> dict[int, tuple[Any, Any]]:
-    if len(_same) > _SAME_MAX:
-        _same.clear()
-    return _same
+    if len(_same_layouts) > _MAX_SAME_LAYOUTS:
+        _same_layouts.clear()
+    return _same_layouts
 
 
-def _local_lists(lists: tuple[list[Any], ...]) -> tuple[list[Any], ...] | None:
+def _get_local_lists(lists: tuple[list[Any], ...]) -> tuple[list[Any], ...] | None:
     """Returns the lists with local tensors for DTensors.
 
     Returns None if there are no DTensors, or if a step on local tensors would differ. A list has an
@@ -324,14 +324,14 @@ def _have_same_layout(spec: Any, other: Any) -> bool:
     )
 
 
-def _like(param: DTensor, local: torch.Tensor) -> DTensor:
+def _make_like(param: DTensor, local: torch.Tensor) -> DTensor:
     """Returns ``local`` as a DTensor with the spec of ``param``."""
     return DTensor(local, param._spec, requires_grad=False)
 
 
 # ---- automatic acceleration ----------------------------------------------------------------------
 
-_left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_kept_by_torch: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that cannot be accelerated."""
 
 
@@ -341,7 +341,7 @@ def accelerate_all() -> Callable[[], bool]:
     Returns:
         A function that removes the hook and undoes every :func:`accelerate`.
     """
-    is_enabled = is_on(ENVIRONMENT_SWITCH, "1")
+    is_enabled = is_env_enabled(ENVIRONMENT_SWITCH, "1")
     hooks = [register_optimizer_step_pre_hook(_before_step)] if is_enabled else []
 
     def undo() -> bool:
@@ -355,17 +355,19 @@ def accelerate_all() -> Callable[[], bool]:
 
 def restore_all() -> None:
     """Undoes every :func:`accelerate`."""
-    _left.clear()
+    _kept_by_torch.clear()
     for optimizer in list(_accelerated):
         restore(optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # torch.compile traces hooks into a compiled step, which uses torch's code: _needs_torch().
-    if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _left:
+    if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _kept_by_torch:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
-    if _element_wise_class(optimizer) is None or not any(isinstance(p, DTensor) for p in params):
-        _left.add(optimizer)
+    if _find_element_wise_class(optimizer) is None or not any(
+        isinstance(p, DTensor) for p in params
+    ):
+        _kept_by_torch.add(optimizer)
     else:
         accelerate(optimizer)

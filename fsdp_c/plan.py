@@ -11,14 +11,16 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from . import sizes, wrap
-from .explain import optimizer_cost, traced
-from .forecast import Sharding
+from . import wrap
+from ._runtime.fsdp_units import require_module
+from ._tools import unit_bytes
+from ._tools.forecast import Sharding
+from ._tools.optimizer_memory import OptimizerArgument, measure_optimizer
+from ._tools.report import Explanation, make_explanation, parse_bytes
+from .explain import compute_optimizer_cost, record_step
 from .fully_shard import fully_shard
-from .optimizer_memory import Wanted, optimizer_bytes
-from .report import Explanation, bytes_of, make_explanation
-from .units import require_module
-from .wrap import Policy, UnitKwargs
+from .policies import Policy
+from .wrap import UnitKwargs
 
 
 def plan(
@@ -27,7 +29,7 @@ def plan(
     *,
     world_size: int | None = None,
     mesh: DeviceMesh | tuple[int, ...] | None = None,
-    optimizer: Wanted = None,
+    optimizer: OptimizerArgument = None,
     batch: Any = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     memory: int | str | None = None,
@@ -67,10 +69,10 @@ def plan(
         TypeError: An argument has another type, or ``fully_shard`` does not have it.
     """
     require_module(model, "plan")
-    shape = _shape(world_size, mesh)
+    shape = _resolve_mesh_shape(world_size, mesh)
     kwargs: dict[str, Any] = dict(fully_shard_kwargs)
     inspect.signature(fully_shard).bind(model, **kwargs)
-    limit = None if memory is None else bytes_of(memory)
+    limit = None if memory is None else parse_bytes(memory)
     units = wrap.plan(
         model,
         policy,
@@ -81,12 +83,12 @@ def plan(
         ranks=shape[1],
         **kwargs,
     )
-    layout = sizes.layout_for(model, units, shape)
-    on_cpu = _type_of(device) == "cpu"
-    states, step = optimizer_cost(optimizer, layout, on_cpu)
+    layout = unit_bytes.layout_for(model, units, shape)
+    on_cpu = _parse_device_type(device) == "cpu"
+    states, step = compute_optimizer_cost(optimizer, layout, on_cpu)
     sharding = Sharding(
         units=tuple(layout.units),
-        buffers=sizes.other_bytes(model, layout.dtypes),
+        buffers=unit_bytes.other_bytes(model, layout.dtypes),
         states=states,
         step=step,
         overlap=not on_cpu,
@@ -97,22 +99,24 @@ def plan(
         warnings=[],
         layout=layout,
         sharding=sharding,
-        trace=traced(model, layout, batch, loss),
-        optimizer=optimizer_bytes(optimizer, torch.float32, on_cpu).name,
+        trace=record_step(model, layout, batch, loss),
+        optimizer=measure_optimizer(optimizer, torch.float32, on_cpu).name,
         memory=limit,
     )
     print(explanation, file=file)
     return explanation
 
 
-def _type_of(device: str | torch.device) -> str:
+def _parse_device_type(device: str | torch.device) -> str:
     try:
         return torch.device(device).type
     except RuntimeError:
         raise ValueError(f"device is a torch.device or its name, not {device!r}") from None
 
 
-def _shape(world_size: int | None, mesh: DeviceMesh | tuple[int, ...] | None) -> tuple[int, int]:
+def _resolve_mesh_shape(
+    world_size: int | None, mesh: DeviceMesh | tuple[int, ...] | None
+) -> tuple[int, int]:
     """Returns the number of replicas and the number of ranks to shard over."""
     if mesh is None and world_size is None:
         if not torch.distributed.is_initialized():

@@ -16,12 +16,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _init_default_mesh,
 )
 
-from . import notes
-from .attach import Api, Units, apply
-from .compat import mesh_info_of, validate_mesh
-from .originals import undecorated
-from .state import IterationContext, State
-from .undo import Undo
+from ._compat.originals import find_undecorated
+from ._compat.torch_releases import make_mesh_info, validate_mesh
+from ._runtime import hints
+from ._runtime.init import MeshArguments, WrapperApi, shard_modules
+from ._runtime.state import IterationContext, State
+from ._runtime.transaction import Transaction
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -47,9 +47,9 @@ class ReplicateState(State, torch_replicate._ReplicateState):  # type: ignore[mi
         State.__init__(self)
 
 
-_API = Api(
+_API = WrapperApi(
     name="replicate",
-    contract_key=undecorated(torch_replicate, "replicate"),
+    contract_key=find_undecorated(torch_replicate, "replicate"),
     state_class=ReplicateState,
     mixin=lambda: torch_replicate.ReplicateModule,
     class_prefix="Replicate",
@@ -92,7 +92,7 @@ def replicate(
 ) -> list[torch_replicate.ReplicateModule]: ...
 
 
-@notes.on_mistakes
+@hints.hint_on_errors
 def replicate(
     module: nn.Module | list[nn.Module],
     *,
@@ -145,18 +145,18 @@ def replicate(
         torch_replicate._validate_module(root)
     if mesh is not None and device_mesh is not None and mesh is not device_mesh:
         raise ValueError("replicate got both mesh and device_mesh: give one of them")
-    limit = bucket_bytes(bucket_cap_mb)
+    limit = convert_bucket_cap(bucket_cap_mb)
     mesh = mesh or device_mesh or _init_default_mesh(mesh_dim_names=("replicate",))
-    mesh_info = _replicate_mesh_info(mesh, dp_mesh_dims)
+    mesh_info = _make_replicate_mesh_info(mesh, dp_mesh_dims)
     device = _get_device_from_mesh(mesh)
     _check_device_id(device_id, device)
     ignored = set(ignored_params or ())
     for ignored_module in ignored_modules or ():
         ignored.update(ignored_module.parameters())
-    policies, undo = (mp_policy, offload_policy), Undo()
-    units = Units(mesh_info, None, None, None)
+    policies, undo = (mp_policy, offload_policy), Transaction()
+    units = MeshArguments(mesh_info, None, None, None)
     try:
-        state = apply(_API, module, units, device, policies, ignored or None, False, undo)
+        state = shard_modules(_API, module, units, device, policies, ignored or None, False, undo)
         for group in state._fsdp_param_groups:
             group._bucket_bytes = limit
         return module  # inside the try: a signal handler may raise before the return
@@ -165,7 +165,7 @@ def replicate(
         raise
 
 
-def bucket_bytes(bucket_cap_mb: float) -> int:
+def convert_bucket_cap(bucket_cap_mb: float) -> int:
     """Returns the bytes of gradients at which a bucket is full; 0 for a single bucket.
 
     Raises:
@@ -176,10 +176,10 @@ def bucket_bytes(bucket_cap_mb: float) -> int:
     return 0 if math.isinf(bucket_cap_mb) else math.ceil(bucket_cap_mb * 2**20)
 
 
-def _replicate_mesh_info(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParallelMeshInfo:
+def _make_replicate_mesh_info(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParallelMeshInfo:
     if dp_mesh_dims is not None:
         validate_mesh(mesh, dp_mesh_dims, "replicate")
-        info = mesh_info_of(mesh, dp_mesh_dims)
+        info = make_mesh_info(mesh, dp_mesh_dims)
         if type(info) is not DDPMeshInfo:
             raise ValueError(
                 "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). "

@@ -10,9 +10,9 @@ import torch.nn as nn
 
 import fsdp_c._C as _C
 
-from .param_group import ParamGroup
-from .replicate import bucket_bytes
-from .units import units_of
+from ._runtime.fsdp_units import get_units
+from ._runtime.param_group import ParamGroup
+from .replicate import convert_bucket_cap
 
 Transport = Literal["direct", "gloo"]
 
@@ -37,12 +37,12 @@ def set_transport(model: nn.Module, transport: Transport) -> None:
     """
     if transport not in ("direct", "gloo"):
         raise ValueError(f'transport should be "direct" or "gloo", not {transport!r}')
-    for unit in units_of(model, "set_transport"):
-        for group in _groups(unit):
+    for unit in get_units(model, "set_transport"):
+        for group in _iterate_process_groups(unit):
             _C.pause_direct(group, transport == "gloo")
 
 
-def _groups(unit: Any) -> Iterator[dist.ProcessGroup]:
+def _iterate_process_groups(unit: Any) -> Iterator[dist.ProcessGroup]:
     """Yields the process groups that a unit's collectives use."""
     for info in (unit.mesh_info, unit.post_forward_mesh_info):
         for name in ("shard_process_group", "reduce_scatter_process_group"):
@@ -75,8 +75,8 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
         ValueError: ``bucket_cap_mb`` is not positive, or ``model`` has no sharded module.
         TypeError: A module in ``model`` was sharded by torch's ``fully_shard``.
     """
-    limit = bucket_bytes(bucket_cap_mb)
-    for unit in _own_units(model, "set_bucket_cap"):
+    limit = convert_bucket_cap(bucket_cap_mb)
+    for unit in _get_own_units(model, "set_bucket_cap"):
         unit._bucket_bytes = limit
 
 
@@ -99,13 +99,13 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
         ValueError: ``model`` has no sharded module.
         TypeError: A module in ``model`` was sharded by torch's ``fully_shard``.
     """
-    for unit in _own_units(model, "set_reduction_overlap"):
+    for unit in _get_own_units(model, "set_reduction_overlap"):
         unit._reduction_overlap = overlap
 
 
-def _own_units(model: nn.Module, function: str) -> list[ParamGroup]:
+def _get_own_units(model: nn.Module, function: str) -> list[ParamGroup]:
     """Returns the units of ``model``; raises ``TypeError`` if one is a unit of torch's."""
-    units = list(units_of(model, function))
+    units = list(get_units(model, function))
     for unit in units:
         if not isinstance(unit, ParamGroup):
             raise TypeError(

@@ -170,7 +170,7 @@ struct GradHook final : autograd::FunctionPreHook {
     HookRef hook;
 };
 
-/* Shared by a subscription and its hook, because the graph may keep the hook longer than the subscription. */
+/* Shared by a subscription and its hook, because the graph may keep the hook longer. */
 struct Subscription {
     fct_hook hook; /* its owner is NULL after fct_grad_subscription_free; the GIL guards it */
 };
@@ -276,7 +276,8 @@ void register_python_hook(const at::Tensor &t, const fct_hook &hook) {
 
 } // namespace
 
-/* The leaf holds its AccumulateGrad node weakly, so the subscription keeps the node and its hook alive. */
+/* The leaf holds its AccumulateGrad node weakly. The subscription keeps the node and its hook
+ * alive. */
 struct fct_grad_subscription {
     decltype(autograd::impl::grad_accumulator(at::Tensor())) node;
     std::shared_ptr<Subscription> shared;
@@ -394,7 +395,7 @@ int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subs
     return guarded("fct_autograd_subscribe", [&] {
         auto subscription = std::make_unique<fct_grad_subscription>();
         subscription->node = autograd::impl::grad_accumulator(*Borrowed(leaf));
-        TORCH_CHECK(subscription->node, "cannot watch a tensor that accumulates no gradient");
+        TORCH_CHECK(subscription->node, "the tensor accumulates no gradient");
         subscription->shared = std::make_shared<Subscription>(Subscription{*hook});
         subscription->node->add_post_hook(std::make_unique<SubscriptionHook>(subscription->shared));
         *out = subscription.release();

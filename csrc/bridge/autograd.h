@@ -40,10 +40,11 @@ void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
  * it weakly, and does not add the same hook twice. */
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
 /* Calls hook each time autograd has accumulated into .grad of this leaf, on the thread that runs
- * backward, until the watch is freed. Does not count the owner: retain and release are not used. */
+ * backward, until the subscription is freed. Does not count the owner: retain and release are not
+ * used. */
 FCT_CHECK int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook,
                                      fct_grad_subscription **out);
-void fct_grad_subscription_free(fct_grad_subscription *watch); /* NULL is allowed */
+void fct_grad_subscription_free(fct_grad_subscription *subscription); /* NULL is allowed */
 /* Calls hook at the end of the current backward pass. */
 FCT_CHECK int fct_autograd_at_end(const fct_hook *hook);
 /* tensor.to(dtype) with autograd history, for forward inputs and outputs. New. */

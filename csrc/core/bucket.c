@@ -1,5 +1,6 @@
-/* Buckets of a group; see bucket.h. Owns the array of buckets. A gradient notification (fct_grad_subscription)
- * belongs to its parameter. It ends with the tensor that it observes, or with the group.
+/* Buckets of a group; see bucket.h. Owns the array of buckets. A gradient notification
+ * (fct_grad_subscription) belongs to its parameter. It ends with the tensor that it observes, or
+ * with the group.
  *
  * This file uses no stream. In an eager backward its functions run in autograd's thread. */
 #include "bucket.h"

@@ -9,21 +9,22 @@
 #include "../bridge/types.h"
 #include "param.h"
 
-/* Data movements that the host may perform in place of the core. FC_FALLBACK_EARLY includes
- * FC_FALLBACK_REDUCE, and hosts that must run user code at the end of backward. */
+/* Operations that Python may perform in place of the core. FC_FALLBACK_EARLY includes
+ * FC_FALLBACK_REDUCE, and groups whose user code must run at the end of backward. */
 typedef enum fc_fallback {
     FC_FALLBACK_GATHER, /* gather() and copy_out() replace pack, all-gather, copy-out */
     FC_FALLBACK_REDUCE, /* reduce() replaces pack, reduce-scatter, all-reduce, views */
     FC_FALLBACK_EARLY,  /* no bucket is reduced before the end of backward */
     FC_FALLBACK_FREE,   /* free_unsharded() replaces the core's free, for every parameter */
     FC_FALLBACK_SWAP,   /* swap_by_method() replaces swap() */
-    FC_FALLBACK_GRADS /* accumulate_grad(), to_accumulated_grad() and collect_grad() replace the core's functions */
+    FC_FALLBACK_GRADS   /* accumulate_grad(), to_accumulated_grad() and collect_grad() run */
 } fc_fallback;
 
 typedef struct fc_callbacks {
     /* Creates the unsharded parameter over `flat` (1-D, world * padded_numel elements, allocated
      * storage). Called once per parameter, and again if `flat` was replaced. *unsharded is
-     * borrowed. The host keeps it alive until the next call or the end of the parameter. */
+     * borrowed. The callback's owner keeps it alive until the next call or the end of the
+     * parameter. */
     int (*make_unsharded)(void *param, fct_tensor *flat, fct_tensor **unsharded);
     /* For parameters with all-gather extensions (fc_param.extended). Both may be NULL if there are
      * none.
@@ -37,11 +38,12 @@ typedef struct fc_callbacks {
      * FC_ENOMEM or FC_ERAISED on failure. */
     fc_status (*extend_unsharded)(void *param);
     /* Creates the parameter that is registered after a reshard to the smaller group, over `data`
-     * (1-D, this rank's padded rows of the post-forward layout). The host keeps it until the next
+     * (1-D, this rank's padded rows of the post-forward layout). The owner keeps it until the next
      * call. `data` NULL releases it and never fails. */
     int (*make_post_forward)(void *param, fct_tensor *data);
-    /* Registers the parameter object of `registered_state` on every module that holds the parameter. Fails only
-     * if a module's own __setattr__ raises. A swap to the registered state never fails. */
+    /* Registers the parameter object of `state` on every module that holds the
+     * parameter. Fails only if a module's own __setattr__ raises. A swap to the registered state
+     * never fails. */
     int (*swap)(void *param, fc_sharded_state state);
     /* The same through a method that the user has overridden. Called only if
      * uses_fallback(FC_FALLBACK_SWAP). */
@@ -62,8 +64,8 @@ typedef struct fc_callbacks {
     /* Sets .grad of the sharded parameter or adds to it, then runs the post-accumulate-grad hooks.
      * Borrows `local`, this rank's shard of the reduced gradient. */
     int (*set_sharded_grad)(void *param, fct_tensor *local);
-    /* Returns true if the sharded parameter has a gradient, which set_sharded_grad() will add to. Called
-     * for offloaded parameters. */
+    /* Returns true if the sharded parameter has a gradient, which set_sharded_grad() will add to.
+     * Called for offloaded parameters. */
     bool (*has_grad)(void *param);
     /* Returns true if user code must run as soon as the gradient is reduced (post-accumulate-grad
      * hooks). */
@@ -74,7 +76,8 @@ typedef struct fc_callbacks {
     /* Writes the plain local tensor of a DTensor gradient to *local, as a new reference. */
     int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
     /* Replace the functions of the same name in param.h and gradient.c. Called only if
-     * uses_fallback(FC_FALLBACK_GRADS). *local is a new reference, or NULL if there is no gradient. */
+     * uses_fallback(FC_FALLBACK_GRADS). *local is a new reference, or NULL if there is no gradient.
+     */
     int (*accumulate_grad)(void *param);
     int (*to_accumulated_grad)(void *param);
     int (*collect_grad)(void *param, fct_tensor **local);
@@ -82,9 +85,9 @@ typedef struct fc_callbacks {
      * and handed out. Called only for groups with has_hook. */
     int (*reduce_hook)(void *group, fct_tensor *row);
 
-    /* Returns true if the host performs this movement (custom collectives, patched functions,
-     * tensors without memory). Called once per movement, so it must be cheap. May be NULL: the core
-     * performs all of them. Never fails. */
+    /* Returns true if Python performs this operation (custom collectives, patched functions,
+     * tensors without memory). Called once per operation, so it must be cheap. May be NULL: the
+     * core performs all of them. Never fails. */
     bool (*uses_fallback)(void *group, fc_fallback move);
     /* Starts a gather. `overlaps`: on the context's gather streams, if there are any. */
     int (*gather)(void *group, bool async_op, bool overlaps);
@@ -96,8 +99,8 @@ typedef struct fc_callbacks {
     void (*drop_gather)(void *group);
     /* Discards the partial results of reduce(). May be NULL: there are none. Never fails. */
     void (*drop_reduce)(void *group);
-    /* Frees the memory of an unsharded parameter. Called only if uses_fallback(FC_FALLBACK_FREE). Never
-     * fails. */
+    /* Frees the memory of an unsharded parameter. Never fails. Called only if
+     * uses_fallback(FC_FALLBACK_FREE). */
     void (*free_unsharded)(void *param);
     /* Reduces `count` gradients and passes them to their parameters. Takes each gradient as early
      * as possible and writes NULL in its place. On failure the remaining gradients belong to the

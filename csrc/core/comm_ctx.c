@@ -1,5 +1,5 @@
-/* Communication context; see comm_ctx.h for the lifetime rule of buffers. Owns the event pool, the kept
- * buffers and the deferred collectives. It also holds the list of reductions in flight, whose
+/* Communication context; see comm_ctx.h for the lifetime rule of buffers. Owns the event pool, the
+ * kept buffers and the deferred collectives. It also holds the list of reductions in flight, whose
  * contents belong to reduction.c.
  *
  * Streams: gathers copy in on copy_in_stream and communicate on gather_stream. Reductions run on
@@ -267,14 +267,14 @@ void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fc
 }
 
 void fc_comm_collect(fc_comm_ctx *c) {
-    fc_deferred_release **link = &c->deferred;
-    while (*link != NULL) {
-        fc_deferred_release *record = *link;
+    fc_deferred_release **slot = &c->deferred;
+    while (*slot != NULL) {
+        fc_deferred_release *record = *slot;
         if (!fct_work_done(record->work)) {
-            link = &record->next;
+            slot = &record->next;
             continue;
         }
-        *link = record->next;
+        *slot = record->next;
         fct_work_release(record->work);
         fct_tensor_release(record->buffers[0]);
         fct_tensor_release(record->buffers[1]);

@@ -1,5 +1,5 @@
 /* All-gather extensions: tensor subclasses whose hooks take part in their parameter's gather. The
- * host runs the hooks (callbacks.h).
+ * callbacks run the hooks (callbacks.h).
  *
  *   shard --first hook--> inputs --gather--> outputs --second hook--> unsharded parameter
  *                                                                     over inner tensors

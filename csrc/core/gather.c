@@ -122,7 +122,7 @@ done:
     return status;
 }
 
-/* Select the link and the plan: those of the shards, or of the smaller group's shards. */
+/* Select the process group and the plan: those of the shards, or of the smaller group's shards. */
 static fc_process_group *select_process_group(const fc_gather *a, bool post_forward) {
     return post_forward ? &a->base->post_forward : &a->base->shard;
 }
@@ -142,8 +142,8 @@ static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, boo
                                        base->device, &base->comm->error);
 }
 
-/* Opens the link, runs the hooks, updates the plan and orders the streams. With one rank the hooks
- * run at copy-out instead. */
+/* Opens the process group, runs the hooks, updates the plan and orders the streams. With one rank
+ * the hooks run at copy-out instead. */
 static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_stream *pack_stream,
                                 fc_pending_gather *pending) {
     fc_group_base *base = a->base;
@@ -298,8 +298,8 @@ done:
     return status;
 }
 
-/* Lets the host gather with torch's functions. The plan is still built: fc_gather_is_cpu_bound() must
- * return the same value on every rank, even if the host moves only this rank's data. */
+/* Lets Python gather with torch's functions. The plan is still built: fc_gather_is_cpu_bound() must
+ * return the same value on every rank, even if only this rank uses the fallback. */
 static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,
                                  fc_stream_mode mode) {
     const fc_group_base *base = a->base;
@@ -315,7 +315,7 @@ static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,
 bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward) {
     fc_process_group *pg = select_process_group(a, post_forward);
     const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
-    /* The link's process group may serve other device types as well. */
+    /* The process group may serve other device types as well. */
     const bool by_processors = a->base->device.type == FCT_DEVICE_CPU;
     return by_processors && pg->world > 1 && plan->valid && !plan->extended &&
            fc_process_group_is_cpu_bound(pg, plan->row_bytes);
@@ -487,7 +487,7 @@ void fc_gather_complete(fc_gather *a, fct_event *copied) {
         fc_comm_keep_gather(a->base->comm, a->pending.buffer, copied);
         a->pending.buffer = NULL;
     }
-    a->pending.uses_fallback = false; /* the host has released it in copy_out() */
+    a->pending.uses_fallback = false; /* released by the callback copy_out() */
     clear_pending(a);
 }
 
@@ -495,7 +495,7 @@ void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
     fc_comm_put_event(a->base->comm, copied);
     undo_copy_out(a);
     if (a->pending.uses_fallback) {
-        fc_gather_abandon(a); /* the host's copy_out() runs once per gather */
+        fc_gather_abandon(a); /* the callback copy_out() runs once per gather */
     }
 }
 

@@ -21,7 +21,7 @@ typedef enum fc_stream_mode {
 /* A pending all-gather, from start to retire. */
 typedef struct fc_pending_gather {
     bool active;
-    bool uses_fallback;   /* the host performs it */
+    bool uses_fallback;   /* torch's functions perform it */
     bool async_op;        /* the caller holds a work to wait for, on its own stream */
     bool extended;        /* hooks of extended parameters take part */
     bool split;           /* large parameters are gathered into their own chunks */
@@ -62,8 +62,8 @@ FC_CHECK fc_status fc_gather_refresh_replaced_shards(fc_gather *a);
  * On failure nothing is pending. */
 FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op,
                                    fc_stream_mode mode);
-/* Returns true if the gather would be CPU-bound (fc_process_group_is_cpu_bound), so that prefetching has no
- * benefit. */
+/* Returns true if the gather would be CPU-bound (fc_process_group_is_cpu_bound), so that
+ * prefetching has no benefit. */
 bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward);
 /* Makes the gathered rows visible to the current stream; on the CPU, to the caller. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
@@ -89,8 +89,8 @@ void fc_gather_abandon(fc_gather *a);
 FC_CHECK fc_status fc_gather_can_free(const fc_gather *a);
 void fc_gather_free(fc_gather *a);
 
-/* Copies this rank's rows of the smaller group, and the host creates parameters over them. After a
- * failure some parameters may exist: call fc_gather_drop_post_forward. */
+/* Copies this rank's rows of the smaller group, and the callbacks create parameters over them.
+ * After a failure some parameters may exist: call fc_gather_drop_post_forward. */
 FC_CHECK fc_status fc_gather_keep_post_forward(fc_gather *a);
 void fc_gather_drop_post_forward(fc_gather *a);
 

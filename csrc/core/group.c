@@ -1,8 +1,9 @@
 /* State machine of the parameter group, drawn in group.h. Owns the gather, the buckets and the
  * reducer, which perform the transfers.
  *
- * Invariant: outside of a transition every parameter's `registered_state` equals sharded_state, unless `registration_dirty`
- * is set. This file uses the current stream only through the modules that it calls. */
+ * Invariant: outside of a transition every parameter's `registered_state` equals sharded_state,
+ * unless `registration_dirty` is set. This file uses the current stream only through the modules
+ * that it calls. */
 #include "group.h"
 
 #include <stdio.h>
@@ -151,7 +152,8 @@ static int swap_one(fc_group *g, size_t i, fc_sharded_state state,
 }
 
 /* Registers the parameters of one state on all modules. On failure it restores the group's own
- * state, also if an earlier failure had left it half registered. A failed restore sets `registration_dirty`. */
+ * state, also if an earlier failure had left it half registered. A failed restore sets
+ * `registration_dirty`. */
 static fc_status swap_all(fc_group *g, fc_sharded_state state) {
     fc_sharded_state own = g->sharded_state;
     const fc_callbacks *callbacks = g->base.callbacks;
@@ -424,7 +426,7 @@ done:
 
 fc_status fc_group_backward_prefetch(fc_group *g) {
     if (g->training_state != FC_PRE_BACKWARD || g->post_forward_indices.count == 0) {
-        return FC_OK; /* several backwards: the first one has cleared the positions */
+        return FC_OK; /* several backwards: the first one has cleared the indices */
     }
     size_t position = g->post_forward_indices.items[--g->post_forward_indices.count];
     const fc_order *order = &g->base.comm->order;

@@ -11,9 +11,9 @@
  * A pending gather is not a state of its own: the modules still hold the sharded parameters, and
  * `gather.pending.active` is set. Every transition has two phases: first all steps that can fail
  * (allocate, gather, wait, copy out), then one loop of swaps. If a swap fails (a module's own
- * __setattr__ raises), it is rolled back. If the rollback fails too, `registration_dirty` is set: some modules
- * may hold parameters of another state. The next transition that uses or changes the registration
- * first registers the parameters of `sharded_state` again, and fails if that fails.
+ * __setattr__ raises), it is rolled back. If the rollback fails too, `registration_dirty` is set:
+ * some modules may hold parameters of another state. The next transition that uses or changes the
+ * registration first registers the parameters of `sharded_state` again, and fails if that fails.
  *
  * Training state:
  *
@@ -94,9 +94,9 @@ typedef struct fc_group {
     fc_training_state training_state;
     fc_backward_kind backward_kind;
     uint64_t grads_before; /* fingerprint of the gradients at the start of a recording backward */
-    fc_index_stack
-        post_forward_indices; /* post-forward positions of forwards whose backward has not run */
-    bool deferred;            /* a backward has left its gradients for a later reduction */
+    /* In the post-forward order; one per forward without its backward. */
+    fc_index_stack post_forward_indices;
+    bool deferred; /* a backward has left its gradients for a later reduction */
     fc_buckets buckets;
     fc_reducer reducer;
 } fc_group;
@@ -128,8 +128,8 @@ FC_CHECK fc_status fc_group_to_sharded(fc_group *g);
 /* Changes from unsharded to the smaller group's shards. Returns FC_ESTATE if there is no smaller
  * group. */
 FC_CHECK fc_status fc_group_to_sharded_post_forward(fc_group *g);
-/* Registers the unsharded parameters, whose memory the host has filled. Returns FC_ESTATE if a
- * parameter has no memory. */
+/* Registers the unsharded parameters, whose memory copy_out() of the callbacks has filled. Returns
+ * FC_ESTATE if a parameter has no memory. */
 FC_CHECK fc_status fc_group_to_unsharded(fc_group *g);
 /* Sets whether resharding keeps the memory of the unsharded parameters, so that addresses are
  * stable. */
@@ -165,8 +165,8 @@ FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);
  * and waits for gradients that are copied to host memory. */
 FC_CHECK fc_status fc_group_complete_reductions(fc_group *g);
 
-/* Returns the group to SHARDED and IDLE after a failure. The release of pending work is deferred and partial
- * gradients are dropped. */
+/* Returns the group to SHARDED and IDLE after a failure. The release of pending work is deferred
+ * and partial gradients are dropped. */
 FC_CHECK fc_status fc_group_reset(fc_group *g);
 
 /* Checks the invariants of the group and of its parts that hold between transitions. Returns

@@ -16,18 +16,18 @@ typedef struct fc_span {
 } fc_span;
 
 typedef struct fc_group_base {
-    void *owner;                   /* the host's object for the group; borrowed */
+    void *owner;                   /* Python's object for the group; borrowed */
     const fc_callbacks *callbacks; /* borrowed */
     const char *name;              /* FQNs of the modules, for messages; borrowed, may be NULL */
-    fc_comm_ctx *comm; /* borrowed; kept alive by the host; NULL before initialization */
-    fc_param **params; /* [count] owned array of borrowed parameters */
+    fc_comm_ctx *comm;             /* borrowed; kept alive by `owner`; NULL before initialization */
+    fc_param **params;             /* [count] owned array of borrowed parameters */
     size_t count;
     fct_device device;
     fc_process_group shard;     /* all-gather and reduce-scatter; world 1: neither is issued */
     fc_process_group scatter;   /* reduce-scatter, if it has a process group of its own */
     fc_process_group replicate; /* all-reduce after the reduce-scatter (HSDP, replicate) */
-    fc_process_group
-        post_forward; /* all-gather in backward, if forward reshards to a smaller group */
+    /* All-gather in backward, if forward reshards to a smaller group. */
+    fc_process_group post_forward;
     /* Process groups whose allocators provide the buffers of gathers and reduce-scatters. Counted
      * references. NULL: torch's default allocator. */
     fct_pg *gather_memory;
@@ -42,10 +42,11 @@ void fc_group_base_fini(fc_group_base *base);
 
 /* Returns the span of all parameters. */
 fc_span fc_group_base_all(const fc_group_base *base);
-/* Returns the link that issues reduce-scatters. Borrowed. */
+/* Returns the process group that issues reduce-scatters. Borrowed. */
 fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
-/* Opens the links that only a reduction uses. Backward may run in another thread than forward.
- * Ranks that are threads of one process cannot resolve their process groups in that thread. */
+/* Opens the process groups that only a reduction uses. Backward may run in another thread than
+ * forward. Ranks that are threads of one process cannot resolve their process groups in that
+ * thread. */
 FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
 /* Takes both references, which may be NULL. */
 void fc_group_base_set_memory(fc_group_base *base, fct_pg *gather, fct_pg *reduce);
@@ -58,7 +59,7 @@ FC_CHECK fc_status fc_group_base_buffer(const fc_group_base *base, fct_pg *memor
                                         fct_dtype dtype, fct_tensor **out);
 /* Returns true if gradients are all-reduced over replicas. */
 bool fc_group_base_is_replicated(const fc_group_base *base);
-/* Returns true if the host performs the movement; see fc_callbacks.uses_fallback. */
+/* Returns true if Python performs the operation; see fc_callbacks.uses_fallback. */
 bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback move);
 
 /* Opens a profiler range with torch's name, "FSDP::label (modules)". Returns NULL if no profiler is
@@ -70,7 +71,7 @@ void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass);
 void fc_group_base_log(const fc_group_base *base, const char *label);
 
 /* Returns a number that changes whenever a shard is written, replaced or moved. Combines the
- * version of sharded_data (local tensor, optimizers) with the host's count of writes to the
+ * version of sharded_data (local tensor, optimizers) with the callbacks' count of writes to the
  * parameter object. */
 uint64_t fc_group_base_shard_version(const fc_group_base *base);
 

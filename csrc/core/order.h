@@ -16,7 +16,7 @@ typedef struct fc_order {
     size_t capacity;
 } fc_order;
 
-/* Stack of one group's positions in the order: one for each forward whose backward has not run. */
+/* Stack of one group's indices in the order: one for each forward whose backward has not run. */
 typedef struct fc_index_stack {
     size_t *items;
     size_t count;

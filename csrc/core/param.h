@@ -34,9 +34,10 @@ typedef struct fc_param {
     bool required;  /* requires_grad of `unsharded` at its registration */
     bool offloaded; /* shard and gradient are in host memory; always true without streams */
     bool pinned;    /* that host memory is pinned */
-    fc_sharded_state
-        registered_state; /* registered on the modules; 0: unknown after a failed swap */
-    bool wrapped;         /* the unsharded parameter is a DTensor; the host unwraps its gradients */
+    /* Registered on the modules; 0: unknown after a failed swap. */
+    fc_sharded_state registered_state;
+    /* The unsharded parameter is a DTensor; callbacks->unwrap_grad reads its gradients. */
+    bool wrapped;
     /* Counted references. */
     fct_tensor *sharded_data; /* 1-D, padded_numel elements: sent in a gather */
     fct_tensor *staged;       /* device copy of an offloaded shard during the pack; else NULL */
@@ -44,7 +45,7 @@ typedef struct fc_param {
      * is resharded to a smaller group; else NULL. */
     fct_tensor *post_forward_data;
     fct_tensor *flat; /* flat_numel elements in the compute dtype; storage freed while sharded */
-    /* Used if `extended`, and also if the host gathered into outputs that are not flat tensors. */
+    /* Used if `extended`, and if the fallback gathered into outputs that are not flat tensors. */
     fc_extension extension;
     /* The parameter over flat, N-D: the leaf that autograd accumulates into. */
     fct_tensor *unsharded;

@@ -132,8 +132,8 @@ fct_chunk_layout fc_chunk_list_layout(const fc_chunk_list *list);
 /* Reserves space for `capacity` gradients. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
 /* Checks the collected gradients and lays them out in one chunk: sets slots and row_numel.
- * *foreign: a gradient is a tensor subclass without memory, which only the host can read; nothing
- * is laid out then.
+ * *foreign: a gradient is a tensor subclass without memory, which only torch's functions can read;
+ * nothing is laid out then.
  *
  * `reduce_dtype` FCT_NO_DTYPE: the widest dtype of the gradients; FC_EASSERT if there is none. For
  * complex gradients a real reduce dtype is the dtype of their parts. */

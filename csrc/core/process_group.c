@@ -1,5 +1,6 @@
-/* Process groups and their collectives; see link.h. Owns the resolved process group of each link.
- * Collectives run on the current stream. Error messages are formatted only after a failure. */
+/* Process groups and their collectives; see process_group.h. Owns the resolved handle of each
+ * process group. Collectives run on the current stream. Error messages are formatted only after a
+ * failure. */
 #include "process_group.h"
 
 #include <stdio.h>

@@ -17,16 +17,16 @@ typedef struct fc_process_group {
 
 typedef enum fc_operation { FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE } fc_operation;
 
-/* Changes the process group that the link refers to. `name` is borrowed; NULL: none. */
+/* Changes which process group the struct refers to. `name` is borrowed; NULL: none. */
 void fc_process_group_set(fc_process_group *pg, const char *name, int64_t world, int64_t rank);
-/* Releases the process group and resets the link to none. */
+/* Releases the handle. The struct refers to no process group afterwards. */
 void fc_process_group_fini(fc_process_group *pg);
 /* Resolves the process group, unless that was done before. */
 FC_CHECK fc_status fc_process_group_open(fc_process_group *pg);
 /* Registers `more` collectives that may be in flight in addition to one per parameter group. */
 FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more);
 
-/* Each issues one collective and opens the link if necessary. Tensors and *work are as in
+/* Each issues one collective and opens the process group if necessary. Tensors and *work are as in
  * transport/transport.h. `whose`: FQNs of the modules, "" or NULL for the root. */
 FC_CHECK fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose,
                                                fct_tensor *output, fct_tensor *input, bool async_op,
@@ -39,10 +39,10 @@ FC_CHECK fc_status fc_process_group_all_reduce(fc_process_group *pg, const char 
                                                fct_tensor *tensor, fct_reduce_op op, bool async_op,
                                                fct_work **work);
 /* Returns true if such a gather is CPU-bound: the processors that compute also copy the rows. See
- * transport/transport.h. Opens the link; returns false if that fails. */
+ * transport/transport.h. Opens the process group; returns false if that fails. */
 bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes);
 /* All-gather and reduce-scatter over separate chunks; see transport/transport.h. takes_chunks opens
- * the link and writes to *takes whether the transport supports them. */
+ * it and writes to *takes whether the transport supports them. */
 FC_CHECK fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,
                                                  fc_operation operation, bool *takes);
 FC_CHECK fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose,

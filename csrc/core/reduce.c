@@ -508,7 +508,7 @@ done:
 
 /* ---- end of a backward ---- */
 
-/* Waits on the host for gradients in host memory, and for the work that the host queued itself. */
+/* Blocks until gradients in host memory are complete, and waits for the work of the fallback. */
 static fc_status wait_on_host(fc_reducer *d) {
     const fc_group_base *base = d->base;
     fc_status status = FC_OK;

@@ -3,7 +3,7 @@
  *
  *   run:    grads --pack--> input --(pre-divide)--> reduce-scatter --> row
  *           row (+ partial rows) --> all-reduce, with replicas (HSDP)
- *   finish: row --(hook)--(post-divide)--cast--> one view per parameter --> callbacks->set_sharded_grad
+ *   finish: row --(hook)--(post-divide)--cast--> one view per parameter --> set_sharded_grad()
  *
  * With replicas and all_reduce_grads off, each parameter keeps its part of the row
  * (fc_param.partial) until a backward that all-reduces.
@@ -70,7 +70,7 @@ FC_CHECK fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute
 /* Makes the current stream wait for the reducer's latest reduction. */
 FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *d);
 /* Ends a backward: the current stream waits for all reductions of the context, and for the work of
- * the host's reduce(). */
+ * the fallback's reduce(). */
 FC_CHECK fc_status fc_reduce_settle(fc_reducer *d);
 /* Drops gradients and partial results. Call it after a failure. */
 void fc_reduce_reset(fc_reducer *d);

@@ -45,8 +45,8 @@ FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
  * collectives, so it must run at the same point on all ranks. A poll that happens to find the
  * reduction complete cannot provide that. */
 bool fc_reduction_must_finish_now(const fc_reduction *r);
-/* Takes `r`. Defers the release of memory that the backend may still use and releases the rest, ordered after
- * the streams that used it. */
+/* Takes `r`. Defers the release of memory that the backend may still use and releases the rest,
+ * ordered after the streams that used it. */
 void fc_reduction_abandon(fc_reduction *r);
 
 /* Takes `r` and appends it as the newest reduction in flight. */

@@ -72,7 +72,7 @@ done:
 }
 
 /* Removes groups that have no outstanding backward. Groups of other roots that share the context
- * keep their positions. */
+ * keep their indices. */
 static void prune_order(fc_order *order) {
     size_t end = 0;
     for (size_t i = 0; i < order->count; i++) {

@@ -8,7 +8,7 @@
 
 struct fc_state;
 
-/* Shared by all states under one root. Borrows the states, which the host keeps alive. */
+/* Shared by all states under one root. Borrows the states, which their owners keep alive. */
 typedef struct fc_iteration {
     struct fc_state **states; /* in named_modules() pre-order */
     size_t count;
@@ -16,7 +16,7 @@ typedef struct fc_iteration {
     size_t order_mark;             /* length of the post-forward order when it began */
     bool callback_queued;          /* the end-of-backward callback is registered */
     bool callback_counted;         /* that callback is included in `callbacks` */
-    size_t callbacks;              /* callbacks that autograd still holds; counted by the host */
+    size_t callbacks;              /* callbacks that autograd still holds; counted by csrc/python */
     bool records;                  /* this backward records a graph (create_graph) */
     bool is_last_backward;
     bool manual;  /* the end of backward completes nothing; the caller uses fc_iteration_finalize */

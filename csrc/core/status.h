@@ -38,8 +38,8 @@ typedef enum fc_status {
         }                                                                                          \
     } while (0)
 
-/* The same for a call of the torch boundary or of fc_callbacks, which returns 0, or -1 with a Python
- * exception set. */
+/* The same for a call of the torch boundary or of fc_callbacks, which returns 0, or -1 with a
+ * Python exception set. */
 #define FC_TRY_RAISED(call)                                                                        \
     do {                                                                                           \
         if ((call) != 0) {                                                                         \

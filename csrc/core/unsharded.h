@@ -23,7 +23,8 @@ void fc_unsharded_return(fc_group_base *base, const fc_gather_plan *plan, const 
 /* Creates the parameter objects over the outputs, with requires_grad of the shards. `extends`: the
  * hooks of extended parameters have not run yet. */
 FC_CHECK fc_status fc_unsharded_make(fc_group_base *base, bool extends);
-/* The same over memory that the host has filled. Returns FC_ESTATE if a parameter has no memory. */
+/* The same over memory that the fallback has filled. Returns FC_ESTATE if a parameter has no
+ * memory. */
 FC_CHECK fc_status fc_unsharded_adopt(fc_group_base *base);
 /* Call it before fc_unsharded_free, while the memory can still be kept. Returns FC_ESTATE with
  * torch's message if the memory of a parameter cannot be freed. */

@@ -1,5 +1,5 @@
 /* The CUDA kernels compiled by NVRTC. Jobs and launches are the same as with nvcc; the driver's
- * cuLaunchKernel starts them. fsdp_c/jit.py compiles and loads the functions. */
+ * cuLaunchKernel starts them. fsdp_c/_runtime/jit.py compiles and loads the functions. */
 #ifndef FSDP_C_KERNELS_KERNELS_JIT_H
 #define FSDP_C_KERNELS_KERNELS_JIT_H
 

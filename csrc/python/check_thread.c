@@ -64,7 +64,7 @@ static int raise_interpreter_shutdown(fcpy_state *self) {
     return -1;
 }
 
-/* Calls State._check_modes (fsdp_c/state.py), which refuses tracers. */
+/* Calls State._check_modes (fsdp_c/_runtime/state.py), which refuses tracers. */
 static int check_modes(fcpy_state *self) {
     PyObject *none = PyObject_CallMethod((PyObject *)self, "_check_modes", NULL);
     Py_XDECREF(none);

@@ -98,7 +98,7 @@ static PyObject *comm_order(PyObject *obj, void *closure) {
     return list;
 }
 
-/* Accepts only the empty list: the groups store their positions in the order. */
+/* Accepts only the empty list: the groups store their indices in the order. */
 static int comm_set_order(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     if (value == NULL || !PyList_Check(value) || PyList_GET_SIZE(value) > 0) {

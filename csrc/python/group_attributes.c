@@ -126,10 +126,10 @@ static PyObject *get_pending(PyObject *obj, void *closure) {
 
 static PyObject *get_positions(PyObject *obj, void *closure) {
     (void)closure;
-    const fc_index_stack *positions = &as_group(obj)->core.post_forward_indices;
-    PyObject *list = PyList_New((Py_ssize_t)positions->count);
-    for (size_t i = 0; list != NULL && i < positions->count; i++) {
-        PyObject *number = PyLong_FromSize_t(positions->items[i]);
+    const fc_index_stack *indices = &as_group(obj)->core.post_forward_indices;
+    PyObject *list = PyList_New((Py_ssize_t)indices->count);
+    for (size_t i = 0; list != NULL && i < indices->count; i++) {
+        PyObject *number = PyLong_FromSize_t(indices->items[i]);
         if (number == NULL) {
             Py_CLEAR(list);
             break;

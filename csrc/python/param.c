@@ -2,7 +2,7 @@
  *
  * Owns the sharded parameter (a DTensor nn.Parameter), the unsharded nn.Parameter, the sharding
  * spec and the module slots. The cold paths (sharding, DTensor specs, reloading) are in the Python
- * subclass in fsdp_c/param.py. */
+ * subclass in fsdp_c/_runtime/param.py. */
 #include "param.h"
 
 #include "../bridge/pyobject.h"

@@ -1,6 +1,6 @@
 /* The ParamGroup type: wraps the core's parameter group. Owns the tuple of Params and the
  * CommContext. The cold paths (lazy init, dtypes, state-dict hooks) are in the Python subclass in
- * fsdp_c/param_group.py. */
+ * fsdp_c/_runtime/param_group.py. */
 #include "param_group.h"
 
 #include "../bridge/pyobject.h"
@@ -81,12 +81,12 @@ static int mark_params(PyObject *params) {
 }
 
 static fc_process_group *process_group_at(fc_group_base *m, int index) {
-    fc_process_group *const links[FCPY_PROCESS_GROUPS] = {&m->shard, &m->scatter, &m->replicate,
-                                                          &m->post_forward};
-    return links[index];
+    fc_process_group *const groups[FCPY_PROCESS_GROUPS] = {&m->shard, &m->scatter, &m->replicate,
+                                                           &m->post_forward};
+    return groups[index];
 }
 
-/* Checks the world and rank of a link. The group lays out buffers for the link's world, the
+/* Checks the world and rank of a process group. Buffers are laid out for its world, the
  * parameters for theirs, so the two must be equal. */
 static int check_process_group(PyObject *params, int index, PyObject *name, long long world,
                                long long rank) {
@@ -108,8 +108,8 @@ static int check_process_group(PyObject *params, int index, PyObject *name, long
     return is_valid ? 0 : -1;
 }
 
-/* Marks the Params as members of the group, after check_process_group. Returns -1 with an exception and none
- * marked on failure. */
+/* Marks the Params as members of the group, after check_process_group. Returns -1 with an exception
+ * and none marked on failure. */
 static int claim_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
     if (mark_params(params) != 0) {
         return -1;

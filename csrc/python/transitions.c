@@ -1,6 +1,6 @@
 /* A group's transitions. Each checks whether the corresponding method of torch is overridden, and
- * calls it if so, else the core. Likewise fcpy_uses_fallback decides whether Python or the core moves
- * the data. Owns nothing. */
+ * calls it if so, else the core. Likewise fcpy_uses_fallback decides whether Python or the core
+ * moves the data. Owns nothing. */
 #include "transitions.h"
 
 #include "guard.h"

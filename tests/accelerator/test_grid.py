@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable
 
 import pytest
+from feature_support import SUPPORTED, enabled_features, features_of
 from grid import at_world_size, generate
 from record import Entry, differences
 from setting import Launch, Setting
-from surface import LANDED, landed, needed
 from wide import generate_wide
 from worker import RankRecords, run_grid
 
@@ -31,9 +31,9 @@ tests/TORCH_BUGS.md."""
 
 
 def _settings_by_launch() -> dict[Launch, list[Setting]]:
-    basic = [at_world_size(s, 2) for s in generate(0, BASIC) if needed(s) <= LANDED]
+    basic = [at_world_size(s, 2) for s in generate(0, BASIC) if features_of(s) <= SUPPORTED]
     settings: dict[Launch, list[Setting]] = {TWO: basic, FOUR: []}
-    for launch, setting in generate_wide(0, WIDE, landed()):
+    for launch, setting in generate_wide(0, WIDE, enabled_features()):
         if launch in settings and not setting.compiled:
             settings[launch].append(setting)
     if not WHOLE:

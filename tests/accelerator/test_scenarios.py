@@ -25,8 +25,8 @@ def runs() -> Runs:
 def test_torch_trains_scenario_and_races_only_where_listed(runs: Runs, name: str) -> None:
     run = runs[name]["torch"]
     assert "Error: " not in str(run.record[0]), f"torch fails: {run.record}"
-    if name in scenarios.STOCK_RACES:
-        assert scenarios.STOCK_RACES[name] in str(run.findings), "torch no longer has this race"
+    if name in scenarios.TORCH_RACES:
+        assert scenarios.TORCH_RACES[name] in str(run.findings), "torch no longer has this race"
     else:
         assert run.findings == []
 

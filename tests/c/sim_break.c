@@ -66,7 +66,7 @@ static void recover(sim_model *m, const sim_breakage *b) {
     if (fc_state_reset(&m->layers[0].core) != FC_OK) {
         sim_fail("the reset failed: %s", m->comm.error.message);
     }
-    sim_model_forget_step(m);
+    sim_model_discard_step(m);
     sim_model_zero_grad(m);
     check_reset_state(m);
 }
@@ -78,7 +78,7 @@ static void repeat_step(sim_model *m, const sim_breakage *b, fc_status status) {
     fct_error_put_back(NULL);
     if (b->carry_on) {
         sim_fault_arm(0, SIM_ONCE);
-        sim_model_forget_step(m);
+        sim_model_discard_step(m);
         (void)!sim_model_step(m);
         sim_model_check(m, "after carrying on");
     }

@@ -219,7 +219,7 @@ bool fct_work_done(fct_work *work) {
     if (!sim_point_passed(&work->end)) {
         return false;
     }
-    sim_host_saw(&work->end);
+    sim_host_observe(&work->end);
     return true;
 }
 

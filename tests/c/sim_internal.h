@@ -81,7 +81,7 @@ typedef struct sim_op {
 void sim_stream_push(int stream, const sim_op *op, sim_point *point);
 void sim_stream_wait(int stream, const sim_point *point);
 bool sim_point_passed(const sim_point *point);
-void sim_host_saw(const sim_point *point); /* records that the host has observed the point */
+void sim_host_observe(const sim_point *point); /* records that the host has observed the point */
 void sim_host_waits(const sim_point *point);
 /* Returns the stream of the host's own operations, which run at once, on a device with streams. */
 int sim_host_lane(void);

@@ -125,7 +125,7 @@ static const sim_access *unordered(const sim_block *block, bool writing, const s
     return NULL;
 }
 
-static void forget_accesses(sim_block *block) {
+static void clear_accesses(sim_block *block) {
     memset(&block->written, 0, sizeof block->written);
     memset(block->read, 0, sizeof block->read);
 }
@@ -142,11 +142,11 @@ void sim_block_touch(sim_block *block, bool write, int stream, uint32_t seq, con
             "%s on stream %d %s %zu bytes that %s on stream %d %s, and is not ordered after it",
             what, stream, write ? "writes" : "reads", block->size, race->what, race->stream,
             race == &block->written ? "writes" : "reads");
-        forget_accesses(block); /* one report is enough */
+        clear_accesses(block); /* one report is enough */
     }
     const sim_access access = {.seq = seq, .stream = stream, .what = what};
     if (write) {
-        forget_accesses(block);
+        clear_accesses(block);
         block->written = access;
     } else {
         block->read[stream] = access;
@@ -167,7 +167,7 @@ static void check_pool(int stream, const sim_clock *now) {
                      "still %s",
                      stream, block->size, race->what, race->stream,
                      race == &block->written ? "writes" : "reads");
-            forget_accesses(block);
+            clear_accesses(block);
         }
     }
 }
@@ -263,7 +263,7 @@ void sim_block_free(sim_block *block, bool checked) {
              * ordered after it. */
             ASAN_POISON_MEMORY_REGION(block->base, block->capacity);
         }
-        forget_accesses(block);
+        clear_accesses(block);
     }
     block->live = false;
     block->freed_at = ++frees;

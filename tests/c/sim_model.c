@@ -442,7 +442,7 @@ static void clear_expected_gradient(sim_model *m, sim_group *g, sim_param *p) {
     p->contributions = 0;
 }
 
-void sim_model_forget_step(sim_model *m) {
+void sim_model_discard_step(sim_model *m) {
     sim_set_in_backward(false);
     sim_drop_at_end();
     m->tape_length = 0;

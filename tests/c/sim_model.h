@@ -155,7 +155,7 @@ void sim_model_set_sync(sim_model *m, sim_sync sync);
 void sim_model_optimize(sim_model *m);
 void sim_model_zero_grad(sim_model *m);
 /* Drops the interrupted step: the state of autograd and the expected gradients. */
-void sim_model_forget_step(sim_model *m);
+void sim_model_discard_step(sim_model *m);
 /* Records a failure if fc_group_check() fails or the registration is inconsistent. */
 void sim_model_check(sim_model *m, const char *when);
 /* Records a failure if a sharded parameter does not have the expected values. */

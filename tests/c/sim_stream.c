@@ -95,7 +95,7 @@ bool sim_point_passed(const sim_point *point) {
     return streams[point->stream].executed >= point->seq;
 }
 
-void sim_host_saw(const sim_point *point) {
+void sim_host_observe(const sim_point *point) {
     join_clock(&host, &point->clock);
 }
 
@@ -147,7 +147,7 @@ static void run_until(const sim_point *point) {
 
 void sim_host_waits(const sim_point *point) {
     run_until(point);
-    sim_host_saw(point);
+    sim_host_observe(point);
 }
 
 void sim_drain(void) {

@@ -1,41 +1,41 @@
-/* Gradient collection by the host in place of the core. */
+/* Gradient collection by callbacks in place of the core. */
 #include "core/gradient.h"
 
 #include "sim_model.h"
 
 static struct {
-    size_t folded;
-    size_t stashed;
+    size_t accumulated;
+    size_t moved;
     fct_tensor *gradient; /* gradient to collect; borrowed */
     bool fails;
-} seen;
+} recorded;
 
-static bool moves(void *group, fc_fallback move) {
+static bool uses_fallback(void *group, fc_fallback fallback) {
     (void)group;
-    return move == FC_FALLBACK_GRADS;
+    return fallback == FC_FALLBACK_GRADS;
 }
 
-static int fold(void *owner) {
+static int accumulate(void *owner) {
     (void)owner;
-    seen.folded++;
+    recorded.accumulated++;
     return 0;
 }
 
-static int stash(void *owner) {
+static int to_accumulated(void *owner) {
     (void)owner;
-    seen.stashed++;
+    recorded.moved++;
     return 0;
 }
 
 static int collect(void *owner, fct_tensor **local) {
     (void)owner;
-    if (seen.fails) {
+    if (recorded.fails) {
         return -1;
     }
-    if (seen.gradient != NULL) {
-        fct_tensor_retain(seen.gradient);
+    if (recorded.gradient != NULL) {
+        fct_tensor_retain(recorded.gradient);
     }
-    *local = seen.gradient;
+    *local = recorded.gradient;
     return 0;
 }
 
@@ -49,30 +49,30 @@ static void fallback_of_grads_replaces_collection(void **state) {
     sim_model *model = sim_model_new(&scenario);
     fc_group_base *m = &model->layers[1].groups[0].core.base;
     const fc_callbacks *own = m->callbacks;
-    fc_callbacks host = *own;
+    fc_callbacks callbacks = *own;
     fc_reduce_plan plan = {.count = 0};
-    host.uses_fallback = moves;
-    host.accumulate_grad = fold;
-    host.to_accumulated_grad = stash;
-    host.collect_grad = collect;
-    m->callbacks = &host;
+    callbacks.uses_fallback = uses_fallback;
+    callbacks.accumulate_grad = accumulate;
+    callbacks.to_accumulated_grad = to_accumulated;
+    callbacks.collect_grad = collect;
+    m->callbacks = &callbacks;
     assert_int_equal(fc_gradient_accumulate(m, fc_group_base_all(m)), FC_OK);
     assert_int_equal(fc_gradient_to_accumulated(m), FC_OK);
-    assert_int_equal(seen.folded, 1);
-    assert_int_equal(seen.stashed, 1);
+    assert_int_equal(recorded.accumulated, 1);
+    assert_int_equal(recorded.moved, 1);
     assert_int_equal(fc_gradient_collect(m, fc_group_base_all(m), false, &plan), FC_OK);
     assert_int_equal(plan.count, 0);
     assert_int_equal(fc_gradient_collect(m, fc_group_base_all(m), true, &plan), FC_OK);
     assert_int_equal(plan.count, 1); /* zeros for an unused parameter */
-    seen.gradient = sim_tensor_new(FCK_FLOAT32, 1, size, values);
+    recorded.gradient = sim_tensor_new(FCK_FLOAT32, 1, size, values);
     assert_int_equal(fc_gradient_collect(m, fc_group_base_all(m), true, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
-    assert_ptr_equal(plan.grads[0], seen.gradient);
-    seen.fails = true;
+    assert_ptr_equal(plan.grads[0], recorded.gradient);
+    recorded.fails = true;
     assert_int_equal(fc_gradient_collect(m, fc_group_base_all(m), true, &plan), FC_ERAISED);
     fc_reduce_plan_fini(&plan);
-    assert_int_equal(sim_tensor_refs(seen.gradient), 1);
-    fct_tensor_release(seen.gradient);
+    assert_int_equal(sim_tensor_refs(recorded.gradient), 1);
+    fct_tensor_release(recorded.gradient);
     m->callbacks = own;
     sim_model_free(model);
     sim_end();

@@ -312,7 +312,7 @@ static void tiles_cover_every_item_of_every_line_exactly_once(void **state) {
         const int64_t tile_items = draw_between(&random, 1, 64);
         const int64_t items = draw_between(&random, 1, draw(&random) % 2 ? 5 : 300);
         const uint32_t lines = (uint32_t)draw_between(&random, 1, 80);
-        unsigned char *seen = new_bytes(lines * items, 0);
+        unsigned char *visits = new_bytes(lines * items, 0);
         const fck_cut cut = fck_cut_of(items, tile_items);
         const int64_t tiles = fck_tile_count(cut, lines);
         for (uint32_t index = 0; index < tiles; index++) {
@@ -322,14 +322,14 @@ static void tiles_cover_every_item_of_every_line_exactly_once(void **state) {
             assert_true((tile.last_line - tile.first_line) * (tile.end - tile.begin) <= tile_items);
             for (int64_t line = tile.first_line; line < tile.last_line; line++) {
                 for (int64_t k = tile.begin; k < tile.end; k++) {
-                    seen[line * items + k]++;
+                    visits[line * items + k]++;
                 }
             }
         }
         for (int64_t i = 0; i < lines * items; i++) {
-            assert_int_equal(seen[i], 1);
+            assert_int_equal(visits[i], 1);
         }
-        free(seen);
+        free(visits);
     }
 }
 

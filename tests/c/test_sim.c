@@ -143,7 +143,7 @@ static void sim_event_covers_work_up_to_its_record(void **state) {
 
 static void sim_streams_run_in_different_orders_per_seed(void **state) {
     (void)state;
-    bool seen[2] = {false, false};
+    bool orders[2] = {false, false};
     for (uint64_t seed = 0; seed < 32; seed++) {
         sim_begin((sim_config){.seed = seed, .streams = true});
         fct_stream side = side_stream();
@@ -156,11 +156,11 @@ static void sim_streams_run_in_different_orders_per_seed(void **state) {
         (void)fct_stream_set_current(main);
         sim_tensor_read(a, values);
         assert_true(sim_take_failures() > 0);
-        seen[values[0] == 2.0] = true;
+        orders[values[0] == 2.0] = true;
         fct_tensor_release(a);
         sim_end();
     }
-    assert_true(seen[0] && seen[1]);
+    assert_true(orders[0] && orders[1]);
 }
 
 /* ---- collectives ---- */

@@ -16,7 +16,7 @@ from typing import Any
 
 import checkpoint_resharding as resharding
 import pytest
-from behaviour import differences
+from behavior import differences
 from checkpoint_resharding import FORMATS, PRECISIONS, Checkpoint
 from launch import run_ranks
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import behaviour
+import behavior
 import pytest
 import torch
-from behaviour import differences
+from behavior import differences
 from launch import RanksFailed, run_ranks
 from releases import has
 from test_torch_bugs import differences_beyond_rounding
@@ -39,7 +39,7 @@ SUMMED_IN = {
 }
 """Dtype in which fsdp_c adds the gradients of a norm from both backwards.
 
-The reference is torch, which uses the wider reduce dtype from 2.15 on (test_behaviour_dtypes.py).
+The reference is torch, which uses the wider reduce dtype from 2.15 on (test_behavior_dtypes.py).
 """
 SEVERAL_REDUCTIONS = ["penalty_of_wgan_gp", "backward_with_create_graph"]
 
@@ -56,7 +56,7 @@ def assert_same_except_norm_weights(expected: Any, found: Any, summed_in: torch.
 
 def run_scenario(name: str, world: int = 2) -> list[Any]:
     """Runs a scenario under fsdp_c only: torch's ranks would crash (see the first test)."""
-    return behaviour.returned(name, "fsdp_c", world, SCENARIOS)
+    return behavior.returned(name, "fsdp_c", world, SCENARIOS)
 
 
 def assert_freed(results: list[Any]) -> None:
@@ -67,7 +67,7 @@ def run_torch(rank: int, world: int) -> None:
     import double_backward
 
     double_backward.gradient_penalty(
-        behaviour.Api("torch", rank, world, None)  # type: ignore[arg-type]  # writes no files
+        behavior.Api("torch", rank, world, None)  # type: ignore[arg-type]  # writes no files
     )
 
 
@@ -142,6 +142,6 @@ def test_penalty_alone_gives_nonzero_gradients() -> None:
     import double_backward
 
     model = double_backward.curved_model()
-    double_backward.penalty(model, behaviour.batch(0)).backward()
+    double_backward.penalty(model, behavior.batch(0)).backward()
     norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
     assert torch.stack(norms).max() > 1e-3

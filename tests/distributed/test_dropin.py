@@ -14,7 +14,7 @@ from site_dir import installed_environment
 pytestmark = pytest.mark.xdist_group("drop-in")  # the tests share launches
 JOB = Path(__file__).with_name("workers") / "dropin_train.py"
 TORCH_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
-FSDP_C_STATE = "fsdp_c.state"
+FSDP_C_STATE = "fsdp_c._runtime.state"
 
 LAUNCHES: dict[str, tuple[dict[str, str], list[str]]] = {
     "plain": ({}, [str(JOB)]),

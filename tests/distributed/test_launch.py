@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-import behaviour
+import behavior
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def test_shared_result_folder_has_a_short_unique_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", 32 * "0")
-    many = tuple(f"behaviour_{i}" for i in range(100))
-    folders = {behaviour.folder_of("torch", 2, modules) for modules in (many, many[1:])}
+    many = tuple(f"behavior_{i}" for i in range(100))
+    folders = {behavior.folder_of("torch", 2, modules) for modules in (many, many[1:])}
     assert len(folders) == 2
     assert all(len(folder.name) < 128 for folder in folders)

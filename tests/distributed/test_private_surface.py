@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from behaviour import differences, returned
+from behavior import differences, returned
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "private-surface.md"
@@ -58,24 +58,24 @@ def test_document_and_scenarios_have_the_same_rows() -> None:
 
 @pytest.mark.parametrize("name", [name for name in scenarios() if name not in DIFFERENT])
 def test_private_use_gives_the_result_of_torch(name: str) -> None:
-    stock, ours = both(name)
-    found = differences(stock, ours, name)
-    assert not found, "torch's and ours differ:\n" + "\n".join(found[:20])
+    from_torch, from_fsdp_c = both(name)
+    found = differences(from_torch, from_fsdp_c, name)
+    assert not found, "torch and fsdp_c differ:\n" + "\n".join(found[:20])
 
 
 def test_replaced_prefetch_method_is_called_by_torch_only() -> None:
-    for stock, ours in zip(*both("group_prefetches_replaced")):
-        assert differences([stock[0], stock[2]], [ours[0], ours[2]]) == []
-        assert set(stock[1]) == {"forward", "backward"} and ours[1] == []
+    for from_torch, from_fsdp_c in zip(*both("group_prefetches_replaced")):
+        assert differences([from_torch[0], from_torch[2]], [from_fsdp_c[0], from_fsdp_c[2]]) == []
+        assert set(from_torch[1]) == {"forward", "backward"} and from_fsdp_c[1] == []
 
 
 def test_assigned_parameter_list_is_refused_by_fsdp_c_only() -> None:
-    for stock, ours in zip(*both("group_parameters_replaced")):
-        assert stock == ["list", "no exception", 3]
-        assert ours == ["list", "AttributeError", 4]
+    for from_torch, from_fsdp_c in zip(*both("group_parameters_replaced")):
+        assert from_torch == ["list", "no exception", 3]
+        assert from_fsdp_c == ["list", "AttributeError", 4]
 
 
 def test_hooks_removed_by_module_name_are_all_found() -> None:
-    for seen in both("hooks_removed_by_module_name")[1]:
-        counts = [pair for pair in seen if isinstance(pair, list) and pair == [1, 0]]
+    for observed in both("hooks_removed_by_module_name")[1]:
+        counts = [pair for pair in observed if isinstance(pair, list) and pair == [1, 0]]
         assert len(counts) == 2 * (4 + 3)  # both hooks of each sharded module, in two models

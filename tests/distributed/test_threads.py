@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from behaviour import Api, batch, differences, grads, plain, shard, train, weights
+from behavior import Api, batch, blocks_and_head, differences, grads, shard, train, weights
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
@@ -21,7 +21,7 @@ SEEDING = threading.Lock()
 
 def model_of(api: Api, **kwargs: Any) -> nn.Sequential:
     with SEEDING:
-        model = plain()
+        model = blocks_and_head()
     return shard(api, model, **kwargs)
 
 
@@ -69,7 +69,7 @@ class Threads:
     def test_direct_unshard_in_threads_gathers_full_parameters(self) -> None:
         model = model_of(self.api("fsdp_c"))
         with SEEDING:
-            expected = plain().state_dict()
+            expected = blocks_and_head().state_dict()
         handles = [block.unshard(async_op=True) for block in list(model)[:-1]]
         for index, handle in enumerate(handles):
             handle.wait()
@@ -109,7 +109,7 @@ class Threads:
 
     def test_weights_gathered_in_threads_equal_the_originals(self) -> None:
         with SEEDING:
-            expected = dict(plain().named_parameters())
+            expected = dict(blocks_and_head().named_parameters())
         for name, value in weights(model_of(self.api("fsdp_c"))).items():
             assert torch.equal(value, expected[name])
 

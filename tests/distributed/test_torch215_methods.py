@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import behaviour
+import behavior
 import pytest
 import torch
-from behaviour import differences
+from behavior import differences
 from test_torch_bugs import differences_beyond_rounding
 from torch.distributed.fsdp import FSDPModule
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run_scenario(name: str, world: int = 2) -> list[Any]:
-    return behaviour.returned(name, "fsdp_c", world, ("torch215_methods",))
+    return behavior.returned(name, "fsdp_c", world, ("torch215_methods",))
 
 
 def assert_equal(result: Any) -> None:

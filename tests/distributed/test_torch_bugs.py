@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import behaviour
+import behavior
 import pytest
 import torch
-from behaviour import Raised, differences
+from behavior import Raised, differences
 from releases import has
 
 BUGS = ("torch_bugs", "torch_bugs_failures", "torch_bugs_meshes")
@@ -26,15 +26,15 @@ RunScenario = Callable[[str, int], list[Any]]
 
 
 def run_fsdp_c(name: str, world: int = 2) -> list[Any]:
-    return behaviour.returned(name, "fsdp_c", world, BUGS)
+    return behavior.returned(name, "fsdp_c", world, BUGS)
 
 
 def run_torch(name: str, world: int = 2) -> list[Any]:
-    return behaviour.returned(name, "torch", world, BUGS)
+    return behavior.returned(name, "torch", world, BUGS)
 
 
 def torch_errors(name: str, world: int = 2) -> list[Raised]:
-    return behaviour.raised(name, "torch", world, BUGS)
+    return behavior.raised(name, "torch", world, BUGS)
 
 
 def torch_errors_until(release: str, name: str, world: int = 2) -> list[Raised]:

@@ -8,7 +8,7 @@ import pytest
 import traced
 from launch import run_ranks
 
-from fsdp_c.spans import COMPUTE, FORWARD, GATHER, GATHER_WAIT
+from fsdp_c._tools.trace_spans import COMPUTE, FORWARD, GATHER, GATHER_WAIT
 
 
 @pytest.mark.parametrize("impl", ["fsdp_c", "torch"])

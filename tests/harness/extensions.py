@@ -1,9 +1,9 @@
 """Tensor subclasses that implement FSDP2's all-gather extensions (``fsdp_pre_all_gather``).
 
-``One`` and ``Five`` hold a plain tensor. Their second all-gather input is a column of row sums, so
-that tests cover several inputs per parameter. The gathered tensor is the first input times the
-scale that the metadata carries. The two classes differ in the number of arguments of
-``fsdp_pre_all_gather``. ``Negated`` gathers the negated tensor as its only input.
+``OneArgument`` and ``FiveArguments`` hold a plain tensor. Their second all-gather input is a column
+of row sums, so that tests cover several inputs per parameter. The gathered tensor is the first
+input times the scale that the metadata carries. The two classes differ in the number of arguments
+of ``fsdp_pre_all_gather``. ``Negated`` gathers the negated tensor as its only input.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class WithSums(Extended):
         return gathered, (gathered,)
 
 
-class One(WithSums):
+class OneArgument(WithSums):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         return self._all_gather_inputs()
 
 
-class Five(WithSums):
+class FiveArguments(WithSums):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -120,7 +120,7 @@ class Negated(Extended):
 
 def extend(model: nn.Module, kind: str) -> None:
     """Replaces the weight of every nn.Linear by a parameter of subclass ``kind``."""
-    subclass = {"one": One, "five": Five}[kind]
+    subclass = {"one argument": OneArgument, "five arguments": FiveArguments}[kind]
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(subclass(module.weight.detach()))

@@ -35,7 +35,7 @@ from typing import Any
 
 import fork_server
 
-ENDING = Path(__file__).resolve().parents[2] / "fsdp_c/ending.py"
+ENDING = Path(__file__).resolve().parents[2] / "fsdp_c/_compat/shutdown.py"
 
 OUTPUT_SHOWN = 6000
 """Maximum number of characters at the end of a failed rank's output that its report keeps."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 def main() -> None:
     # Loads the file without the fsdp_c package, whose import needs torch.
-    path = Path(__file__).resolve().parents[2] / "fsdp_c/nvrtc.py"
+    path = Path(__file__).resolve().parents[2] / "fsdp_c/_runtime/nvrtc.py"
     spec = importlib.util.spec_from_file_location("nvrtc", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

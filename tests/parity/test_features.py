@@ -9,7 +9,7 @@ import pytest
 from launch import run_ranks
 
 WORLD_SIZE = 4
-UNDER_TEST = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
+UNDER_TEST = os.environ.get("FSDP_C_PARITY_IMPLEMENTATION", "fsdp_c")
 
 Records = list[dict[str, features.Record]]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from feature_support import FEATURES, features_of
 from grid import CHOICES, MIXED, MIXED_FIELDS, generate
 from meshes import KINDS
 from models_wide import WIDE_FAMILIES
 from record import Bits, Recorder, differences
 from setting import WIDE_SCHEDULES, Launch, Setting
-from surface import FEATURES, needed
 from thread_ranks import METHODS
 from wide import EXTRAS, PLACES, generate_wide
 from worker import run_grid
@@ -92,7 +92,7 @@ def test_wide_grid_uses_given_features_only() -> None:
     hsdp_only = frozenset({"hsdp"})
     settings = generate_wide(0, 100, hsdp_only)
     assert len(settings) == 100
-    assert all(needed(setting) <= hsdp_only for _, setting in settings)
+    assert all(features_of(setting) <= hsdp_only for _, setting in settings)
     assert generate_wide(0, 300, hsdp_only)[:100] == settings
 
 
@@ -110,8 +110,8 @@ def test_run_grid_on_threads_detects_differences_and_errors(tmp_path: Path) -> N
         replace(PLAIN, family="residual", param="bf16", cast_inputs=False),
         replace(PLAIN, mesh="hsdp"),
     ]
-    torch_records = run_grid("torch", settings, threads, tmp_path, ours=False)
-    fsdp_c_records = run_grid("torch", settings, threads, tmp_path, ours=True)
+    torch_records = run_grid("torch", settings, threads, tmp_path, is_under_test=False)
+    fsdp_c_records = run_grid("torch", settings, threads, tmp_path, is_under_test=True)
     lines = "\n".join(differences(torch_records[0][3], fsdp_c_records[0][3]))
     assert "step 2.0 output" in lines
     assert "step 1" not in lines
@@ -126,8 +126,10 @@ def test_run_grid_on_threads_detects_differences_and_errors(tmp_path: Path) -> N
 def test_run_grid_with_error_on_one_rank_keeps_other_records(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
     raising = "test_harness:fully_shard_raising_on_rank_1"
-    lost = run_grid(raising, settings, Launch(2), tmp_path, ours=True, collective_seconds=5)
-    torch_records = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
+    lost = run_grid(
+        raising, settings, Launch(2), tmp_path, is_under_test=True, collective_seconds=5
+    )
+    torch_records = run_grid("torch", settings, Launch(2), tmp_path, is_under_test=False)
     assert lost[1][1][-1] == ("error", "ValueError: lost")
     assert lost[1][0][-1][0] == "error"  # its peer's collective timed out
     assert [differences(torch_records[i][0], lost[i][0]) for i in (0, 2)] == [[], []]
@@ -135,8 +137,8 @@ def test_run_grid_with_error_on_one_rank_keeps_other_records(tmp_path: Path) -> 
 
 def test_run_grid_differs_from_perturbed_run_only(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, perturb=1e-3)]
-    torch_records = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
-    fsdp_c_records = run_grid("torch", settings, Launch(2), tmp_path, ours=True)
+    torch_records = run_grid("torch", settings, Launch(2), tmp_path, is_under_test=False)
+    fsdp_c_records = run_grid("torch", settings, Launch(2), tmp_path, is_under_test=True)
     for rank in range(2):
         assert torch_records[0][rank][-1][0].startswith("final state")
         assert any(label.startswith("collective") for label, _ in torch_records[0][rank])
@@ -149,9 +151,13 @@ def test_run_grid_differs_from_perturbed_run_only(tmp_path: Path) -> None:
 def test_run_grid_with_crashing_setting_keeps_other_records(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
     fsdp_c_records = run_grid(
-        "test_harness:fully_shard_exiting_on_reshard", settings, Launch(2), tmp_path, ours=True
+        "test_harness:fully_shard_exiting_on_reshard",
+        settings,
+        Launch(2),
+        tmp_path,
+        is_under_test=True,
     )
-    torch_records = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
+    torch_records = run_grid("torch", settings, Launch(2), tmp_path, is_under_test=False)
     assert differences(torch_records[0][1], fsdp_c_records[0][1]) == []
     assert fsdp_c_records[1][1][0][0] == "crash"
     assert "exit status 7" in fsdp_c_records[1][1][0][1]
@@ -162,14 +168,14 @@ def test_run_grid_with_crashing_setting_keeps_other_records(tmp_path: Path) -> N
 def test_run_grid_stops_after_max_crashes(tmp_path: Path) -> None:
     always_exiting = "test_harness:fully_shard_exiting"
     fsdp_c_records = run_grid(
-        always_exiting, generate(0, 5), Launch(1), tmp_path, ours=True, max_crashes=2
+        always_exiting, generate(0, 5), Launch(1), tmp_path, is_under_test=True, max_crashes=2
     )
     assert [records[0][-1][0] for records in fsdp_c_records] == ["crash"] * 2 + ["not run"] * 3
 
 
 def test_exceptions_are_compared_by_type_and_message(tmp_path: Path) -> None:
     failing = replace(PLAIN, family="residual", param="bf16", cast_inputs=False)
-    [records] = run_grid("torch", [failing], Launch(2), tmp_path, ours=False)
+    [records] = run_grid("torch", [failing], Launch(2), tmp_path, is_under_test=False)
     label, text = records[0][-1]
     assert label == "error"
     assert text.startswith("RuntimeError: ")

@@ -10,10 +10,10 @@ Environment:
 - FSDP_C_PARITY_COUNT: total number of settings (260; `make parity`: 600).
 - FSDP_C_PARITY_SEED: the seed of the grids.
 - FSDP_C_PARITY_WHOLE=1: runs the whole basic grid on two and on four ranks.
-- FSDP_C_PARITY_FEATURES: see surface.py.
+- FSDP_C_PARITY_FEATURES: see feature_support.py.
 - FSDP_C_PARITY_LAUNCHES: the launches to run ("gloo1,gloo2,gloo4,threads8").
-- FSDP_C_PARITY_OURS: the implementation to compare with torch. The default is "fsdp_c"; "torch"
-  compares torch with itself, and "module:function" selects any other.
+- FSDP_C_PARITY_IMPLEMENTATION: the implementation to compare with torch. The default is
+  "fsdp_c"; "torch" compares torch with itself, and "module:function" selects any other.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from feature_support import SUPPORTED, enabled_features, features_of
 from grid import at_world_size, generate
 from record import differences, trained
 from setting import Launch, Setting
-from surface import LANDED, landed, needed
 from wide import generate_wide
 from worker import RankRecords, run_grid
 
@@ -37,7 +37,7 @@ from worker import RankRecords, run_grid
 # exceeds all of theirs.
 pytestmark = pytest.mark.timeout(7200)
 
-UNDER_TEST = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
+UNDER_TEST = os.environ.get("FSDP_C_PARITY_IMPLEMENTATION", "fsdp_c")
 SEED = int(os.environ.get("FSDP_C_PARITY_SEED", "0"))
 COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "260"))
 LAUNCHES = [Launch(1), Launch(2), Launch(4), Launch(8, threads=True)]
@@ -46,7 +46,7 @@ REQUESTED = os.environ.get("FSDP_C_PARITY_LAUNCHES", ",".join(map(str, LAUNCHES)
 
 
 BASIC = generate(SEED, COUNT * 2 // 5)
-UNSUPPORTED = [setting for setting in BASIC if not needed(setting) <= LANDED]
+UNSUPPORTED = [setting for setting in BASIC if not features_of(setting) <= SUPPORTED]
 """Settings of the basic grid that the installed torch does not support."""
 
 
@@ -63,7 +63,7 @@ def _plan() -> dict[Launch, list[Setting]]:
         for launch in LAUNCHES
         if str(launch) in REQUESTED
     }
-    for launch, setting in generate_wide(SEED, COUNT - len(BASIC), landed()):
+    for launch, setting in generate_wide(SEED, COUNT - len(BASIC), enabled_features()):
         if launch in plan:
             plan[launch].append(setting)
     return plan
@@ -168,8 +168,8 @@ def test_uneven_shards_on_smaller_mesh_match_torch(tmp_path: Path) -> None:
     (tests/TORCH_BUGS.md, B5). The collectives therefore differ, but the results must be equal."""
     plain = Setting(family="odd", reshard="2")
     settings = [plain, replace(plain, param="bf16"), replace(plain, comm="custom", inference=True)]
-    torch_records = run_grid("torch", settings, Launch(4), tmp_path, ours=False)
-    fsdp_c_records = run_grid(UNDER_TEST, settings, Launch(4), tmp_path, ours=True)
+    torch_records = run_grid("torch", settings, Launch(4), tmp_path, is_under_test=False)
+    fsdp_c_records = run_grid(UNDER_TEST, settings, Launch(4), tmp_path, is_under_test=True)
     for index, setting in enumerate(settings):
         for rank in range(4):
             expected = trained(torch_records[index][rank])

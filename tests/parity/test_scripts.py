@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import scripts
-from behaviour import Raised, differences, outcomes
+from behavior import Raised, differences, outcomes
 
 WORLD_SIZE = 2
 WHOLE = os.environ.get("FSDP_C_PARITY_WHOLE", "0") != "0"

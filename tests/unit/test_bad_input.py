@@ -215,7 +215,7 @@ def test_child_sharded_by_torch_raises_at_first_forward(fake_group: int) -> None
 def test_memory_error_in_fully_shard_leaves_module_unchanged(
     fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attach = importlib.import_module("fsdp_c.attach")
+    attach = importlib.import_module("fsdp_c._runtime.init")
 
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with monkeypatch.context() as patch:

@@ -27,11 +27,11 @@ def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
     assert len(pictures) == 4
     for name in pictures:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG"), name
-    for name in ("bare", "ddp", "stock", "ours"):
+    for name in ("bare", "ddp", "torch", "fsdp_c"):
         rows = re.findall(rf"^\| {name} \|(.+)\|$", text, re.M)
         assert len(rows) == 2, "expected one row without and one with the optimizer"
         wall, ratio, *_ = (float(cell) for cell in rows[0].split("|"))
-        assert wall > 0 and (ratio == 1.0 or name != "ours")
+        assert wall > 0 and (ratio == 1.0 or name != "fsdp_c")
 
 
 def test_meter_around_allocation_measures_memory_faults_and_time() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch.nn as nn
 
 import fsdp_c
-from fsdp_c.bind import BOUND
+from fsdp_c._runtime.bindings import BOUND_OBJECTS
 
 _C = importlib.import_module("fsdp_c._C")
 
@@ -18,11 +18,11 @@ def test_bind_with_dtensor_class_that_is_no_type_raises(
     fake_group: int, not_a_type: object
 ) -> None:
     with pytest.raises(TypeError, match="dtensor_class should be a type, not"):
-        _C.bind(**{**BOUND, "dtensor_class": not_a_type})
+        _C.bind(**{**BOUND_OBJECTS, "dtensor_class": not_a_type})
     fsdp_c.fully_shard(nn.Linear(8, 8))
 
 
-@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.parametrize("name", BOUND_OBJECTS)
 def test_bind_without_argument_raises_with_its_name(name: str) -> None:
     with pytest.raises(TypeError, match=f"bind: missing {name}"):
-        _C.bind(**{key: value for key, value in BOUND.items() if key != name})
+        _C.bind(**{key: value for key, value in BOUND_OBJECTS.items() if key != name})

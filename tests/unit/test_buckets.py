@@ -13,7 +13,7 @@ import torch.nn as nn
 
 import fsdp_c
 from fsdp_c import MixedPrecisionPolicy, fully_shard, replicate
-from fsdp_c.sizes import BUCKET_LIMIT, layout_of
+from fsdp_c._tools.unit_bytes import BUCKET_LIMIT, layout_of
 
 MIB = 2**20
 

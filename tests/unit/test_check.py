@@ -17,7 +17,8 @@ from site_dir import installed_environment
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_c
-from fsdp_c import built_for, check
+from fsdp_c._compat import build_info
+from fsdp_c._tools import check
 
 ROOT = Path(__file__).resolve().parents[2]
 # Appended, because under the sanitizers fsdp_c must not be imported from this checkout.
@@ -36,16 +37,16 @@ def run(
 # ---- compatibility of a build with the installed torch and Python --------------------------------
 
 
-def make_build(**overrides: str) -> built_for.Build:
+def make_build(**overrides: str) -> build_info.Build:
     """Returns the record of a build that fits, with ``overrides``."""
     fields = {"torch": torch.__version__, "python": "3.11", "kernels": "CPU", "source": str(ROOT)}
-    return built_for.Build(**{**fields, **overrides})
+    return build_info.Build(**{**fields, **overrides})
 
 
 def test_installed_build_and_build_without_record_are_compatible() -> None:
-    assert built_for.build() is not None
-    assert built_for.what_is_wrong(built_for.build(), True) is None
-    assert built_for.what_is_wrong(None, True) is None  # early builds have no record
+    assert build_info.read_build() is not None
+    assert build_info.find_mismatch(build_info.read_build(), True) is None
+    assert build_info.find_mismatch(None, True) is None  # early builds have no record
 
 
 @pytest.mark.parametrize(
@@ -56,28 +57,28 @@ def test_build_for_torch_of_same_minor_release_is_compatible(
     version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    assert (built_for.what_is_wrong(make_build(torch=version), True) is None) == fits
+    assert (build_info.find_mismatch(make_build(torch=version), True) is None) == fits
 
 
 def test_build_for_another_torch_returns_versions_and_build_command() -> None:
-    message = built_for.what_is_wrong(make_build(torch="2.9.1"), True)
+    message = build_info.find_mismatch(make_build(torch="2.9.1"), True)
     assert message == (
         f"fsdp_c was built for torch 2.9.1 and this is torch {torch.__version__}: build it again "
         f"with  {sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall "
         f"{ROOT}"
     )
-    message = built_for.what_is_wrong(make_build(torch="2.9.1", source="/nowhere"), True)
+    message = build_info.find_mismatch(make_build(torch="2.9.1", source="/nowhere"), True)
     assert message is not None and message.endswith("--force-reinstall PATH/TO/A/CLONE/OF/fsdp_c")
 
 
 def test_build_for_another_python_returns_its_version() -> None:
-    message = built_for.what_is_wrong(make_build(python="3.8"), False)
+    message = build_info.find_mismatch(make_build(python="3.8"), False)
     assert message is not None and ", but for Python 3.8: build it with" in message
 
 
 def test_import_from_unbuilt_source_folder_returns_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(built_for, "NOTE", ROOT / "fsdp_c" / built_for.NOTE.name)
-    message = built_for.what_is_wrong(None, False)
+    monkeypatch.setattr(build_info, "BUILD_RECORD", ROOT / "fsdp_c" / build_info.BUILD_RECORD.name)
+    message = build_info.find_mismatch(None, False)
     assert message is not None and message.startswith(f"this is the source of fsdp_c, in {ROOT}: ")
     assert "leave that folder (cd ..)" in message and message.endswith(f"-e {ROOT}")
 
@@ -92,7 +93,7 @@ def incompatible_env(tmp_path: Path) -> dict[str, str]:
             (package / path.name).symlink_to(path)
     for path in ROOT.glob("fsdp_c_*.py"):
         (tmp_path / path.name).symlink_to(path)
-    record = json.loads(built_for.NOTE.read_text())
+    record = json.loads(build_info.BUILD_RECORD.read_text())
     (package / "_C.json").write_text(json.dumps(record | {"torch": "1.0"}))
     env = installed_environment(tmp_path)
     return env | {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
@@ -178,14 +179,14 @@ def test_check_option_reports_six_passed_checks() -> None:
 def test_failed_check_prints_reason_and_returns_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "_two_ranks", lambda: (False, "training on gloo failed: x"))
+    monkeypatch.setattr(check, "_train_on_two_ranks", lambda: (False, "training on gloo failed: x"))
     assert check.main() == 1
     assert "two ranks    WRONG  training on gloo failed: x" in capsys.readouterr().out
 
 
 def test_self_test_with_failing_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert check._two_ranks() == (False, "training on gloo failed: nothing")
+    assert check._train_on_two_ranks() == (False, "training on gloo failed: nothing")
 
 
 # ---- building ------------------------------------------------------------------------------------

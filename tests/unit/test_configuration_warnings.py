@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
-from fsdp_c import fully_shard, suspicions
+from fsdp_c import fully_shard
+from fsdp_c._runtime import lint, lint_params
 
 LOGGER = "torch.distributed.fsdp.fully_shard"
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -34,8 +35,8 @@ def logged(
     fake_group: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], list[str]]]:
     """Yields a function that returns the warnings logged so far. Python warnings raise."""
-    monkeypatch.setattr(suspicions, "_said", set())
-    monkeypatch.setattr(suspicions, "_registered", {})  # models of other tests may be alive
+    monkeypatch.setattr(lint, "_logged", set())
+    monkeypatch.setattr(lint_params, "_replaced_slots", {})  # models of other tests may be alive
 
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -252,7 +253,7 @@ def test_unit_much_larger_than_median_logs_warning(
 
     step(model_with_large_head())
     assert logged() == []  # the unit is smaller than _LARGE
-    monkeypatch.setattr(suspicions, "_LARGE", 64 * 2**10)
+    monkeypatch.setattr(lint, "_LARGE_BYTES", 64 * 2**10)
     step(model_with_large_head())
     (line,) = logged()
     size = 4 * (72 + 8 * 4096 + 4096)
@@ -317,7 +318,7 @@ def test_failing_check_does_not_stop_training(
     def fails(*args: Any) -> None:
         raise OSError("the check fails")
 
-    monkeypatch.setattr(suspicions, "blocks_in_root", fails)
+    monkeypatch.setattr(lint, "check_blocks_in_root", fails)
     step(fully_shard(Model()))  # type: ignore[arg-type]
     assert logged() == []
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_c.nvrtc import ENTRIES, FIRST, OURS, STANDARD, Nvrtc, installed
+from fsdp_c._runtime.nvrtc import ENTRIES, FIRST, KERNEL_SOURCES, STANDARD, Nvrtc, installed
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -241,8 +241,8 @@ def test_device_code_compiles_with_nvrtc_for_first_and_newest_arch() -> None:
 
 def test_nvrtc_sources_contain_all_included_headers() -> None:
     included = set()
-    for name in [*OURS, "rtc.cuh"]:
+    for name in [*KERNEL_SOURCES, "rtc.cuh"]:
         text = (ROOT / "csrc/kernels" / name).read_text()
         included |= set(re.findall(r'^ *#include [<"](.+)[>"]', text, re.M))
-    assert included <= {*OURS, *STANDARD}
+    assert included <= {*KERNEL_SOURCES, *STANDARD}
     assert FIRST == cuda_build.FIRST

@@ -43,7 +43,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "torch": torch.distributed.fsdp.fully_shard,
     "fsdp_c": fsdp_c.fully_shard,
 }
-guard = importlib.import_module("fsdp_c.guard")
+guard = importlib.import_module("fsdp_c._compat.guard")
 
 
 def groups_of(model: Any) -> list[Any]:
@@ -541,6 +541,6 @@ def test_objects_of_torch_keep_their_types_beside_an_fsdp_c_model(kind: str) -> 
     cls = {"group": FSDPParamGroup, "state": FSDPState, "param": FSDPParam}[kind]
     assert type(item) is cls
     names = [n for n, v in vars(cls).items() if callable(v) and not n.startswith("__")]
-    redirected = [n for n in names if guard.original(cls, n) is not vars(cls)[n]]
+    redirected = [n for n in names if guard.get_torch_function(cls, n) is not vars(cls)[n]]
     assert redirected, "no function of this class is redirected: the test would check nothing"
     assert fsdp_c.is_active(result)

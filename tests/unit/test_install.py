@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 import fsdp_c
 import fsdp_c_autoload
 import fsdp_c_redirect
-from fsdp_c import switches
+from fsdp_c._runtime import env as env_module
 
 pytestmark = pytest.mark.xdist_group("install")  # the tests share launched processes
-State = importlib.import_module("fsdp_c.state").State
+State = importlib.import_module("fsdp_c._runtime.state").State
 LOGGER = "torch.distributed.fsdp.fully_shard"
 
 
@@ -226,9 +226,9 @@ def test_fsdp_c_environment_variable_takes_effect_without_stderr(
 ) -> None:
     monkeypatch.setenv("FSDP_C", "1")
     module = importlib.import_module("fsdp_c.install")
-    monkeypatch.setattr(module, "_has_told", False)
+    monkeypatch.setattr(module, "_has_printed", False)
     monkeypatch.setattr(sys, "stderr", stderr)
-    assert module.announced("fully_shard") is fsdp_c.fully_shard
+    assert module.get_replacement("fully_shard") is fsdp_c.fully_shard
     assert capsys.readouterr().out == ""
 
 
@@ -330,7 +330,7 @@ def test_fsdp_c_is_not_imported_without_environment_variable(probe: Any, value: 
 
 
 def test_autoload_and_switches_accept_the_same_off_values() -> None:
-    assert fsdp_c_autoload.OFF == switches.OFF
+    assert fsdp_c_autoload.OFF == env_module.OFF
 
 
 def test_environment_variable_imports_fsdp_c_at_the_first_call(probe: Any) -> None:
@@ -338,7 +338,7 @@ def test_environment_variable_imports_fsdp_c_at_the_first_call(probe: Any) -> No
     assert facts["after torch"] == facts["after fsdp"] == ["fsdp_c_autoload", "fsdp_c_redirect"]
     assert facts["finders"] == 1
     assert not facts["torch.distributed.fsdp came early"]
-    assert facts["state"] == "fsdp_c.state" and facts["FSDPModule"]
+    assert facts["state"] == "fsdp_c._runtime.state" and facts["FSDPModule"]
     assert facts["loader"] == "SourceFileLoader"  # the hook leaves no trace in the module
     assert facts["late"]
 

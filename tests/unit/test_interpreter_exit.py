@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import fsdp_c.ending
+import fsdp_c._compat.shutdown
 
 # A daemon thread runs for sys.argv[1] seconds without the GIL, as torch's threads do. Prints
 # whether wait_for_threads returned after the thread's end, and whether it returned within that
@@ -76,10 +76,10 @@ def test_sleeping_or_finished_threads_do_not_count_as_running(
         (tmp_path / number).mkdir()
         (tmp_path / number / "stat").write_text(f"{number} (R) R 1) {state} 1 2 3\n")
     (tmp_path / "3").mkdir()
-    monkeypatch.setattr(fsdp_c.ending, "THREADS", str(tmp_path))
-    assert not fsdp_c.ending._others_run()
+    monkeypatch.setattr(fsdp_c._compat.shutdown, "THREADS", str(tmp_path))
+    assert not fsdp_c._compat.shutdown._has_running_threads()
     (tmp_path / "2/stat").write_text("2 (pt_autograd_0) R 1 2 3\n")
-    assert fsdp_c.ending._others_run()
+    assert fsdp_c._compat.shutdown._has_running_threads()
 
 
 def test_forward_during_interpreter_shutdown_raises() -> None:

@@ -19,7 +19,8 @@ from test_launches import CASES, train_case
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_c
-from fsdp_c import _C, jit, kernels
+from fsdp_c import _C
+from fsdp_c._runtime import jit, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = b"\x7fELF placeholder"  # the fake driver checks only the first four bytes
@@ -107,12 +108,12 @@ def test_jit_variable_selects_nvrtc_kernels_for_cuda(
     def compile_for(device: torch.device) -> None:
         _C.use_jit(*jit.load(driver, CODE))
 
-    monkeypatch.setattr(kernels, "_said", set())
-    monkeypatch.setattr(jit, "compile_for", compile_for)
+    monkeypatch.setattr(kernels, "_logged_devices", set())
+    monkeypatch.setattr(jit, "install_kernels", compile_for)
     monkeypatch.setenv("FSDP_C_JIT", "1")
     try:
         with caplog.at_level("INFO", logger=kernels.logger.name):
-            kernels.say(torch.device("cuda"))
+            kernels.log_kernels(torch.device("cuda"))
         assert "packed and unpacked on cuda by fsdp_c's nvrtc kernels" in caplog.text
     finally:
         _C.use_jit(0, 0, 0)
@@ -121,12 +122,12 @@ def test_jit_variable_selects_nvrtc_kernels_for_cuda(
 def test_jit_without_nvrtc_library_logs_warning_and_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(kernels, "_logged_devices", set())
     monkeypatch.setattr(jit, "installed", list)
     monkeypatch.setenv("FSDP_C_JIT", "1")
     _C._testing.hide_kernels(True)
     try:
-        kernels.say(torch.device("cuda"))
+        kernels.log_kernels(torch.device("cuda"))
     finally:
         _C._testing.hide_kernels(False)
     assert "NVRTC has made no kernels: no libnvrtc beside torch" in caplog.text

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 
 import fsdp_c
-from fsdp_c import _C, kernels
+from fsdp_c import _C
+from fsdp_c._runtime import kernels
 
 WRITES = {
     f"aten::{name}"
@@ -185,7 +186,7 @@ def test_step_with_kernels_makes_no_copy_operators(fake_group: int) -> None:
 def test_forward_logs_kernels_of_device_type_once(
     fake_group: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(kernels, "_logged_devices", set())
     with caplog.at_level(logging.INFO, logger=kernels.logger.name):
         for _ in range(2):
             model = fsdp_c.fully_shard(nn.Linear(8, 8))
@@ -197,11 +198,11 @@ def test_forward_logs_kernels_of_device_type_once(
 def test_cuda_without_kernels_logs_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(kernels, "_logged_devices", set())
     monkeypatch.setattr(torch.version, "hip", None)
     _C._testing.hide_kernels(True)
     try:
-        kernels.say(torch.device("cuda"))
+        kernels.log_kernels(torch.device("cuda"))
     finally:
         _C._testing.hide_kernels(False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]

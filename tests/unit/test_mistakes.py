@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
-from fsdp_c import notes
+from fsdp_c._runtime import hints
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def test_note_before_python_3_11_is_appended_to_message() -> None:
             raise AttributeError("add_note")
 
     error = ErrorWithoutNotes("first line", 2)
-    notes.add(error, "second line")
+    hints.add_hint(error, "second line")
     assert error.args == ("first line\nsecond line", 2)
-    notes.add(ErrorWithoutNotes(), "no message to append to")
+    hints.add_hint(ErrorWithoutNotes(), "no message to append to")
 
 
 def test_failure_while_writing_note_keeps_torch_exception(fake_group: int) -> None:

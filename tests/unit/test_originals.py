@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
-import torch.distributed.fsdp._fully_shard._fully_shard as stock
+import torch.distributed.fsdp._fully_shard._fully_shard as torch_module
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPParamGroup,
@@ -20,8 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
 
 import fsdp_c
 
-guard = importlib.import_module("fsdp_c.guard")
-originals = importlib.import_module("fsdp_c.originals")
+guard = importlib.import_module("fsdp_c._compat.guard")
+originals = importlib.import_module("fsdp_c._compat.originals")
 
 
 def pass_through(function: Any) -> Any:
@@ -43,55 +43,55 @@ def test_takes_parameter_of_replaced_function_reads_torchs_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(collectives, "foreach_reduce", opaque)
-    assert originals.takes_parameter(collectives, "foreach_reduce", "reduce_dtype") is True
-    assert originals.takes_parameter(collectives, "foreach_reduce", "no_such_parameter") is False
+    assert originals.has_parameter(collectives, "foreach_reduce", "reduce_dtype") is True
+    assert originals.has_parameter(collectives, "foreach_reduce", "no_such_parameter") is False
 
 
 def test_takes_parameter_of_module_without_code_is_none() -> None:
-    assert originals.takes_parameter(types.ModuleType("made"), "function", "parameter") is None
+    assert originals.has_parameter(types.ModuleType("made"), "function", "parameter") is None
 
 
 @pytest.mark.parametrize("wrap", [pass_through, wrapped, functools.partial])
 def test_expected_function_of_wrapper_is_torchs(monkeypatch: pytest.MonkeyPatch, wrap: Any) -> None:
     own = param_group.foreach_reduce
     monkeypatch.setattr(param_group, "foreach_reduce", wrap(own))
-    assert originals.expected_in(param_group, "foreach_reduce") is own
+    assert originals.find_expected(param_group, "foreach_reduce") is own
 
 
 def test_expected_function_of_opaque_replacement_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(param_group, "foreach_reduce", opaque)
-    assert originals.expected_in(param_group, "foreach_reduce") is None
+    assert originals.find_expected(param_group, "foreach_reduce") is None
 
 
 def test_expected_class_replaced_by_subclass_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "RegisterPostBackwardFunction"
     library = type(name, (RegisterPostBackwardFunction,), {"__module__": "library"})
     monkeypatch.setattr(param_group, name, library)
-    assert originals.expected_in(param_group, name) is None
+    assert originals.find_expected(param_group, name) is None
 
 
 def test_original_of_method_under_torch_decorator_of_library_is_the_method() -> None:
     own, names = FSDPParamGroup.unshard, (FSDPParamGroup.__module__, "FSDPParamGroup.unshard")
     disabled = torch.compiler.disable(own)
-    assert not originals.is_torchs(disabled, *names)
-    assert originals.original_of(disabled, *names) is own
+    assert not originals.is_torch_function(disabled, *names)
+    assert originals.find_original(disabled, *names) is own
 
 
 @pytest.mark.parametrize("wrap", [pass_through, wrapped])
 def test_undecorated_of_wrapped_fully_shard_is_the_contract_key(
     monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
-    key: Any = stock.fully_shard.__wrapped__  # type: ignore[attr-defined]
-    monkeypatch.setattr(stock, "fully_shard", wrap(stock.fully_shard))
-    assert originals.undecorated(stock, "fully_shard") is key
+    key: Any = torch_module.fully_shard.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch_module, "fully_shard", wrap(torch_module.fully_shard))
+    assert originals.find_undecorated(torch_module, "fully_shard") is key
 
 
 def test_undecorated_of_opaque_replacement_raises_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stock, "fully_shard", opaque)
+    monkeypatch.setattr(torch_module, "fully_shard", opaque)
     with pytest.raises(AttributeError, match="import fsdp_c before the library"):
-        originals.undecorated(stock, "fully_shard")
+        originals.find_undecorated(torch_module, "fully_shard")
 
 
 def test_guard_of_static_method_replaced_by_plain_function_expects_nothing(
@@ -99,33 +99,33 @@ def test_guard_of_static_method_replaced_by_plain_function_expects_nothing(
 ) -> None:
     own = RegisterPostBackwardFunction.backward
     monkeypatch.setattr(RegisterPostBackwardFunction, "backward", pass_through(own))
-    ((_, _, expected, also, _),) = guard._class_attributes(
+    ((_, _, expected, also, _),) = guard._list_class_attributes(
         RegisterPostBackwardFunction, ("backward",), 1
     )
     assert (expected, also) == (None, None)
 
 
 def test_guard_of_replaced_resize_expects_torchs_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = guard._resize()
+    own = guard._find_resize()
     assert own is guard.getattr_static(torch.UntypedStorage, "resize_")
     monkeypatch.setattr(torch.UntypedStorage, "resize_", pass_through(own))
-    assert guard._resize() is own
+    assert guard._find_resize() is own
 
 
 def test_install_after_fully_shard_was_wrapped_runs_wrapper_and_fsdp_c(
     fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, calls = stock.fully_shard, []
+    own, calls = torch_module.fully_shard, []
 
     def wrapper(module: nn.Module, **kwargs: Any) -> Any:
         calls.append(module)
         return own(module, **kwargs)
 
-    monkeypatch.setattr(stock, "fully_shard", functools.wraps(own)(wrapper))
+    monkeypatch.setattr(torch_module, "fully_shard", functools.wraps(own)(wrapper))
     fsdp_c.install()
     try:
         layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
-        stock.fully_shard(layer)  # the wrapper
+        torch_module.fully_shard(layer)  # the wrapper
         own(other)  # by who imported the function before
         assert calls == [layer]
         assert fsdp_c.is_active(layer) and fsdp_c.is_active(other)

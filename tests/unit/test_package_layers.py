@@ -153,7 +153,7 @@ def test_first_training_step_does_not_import_lazy_modules() -> None:
     """Modules for forecasts, diagrams and checkpoint files are imported by the first call."""
     assert sorted(LAZY) == sorted(name for name in LAZY if (PACKAGE / f"{name}.py").exists())
     found = run_in_new_interpreter(FIRST_USE)
-    assert "fsdp_c.param_group" in found
+    assert "fsdp_c._runtime.param_group" in found
     lazy_modules = {f"fsdp_c.{name}" for name in LAZY} | {"matplotlib", "safetensors"}
     assert sorted(lazy_modules & set(found)) == []
 
@@ -161,7 +161,7 @@ def test_first_training_step_does_not_import_lazy_modules() -> None:
 def test_lazy_names_resolve_to_functions_and_modules() -> None:
     code = """
 import importlib, fsdp_c
-importlib.import_module("fsdp_c.plan_command")  # imports the modules of two functions
+importlib.import_module("fsdp_c._tools.plan_command")  # imports the modules of two functions
 assert set(fsdp_c.__all__) <= set(dir(fsdp_c))
 functions = [fsdp_c.plan, fsdp_c.explain, fsdp_c.auto_shard, fsdp_c.trace]
 print(*(type(function).__name__ for function in functions))
@@ -172,7 +172,7 @@ print(all(globals()[name] is getattr(fsdp_c, name) for name in fsdp_c.__all__))
 """
     assert run_in_new_interpreter(code) == [
         *["function"] * 4,
-        *["fsdp_c.plan", "fsdp_c.explain", "fsdp_c.wrap", "fsdp_c.timeline"],
+        *["fsdp_c.plan", "fsdp_c.explain", "fsdp_c.wrap", "fsdp_c._tools.timeline"],
         *["fsdp_c.wrap", "plan", "False"],
         "True",
     ]

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_c import alike, fully_shard, replicate
-from fsdp_c.param import Param
+from fsdp_c import fully_shard, replicate
+from fsdp_c._runtime import param_template
+from fsdp_c._runtime.param import Param
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CORE = ("orig_dtype", "param_dtype", "reduce_dtype", "_sharding_spec", "padded_numel", "chunk_rows")
@@ -62,7 +63,7 @@ def params_of(module: Any) -> list[Any]:
 def make_without_cache(monkeypatch: pytest.MonkeyPatch, make: Callable[[], list[Any]]) -> list[Any]:
     """Returns the result of ``make`` with the template cache disabled."""
     with monkeypatch.context() as patch:
-        patch.setattr(alike, "is_constructed_as_usual", lambda: False)
+        patch.setattr(param_template, "is_constructed_as_usual", lambda: False)
         return make()
 
 
@@ -76,7 +77,9 @@ def tensor_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def facts(param: Any) -> dict[str, Any]:
     """Returns the attributes of a parameter, with types in place of objects of its own."""
-    own = {name: value for name, value in vars(param).items() if name not in ("_kind", "_group")}
+    own = {
+        name: value for name, value in vars(param).items() if name not in ("_template", "_group")
+    }
     for name in ("_module_info", "_orig_param_uid", "_adopted", "_post_load_hook_handle"):
         own[name] = type(own[name])
     for name in ("mesh_info", "post_forward_mesh_info"):  # each call creates a new object
@@ -178,12 +181,12 @@ def test_subclass_or_dtype_override_disables_the_template(
 
 def test_templates_are_freed_with_their_parameters(fake_group: int) -> None:
     gc.collect()
-    before = len(alike._kinds)
+    before = len(param_template._templates)
     sharded = fully_shard(nn.Linear(40, 24))
-    assert len(alike._kinds) == before + 2
+    assert len(param_template._templates) == before + 2
     del sharded
     gc.collect()
-    assert len(alike._kinds) == before
+    assert len(param_template._templates) == before
 
 
 def test_second_cut_of_a_param_raises(fake_group: int) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 import fsdp_c
 
 pytestmark = pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
-guard = importlib.import_module("fsdp_c.guard")
+guard = importlib.import_module("fsdp_c._compat.guard")
 IMPLEMENTATIONS = (fully_shard, fsdp_c.fully_shard)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -380,7 +380,7 @@ def unsharded(layer: Any) -> torch.Tensor:
 def test_patch_without_effect_logs_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_unheard", set())
+    monkeypatch.setattr(guard, "_warned_names", set())
     with replaced("unsharded_param", lambda original: lambda param: original(param)):
         for _ in range(2):
             train(model_of(fsdp_c.fully_shard))

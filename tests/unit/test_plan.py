@@ -23,8 +23,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from wrap_models import Transformer, bytes_of, units_of
 
 import fsdp_c
-from fsdp_c import Explanation, auto_shard, forecast, plan_command, report, wrap
-from fsdp_c.optimizer_memory import optimizer_bytes
+from fsdp_c import Explanation, auto_shard, wrap
+from fsdp_c._tools import forecast, plan_command, report
+from fsdp_c._tools.optimizer_memory import measure_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -186,7 +187,7 @@ def test_offloaded_shards_and_states_take_no_device_memory() -> None:
 def test_optimizer_bytes_counts_states_and_temporaries(
     optimizer: Any, on_cpu: bool, states: float, step: float, whole: bool
 ) -> None:
-    assert optimizer_bytes(optimizer, torch.float32, on_cpu)[1:] == (states, step, whole)
+    assert measure_optimizer(optimizer, torch.float32, on_cpu)[1:] == (states, step, whole)
 
 
 def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:
@@ -304,7 +305,7 @@ def test_suggested_checkpointing_lowers_peak_by_predicted_amount() -> None:
     ("size", "count"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("7", 7), (9, 9)]
 )
 def test_bytes_of_size_returns_number_of_bytes(size: Any, count: int) -> None:
-    assert report.bytes_of(size) == count
+    assert report.parse_bytes(size) == count
 
 
 def test_plot_writes_png_and_svg(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors_writer import DTYPES, write, write_header
 
-import fsdp_c.safetensors
-from fsdp_c.safetensors import SafetensorsFile, SafetensorsIndex, open_safetensors
+import fsdp_c._checkpoint.safetensors
+from fsdp_c._checkpoint.safetensors import SafetensorsFile, SafetensorsIndex, open_safetensors
 
 
 def entry(begin: int, end: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class TestFile:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Any
     ) -> None:
         path = write(tmp_path / "a", {"a": torch.ones(2)})
-        monkeypatch.setattr(fsdp_c.safetensors, "safe_open", library)
+        monkeypatch.setattr(fsdp_c._checkpoint.safetensors, "safe_open", library)
         with pytest.raises(ImportError, match=r"pip install 'safetensors>=0\.6'"):
             open_safetensors(path)
 

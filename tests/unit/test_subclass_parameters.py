@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed.fsdp as public
 import torch.nn as nn
-from extensions import One
+from extensions import OneArgument
 from wrapping import Wrapping
 
 import fsdp_c
 
 
-class OnlyChunks(One):
+class OnlyChunks(OneArgument):
     """Supports chunk, pad and copy, but no slices of part of a dimension, as NF4Tensor."""
 
     @classmethod

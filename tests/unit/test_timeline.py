@@ -14,9 +14,10 @@ import torch.nn as nn
 from test_explain import sharded
 
 import fsdp_c
-from fsdp_c import _C, spans, timeline
-from fsdp_c.spans import BLOCK, COMPUTE, GATHER, HOST, REDUCE, Event, Span, spans_of
-from fsdp_c.timeline import StepTrace
+from fsdp_c import _C
+from fsdp_c._tools import timeline, trace_spans
+from fsdp_c._tools.timeline import StepTrace
+from fsdp_c._tools.trace_spans import BLOCK, COMPUTE, GATHER, HOST, REDUCE, Event, Span, make_spans
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -51,28 +52,28 @@ STEP_ON_CPU = [
 
 
 def test_spans_of_cpu_step_cover_it_without_gaps() -> None:
-    all_spans = spans_of(STEP_ON_CPU[::-1])
+    all_spans = make_spans(STEP_ON_CPU[::-1])
     assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
     assert spans_in_lane(all_spans, REDUCE) == [(REDUCE, "a", 540, 700)]
     assert spans_in_lane(all_spans, COMPUTE) == [
-        (spans.OUTSIDE, "", 0, 100),
-        (spans.SHARDING, "a", 100, 130),
-        (spans.GATHER_WAIT, "a", 130, 170),
-        (spans.SHARDING, "a", 170, 200),
-        (spans.FORWARD, "a", 200, 300),
-        (spans.SHARDING, "a", 300, 310),
-        (spans.OUTSIDE, "", 310, 400),
-        (spans.SHARDING, "a", 400, 410),
-        (spans.BACKWARD, "a", 410, 500),
-        (spans.SHARDING, "a", 500, 501),
-        (spans.OUTSIDE, "", 501, 505),
-        (spans.SHARDING, "a", 505, 550),
-        (spans.OUTSIDE, "", 550, 600),
-        (spans.REDUCE_WAIT, "a", 600, 700),
-        (spans.SHARDING, spans.ROOT, 700, 720),
-        (spans.OUTSIDE, "", 720, 800),
-        (spans.OPTIMIZER, "", 800, 900),
-        (spans.OUTSIDE, "", 900, 1000),
+        (trace_spans.OUTSIDE, "", 0, 100),
+        (trace_spans.SHARDING, "a", 100, 130),
+        (trace_spans.GATHER_WAIT, "a", 130, 170),
+        (trace_spans.SHARDING, "a", 170, 200),
+        (trace_spans.FORWARD, "a", 200, 300),
+        (trace_spans.SHARDING, "a", 300, 310),
+        (trace_spans.OUTSIDE, "", 310, 400),
+        (trace_spans.SHARDING, "a", 400, 410),
+        (trace_spans.BACKWARD, "a", 410, 500),
+        (trace_spans.SHARDING, "a", 500, 501),
+        (trace_spans.OUTSIDE, "", 501, 505),
+        (trace_spans.SHARDING, "a", 505, 550),
+        (trace_spans.OUTSIDE, "", 550, 600),
+        (trace_spans.REDUCE_WAIT, "a", 600, 700),
+        (trace_spans.SHARDING, trace_spans.ROOT, 700, 720),
+        (trace_spans.OUTSIDE, "", 720, 800),
+        (trace_spans.OPTIMIZER, "", 800, 900),
+        (trace_spans.OUTSIDE, "", 900, 1000),
     ]
 
 
@@ -84,7 +85,7 @@ def test_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
         Event("c10d::_allgather_base_", 110, 120),
         Event("gloo:all_gather", 125, 190, flying=True),
     ]
-    assert (spans.GATHER_WAIT, "a", 120, 190) in spans_in_lane(spans_of(events), COMPUTE)
+    assert (trace_spans.GATHER_WAIT, "a", 120, 190) in spans_in_lane(make_spans(events), COMPUTE)
 
 
 def test_spans_omit_collectives_issued_outside_of_fsdp() -> None:
@@ -93,7 +94,7 @@ def test_spans_omit_collectives_issued_outside_of_fsdp() -> None:
         Event("gloo:all_gather", 15, 105, flying=True),
         Event("gloo:all_gather", -50, -5, flying=True),  # issued before the trace
     ]
-    all_spans = spans_of(STEP_ON_CPU + other_collectives)
+    all_spans = make_spans(STEP_ON_CPU + other_collectives)
     assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
 
 
@@ -108,16 +109,16 @@ def test_spans_of_cuda_step_have_times_of_kernels() -> None:
         Event("sgemm", 200_000, 200_100, on_device=True, id=2),
         Event("ncclDevKernel_ReduceScatter_Sum", 199_950, 200_050, on_device=True, id=8),
     ]
-    all_spans = spans_of([*host_events, *launches, *kernels])
+    all_spans = make_spans([*host_events, *launches, *kernels])
     assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 2000, 2100)]
     assert spans_in_lane(all_spans, REDUCE) == [(REDUCE, "a", 199_950, 200_050)]
     assert spans_in_lane(all_spans, COMPUTE) == [
-        (spans.FORWARD, "a", 2050, 2060),
-        (spans.GATHER_WAIT, "a", 2060, 2100),
-        (spans.REDUCE_WAIT, "a", 199_950, 200_000),
-        (spans.BACKWARD, "a", 200_000, 200_100),
+        (trace_spans.FORWARD, "a", 2050, 2060),
+        (trace_spans.GATHER_WAIT, "a", 2060, 2100),
+        (trace_spans.REDUCE_WAIT, "a", 199_950, 200_000),
+        (trace_spans.BACKWARD, "a", 200_000, 200_100),
     ]
-    assert (spans.FORWARD, "a", 200, 300) in spans_in_lane(all_spans, HOST)
+    assert (trace_spans.FORWARD, "a", 200, 300) in spans_in_lane(all_spans, HOST)
 
 
 def test_summary_states_shares_of_time_and_longest_wait() -> None:
@@ -126,12 +127,12 @@ def test_summary_states_shares_of_time_and_longest_wait() -> None:
         trace.summary()
     ms = 1_000_000
     rank_without_wait = [
-        Span(COMPUTE, spans.FORWARD, "blocks.3", 0, 88 * ms),
+        Span(COMPUTE, trace_spans.FORWARD, "blocks.3", 0, 88 * ms),
         Span(GATHER, GATHER, "blocks.3", 40 * ms, 50 * ms),
     ]
     rank_with_wait = [
-        Span(COMPUTE, spans.FORWARD, "blocks.3", 0, 88 * ms),
-        Span(COMPUTE, spans.GATHER_WAIT, "blocks.3", 88 * ms, 100 * ms),
+        Span(COMPUTE, trace_spans.FORWARD, "blocks.3", 0, 88 * ms),
+        Span(COMPUTE, trace_spans.GATHER_WAIT, "blocks.3", 88 * ms, 100 * ms),
         Span(GATHER, GATHER, "blocks.3", 80 * ms, 100 * ms),
         Span(REDUCE, REDUCE, "blocks.4", 90 * ms, 101 * ms),
     ]
@@ -140,7 +141,7 @@ def test_summary_states_shares_of_time_and_longest_wait() -> None:
         "101 ms on 2 ranks: 87 % forward, 6 % wait for a gather. 61 % of communication is hidden; "
         "'blocks.3' waits 12 ms for its gather on rank 1."
     )
-    assert trace.seconds()[spans.GATHER_WAIT] == {"blocks.3": pytest.approx(0.006)}
+    assert trace.seconds()[trace_spans.GATHER_WAIT] == {"blocks.3": pytest.approx(0.006)}
 
 
 # ---- traces of a model ---------------------------------------------------------------------------
@@ -162,12 +163,14 @@ def test_trace_of_step_has_no_gaps_and_leaves_model_unchanged(
     compute = [span for span in rank if span.lane == COMPUTE]
     assert compute[0].begin == 0
     assert all(a.end == b.begin for a, b in itertools.pairwise(compute))
-    for kind in (spans.FORWARD, spans.BACKWARD):
+    for kind in (trace_spans.FORWARD, trace_spans.BACKWARD):
         units = list(dict.fromkeys(span.unit for span in compute if span.kind == kind))
         blocks = ["blocks.0", "blocks.1", "blocks.2"]
-        expected = blocks if kind == spans.FORWARD else blocks[::-1]
-        assert [unit for unit in units if unit != spans.ROOT] == expected and spans.ROOT in units
-    assert any(span.kind == spans.OPTIMIZER for span in compute)
+        expected = blocks if kind == trace_spans.FORWARD else blocks[::-1]
+        assert [
+            unit for unit in units if unit != trace_spans.ROOT
+        ] == expected and trace_spans.ROOT in units
+    assert any(span.kind == trace_spans.OPTIMIZER for span in compute)
     assert len([span for span in rank if span.lane == GATHER]) == 7
     assert len([span for span in rank if span.lane == REDUCE]) == 4
     _check_files(trace, tmp_path)
@@ -193,7 +196,7 @@ def test_plot_without_matplotlib_raises_on_every_rank(
     with fsdp_c.trace(model) as trace:
         step(model)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(timeline, "_writes", lambda: writes)
+    monkeypatch.setattr(timeline, "_is_writer", lambda: writes)
     for plottable in (trace, fsdp_c.explain(model)):
         with pytest.raises(ImportError, match="a picture needs matplotlib: pip install matplotl"):
             plottable.plot(tmp_path / "step.png")
@@ -240,7 +243,7 @@ def test_trace_of_invalid_model_or_without_steps_raises(fake_group: int) -> None
 def _overrides(model: Any) -> int:
     """Returns the union of the override flags of all states and parameter groups."""
     flags = 0
-    for module in fsdp_c.units.sharded_modules(model):
+    for module in fsdp_c._runtime.fsdp_units.list_sharded_modules(model):
         state = module._get_fsdp_state()
         for owner in (state, *state._fsdp_param_groups):
             flags |= _C._testing.overrides(owner)

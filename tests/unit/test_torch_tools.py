@@ -322,8 +322,8 @@ def test_submodules_with_name_of_their_function_are_importable() -> None:
 def test_process_exit_after_forward_waits_for_gloo_threads() -> None:
     """gloo's threads abort a process that exits while they wait for the GIL."""
     program = (
-        "import atexit, fsdp_c.ending; waited = []\n"
-        "fsdp_c.ending.wait_for_threads = lambda: waited.append(1)\n"
+        "import atexit, fsdp_c._compat.shutdown; waited = []\n"
+        "fsdp_c._compat.shutdown.wait_for_threads = lambda: waited.append(1)\n"
         "import torch, torch.nn as nn, torch.distributed as dist, fsdp_c\n"
         "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
         "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)\n"

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 import fsdp_c_redirect
-from fsdp_c import meshes
 from fsdp_c._compat import patches
+from fsdp_c._runtime import meshes
 
 pytestmark = pytest.mark.xdist_group("undo")  # one snapshot for all
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,11 +262,11 @@ check_unchanged()
 """,
     "later_patches_by_other_code_survive_uninstall": r"""
 import functools
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_module
 import fsdp_c
 fsdp_c.install()
 alive = train(*TORCH)
-cls = stock.FSDPParamGroup
+cls = torch_module.FSDPParamGroup
 calls = []
 
 
@@ -357,8 +357,8 @@ class Second(nn.Linear):
 
 for _ in range(2):
     model = fsdp_c.fully_shard(First(2, 2))
-    ours = vars(type(model))["__deepcopy__"]
-    assert ours.__module__ == "fsdp_c.serialization", ours
+    method = vars(type(model))["__deepcopy__"]
+    assert method.__module__ == "fsdp_c._runtime.serialization", method
     del model
     gc.collect()
 fsdp_c.uninstall()
@@ -424,11 +424,11 @@ def test_set_attribute_undo_restores_or_deletes_the_attribute() -> None:
 
 def test_set_attribute_undo_keeps_a_newer_value() -> None:
     owner = SimpleNamespace(old="torch's")
-    undo = patches.set_attribute(owner, "old", "ours")
+    undo = patches.set_attribute(owner, "old", "fsdp_c")
     owner.old = "newer"
     assert not undo()
     assert owner.old == "newer"
-    owner.old = "ours"
+    owner.old = "fsdp_c"
     assert undo()
     assert owner.old == "torch's"
 
@@ -531,16 +531,16 @@ def make_function(result: str) -> FunctionType:
 
 def test_redirection_undo_keeps_newer_code_and_runs_the_original_below_it() -> None:
     function = make_function("torch's")
-    redirection = fsdp_c_redirect.Redirection(function, lambda: "ours")
+    redirection = fsdp_c_redirect.Redirection(function, lambda: "fsdp_c")
     below = fsdp_c_redirect.copy_of(function)  # what a tool that replaces code objects calls
     newer = make_function("newer").__code__
     function.__code__ = newer
-    assert below() == "ours"
+    assert below() == "fsdp_c"
     redirection.undo()
     assert function.__code__ is newer
     assert below() == "torch's"
-    again = fsdp_c_redirect.Redirection(function, lambda: "ours")
-    assert function() == "ours"
+    again = fsdp_c_redirect.Redirection(function, lambda: "fsdp_c")
+    assert function() == "fsdp_c"
     again.undo()
     assert function.__code__ is newer
 
@@ -566,7 +566,7 @@ def test_mesh_info_class_is_restored_when_no_group_uses_it(fake_group: int) -> N
     class Follower:
         calls = 0
 
-        def _follow_mesh_infos(self) -> None:
+        def _refresh_process_groups(self) -> None:
             self.calls += 1
 
     info = FSDPMeshInfo(init_device_mesh("cpu", (fake_group,)), shard_mesh_dim=0)
@@ -574,16 +574,16 @@ def test_mesh_info_class_is_restored_when_no_group_uses_it(fake_group: int) -> N
     first, second = Follower(), Follower()
     lease = patches.lease()
     for follower in (first, second, first):
-        meshes.watch(info, follower)
+        meshes.subscribe(info, follower)
     info.shard_mesh_size = 7
     assert (first.calls, second.calls) == (1, 1)
     assert type(info) is not FSDPMeshInfo and isinstance(info, FSDPMeshInfo)
-    meshes.unwatch(info, first)
+    meshes.unsubscribe(info, first)
     assert type(info) is not FSDPMeshInfo
-    meshes.unwatch(info, second)
+    meshes.unsubscribe(info, second)
     assert type(info) is FSDPMeshInfo
     assert vars(info) == {**before, "shard_mesh_size": 7}
-    meshes.watch(info, first)
+    meshes.subscribe(info, first)
     del first, follower
     meshes._restore_all()
     assert type(info) is FSDPMeshInfo

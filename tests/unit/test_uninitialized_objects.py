@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from fsdp_c import _C, fully_shard
-from fsdp_c.param_group import ParamGroup
+from fsdp_c._runtime.param_group import ParamGroup
 
 CPU = torch.device("cpu")
 ATTRIBUTES = [name for name in vars(_C.ParamGroup) if not name.startswith("__")]

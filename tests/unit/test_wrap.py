@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from wrap_models import Block, Layer, Transformer, bytes_of, classes, train, trees, units_of
 
 from fsdp_c import FSDPModule, MixedPrecisionPolicy, auto_shard, fully_shard, wrap
-from fsdp_c.wrap_policy import children_first
+from fsdp_c.policies import iterate_children_first
 
 
 class TestHelpers:
@@ -57,8 +57,8 @@ class TestHelpers:
 
     @given(trees)
     def test_children_first_yields_every_module_once(self, tree: nn.Module) -> None:
-        assert set(children_first(tree)) == set(tree.modules())
-        assert len(list(children_first(tree))) == len(list(tree.modules()))
+        assert set(iterate_children_first(tree)) == set(tree.modules())
+        assert len(list(iterate_children_first(tree))) == len(list(tree.modules()))
 
 
 class TestFrozenParameters:
@@ -69,7 +69,7 @@ class TestFrozenParameters:
         for i, param in enumerate(tree.parameters()):
             param.requires_grad_(bool(bits >> i & 1))
         units = wrap.plan(tree, kinds)[:-1]
-        messages = wrap.mixed_requires_grad(tree, units, ())
+        messages = wrap.find_mixed_requires_grad(tree, units, ())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _wrap_utils._validate_frozen_params(
@@ -372,7 +372,7 @@ class TestTiedWeights:
             except ValueError as error:
                 assert "inside one another" in str(error)
                 return
-        assert all(len(owners) == 1 for owners in wrap._owners(model, units).values())
+        assert all(len(owners) == 1 for owners in wrap._find_owners(model, units).values())
         for i, unit in enumerate(units):
             below = {m for module in unit.modules for m in module.modules() if m is not module}
             assert not below & {module for later in units[i:] for module in later.modules}

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import (
 from wrap_models import Block, Layer, Transformer, bytes_of, classes, trees, units_of
 
 from fsdp_c import MixedPrecisionPolicy, wrap
-from fsdp_c.wrap_policy import budget_units
+from fsdp_c.policies import split_by_budget
 
 
 def units_by_torch(
@@ -253,7 +253,7 @@ class TestByteBudget:
 
     def test_budget_divides_list_inside_module_without_forward(self) -> None:
         nested = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])})
-        units = budget_units(Block([nested]), 1, set(), bytes_of)
+        units = split_by_budget(Block([nested]), 1, set(), bytes_of)
         assert [len(unit) for unit in units] == [1, 1, 1]
 
     @pytest.mark.parametrize("budget", [0, -1])

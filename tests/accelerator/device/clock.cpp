@@ -88,7 +88,7 @@ void World::host_waits_for_all(c10::DeviceIndex device) {
     }
 }
 
-void World::forget() {
+void World::reset() {
     streams.clear();
     for (Device &device : devices) {
         device.host = {};

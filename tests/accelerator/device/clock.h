@@ -77,7 +77,7 @@ struct World {
     void host_waits(c10::DeviceIndex device, const Clock &clock);
     void host_waits_for_all(c10::DeviceIndex device);
     /* Drops all clocks and stream indices, as if the devices were idle. */
-    void forget();
+    void reset();
 };
 
 World &world();

@@ -50,22 +50,22 @@ int find_range(dl_phdr_info *info, size_t, void *data) {
 
 } // namespace
 
-void Journal::watch(const std::string &library, const std::string &what, int64_t at) {
+void Journal::log_calls(const std::string &library, const std::string &what, int64_t at) {
     calls.clear();
     fault = what;
     fault_at = at;
-    watched_from = watched_to = 0;
+    library_begin = library_end = 0;
     if (!library.empty()) {
         Range range{0, 0, library.c_str()};
         dl_iterate_phdr(&find_range, &range);
-        watched_from = range.base;
-        watched_to = range.end;
+        library_begin = range.base;
+        library_end = range.end;
     }
 }
 
 bool Journal::log_call(const char *kind, c10::Stream stream, bool orders) {
     counts[kind]++;
-    if (watched_to == 0 || orders != logs_ordering_calls()) {
+    if (library_end == 0 || orders != logs_ordering_calls()) {
         return false;
     }
     std::array<void *, 48> stack{};
@@ -73,8 +73,8 @@ bool Journal::log_call(const char *kind, c10::Stream stream, bool orders) {
     std::vector<uintptr_t> frames;
     for (int i = 0; i < depth; i++) {
         const auto address = reinterpret_cast<uintptr_t>(stack.at(static_cast<size_t>(i)));
-        if (address >= watched_from && address < watched_to) {
-            frames.push_back(address - watched_from);
+        if (address >= library_begin && address < library_end) {
+            frames.push_back(address - library_begin);
         }
     }
     if (frames.empty()) {

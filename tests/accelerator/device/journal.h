@@ -15,24 +15,24 @@ namespace sim {
 struct Call {
     const char *kind;
     int64_t stream;
-    std::vector<uintptr_t> frames; /* of the watched library, innermost first */
+    std::vector<uintptr_t> frames; /* of the logged library, innermost first */
 };
 
 struct Journal {
     std::vector<std::string> findings;
     std::map<std::string, uint64_t> counts; /* by name of operation or kind of call */
-    std::vector<Call> calls;                /* logged while a library is watched */
-    uintptr_t watched_from = 0;             /* address range of the library; 0: none */
-    uintptr_t watched_to = 0;
+    std::vector<Call> calls;                /* calls from the logged library */
+    uintptr_t library_begin = 0;            /* address range of the library; 0: none */
+    uintptr_t library_end = 0;
     std::string fault;     /* "drop", "wrong stream", "other stream", "early free", or empty */
     int64_t fault_at = -1; /* index of the logged call that fails */
 
     /* Starts logging the calls from the library whose file name contains `library`, and arms the
      * fault `what` for the call of index `at`. */
-    void watch(const std::string &library, const std::string &what, int64_t at);
+    void log_calls(const std::string &library, const std::string &what, int64_t at);
     void report(std::string text);
     void count(const char *name);
-    /* Counts a call and logs it if it comes from the watched library. `orders`: the call orders
+    /* Counts a call and logs it if it comes from the logged library. `orders`: the call orders
      * streams. Returns true if the armed fault must happen at this call. */
     bool log_call(const char *kind, c10::Stream stream, bool orders = true);
 

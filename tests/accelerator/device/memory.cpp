@@ -322,7 +322,7 @@ std::vector<const Block *> Memory::used_blocks() const {
     return blocks;
 }
 
-void Memory::forget() {
+void Memory::reset() {
     pools_.clear();
     names_.clear();
     for (auto at = blocks_.begin(); at != blocks_.end();) {

@@ -79,7 +79,7 @@ class Memory {
     uint64_t serial() const { /* number of the latest allocation */
         return serial_;
     }
-    void forget(); /* drops all recorded accesses, and returns free memory to the system */
+    void reset(); /* drops all recorded accesses, and returns free memory to the system */
     Usage &usage(int device);
 
   private:

@@ -42,29 +42,29 @@ py::list snapshot() {
     return entries;
 }
 
-void watch(const std::string &library, const std::string &fault, int64_t at) {
+void log_calls(const std::string &library, const std::string &fault, int64_t at) {
     const Lock lock(world().mutex);
-    journal().watch(library, fault, at);
+    journal().log_calls(library, fault, at);
 }
 
-void forget() {
+void reset() {
     const Lock lock(world().mutex);
-    world().forget();
-    memory().forget();
+    world().reset();
+    memory().reset();
     journal().counts.clear();
     journal().findings.clear();
 }
 
 void define_early_writes(py::module &m) {
-    m.def("note_early_writes", [] {
+    m.def("record_early_writes", [] {
         const Lock lock(world().mutex);
         early_writes().start_recording();
     });
-    m.def("show_early_writes", [] {
+    m.def("replay_recorded_writes", [] {
         const Lock lock(world().mutex);
         return early_writes().start_replay();
     });
-    m.def("forget_early_writes", [] {
+    m.def("stop_early_writes", [] {
         const Lock lock(world().mutex);
         early_writes().stop();
     });
@@ -113,9 +113,9 @@ void define_journal(py::module &m) {
     });
     m.def("delay_writes", [](uint64_t seed) { world().late_seed = seed; });
     m.def("set_checks", [](bool on) { world().checks = on; });
-    m.def("watch", &watch);
+    m.def("log_calls", &log_calls);
     m.def("calls", &calls);
-    m.def("forget", &forget);
+    m.def("reset", &reset);
 }
 
 } // namespace

@@ -26,9 +26,9 @@ import simulated
 from features import Record
 
 import fsdp_c._C as _C
-from fsdp_c import alike
+from fsdp_c._runtime import param_template
 
-WATCHED_LIBRARY = "fsdp_c/_C."
+LOGGED_LIBRARY = "fsdp_c/_C."
 FAULTS = ("drop", "wrong stream", "other stream", "early free")
 
 
@@ -88,17 +88,17 @@ def run(
     """
     device = simulated.start()
     # Calls are identified by index, so a run must not depend on caches that earlier runs filled.
-    alike._kinds.clear()
-    device.forget()
+    param_template._templates.clear()
+    device.reset()
     tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
-    device.watch(WATCHED_LIBRARY, fault, at)
+    device.log_calls(LOGGED_LIBRARY, fault, at)
     on_start()
     try:
         record = scenarios.SCENARIOS[name](tools)
     except Exception as error:
         record = [f"{type(error).__name__}: {error}"]
     calls = [CallSite(kind, _function_names(frames)) for kind, _, frames in device.calls()]
-    device.watch("", "", -1)
+    device.log_calls("", "", -1)
     return Run(record, device.findings(), calls)
 
 
@@ -111,14 +111,17 @@ def replay_early_writes(name: str, fault: str = "", at: int = -1) -> tuple[int, 
     device = simulated.start()
     gc.collect()
     try:
-        run(name, fault=fault, at=at, on_start=device.note_early_writes)
+        run(name, fault=fault, at=at, on_start=device.record_early_writes)
         gc.collect()
         counts: list[int] = []
         replay = run(
-            name, fault=fault, at=at, on_start=lambda: counts.append(device.show_early_writes())
+            name,
+            fault=fault,
+            at=at,
+            on_start=lambda: counts.append(device.replay_recorded_writes()),
         )
     finally:
-        device.forget_early_writes()
+        device.stop_early_writes()
     return counts[0], replay
 
 

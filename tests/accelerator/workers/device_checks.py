@@ -278,20 +278,20 @@ def _read_then_overwrite(ordered: bool, freed: bool) -> float:
 @check
 def unordered_overwrite_can_come_before_its_reader(device: Any) -> None:
     for ordered, freed, replayed in ((False, False, 6.0), (True, False, 2.0), (True, True, 2.0)):
-        device.note_early_writes()
+        device.record_early_writes()
         assert _read_then_overwrite(ordered, freed) == 2.0
-        assert device.show_early_writes() == (0 if ordered else 1)
+        assert device.replay_recorded_writes() == (0 if ordered else 1)
         assert _read_then_overwrite(ordered, freed) == replayed
-        device.forget_early_writes()
+        device.stop_early_writes()
 
 
 @check
 def unordered_allocation_can_overwrite_freed_memory_before_its_reader(device: Any) -> None:
-    device.note_early_writes()
+    device.record_early_writes()
     assert _read_then_overwrite(False, True) == 2.0
-    assert device.show_early_writes() > 0
+    assert device.replay_recorded_writes() > 0
     assert _read_then_overwrite(False, True) != 2.0  # NaN
-    device.forget_early_writes()
+    device.stop_early_writes()
 
 
 # ---- pinned memory and the host ----
@@ -328,7 +328,7 @@ def run(rank: int, world_size: int) -> dict[str, str]:
     device = simulated.start()
     errors = {}
     for name, function in CHECKS.items():
-        device.forget()
+        device.reset()
         try:
             function(device)
             errors[name] = ""

@@ -35,7 +35,7 @@ def run(
 
     def run_one_and_prepend_findings(self: Any, setting: Setting, meshes: Any) -> list[Entry]:
         device = simulated.start()
-        device.forget()
+        device.reset()
         entries = original_run_one(self, setting, meshes)
         return [("findings", device.findings()), *entries]
 

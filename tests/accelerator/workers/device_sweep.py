@@ -18,7 +18,7 @@ import sim_tools
 import simulated
 import torch
 import torch.nn as nn
-from sweep import DIM, Block, Bomb, Trainer, batch, local, same
+from sweep import DIM, Block, Trainer, UserFault, batch, local, same
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_c import _C, fully_shard, replicate
@@ -89,8 +89,10 @@ class DeviceTrainer(Trainer):
         torch.manual_seed(0)
         self.rank = 0
         self.parts = parts
-        self.bomb = Bomb()
-        self.model = shard(nn.Sequential(*(Block(self.bomb) for _ in range(3)), nn.Linear(DIM, 3)))
+        self.user_fault = UserFault()
+        self.model = shard(
+            nn.Sequential(*(Block(self.user_fault) for _ in range(3)), nn.Linear(DIM, 3))
+        )
         self.train_step(0)  # lazy init and first-use allocations
         self.model.zero_grad()
         self.start = [local(p) for p in self.model.parameters()]
@@ -131,7 +133,7 @@ def _make_arm(trainer: DeviceTrainer, place: str, n: int) -> Callable[[], None]:
         elif place == "backward":
             trainer.backward_fault = n
         else:
-            trainer.bomb.left = n
+            trainer.user_fault.left = n
 
     return arm
 
@@ -139,7 +141,7 @@ def _make_arm(trainer: DeviceTrainer, place: str, n: int) -> Callable[[], None]:
 def sweep(variant: str, place: str) -> SweepResult:
     """Fails one call per attempt, in order, until a step has no further call."""
     device = simulated.start()
-    device.forget()
+    device.reset()
     trainer = DeviceTrainer(*VARIANTS[variant])
     expected, failure = trainer.run(lambda: None)
     errors = [] if failure is None else [f"a clean run fails: {failure}"]

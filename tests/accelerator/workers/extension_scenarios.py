@@ -12,7 +12,7 @@ from typing import Any
 import features
 import torch
 import torch.nn as nn
-from extensions import One
+from extensions import OneArgument
 from features import MIXED, Record, blocks
 from releases import groups_of
 from sim_tools import SimTools, prefetch_neighbours, scenario
@@ -142,6 +142,6 @@ def extension_offloaded(tools: SimTools) -> Record:
     model = blocks()
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(One(module.weight.detach()))
+            module.weight = nn.Parameter(OneArgument(module.weight.detach()))
     tools.shard(model, offload_policy=CPUOffloadPolicy())
     return tools.accumulate(model)

@@ -31,7 +31,7 @@ def run_scenario(
 ) -> ScenarioRun:
     """Runs a scenario. If it raises, the exception's text is its record."""
     device = simulated.start()
-    device.forget()
+    device.reset()
     device.reset_peak(0)
     start = device.max_memory_allocated(0)
     simulated.use_kernels(kernels)
@@ -97,7 +97,7 @@ def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
     sim_tools._mesh((sim_tools.WORLD,), None)
     records_by_implementation: dict[str, list[Record]] = {}
     for implementation in ("torch", "fsdp_c"):
-        device.forget()
+        device.reset()
         records: list[Record] = [[] for _ in range(4)]
 
         def train(index: int, name: str = implementation, into: Any = records) -> None:

@@ -24,7 +24,7 @@ from sim_tools import WORLD, SimTools, prefetch_neighbours, scenario
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-STOCK_RACES = {
+TORCH_RACES = {
     "interleaved": "write by allocation",
     "shared_context_of_the_roots_alone": "read by aten::_foreach_copy_",
     "reduce_hook_on_a_stream_with_a_cast": "write by allocation",

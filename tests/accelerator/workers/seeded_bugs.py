@@ -44,7 +44,11 @@ BUGS = {
         "plain", "drop", "wait", ("fc_gather_await", "fc_group_pre_backward"), "unpack"
     ),
     "the copy-out does not wait for an asynchronous all-gather": Bug(
-        "asynchronous_gathers", "drop", "work wait", ("fc_process_group_wait", "fc_gather_await"), "unpack"
+        "asynchronous_gathers",
+        "drop",
+        "work wait",
+        ("fc_process_group_wait", "fc_gather_await"),
+        "unpack",
     ),
     "the end of an all-gather is recorded on another stream": Bug(
         "plain", "wrong stream", "record", ("fc_comm_record", "fc_gather_start"), "unpack"

@@ -104,7 +104,7 @@ class ScenarioRun(NamedTuple):
 def run_scenario(name: str, implementation: str) -> ScenarioRun:
     """Runs a scenario on all ranks."""
     device = simulated.start()
-    device.forget()
+    device.reset()
     records = run_on_ranks(
         "cpu:gloo,sim:sccl",
         lambda rank: scenarios.SCENARIOS[name](ThreadTools(rank, RANKS, implementation)),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from behaviour import Api, all_whole
+from behavior import Api, full_values
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -131,7 +131,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             results[f"{name}.{key}"] = value
-    return all_whole(results)
+    return full_values(results)
 
 
 # ---- formats ----

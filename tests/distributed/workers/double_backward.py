@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import DIM, Api, batch, grads, scenario, weights
+from behavior import DIM, Api, batch, grads, scenario, weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from torch_bugs import MIXED, average, step_by, take_gradients
 
 from fsdp_c import replicate
-from fsdp_c.units import reshard
+from fsdp_c._runtime.fsdp_units import reshard_all
 
 Found = dict[str, Any]
 Penalty = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -87,7 +87,7 @@ def train_both(
         reference_loss.backward()
         averaged = average(take_gradients(reference))
         max_bytes = max(max_bytes, unsharded_bytes(model))
-        reshard(model)
+        reshard_all(model)
         found += [sharded_loss.detach(), grads(model)]
         expected += [reference_loss.detach(), averaged]
         step_by(reference, averaged)
@@ -154,7 +154,7 @@ def compare_with_torch(
             model.set_requires_gradient_sync(step + 1 == accumulated)
             loss_and_penalty(model, batch(api.rank, step)).backward()
     max_bytes = unsharded_bytes(models[0])
-    reshard(models[1])
+    reshard_all(models[1])
     return {"found": grads(models[0]), "expected": grads(models[1]), "held": max_bytes}
 
 

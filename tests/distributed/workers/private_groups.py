@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, train
+from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard, train
 from extensions import Extended
 from private_hooks import kind_of_error
 from torch.distributed._composable_state import _module_state_mapping
@@ -65,19 +65,19 @@ def group_lookups(api: Api) -> list[Any]:
 
 @scenario()
 def group_sharded_states(api: Api) -> list[Any]:
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     group = group_of(model[0])
 
-    def look() -> list[Any]:
+    def read_state() -> list[Any]:
         flags = [group.is_sharded, group.is_unsharded, group.is_sharded_post_forward]
         return [*flags, group._sharded_state.name, group._sharded_state is ShardedState.SHARDED]
 
-    seen = [look()]
+    observed = [read_state()]
     model[0].unshard()
-    seen.append(look())
+    observed.append(read_state())
     model[0].reshard()
-    seen.append(look())
-    return seen
+    observed.append(read_state())
+    return observed
 
 
 def closest_sharded(module: nn.Module) -> nn.Module:
@@ -86,16 +86,16 @@ def closest_sharded(module: nn.Module) -> nn.Module:
     return min(parents, key=lambda parent: len(list(parent.modules())))
 
 
-class Asking(Extended):
+class ReadsGroupInGather(Extended):
     """Reads its group in ``fsdp_pre_all_gather``."""
 
-    seen: list[Any] = []
+    observed: list[Any] = []
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
         group = group_of(closest_sharded(module))
-        self.seen.append([group._reshard_after_forward, group._training_state.name])
+        self.observed.append([group._reshard_after_forward, group._training_state.name])
         return (self.held,), None
 
     def fsdp_post_all_gather(
@@ -107,34 +107,36 @@ class Asking(Extended):
 @scenario()
 def group_read_while_gathered(api: Api) -> list[Any]:
     """A tensor subclass reads whether the gather is for forward or for backward."""
-    Asking.seen = []
+    ReadsGroupInGather.observed = []
     model = nn.Sequential(nn.Linear(DIM, 4, bias=False), nn.Linear(4, 3))
-    model[0].weight = nn.Parameter(Asking(model[0].weight.detach()))
+    model[0].weight = nn.Parameter(ReadsGroupInGather(model[0].weight.detach()))
     shard(api, model)
     model(batch(api.rank)).square().mean().backward()
     model[0].set_reshard_after_forward(False)  # type: ignore[operator]
     model(batch(api.rank)).square().mean().backward()
-    return Asking.seen
+    return ReadsGroupInGather.observed
 
 
 @scenario()
 def group_meshes(api: Api) -> list[Any]:
     """Meshes and process groups, with and without replicas."""
-    seen: list[Any] = []
+    observed: list[Any] = []
     hybrid = init_device_mesh("cpu", (api.world, 1), mesh_dim_names=("replicate", "shard"))
     for mesh in (None, hybrid):
-        info = group_of(shard(api, plain(1), mesh=mesh)[0]).mesh_info
-        seen.append([isinstance(info, FSDPMeshInfo), isinstance(info, HSDPMeshInfo)])
-        seen.append([info.shard_mesh_size, info.shard_mesh_rank, info.shard_process_group.size()])
-        seen.append([info.mesh.size(), info.mesh.mesh_dim_names])
-    return seen
+        info = group_of(shard(api, blocks_and_head(1), mesh=mesh)[0]).mesh_info
+        observed.append([isinstance(info, FSDPMeshInfo), isinstance(info, HSDPMeshInfo)])
+        observed.append(
+            [info.shard_mesh_size, info.shard_mesh_rank, info.shard_process_group.size()]
+        )
+        observed.append([info.mesh.size(), info.mesh.mesh_dim_names])
+    return observed
 
 
 @scenario()
 def group_settings(api: Api) -> list[Any]:
     """Policies, device, dtypes and switches of a group."""
     policy, offload = MixedPrecisionPolicy(param_dtype=torch.bfloat16), OffloadPolicy()
-    model: Any = shard(api, plain(1), mp_policy=policy, offload_policy=offload)
+    model: Any = shard(api, blocks_and_head(1), mp_policy=policy, offload_policy=offload)
     group = group_of(model[0])
     model(batch(api.rank))
     names = (
@@ -162,7 +164,7 @@ def group_settings(api: Api) -> list[Any]:
 @scenario()
 def group_contexts(api: Api) -> list[Any]:
     """The context that groups share for their collectives, between steps."""
-    model: Any = shard(api, plain())
+    model: Any = shard(api, blocks_and_head())
     model(batch(api.rank)).square().mean().backward()
     contexts = [group.comm_ctx for group in groups_of(model)]
     context = contexts[0]
@@ -178,7 +180,7 @@ def group_contexts(api: Api) -> list[Any]:
 @scenario()
 def group_names(api: Api) -> list[Any]:
     """Names that groups and parameters have after the first forward; one is written before."""
-    model: Any = shard(api, plain(2))
+    model: Any = shard(api, blocks_and_head(2))
     group_of(model[0])._module_fqn = "embedding"
     model(batch(api.rank))
     return [[g._module_fqn, [p._param_fqn for p in g.fsdp_params]] for g in groups_of(model)]
@@ -190,7 +192,7 @@ def group_names(api: Api) -> list[Any]:
 @scenario()
 def group_training_state_written(api: Api) -> list[Any]:
     """States are set to idle after a forward without a backward, and the model is resharded."""
-    model: Any = shard(api, plain(), reshard_after_forward=False)
+    model: Any = shard(api, blocks_and_head(), reshard_after_forward=False)
     model(batch(api.rank))
     for group in groups_of(model):
         group._training_state = TrainingState.IDLE
@@ -203,33 +205,33 @@ def group_training_state_written(api: Api) -> list[Any]:
 @scenario()
 def group_post_forward_mesh_removed(api: Api) -> list[Any]:
     """Without a mesh for after forward a group stays unsharded, until the mesh is put back."""
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     group = group_of(model[0])
     info, group.post_forward_mesh_info = group.post_forward_mesh_info, None
     with torch.no_grad():
         model(batch(api.rank))
-    seen: list[Any] = [group._reshard_after_forward, kinds(model[0])]
+    observed: list[Any] = [group._reshard_after_forward, kinds(model[0])]
     model[0].reshard()
     group.post_forward_mesh_info = info
     with torch.no_grad():
         model(batch(api.rank))
-    return [*seen, kinds(model[0]), train(model, api.rank, 1)]
+    return [*observed, kinds(model[0]), train(model, api.rank, 1)]
 
 
 @scenario()
 def group_reductions_switched_off(api: Api) -> list[Any]:
-    model: Any = shard(api, plain())
+    model: Any = shard(api, blocks_and_head())
     group_of(model[1]).reduce_grads = False
     model(batch(api.rank)).square().mean().backward()
-    seen: list[Any] = [grads(model)]
+    observed: list[Any] = [grads(model)]
     group_of(model[1]).reduce_grads = True
     model(batch(api.rank, 1)).square().mean().backward()
-    return [*seen, grads(model)]
+    return [*observed, grads(model)]
 
 
 @scenario()
 def group_unsharded_asynchronously(api: Api) -> list[Any]:
-    model: Any = shard(api, plain())
+    model: Any = shard(api, blocks_and_head())
     model._set_unshard_async_op(True)
     flags = [group.unshard_async_op for group in groups_of(model)]
     return [flags, train(model, api.rank, 2)]
@@ -237,16 +239,16 @@ def group_unsharded_asynchronously(api: Api) -> list[Any]:
 
 @scenario()
 def group_unsharded_by_hand(api: Api) -> list[Any]:
-    model: Any = shard(api, plain())
+    model: Any = shard(api, blocks_and_head())
     group = group_of(model[0])
     model._get_fsdp_state()._lazy_init()
-    seen: list[Any] = [group._all_gather_result is None]
+    observed: list[Any] = [group._all_gather_result is None]
     group.unshard()
-    seen += [group._all_gather_result is None, kinds(model[0])]
+    observed += [group._all_gather_result is None, kinds(model[0])]
     group.wait_for_unshard()
-    seen += [group._all_gather_result is None, kinds(model[0])]
+    observed += [group._all_gather_result is None, kinds(model[0])]
     group.reshard()
-    return [*seen, kinds(model[0]), train(model, api.rank, 1)]
+    return [*observed, kinds(model[0]), train(model, api.rank, 1)]
 
 
 @scenario()
@@ -259,32 +261,32 @@ def group_prefetches_replaced(api: Api) -> list[Any]:
         calls.append(kind)
         original(group, kind)
 
-    seen: list[Any] = []
-    model: Any = shard(api, plain())
+    observed: list[Any] = []
+    model: Any = shard(api, blocks_and_head())
     model[0].set_modules_to_forward_prefetch([model[1]])
     with mock.patch.object(FSDPParamGroup, "_prefetch_unshard", staticmethod(counting)):
-        seen += [train(model, api.rank, 2), list(calls)]
+        observed += [train(model, api.rank, 2), list(calls)]
     with mock.patch.object(FSDPParamGroup, "_backward_prefetch", lambda self: None):
-        seen.append(train(model, api.rank, 2))
-    return seen
+        observed.append(train(model, api.rank, 2))
+    return observed
 
 
 @scenario()
 def group_post_backward_replaced(api: Api) -> list[Any]:
     """A wrapper takes the place of ``FSDPParamGroup.post_backward`` and reads gradients first."""
     original = FSDPParamGroup.post_backward
-    seen: list[Any] = []
+    observed: list[Any] = []
 
     def wrapped(self: Any, *unused: Any) -> None:
         for param in self.fsdp_params:
             grad = param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
-            seen.append(None if grad is None else grad.detach().clone())
+            observed.append(None if grad is None else grad.detach().clone())
         original(self, *unused)
 
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     with mock.patch.object(FSDPParamGroup, "post_backward", wrapped):
-        seen.append(train(model, api.rank, 2))
-    return seen
+        observed.append(train(model, api.rank, 2))
+    return observed
 
 
 def finish_by_hand(model: Any, each: Callable[[Any], None]) -> None:
@@ -310,40 +312,40 @@ def accumulate(model: Any, rank: int) -> None:
 
 @scenario()
 def group_post_backward_by_hand(api: Api) -> list[Any]:
-    model: Any = shard(api, plain())
-    seen: list[Any] = []
+    model: Any = shard(api, blocks_and_head())
+    observed: list[Any] = []
     for _ in range(2):
         accumulate(model, api.rank)
         finish_by_hand(model, lambda group: None)
-        seen += [grads(model), kinds(model)]
-    return seen
+        observed += [grads(model), kinds(model)]
+    return observed
 
 
 @scenario()
-def group_gradients_folded_by_hand(api: Api) -> list[Any]:
+def group_gradients_accumulated_by_hand(api: Api) -> list[Any]:
     """Gradients are added to those that wait in another dtype, then reduced."""
 
-    def fold(group: Any) -> None:
+    def accumulate_to_unsharded(group: Any) -> None:
         for param in group.fsdp_params:
             if hasattr(param, "_unsharded_param"):
                 param.accumulate_unsharded_grad_if_needed()
                 param.to_accumulated_grad_if_needed()
 
-    model: Any = shard(api, plain(), mp_policy=MIXED)
-    seen: list[Any] = []
+    model: Any = shard(api, blocks_and_head(), mp_policy=MIXED)
+    observed: list[Any] = []
     for _ in range(2):
         accumulate(model, api.rank)
         waiting = [param.unsharded_accumulated_grad for param in group_of(model[0]).fsdp_params]
-        seen.append([None if grad is None else grad.detach().clone() for grad in waiting])
-        finish_by_hand(model, fold)
-        seen += [grads(model), kinds(model)]
-    return seen
+        observed.append([None if grad is None else grad.detach().clone() for grad in waiting])
+        finish_by_hand(model, accumulate_to_unsharded)
+        observed += [grads(model), kinds(model)]
+    return observed
 
 
 @scenario()
 def group_parameters_replaced(api: Api) -> list[Any]:
     """``fsdp_params`` is a list; a shorter one is assigned before the first forward."""
-    group = group_of(shard(api, plain(1))[0])
+    group = group_of(shard(api, blocks_and_head(1))[0])
     shorter = group.fsdp_params[:-1]
     assigned = kind_of_error(lambda: setattr(group, "fsdp_params", shorter))
     return [type(group.fsdp_params).__name__, assigned, len(group.fsdp_params)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import Api, Block, batch, grads, plain, scenario, shard, train, weights
+from behavior import Api, Block, batch, blocks_and_head, grads, scenario, shard, train, weights
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -39,20 +39,20 @@ def state_of(module: Any) -> Any:
 
 def sharded_list(api: Api) -> nn.Sequential:
     """A root whose first two blocks share one state."""
-    model = plain()
+    model = blocks_and_head()
     api.fully_shard([model[0], model[1]])
     return api.fully_shard(model)
 
 
 def replicated(api: Api) -> Any:
     mesh = init_device_mesh("cpu", (api.world,), mesh_dim_names=("replicate",))
-    return api.replicate(plain(1), mesh=mesh)
+    return api.replicate(blocks_and_head(1), mesh=mesh)
 
 
 def modules_of_each_kind(api: Api) -> list[Any]:
     """A sharded module, the two of a list, a replicated module."""
     listed = sharded_list(api)
-    return [shard(api, plain(1))[0], listed[0], listed[1], replicated(api)]
+    return [shard(api, blocks_and_head(1))[0], listed[0], listed[1], replicated(api)]
 
 
 def kind_of_error(run: Callable[[], Any]) -> str:
@@ -79,13 +79,13 @@ def hook_names(api: Api) -> list[Any]:
 @scenario()
 def hook_owners(api: Api) -> list[Any]:
     """The objects that hooks are bound to, and their functions."""
-    seen: list[Any] = []
+    observed: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
         for hook in hooks_of(module):
             owner = getattr(hook, "__self__", None)
             function = getattr(hook, "__func__", None)
-            seen.append(
+            observed.append(
                 [
                     owner is state,
                     isinstance(owner, FSDPState),
@@ -101,22 +101,22 @@ def hook_owners(api: Api) -> list[Any]:
                     hasattr(hook, "__get__"),
                 ]
             )
-    return seen
+    return observed
 
 
 @scenario()
 def hook_equality(api: Api) -> list[Any]:
     """Hooks and the methods that they stand for, found in either order."""
-    seen: list[Any] = []
+    observed: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
         for hook, method in zip(hooks_of(module), (state._pre_forward, state._post_forward)):
-            seen.append([hook == method, method == hook, hook != method, hook == hook])
-            seen.append([hash(hook) == hash(method), method in hooks_of(module), hook == 3])
+            observed.append([hook == method, method == hook, hook != method, hook == hook])
+            observed.append([hash(hook) == hash(method), method in hooks_of(module), hook == 3])
     first, second = sharded_list(api)[:2]
-    seen.append([a == b for a, b in zip(hooks_of(first), hooks_of(second))])
-    seen.append([a is b for a, b in zip(hooks_of(first), hooks_of(second))])
-    return seen
+    observed.append([a == b for a, b in zip(hooks_of(first), hooks_of(second))])
+    observed.append([a is b for a, b in zip(hooks_of(first), hooks_of(second))])
+    return observed
 
 
 @scenario()
@@ -140,24 +140,24 @@ def hook_signatures(api: Api) -> list[Any]:
 @scenario()
 def hook_copies(api: Api) -> list[Any]:
     """Copies, weak references, attributes that are set, and pickles."""
-    seen: list[Any] = []
+    observed: list[Any] = []
     for module in modules_of_each_kind(api):
         for hook in hooks_of(module):
-            seen.append([copy.copy(hook) == hook, weakref.ref(hook)() is hook])
-            seen.append(kind_of_error(functools.partial(setattr, hook, "note", 1)))
-            seen.append(getattr(hook, "note", None))
-            seen.append(kind_of_error(functools.partial(copy.deepcopy, hook)))
+            observed.append([copy.copy(hook) == hook, weakref.ref(hook)() is hook])
+            observed.append(kind_of_error(functools.partial(setattr, hook, "note", 1)))
+            observed.append(getattr(hook, "note", None))
+            observed.append(kind_of_error(functools.partial(copy.deepcopy, hook)))
             if isinstance(hook, types.FunctionType):
-                seen.append(kind_of_error(functools.partial(pickle.dumps, hook)))
+                observed.append(kind_of_error(functools.partial(pickle.dumps, hook)))
             wrapper = functools.wraps(hook)(lambda *args: None)
-            seen.append([wrapper.__qualname__, wrapper.__wrapped__ is hook])
-    return seen
+            observed.append([wrapper.__qualname__, wrapper.__wrapped__ is hook])
+    return observed
 
 
 @scenario()
 def hook_registration(api: Api) -> list[Any]:
     """Order among users' hooks, and the flags that a module keeps beside its hooks."""
-    models = [plain(1), plain(2), plain(1)]
+    models = [blocks_and_head(1), blocks_and_head(2), blocks_and_head(1)]
     for model in models:
         for block in list(model)[:-1]:
             block.register_forward_pre_hook(lambda *args: None)
@@ -171,13 +171,13 @@ def hook_registration(api: Api) -> list[Any]:
         "_forward_hooks_with_kwargs",
         "_forward_hooks_always_called",
     )
-    seen: list[Any] = []
+    observed: list[Any] = []
     for block in [models[0][0], models[1][0], models[1][1], models[2][0]]:
-        seen.append([hook.__name__ for hook in hooks_of(block)])
+        observed.append([hook.__name__ for hook in hooks_of(block)])
         keys = {key: n for n, key in enumerate([k for h in HOOKS for k in getattr(block, h)])}
-        seen.append([[(keys[k], v) for k, v in getattr(block, name).items()] for name in flags])
-        seen.append([type(getattr(block, name)).__name__ for name in HOOKS])
-    return seen
+        observed.append([[(keys[k], v) for k, v in getattr(block, name).items()] for name in flags])
+        observed.append([type(getattr(block, name)).__name__ for name in HOOKS])
+    return observed
 
 
 # ---- hooks: what is done with them ----
@@ -190,8 +190,8 @@ def is_fsdp_hook(hook: Any) -> bool:
 @scenario()
 def hooks_removed_by_module_name(api: Api) -> list[Any]:
     """Hooks of FSDP2 are taken out by ``__module__``, weights are changed, hooks are put back."""
-    seen: list[Any] = []
-    for build in (lambda: shard(api, plain()), lambda: sharded_list(api)):
+    observed: list[Any] = []
+    for build in (lambda: shard(api, blocks_and_head()), lambda: sharded_list(api)):
         model: Any = build()
         model(batch(api.rank)).square().mean().backward()
         model.zero_grad()
@@ -204,28 +204,28 @@ def hooks_removed_by_module_name(api: Api) -> list[Any]:
                 hooks = getattr(module, name)
                 kept.append((module, name, hooks))
                 rest = OrderedDict((k, h) for k, h in hooks.items() if not is_fsdp_hook(h))
-                seen.append([len(hooks), len(rest)])
+                observed.append([len(hooks), len(rest)])
                 setattr(module, name, rest)
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(2)
-            seen.append([type(param).__name__ for param in model.parameters()])
-            seen.append(model(batch(api.rank, 1)))
-            seen.append([type(param).__name__ for param in model.parameters()])
+            observed.append([type(param).__name__ for param in model.parameters()])
+            observed.append(model(batch(api.rank, 1)))
+            observed.append([type(param).__name__ for param in model.parameters()])
             for param in model.parameters():
                 param.add_(1)
-            seen.append(model(batch(api.rank, 2)))
+            observed.append(model(batch(api.rank, 2)))
         for module, name, hooks in kept:
             setattr(module, name, hooks)
             module.reshard()
-        seen += [weights(model), train(model, api.rank, 2)]
-    return seen
+        observed += [weights(model), train(model, api.rank, 2)]
+    return observed
 
 
 @scenario()
 def hook_handles_removed(api: Api) -> list[Any]:
     """Handles are removed and methods of the state registered around a wrapper."""
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     calls: list[str] = []
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,27 +236,27 @@ def hook_handles_removed(api: Api) -> list[Any]:
 
         return call
 
-    seen: list[Any] = []
+    observed: list[Any] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = state_of(module)
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
-            seen.append(len(hooks_of(module)))
+            observed.append(len(hooks_of(module)))
             state._pre_forward_hook_handle = module.register_forward_pre_hook(
                 counted(state._pre_forward), prepend=True, with_kwargs=True
             )
             state._post_forward_hook_handle = module.register_forward_hook(
                 counted(state._post_forward)
             )
-    return [*seen, train(model, api.rank, 2), calls]
+    return [*observed, train(model, api.rank, 2), calls]
 
 
 @scenario()
 def hooks_wrapped_in_place(api: Api) -> list[Any]:
     """Each hook is replaced, in the module's dict, by a function that calls it."""
-    seen: list[Any] = []
-    for model in (shard(api, plain()), sharded_list(api)):
+    observed: list[Any] = []
+    for model in (shard(api, blocks_and_head()), sharded_list(api)):
         calls: list[str] = []
 
         def counted(hook: Any, calls: list[str] = calls) -> Callable[..., Any]:
@@ -270,8 +270,8 @@ def hooks_wrapped_in_place(api: Api) -> list[Any]:
             for name in HOOKS:
                 for key, hook in getattr(module, name).items():
                     getattr(module, name)[key] = counted(hook)
-        seen += [train(model, api.rank, 2), calls]
-    return seen
+        observed += [train(model, api.rank, 2), calls]
+    return observed
 
 
 @scenario()
@@ -283,20 +283,20 @@ def hooks_called_by_hand(api: Api) -> list[Any]:
     args, kwargs = pre.__func__(pre.__self__, block, (x,), {}) or ((x,), {})
     output = block.forward(*args, **kwargs)
     result = post.__func__(post.__self__, block, args, output)
-    seen: list[Any] = [result.detach().clone(), [type(p).__name__ for p in block.parameters()]]
+    observed: list[Any] = [result.detach().clone(), [type(p).__name__ for p in block.parameters()]]
     found = pre(module=block, args=(x,), kwargs={})
-    seen.append([type(p).__name__ for p in block.parameters()])
+    observed.append([type(p).__name__ for p in block.parameters()])
     output = block.forward(*found[0])
     result = post(module=block, input=found[0], output=output)
-    seen.append([type(p).__name__ for p in block.parameters()])
+    observed.append([type(p).__name__ for p in block.parameters()])
     result.square().mean().backward()
-    return [*seen, grads(block)]
+    return [*observed, grads(block)]
 
 
 @scenario()
 def hooks_of_state_dicts(api: Api) -> list[Any]:
     """Modules and names of the state-dict hooks that FSDP2 registers."""
-    model = shard(api, plain(1))
+    model = shard(api, blocks_and_head(1))
     names = (
         "_state_dict_hooks",
         "_state_dict_pre_hooks",
@@ -306,7 +306,7 @@ def hooks_of_state_dicts(api: Api) -> list[Any]:
         "_backward_pre_hooks",
     )
 
-    def look() -> list[Any]:
+    def read_state() -> list[Any]:
         return [
             [
                 (type(hook).__name__, hook.__module__, hook.__qualname__)
@@ -316,20 +316,20 @@ def hooks_of_state_dicts(api: Api) -> list[Any]:
             for name in names
         ]
 
-    before = look()
+    before = read_state()
     model(batch(api.rank))
-    return [before, look()]
+    return [before, read_state()]
 
 
 @scenario()
 def memory_tracker(api: Api) -> list[Any]:
     """``FSDPMemTracker`` exchanges hooks and methods of groups, and puts torch's back."""
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = FSDPMemTracker(model, optimizer)
     with tracker:
         model(batch(api.rank)).square().mean().backward()
         optimizer.step()
-    seen: list[Any] = [grads(model), weights(model)]
-    seen.append([hook.__qualname__ for hook in hooks_of(model)])
-    return [*seen, train(model, api.rank, 1)]
+    observed: list[Any] = [grads(model), weights(model)]
+    observed.append([hook.__qualname__ for hook in hooks_of(model)])
+    return [*observed, train(model, api.rank, 1)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, train
+from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard, train
 from private_groups import MIXED, accumulate, group_of, groups_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModu
 @scenario()
 def param_shards(api: Api) -> list[Any]:
     """Sizes and data of shards."""
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     return [
         [
             param.sharded_param
@@ -42,7 +42,7 @@ def param_shards(api: Api) -> list[Any]:
 @scenario()
 def param_modules(api: Api) -> list[Any]:
     """Where parameters are registered, also a parameter that two modules share."""
-    model = plain(1)
+    model = blocks_and_head(1)
     model.append(nn.Linear(3, 3))
     model[2].weight = nn.Parameter(torch.ones(3, 3))
     model[1].bias = model[2].bias
@@ -60,43 +60,45 @@ def param_modules(api: Api) -> list[Any]:
 
 @scenario()
 def param_dtypes(api: Api) -> list[Any]:
-    seen: list[Any] = []
+    observed: list[Any] = []
     for policy in (MixedPrecisionPolicy(), MIXED):
-        model: Any = shard(api, plain(1), mp_policy=policy)
+        model: Any = shard(api, blocks_and_head(1), mp_policy=policy)
         model(batch(api.rank))
         param = group_of(model[0]).fsdp_params[0]
-        seen.append([param.orig_dtype, param.param_dtype, param.reduce_dtype])
-        seen.append([param.mp_policy is policy, param.offload_to_cpu, param.pin_memory])
-    return seen
+        observed.append([param.orig_dtype, param.param_dtype, param.reduce_dtype])
+        observed.append([param.mp_policy is policy, param.offload_to_cpu, param.pin_memory])
+    return observed
 
 
 @scenario()
 def param_unsharded(api: Api) -> list[Any]:
     """Unsharded parameters and the memory below them, in forward and after it."""
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     group = group_of(model[0])
-    seen: list[Any] = [[hasattr(p, "_unsharded_param") for p in group.fsdp_params]]
-    seen.append([p.all_gather_outputs for p in group.fsdp_params])
+    observed: list[Any] = [[hasattr(p, "_unsharded_param") for p in group.fsdp_params]]
+    observed.append([p.all_gather_outputs for p in group.fsdp_params])
 
-    def look(*unused: Any) -> None:
+    def read_state(*unused: Any) -> None:
         for param in group.fsdp_params:
-            seen.append([param.unsharded_param is param._unsharded_param, param.sharded_state.name])
-            seen.append(param.unsharded_param.detach().clone())
-            seen.append([tuple(output.shape) for output in param.all_gather_outputs])
-            seen.append([o.untyped_storage().nbytes() for o in param.all_gather_outputs])
+            observed.append(
+                [param.unsharded_param is param._unsharded_param, param.sharded_state.name]
+            )
+            observed.append(param.unsharded_param.detach().clone())
+            observed.append([tuple(output.shape) for output in param.all_gather_outputs])
+            observed.append([o.untyped_storage().nbytes() for o in param.all_gather_outputs])
 
-    handle = model[0].norm.register_forward_hook(look)
+    handle = model[0].norm.register_forward_hook(read_state)
     model(batch(api.rank))
     handle.remove()
     for param in group.fsdp_params:
-        seen.append([param.sharded_state.name, hasattr(param, "_unsharded_param")])
-        seen.append([o.untyped_storage().nbytes() for o in param.all_gather_outputs])
-    return seen
+        observed.append([param.sharded_state.name, hasattr(param, "_unsharded_param")])
+        observed.append([o.untyped_storage().nbytes() for o in param.all_gather_outputs])
+    return observed
 
 
 @scenario()
 def param_placements(api: Api) -> list[Any]:
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     return [
         [
             [param.fsdp_placement, param.is_dtensor, tuple(param._spmd_placements)],
@@ -111,14 +113,14 @@ def param_placements(api: Api) -> list[Any]:
 @scenario()
 def param_gradients_unsharded(api: Api) -> list[Any]:
     """Gradients that wait for a reduction, with and without another dtype for it."""
-    seen: list[Any] = []
+    observed: list[Any] = []
     for policy in (MixedPrecisionPolicy(), MIXED):
-        model: Any = shard(api, plain(1), mp_policy=policy)
+        model: Any = shard(api, blocks_and_head(1), mp_policy=policy)
         accumulate(model, api.rank)
         for param in group_of(model[0]).fsdp_params:
             kept = [param._unsharded_param.grad, param.unsharded_accumulated_grad]
-            seen.append([None if grad is None else grad.detach().clone() for grad in kept])
-    return seen
+            observed.append([None if grad is None else grad.detach().clone() for grad in kept])
+    return observed
 
 
 @scenario()
@@ -137,7 +139,7 @@ def param_source(api: Api) -> list[Any]:
 @scenario()
 def param_data_moved(api: Api) -> list[Any]:
     """The shard's data and the local tensor over it are replaced by copies."""
-    model: Any = shard(api, plain())
+    model: Any = shard(api, blocks_and_head())
     for group in groups_of(model):
         for param in group.fsdp_params:
             data = param._sharded_param_data.clone()
@@ -150,19 +152,19 @@ def param_data_moved(api: Api) -> list[Any]:
 
 @scenario()
 def param_gradient_hooks(api: Api) -> list[Any]:
-    model: Any = shard(api, plain(1))
-    seen: list[Any] = []
+    model: Any = shard(api, blocks_and_head(1))
+    observed: list[Any] = []
     loss = model(batch(api.rank)).square().mean()
     for param in group_of(model[0]).fsdp_params:
-        param._unsharded_param.register_hook(lambda grad: seen.append(grad.detach().clone()))
+        param._unsharded_param.register_hook(lambda grad: observed.append(grad.detach().clone()))
     loss.backward()
-    return [*seen, grads(model)]
+    return [*observed, grads(model)]
 
 
 @scenario()
 def param_made_by_hand(api: Api) -> list[Any]:
     """``FSDPParam`` is called with what an existing one holds; the old hook is removed."""
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     linear = model[0].linear
     old = next(p for p in group_of(model[0]).fsdp_params if p._orig_size == (DIM, DIM))
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
@@ -193,36 +195,36 @@ def param_made_by_hand(api: Api) -> list[Any]:
 @scenario()
 def param_set_on_modules(api: Api) -> list[Any]:
     """Another parameter is registered for a while."""
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     model(batch(api.rank))
     params = group_of(model[0]).fsdp_params
-    seen: list[Any] = []
+    observed: list[Any] = []
     for param in params:
         own = getattr(param._module_info.module, param._module_info.param_name)
         other = nn.Parameter(torch.zeros_like(own))
         param._setattr_on_modules(other)
         info = param._module_info
-        seen.append(getattr(info.module, info.param_name) is other)
+        observed.append(getattr(info.module, info.param_name) is other)
         param._setattr_on_modules(own)
-        seen.append(getattr(info.module, info.param_name) is own)
-    return [*seen, train(model, api.rank, 1)]
+        observed.append(getattr(info.module, info.param_name) is own)
+    return [*observed, train(model, api.rank, 1)]
 
 
 @scenario()
 def param_extensions_set(api: Api) -> list[Any]:
     """All-gather extensions are set as attributes of a shard's local tensor."""
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     param = next(p for p in group_of(model[0]).fsdp_params if p._orig_size == (DIM, DIM))
     padded = param._sharded_param_data.view(param.padded_sharded_param_size)
-    seen: list[Any] = []
+    observed: list[Any] = []
 
     def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
-        seen.append([tuple(size), tuple(stride), type(module).__name__])
+        observed.append([tuple(size), tuple(stride), type(module).__name__])
         return (padded.to(torch.bfloat16),), None
 
     def after(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
         whole = outputs[0].view(-1, DIM)[:DIM].float()
-        seen.append([str(outputs[0].dtype), tuple(outputs[0].shape), out is None])
+        observed.append([str(outputs[0].dtype), tuple(outputs[0].shape), out is None])
         if out is not None:
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(whole)
@@ -233,4 +235,4 @@ def param_extensions_set(api: Api) -> list[Any]:
     local.fsdp_pre_all_gather = before
     local.fsdp_post_all_gather = after
     with torch.no_grad():
-        return [model(batch(api.rank)), model(batch(api.rank, 1)), seen]
+        return [model(batch(api.rank)), model(batch(api.rank, 1)), observed]

@@ -10,9 +10,9 @@ import types
 from typing import Any
 
 import torch
-import torch.distributed.fsdp._fully_shard._fsdp_state as stock_state
+import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 import torch.nn as nn
-from behaviour import Api, Block, batch, grads, plain, scenario, shard, train
+from behavior import Api, Block, batch, blocks_and_head, grads, scenario, shard, train
 from private_hooks import kind_of_error, modules_of_each_kind, sharded_list, state_of
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable_state import _get_module_state, _State
@@ -53,7 +53,7 @@ def class_table(api: Api) -> list[Any]:
 
 @scenario()
 def class_of_a_slice(api: Api) -> list[Any]:
-    model: Any = shard(api, plain())
+    model: Any = shard(api, blocks_and_head())
     return [type(model).__name__, type(model[:2]).__name__, len(model[:2])]
 
 
@@ -61,19 +61,19 @@ def class_of_a_slice(api: Api) -> list[Any]:
 def marks_of_managed_modules(api: Api) -> list[Any]:
     """Attributes that ``fully_shard`` adds to modules."""
     marks = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-    before = set(vars(plain(1)[0]))
-    seen: list[Any] = []
+    before = set(vars(blocks_and_head(1)[0]))
+    observed: list[Any] = []
     for module in modules_of_each_kind(api):
-        seen.append([getattr(module, mark, None) for mark in marks])
-        seen.append([[getattr(m, mark, None) for mark in marks] for m in module.children()])
-        seen.append(sorted(set(vars(module)) - before))
-    return seen
+        observed.append([getattr(module, mark, None) for mark in marks])
+        observed.append([[getattr(m, mark, None) for mark in marks] for m in module.children()])
+        observed.append(sorted(set(vars(module)) - before))
+    return observed
 
 
 @scenario()
 def forward_methods(api: Api) -> list[Any]:
     """A registered method keeps torch's attributes, and unshards."""
-    block: Any = plain(1)[0]
+    block: Any = blocks_and_head(1)[0]
     block.encode = types.MethodType(Block.forward, block)
     api.fully_shard(block)
     register_fsdp_forward_method(block, "encode")
@@ -88,13 +88,15 @@ def forward_methods(api: Api) -> list[Any]:
 @scenario()
 def state_lookups(api: Api) -> list[Any]:
     """All ways that lead to a state."""
-    seen: list[Any] = []
+    observed: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
-        seen.append([fully_shard.state(module) is state, _get_module_fsdp_state(module) is state])
-        seen.append([_get_module_state(module) is state, list(_get_registry(module) or {})])
-    seen.append([_get_module_fsdp_state(nn.Linear(2, 2)), fully_shard.state(nn.Linear(2, 2))])
-    return seen
+        observed.append(
+            [fully_shard.state(module) is state, _get_module_fsdp_state(module) is state]
+        )
+        observed.append([_get_module_state(module) is state, list(_get_registry(module) or {})])
+    observed.append([_get_module_fsdp_state(nn.Linear(2, 2)), fully_shard.state(nn.Linear(2, 2))])
+    return observed
 
 
 @scenario()
@@ -104,7 +106,7 @@ def state_types(api: Api) -> list[Any]:
             isinstance(state, FSDPState),
             isinstance(state, _State),
             [c for c in ("FSDPState", "_State") if c in [k.__name__ for k in type(state).__mro__]],
-            stock_state.FSDPState is FSDPState,
+            torch_state.FSDPState is FSDPState,
             state._state_name,
         ]
         for state in map(state_of, modules_of_each_kind(api))
@@ -136,7 +138,7 @@ def state_contexts(api: Api) -> list[Any]:
 def state_settings(api: Api) -> list[Any]:
     """Policies, device and modules of a state."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model: Any = shard(api, plain(1), mp_policy=policy)
+    model: Any = shard(api, blocks_and_head(1), mp_policy=policy)
     state = state_of(model[0])
     return [
         [state._mp_policy is policy, state._mp_policy.output_dtype],
@@ -148,26 +150,28 @@ def state_settings(api: Api) -> list[Any]:
 @scenario()
 def state_training_states(api: Api) -> list[Any]:
     """``_training_state`` of states and groups, read in forward and backward."""
-    model: Any = shard(api, plain(1))
-    seen: list[Any] = []
+    model: Any = shard(api, blocks_and_head(1))
+    observed: list[Any] = []
 
-    def look(*unused: Any) -> None:
+    def read_state(*unused: Any) -> None:
         for module in (model, model[0]):
             state = state_of(module)
-            seen.append([state._training_state.name, state._fsdp_param_group._training_state.name])
+            observed.append(
+                [state._training_state.name, state._fsdp_param_group._training_state.name]
+            )
 
-    look()
-    model[0].linear.register_forward_hook(look)
-    model[0].linear.register_full_backward_hook(look)
+    read_state()
+    model[0].linear.register_forward_hook(read_state)
+    model[0].linear.register_full_backward_hook(read_state)
     model(batch(api.rank)).square().mean().backward()
-    look()
-    return seen
+    read_state()
+    return observed
 
 
 @scenario()
 def state_prefetch_lists(api: Api) -> list[Any]:
     """Lists of states to prefetch are written."""
-    model: Any = shard(api, plain())
+    model: Any = shard(api, blocks_and_head())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state_of(module)._states_to_backward_prefetch = []
@@ -179,12 +183,12 @@ def state_prefetch_lists(api: Api) -> list[Any]:
 @scenario()
 def lazy_init_by_hand(api: Api) -> list[Any]:
     """A root is initialized early, and is still resharded after forward."""
-    model: Any = shard(api, plain(1))
+    model: Any = shard(api, blocks_and_head(1))
     state = state_of(model)
     info = state._fsdp_param_group.post_forward_mesh_info
     state._lazy_init()
-    seen: list[Any] = [state._is_root, state._fsdp_param_group.post_forward_mesh_info is None]
+    observed: list[Any] = [state._is_root, state._fsdp_param_group.post_forward_mesh_info is None]
     state._fsdp_param_group.post_forward_mesh_info = info
     model(batch(api.rank))
-    seen.append([type(param).__name__ for param in model.parameters()])
-    return [*seen, train(model, api.rank, 2)]
+    observed.append([type(param).__name__ for param in model.parameters()])
+    return [*observed, train(model, api.rank, 2)]

@@ -373,7 +373,7 @@ def record_overlap(rank: int, world: int) -> dict[str, bool]:
 
             def record(key: str = key, last: nn.Module = last) -> None:
                 results[key] = last[0].weight.grad is None
-                store.set(key, "seen")
+                store.set(key, "recorded")
 
             _run_at_input_gradient(first[1], record)
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import DIM, Api, batch, grads, plain, scenario, shard
+from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard
 from double_backward import Collectives, unsharded_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch_bugs import average, loss_of
@@ -55,7 +55,7 @@ def two_steps(model: nn.Module, rank: int) -> list[Any]:
 
 @scenario()
 def kept_storage(api: Api) -> Found:
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     model.set_keep_unsharded_storage(True)
     results = []
     addresses_by_step: list[list[int]] = []
@@ -68,7 +68,7 @@ def kept_storage(api: Api) -> Found:
         del junk
     kept = unsharded_bytes(model)
     model.set_keep_unsharded_storage(False)
-    other = shard(api, plain())
+    other = shard(api, blocks_and_head())
     return {
         "found": results,
         "expected": [record for _ in range(3) for record in two_steps(other, api.rank)],
@@ -82,7 +82,7 @@ def kept_storage(api: Api) -> Found:
 
 @scenario()
 def kept_storage_of_one_unit(api: Api) -> Found:
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     model[0].set_keep_unsharded_storage(True, recurse=False)
     two_steps(model, api.rank)
     return {
@@ -95,7 +95,7 @@ def kept_storage_of_one_unit(api: Api) -> Found:
 
 
 def reference(rank: int, steps: int) -> dict[str, Any]:
-    model = plain()
+    model = blocks_and_head()
     for step in range(steps):
         loss_of(model(batch(rank, step))).backward()
     return average({name: param.grad for name, param in model.named_parameters()})
@@ -104,7 +104,7 @@ def reference(rank: int, steps: int) -> dict[str, Any]:
 @scenario()
 def deferred_reductions(api: Api) -> Found:
     """Twice: microbatches without gradient synchronization, then one finalization."""
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
     results, counts = [], []
     for async_op in (False, True):
@@ -134,7 +134,7 @@ def deferred_reductions(api: Api) -> Found:
 
 @scenario()
 def synchronized_backwards_are_not_reduced_again(api: Api) -> Found:
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
     with Collectives() as mode:
         loss_of(model(batch(api.rank))).backward()
@@ -150,7 +150,7 @@ def synchronized_backwards_are_not_reduced_again(api: Api) -> Found:
 
 @scenario()
 def microbatches_reduced_separately(api: Api) -> Found:
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
     for step in range(3):
         loss_of(model(batch(api.rank, step))).backward()
@@ -160,7 +160,7 @@ def microbatches_reduced_separately(api: Api) -> Found:
 
 @scenario()
 def units_without_sync_keep_gradients(api: Api) -> Found:
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
     model.set_requires_gradient_sync(False)
     loss_of(model(batch(api.rank))).backward()
@@ -175,7 +175,7 @@ def units_without_sync_keep_gradients(api: Api) -> Found:
 
 @scenario()
 def invalid_finalizations(api: Api) -> Found:
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     loss_of(model(batch(api.rank))).backward()
     results = {
         "automatic": error_message(model.finalize_backward),
@@ -202,7 +202,7 @@ def invalid_finalizations(api: Api) -> Found:
 
 @scenario()
 def finalization_after_a_reset(api: Api) -> Found:
-    model = shard(api, plain())
+    model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
     loss_of(model(batch(api.rank, 5))).backward()
     handle = model.finalize_backward(async_op=True)
@@ -217,7 +217,7 @@ def finalization_after_a_reset(api: Api) -> Found:
 @scenario(4)
 def finalization_with_replicas(api: Api) -> Found:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(api, plain(), mesh=mesh)
+    model = shard(api, blocks_and_head(), mesh=mesh)
     model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
     loss_of(model(batch(api.rank))).backward()

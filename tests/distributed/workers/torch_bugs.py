@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, weights
+from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard, weights
 from releases import SCATTER, groups_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -152,7 +152,7 @@ def mesh_of_one(api: Api) -> DeviceMesh:
 @scenario()
 def one_rank_in_inference_mode(api: Api) -> dict[str, Any]:
     """B3: a forward in inference mode, on a mesh of one rank; then a training step."""
-    reference, model = plain(), shard(api, plain(), mesh=mesh_of_one(api))
+    reference, model = blocks_and_head(), shard(api, blocks_and_head(), mesh=mesh_of_one(api))
     with torch.inference_mode():
         output = model(batch(api.rank)).clone()
     loss_of(reference(batch(api.rank))).backward()
@@ -250,7 +250,7 @@ def training_after_evaluations(api: Api) -> dict[str, Any]:
     with torch.no_grad():
         for _ in range(3):
             model(batch(api.rank))
-    order = len(model._get_fsdp_state()._comm_ctx.post_forward_order) if not api.ours else 0
+    order = len(model._get_fsdp_state()._comm_ctx.post_forward_order) if not api.is_fsdp_c else 0
     return {"before": before, "after": gathers_of_a_step(), "order": order}
 
 
@@ -259,8 +259,8 @@ def first_forward_in_inference_mode(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {"found": [], "expected": []}
     for policy, reshard in ((None, True), (None, None), (MIXED, True)):
         options = {} if policy is None else {"mp_policy": policy}
-        reference = plain() if policy is None else in_bf16(plain())
-        model = shard(api, plain(), reshard_after_forward=reshard, **options)
+        reference = blocks_and_head() if policy is None else in_bf16(blocks_and_head())
+        model = shard(api, blocks_and_head(), reshard_after_forward=reshard, **options)
         with torch.inference_mode():
             model(batch(api.rank))
         for step in range(2):
@@ -277,8 +277,8 @@ def first_forward_in_inference_mode(api: Api) -> dict[str, Any]:
 
 
 def two_roots(api: Api, share_first: bool) -> dict[str, Any]:
-    references = [plain(seed=1), plain(seed=2)]
-    models = [shard(api, plain(seed=seed)) for seed in (1, 2)]
+    references = [blocks_and_head(seed=1), blocks_and_head(seed=2)]
+    models = [shard(api, blocks_and_head(seed=seed)) for seed in (1, 2)]
     if not share_first:
         for model in models:
             model._get_fsdp_state()._lazy_init()
@@ -381,7 +381,7 @@ def waits_for_offloaded_gradients(api: Api) -> dict[str, Any]:
 
 def train_parts(api: Api, trainable: list[Callable[[nn.Module], bool]], seed: int = 7) -> Any:
     """Freezes different parameters in each step; returns the gradients of every step."""
-    master, model = plain(), shard(api, plain(), mp_policy=MIXED)
+    master, model = blocks_and_head(), shard(api, blocks_and_head(), mp_policy=MIXED)
     results: dict[str, Any] = {"found": [], "expected": []}
     for step, is_trainable in enumerate(trainable):
         for module in (master, model):
@@ -424,7 +424,7 @@ def dtype_changed_between_steps(api: Api) -> dict[str, Any]:
     """model.to(dtype) between steps, with and without mixed precision."""
     results: dict[str, Any] = {"found": [], "expected": []}
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED):
-        master, model = plain(), shard(api, plain(), mp_policy=policy)
+        master, model = blocks_and_head(), shard(api, blocks_and_head(), mp_policy=policy)
         for step, dtype in enumerate((None, torch.bfloat16, None, torch.float32, torch.float64)):
             if dtype is not None:
                 master.to(dtype)
@@ -531,8 +531,8 @@ def several_original_dtypes_in_accumulation(api: Api) -> dict[str, Any]:
 
 @scenario()
 def offload_without_an_accelerator(api: Api) -> dict[str, Any]:
-    reference = plain()
-    model = shard(api, plain(), offload_policy=CPUOffloadPolicy())
+    reference = blocks_and_head()
+    model = shard(api, blocks_and_head(), offload_policy=CPUOffloadPolicy())
     results: dict[str, Any] = {"found": [], "expected": []}
     for step in range(2):
         loss_of(reference(batch(api.rank, step))).backward()
@@ -554,8 +554,8 @@ def reset_in_accumulation(api: Api) -> dict[str, Any]:
     """A reset after a failure must drop the gradients of a microbatch without sync."""
     results: dict[str, Any] = {"found": [], "expected": []}
     for options in ({}, {"mp_policy": MIXED}):
-        reference = in_bf16(plain()) if options else plain()
-        model = shard(api, plain(), **options)
+        reference = in_bf16(blocks_and_head()) if options else blocks_and_head()
+        model = shard(api, blocks_and_head(), **options)
         model.set_requires_gradient_sync(False)
         loss_of(model(batch(api.rank, 7))).backward()
         try:
@@ -585,7 +585,7 @@ class Recomputed(nn.Sequential):
 @scenario()
 def reentrant_checkpoints_of_two_forwards(api: Api) -> dict[str, Any]:
     """After two forwards, one backward and a step, the next forward must use new weights."""
-    models = [shard(api, Recomputed(*plain())) for _ in range(2)]
+    models = [shard(api, Recomputed(*blocks_and_head())) for _ in range(2)]
     model, reloaded = models
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model(batch(api.rank, 0)) + model(batch(api.rank, 1))).backward()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import Api, batch, grads, plain, scenario, shard
+from behavior import Api, batch, blocks_and_head, grads, scenario, shard
 from torch.utils.checkpoint import checkpoint
 from torch_bugs import MIXED, average, in_bf16, loss_of, take_gradients
 
@@ -72,29 +72,33 @@ def after_a_failure(api: Api, model: nn.Sequential, reference: nn.Sequential) ->
 
 @scenario()
 def batch_skipped(api: Api) -> dict[str, Any]:
-    return after_a_failure(api, shard(api, plain()), plain())
+    return after_a_failure(api, shard(api, blocks_and_head()), blocks_and_head())
 
 
 @scenario()
 def batch_skipped_in_mixed_precision(api: Api) -> dict[str, Any]:
-    return after_a_failure(api, shard(api, plain(), mp_policy=MIXED), in_bf16(plain()))
+    return after_a_failure(
+        api, shard(api, blocks_and_head(), mp_policy=MIXED), in_bf16(blocks_and_head())
+    )
 
 
 @scenario()
 def batch_skipped_without_reshard(api: Api) -> dict[str, Any]:
-    return after_a_failure(api, shard(api, plain(), reshard_after_forward=False), plain())
+    return after_a_failure(
+        api, shard(api, blocks_and_head(), reshard_after_forward=False), blocks_and_head()
+    )
 
 
 @scenario()
 def batch_skipped_with_recomputation(api: Api) -> dict[str, Any]:
-    model = shard(api, recomputing(plain()))
-    return after_a_failure(api, model, recomputing(plain()))
+    model = shard(api, recomputing(blocks_and_head()))
+    return after_a_failure(api, model, recomputing(blocks_and_head()))
 
 
 @scenario()
 def batch_skipped_before_an_evaluation(api: Api) -> dict[str, Any]:
     """The first forward after the failure is an evaluation."""
-    model, reference = shard(api, plain()), plain()
+    model, reference = shard(api, blocks_and_head()), blocks_and_head()
     loss_of(model(batch(api.rank, 0))).backward()
     model.zero_grad()
     skip_batch(model, Trap(model), batch(api.rank, 10))

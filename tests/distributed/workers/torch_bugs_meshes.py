@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import DIM, Api, batch, grads, plain, scenario, shard, weights, whole
+from behavior import DIM, Api, batch, blocks_and_head, full_value, grads, scenario, shard, weights
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -93,7 +93,7 @@ def equal_sizes_in_the_next_microbatch(api: Api) -> Any:
 def every_order_of_use(api: Api) -> Any:
     """B1: several orders of use, with the default and with a custom reduce-scatter."""
     results: dict[str, Any] = {"found": [], "expected": []}
-    if api.ours:
+    if api.is_fsdp_c:
         for uses in USES:
             for sizes in ((4, 4), (3, 6)):
                 for custom in (False, True):
@@ -149,7 +149,7 @@ def replicas_using_different_groups(api: Api) -> dict[str, Any]:
 
     torch hangs here; ``unused_groups_are_reduced`` shows the reason.
     """
-    if not api.ours:
+    if not api.is_fsdp_c:
         return {}
     reference, model = choice(), shard_choice(api, choice(), mesh=replicas(api))
     model.set_reduce_scatter_unused_params(True)
@@ -209,7 +209,7 @@ def columns_alone(api: Api) -> str:
 @scenario(4)
 def columns_between_forward_and_backward(api: Api) -> dict[str, Any]:
     """B4: Shard(1) and a smaller reshard group. torch is skipped, because ranks would hang."""
-    if not api.ours:
+    if not api.is_fsdp_c:
         return {}
     torch.manual_seed(3)
     reference = nn.Sequential(nn.Linear(DIM, 4), nn.Linear(4, 3), nn.Linear(3, 3, bias=False))
@@ -244,7 +244,7 @@ def columns_between_forward_and_backward(api: Api) -> dict[str, Any]:
 @scenario(4)
 def evaluation_on_a_smaller_group(api: Api) -> dict[str, Any]:
     """Between backward and the step, an evaluation leaves shards over pairs of ranks."""
-    reference, model = plain(), shard(api, plain(), reshard_after_forward=2)
+    reference, model = blocks_and_head(), shard(api, blocks_and_head(), reshard_after_forward=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     results: dict[str, Any] = {"found": [], "expected": []}
     for step in range(3):
@@ -260,6 +260,6 @@ def evaluation_on_a_smaller_group(api: Api) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         step_by(reference, average(take_gradients(reference)), lr=0.5)
-    results["found"].append({name: whole(value) for name, value in model.state_dict().items()})
+    results["found"].append({name: full_value(value) for name, value in model.state_dict().items()})
     results["expected"].append(copies(reference))
     return results

@@ -32,8 +32,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
-from fsdp_c import _C, comm_context, param, param_group, state
-from fsdp_c.bind import BOUND
+from fsdp_c import _C
+from fsdp_c._runtime import comm_context, param, param_group, state
+from fsdp_c._runtime.bindings import BOUND_OBJECTS
 
 TIMEOUT_SECONDS = 10
 """Time limit of a program. A longer run counts as a hang."""
@@ -83,8 +84,8 @@ def base_of(obj: Any) -> type | None:
     return next((cls for cls in BASES if isinstance(obj, cls)), None)
 
 
-class EvilError(Exception):
-    """Raised by Evil objects."""
+class ReentrantError(Exception):
+    """Raised by Reentrant objects."""
 
 
 class World:
@@ -94,7 +95,7 @@ class World:
         self.steps = list(steps)
         self.depth = 0
         self.models = models
-        install_evil_hooks(self, models[1])
+        install_reentrant_hooks(self, models[1])
         self.objects: list[Any] = []
         for model in self.models:
             for module in model.modules():
@@ -122,7 +123,7 @@ class World:
             step_function(self, *numbers[1:])
 
     def reenter(self) -> None:
-        """Runs the next step inside the current one. Evil objects call it in every method."""
+        """Runs the next step inside the current one. Reentrant objects call it in every method."""
         if self.depth < MAX_DEPTH and self.steps:
             self.depth += 1
             try:
@@ -144,7 +145,7 @@ class World:
         return value() if callable(value) else value
 
 
-class Evil:
+class Reentrant:
     """Every special method runs the next step of the program, then may raise an exception."""
 
     def __init__(self, world: World, mood: int) -> None:
@@ -155,7 +156,7 @@ class Evil:
         if world is not None:
             world.reenter()
         if self.__dict__["mood"] == 0:
-            raise EvilError
+            raise ReentrantError
         return answer
 
     def __eq__(self, other: object) -> bool:
@@ -195,10 +196,10 @@ class Evil:
         self.act(None)
 
     def __repr__(self) -> str:
-        return str(self.act("Evil"))
+        return str(self.act("Reentrant"))
 
 
-class EvilLinear(nn.Linear):
+class ReentrantLinear(nn.Linear):
     """Runs the next step of the program before and after a parameter is assigned."""
 
     world: Any = None
@@ -221,11 +222,11 @@ def build_model(linear_type: type[nn.Linear]) -> Any:
     return model
 
 
-def install_evil_hooks(world: World, model: Any) -> None:
-    EvilLinear.world = weakref.ref(world)
+def install_reentrant_hooks(world: World, model: Any) -> None:
+    ReentrantLinear.world = weakref.ref(world)
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(Evil(world, 1))
-    model[0].register_forward_hook(Evil(world, 2))
+        parameter.register_post_accumulate_grad_hook(Reentrant(world, 1))
+    model[0].register_forward_hook(Reentrant(world, 2))
 
 
 def allocate(cls: type) -> Any:
@@ -247,10 +248,10 @@ def values_of(world: World) -> list[Any]:
         lambda: torch.ones(4, device="meta"), lambda: torch.ones(2, 2).to_sparse(),
         lambda: torch.ones(4, dtype=torch.int64), lambda: torch.ones(8)[::2],
         lambda: torch.ones(1).expand(4), lambda: nn.Parameter(torch.ones(2, 2)),
-        lambda: Evil(world, 0), lambda: Evil(world, 1), lambda: Evil(world, 2),
-        lambda: [Evil(world, 1)], lambda: (Evil(world, 1), "weight"),
-        lambda: [(Evil(world, 1), "weight"), (Evil(world, 1), "bias")],
-        lambda: {Evil(world, 1): 1}, lambda: list(world.models[0].parameters()),
+        lambda: Reentrant(world, 0), lambda: Reentrant(world, 1), lambda: Reentrant(world, 2),
+        lambda: [Reentrant(world, 1)], lambda: (Reentrant(world, 1), "weight"),
+        lambda: [(Reentrant(world, 1), "weight"), (Reentrant(world, 1), "bias")],
+        lambda: {Reentrant(world, 1): 1}, lambda: list(world.models[0].parameters()),
     ]  # fmt: skip
 
 
@@ -311,8 +312,8 @@ def function(world: World, index: int, *numbers: int) -> None:
 
 
 def bind(world: World, index: int, value: int, *unused: int) -> None:
-    names = sorted(BOUND)
-    _C.bind(**{**BOUND, names[index % len(names)]: world.value(value)})
+    names = sorted(BOUND_OBJECTS)
+    _C.bind(**{**BOUND_OBJECTS, names[index % len(names)]: world.value(value)})
 
 
 def new(world: World, index: int, *unused: int) -> None:
@@ -324,7 +325,7 @@ def drop(world: World, index: int, *unused: int) -> None:
         world.objects.pop(index % len(world.objects))
 
 
-def forget(world: World, *unused: int) -> None:
+def drop_most(world: World, *unused: int) -> None:
     """Drops all models but one and all objects but the last 12."""
     world.models = world.models[:1]
     world.objects = world.objects[-12:]
@@ -360,7 +361,7 @@ def reset(world: World, index: int, *unused: int) -> None:
 
 STEPS = (
     *(get, put, put, put, remove, call, call, call, initialize, function, bind, new, drop),
-    *(forget, clear, collect, forward, forward, reset),
+    *(drop_most, clear, collect, forward, forward, reset),
 )
 
 
@@ -378,7 +379,7 @@ def run_in_fork(steps: list[tuple[int, ...]], log: Any) -> int:
         signal.alarm(TIMEOUT_SECONDS)
         world = World(steps, MODELS)
         world.run()
-        _C.bind(**BOUND)
+        _C.bind(**BOUND_OBJECTS)
         MODELS.clear()
         del world
         gc.collect()
@@ -436,7 +437,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     gc.collect()
     gc.freeze()  # collections in the forked processes skip the objects that exist here
-    MODELS.extend(build_model(linear_type) for linear_type in (nn.Linear, EvilLinear))
+    MODELS.extend(build_model(linear_type) for linear_type in (nn.Linear, ReentrantLinear))
     with tempfile.TemporaryFile("w+") as log:
         explore(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None, log)
 

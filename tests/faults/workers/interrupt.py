@@ -19,23 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from behaviour import Api, differences, shard, train
-from behaviour import plain as blocks_and_head
+from behavior import Api, blocks_and_head, differences, shard, train
 
 LIMIT = 30.0
 """Seconds after which rank 1 joins although rank 0 has not reset: only a failure takes as long."""
-UNSEEN = 1.0
-"""The same under torch, where rank 0 sees the signal only after rank 1 has joined."""
+TORCH_LIMIT = 1.0
+"""The same under torch, where rank 0 handles the signal only after rank 1 has joined."""
 BLOCKED = 20
-"""Consecutive looks, 10 ms apart, in which a thread that is asleep counts as blocked."""
+"""Consecutive readings, 10 ms apart, in which a thread that is asleep counts as blocked."""
 
 
-class Left(Exception):
+class LateRankLeaves(Exception):
     """How rank 1 leaves its step, right after the collective."""
 
 
 def leave(*unused: Any) -> None:
-    raise Left
+    raise LateRankLeaves
 
 
 class Case:
@@ -135,17 +134,17 @@ def fill_memory(model: nn.Module) -> list[torch.Tensor]:
 
 
 def recover(api: Api, case: Case, found: dict[str, Any], exchange: Exchange) -> None:
-    """Resets, and looks at what the abandoned collective does to memory when its peer joins."""
+    """Resets the model, then checks memory after the peer has joined the abandoned collective."""
     model = case.model
     model.reset_iter_state()
     model.zero_grad()
     if api.rank == 0:
-        exchange.tell("reset")
-    if not api.ours or api.rank != 0:
+        exchange.set("reset")
+    if not api.is_fsdp_c or api.rank != 0:
         dist.barrier()
         return
     context = model._get_fsdp_state()._comm_ctx
-    found["parked"] = context.deferred_collectives
+    found["pending"] = context.deferred_collectives
     filled = fill_memory(model)
     dist.barrier()  # the late rank has been through the collective
     found["overwritten"] = sum(not bool((tensor == -77.0).all()) for tensor in filled)
@@ -160,11 +159,11 @@ class Exchange:
         self._number = next(self._numbers)
         self._store = dist.distributed_c10d._get_default_store()
 
-    def tell(self, event: str) -> None:
+    def set(self, event: str) -> None:
         self._store.set(f"{event} {self._number}", "")
 
     def wait(self, event: str, seconds: float = LIMIT) -> bool:
-        """Whether the other rank tells this event within the limit."""
+        """Returns whether the other rank sets the event within the limit."""
         try:
             self._store.wait([f"{event} {self._number}"], timedelta(seconds=seconds))
         except RuntimeError:  # the store's time limit
@@ -173,7 +172,7 @@ class Exchange:
 
 
 def wait_until_blocked(pid: int) -> None:
-    """Returns when the main thread of ``pid`` has been asleep in BLOCKED consecutive looks."""
+    """Returns when the main thread of ``pid`` has been asleep in BLOCKED consecutive readings."""
     asleep = 0
     while asleep < BLOCKED:
         state = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -186,19 +185,19 @@ def signal_and_join(
 ) -> dict[str, bool]:
     """The other rank's part: signals the one that waits, and joins it after that has reset.
 
-    Returns whether it saw the signal, and whether it reset, before this rank joined.
+    Returns whether it handled the signal, and whether it reset, before this rank joined.
     """
     exchange.wait("waiting")
     wait_until_blocked(waiting)
     os.kill(waiting, number)
-    found = {event: exchange.wait(event, seconds) for event in ("seen", "reset")}
-    with contextlib.suppress(Left):
+    found = {event: exchange.wait(event, seconds) for event in ("handled", "reset")}
+    with contextlib.suppress(LateRankLeaves):
         case.late()
     return found
 
 
 def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
-    """One case: rank 1 finds whether rank 0 saw the signal and reset before rank 1 joined."""
+    """One case: rank 1 checks whether rank 0 handled the signal and reset before rank 1 joined."""
     expected = train(make(api).model, api.rank, 2)
     case = make(api)
     if isinstance(case, Handle):
@@ -210,18 +209,20 @@ def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[s
     dist.barrier()
     if api.rank == 0:
         try:
-            exchange.tell("waiting")
+            exchange.set("waiting")
             case.wait_in()
         except KeyboardInterrupt:
             found["interrupted"] = True
-            exchange.tell("seen")
+            exchange.set("handled")
     else:
-        seconds = LIMIT if api.ours else UNSEEN
+        seconds = LIMIT if api.is_fsdp_c else TORCH_LIMIT
         found |= signal_and_join(case, peers[0], signal.SIGINT, exchange, seconds)
     recover(api, case, found, exchange)
-    found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
-    if api.ours:
-        found["parked in the end"] = case.model._get_fsdp_state()._comm_ctx.deferred_collectives
+    found["equal to a run without signal"] = (
+        differences(expected, train(case.model, api.rank, 2)) == []
+    )
+    if api.is_fsdp_c:
+        found["pending at the end"] = case.model._get_fsdp_state()._comm_ctx.deferred_collectives
     return found
 
 
@@ -235,14 +236,14 @@ def reset_by_handler(api: Api, make: Callable[..., Case], peers: list[int]) -> d
     dist.barrier()
 
     def reset(*unused: Any) -> None:
-        exchange.tell("seen")
+        exchange.set("handled")
         case.model.reset_iter_state()
-        exchange.tell("reset")
+        exchange.set("reset")
 
     if api.rank == 0:
         before = signal.signal(signal.SIGUSR1, reset)
         try:
-            exchange.tell("waiting")
+            exchange.set("waiting")
             case.wait_in()
         except RuntimeError as error:
             found["error"] = str(error)
@@ -250,16 +251,18 @@ def reset_by_handler(api: Api, make: Callable[..., Case], peers: list[int]) -> d
     else:
         found |= signal_and_join(case, peers[0], signal.SIGUSR1, exchange, LIMIT)
     recover(api, case, found, exchange)
-    found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
+    found["equal to a run without signal"] = (
+        differences(expected, train(case.model, api.rank, 2)) == []
+    )
     return found
 
 
 def interrupt_all(rank: int, world: int, name: str) -> dict[str, dict[str, Any]]:
-    """Every case; ours also with handlers that reset (``handler: case``)."""
+    """Every case; fsdp_c also with handlers that reset (``handler: case``)."""
     api = Api(name, rank, world, Path())
     peers: list[Any] = [None] * world
     dist.all_gather_object(peers, os.getpid())
     found = {title: interrupted(api, make, peers) for title, make in CASES.items()}
-    for title in HANDLED if api.ours else []:
+    for title in HANDLED if api.is_fsdp_c else []:
         found[f"handler: {title}"] = reset_by_handler(api, CASES[title], peers)
     return found

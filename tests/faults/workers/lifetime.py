@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from behaviour import Api, shard, train
-from behaviour import plain as blocks_and_head
+from behavior import Api, blocks_and_head, shard, train
 from interrupt import CASES, wait_until_blocked
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -30,27 +30,27 @@ class UserError(Exception):
 class Block(nn.Module):
     """Linear, norm, and a fault that can be raised in forward or in backward."""
 
-    def __init__(self, bomb: Bomb) -> None:
+    def __init__(self, user_fault: UserFault) -> None:
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
         self.norm = nn.LayerNorm(DIM)
-        self.bomb = bomb
+        self.user_fault = user_fault
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.bomb.tick()
+        self.user_fault.count_call()
         y = self.norm(self.linear(x)).relu()
         if y.requires_grad:
-            y.register_hook(self.bomb.tick)
+            y.register_hook(self.user_fault.count_call)
         return x + y
 
 
-class Bomb:
-    """Raises UserError at the n-th call of ``tick``. ``left`` holds n; 0 disables it."""
+class UserFault:
+    """Raises UserError at the n-th call of ``count_call``. ``left`` holds n; 0 disables it."""
 
     def __init__(self) -> None:
         self.left = 0
 
-    def tick(self, *unused: Any) -> None:
+    def count_call(self, *unused: Any) -> None:
         if self.left > 0:
             self.left -= 1
             if self.left == 0:
@@ -61,21 +61,21 @@ Reshard = bool | None | Literal["replicate"]
 """Values of reshard_after_forward, or "replicate": DDP mode with several small buckets."""
 
 
-def build(mixed: bool, reshard: Reshard) -> tuple[nn.Module, Bomb]:
+def build(mixed: bool, reshard: Reshard) -> tuple[nn.Module, UserFault]:
     torch.manual_seed(0)
-    bomb = Bomb()
-    model = nn.Sequential(*(Block(bomb) for _ in range(3)), nn.Linear(DIM, 3))
+    user_fault = UserFault()
+    model = nn.Sequential(*(Block(user_fault) for _ in range(3)), nn.Linear(DIM, 3))
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if mixed
         else MixedPrecisionPolicy()
     )
     if reshard == "replicate":
-        return replicate(model, mp_policy=policy, bucket_cap_mb=100 / 2**20), bomb
+        return replicate(model, mp_policy=policy, bucket_cap_mb=100 / 2**20), user_fault
     for block in list(model)[:3]:
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
-    return model, bomb
+    return model, user_fault
 
 
 def batch(rank: int, step: int, part: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Trainer:
     def __init__(self, rank: int, mixed: bool, accumulate: bool, reshard: Reshard) -> None:
         self.rank = rank
         self.parts = 2 if accumulate else 1
-        self.model, self.bomb = build(mixed, reshard)
+        self.model, self.user_fault = build(mixed, reshard)
         self.train_step(0)  # runs lazy initialization and the allocations of the first step
         self.model.zero_grad()
         self.start = [local(p) for p in self.model.parameters()]
@@ -111,7 +111,7 @@ class Trainer:
 
     def recover(self) -> None:
         _C._testing.fault_arm(0)
-        self.bomb.left = 0
+        self.user_fault.left = 0
         self.model.reset_iter_state()
         self.model.set_requires_gradient_sync(True)
         self.model.set_is_last_backward(True)
@@ -136,7 +136,7 @@ class Trainer:
                 try:
                     losses = self.train_step(step)
                     _C._testing.fault_arm(0)
-                    self.bomb.left = 0
+                    self.user_fault.left = 0
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
                     self.recover()
@@ -167,7 +167,7 @@ def points(
         if kind == "boundary":
             yield n, lambda n=n: _C._testing.fault_arm(n)
         else:
-            yield n, lambda n=n: setattr(trainer.bomb, "left", n)
+            yield n, lambda n=n: setattr(trainer.user_fault, "left", n)
 
 
 def sweep(

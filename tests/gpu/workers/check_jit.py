@@ -28,9 +28,9 @@ TRAININGS = ("mixed", "uneven", "second_dim", "hsdp_mixed", "offload")
 
 def compile_kernels(device: torch.device) -> tuple[Backend, int]:
     """Compiles the kernels for this device through fsdp_c.jit."""
-    from fsdp_c import jit
+    from fsdp_c._runtime import jit
 
-    return kernel_library.jit(*jit.kernels_for(device))
+    return kernel_library.jit(*jit.build_kernels(device))
 
 
 @contextlib.contextmanager

@@ -33,17 +33,17 @@ class Memory:
     def __init__(self, size: int) -> None:
         self.library = kernel_library.load()
         self.size = size
-        self.address = self.library.visit_allocate(_c_size(max(size, 1)))
+        self.address = self.library.device_allocate(_c_size(max(size, 1)))
         if not self.address:
             raise MemoryError(f"device allocation of {size} bytes failed")
 
     def write(self, data: Any, runs: list[Run]) -> None:
         for offset, size in runs:
-            self._copy("visit_to_device", self.address + offset, data.ctypes.data + offset, size)
+            self._copy("copy_to_device", self.address + offset, data.ctypes.data + offset, size)
 
     def read(self, data: Any, runs: list[Run]) -> None:
         for offset, size in runs:
-            self._copy("visit_to_host", data.ctypes.data + offset, self.address + offset, size)
+            self._copy("copy_to_host", data.ctypes.data + offset, self.address + offset, size)
 
     def _copy(self, name: str, destination: int, source: int, size: int) -> None:
         if size and getattr(self.library, name)(
@@ -52,7 +52,7 @@ class Memory:
             raise RuntimeError(f"{name} failed; the cause may be an earlier launch")
 
     def free(self) -> None:
-        self.library.visit_free(_pointer(self.address))
+        self.library.device_free(_pointer(self.address))
 
 
 def _pointer(address: int) -> Any:
@@ -95,7 +95,7 @@ def actual(case: Case, bare: bool, kernels: Backend | None = None) -> Any:
         source.write(case.source, [(0, len(case.source))])
         target.write(result, whole)
     case.launch(kernels or kernel_library.cuda(), source.address, target.address)
-    if kernel_library.load().visit_synchronize():
+    if kernel_library.load().device_synchronize():
         raise RuntimeError(f"{case.name}: the launch failed")
     target.read(result, case.written if bare else whole)
     source.free()

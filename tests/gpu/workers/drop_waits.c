@@ -12,7 +12,7 @@ typedef int (*wait_function)(void *stream, void *event, unsigned int flags);
 
 enum { DEPTH = 32 };
 
-static long waits;         /* calls of the extension since visit_drop() */
+static long waits;         /* calls of the extension since drop_wait() */
 static long dropped = -1;  /* index of the call to drop; -1: none */
 static uintptr_t from, to; /* address range of the extension */
 
@@ -57,13 +57,13 @@ static wait_function real_wait(void) {
 }
 
 /* Resets the counter. The n-th wait from now on is dropped; -1: none. */
-void visit_drop(long n) {
+void drop_wait(long n) {
     waits = 0;
     dropped = n;
     dl_iterate_phdr(&find_extension, NULL);
 }
 
-long visit_waits(void) {
+long count_waits(void) {
     return waits;
 }
 

@@ -47,7 +47,8 @@ def main() -> None:
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
         "nvcc": (output("nvcc", "--version").splitlines() or ["?"])[-1],
-        "commit": os.environ.get("VISIT_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
+        "commit": os.environ.get("GPU_CHECK_COMMIT")
+        or output("git", "rev-parse", "--short", "HEAD"),
         "python_h": Path(sysconfig.get_paths()["include"], "Python.h").exists(),
         "tools": {name: shutil.which(name) for name in TOOLS},
         "packages": {name: importlib.util.find_spec(name) is not None for name in PACKAGES},

@@ -125,7 +125,7 @@ def _commands(target: Path) -> list[list[str]]:
         options = [f"-arch={ARCH}", "-Xcompiler", "-fPIC"]
         cuda = ["nvcc", "-shared", "-O3", "-DNDEBUG", "-lineinfo", *options]
     else:
-        fake = ["-Wno-unknown-pragmas", f"-I{ROOT}/tests/c/fake_cuda", "-DVISIT_ON_HOST"]
+        fake = ["-Wno-unknown-pragmas", f"-I{ROOT}/tests/c/fake_cuda", "-DGPU_CHECK_ON_HOST"]
         cuda = ["g++", "-shared", "-O1", "-fPIC", *fake, "-x", "c++"]
     include = f"-I{ROOT}/csrc"
     linked = [str(cpu)] if ON_CUDA else ["-x", "none", str(cpu)]
@@ -154,7 +154,7 @@ def library() -> Path:
 @functools.cache
 def load() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library()))
-    loaded.visit_allocate.restype = ctypes.c_void_p
+    loaded.device_allocate.restype = ctypes.c_void_p
     for function in (loaded.fck_cpu, loaded.fck_cuda, loaded.fck_jit):
         function.restype = ctypes.c_void_p
     return loaded
@@ -172,7 +172,7 @@ def cuda() -> Backend:
 
 def jit(launch: int, moves: int, casts: int) -> tuple[Backend, int]:
     """Returns a Backend of kernels that NVRTC compiled, and the address of its fck_backend. The
-    arguments are those that ``fsdp_c.jit.load`` returns."""
+    arguments are those that ``fsdp_c._runtime.jit.load`` returns."""
     pointers = (ctypes.c_void_p(address) for address in (launch, moves, casts))
     address = load().fck_jit(*pointers)
     return Backend(address), address

@@ -1,4 +1,4 @@
-"""The device of a visit, and the result of a step: PASS, FAIL or SKIP with one line and numbers."""
+"""The check's device, and the result of a step: PASS, FAIL or SKIP with a line and numbers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILT = ROOT / "build/gpu"
-DEVICE = os.environ.get("VISIT_DEVICE", "cuda")
+DEVICE = os.environ.get("GPU_CHECK_DEVICE", "cuda")
 """Device type: cuda, sim (tests/accelerator) or cpu."""
 
 ON_CUDA = DEVICE == "cuda"
 SKIPPED = 77
 """Exit status of a skipped step."""
 
-# visit.sh sends SIGTERM at the time limit; the handler prints the stacks of all threads.
+# gpu_check.sh sends SIGTERM at the time limit; the handler prints the stacks of all threads.
 faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 
 def _wait_for_gloo_threads() -> None:
     """Waits for gloo's threads: a thread that requests the GIL during shutdown aborts Python."""
-    runpy.run_path(str(ROOT / "fsdp_c/ending.py"))["wait_for_threads"]()
+    runpy.run_path(str(ROOT / "fsdp_c/_compat/shutdown.py"))["wait_for_threads"]()
 
 
 def _write(line: str, figures: dict[str, Any]) -> None:
-    """Prints the result, and writes it for summary.py if visit.sh runs the step."""
+    """Prints the result, and writes it for summary.py if gpu_check.sh runs the step."""
     print(json.dumps(figures, indent=1, default=str))
     print(line, flush=True)
-    if "VISIT_WORK" in os.environ:
-        path = Path(os.environ["VISIT_WORK"], f"{os.environ['VISIT_STEP']}.json")
+    if "GPU_CHECK_WORK" in os.environ:
+        path = Path(os.environ["GPU_CHECK_WORK"], f"{os.environ['GPU_CHECK_STEP']}.json")
         path.write_text(json.dumps({"line": line, "figures": figures}, default=str))
 
 
@@ -52,14 +52,14 @@ def skip(reason: str) -> NoReturn:
 
 
 def out_file(name: str) -> Path:
-    """Returns the path of a file in OUT, the folder that is kept after the visit."""
+    """Returns the path of a file in OUT, the folder that is kept after the run."""
     folder = Path(os.environ.get("OUT", BUILT / "out"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder / name
 
 
 def start_device() -> Any:
-    """Initializes the device of the visit and returns it as a torch.device."""
+    """Initializes the device of the GPU check and returns it as a torch.device."""
     import torch
 
     if DEVICE == "sim":

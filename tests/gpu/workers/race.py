@@ -44,7 +44,7 @@ def run(name: str, stage: Stage, seed: int) -> tuple[str, list[str]]:
     loop_group.DELAYS.seed(seed)
     device = simulated()
     if device is not None:
-        device.forget()
+        device.reset()
     try:
         digest = variants.digest(variants.VARIANTS[name](stage))
     except Exception as error:

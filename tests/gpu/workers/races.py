@@ -2,7 +2,7 @@
 
 One process trains as rank 0 of eight (loop_group.py). On CUDA several processes share the device,
 each with some of the seeds. The simulated device checks the order of all accesses itself, so one
-seed is enough. dropped.py runs the negative controls.
+seed is enough. dropped_waits.py runs the negative controls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import dropped
+import dropped_waits
 import loop_group
 import race
 import variants
@@ -37,7 +37,7 @@ class Part:
 
     def __init__(self, file: Path, script: str, *arguments: str) -> None:
         self.file = file
-        env = dropped.environment() if script == "dropped.py" else None
+        env = dropped_waits.environment() if script == "dropped_waits.py" else None
         command = [sys.executable, str(WORKERS / script), *arguments]
         self.process = subprocess.Popen(command, env=env)
 
@@ -54,7 +54,7 @@ def start_race(folder: Path, implementation: str, seeds: list[int], seconds: flo
 
 def start_controls(folder: Path, seconds: float) -> Part:
     file = folder / "controls.json"
-    return Part(file, "dropped.py", str(file), "--seconds", str(seconds))
+    return Part(file, "dropped_waits.py", str(file), "--seconds", str(seconds))
 
 
 Digests = dict[str, dict[str, dict[str, str]]]
@@ -151,7 +151,7 @@ def run_in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str],
         for implementation in IMPLEMENTATIONS
     ]
     digests, failures = merge_results(results)
-    return digests, failures, dropped.controls(device, deadline) if DEVICE != "cpu" else {}
+    return digests, failures, dropped_waits.controls(device, deadline) if DEVICE != "cpu" else {}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Adds a step to a visit's summary: summary.py STEP STATUS LIMIT BEGIN, or --end SECONDS."""
+"""Adds a step to the check's summary: summary.py STEP STATUS LIMIT BEGIN, or --end SECONDS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG_CHARACTERS = 20_000
 STACK = re.compile(r"(Current thread|Thread) 0x|  File |Extension modules: ")
 """Matches stack lines that a step prints when it is stopped."""
 
-OUT, WORK = Path(os.environ["OUT"]), Path(os.environ["VISIT_WORK"])
+OUT, WORK = Path(os.environ["OUT"]), Path(os.environ["GPU_CHECK_WORK"])
 
 
 def read_json(path: Path, default: Any) -> Any:

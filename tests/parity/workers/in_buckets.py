@@ -1,4 +1,4 @@
-"""fsdp_c with one gradient per bucket: ``FSDP_C_PARITY_OURS=in_buckets:fully_shard``."""
+"""fsdp_c with one gradient per bucket: ``FSDP_C_PARITY_IMPLEMENTATION=in_buckets:fully_shard``."""
 
 from __future__ import annotations
 

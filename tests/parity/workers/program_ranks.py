@@ -143,7 +143,7 @@ def run_rank(
 
     import torch
     import torch.distributed as dist
-    from behaviour import Api
+    from behavior import Api
     from program_world import World, run_operation
     from programs import OPERATIONS, unpack_arguments
 

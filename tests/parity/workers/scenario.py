@@ -40,11 +40,11 @@ def run_setting(
     fully_shard: FullyShard,
     meshes: Meshes,
     recorder: Recorder,
-    ours: bool,
+    is_under_test: bool,
 ) -> None:
     """Runs one setting. An exception becomes the last entry of ``recorder``."""
     try:
-        Script(setting, fully_shard, meshes, recorder, ours).run()
+        Script(setting, fully_shard, meshes, recorder, is_under_test).run()
     except Exception as error:
         recorder.entries.append(error_entry(error))
 
@@ -58,19 +58,19 @@ class Script:
         fully_shard: FullyShard,
         meshes: Meshes,
         recorder: Recorder,
-        ours: bool,
+        is_under_test: bool,
     ) -> None:
         self.setting = setting
         self.builder = Builder(setting, fully_shard, meshes, recorder)
         self.data_rank = meshes.data_rank(setting.mesh)
         self.recorder = recorder
-        self.ours = ours
+        self.is_under_test = is_under_test
 
     def run(self) -> None:
         self._start(SEED, meta=self.setting.state == "meta")
         self._record_parameters("initial")
         for step in range(STEPS):
-            if self.ours and self.setting.perturb and step == STEPS - 1:
+            if self.is_under_test and self.setting.perturb and step == STEPS - 1:
                 with torch.no_grad():
                     local_part(next(self.model.parameters())).add_(self.setting.perturb)
             self._change_settings(step)

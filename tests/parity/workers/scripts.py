@@ -1,7 +1,7 @@
 """Scripts: unusual user code around FSDP2, run on two ranks over small models.
 
 A module ``scripts_*.py`` defines functions marked ``@script()``. Each takes a ``Script`` and
-returns its results. All scripts run in one launch per implementation (``behaviour.py``). A script
+returns its results. All scripts run in one launch per implementation (``behavior.py``). A script
 marked ``wide`` also runs as ``name_wide``, over parameters that are large enough to form their own
 chunks.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import DIM, Api, Raised, scenario
+from behavior import DIM, Api, Raised, scenario
 
 MODULES = (
     "scripts_autograd",

@@ -2,7 +2,7 @@
 
 Every field of ``Setting`` is one dimension of the grid; its default is the plain case. The first
 part of the fields is FSDP2's core (the basic grid, grid.py), the second part the rest of its
-surface (wide.py). surface.py maps values to the features that they need.
+surface (wide.py). feature_support.py maps values to the features that they need.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``generate_wide`` returns pairs of a launch and a setting. The anchors come first, each with one
 non-plain value. Random combinations with the basic grid's dimensions follow. All settings use
-supported features only (surface.py).
+supported features only (feature_support.py).
 
 Where torch is wrong, results cannot be compared. ``_without_torch_bugs`` removes such values and
 gives the reason for each; other tests cover fsdp_c's behavior there.
@@ -15,11 +15,11 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from feature_support import features_of
 from grid import MIXED, MIXED_FIELDS, random_setting, repaired
 from meshes import has_tensor_dim, is_hsdp, is_spmd
 from models_wide import WIDE_FAMILIES
 from setting import WIDE_SCHEDULES, Launch, Setting
-from surface import needed
 
 Placed = tuple[Launch, Setting]
 
@@ -60,18 +60,18 @@ EXTRAS: dict[str, tuple[Any, ...]] = {
     "async_op": (True,),
     "keep_sharded": (True,),
     "optim_event": (True,),
-    "extension": ("one", "five"),
+    "extension": ("one argument", "five arguments"),
     "inference": (True,),
 }
 
 
 def generate_wide(seed: int, count: int, features: frozenset[str]) -> list[Placed]:
     """Returns the first ``count`` settings whose features are all in ``features``."""
-    settings = dict.fromkeys(placed for placed in _anchors() if needed(placed[1]) <= features)
+    settings = dict.fromkeys(placed for placed in _anchors() if features_of(placed[1]) <= features)
     rng = random.Random(seed)
     while len(settings) < count:
         placed = _random(rng)
-        if needed(placed[1]) <= features:
+        if features_of(placed[1]) <= features:
             settings[placed] = None
     return list(settings)[:count]
 

@@ -1,5 +1,5 @@
 """fsdp_c with torch's foreach operations instead of its own kernels, as on unsupported devices:
-``FSDP_C_PARITY_OURS=without_kernels:fully_shard``."""
+``FSDP_C_PARITY_IMPLEMENTATION=without_kernels:fully_shard``."""
 
 from __future__ import annotations
 

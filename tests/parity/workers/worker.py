@@ -44,7 +44,7 @@ def run_grid(
     settings: list[Setting],
     launch: Launch,
     folder: Path,
-    ours: bool,
+    is_under_test: bool,
     max_crashes: int = MAX_CRASHES,
     collective_seconds: float = COLLECTIVE_SECONDS,
     target: Callable[..., float] | None = None,
@@ -64,7 +64,7 @@ def run_grid(
     launches = crashes = 0
     world_size = launch.world_size
     while len(results) < len(settings):
-        launch_folder = folder / f"{implementation}_{launch}_{ours}_{launches}"
+        launch_folder = folder / f"{implementation}_{launch}_{is_under_test}_{launches}"
         launch_folder.mkdir(parents=True)
         remaining = settings[len(results) :]
         crash: Entry | None = None
@@ -72,7 +72,7 @@ def run_grid(
             run_ranks(
                 target or (run_on_threads if launch.threads else run_on_processes),
                 1 if launch.threads else world_size,
-                (world_size, implementation, remaining, str(launch_folder), ours),
+                (world_size, implementation, remaining, str(launch_folder), is_under_test),
                 timeout=2 * SETTING_SECONDS + 10.0 * len(remaining),
                 collective_timeout=collective_seconds,
                 env=(env or {}) | (SAME_BITS_ANYWHERE if launch.threads else {}),
@@ -116,7 +116,7 @@ def run_on_processes(
     implementation: str,
     settings: list[Setting],
     folder: str,
-    ours: bool,
+    is_under_test: bool,
 ) -> float:
     """Runs every setting on one process, each with new models. Returns the seconds taken."""
     begin = time.perf_counter()
@@ -131,7 +131,7 @@ def run_on_processes(
     with recorded_collectives() as collective_recorder:
         runner = _Rank(
             load_implementation(implementation),
-            ours,
+            is_under_test,
             collective_recorder,
             compare_endings,
             threads=False,
@@ -147,7 +147,7 @@ def run_on_threads(
     implementation: str,
     settings: list[Setting],
     folder: str,
-    ours: bool,
+    is_under_test: bool,
 ) -> float:
     """As ``run_on_processes``, with all ranks as threads of this process."""
     import thread_ranks
@@ -168,7 +168,9 @@ def run_on_threads(
     with thread_ranks.recorded_methods() as collective_recorder:
 
         def run(rank: int) -> None:
-            runner = _Rank(fully_shard, ours, collective_recorder, compare_endings, threads=True)
+            runner = _Rank(
+                fully_shard, is_under_test, collective_recorder, compare_endings, threads=True
+            )
             runner.run(settings, Path(folder) / f"{rank}.records")
 
         thread_ranks.run_threads(world_size, run)
@@ -184,13 +186,13 @@ class _Rank:
     def __init__(
         self,
         fully_shard: FullyShard,
-        ours: bool,
+        is_under_test: bool,
         collective_recorder: CollectiveRecorder,
         compare_endings: Callable[[int, str], bool],
         threads: bool,
     ) -> None:
         self.fully_shard = fully_shard
-        self.ours = ours
+        self.is_under_test = is_under_test
         self.collective_recorder = collective_recorder
         self.compare_endings = compare_endings
         self.threads = threads
@@ -219,7 +221,7 @@ class _Rank:
         self.collective_recorder.recorder = recorder
         faulthandler.dump_traceback_later(SETTING_SECONDS, exit=True)
         try:
-            run_setting(setting, self.fully_shard, meshes, recorder, self.ours)
+            run_setting(setting, self.fully_shard, meshes, recorder, self.is_under_test)
         except SystemExit as stopped:  # raised in a threaded group after another rank failed
             recorder.record("error", str(stopped))
         finally:

@@ -1,0 +1,1 @@
+"""Parts of ``fsdp_c/auto_shard.py``."""

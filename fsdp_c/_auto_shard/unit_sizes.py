@@ -1,0 +1,166 @@
+"""Splits units that use too much memory, and combines small neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .._runtime.mixed_precision import get_reduce_dtype
+from .budget import count_padded_elements, split_unit
+from .unit import Unit
+
+
+def split_large_units(
+    units: list[Unit],
+    max_transient: int,
+    ranks: int,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    names: dict[nn.Module, str],
+) -> list[Unit]:
+    """Returns ``units``, and splits units that would temporarily use over ``max_transient`` bytes.
+
+    A unit that cannot be split stays as large as it is.
+    """
+    result: list[Unit] = []
+    taken = {module for unit in units for module in unit.modules}
+    for unit in units:
+        inside = {m for module in unit.modules for m in module.modules()}
+        policy = unit.kwargs.get("mp_policy")
+        params = {p for module in unit.modules for p in module.parameters()}
+        budget = max(1, int(max_transient / _estimate_transient_per_byte(params, policy, ranks)))
+        others = ((taken - set(unit.modules)) & inside) | ignored_modules
+        parts = split_unit(unit.modules, budget, others, ignored_params, policy, ranks)
+        result += [
+            replace(unit, modules=part, names=tuple(names[m] for m in part), regathers=True)
+            for part in parts
+        ]
+        result.append(unit)
+    return result
+
+
+def check_unit_sizes(
+    owned: Mapping[Unit, Collection[nn.Parameter]], max_transient: int, ranks: int
+) -> None:
+    """Refuses units that temporarily use more than ``max_transient`` bytes.
+
+    Raises:
+        ValueError: A unit exceeds the bound. The message names it and its largest parameter.
+    """
+    for unit, params in owned.items():
+        needed = count_transient_bytes(params, unit.kwargs.get("mp_policy"), ranks)
+        if needed > max_transient:
+            largest = max(params, key=lambda param: param.numel())
+            name = next(n for m in unit.modules for n, p in m.named_parameters() if p is largest)
+            raise ValueError(
+                f"max_transient={max_transient} is too small for the unit {unit}, which cannot be "
+                f"divided: it needs {needed} bytes for a while, for '{name}' "
+                f"{tuple(largest.shape)} most of them"
+            )
+
+
+def count_transient_bytes(params: Iterable[nn.Parameter], mp_policy: Any, ranks: int) -> int:
+    """Returns the most bytes that a unit of ``params`` temporarily uses beyond its shard."""
+    gathered, rows, whole = 0, 0, 0
+    for param in params:
+        computed = get_compute_dtype(param, mp_policy)
+        elements = count_padded_elements(param, ranks)
+        gathered += elements * computed.itemsize
+        if param.requires_grad:
+            rows += elements * _get_reduce_dtype(param, computed, mp_policy).itemsize
+            whole += param.numel() * computed.itemsize
+    return max(2 * gathered, whole + rows + rows // ranks)
+
+
+def _get_reduce_dtype(param: nn.Parameter, computed: torch.dtype, mp_policy: Any) -> torch.dtype:
+    dtype = get_reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
+    return dtype or computed
+
+
+def get_compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
+    dtype = getattr(mp_policy, "param_dtype", None)
+    return dtype if dtype is not None and param.is_floating_point() else param.dtype
+
+
+def _estimate_transient_per_byte(
+    params: Collection[nn.Parameter], mp_policy: Any, ranks: int
+) -> float:
+    """Returns the temporary bytes of a unit per byte that it gathers.
+
+    They are the larger of parameters with gather buffer, and gradients with reduction buffers.
+    """
+    reduced = 0.0
+    for param in params:
+        computed = get_compute_dtype(param, mp_policy)
+        row = _get_reduce_dtype(param, computed, mp_policy).itemsize
+        if param.requires_grad:
+            reduced = max(reduced, 1 + row * (1 + 1 / ranks) / computed.itemsize)
+    return max(2.0, reduced)
+
+
+def join_small_units(
+    units: Iterable[Unit],
+    owned: Mapping[Unit, Collection[nn.Parameter]],
+    smallest: int,
+    max_transient: int | None,
+    ranks: int,
+) -> list[Unit]:
+    """Returns ``units`` in order, with small neighbors combined to units of ``smallest`` bytes.
+
+    A combined unit gathers at least ``smallest`` bytes, unless it would use more than
+    ``max_transient`` bytes temporarily. The reason is the fixed cost of a collective, tens of
+    microseconds, which each small layer pays three times a step.
+
+    Neighbors are consecutive children of one parent with equal arguments. The root and units of
+    several modules are not combined.
+    """
+    result: list[Unit] = []
+    waiting: dict[str, list[Unit]] = {}
+
+    def gathered(unit: Unit) -> int:
+        policy = unit.kwargs.get("mp_policy")
+        return sum(p.numel() * get_compute_dtype(p, policy).itemsize for p in owned[unit])
+
+    def fit(parent: str, unit: Unit) -> bool:
+        params = [param for member in (*waiting[parent], unit) for param in owned[member]]
+        needed = count_transient_bytes(params, unit.kwargs.get("mp_policy"), ranks)
+        return max_transient is None or needed <= max_transient
+
+    def close(parent: str) -> None:
+        group = waiting.pop(parent, [])
+        if group:
+            result.append(_join_units(group))
+
+    for unit in units:
+        parent = unit.names[0].rpartition(".")[0]
+        size = gathered(unit)
+        if len(unit.modules) > 1 or unit.names == ("",) or size >= smallest:
+            close(parent)
+            result.append(unit)
+            continue
+        if parent in waiting and not (
+            _have_equal_arguments(waiting[parent][0], unit) and fit(parent, unit)
+        ):
+            close(parent)
+        waiting.setdefault(parent, []).append(unit)
+        if sum(map(gathered, waiting[parent])) >= smallest:
+            close(parent)
+    for parent in list(waiting):
+        close(parent)
+    return result
+
+
+def _have_equal_arguments(a: Unit, b: Unit) -> bool:
+    """Whether both units have equal arguments."""
+    if a.regathers != b.regathers or a.kwargs.keys() != b.kwargs.keys():
+        return False
+    return all(a.kwargs[key] is b.kwargs[key] or a.kwargs[key] == b.kwargs[key] for key in a.kwargs)
+
+
+def _join_units(group: list[Unit]) -> Unit:
+    modules = tuple(module for unit in group for module in unit.modules)
+    return replace(group[0], modules=modules, names=tuple(n for u in group for n in u.names))

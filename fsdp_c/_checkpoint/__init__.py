@@ -1,0 +1,1 @@
+"""Parts of ``fsdp_c/checkpoint.py``."""

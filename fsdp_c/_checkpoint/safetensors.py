@@ -1,0 +1,165 @@
+"""Reading safetensors files, by the safetensors library: it checks the header and maps the file.
+
+Nothing is executed and nothing is read before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+
+try:
+    from safetensors import SafetensorError, safe_open
+except ImportError:
+    safe_open = None  # type: ignore[assignment,misc]
+
+_LENGTH_BYTES = 8
+
+
+def _check_library() -> None:
+    """Raises ``ImportError`` if the safetensors library is missing or too old.
+
+    Called when a file is opened, so that ``import fsdp_c`` works without the library.
+    """
+    if not hasattr(safe_open, "offset_keys"):  # added in safetensors 0.6
+        raise ImportError(
+            "reading safetensors files needs the library of that name: "
+            "pip install 'safetensors>=0.6'"
+        )
+
+
+class SafetensorsFile(Mapping[str, torch.Tensor]):
+    """Maps names to the tensors of a file, in file order. Callers must not write to them.
+
+    Args:
+        path: A ``.safetensors`` file.
+
+    Raises:
+        ValueError: the file is not what its header says, or the header does not cover it.
+        OSError: it cannot be opened.
+        ImportError: the safetensors library is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        _check_library()
+        self.path = Path(path)
+        try:
+            self._file: Any = safe_open(str(self.path), framework="pt", device="cpu")
+        except SafetensorError as error:
+            raise self._broken(str(error)) from None
+        except OSError as error:
+            if str(self.path) not in str(error):
+                raise OSError(f"{self.path}: {error}") from None
+            raise
+        self._names = dict.fromkeys(self._file.offset_keys())
+        self._check_names()
+
+    def _broken(self, why: str) -> ValueError:
+        return ValueError(f"{self.path} is not a safetensors file: {why}")
+
+    def _check_names(self) -> None:
+        """Refuses a header with duplicate names, of which the library would use the last one."""
+        with open(self.path, "rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            text = file.read(length)
+
+        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            found = dict(pairs)
+            if len(found) < len(pairs):
+                raise self._broken("a name is in its header twice")
+            return found
+
+        json.loads(text, object_pairs_hook=unique)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def facts(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """Returns dtype and shape of a tensor, without reading its values."""
+        tensor = self[name]
+        return tensor.dtype, tensor.shape
+
+
+class SafetensorsIndex(Mapping[str, torch.Tensor]):
+    """Maps names to the tensors of a checkpoint in several files (``.safetensors.index.json``).
+
+    The files lie in the folder of the index or below, by the names that it gives. (Links are
+    followed: Hugging Face's cache is made of them.)
+
+    Raises:
+        ValueError: the index is none, names a file elsewhere, or a tensor that its file does not
+            have; a file is broken.
+        OSError: a file cannot be opened.
+        ImportError: the safetensors library is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        path = Path(path)
+        places = _read_index(path)
+        files = {name: SafetensorsFile(path.parent / name) for name in sorted(set(places.values()))}
+        self._files: dict[str, SafetensorsFile] = {}
+        for name, place in sorted(places.items(), key=lambda item: item[1]):
+            if name not in files[place]:
+                raise ValueError(f"{path} places '{name}' in {place}, which does not have it")
+            self._files[name] = files[place]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._files[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def facts(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """Returns dtype and shape of a tensor."""
+        return self._files[name].facts(name)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Returns the map from tensor names to file names in the index at ``path``."""
+    try:
+        places = dict(json.loads(path.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{path} is not an index of safetensors files") from None
+    for name, place in places.items():
+        if not isinstance(place, str) or not place or "\0" in place:
+            raise ValueError(f"{path} places '{name}' in {place!r}, which is no name of a file")
+        if PurePath(place).is_absolute() or ".." in PurePath(place).parts:
+            raise ValueError(f"{path} places '{name}' in {place!r}, which is not in its folder")
+    return places
+
+
+def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | SafetensorsIndex:
+    """Opens a file, the files of an index, or a folder with either.
+
+    Raises:
+        FileNotFoundError: nothing of the kind is there.
+        ValueError: what is there is broken.
+        ImportError: the safetensors library is not installed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = [
+            *sorted(path.glob("*.safetensors.index.json")),
+            *sorted(path.glob("*.safetensors")),
+        ]
+        if not found:
+            raise FileNotFoundError(f"no safetensors file in {path}")
+        path = found[0]
+    return SafetensorsIndex(path) if path.suffix == ".json" else SafetensorsFile(path)

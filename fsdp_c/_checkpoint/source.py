@@ -1,0 +1,186 @@
+"""The source of ``load_full_state_dict``, and the communication of the ranks that load together.
+
+A failure on one rank raises on all ranks, so that no rank waits in a collective forever.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .._runtime import object_collectives
+from ..names import clean_tensor_name
+from .safetensors import open_safetensors
+
+Source = Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+@dataclass
+class Header:
+    """The contents of the source: dtype and shape of its tensors, and its other values.
+
+    Values that the model has no name for are None.
+    """
+
+    tensors: dict[str, tuple[torch.dtype, torch.Size]]
+    objects: dict[str, Any]
+
+
+class LoadingRanks:
+    """The communication of the ranks that load together."""
+
+    def __init__(self, src: int, group: dist.ProcessGroup | None) -> None:
+        self.src = src
+        self.group = group
+        self.size = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.is_source = self.size == 1 or dist.get_rank() == src
+        kinds = {"cpu"}
+        if dist.is_initialized():
+            used = group if group is not None else dist.group.WORLD
+            kinds = {device.type for device in used._device_types}  # type: ignore[union-attr]
+        self.kinds = kinds
+
+    def device_for(self, preferred: torch.device) -> torch.device:
+        """Returns ``preferred`` if the group communicates on it, else a device that it supports."""
+        if preferred.type in self.kinds:
+            return preferred
+        return torch.device("cpu" if "cpu" in self.kinds else min(self.kinds))
+
+    def broadcast(self, buffer: torch.Tensor) -> Callable[[], Any]:
+        """Starts a broadcast from the source rank. Returns a function that waits for it."""
+        if self.size == 1:
+            return lambda: None
+        work: Any = dist.broadcast(buffer, src=self.src, group=self.group, async_op=True)
+        return work.wait
+
+    def share(self, message: Any) -> Any:
+        """Returns the source rank's ``message``, which must be picklable, on all ranks."""
+        if self.size == 1:
+            return message
+        return object_collectives.broadcast_object(message, self.src, self.group)
+
+    def agree(self, failure: Exception | None, elsewhere: str) -> None:
+        """Raises on all ranks if one has failed.
+
+        A rank with a failure raises it. Other ranks raise a ``RuntimeError`` with ``elsewhere``.
+        """
+        bad = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
+        if self.size > 1:
+            bad = bad.to(self.device_for(bad.device))
+            dist.all_reduce(bad, dist.ReduceOp.MAX, self.group)
+        if failure is not None:
+            raise failure
+        if bad.item():
+            raise RuntimeError(f"load_full_state_dict: another rank {elsewhere}")
+
+
+class Reader:
+    """Reads the source's tensors under the model's names."""
+
+    def __init__(self, source: Any, rename: Callable[[str], str | None] | None) -> None:
+        if isinstance(source, (str, os.PathLike)):
+            source = open_safetensors(source)
+        if not isinstance(source, Mapping):
+            raise TypeError(
+                "load_full_state_dict expects a state dict or a path on the source rank, not "
+                f"{type(source).__name__}"
+            )
+        self._source = source
+        self._keys: dict[str, str] = {}
+        for key in source:
+            name = rename(key) if rename is not None else key
+            if name is None:
+                continue
+            name = clean_tensor_name(name)
+            if name in self._keys:
+                raise ValueError(f"both '{self._keys[name]}' and '{key}' would be '{name}'")
+            self._keys[name] = key
+
+    def header(self, targets: Collection[str]) -> Header:
+        """``targets``: the names that the model has."""
+        tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        objects: dict[str, Any] = {}
+        facts = getattr(self._source, "facts", None)
+        for name, key in self._keys.items():
+            value = None if facts is not None else self._source[key]
+            if facts is not None:
+                tensors[name] = facts(key)
+            elif isinstance(value, DTensor):
+                raise TypeError(f"'{key}' is a DTensor; load_full_state_dict takes full tensors")
+            elif isinstance(value, torch.Tensor):
+                tensors[name] = (value.dtype, value.shape)
+            else:
+                objects[name] = value if name in targets else None
+        return Header(tensors, objects)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._source[self._keys[name]].detach()
+
+
+def open_source(
+    source: Source,
+    rename: Callable[[str], str | None] | None,
+    shared_file: bool,
+    targets: Collection[str],
+    ranks: LoadingRanks,
+    prepare: Callable[[], Any],
+) -> tuple[Reader | None, Header]:
+    """Opens the source. Returns the reader, if this rank reads, and the header.
+
+    ``prepare`` runs on the source rank. A failure on one rank raises on all ranks.
+    """
+    reader: Reader | None = None
+    header = Header({}, {})
+    failure: Exception | None = None
+    packed = b""
+    if ranks.is_source or shared_file:
+        try:
+            if shared_file and not isinstance(source, (str, os.PathLike)):
+                raise TypeError("shared_file=True needs the path of a file")
+            reader = Reader(source, rename)
+            header = reader.header(targets)
+            if not shared_file:
+                prepare()
+                packed = _pickle_header(header) if ranks.size > 1 else b""
+        except Exception as error:
+            failure = error
+    if shared_file:
+        ranks.agree(failure, "cannot read the source; nothing was loaded")
+        return reader, header
+    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+    reason, packed = ranks.share((reason, packed))
+    if failure is not None:
+        raise failure
+    if reason is not None:
+        raise RuntimeError(
+            f"load_full_state_dict cannot read the source: {reason} (on rank {ranks.src})"
+        )
+    if not ranks.is_source:
+        try:
+            header = pickle.loads(packed)
+        except Exception as error:  # a class that this rank cannot import
+            failure = error
+    ranks.agree(failure, "cannot read what the source sent; nothing was loaded")
+    return reader, header
+
+
+def _pickle_header(header: Header) -> bytes:
+    try:
+        return pickle.dumps(header)
+    except Exception as error:
+        for name, value in header.objects.items():
+            try:
+                pickle.dumps(value)
+            except Exception as reason:
+                raise TypeError(
+                    f"'{name}' cannot be sent to the other ranks, its {type(value).__name__} "
+                    f"cannot be pickled: {reason}"
+                ) from error
+        raise

@@ -1,0 +1,96 @@
+"""Checks the torch and Python releases of the extension before it is loaded.
+
+An extension built for another release fails with "undefined symbol", or loads and crashes later.
+``setup.py`` writes the releases to a file beside the extension.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+BUILD_RECORD = Path(__file__).parents[1] / "_C.json"
+
+
+@dataclass(frozen=True)
+class Build:
+    """The contents of the file that ``setup.py`` writes.
+
+    Attributes:
+        torch: The release, with its local part: ``2.13.0+cpu``.
+        python: ``3.11``.
+        kernels: ``CPU``, or ``CPU and CUDA 13.0``.
+        source: The folder of the build. It may no longer exist.
+    """
+
+    torch: str
+    python: str
+    kernels: str
+    source: str
+
+
+def read_build() -> Build | None:
+    """Returns the contents of the file; ``None`` if it is missing or invalid."""
+    try:
+        noted = json.loads(BUILD_RECORD.read_text())
+        return Build(**{field.name: str(noted[field.name]) for field in fields(Build)})
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def get_release(version: str) -> str:
+    """Returns the part of a version that must match: ``2.13`` of ``2.13.0+cpu``."""
+    return ".".join(version.partition("+")[0].split(".")[:2])
+
+
+def format_build_command(found: Build | None) -> str:
+    """Returns the command that rebuilds the extension."""
+    source = found.source if found is not None else str(BUILD_RECORD.parents[1])
+    if not (Path(source) / "setup.py").is_file():
+        source = "PATH/TO/A/CLONE/OF/fsdp_c"
+    options = "--no-build-isolation --no-deps --force-reinstall"
+    return f"{sys.executable} -m pip install {options} {source}"
+
+
+def find_mismatch(found: Build | None, has_extension: bool) -> str | None:
+    """Returns one sentence with the mismatch and the command that fixes it, or ``None``."""
+    clone = BUILD_RECORD.parents[1]
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if found is not None and get_release(found.torch) != get_release(torch.__version__):
+        return (
+            f"fsdp_c was built for torch {found.torch} and this is torch {torch.__version__}: "
+            f"build it again with  {format_build_command(found)}"
+        )
+    if not has_extension:
+        if found is None and (clone / "setup.py").is_file():
+            return (
+                f"this is the source of fsdp_c, in {clone}: to use what pip has installed, leave "
+                f"that folder (cd ..); to build here, run  {sys.executable} -m pip install "
+                f"--no-build-isolation --no-deps -e {clone}"
+            )
+        other = f", but for Python {found.python}" if found and found.python != python else ""
+        command = format_build_command(found)
+        return f"fsdp_c has no extension for Python {python}{other}: build it with  {command}"
+    return None
+
+
+def check_build() -> None:
+    """Refuses an extension of another release.
+
+    Raises:
+        ImportError: The extension is missing or was built for another release. The message has
+            both releases and the command that fixes it.
+    """
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    there = any(BUILD_RECORD.with_name(f"_C{suffix}").exists() for suffix in suffixes)
+    wrong = find_mismatch(read_build(), there)
+    if wrong is not None:
+        raise ImportError(wrong)
+
+
+check_build()

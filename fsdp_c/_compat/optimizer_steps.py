@@ -1,0 +1,29 @@
+"""Counts every ``optimizer.step()`` as a write to the shards of its parameters.
+
+DTensor's operations write shards without incrementing version counters. Without the count a gather
+made before the step, for example by an evaluation, would not be recognized as stale.
+"""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import fsdp_c._C as _C
+
+from . import patches
+
+
+class _CountStep:
+    """Calls ``_C.count_step`` without a Python frame.
+
+    Dynamo prints a warning for the C function itself. It calls this object from a compiled step.
+    """
+
+    __call__ = staticmethod(_C.count_step)
+    _torchdynamo_disable = True
+
+
+patches.apply_with_first_model(
+    "optimizer step post hook: count_step",
+    lambda: patches.add_hook(register_optimizer_step_post_hook, _CountStep()),
+)

@@ -1,0 +1,1 @@
+"""Sharding, states, parameter groups and collectives: the code under ``fully_shard``."""

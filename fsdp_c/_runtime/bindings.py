@@ -1,0 +1,96 @@
+"""Passes the Python functions and classes that the C extension calls to it, at import.
+
+``fsdp_c/__init__.py`` imports this module before it returns any other name.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.utils import _apply_to_tensors
+
+import fsdp_c._C as _C
+
+from .._compat import guard
+from .._compat.torch_releases import collect_grad_tensors, dtensor_new, replace_grad_tensors
+from .param_group import ParamGroup
+from .state import State
+
+
+def _cast_tree(dtype: torch.dtype, tree: Any) -> Any:
+    """Casts every floating-point tensor in ``tree`` to ``dtype``; rebuilds containers."""
+    return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), tree)
+
+
+def _format_class_names(state: Any) -> str:
+    return ", ".join(type(module).__name__ for module in state._modules) or "?"
+
+
+def _warn_view_output(state: Any) -> None:
+    """Warns that a wrapped module returned a view (an in-place op on it would lose the hook)."""
+    warnings.warn(
+        f"FSDP2-wrapped module ({_format_class_names(state)}) returned a view tensor. An in-place "
+        "op on this view drops the pre-backward hook, so that the parameters are not gathered for "
+        "backward. Use out-of-place operations or return output.clone().",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _warn_lost_backward(state: Any) -> None:
+    """Warns that a backward raised, and that this forward resets the units."""
+    from . import lint  # imported here to keep `import fsdp_c` fast
+
+    lint.warn_once(
+        f"the backward before this forward of {_format_class_names(state)} did not come to its "
+        "end: all units of the model are reset, gradients that were waiting for a reduction are "
+        "dropped. Those of other units are in .grad already: call zero_grad() after a backward that raised."
+    )
+
+
+BOUND_OBJECTS: dict[str, Any] = {
+    "dtensor_class": DTensor,
+    "dtensor_new": dtensor_new,
+    "collect_grad_tensors": collect_grad_tensors,
+    "replace_grad_tensors": replace_grad_tensors,
+    "cast_tree": _cast_tree,
+    "warn_view_output": _warn_view_output,
+    "warn_lost_backward": _warn_lost_backward,
+    "set_eval_frame": torch._C._dynamo.eval_frame.set_eval_frame,
+    "log_debug": guard.log_debug,
+    "insert_node": guard.insert_node,
+    "node_backward": guard.run_node_backward,
+    # In the order of the C enums fc_training_state and fc_sharded_state.
+    "training_states": (
+        TrainingState.FORWARD,
+        TrainingState.PRE_BACKWARD,
+        TrainingState.POST_BACKWARD,
+        TrainingState.IDLE,
+    ),
+    "sharded_states": (
+        ShardedState.SHARDED,
+        ShardedState.SHARDED_POST_FORWARD,
+        ShardedState.UNSHARDED,
+    ),
+}
+"""The arguments of ``_C.bind``."""
+
+
+def _make_probe() -> tuple[torch.Tensor, Any]:
+    """Returns a local tensor with an offset, and the part of a spec that torch's function reads."""
+    local = torch.empty(6, device="cpu")[2:]
+    meta = TensorMeta(torch.Size((16, 2)), (2, 1), local.dtype)
+    return local, SimpleNamespace(tensor_meta=meta)
+
+
+_C.bind(**BOUND_OBJECTS)
+_C.make_dtensors(*_make_probe())
+guard.bind(ParamGroup, State)

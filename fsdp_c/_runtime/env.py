@@ -1,0 +1,13 @@
+"""Environment variables that are switches."""
+
+from __future__ import annotations
+
+import os
+
+OFF = ("", "0", "no", "off", "false")
+"""Values that mean off, in any case. ``fsdp_c_autoload.py`` has a copy, as it imports no fsdp_c."""
+
+
+def is_env_enabled(name: str, unset: str = "") -> bool:
+    """Whether the switch ``name`` is on. ``unset`` is the value of a variable that is not set."""
+    return os.environ.get(name, unset).lower() not in OFF

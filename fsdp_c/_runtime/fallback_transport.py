@@ -1,0 +1,66 @@
+"""Shared-memory transport (csrc/bridge/shm_backend.cpp) for collectives that torch's functions issue.
+
+All ranks of a process group use the same transport. A rank on which torch's functions move the
+data, for example because of a patch on that rank only, must use it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
+
+import fsdp_c._C as _C
+
+_GATHERS = (torch_group.DefaultAllGather, torch_group.ProcessGroupAllocAllGather)
+_GATHER, _REDUCE, _ALL_REDUCE = range(3)
+_DEFAULTS = (
+    *_GATHERS,
+    torch_group.DefaultReduceScatter,
+    torch_group.ProcessGroupAllocReduceScatter,
+)
+
+
+@contextlib.contextmanager
+def _enter_transport(group: Any, device: torch.device, comm: Any, use: int) -> Iterator[None]:
+    may = device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
+    entered = _C.enter_direct(group, use) if may else None
+    try:
+        yield
+    finally:
+        _C.leave_direct(entered)
+
+
+def use_transport(
+    group: Any, device: torch.device, comm: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Context in which collectives of ``group`` on the CPU use the negotiated transport.
+
+    ``comm`` is the object that calls the collectives. A custom object is left to its own transport,
+    as on all other ranks.
+    """
+    return _enter_transport(group, device, comm, _GATHER if type(comm) in _GATHERS else _REDUCE)
+
+
+def use_all_reduce_transport(
+    group: Any, device: torch.device, comm: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Context in which all-reduces of the replicate ``group`` use the negotiated transport.
+
+    ``group`` is ``None`` if there are no replicas.
+    """
+    return _enter_transport(group, device, comm, _ALL_REDUCE)
+
+
+@contextlib.contextmanager
+def exclude_user_collectives() -> Iterator[None]:
+    """Context for user hooks, whose all-reduces are not those of the unit's gradients."""
+    before = _C.set_gradient_all_reduce(False)
+    try:
+        yield
+    finally:
+        _C.set_gradient_all_reduce(before)

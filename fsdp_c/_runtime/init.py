@@ -1,0 +1,245 @@
+"""Shards parameters and registers states on modules, for ``fully_shard`` and ``replicate``.
+
+:func:`shard_modules` takes a snapshot before its first change. Its caller restores the snapshot
+when it raises.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_init import (
+    _apply_to_module,
+    _get_managed_modules,
+    _get_managed_states,
+    _get_post_forward_mesh_info,
+    _move_states_to_device,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
+from torch.distributed.tensor import Shard
+from torch.distributed.utils import _get_root_modules
+
+from .._compat import zero_grad
+from .._compat.torch_releases import ShardPlacementFnResult, resolve_placement
+from .hints import with_hint
+from .lint_params import record_sharded_params
+from .module_methods import add_missing_methods
+from .param_group import ParamGroup
+from .param_template import ParamFactory
+from .serialization import add_methods, refuse_deepcopy
+from .state import State
+from .transaction import Snapshot, Transaction
+
+
+class WrapperApi(NamedTuple):
+    """The differences between ``fully_shard`` and ``replicate``.
+
+    Attributes:
+        name: The function's name in the registry of composable functions and in messages.
+        contract_key: torch's undecorated function, the key under which ``.state()`` reads states.
+        state_class: The class of the states.
+        mixin: Returns torch's mixin for the modules' new classes.
+        class_prefix: The prefix of the new classes' names.
+        classes: torch's cache of the new classes, by original class.
+        is_composable: Whether the search for parameters may enter a module.
+        state_of: Returns the state of a module that the function was applied to, or None.
+        marks_modules: Whether managed modules get the attributes that dynamo reads.
+    """
+
+    name: str
+    contract_key: Any
+    state_class: type[State]
+    mixin: Callable[[], type]
+    class_prefix: str
+    classes: dict[type, type]
+    is_composable: Callable[[nn.Module], bool]
+    state_of: Callable[[nn.Module], Any]
+    marks_modules: bool
+
+
+def shard_modules(
+    api: WrapperApi,
+    module: nn.Module | list[nn.Module],
+    units: MeshArguments,
+    device: torch.device,
+    policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
+    ignored_params: set[nn.Parameter] | None,
+    auto_reshard_after_forward: bool,
+    undo: Transaction,
+) -> State:
+    """Shards the parameters of ``module`` and registers their state; returns the state.
+
+    ``undo`` takes a snapshot before the first change. The caller runs it on every exception.
+    """
+    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
+    _check_not_applied(api, modules)
+    managed = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
+    params, buffers = _get_managed_states(managed, ignored_params)
+    _validate_params(params, modules)
+    split = units.split(params)
+    infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
+    holders = [m for info in infos.values() for m in (info.module, *info.shared_modules)]
+    undo.to(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
+    _move_states_to_device(params, buffers, device)
+    state = api.state_class()
+    _store_state(api, state, modules)
+    state.init(modules, device, policies[0], auto_reshard_after_forward)
+    state._fsdp_param_groups = [
+        _make_group(state, modules, infos, part, device, policies) for part in split
+    ]
+    for index, group in enumerate(state._fsdp_param_groups):
+        group._set_unit(state, index, len(split))
+    _swap_classes(api, modules)
+    for managed_module in managed if api.marks_modules else ():
+        managed_module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        managed_module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    return state
+
+
+class _GroupParams(NamedTuple):
+    """The parameters of one call that use the same shard and replicate process groups."""
+
+    mesh_info: DataParallelMeshInfo
+    post_forward: FSDPMeshInfo | None
+    params: list[nn.Parameter]
+    placements: list[Shard | None]
+
+
+class MeshArguments(NamedTuple):
+    """The mesh arguments of one call, and its ``shard_placement_fn``."""
+
+    mesh_info: DataParallelMeshInfo
+    post_forward: FSDPMeshInfo | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None
+
+    def split(self, params: list[nn.Parameter]) -> list[_GroupParams]:
+        """Returns one part for each pair of shard and replicate process groups.
+
+        Parts are in the order of their first parameter in ``params``.
+
+        Raises:
+            ValueError: ``shard_placement_fn`` is given and the mesh is not an ``FSDPMeshInfo``, or
+                it returned two mesh infos for one pair of process groups.
+        """
+        if not params:
+            return []
+        if self.shard_placement_fn is None:
+            placements: list[Shard | None] = [None] * len(params)
+            return [_GroupParams(self.mesh_info, self.post_forward, params, placements)]
+        if not isinstance(self.mesh_info, FSDPMeshInfo):
+            raise ValueError(
+                "Per-param mesh via shard_placement_fn is not supported with "
+                f"{type(self.mesh_info).__name__}; it requires FSDPMeshInfo (or subclass)"
+            )
+        parts: dict[tuple[Any, Any], _GroupParams] = {}
+        for param in params:
+            placement, info = resolve_placement(self.shard_placement_fn(param), self.mesh_info)
+            replicas = info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
+            part = parts.setdefault(
+                (info.shard_process_group, replicas),
+                _GroupParams(info, self._post_forward(info), [], []),
+            )
+            if part.mesh_info is not info:
+                raise ValueError(
+                    "Params sharing the same process group must use the same FSDPMeshInfo object, "
+                    f"but got different objects: {part.mesh_info} vs {info}"
+                )
+            part.params.append(param)
+            part.placements.append(placement)
+        return list(parts.values())
+
+    def _post_forward(self, info: FSDPMeshInfo) -> FSDPMeshInfo | None:
+        if info is self.mesh_info:
+            return self.post_forward
+        reshard = self.reshard_after_forward
+        return _get_post_forward_mesh_info(True if reshard is None else reshard, info)
+
+
+def _make_group(
+    state: State,
+    modules: tuple[nn.Module, ...],
+    infos: dict[nn.Parameter, ParamModuleInfo],
+    part: _GroupParams,
+    device: torch.device,
+    policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
+) -> ParamGroup:
+    make = ParamFactory(part.mesh_info, part.post_forward, device, *policies)
+    fsdp_params = [
+        make(param, infos[param], placement)
+        for param, placement in zip(part.params, part.placements)
+    ]
+    group = ParamGroup(
+        fsdp_params,
+        modules,
+        part.mesh_info,
+        part.post_forward,
+        device,
+        *policies,
+        state._comm_ctx,
+    )
+    for fsdp_param in fsdp_params:
+        fsdp_param.register()
+    record_sharded_params(fsdp_params)
+    return group
+
+
+def _check_not_applied(api: WrapperApi, modules: tuple[nn.Module, ...]) -> None:
+    for module in modules:
+        registry = module.__dict__.get(REGISTRY_KEY) or {}
+        if api.name in registry:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"{api.name} has already been applied to the following module:\n{module}"
+            )
+        if api.state_of(module) is not None:
+            raise AssertionError(f"Inserting {module} more than once.")
+
+
+def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
+    for param in params:
+        if not param.is_contiguous():
+            named = (pair for module in modules for pair in module.named_parameters())
+            name = next((name for name, parameter in named if parameter is param), None)
+            error = NotImplementedError(
+                "FSDP does not support non-contiguous parameters yet: "
+                f"param.shape={param.shape} param.stride()={param.stride()}"
+            )
+            raise with_hint(
+                error,
+                f"'{name}': make it contiguous before, param.data = param.data.contiguous().",
+            )
+
+
+def _store_state(api: WrapperApi, state: State, modules: tuple[nn.Module, ...]) -> None:
+    """Stores the state where torch's ``fully_shard.state`` and ``contract`` read it."""
+    item = RegistryItem()
+    for module in modules:
+        module.__dict__.setdefault(STATE_KEY, OrderedDict())[api.contract_key] = state
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[api.name] = item
+
+
+def _swap_classes(api: WrapperApi, modules: tuple[nn.Module, ...]) -> None:
+    _apply_to_module(
+        modules,
+        api.classes,
+        api.mixin(),
+        api.class_prefix,
+        refuse_deepcopy,
+    )
+    for module in modules:
+        add_missing_methods(type(module))
+        add_methods(type(module))
+        zero_grad.add_zero_grad(type(module))

@@ -1,0 +1,71 @@
+"""CUDA kernels without nvcc: NVRTC compiles them at first use, and the driver loads them.
+
+``FSDP_C_JIT=1`` enables this module. Compilation was tested for every architecture, and launches
+with a simulated driver. The kernels have not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+import fsdp_c._C as _C
+
+from .env import is_env_enabled
+from .nvrtc import ENTRIES, Nvrtc, installed
+
+_kept: list[object] = []
+"""Keeps the objects alive whose addresses the extension holds."""
+
+
+def is_jit_requested() -> bool:
+    """Whether the environment enables this module."""
+    return is_env_enabled("FSDP_C_JIT")
+
+
+def _check_result(code: int, operation: str) -> None:
+    if code != 0:
+        raise RuntimeError(f"{operation} failed with CUresult {code}")
+
+
+def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int]:
+    """Loads ``code``. Returns the addresses of ``cuLaunchKernel`` and of the two kernels.
+
+    Raises:
+        RuntimeError: The driver refuses the code.
+        AttributeError: The driver is older than CUDA 12.
+    """
+    library = ctypes.c_void_p()
+    text = ctypes.create_string_buffer(code, len(code))
+    none = (None, None, ctypes.c_uint(0), None, None, ctypes.c_uint(0))
+    _check_result(driver.cuLibraryLoadData(ctypes.byref(library), text, *none), "cuLibraryLoadData")
+    functions = []
+    for name in ENTRIES:
+        kernel = ctypes.c_void_p()
+        status = driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
+        _check_result(status, f"cuLibraryGetKernel of {name}")
+        functions.append(kernel.value or 0)
+    _kept[:] = [driver, library, text]
+    launch = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0
+    return launch, functions[0], functions[1]
+
+
+def build_kernels(device: torch.device) -> tuple[int, int, int]:
+    """Compiles the kernels for the architecture of ``device``. Returns the result of :func:`load`.
+
+    Raises:
+        RuntimeError, OSError, AttributeError: NVRTC or the driver is missing, too old, or fails.
+    """
+    libraries = installed()
+    if not libraries:
+        raise RuntimeError("no libnvrtc beside torch")
+    major, minor = torch.cuda.get_device_capability(device)
+    code = Nvrtc(libraries[-1]).compile(10 * major + minor)
+    torch.cuda.init()
+    return load(ctypes.CDLL("libcuda.so.1"), code)
+
+
+def install_kernels(device: torch.device) -> None:
+    """Makes the kernels of CUDA devices; raises as :func:`build_kernels`."""
+    _C.use_jit(*build_kernels(device))

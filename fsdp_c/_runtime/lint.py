@@ -1,0 +1,194 @@
+"""Warnings about configurations that train silently wrong or waste memory.
+
+:func:`check_model` runs at the first forward of a root. ``lint_params.py`` has the checks that run
+later. Rank 0 logs each warning once, with names and a remedy, with torch's FSDP2 logger. No Python
+warning is issued, so that ``-W error`` has the same effect as with torch. A failing check is logged
+at debug level and never stops training.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.nn.parallel import DistributedDataParallel
+
+from .fsdp_units import (
+    count_gathered_bytes,
+    get_original_class,
+    get_param_names,
+    iterate_groups,
+    iterate_slots,
+)
+from .hints import format_names
+
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+_LARGE_FACTOR = 4
+_LARGE_BYTES = 16 * 2**20  # bytes; smaller units are never reported
+
+
+# ---- logging -------------------------------------------------------------------------------------
+
+_logged: set[str] = set()  # texts that were logged
+
+
+def warn_once(text: str) -> None:
+    """Logs ``text`` as a warning on rank 0, once per process."""
+    if text in _logged or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    _logged.add(text)
+    logger.warning("fsdp_c: %s", text)
+
+
+def check_model(root: nn.Module) -> None:
+    """Logs one warning per likely mistake in a sharded model, before its first forward.
+
+    The mistakes: repeated layers in the root unit, mixed-precision policies on blocks only, units
+    much larger than the median, ``DistributedDataParallel`` inside. Never raises.
+    """
+    try:
+        for text in (*check_environment(), *_check_units(root)):
+            warn_once(text)
+    except Exception:
+        logger.debug("fsdp_c: a check of the model failed", exc_info=True)
+
+
+def check_environment() -> list[str]:
+    """Returns a warning if ``FSDP_C_TRANSPORT`` has a value that ``negotiation.cpp`` ignores."""
+    choice = os.environ.get("FSDP_C_TRANSPORT", "")
+    if choice in ("", "direct", "gloo"):
+        return []
+    return [f'FSDP_C_TRANSPORT={choice} has no effect: the values are "direct" and "gloo"']
+
+
+def _check_units(root: nn.Module) -> list[str]:
+    groups = [(name, group) for name, _, group in iterate_groups(root)]
+    if not all(isinstance(group.mesh_info, FSDPMeshInfo) for _, group in groups):
+        return []  # replicate() makes one unit
+    return [
+        *check_blocks_in_root(root, groups),
+        *check_policies(root, groups),
+        *check_large_units(root, groups),
+        *check_data_parallel(root),
+    ]
+
+
+def check_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
+    """Warns about arguments of ``fully_shard`` that torch accepts but that have no effect."""
+    if isinstance(mp_policy, type):
+        warn_once(f"mp_policy is the class {mp_policy.__name__}: pass an object, with the dtypes")
+    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
+        warn_once(f"offload_policy={offload_policy!r} offloads nothing: pass CPUOffloadPolicy()")
+    if isinstance(ignored_params, (set, frozenset)):
+        others = {type(item).__name__ for item in ignored_params if not torch.is_tensor(item)}
+        if others:
+            warn_once(
+                f"ignored_params has a {', a '.join(sorted(others))} in it, which ignores nothing: "
+                "it is a set of parameters, set(module.parameters())"
+            )
+
+
+# ---- the units of a model ------------------------------------------------------------------------
+
+
+def _iterate_repeated_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields layers with submodules that share a container with others of their class."""
+    for prefix, container in model.named_modules():
+        if not issubclass(get_original_class(container), (nn.ModuleList, nn.Sequential)):
+            continue
+        layers = [
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in container.named_children()
+            if any(True for _ in child.children())
+        ]
+        counts = Counter(get_original_class(layer) for _, layer in layers)
+        yield from (
+            (name, layer) for name, layer in layers if counts[get_original_class(layer)] > 1
+        )
+
+
+def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
+    """Reports repeated layers whose parameters are in the root's unit."""
+    state = _get_module_fsdp_state(model)
+    if state is None:
+        return []
+    of_root = {
+        id(module)
+        for _, group in groups
+        if group in state._fsdp_param_groups
+        for param in group.fsdp_params
+        for module, _ in iterate_slots(param)
+    }
+    left = [
+        name
+        for name, layer in _iterate_repeated_layers(model)
+        if any(id(module) in of_root for module in layer.modules())
+    ]
+    if not left:
+        return []
+    return [
+        f"{format_names(left)} are repeated layers but no units: their parameters are gathered "
+        "with the root's and stay unsharded through forward and backward. Call fully_shard on each "
+        "before the root"
+    ]
+
+
+def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
+    """Reports blocks that compute in another dtype than the root's own parameters."""
+    state = _get_module_fsdp_state(model)
+    if state is None:
+        return []
+    of_root = {id(group) for group in state._fsdp_param_groups}
+    wanted = {group.mp_policy.param_dtype for _, group in groups if id(group) not in of_root}
+    own = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
+    if state._mp_policy.param_dtype is not None or not own or wanted - {None} != wanted:
+        return []
+    names = get_param_names(model, groups)
+    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in wanted))
+    return [
+        f"the blocks compute in {dtypes}, but {format_names([names[id(param)] for param in own])} "
+        "in the root in full precision: pass mp_policy to the root's fully_shard, too"
+    ] * bool(wanted)
+
+
+def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
+    """Reports units that gather over four times as many bytes as the median unit."""
+    sizes = {name: count_gathered_bytes(group) for name, group in groups}
+    if len(sizes) < 3:
+        return []
+    import statistics  # imported here to keep `import fsdp_c` fast
+
+    median = statistics.median(sizes.values())
+    reports = []
+    for name, group in groups:
+        size = sizes[name]
+        if size < _LARGE_BYTES or size <= _LARGE_FACTOR * median or len(group.fsdp_params) < 2:
+            continue
+        names = get_param_names(model, groups)
+        largest = sorted(group.fsdp_params, key=lambda param: -param.padded_numel)[:2]
+        reports.append(
+            f"the unit '{name}' gathers {size / 2**20:.0f} MiB, {size / median:.1f} times what the "
+            f"median unit does, mostly {format_names(names[id(param)] for param in largest)}: units "
+            "of their own for these modules (as fsdp_c.auto_shard makes them) lower the peak"
+        )
+    return reports
+
+
+def check_data_parallel(model: nn.Module) -> list[str]:
+    """Reports ``DistributedDataParallel`` modules around sharded parameters."""
+    wrapped = [name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)]
+    return [
+        f"{format_names([name or type(model).__name__ for name in wrapped])} are "
+        "DistributedDataParallel, whose gradients are reduced twice or not at all: shard "
+        "model.module instead"
+    ] * bool(wrapped)

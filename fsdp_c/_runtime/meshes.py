@@ -1,0 +1,164 @@
+"""torch's mesh infos, extended to notify parameter groups of assignments.
+
+torch's FSDP2 reads the process groups from a mesh info at each collective. Fault-tolerance
+libraries assign other process groups to it. The C core keeps its own references to process groups,
+so an assignment must reach it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_init import _init_default_mesh
+
+from .._compat import patches
+
+_SUBSCRIBERS = "_fsdp_c_users"
+
+
+_default_meshes: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueDictionary()
+_default_group: weakref.ref[Any] | None = None
+
+
+def default_mesh() -> DeviceMesh:
+    """Returns torch's default mesh, cached per thread until the default process group changes."""
+    global _default_group
+    if not dist.is_initialized() or torch._C._len_torch_dispatch_stack() > 0:
+        return _init_default_mesh()
+    group = dist.group.WORLD
+    if _default_group is None or _default_group() is not group:
+        _default_meshes.clear()
+        _default_group = weakref.ref(group)
+    key = (threading.get_ident(), torch._C._get_accelerator().type)
+    mesh = _default_meshes.get(key)
+    if mesh is None:
+        mesh = _default_meshes[key] = _init_default_mesh()
+    return mesh
+
+
+class MeshSubscriber(Protocol):
+    """A parameter group that a mesh info notifies of assignments."""
+
+    def _refresh_process_groups(self) -> None: ...
+
+
+def _set_and_notify(self: Any, name: str, value: Any) -> None:
+    """Sets an attribute and notifies all groups.
+
+    If a group refuses the value, restores the previous one, notifies the groups again and raises.
+    """
+    absent = object()
+    before = self.__dict__.get(name, absent)
+    object.__setattr__(self, name, value)
+    users = list(self.__dict__.get(_SUBSCRIBERS, ()))  # a new object of a notifying class has none
+    try:
+        for group in users:
+            group._refresh_process_groups()
+    except BaseException:
+        if before is absent:
+            object.__delattr__(self, name)
+        else:
+            object.__setattr__(self, name, before)
+        for group in users:
+            group._refresh_process_groups()
+        raise
+
+
+@functools.cache
+def _notifying_class(cls: type) -> type:
+    """Returns a subclass of ``cls`` whose ``__setattr__`` notifies; equality is inherited."""
+    namespace = {
+        "__setattr__": _set_and_notify,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls.__name__, (cls,), namespace)
+
+
+_subscribed: dict[int, weakref.ref[Any]] = {}
+"""Maps the ``id`` of a mesh info whose class :func:`subscribe` has replaced to a weak reference."""
+
+
+def subscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
+    """Makes ``info`` call ``group._refresh_process_groups`` after assignments to attributes."""
+    info.__dict__.setdefault(_SUBSCRIBERS, weakref.WeakSet())
+    info.__dict__[_SUBSCRIBERS].add(group)
+    cls: Any = type(info)
+    if cls.__setattr__ is not _set_and_notify:
+        number = id(info)
+        patches.apply(patches.Scope.MODELS, "mesh infos", lambda: _restore_all)
+        _subscribed[number] = weakref.ref(info, lambda _: _subscribed.pop(number, None))
+        info.__class__ = _notifying_class(cls)
+
+
+def unsubscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
+    """Undoes :func:`subscribe`. Restores the class of ``info`` if no other group uses it."""
+    info.__dict__.get(_SUBSCRIBERS, set()).discard(group)
+    if not _has_subscribers(info):
+        _restore(info)
+
+
+def _has_subscribers(info: DataParallelMeshInfo) -> bool:
+    # The length of a WeakSet counts groups that the garbage collector has just freed.
+    return any(True for _ in info.__dict__.get(_SUBSCRIBERS, ()))
+
+
+def _restore_all() -> bool:
+    """Restores the classes of mesh infos that no group uses. Returns whether none is in use."""
+    infos = [info for reference in list(_subscribed.values()) if (info := reference()) is not None]
+    for info in infos:
+        if not _has_subscribers(info):
+            _restore(info)
+    return not any(map(_has_subscribers, infos))
+
+
+def _restore(info: DataParallelMeshInfo) -> None:
+    cls: Any = type(info)
+    if cls.__dict__.get("__setattr__") is _set_and_notify:  # else other code made a subclass
+        info.__dict__.pop(_SUBSCRIBERS, None)
+        info.__class__ = cls.__base__
+        _subscribed.pop(id(info), None)
+
+
+def has_own_size(group: Any) -> bool:
+    """Whether the class of ``group`` overrides ``size()``, so that it may change in each step."""
+    return getattr(type(group), "size", None) is not dist.ProcessGroup.size
+
+
+def get_size_and_rank(group: Any, size: int, rank: int) -> tuple[int, int]:
+    """Returns size and rank of a process group.
+
+    For a group with its own ``size()``, returns ``size`` and ``rank`` of the mesh: the call of a
+    fault-tolerant group may wait for a quorum.
+    """
+    return (size, rank) if has_own_size(group) else (group.size(), group.rank())
+
+
+def get_group_name(group: Any) -> str:
+    """Returns the registered name of a process group, or its class name."""
+    try:
+        return str(group.group_name)
+    except (AttributeError, RuntimeError):
+        return type(group).__name__
+
+
+def find_unregistered_group(group: Any) -> dist.ProcessGroup | None:
+    """Returns ``group`` if it is a process group of torch that its name does not resolve to.
+
+    Returns ``None`` in all other cases.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    try:
+        return None if _resolve_process_group(get_group_name(group)) is group else group  # type: ignore[arg-type]
+    except RuntimeError:
+        return group

@@ -1,0 +1,93 @@
+"""Interface to NVRTC, NVIDIA's compiler library, which torch's CUDA wheels contain.
+
+It compiles the device code of the CUDA kernels on systems without nvcc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSTALLED = _PACKAGE / "kernel_sources"
+KERNELS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "csrc/kernels"
+"""The folder of the sources: the installed one, or the repository's."""
+FIRST = 70
+STANDARD = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
+"""Headers that rtc.cuh replaces when NVRTC compiles."""
+KERNEL_SOURCES = ("kernels.h", "index.h", "cast.h", "batch.cuh", "lines.cuh")
+ENTRIES = ("fck_move_lines", "fck_cast_lines")
+
+
+class Nvrtc:
+    """One library: ``libnvrtc.so.12`` of some release."""
+
+    def __init__(self, library: str | Path) -> None:
+        # NVRTC loads its builtins library by name. The folder of pip is not on the loader's path.
+        for half in Path(library).parent.glob("libnvrtc-builtins.so*"):
+            ctypes.CDLL(str(half))
+        self.lib = ctypes.CDLL(str(library))
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self.lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self.version = f"{major.value}.{minor.value}"
+
+    def _check(self, code: int) -> None:
+        if code != 0:
+            self.lib.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise RuntimeError(self.lib.nvrtcGetErrorString(code).decode())
+
+    def archs(self) -> list[int]:
+        """Returns the architectures that this NVRTC supports, such as 90."""
+        count = ctypes.c_int()
+        self._check(self.lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        numbers = (ctypes.c_int * count.value)()
+        self._check(self.lib.nvrtcGetSupportedArchs(numbers))
+        return sorted(numbers)
+
+    def compile(self, arch: int, header: str = "lines.cuh") -> bytes:
+        """Compiles ``header`` for sm_``arch`` to a cubin.
+
+        Raises:
+            RuntimeError: The compilation failed. The message is the compiler's log.
+        """
+        names = [*STANDARD, *KERNEL_SOURCES]
+        texts = [(KERNELS / ("rtc.cuh" if n in STANDARD else n)).read_bytes() for n in names]
+        headers = (ctypes.c_char_p * len(names))(*texts)
+        includes = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
+        program = ctypes.c_void_p()
+        source = f'#include "{header}"\n'.encode()
+        self._check(
+            self.lib.nvrtcCreateProgram(
+                ctypes.byref(program), source, b"kernels.cu", len(names), headers, includes
+            )
+        )
+        try:
+            # The headers also declare host functions, which the kernels do not call.
+            options = [b"--std=c++17", b"--device-as-default-execution-space"]
+            options += [f"--gpu-architecture=sm_{arch}".encode()]
+            chosen = (ctypes.c_char_p * len(options))(*options)
+            if self.lib.nvrtcCompileProgram(program, len(options), chosen) != 0:
+                raise RuntimeError(self._log(program))
+            return self._result(program, "CUBIN")
+        finally:
+            self.lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _result(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self.lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        text = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self.lib, f"nvrtcGet{what}")(program, text))
+        return text.raw
+
+    def _log(self, program: ctypes.c_void_p) -> str:
+        return self._result(program, "ProgramLog").rstrip(b"\0").decode()
+
+
+def installed() -> list[Path]:
+    """Returns the NVRTC libraries that pip has installed with torch."""
+    import torch
+
+    packages = Path(torch.__file__).resolve().parents[1] / "nvidia"
+    paths = [*packages.glob("*/lib/libnvrtc.so.*"), *packages.glob("*/*/lib/libnvrtc.so.*")]
+    return sorted(path for path in paths if re.search(r"\.so\.\d+$", path.name))

@@ -1,0 +1,48 @@
+"""Collectives of Python objects. torch's own functions require numpy, which may be missing."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+
+def gather_objects(item: Any) -> list[Any]:
+    """Returns the items of all ranks of the default group, in rank order, on all ranks."""
+    device = torch.device(_get_object_coll_device())
+    own = _pickle_to_tensor(item).to(device)
+    count = torch.tensor([own.numel()], device=device)
+    counts = [torch.empty_like(count) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, count)
+    sizes = [int(size) for size in counts]
+    row = own.new_zeros(max(sizes))
+    row[: own.numel()] = own
+    rows = [torch.empty_like(row) for _ in sizes]
+    dist.all_gather(rows, row)
+    return [_unpickle_tensor(row[:size]) for row, size in zip(rows, sizes)]
+
+
+def broadcast_object(item: Any, src: int, group: dist.ProcessGroup | None) -> Any:
+    """Returns the item of rank ``src`` (in the default group) on all ranks of ``group``."""
+    device = torch.device(_get_object_coll_device(group))
+    is_source = dist.get_rank() == src
+    data = _pickle_to_tensor(item).to(device) if is_source else torch.empty(0, dtype=torch.uint8)
+    count = torch.tensor([data.numel()], device=device)
+    dist.broadcast(count, src=src, group=group)
+    if not is_source:
+        data = torch.empty(int(count), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=src, group=group)
+    return item if is_source else _unpickle_tensor(data)
+
+
+def _pickle_to_tensor(item: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+
+
+def _unpickle_tensor(data: torch.Tensor) -> Any:
+    held = data.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(held.data_ptr(), held.numel()))

@@ -1,0 +1,351 @@
+"""``Param``: the parts of a sharded parameter that do not run in each step.
+
+``param_shard.py`` has the base class that makes the shard, ``replaced_shard.py`` the one that
+adopts replaced or converted parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
+import torch.nn as nn
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    FSDPMeshInfo,
+    _from_local_no_grad,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import (
+    FSDPParam,
+    ParamModuleInfo,
+    ShardedState,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+import fsdp_c._C as _C
+
+from .._compat import optimizer_steps as optimizer_steps  # registers a hook of optimizers
+from .._compat.guard import (
+    find_overridden_methods,
+    follow_patches,
+    has_custom_constructor,
+)
+from .._compat.torch_releases import orig_param_uid
+from . import extensions
+from .mixed_precision import get_compute_dtype, get_reduce_dtype, get_stored_dtype
+from .param_shard import copy_user_attributes
+from .replaced_shard import GroupOfParam, ReplaceableShard
+
+
+def _resolve_shard_dim(placement: Shard | None, param: torch.Tensor, local: torch.Tensor) -> int:
+    if placement is None:
+        return 0
+    dim = placement.dim + (param.ndim if placement.dim < 0 else 0)
+    if not 0 <= dim < local.ndim:
+        raise AssertionError(f"Shard dim {dim} is invalid for {local.ndim}D tensor: {param.shape}")
+    return dim
+
+
+def _get_smaller_mesh(
+    mesh_info: DataParallelMeshInfo, post_forward: FSDPMeshInfo | None
+) -> tuple[int, int] | None:
+    """Returns world size and rank of the smaller mesh to reshard to after forward, or None."""
+    if post_forward is None or post_forward == mesh_info:
+        return None
+    return post_forward.shard_mesh_size, post_forward.shard_mesh_rank
+
+
+def name_like_torch_hook(
+    hook: Callable[..., Any], owner: type, method: str, name: str
+) -> Callable[..., Any]:
+    """Returns ``hook`` with the names of torch's hook, by which libraries filter hooks."""
+    hook.__module__ = owner.__module__
+    hook.__name__ = name
+    hook.__qualname__ = f"{owner.__qualname__}.{method}.<locals>.{name}"
+    return hook
+
+
+@follow_patches(FSDPParam)
+class Param(ReplaceableShard):
+    """One parameter of a group; a subclass of torch's ``FSDPParam``.
+
+    Args:
+        param: The original parameter: contiguous, at least 1-D, on ``device`` or meta. A DTensor of
+            a tensor-, expert- or SPMD-parallel mesh has a local tensor with these properties.
+        module_info: The modules and names under which ``param`` is registered.
+        mesh_info: The mesh to shard and replicate over.
+        post_forward_mesh_info: The mesh between forward and backward: ``mesh_info``, a mesh with a
+            smaller shard dimension, or ``None`` (unsharded).
+        device: The device of unsharded parameters, and of shards that are not offloaded.
+        shard_placement_fn: Returns the dimension to shard. ``None``: dimension 0.
+        mp_policy: Dtypes for computation and reduction.
+        offload_policy: Whether shards live on the CPU.
+
+    The constructor copies this rank's shard. :meth:`register` puts it on the modules. torch's own
+    code makes the sharding specs of parallel DTensors and runs the all-gather extensions.
+    """
+
+    def __init__(
+        self,
+        param: nn.Parameter,
+        module_info: ParamModuleInfo,
+        mesh_info: DataParallelMeshInfo,
+        post_forward_mesh_info: FSDPMeshInfo | None,
+        device: torch.device,
+        shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        placement = shard_placement_fn(param) if shard_placement_fn is not None else None
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        dim = _resolve_shard_dim(placement, param, local)
+        if isinstance(mesh_info, FSDPMeshInfo):
+            world, rank = mesh_info.shard_mesh_size, mesh_info.shard_mesh_rank
+        else:
+            world, rank = 1, 0
+        if dim > 0 and local.size(dim) % world != 0:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: "
+                f"{local.size()} (world size: {world})"
+            )
+        forward = _get_smaller_mesh(mesh_info, post_forward_mesh_info)
+        if forward is not None and isinstance(param, DTensor):
+            raise NotImplementedError(
+                "Resharding to smaller mesh is not supported for DTensor parameters yet"
+            )
+        _C.Param.__init__(self, tuple(local.size()), dim, world, rank, forward)
+        self._policy_dtype = get_compute_dtype(mp_policy, param)
+        self._group: weakref.ref[GroupOfParam] | None = None
+        self._orig_class: type = type(param)
+        self._orig_attributes = copy_user_attributes(param)
+        if has_custom_constructor(type(self), Param):
+            FSDPParam.__init__(
+                self,
+                param,
+                module_info,
+                mesh_info,
+                post_forward_mesh_info,
+                device,
+                shard_placement_fn,
+                mp_policy,
+                offload_policy,
+            )
+            self._read_torch_construction()
+            return
+        self._module_info = module_info
+        self.mesh_info = mesh_info
+        self.post_forward_mesh_info = post_forward_mesh_info
+        self.device = device
+        self.mp_policy = mp_policy
+        self.offload_to_cpu = isinstance(offload_policy, CPUOffloadPolicy)
+        self.pin_memory = (
+            isinstance(offload_policy, CPUOffloadPolicy)
+            and offload_policy.pin_memory
+            and torch.accelerator.is_available()
+        )
+        self.grad_offload_event: torch.Event | None = None
+        self.is_dtensor = isinstance(param, DTensor)
+        self._shard_mesh = self._init_shard_mesh()
+        self._orig_param_uid = orig_param_uid(param)
+        self.fsdp_placement = Shard(dim)
+        self._shard(param)
+        if forward is not None:
+            rows = -(-self._orig_size[0] // forward[0])
+            start = min(forward[1] * rows, self._orig_size[0])
+            kept = min(rows, self._orig_size[0] - start)
+            self.sharded_post_forward_size = torch.Size((kept, *self._orig_size[1:]))
+            self.contiguous_sharded_post_forward_stride = make_contiguous_strides_for(
+                self.sharded_post_forward_size
+            )
+        elif post_forward_mesh_info is not None:
+            self.sharded_post_forward_size = self.sharded_size
+            self.contiguous_sharded_post_forward_stride = self.contiguous_sharded_stride
+        self._init_extensions()
+        self.init_dtype_attrs(mp_policy)
+        self._post_load_hook_handle: Any = None
+
+    def _read_torch_construction(self) -> None:
+        """Reads the attributes that torch's constructor, with patched parts, has set.
+
+        The parameter objects do not get the attributes of the original parameter.
+        """
+        self._orig_class = nn.Parameter
+        self._orig_attributes = {}
+        self._adopted = self.sharded_param._local_tensor
+        self.init_dtype_attrs(self.mp_policy)
+        self._note_shard()
+
+    def register(self) -> None:
+        """Registers the sharded parameter on every module that holds the original."""
+        info = self._module_info
+        slots = [(info.module, info.param_name)]
+        slots += zip(info.shared_modules, info.shared_param_names)
+        direct = [
+            getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
+            for module, _ in slots
+        ]
+        self._set_slots(slots, direct)
+        self._register_sharded()
+        if find_overridden_methods(self, Param) & _C.CALL_SWAP:
+            self._setattr_on_modules(self.sharded_param)
+        if self._post_load_hook_handle is None:
+            hook = name_like_torch_hook(
+                lambda *args, **kwargs: self.reset_sharded_param(),
+                FSDPParam,
+                "__init__",
+                "<lambda>",
+            )
+            self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(hook)
+
+    @property
+    def sharded_state(self) -> ShardedState:
+        """The group's sharded state. All parameters of a group change together."""
+        group = self._get_group()
+        return group._sharded_state if group is not None else ShardedState.SHARDED
+
+    @sharded_state.setter
+    def sharded_state(self, value: ShardedState) -> None:
+        """Does nothing: torch's functions assign it per parameter, but the group owns the state."""
+
+    # The core calls the next three methods inside its own transition, if one of them is overridden.
+    # They then register this parameter only. The core frees memory after all are registered.
+
+    def to_sharded(self) -> None:
+        """Calls ``_to_sharded()`` of the group: its parameters change together."""
+        group = self._get_group()
+        if self._swapping:
+            self._setattr_on_modules(self.sharded_param)
+        elif group is not None:
+            group._to_sharded()
+
+    def to_sharded_post_forward(self) -> None:
+        """Calls ``_to_sharded_post_forward()`` of the group."""
+        group = self._get_group()
+        if self._swapping:
+            assert self._sharded_post_forward_param is not None
+            self._setattr_on_modules(self._sharded_post_forward_param)
+        elif group is not None:
+            group._to_sharded_post_forward()
+
+    def to_unsharded(self) -> None:
+        """Calls ``_to_unsharded()`` of the group; raises ``RuntimeError`` if it is not gathered."""
+        group = self._get_group()
+        if self._swapping:
+            self._setattr_on_modules(self._unsharded_param)
+        elif group is not None:
+            group._to_unsharded()
+
+    def _collect_grad(self) -> torch.Tensor | None:
+        """Removes the gradient to reduce from the parameter and returns it, or None.
+
+        The core calls this method if a gradient method of torch's ``FSDPParam`` is overridden.
+        """
+        if self.unsharded_accumulated_grad is not None:
+            grad = self.unsharded_accumulated_grad_data
+            self.unsharded_accumulated_grad = None
+            return grad
+        unsharded = getattr(self, "_unsharded_param", None)
+        if unsharded is None or unsharded.grad is None:
+            return None
+        grad = self.unsharded_grad_data
+        unsharded.grad = None
+        return grad
+
+    def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
+        """Sets ``param_dtype`` and ``reduce_dtype``. ``None`` means that no cast is needed."""
+        if mp_policy is not self.mp_policy:
+            self._policy_dtype = get_compute_dtype(mp_policy, self.sharded_param)
+        param_dtype = self._policy_dtype
+        before = self.param_dtype or self.orig_dtype
+        self.orig_dtype = self.sharded_grad_dtype = get_stored_dtype(self.sharded_param)
+        reduced = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
+        if self.orig_dtype.is_complex:  # no cast for computation; reductions may be wider
+            reduced = reduced and torch.promote_types(reduced, torch.complex32)
+        elif reduced == param_dtype:
+            reduced = None
+        if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
+            param_dtype = None
+        self.param_dtype, self.reduce_dtype = param_dtype, reduced
+        if before is not None and before != (param_dtype or self.orig_dtype):
+            self._forget_unsharded()
+
+    def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
+        """Returns the unsharded parameter, a view of ``flat``. The core calls it once.
+
+        Inference mode is off, because later training forwards reuse the parameter.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
+            if self._unsharded_dtensor_spec is not None:
+                whole = _from_local_no_grad(whole, self._get_unsharded_dtensor_spec(whole))
+            return self._as_original(
+                nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+            )
+
+    def _as_original(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Returns ``parameter`` with the original's class (if a plain subclass) and attributes."""
+        original = self._orig_class
+        if type(parameter) is nn.Parameter and issubclass(original, nn.Parameter):
+            parameter.__class__ = original
+        self._copy_attributes(parameter, modules=False)
+        return parameter
+
+    def _make_post_forward(self, data: torch.Tensor) -> nn.Parameter:
+        """Returns the parameter between forward and backward on the smaller mesh, over ``data``."""
+        with torch.inference_mode(False), torch.no_grad():
+            rows = torch.as_strided(
+                data,
+                self.sharded_post_forward_size,
+                self.contiguous_sharded_post_forward_stride,
+                0,
+            )
+            return nn.Parameter(
+                self.to_sharded_post_forward_dtensor(rows),
+                requires_grad=self.sharded_param.requires_grad,
+            )
+
+    # The core calls these at each gather of a parameter whose shard has all-gather extensions.
+
+    def _extend_inputs(self) -> list[torch.Tensor]:
+        return extensions.prepare_inputs(self)
+
+    def _extend_unsharded(self) -> None:
+        extensions.make_unsharded(self)
+
+    # torch's version also prints the error with a stack on every rank.
+
+    def _assert_in_states(self, *states: ShardedState) -> None:
+        if self.sharded_state not in states:
+            raise AssertionError(f"Expects to be in one of {states}, not {self.sharded_state}")
+
+    def init_unsharded_param(self) -> None:
+        """Makes the unsharded parameter; with extensions by torch's method, else as the core."""
+        extended = hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
+        if not extended and not hasattr(self, "_unsharded_param"):
+            self._unsharded_param = self._make_unsharded(self.all_gather_outputs[0])
+            return
+        super().init_unsharded_param()
+        if extended:
+            smaller = _get_smaller_mesh(self.mesh_info, self.post_forward_mesh_info)
+            extensions.release_outputs(self, smaller is not None)
+
+    def __repr__(self) -> str:
+        return f"Param(fqn={self._param_fqn}, orig_size={self._orig_size})"
+
+
+def get_param_class() -> type[Param]:
+    """Returns ``Param``, or a class derived from it and a subclass that replaced ``FSDPParam``."""
+    found = getattr(torch_group, "FSDPParam", FSDPParam)
+    is_subclass = isinstance(found, type) and issubclass(found, FSDPParam)
+    return _make_subclass(found) if is_subclass and found is not FSDPParam else Param
+
+
+@functools.cache
+def _make_subclass(subclass: type[FSDPParam]) -> type[Param]:
+    return type(subclass.__name__, (subclass, Param), {"__module__": subclass.__module__})

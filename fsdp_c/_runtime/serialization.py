@@ -1,0 +1,133 @@
+"""Remedies for failing copies, pickles and loads of sharded modules.
+
+``init.py`` adds these methods to the class ``FSDP<Name>`` of a module. They call the next method
+in the class hierarchy, and add a note to torch's exceptions.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.fsdp._fully_shard._fully_shard as torch_fully_shard
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .._compat import patches
+from .hints import add_hint, format_names, get_class_name, with_hint
+
+
+def _overridden_method(module: nn.Module, name: str, own: Any) -> Any:
+    """Returns the method that ``own`` overrides in the module's class hierarchy."""
+    mro = type(module).__mro__
+    place = next(i for i, cls in enumerate(mro) if vars(cls).get(name) is own)
+    return next(vars(cls)[name] for cls in mro[place + 1 :] if name in vars(cls))
+
+
+def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
+    """``__deepcopy__`` of sharded modules. Raises torch's AssertionError with a remedy."""
+    name = get_class_name(args[0]) if args and isinstance(args[0], nn.Module) else "the module"
+    error = AssertionError(
+        "FSDP does not support deepcopy. Please use state dict for serialization."
+    )
+    raise with_hint(
+        error,
+        f"Copy {name} before it is sharded, or make a second one and "
+        "second.load_state_dict(first.state_dict()); for averages there is fsdp_c.ShardedEMA.",
+    )
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """``__reduce_ex__`` of sharded modules. Adds a remedy to the failure of ``torch.save``.
+
+    Other picklers may support the class, so they are not refused.
+    """
+    kind = type(self)
+    caller = sys._getframe(1).f_globals.get("__name__")
+    if caller == "torch.serialization" and not hasattr(sys.modules[kind.__module__], kind.__name__):
+        error = pickle.PicklingError(
+            f"Can't pickle {kind}: attribute lookup {kind.__name__} on {kind.__module__} failed"
+        )
+        raise with_hint(
+            error,
+            f"Save the state of {get_class_name(self)}, not the module: "
+            "torch.distributed.checkpoint.save({'model': model.state_dict()}, "
+            "checkpoint_id=folder) on all ranks.",
+        )
+    return _overridden_method(self, "__reduce_ex__", _reduce_ex)(self, protocol)
+
+
+@functools.wraps(nn.Module.load_state_dict)
+def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _overridden_method(self, "load_state_dict", _load_state_dict)(self, *args, **kwargs)
+    except RuntimeError as error:
+        state = args[0] if args else kwargs.get("state_dict")
+        note = _loading_remedy(self, state) if isinstance(state, Mapping) else None
+        if note is not None:
+            add_hint(error, note)
+        raise
+
+
+def _loading_remedy(module: nn.Module, state: Mapping[str, Any]) -> str | None:
+    own = module.state_dict(keep_vars=True)
+    name = get_class_name(module)
+    if not own.keys() & state.keys():
+        stripped = {key.removeprefix("module.").removeprefix("_orig_mod.") for key in state}
+        if own.keys() & stripped:
+            return (
+                f"The keys are of {name} within a wrapper (DistributedDataParallel, torch.compile):"
+                " fsdp_c.load_full_state_dict(model, state, rename=lambda name: "
+                "fsdp_c.names.clean_tensor_name(name, ddp=True))."
+            )
+    full = [
+        key
+        for key, value in state.items()
+        if isinstance(own.get(key), DTensor)
+        and isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+    ]
+    if full:
+        return (
+            f"{format_names(full)} are full tensors, and those of {name} are sharded: use "
+            "fsdp_c.load_full_state_dict(model, state), where rank 0 alone needs the state."
+        )
+    other = [
+        f"{key}: {tuple(value.shape)} for {tuple(own[key].shape)}"
+        for key, value in state.items()
+        if isinstance(own.get(key), torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and value.shape != own[key].shape
+    ]
+    if other:
+        return f"Make {name} as it was made for this state; sizes are of whole parameters: " + (
+            "; ".join(other[:3])
+        )
+    return None
+
+
+_classes_without_deepcopy: weakref.WeakSet[type] = weakref.WeakSet()
+"""The classes ``FSDP<Name>`` that were made with :func:`refuse_deepcopy`."""
+
+METHODS = {"__reduce_ex__": _reduce_ex, "load_state_dict": _load_state_dict}
+"""The methods that :func:`add_methods` adds to the classes of sharded modules."""
+
+
+def add_methods(cls: type) -> None:
+    """Adds :data:`METHODS` to a class ``FSDP<Name>``."""
+    for name, method in METHODS.items():
+        if name not in vars(cls):
+            patches.set_class_attribute(cls, name, method)
+    if vars(cls).get("__deepcopy__") is refuse_deepcopy:
+        _classes_without_deepcopy.add(cls)
+    if (
+        cls in _classes_without_deepcopy
+    ):  # torch's cache keeps the class, so torch may use it after uninstall
+        patches.set_class_attribute(
+            cls, "__deepcopy__", refuse_deepcopy, before=torch_fully_shard._unimplemented_deepcopy
+        )

@@ -1,0 +1,359 @@
+"""``State``: the parts of an FSDP state that do not run in each step.
+
+The module registers forward hooks and runs lazy init for all states below a root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from types import FunctionType, MethodType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
+import torch.nn as nn
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import Variable
+from torch.distributed._composable_state import _get_module_state, _insert_module_state
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+from torch.distributed.utils import _to_kwargs
+
+import fsdp_c._C as _C
+
+from .._compat import patches
+from .._compat.guard import follow_patches, is_overridden, warn_of_patches_without_effect
+from .._compat.older_torch import StateOfOlderTorch, register_group_hooks
+from .._compat.shutdown import register_at_exit
+from .comm_context import CommContext
+from .hints import add_hint, format_names, get_class_name, with_hint
+from .kernels import log_kernels
+from .lint import check_model
+from .mixed_precision import check_policy, make_dtype_error
+from .serialization import refuse_deepcopy
+
+_FULLY_SHARD = os.path.dirname(torch_state.__file__) + os.sep
+_TRACERS = tuple(getattr(_TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def _is_input_device(device: torch.device) -> bool:
+    """Whether the root moves its arguments to ``device``, as DistributedDataParallel does."""
+    own = torch._C._get_privateuse1_backend_name()
+    return device.type in ("cuda", "hpu", "xpu", "mtia", own)
+
+
+def _disable_functorch() -> contextlib.AbstractContextManager[Any]:
+    """Keeps functorch's transforms from wrapping the tensors that are allocated inside."""
+    if torch._C._are_functorch_transforms_active():
+        return torch._C._DisableFuncTorch()
+    return contextlib.nullcontext()
+
+
+def _is_hook(hook: Any, method: Any) -> bool:
+    """Whether ``hook`` is ``method``, or torch's wrapper of it for lists of modules."""
+    if isinstance(hook, MethodType):
+        return hook == method
+    return (
+        isinstance(hook, FunctionType)
+        and hook.__code__.co_filename.startswith(_FULLY_SHARD)
+        and inspect.unwrap(hook) is inspect.unwrap(method)
+    )
+
+
+class IterationContext(_C.IterationContext, FSDPStateContext):
+    """Data that the states under one root share (``_C.IterationContext``).
+
+    The class is a subclass of torch's ``FSDPStateContext``.
+    """
+
+    def __init__(self) -> None:
+        _C.IterationContext.__init__(self)
+
+
+@follow_patches(FSDPState)
+class State(_C.State, FSDPState, StateOfOlderTorch):
+    """The state of the modules of one ``fully_shard`` call; a subclass of torch's ``FSDPState``.
+
+    ``_C.State`` implements the forward hooks, pre-backward and the end of backward. Before lazy
+    init each state has its own contexts. The first state whose forward runs becomes the root, and
+    shares its contexts with all states below it.
+    """
+
+    _context_class: type[IterationContext] = IterationContext
+
+    def __init__(self) -> None:
+        self._patch_lease = patches.lease()
+        # FSDPState.__init__ is not called: it would make torch's contexts.
+        self._state_ctx = self._context_class()
+        self._auto_reshard_after_forward: bool | None = True
+        self._modules: tuple[nn.Module, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Raises the exception that torch raises for the modules of a state."""
+        refuse_deepcopy(*self._modules)
+
+    def init(
+        self,
+        modules: tuple[nn.Module, ...],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        auto_reshard_after_forward: bool,
+    ) -> None:
+        """Adds ``modules`` to torch's state mapping and registers forward hooks on them."""
+        self._modules = modules
+        self._device = device
+        self._device_handle = _get_device_handle(device.type)
+        check_policy(mp_policy)
+        self._mp_policy = mp_policy
+        self._auto_reshard_after_forward = auto_reshard_after_forward
+        self._comm_ctx = CommContext(device)
+        self._moves_inputs = _is_input_device(device)
+        for module in modules:
+            _insert_module_state(module, self)
+        self._register_hooks()
+        if not any(is_overridden(self, FSDPState, n) for n in ("_pre_forward", "_post_forward")):
+            self._replace_hooks()
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        """The dtypes of forward's inputs and outputs. A new value applies to the next forward."""
+        return self._policy
+
+    @_mp_policy.setter
+    def _mp_policy(self, value: MixedPrecisionPolicy) -> None:
+        for dtype in (value.param_dtype, value.reduce_dtype):
+            if isinstance(dtype, str):
+                raise make_dtype_error(dtype)
+        self._policy = value
+        self._input_dtype = value.param_dtype if value.cast_forward_inputs else None
+        self._output_dtype = value.output_dtype
+
+    def _register_hooks(self) -> None:
+        """Registers torch's forward hooks: those of one module, or of a list of modules."""
+        if len(self._modules) > 1:
+            handle = register_group_hooks(torch_state, self)
+            self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
+            return
+        module = self._modules[0]
+        self._pre_forward_hook_handle: Any = module.register_forward_pre_hook(
+            self._pre_forward, prepend=True, with_kwargs=True
+        )
+        self._post_forward_hook_handle: Any = module.register_forward_hook(
+            self._post_forward, prepend=False
+        )
+
+    def _replace_hooks(self) -> None:
+        """Replaces the registered hooks by C hooks that have the same attributes.
+
+        A hook stays in Python if a module has registered another function in its place.
+        """
+        group = set(self._modules) if len(self._modules) > 1 else None
+        handles = (self._pre_forward_hook_handle, self._post_forward_hook_handle)
+        if group is not None:
+            handles = handles[0].handles
+        made: dict[int, _C.Hook] = {}
+        for module in self._modules:
+            for post, hooks in enumerate((module._forward_pre_hooks, module._forward_hooks)):
+                for key in [handle.id for handle in handles if handle.id in hooks]:
+                    shown = hooks[key]
+                    if not _is_hook(shown, self._post_forward if post else self._pre_forward):
+                        continue
+                    if id(shown) not in made:
+                        made[id(shown)] = _C.Hook(self, bool(post), shown, group)
+                    hooks[key] = made[id(shown)]
+
+    def _inputs_to_device(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Moves all tensors in the arguments of an iteration's first forward to the device."""
+        if not args and not kwargs:
+            return args, kwargs
+        with torch.profiler.record_function("FSDP::inputs_to_device"):
+            moved_args, moved_kwargs = _to_kwargs(args, kwargs, self._device, False)
+        return moved_args[0], moved_kwargs[0]
+
+    def _check_modes(self) -> None:
+        """Refuses an iteration under a dispatch mode or a jit trace that cannot be correct.
+
+        Unsharded parameters are reused by later forwards, so fake ones would never be replaced.
+
+        Raises:
+            RuntimeError: The parameters are real and the forward is exported or traced, or their
+                first gather would be on fake tensors. Also raised if
+                ``allow_mutation_on_saved_tensors`` would clone freed parameters.
+        """
+        if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+            self._check_mutations()
+        if not (torch.jit.is_tracing() or any(map(_get_dispatch_mode, _TRACERS))):
+            return
+        states = self._all_states()
+        params = [p for state in states for g in state._fsdp_param_groups for p in g.fsdp_params]
+        if all(is_fake(param._sharded_param_data) for param in params):
+            return
+        key = _TorchDispatchModeKey
+        fake = _get_dispatch_mode(key.FAKE) is not None
+        graph = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        graph = graph or _get_dispatch_mode(key.FUNCTIONAL) is not None
+        if graph or (fake and _get_dispatch_mode(key.PROXY) is not None):
+            raise RuntimeError(
+                f"{type(self._modules[0]).__name__} cannot be exported or traced after "
+                "fully_shard: a graph would miss the collectives that hooks issue\n"
+                "Export the model before it is sharded, or a copy that full parameters were loaded "
+                "into; compile it with torch.compile, which breaks graphs at the hooks."
+            )
+        if fake and not all(hasattr(param, "_unsharded_param") for param in params):
+            raise RuntimeError(
+                f"the first forward of {type(self._modules[0]).__name__} cannot run on fake "
+                "tensors: its parameters are real, and what they are gathered into is kept\n"
+                "Make and shard the model under the FakeTensorMode, or run a real forward first."
+            )
+
+    def _check_mutations(self) -> None:
+        """Refuses ``allow_mutation_on_saved_tensors`` for parameters that are freed after forward.
+
+        That context identifies saved tensors by address and clones them when a write to the address
+        occurs. A clone of freed memory crashes the process.
+        """
+        for state in self._all_states():
+            stays = state is self and state._auto_reshard_after_forward
+            if not stays and any(g._reshard_after_forward for g in state._fsdp_param_groups):
+                raise RuntimeError(
+                    f"{get_class_name(state._modules[0])} is resharded after forward, and "
+                    "allow_mutation_on_saved_tensors() would clone parameters that were freed\n"
+                    "Pass reshard_after_forward=False to fully_shard, or leave that context."
+                )
+
+    def _all_states(self) -> list[State]:
+        """Returns all states in the module tree, including other roots and their states."""
+        modules = self._modules[0].modules()
+        states = dict.fromkeys(self._get_state_for_module(module) for module in modules)
+        return [state for state in states if isinstance(state, State)]
+
+    def _states_below(self) -> list[State]:
+        """Returns all states in the root's tree, in ``named_modules()`` order.
+
+        Raises:
+            RuntimeError: A module was sharded by torch's ``fully_shard``, or is a root itself.
+        """
+        root = self._modules[0]
+        states: list[State] = []
+        for name, module in root.named_modules():
+            state = self._get_state_for_module(module)
+            if state is None or state in states:
+                continue
+            if not isinstance(state, State):
+                raise RuntimeError(
+                    f"module '{name}' was sharded by torch.distributed.fsdp.fully_shard, its "
+                    "root by fsdp_c: use one of the two for all modules of a model"
+                )
+            if module is not root and state._is_root is not None:
+                error = RuntimeError(
+                    f"{self._state_name} state has already been lazily initialized for {name}\n"
+                    f"{self._state_name} requires running forward through the root module first"
+                )
+                raise with_hint(
+                    error,
+                    f"'{name}' was called, or unsharded, before {get_class_name(root)}: run the "
+                    "whole model first; after that, parts of it may be called alone.",
+                )
+            states.append(state)
+        return states
+
+    def _reset_roots_below(self) -> None:
+        """Resets the other roots below this one.
+
+        These are units that ran before this root, and ``fully_shard`` units below ``replicate``.
+        """
+        for root in self._modules:
+            for module in root.modules():
+                state = _get_module_state(module)
+                if (
+                    isinstance(state, State)
+                    and state._is_root
+                    and state._state_ctx is not self._state_ctx
+                ):
+                    state._reset_iter_state()
+
+    def _lazy_init(self) -> None:
+        """Makes this state the root: sets names, shares contexts, validates parameters.
+
+        An exception leaves all states without a root.
+        """
+        if self._is_root is not None:
+            return
+        if len(self._modules) > 1:
+            error = RuntimeError(
+                f"{self._state_name} requires a single root module but got {self._modules}"
+            )
+            names = ", ".join(map(get_class_name, self._modules))
+            raise with_hint(
+                error,
+                f"The unit of {names} was called with no root around it: call fully_shard on the "
+                "whole model, too, last.",
+            )
+        warn_of_patches_without_effect()
+        patches.apply(patches.Scope.EXIT, "atexit", register_at_exit)
+        states = self._states_below()
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        self._is_root = True
+        try:
+            self._state_ctx.all_states = states
+            self._init_fqns()
+            self._check_no_duplicates(groups)
+            with _disable_functorch():
+                for group in groups:
+                    group.lazy_init()
+            self._comm_ctx.lazy_init(self._device)
+        except BaseException:
+            self._is_root = None
+            self._state_ctx.all_states = []
+            for group in groups:
+                group._module_fqn = None
+            raise
+        if self._auto_reshard_after_forward:
+            # Backward needs the root's parameters first, so they stay unsharded after forward.
+            for group in self._fsdp_param_groups:
+                group.post_forward_mesh_info = None
+        self._init_shared_state()
+        for state in states:
+            state._is_root = state is self
+        check_model(self._modules[0])
+        log_kernels(self._device)
+
+    def _check_no_duplicates(self, groups: list[Any]) -> None:
+        try:
+            self._validate_no_duplicate_params()
+        except ValueError as error:
+            names: dict[Any, list[str]] = {}
+            for group in groups:
+                for param in group.fsdp_params:
+                    names.setdefault(param._orig_param_uid, []).append(param._param_fqn)
+            tied = next((format_names(fqns) for fqns in names.values() if len(fqns) > 1), "They")
+            add_hint(
+                error,
+                f"{tied} are one parameter in two units: shard their modules in one call, or leave "
+                f"them all to the root; fsdp_c.auto_shard does so.",
+            )
+            raise
+
+    def _register_root_post_backward_final_callback(self) -> None:
+        """Queues the end of backward. Only patches of torch's method call it; the core does not."""
+        if not self._state_ctx.post_backward_final_callback_queued:
+            self._state_ctx.post_backward_final_callback_queued = True
+            Variable._execution_engine.queue_callback(self._root_post_backward_final_callback)
+
+    def _init_shared_state(self) -> None:
+        groups = []
+        for state in self._state_ctx.all_states:
+            state._state_ctx = self._state_ctx
+            state._comm_ctx = self._comm_ctx
+            groups += state._fsdp_param_groups
+        for group in groups:
+            group.comm_ctx = self._comm_ctx
+        self._comm_ctx.reduce_scatter_max_input_buffers = max(
+            (group.reduce_scatter_max_input_buffers for group in groups), default=1
+        )

@@ -1,0 +1,155 @@
+"""Methods of torch 2.15's ``FSDPModule``, for fsdp_c's states on all releases.
+
+``module_methods.py`` adds them to the class that ``fully_shard`` makes for a module. torch's
+``FSDPModule`` is unchanged. Modules that torch's own ``fully_shard`` sharded may share the class.
+They use torch's method, if torch has it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.fsdp import FSDPModule
+
+from .fsdp_units import list_sharded_modules
+from .state import State
+
+_Handle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
+
+
+class GradientReductionHandle(_Handle):
+    """The reductions that ``finalize_backward(async_op=True)`` has started."""
+
+    def __init__(self, state: State) -> None:
+        self._state: State | None = state
+
+    def wait(self) -> None:
+        """Waits for the sharded gradients, on the current stream (on the CPU: in the caller).
+
+        Call it before the optimizer's step. A second call, or one after ``reset_iter_state()``,
+        has no effect.
+        """
+        state, self._state = self._state, None
+        if state is not None and state._state_ctx.reduction_pending:
+            state._complete_finalization()
+
+
+def _get_state(module: Any, method: str) -> State:
+    state = module._get_fsdp_state()
+    if not isinstance(state, State):
+        raise RuntimeError(
+            f"{method} needs a module that fsdp_c's fully_shard was applied to; torch "
+            "has it from release 2.15 on"
+        )
+    return state
+
+
+def _get_root_state(module: Any, method: str) -> State:
+    state = _get_state(module, method)
+    if state._is_root is False:
+        raise RuntimeError(f"{method} must be called on the root FSDP module")
+    if state._state_ctx.post_backward_final_callback_queued:
+        raise RuntimeError(f"{method} cannot be called while a backward is running")
+    if state._state_ctx.reduction_pending:
+        raise RuntimeError(
+            f"{method}: gradients are still being reduced; call wait() of the "
+            "GradientReductionHandle first"
+        )
+    return state
+
+
+def set_keep_unsharded_storage(self: Any, keep: bool, *, recurse: bool = True) -> None:
+    """Sets whether the memory of unsharded parameters is kept when they are resharded.
+
+    Their ``data_ptr()`` is then the same in all steps, as CUDA graphs require. The cost is the
+    memory of all unsharded parameters. ``False`` frees memory that is not in use at once.
+
+    Args:
+        keep: Whether to keep the memory, which the next unshard allocates.
+        recurse: Whether to set it for all FSDP modules below, too.
+
+    Raises:
+        RuntimeError: A module was sharded by torch's ``fully_shard``.
+    """
+    modules = list_sharded_modules(self) if recurse else [self]
+    states = [_get_state(module, "set_keep_unsharded_storage") for module in modules]
+    for state in states:
+        for group in state._fsdp_param_groups:
+            group._keep_unsharded_storage = keep
+
+
+def set_manual_backward_finalization(self: Any, enabled: bool) -> None:
+    """Sets whether the caller finishes backwards with ``finalize_backward``. Call it on the root.
+
+    Backwards then reduce and reshard as configured, but their end does not wait for reductions. The
+    setting applies to all later steps.
+
+    Raises:
+        RuntimeError: The module is not the root, a backward is running, or a
+            :class:`GradientReductionHandle` was not waited for.
+    """
+    state = _get_root_state(self, "set_manual_backward_finalization")
+    state._state_ctx.manual_finalization = bool(enabled)
+
+
+def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
+    """Reduces the gradients of backwards without synchronization, and waits for all reductions.
+
+    Call it on the root, after the last microbatch. The current settings of each unit apply: units
+    with ``set_requires_gradient_sync(False)`` keep their gradients. Reduced gradients are not
+    reduced again.
+
+    Args:
+        async_op: Whether to return without waiting. The caller must wait for the handle before the
+            optimizer's step and before the next finalization.
+
+    Returns:
+        A :class:`GradientReductionHandle` with ``async_op``, else ``None``.
+
+    Raises:
+        RuntimeError: Manual finalization is not enabled, the module is not the root, a backward is
+            running, a handle was not waited for, or a unit reduces without all-reducing
+            (``set_requires_all_reduce(False)``).
+    """
+    state = _get_root_state(self, "finalize_backward")
+    if not state._state_ctx.manual_finalization:
+        raise RuntimeError(
+            "finalize_backward requires manual backward finalization: call "
+            "set_manual_backward_finalization(True) before forward"
+        )
+    for member in state._state_ctx.all_states:
+        for group in member._fsdp_param_groups:
+            if group._is_hsdp and group.reduce_grads and not group.all_reduce_grads:
+                raise RuntimeError(
+                    "finalize_backward cannot leave partial reductions (of "
+                    f"'{group._module_fqn}'): call set_requires_all_reduce(True) first"
+                )
+    state._start_finalization()
+    handle = GradientReductionHandle(state)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def _dispatch_by_state(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``method`` to call torch's method, if any, on modules that torch sharded."""
+    torch_method = getattr(FSDPModule, method.__name__, None)
+    if torch_method is None:
+        return method
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = method if isinstance(self._get_fsdp_state(), State) else torch_method
+        return chosen(self, *args, **kwargs)
+
+    return run
+
+
+METHODS = {
+    method.__name__: _dispatch_by_state(method)
+    for method in (set_keep_unsharded_storage, set_manual_backward_finalization, finalize_backward)
+}

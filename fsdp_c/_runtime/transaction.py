@@ -1,0 +1,95 @@
+"""Rollback for calls that change several modules.
+
+KeyboardInterrupt can be raised at any line. Therefore a call takes a snapshot before its first
+change, and ``restore`` does not depend on the progress of the call. The outermost function returns
+inside its ``try``. If it raises, no module has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class Snapshot:
+    """A copy of modules' class, attributes, parameters, buffers and hooks.
+
+    Tensors are kept by reference, because sharding does not write to the original parameters. The
+    snapshot therefore keeps all full parameters alive.
+
+    Args:
+        modules: The modules to save, without their submodules.
+        tensors: Parameters and buffers that the call may move to another device.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> None:
+        self._modules = [(module, _Attributes(module)) for module in dict.fromkeys(modules)]
+        self._data: dict[torch.Tensor, torch.Tensor] = {
+            tensor: tensor.data for tensor in tensors if not is_traceable_wrapper_subclass(tensor)
+        }
+
+    def release(self, params: Iterable[nn.Parameter]) -> None:
+        """Frees copies of sharded ``params`` on other devices, which have no further use."""
+        for param in params:
+            if param in self._data and param.device != self._data[param].device:
+                param.data = self._data[param]
+
+    def restore(self) -> None:
+        """Restores all modules and tensors. If one step raises, the others still run."""
+        with contextlib.ExitStack() as steps:
+            for tensor, data in self._data.items():
+                steps.callback(setattr, tensor, "data", data)
+            for module, attributes in self._modules:
+                steps.callback(attributes.restore, module)
+
+
+class Transaction:
+    """Holds the snapshot of a running call, and restores it if the call fails."""
+
+    def __init__(self) -> None:
+        self._snapshot: Snapshot | None = None
+
+    def to(self, snapshot: Snapshot) -> None:
+        """Sets the snapshot that :meth:`run` restores."""
+        self._snapshot = snapshot
+
+    def run(self) -> None:
+        """Restores the snapshot, if one was taken."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
+
+
+_EMPTY_DICT: dict[Any, Any] = {}
+
+
+class _Attributes:
+    """A copy of one module's attributes and of the contents of its dicts (parameters, hooks)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.cls = module.__class__
+        self.values: dict[str, Any] = dict(module.__dict__)
+        self.contents = {
+            name: dict(value) if value else _EMPTY_DICT  # most are empty; new dicts trigger the gc
+            for name, value in self.values.items()
+            if isinstance(value, dict)
+        }
+        self.state = _module_state_mapping.get(module)
+
+    def restore(self, module: nn.Module) -> None:
+        module.__class__ = self.cls
+        for name, content in self.contents.items():
+            # Keep the dict object: hook handles and C code refer to it.
+            self.values[name].clear()
+            self.values[name].update(content)
+        module.__dict__.clear()
+        module.__dict__.update(self.values)
+        if self.state is None:
+            _module_state_mapping.pop(module, None)
+        else:
+            _module_state_mapping[module] = self.state

@@ -1,0 +1,1 @@
+"""The command line, reports and plots. Code that trains imports nothing of it."""

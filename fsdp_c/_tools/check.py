@@ -1,0 +1,117 @@
+"""``python -m fsdp_c --version`` and ``--check``: report the installation and test it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import fsdp_c._C as _C
+
+from .._compat.build_info import read_build
+from ..version import __version__
+
+TIMEOUT = 120  # seconds for the self-test
+
+
+def format_version() -> str:
+    """Returns one line with the releases of fsdp_c, of its build, and of the environment."""
+    found = read_build()
+    built = f"built for torch {found.torch}" if found is not None else "built for an unknown torch"
+    python = _format_python_version()
+    return f"fsdp_c {__version__} ({built}); torch {torch.__version__}, Python {python}"
+
+
+def _format_python_version() -> str:
+    return ".".join(map(str, sys.version_info[:3]))
+
+
+def main() -> int:
+    """Prints one line per check. Returns 0 if all checks pass, else 1."""
+    print(format_version())
+    failed = False
+    for what, well, text in _run_checks():
+        failed = failed or not well
+        print(f"  {what:<12} {'ok' if well else 'WRONG':<6} {text}", flush=True)
+    return int(failed)
+
+
+def _run_checks() -> Iterator[tuple[str, bool, str]]:
+    """Yields (name of the check, whether it passed, its finding)."""
+    found = read_build()
+    yield "extension", True, str(_C.__file__)
+    yield "torch", *_check_torch(found.torch if found is not None else "")
+    yield "kernels", *_check_kernels()
+    yield "devices", True, _list_devices()
+    yield "entry point", *_check_entry_point()
+    yield "two ranks", *_train_on_two_ranks()
+
+
+def _check_torch(built: str) -> tuple[bool, str]:
+    if not built:
+        return True, f"{torch.__version__}; what it was built for was not noted"
+    if built == torch.__version__:
+        return True, f"{built}, which it was built for"
+    return True, f"{torch.__version__}; it was built for {built}, of the same release"
+
+
+def _check_kernels() -> tuple[bool, str]:
+    if _C.CUDA_KERNELS:
+        return True, "CPU and CUDA"
+    if torch.cuda.is_available():
+        return False, "CPU alone, and there is a CUDA device: build it where nvcc is found"
+    return True, "CPU"
+
+
+def _list_devices() -> str:
+    if not torch.accelerator.is_available():
+        return "cpu"
+    kind = torch.accelerator.current_accelerator()
+    names = f"{torch.accelerator.device_count()} of {kind}"
+    return f"cpu, {names}"
+
+
+def _check_entry_point() -> tuple[bool, str]:
+    found = importlib.metadata.entry_points(group="torch.backends")
+    if any(entry.value == "fsdp_c_autoload:autoload" for entry in found):
+        return True, "torch finds it: FSDP_C=1 switches a job over"
+    return True, "not installed with pip: FSDP_C=1 does nothing, python -m fsdp_c and imports work"
+
+
+def _train_on_two_ranks() -> tuple[bool, str]:
+    """Trains in two processes, with torch's FSDP2 and with fsdp_c."""
+    environment = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", f"{__package__}.self_test"]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), f"{folder}/store"],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            outputs = [rank.communicate(timeout=TIMEOUT) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return False, f"two processes on gloo did not finish within {TIMEOUT} s"
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for rank, (out, error) in zip(ranks, outputs):
+        lines = out.split("\n")
+        if rank.returncode != 0 or "same" not in lines:
+            said = (out.strip() or error.strip() or "nothing").splitlines()[-1]
+            return False, f"training on gloo failed: {said}"
+    return True, "trained on gloo with torch's FSDP2 and with fsdp_c: the same bits"

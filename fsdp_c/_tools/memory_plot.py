@@ -1,0 +1,94 @@
+"""Draws the memory of a step by kind over time, with the units as bands."""
+
+from __future__ import annotations
+
+import os
+from itertools import groupby
+from typing import Any
+
+from .forecast import BEFORE, KINDS, Sample, Timeline
+
+_COLORS = ("#4c6a92", "#9aa8bd", "#3f9c8f", "#d98e32", "#b8c46a")
+_BAND_COLORS = ("#ffffff", "#f0f0f0")
+_MAX_SAMPLES = 4000  # samples in the picture
+
+
+def plot_memory(
+    title: str, timeline: Timeline, memory: int | None, path: str | os.PathLike[str]
+) -> None:
+    """Draws the timeline to a file, whose extension gives the format.
+
+    Args:
+        memory: Bytes of the rank: a line, where it is not far above.
+    """
+    from matplotlib.figure import Figure
+
+    samples = _reduce_samples([sample for sample in timeline.samples if sample.phase != BEFORE])
+    scale, unit = (2**30, "GiB") if timeline.peak.total >= 2**30 else (2**20, "MiB")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    axes: Any = figure.add_subplot()
+    rows = [[sample.bytes[i] / scale for sample in samples] for i in range(len(KINDS))]
+    axes.stackplot(range(len(samples)), rows, labels=KINDS, colors=_COLORS, step="post", zorder=2)
+    _draw_bands(axes, samples)
+    _mark_peak(axes, samples, timeline, scale, unit)
+    if memory is not None and memory <= 2 * timeline.peak.total:
+        axes.axhline(memory / scale, color="#b03030", linestyle="--", zorder=3)
+        axes.text(0, memory / scale, " memory of the rank", color="#b03030", va="bottom")
+    axes.set_xlim(0, max(len(samples) - 1, 1))
+    axes.set_ylim(0, 1.15 * timeline.peak.total / scale)
+    axes.set_ylabel(f"{unit} on this rank")
+    axes.set_title(f"{title}: memory of one step")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
+    figure.savefig(path, dpi=120)
+
+
+def _reduce_samples(samples: list[Sample]) -> list[Sample]:
+    """Reduces the samples: keeps the one with the most memory of each run of neighbors."""
+    every = -(-len(samples) // _MAX_SAMPLES)
+    parts = (samples[i : i + every] for i in range(0, len(samples), every))
+    return [max(part, key=lambda sample: sample.total) for part in parts]
+
+
+def _draw_bands(axes: Any, samples: list[Sample]) -> None:
+    """Draws a band for each unit's forward and backward, and the names of the phases."""
+    marks: list[tuple[float, str]] = []
+    start, shade = 0, False
+    for unit, run in groupby(samples, key=lambda sample: sample.unit):
+        end = start + len(list(run))
+        axes.axvspan(start, end, color=_BAND_COLORS[shade], zorder=1)
+        if unit and (not marks or (start + end) / 2 - marks[-1][0] > len(samples) / 24):
+            marks.append(((start + end) / 2, unit))
+        start, shade = end, not shade
+    axes.set_xticks([place for place, _ in marks])
+    axes.set_xticklabels([unit for _, unit in marks], rotation=40, ha="right", fontsize=8)
+    start = 0
+    for phase, run in groupby(samples, key=_name_phase):
+        end = start + len(list(run))
+        if phase:
+            axes.text(
+                (start + end) / 2, 1.0, phase, ha="center", va="top", fontsize=9, color="#606060",
+                transform=axes.get_xaxis_transform(), zorder=4,
+            )  # fmt: skip
+            axes.axvline(start, color="#a0a0a0", linewidth=0.8, zorder=3)
+        start = end
+
+
+def _name_phase(sample: Sample) -> str:
+    word = sample.phase.partition(" ")[0]
+    return {"forward": "forward", "backward": "backward", "reduction": "backward"}.get(word, "")
+
+
+def _mark_peak(axes: Any, samples: list[Sample], timeline: Timeline, scale: int, unit: str) -> None:
+    place = max(range(len(samples)), key=lambda i: samples[i].total)
+    peak = timeline.peak.total / scale
+    beside = place > len(samples) / 2
+    axes.annotate(
+        f"{peak:.1f} {unit}, in {timeline.peak}",
+        (place, peak),
+        xytext=(-14 if beside else 14, 16),
+        textcoords="offset points",
+        ha="right" if beside else "left",
+        arrowprops={"arrowstyle": "->"},
+        zorder=5,
+    )

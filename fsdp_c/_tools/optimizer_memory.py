@@ -1,0 +1,141 @@
+"""Measures the memory of an optimizer's states and of its step, with small tensors."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .fake_step import Storages, Trace
+
+OptimizerArgument: TypeAlias = "str | Optimizer | Callable[..., Optimizer] | None"
+
+
+class OptimizerBytes(NamedTuple):
+    """Bytes of an optimizer per byte of trained parameters.
+
+    Attributes:
+        name: The optimizer's class.
+        states: Bytes of states.
+        step: Bytes that a step allocates temporarily.
+        whole: Whether ``step`` counts for all parameters together; else for the largest one.
+    """
+
+    name: str
+    states: float
+    step: float
+    whole: bool
+
+
+def measure_optimizer(
+    wanted: OptimizerArgument, dtype: torch.dtype, on_cpu: bool
+) -> OptimizerBytes:
+    """Returns the memory of an optimizer, measured by steps of small parameters.
+
+    Args:
+        wanted: An optimizer, an optimizer class, a function that makes an optimizer from
+            parameters, or a class name of ``torch.optim`` in any case. ``None``: AdamW.
+        dtype: The dtype of the parameters.
+        on_cpu: Whether the step runs on the CPU. On other devices torch's default is ``foreach``.
+
+    Raises:
+        ValueError: torch has no such class, or its step requires more than gradients.
+        TypeError: ``wanted`` has another type.
+    """
+    make = _make_constructor(wanted, on_cpu)
+    try:
+        once, optimizer, parameters = _measure_step(make, 1, dtype)
+        twice = _measure_step(make, 2, dtype)[0]
+    except Exception as error:
+        name = getattr(wanted, "__name__", wanted)
+        raise ValueError(
+            f"{name} cannot make a step of two small parameters, to see what it allocates: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    size = parameters[0].numel() * dtype.itemsize
+    states = sum(
+        value.numel() * value.itemsize
+        for value in optimizer.state[parameters[0]].values()
+        if isinstance(value, torch.Tensor) and value.numel() > 1
+    )
+    return OptimizerBytes(type(optimizer).__name__, states / size, once / size, twice > once * 1.5)
+
+
+def count_state_bytes(optimizer: Optimizer) -> int:
+    """Returns the bytes of the states that an optimizer has now, on this rank."""
+    total = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                local = value._local_tensor if isinstance(value, DTensor) else value
+                total += local.numel() * local.itemsize
+    return total
+
+
+def _make_constructor(
+    wanted: OptimizerArgument, on_cpu: bool
+) -> Callable[[list[torch.Tensor]], Optimizer]:
+    settings: dict[str, Any] = {}
+    if wanted is None:
+        wanted = torch.optim.AdamW
+    if isinstance(wanted, str):
+        named = {name.lower(): cls for name, cls in vars(torch.optim).items()}
+        named = {name: cls for name, cls in named.items() if _is_optimizer(cls)}
+        if wanted.lower() not in named:
+            like = difflib.get_close_matches(wanted.lower(), named, 1)
+            mean = f": did you mean {named[like[0]].__name__}?" if like else ""
+            raise ValueError(f"torch.optim has no optimizer '{wanted}'{mean}")
+        wanted = named[wanted.lower()]
+    if isinstance(wanted, Optimizer):
+        known = inspect.signature(type(wanted).__init__).parameters
+        settings = {key: value for key, value in wanted.defaults.items() if key in known}
+        wanted = type(wanted)
+    if not callable(wanted):
+        raise TypeError(
+            f"an optimizer is a class, its name, or a function that makes one, not {wanted!r}"
+        )
+    if not on_cpu and isinstance(wanted, type):
+        known = inspect.signature(wanted).parameters
+        if "foreach" in known and not settings.get("fused") and settings.get("foreach") is None:
+            settings["foreach"] = True
+    called = wanted
+    return lambda parameters: called(parameters, **settings)
+
+
+def _is_optimizer(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
+
+
+def _measure_step(
+    make: Callable[[list[torch.Tensor]], Optimizer], count: int, dtype: torch.dtype
+) -> tuple[int, Optimizer, list[torch.Tensor]]:
+    """Returns the most bytes that a step after the first allocates temporarily.
+
+    Also returns the optimizer and its parameters.
+    """
+    parameters = [torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype)) for _ in range(count)]
+    optimizer = make([*parameters])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    trace = Trace()
+    storages = Storages(trace)
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    kept += [*parameters, *(parameter.grad for parameter in parameters)]
+    storages.forget([value for value in kept if isinstance(value, torch.Tensor)])
+    with storages:
+        optimizer.step()
+    alive, total, peak = {}, 0, 0
+    for what, which, value in trace.events:
+        if what == "alloc":
+            alive[which] = value
+            total += value
+        else:
+            total -= alive.pop(which)
+        peak = max(peak, total)
+    return peak, optimizer, [*parameters]

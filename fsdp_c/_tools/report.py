@@ -1,0 +1,326 @@
+"""``Explanation``, the result of ``explain`` and ``plan``: units, memory, verdict and advice."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .._runtime.fsdp_units import get_original_class
+from .advice import Change, changes
+from .fake_step import Trace
+from .forecast import KINDS, Sample, Sharding, Timeline, UnitSizes, forecast, synthetic
+from .plotting import require_matplotlib
+from .unit_bytes import Layout, ParamSize
+
+_SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_SIZES |= {f"{key}i": 1024**power for power, key in enumerate("kmgt", 1)}
+_DESCRIPTIONS = {
+    "shards": "parameters on this rank, and buffers",
+    "states": "of the optimizer, and what its step needs",
+    "gathered": "whole parameters and the buffers of all-gathers",
+    "gradients": "whole and sharded ones, and the buffers of reductions",
+    "activations": "what forward leaves for backward",
+}
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One group of parameters that is gathered and reduced together.
+
+    Sizes are bytes on this rank. ``gathers``, ``reduce_scatters`` and ``all_reduces`` count the
+    collectives of one forward and one backward that reaches the unit. ``transient`` is the memory
+    that the unit uses temporarily beyond its shards. It is the larger of two values: unsharded
+    parameters and gather buffer, or gradients with input and output of the reduction.
+    """
+
+    name: str
+    modules: str
+    parameters: int
+    elements: int
+    dtypes: str
+    mesh: str
+    shard_bytes: int
+    gathers: int
+    reduce_scatters: int
+    all_reduces: int
+    transient: int
+
+
+@dataclass
+class Explanation:
+    """The result of :func:`fsdp_c.explain` and :func:`fsdp_c.plan`; ``str()`` formats it.
+
+    Attributes:
+        title: The title of the picture.
+        units: One report for each unit.
+        warnings: Likely configuration mistakes.
+        timeline: Bytes by kind on this rank, over one step.
+        received: Bytes that this rank receives in a step, by process group: ``shard`` (all-gathers
+            and reduce-scatters) and ``replicate`` (all-reduces).
+        changes: The changes that lower the peak most, with the bytes that they save.
+        optimizer: The optimizer's name, or empty.
+        memory: Bytes that the rank has; ``None`` if the caller did not pass them.
+        knows_activations: Whether the caller passed a batch.
+        kernels: The implementation that packs and unpacks, by device type; empty for a plan.
+        buffers: Bytes of this process's CPU buffer cache: in use, and free for reuse
+            (:func:`fsdp_c.release_memory`). ``None`` for a plan, and on other devices.
+    """
+
+    title: str = ""
+    units: list[UnitReport] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    timeline: Timeline = field(default_factory=Timeline)
+    received: dict[str, int] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    optimizer: str = ""
+    memory: int | None = None
+    knows_activations: bool = False
+    kernels: dict[str, str] = field(default_factory=dict)
+    buffers: tuple[int, int] | None = None
+
+    @property
+    def peak(self) -> Sample:
+        """The sample with the most memory: ``peak.total`` bytes, and the phase of the step."""
+        return self.timeline.peak
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is at most ``memory``; ``None`` if that is unknown."""
+        return None if self.memory is None else self.peak.total <= self.memory
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the memory of the step by kind, with the units as bands, to the file ``path``.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from .memory_plot import plot_memory
+
+        require_matplotlib()
+        plot_memory(self.title, self.timeline, self.memory, path)
+
+    def __str__(self) -> str:
+        lines = [*_table(self.units), *_memory(self), *_network(self), *_verdict(self)]
+        lines += [f"packed on {device} by {kernels}" for device, kernels in self.kernels.items()]
+        if self.buffers is not None:
+            used, free = map(format_bytes, self.buffers)
+            lines.append(f"buffers on the CPU: {used} in use, {free} kept for the next ones")
+        lines += [f"warning: {text}" for text in self.warnings]
+        return "\n".join(lines)
+
+
+def make_explanation(
+    title: str,
+    warnings: list[str],
+    layout: Layout,
+    sharding: Sharding,
+    trace: Trace | None,
+    optimizer: str,
+    memory: int | str | None,
+) -> Explanation:
+    """Makes an ``Explanation`` from a layout and a trace.
+
+    Without a trace, the step is synthetic and has no activations.
+    """
+    events = trace if trace is not None else synthetic(sharding)
+    return Explanation(
+        title=title,
+        units=list(_reports(layout)),
+        warnings=warnings,
+        timeline=forecast(sharding, events),
+        received=_received(sharding.units),
+        changes=changes(sharding, events, layout, trace is not None),
+        optimizer=optimizer,
+        memory=None if memory is None else parse_bytes(memory),
+        knows_activations=trace is not None,
+    )
+
+
+def parse_bytes(size: int | str) -> int:
+    """Returns ``size`` in bytes, for example of ``80 * 2**30``, ``"80GiB"`` or ``"80 GB"``.
+
+    Raises:
+        ValueError: ``size`` is not a number of bytes.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", str(size).lower())
+    if match is None or match[2] not in _SIZES:
+        raise ValueError(f"expected a number of bytes such as '80GiB', not {size!r}")
+    return int(float(match[1]) * _SIZES[match[2]])
+
+
+def format_bytes(count: float) -> str:
+    """Formats a number of bytes with a binary unit, for example ``1.5 MiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+# ---- units ---------------------------------------------------------------------------------------
+
+
+def _reports(layout: Layout) -> Iterator[UnitReport]:
+    for unit, params, modules in zip(layout.units, layout.params, layout.modules):
+        yield UnitReport(
+            name=_without_wrapper_names(unit.name),
+            modules=", ".join(_inner_class_name(module) for module in modules),
+            parameters=len(params),
+            elements=sum(param.numel for param in params),
+            dtypes="; ".join(sorted({_dtypes(param) for param in params})),
+            mesh=f"{unit.replicas}x{unit.world}" if unit.replicas > 1 else str(unit.world),
+            shard_bytes=unit.shard,
+            gathers=unit.gathers,
+            reduce_scatters=len(unit.buckets) if unit.world > 1 else 0,
+            all_reduces=len(unit.buckets) if unit.replicas > 1 else 0,
+            transient=unit.peak,
+        )
+
+
+def _without_wrapper_names(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(p for p in parts if p not in ("_checkpoint_wrapped_module", "_orig_mod"))
+
+
+def _inner_class_name(module: Any) -> str:
+    """Returns the class name of a module, or of the module inside a checkpoint wrapper."""
+    inner = getattr(module, "_checkpoint_wrapped_module", None)
+    return get_original_class(module if inner is None else inner).__name__
+
+
+def _dtypes(param: ParamSize) -> str:
+    kinds = (param.own, param.compute, param.reduce)
+    return "/".join(str(dtype).removeprefix("torch.") for dtype in kinds)
+
+
+def folded(units: list[UnitReport]) -> list[UnitReport]:
+    """Combines neighboring units that differ only in one number of their names."""
+    runs: list[list[UnitReport]] = []
+    for unit in units:
+        if runs and _continues(runs[-1], unit):
+            runs[-1].append(unit)
+        else:
+            runs.append([unit])
+    return [run[0] if len(run) == 1 else _combine(run) for run in runs]
+
+
+def _pattern(name: str) -> tuple[str, list[int]]:
+    return re.sub(r"\d+", "#", name), [int(number) for number in re.findall(r"\d+", name)]
+
+
+def _continues(run: list[UnitReport], unit: UnitReport) -> bool:
+    if replace(unit, name="") != replace(run[-1], name=""):
+        return False
+    before, first = _pattern(run[-1].name)
+    after, second = _pattern(unit.name)
+    steps = [b - a for a, b in zip(first, second)]
+    if before != after or sorted(steps) != [0] * (len(steps) - 1) + [1]:
+        return False
+    begun = _pattern(run[0].name)[1]  # the same number must differ in all names of the run
+    return len(run) == 1 or begun[steps.index(1)] != first[steps.index(1)]
+
+
+def _combine(run: list[UnitReport]) -> UnitReport:
+    first, last = _pattern(run[0].name), _pattern(run[-1].name)
+    numbers = iter(f"{a}-{b}" if a != b else str(a) for a, b in zip(first[1], last[1]))
+    name = re.sub("#", lambda _: next(numbers), first[0])
+    return replace(run[0], name=name, modules=f"{len(run)} x {run[0].modules}")
+
+
+def _table(units: list[UnitReport]) -> list[str]:
+    head = "unit modules params elements dtypes mesh shard AG RS AR transient"
+    rows = [tuple(head.split())]
+    for unit in folded(units):
+        counts = (unit.gathers, unit.reduce_scatters, unit.all_reduces)
+        rows.append(
+            (
+                unit.name,
+                unit.modules,
+                str(unit.parameters),
+                f"{unit.elements:,}",
+                unit.dtypes,
+                unit.mesh,
+                format_bytes(unit.shard_bytes),
+                *map(str, counts),
+                format_bytes(unit.transient),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+    each = "each " if any(" x " in unit.modules for unit in folded(units)) else ""
+    return [
+        *lines,
+        f"({each}dtypes: stored/computed/reduced in; mesh: ranks to shard over, or replicas x "
+        "ranks; AG, RS, AR: all-gathers, reduce-scatters and all-reduces of a step; transient: "
+        "what the unit needs for a while beyond its shard)",
+    ]
+
+
+# ---- a step --------------------------------------------------------------------------------------
+
+
+def _memory(found: Explanation) -> Iterator[str]:
+    peak = found.peak
+    yield ""
+    yield "memory on this rank, in one step   at the peak   at most"
+    for kind, size in zip(KINDS, peak.bytes):
+        if kind == "activations" and not found.knows_activations:
+            yield f"  {kind:<31}{'unknown':>13}   pass batch=..."
+        elif kind == "states" and not found.optimizer:
+            yield f"  {kind:<31}{'unknown':>13}   pass the optimizer"
+        else:
+            most = format_bytes(found.timeline.highest(kind))
+            yield f"  {kind:<31}{format_bytes(size):>13}{most:>10}   {_DESCRIPTIONS[kind]}"
+    yield f"the peak: {format_bytes(peak.total)}, in {peak}"
+
+
+def _received(units: tuple[UnitSizes, ...]) -> dict[str, int]:
+    shard = replicate = 0
+    for unit in units:
+        part = (unit.world - 1) / unit.world
+        shard += int(part * (unit.gathers * unit.gathered + unit.rows))
+        replicate += int(2 * (unit.replicas - 1) / unit.replicas * unit.row)
+    return {"shard": shard, "replicate": replicate}
+
+
+def _network(found: Explanation) -> Iterator[str]:
+    parts = [
+        f"{format_bytes(size)} in its {link} group" for link, size in found.received.items() if size
+    ]
+    if parts:
+        yield f"the network: this rank receives {' and '.join(parts)} in a step"
+
+
+def _verdict(found: Explanation) -> Iterator[str]:
+    if found.memory is not None:
+        left = found.memory - found.peak.total
+        known = "" if found.knows_activations else ", without activations"
+        if left >= 0:
+            yield f"it fits into {format_bytes(found.memory)}: {format_bytes(left)} are left{known}"
+        else:
+            memory, excess = format_bytes(found.memory), format_bytes(-left)
+            yield f"it does not fit into {memory}: {excess} too much{known}"
+    if found.changes:
+        yield "what would lower the peak most:"
+    for change in found.changes:
+        yield f"  {format_bytes(change.saves):>10}  {change.text}"
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Returns the dtype with a name such as ``bfloat16`` or ``torch.bfloat16``.
+
+    Raises:
+        ValueError: torch has no dtype with that name.
+    """
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype '{name}'")
+    return dtype

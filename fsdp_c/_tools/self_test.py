@@ -1,0 +1,63 @@
+"""The program of each rank of ``python -m fsdp_c --check``: trains with torch and with fsdp_c.
+
+    python -m fsdp_c._tools.self_test RANK FILE
+
+FILE is the rendezvous file of the two ranks. The last line is ``same`` or the difference.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import fsdp_c_redirect
+from fsdp_c import MixedPrecisionPolicy, fully_shard, is_active
+
+WORLD = 2
+
+
+def train(shard: Any) -> tuple[bool, list[torch.Tensor]]:
+    """Trains a small model for two steps. Returns whether fsdp_c ran it, losses and parameters."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3)))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        shard(block, mp_policy=policy)
+    shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        x = torch.full((4, 9), float(dist.get_rank() + step))
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return is_active(model), [*losses, *(param.full_tensor() for param in model.parameters())]
+
+
+def main() -> None:
+    rank, file = sys.argv[1:]
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=WORLD)
+    results = {}
+    for name, shard in (
+        ("torch", fsdp_c_redirect.original(torch_fully_shard)),
+        ("fsdp_c", fully_shard),
+    ):
+        active, results[name] = train(shard)
+        if active != (name == "fsdp_c"):
+            print(f"{name}'s fully_shard was run by another implementation")
+            return
+    same = all(map(torch.equal, results["torch"], results["fsdp_c"]))
+    print("same" if same else "losses or parameters differ from torch's")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

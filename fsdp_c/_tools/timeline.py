@@ -1,0 +1,226 @@
+"""``StepTrace``, the result of ``trace``: the spans of all ranks, as text, plot and file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from typing import Any
+
+import torch.distributed as dist
+
+from . import timeline_plot, trace_spans
+from .plotting import require_matplotlib
+from .trace_spans import GATHER, REDUCE, WAITS, Span
+
+_MS = 1e6  # nanoseconds
+
+
+class StepTrace:
+    """The spans of all ranks inside a :func:`trace` block.
+
+    Attributes:
+        ranks: The spans of each rank: lane, kind, unit, begin and end in nanoseconds since the
+            start of the first rank. Equal on every rank. Empty inside the ``with`` block.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[list[Span]] = []
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws a timeline with three rows per rank. The extension of ``path`` gives the format.
+
+        Rank 0 writes the file. Other ranks only check the arguments.
+
+        Raises:
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
+            ImportError: matplotlib is not installed. Raised on every rank.
+        """
+        self._check()
+        require_matplotlib()
+        if _is_writer():
+            timeline_plot.plot_timeline(self.summary(), self.ranks, path)
+
+    def draw(self, axes: Any, legend: bool = True) -> None:
+        """Draws the timeline into axes of matplotlib, on the calling rank.
+
+        Raises:
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
+        """
+        self._check()
+        timeline_plot.draw_timeline(axes, self.summary(), self.ranks, legend)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes Chrome's trace format (chrome://tracing, Perfetto), with ranks as processes.
+
+        Rank 0 writes the file. Other ranks only check the arguments.
+
+        Raises:
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
+        """
+        self._check()
+        if _is_writer():
+            with open(path, "w") as file:
+                json.dump(_make_chrome_trace(self.ranks, self.summary()), file)
+
+    def summary(self) -> str:
+        """Returns one or two sentences with the largest shares of the time.
+
+        Raises:
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
+        """
+        self._check()
+        return f"{_format_shares(self.ranks)}. {_format_communication(self.ranks)}."
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        """Returns seconds by kind, and by unit within each kind, averaged over the ranks."""
+        total: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for rank in self.ranks:
+            for span in rank:
+                if span.lane != trace_spans.HOST:
+                    total[span.kind][span.unit] += span.length / 1e9 / len(self.ranks)
+        return {kind: dict(units) for kind, units in total.items()}
+
+    def __str__(self) -> str:
+        """Returns the summary, and a table of milliseconds by unit, averaged over the ranks."""
+        if not self._closed:
+            return f"a trace that {'an exception has ended' if self._left else 'is still open'}"
+        if not self._has_units():
+            return "a trace without steps"
+        return f"{self.summary()}\n{_format_table(self.seconds())}"
+
+    _closed = False
+    _left = False  # by an exception
+
+    def _has_units(self) -> bool:
+        return any(span.unit for rank in self.ranks for span in rank)
+
+    def _check(self) -> None:
+        if not self._closed:
+            raise RuntimeError(
+                "nothing was traced: an exception has left the with-block"
+                if self._left
+                else "the trace is still open: ask it after the with-block"
+            )
+        if not self._has_units():
+            raise RuntimeError(
+                "nothing was traced: no forward or backward of a sharded model ran inside of "
+                "the with-block"
+            )
+
+
+def _is_writer() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+# ---- text output ---------------------------------------------------------------------------------
+
+_ORDER = (
+    trace_spans.FORWARD,
+    trace_spans.BACKWARD,
+    trace_spans.OPTIMIZER,
+    trace_spans.GATHER_WAIT,
+    trace_spans.REDUCE_WAIT,
+    trace_spans.SHARDING,
+    trace_spans.OUTSIDE,
+)
+
+
+def _format_shares(ranks: list[list[Span]]) -> str:
+    """Formats the shares of the mean time: "265 ms on 2 ranks: 40 % forward, ..."."""
+    total: dict[str, int] = defaultdict(int)
+    for rank in ranks:
+        for span in rank:
+            if span.lane == trace_spans.COMPUTE:
+                total[span.kind] += span.length
+    whole = max(span.end for rank in ranks for span in rank)
+    parts = [(total[kind] / len(ranks) / whole, kind) for kind in _ORDER]
+    text = ", ".join(
+        f"{share:.0%} {kind}".replace("%", " %") for share, kind in parts if share >= 0.005
+    )
+    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    return f"{_format_ms(whole)} on {count}: {text}"
+
+
+def _format_communication(ranks: list[list[Span]]) -> str:
+    """Formats the share of communication that overlaps with computation, and the longest wait."""
+    running = sum(_measure_covered([s for s in r if s.lane in WAITS]) for r in ranks)
+    waits = [(s, i) for i, rank in enumerate(ranks) for s in rank if s.kind in WAITS.values()]
+    if not running:
+        return "Nothing was communicated"
+    hidden = 1 - sum(span.length for span, _ in waits) / running
+    text = f"{max(hidden, 0):.0%} of communication is hidden".replace("%", " %")
+    if not waits:
+        return f"{text}; nothing is waited for"
+    longest, rank = max(waits, key=lambda wait: wait[0].length)
+    kind = "gather" if longest.kind == trace_spans.GATHER_WAIT else "reduction"
+    unit = "the root" if longest.unit == trace_spans.ROOT else f"'{longest.unit}'"
+    on = f" on rank {rank}" if len(ranks) > 1 else ""
+    return f"{text}; {unit} waits {_format_ms(longest.length)} for its {kind}{on}"
+
+
+def _measure_covered(collectives: list[Span]) -> int:
+    """Returns the nanoseconds in which at least one of the collectives is running."""
+    total, now = 0, 0
+    for span in sorted(collectives, key=lambda span: span.begin):
+        total += max(0, span.end - max(now, span.begin))
+        now = max(now, span.end)
+    return total
+
+
+def _format_ms(nanoseconds: float) -> str:
+    value = nanoseconds / _MS
+    return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"
+
+
+def _format_table(seconds: dict[str, dict[str, float]]) -> str:
+    """Formats milliseconds by unit, with one column for each kind that occurs."""
+    kinds = [kind for kind in (*_ORDER, GATHER, REDUCE) if kind in seconds]
+    units = {unit: None for kind in kinds for unit in sorted(seconds[kind])}
+    rows = [["ms", *kinds]]
+    for unit in sorted(units, key=_make_sort_key):
+        cells = [seconds[kind].get(unit) for kind in kinds]
+        rows.append([unit or "-", *("" if c is None else f"{c * 1e3:.2f}" for c in cells)])
+    rows.append(["all", *(f"{sum(seconds[kind].values()) * 1e3:.2f}" for kind in kinds)])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for first, *rest in rows:
+        cells_ = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:]))]
+        lines.append("  ".join(cells_))
+    return "\n".join(lines)
+
+
+def _make_sort_key(unit: str) -> list[tuple[bool, int, str]]:
+    """Sort key that orders blocks.2 before blocks.10, and time outside of units last."""
+    if not unit:
+        return [(True, 1, "")]
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in unit.split(".")]
+
+
+# ---- Chrome's format -----------------------------------------------------------------------------
+
+
+def _make_chrome_trace(ranks: list[list[Span]], summary: str) -> dict[str, Any]:
+    """Returns complete events in microseconds, with a process per rank and a thread per lane."""
+    events: list[dict[str, Any]] = []
+    for rank, rank_spans in enumerate(ranks):
+        named = {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        events.append(named)
+        for lane, name in enumerate(trace_spans.LANES):
+            if any(span.lane == name for span in rank_spans):
+                row = {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane}
+                events.append({**row, "args": {"name": name}})
+        for span in rank_spans:
+            events.append(
+                {
+                    "name": f"{span.kind} {span.unit}".strip(),
+                    "cat": span.kind,
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": trace_spans.LANES.index(span.lane),
+                    "ts": span.begin / 1e3,
+                    "dur": span.length / 1e3,
+                    "args": {"unit": span.unit},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"summary": summary}}

@@ -1,0 +1,129 @@
+"""Draws the timeline of a step: the computation and the collectives of each rank."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from typing import Any
+
+from . import trace_spans
+from .trace_spans import Span
+
+_COLORS = {
+    trace_spans.FORWARD: "#5b8cc0",
+    trace_spans.BACKWARD: "#2f5f94",
+    trace_spans.OPTIMIZER: "#8a6bb1",
+    trace_spans.GATHER_WAIT: "#e0524d",
+    trace_spans.REDUCE_WAIT: "#f0a39b",
+    trace_spans.SHARDING: "#4d4d4d",
+    trace_spans.OUTSIDE: "#d9d9d9",
+    trace_spans.GATHER: "#3f9c8f",
+    trace_spans.REDUCE: "#d98e32",
+}
+_ROWS = {trace_spans.HOST: "host", trace_spans.COMPUTE: "compute", trace_spans.GATHER: "gathers",
+         trace_spans.REDUCE: "reductions"}  # fmt: skip
+_MAX_RANKS = 8
+
+
+def plot_timeline(title: str, ranks: list[list[Span]], path: str | os.PathLike[str]) -> None:
+    """Draws the spans of the first ranks to a file, whose extension gives the format."""
+    from matplotlib.figure import Figure
+
+    rows = len(_list_lanes(ranks)) * min(len(ranks), _MAX_RANKS)
+    figure = Figure(figsize=(15, 1.9 + 0.42 * rows), layout="constrained")
+    draw_timeline(figure.add_subplot(), title, ranks)
+    figure.savefig(path, dpi=120)
+
+
+def draw_timeline(axes: Any, title: str, ranks: list[list[Span]], legend: bool = True) -> None:
+    """Draws the spans of the first ranks into axes of matplotlib."""
+    shown = ranks[:_MAX_RANKS]
+    left_out = len(ranks) - len(shown)
+    more = f" ({left_out} more ranks are not shown)" if left_out else ""
+    width = axes.figure.get_figwidth()
+    whole = (title + more).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
+    axes.set_title("\n".join(textwrap.wrap(whole, int(9.3 * width))), fontsize=10.5,
+                   loc="left")  # fmt: skip
+    _draw_rows(axes, shown, _list_lanes(shown), width)
+    if legend:
+        _draw_legend(axes, [span for rank in shown for span in rank])
+
+
+def _list_lanes(ranks: list[list[Span]]) -> list[str]:
+    return [lane for lane in _ROWS if any(span.lane == lane for rank in ranks for span in rank)]
+
+
+def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: float) -> None:
+    """Draws one row per rank and lane, the first rank at the top, over milliseconds."""
+    last = max(span.end for rank in ranks for span in rank) / 1e6
+    ticks, names = [], []
+    for number, rank in enumerate(ranks):
+        for place, lane in enumerate(lanes):
+            y = number * (len(lanes) + 0.5) + place
+            ticks.append(y)
+            names.append(f"rank {number}  {_ROWS[lane]}" if place == 0 else _ROWS[lane])
+            _draw_lane(axes, y, [span for span in rank if span.lane == lane], last, width)
+    axes.set_yticks(ticks, names, fontsize=9)
+    axes.set_ylim(ticks[-1] + 0.6, -0.6)
+    axes.set_xlim(0, last)
+    axes.set_xlabel("ms")
+    axes.grid(axis="x", color="#e8e8e8", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _draw_lane(axes: Any, y: float, found: list[Span], last: float, width: float) -> None:
+    for depth, span in _stack_spans(found):
+        begin, length = span.begin / 1e6, span.length / 1e6
+        place, tall = (y - 0.4, 0.8) if depth is None else (y - 0.4 + 0.4 * depth, 0.38)
+        axes.broken_barh(
+            [(begin, length)], (place, tall), facecolor=_COLORS[span.kind], edgecolor="white",
+            linewidth=0.4,
+        )  # fmt: skip
+        capacity = length / last * width * 13  # approximate number of characters that fit
+        label = _choose_label(span.unit, capacity)
+        if label:
+            axes.text(
+                begin + length / 2, place + tall / 2, label, ha="center", va="center", fontsize=7,
+                color="black" if span.kind in _LIGHT_KINDS else "white",
+            )  # fmt: skip
+
+
+_LIGHT_KINDS = (trace_spans.OUTSIDE, trace_spans.REDUCE_WAIT)
+
+
+def _choose_label(unit: str, capacity: float) -> str:
+    """Returns the unit's name, its number, or nothing, depending on the space."""
+    short = unit.rpartition(".")[2].strip("()")
+    return next((text for text in (unit, short) if text and len(text) + 1 <= capacity), "")
+
+
+def _stack_spans(found: list[Span]) -> list[tuple[int | None, Span]]:
+    """Assigns overlapping spans to two half rows; None for a span that uses the full row."""
+    placed: list[tuple[int | None, Span]] = []
+    for i, span in enumerate(found):
+        near = found[max(0, i - 3) : i] + found[i + 1 : i + 4]
+        alone = all(other.end <= span.begin or span.end <= other.begin for other in near)
+        placed.append((None if alone else i % 2, span))
+    return placed
+
+
+def _draw_legend(axes: Any, found: list[Span]) -> None:
+    """Draws the legend below the picture, with the kinds that occur."""
+    from matplotlib.patches import Patch
+
+    kinds = [kind for kind in _COLORS if any(span.kind == kind for span in found)]
+    patches = [Patch(color=_COLORS[kind], label=kind) for kind in kinds]
+    axes.legend(
+        handles=patches, loc="upper center", ncols=len(patches), frameon=False, fontsize=9,
+        bbox_to_anchor=(0.5, 0), bbox_transform=_make_legend_transform(axes),
+    )  # fmt: skip
+
+
+def _make_legend_transform(axes: Any) -> Any:
+    """Where a legend leaves capacity for the numbers and the word under an axis: 0.45 inches."""
+    from matplotlib.transforms import ScaledTranslation
+
+    return axes.transAxes + ScaledTranslation(0, -0.45, axes.figure.dpi_scale_trans)

@@ -1,0 +1,329 @@
+"""Converts the ranges that a profiler records to spans of a step's time, by unit.
+
+While a profiler is active, the core emits torch's ranges ("FSDP::all_gather (blocks.0)"). The
+process group emits a range for each running collective, and torch one for each optimizer step.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+GATHER_WAIT, REDUCE_WAIT = "wait for a gather", "wait for a reduction"
+SHARDING = "packing and unpacking"
+OUTSIDE = "outside of units"
+GATHER, REDUCE = "gather", "reduction"
+
+COMPUTE, HOST = "compute", "host"
+LANES = (HOST, COMPUTE, GATHER, REDUCE)
+"""The rows in which spans are drawn. ``host`` and ``compute`` differ if a device computes."""
+
+WAITS = {GATHER: GATHER_WAIT, REDUCE: REDUCE_WAIT}
+ROOT = "(root)"
+BLOCK = "fsdp_c.trace"
+"""The name of the range enclosing the traced steps."""
+
+
+class Event(NamedTuple):
+    """A range of the profiler, in nanoseconds.
+
+    Attributes:
+        flying: Whether the range is a running collective, which ends on another thread.
+        on_device: Whether the range is a kernel.
+        id: The number that an operator and the kernels launched by it share.
+    """
+
+    name: str
+    begin: int
+    end: int
+    flying: bool = False
+    on_device: bool = False
+    id: int = 0
+
+
+class Span(NamedTuple):
+    """A stretch of one rank's time, in nanoseconds.
+
+    Attributes:
+        lane: One of ``LANES``.
+        kind: The activity; in the lanes of gathers and reductions the lane itself.
+        unit: The name of a module, ``(root)``, or empty.
+    """
+
+    lane: str
+    kind: str
+    unit: str
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def make_spans(events: Iterable[Event]) -> list[Span]:
+    """Returns the spans of one rank inside the range ``BLOCK``; empty if there is none."""
+    events = sorted(events, key=lambda event: (event.begin, -event.end))
+    block = next((event for event in events if event.name == BLOCK), None)
+    if block is None:
+        return []
+    ranges = [r for r in map(_parse_range, events) if r is not None]
+    collectives = _find_collectives(events, ranges)
+    host = _join_spans(_replace_waits(_find_segments(ranges, block), collectives))
+    kernels = [event for event in events if event.on_device and not _HOST_RANGE.match(event.name)]
+    computing = [kernel for kernel in kernels if _classify_collective(kernel) is None]
+    if not computing:
+        return [*host, *collectives]
+    compute = _join_spans(_make_device_spans(computing, events, host), gap=10_000)
+    waits = _find_device_waits(compute, collectives)
+    lane = sorted([*compute, *waits], key=lambda span: span.begin)
+    return [*(span._replace(lane=HOST) for span in host), *lane, *collectives]
+
+
+# ---- ranges --------------------------------------------------------------------------------------
+
+_FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\))?$")
+_WAITING = {
+    "all_gather": GATHER,
+    "all_gather_copy_out": GATHER,
+    "post_backward_rs_wait": REDUCE,
+    "post_backward_reduce": REDUCE,
+    "root_post_backward_callback": REDUCE,
+}
+"""Ranges in which the host waits for a collective."""
+_OWN = ("all_gather", "all_gather_copy_out", "post_backward_reduce")
+"""Ranges in which the host waits for the unit's own last collective."""
+_ISSUING = ("all_gather", "post_backward_reduce")
+"""Ranges that issue the collective and may wait for it: torch's FSDP2 on the CPU, and hooks."""
+
+
+class _Range(NamedTuple):
+    """A range of FSDP or of an optimizer step on the host."""
+
+    label: str
+    unit: str
+    begin: int
+    end: int
+
+
+def _parse_range(event: Event) -> _Range | None:
+    if event.flying or event.on_device:
+        return None
+    if event.name.startswith("Optimizer.step"):
+        return _Range(OPTIMIZER, "", event.begin, event.end)
+    match = _FSDP.match(event.name)
+    if match is None:  # "backward_prefetch for" contains a separate all_gather range
+        return None
+    return _Range(match[1], match[2] or ROOT, event.begin, event.end)
+
+
+def _find_segments(ranges: list[_Range], block: Event) -> Iterator[tuple[_Range | None, Span]]:
+    """Splits the host's time by the innermost range; None if the model computes."""
+    inside: list[_Range] = []
+    units = _Units()
+    now = block.begin
+
+    def until(time: int) -> Iterator[tuple[_Range | None, Span]]:
+        nonlocal now
+        if time > now:
+            top = inside[-1] if inside else None
+            if top is None:
+                kind, unit = units.computing
+            else:
+                kind, unit = (OPTIMIZER if top.label == OPTIMIZER else SHARDING), top.unit
+            yield top, Span(COMPUTE, kind, unit, now, time)
+            now = time
+
+    def leave(time: int) -> Iterator[tuple[_Range | None, Span]]:
+        while inside and inside[-1].end <= time:
+            yield from until(inside[-1].end)
+            units.left(inside.pop())
+
+    for r in ranges:
+        yield from leave(r.begin)
+        yield from until(r.begin)
+        units.entered(r)
+        inside.append(r)
+    yield from leave(block.end)
+    yield from until(block.end)
+
+
+class _Units:
+    """Stack of the units that are computing, the innermost last."""
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[str, str]] = []
+
+    @property
+    def computing(self) -> tuple[str, str]:
+        return self._stack[-1] if self._stack else (OUTSIDE, "")
+
+    def entered(self, r: _Range) -> None:
+        if r.label == "post_forward":
+            self._remove((FORWARD, r.unit))
+        elif r.label in ("post_backward_accumulate", "post_backward_reshard"):
+            self._remove((BACKWARD, r.unit))
+        elif r.label == "root_post_backward_callback":
+            self._stack = [entry for entry in self._stack if entry[0] != BACKWARD]
+
+    def left(self, r: _Range) -> None:
+        if r.label == "pre_forward":
+            self._stack.append((FORWARD, r.unit))
+        elif r.label == "pre_backward":
+            self._stack.append((BACKWARD, r.unit))
+
+    def _remove(self, entry: tuple[str, str]) -> None:
+        if entry in self._stack:
+            del self._stack[len(self._stack) - 1 - self._stack[::-1].index(entry)]
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+_HOST_RANGE = re.compile(r"FSDP::|Optimizer\.|ProfilerStep|##|c10d::|\w+:(?!:)|" + re.escape(BLOCK))
+"""Matches the names of host ranges that the profiler repeats among a device's events."""
+
+
+def _classify_collective(event: Event) -> str | None:
+    """Returns ``GATHER`` or ``REDUCE`` for an operator, range or NCCL kernel of a collective.
+
+    Returns None for other events.
+    """
+    is_running = event.name.startswith("nccl") if event.on_device else event.flying
+    if is_running or event.name.startswith("c10d::"):
+        name = event.name.lower()
+        return GATHER if "gather" in name else REDUCE if "reduce" in name else None
+    return None
+
+
+def _find_collectives(events: list[Event], ranges: list[_Range]) -> list[Span]:
+    """Returns the spans of the units' collectives, from the end of the issue to completion.
+
+    A backend runs the collectives of a kind in issue order. The n-th operator therefore belongs to
+    the n-th range or kernel. A collective without either gets length 0.
+    """
+    completions = _find_completions(events)
+    begins = [r.begin for r in ranges]
+    collectives = []
+    last = ROOT
+    for event in events:
+        family = _classify_collective(event) if event.name.startswith("c10d::") else None
+        if family is None or event.on_device:
+            continue
+        queue = completions[family]
+        while queue and queue[0].end < event.begin:
+            queue.popleft()  # issued before the trace
+        completion = queue.popleft() if queue else event
+        enclosing = _find_enclosing_range(ranges, begins, event)
+        if enclosing is None:
+            continue  # not a collective of FSDP
+        if family == GATHER or enclosing.label == "post_backward_reduce":
+            last = enclosing.unit
+        begin = completion.begin if completion.on_device else event.end
+        collectives.append(Span(family, family, last, begin, max(begin, completion.end)))
+    return collectives
+
+
+def _find_completions(events: list[Event]) -> dict[str, deque[Event]]:
+    """Returns the events that end collectives, by family: kernels if there are any."""
+    running = [e for e in events if not (e.on_device and _HOST_RANGE.match(e.name))]
+    running = [e for e in running if (e.flying or e.on_device) and _classify_collective(e)]
+    if any(event.on_device for event in running):
+        running = [event for event in running if event.on_device]
+    return {f: deque(e for e in running if _classify_collective(e) == f) for f in (GATHER, REDUCE)}
+
+
+def _find_enclosing_range(ranges: list[_Range], begins: list[int], event: Event) -> _Range | None:
+    """Returns FSDP's innermost range enclosing an event, or None."""
+    for i in range(bisect_right(begins, event.begin) - 1, -1, -1):
+        if ranges[i].end >= event.end:
+            return ranges[i] if ranges[i].label != OPTIMIZER else None
+    return None
+
+
+# ---- waits ---------------------------------------------------------------------------------------
+
+
+def _replace_waits(
+    segments: Iterable[tuple[_Range | None, Span]], collectives: list[Span]
+) -> Iterator[Span]:
+    """Yields the segments, and splits waiting ones at the completion of their collectives."""
+    for r, span in segments:
+        lane = _WAITING.get(r.label) if r is not None else None
+        if lane is None:
+            yield span
+            continue
+        awaited = [f for f in collectives if f.lane == lane and f.begin < span.end]
+        if r is not None and r.label in _OWN:
+            awaited = [f for f in awaited if f.unit == r.unit][-1:]
+        if r is not None and r.label in _ISSUING:
+            awaited = [f for f in awaited if f.end <= r.end]
+        yield from _cut_span(span, awaited, WAITS[lane])
+
+
+def _cut_span(span: Span, collectives: list[Span], kind: str) -> Iterator[Span]:
+    """A span, and as waits of ``kind`` what the collectives cover of it."""
+    now = span.begin
+    for collective in collectives:
+        begin, end = max(now, collective.begin), min(span.end, collective.end)
+        if begin < end:
+            if now < begin:
+                yield span._replace(begin=now, end=begin)
+            yield span._replace(kind=kind, unit=collective.unit, begin=begin, end=end)
+            now = end
+    if now < span.end:
+        yield span._replace(begin=now)
+
+
+def _join_spans(spans: Iterable[Span], gap: int = 0) -> list[Span]:
+    """Joins neighbors with equal lane, kind and unit that are at most ``gap`` ns apart."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1][:3] == span[:3] and span.begin - joined[-1].end <= gap:
+            joined[-1] = joined[-1]._replace(end=max(joined[-1].end, span.end))
+        else:
+            joined.append(span)
+    return joined
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+def _make_device_spans(
+    kernels: list[Event], events: list[Event], host: list[Span]
+) -> Iterator[Span]:
+    """Kernels as what the host was at when it launched them, overlaps cut off."""
+    launched = {event.id: event.begin for event in events if not event.on_device}
+    begins = [span.begin for span in host]
+    now = 0
+    for kernel in kernels:
+        kind, unit = OUTSIDE, ""
+        place = bisect_right(begins, launched.get(kernel.id, -1)) - 1
+        if place >= 0:
+            kind, unit = host[place].kind, host[place].unit
+        if kind in WAITS.values():
+            kind = SHARDING
+        begin = max(now, kernel.begin)
+        if begin < kernel.end:
+            now = kernel.end
+            yield Span(COMPUTE, kind, unit, begin, kernel.end)
+
+
+def _find_device_waits(compute: list[Span], collectives: list[Span]) -> Iterator[Span]:
+    """The pauses of a device's kernels in which a collective is under way."""
+    collectives = sorted(collectives, key=lambda collective: collective.begin)
+    for before, after in pairwise(compute):
+        pause = before._replace(kind="", begin=before.end, end=after.begin)
+        pieces = (
+            _cut_span(pause, [collective], WAITS[collective.lane]) for collective in collectives
+        )
+        taken = pause.begin
+        for piece in chain.from_iterable(pieces):
+            if piece.kind and piece.end > taken:
+                yield piece._replace(begin=max(taken, piece.begin))
+                taken = piece.end

@@ -1,0 +1,104 @@
+"""``load_full_state_dict``: loads full weights into a sharded model, from one rank or a file.
+
+The source rank packs tensors into buckets and broadcasts each bucket. Every rank copies the rows of
+its shards. Two buckets are alive at a time: one is broadcast while the other is unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import _IncompatibleKeys
+
+from ._checkpoint.buckets import plan_buckets
+from ._checkpoint.destinations import (
+    agree_on_destinations,
+    collect_targets,
+    load_other_entries,
+    register_tensors,
+)
+from ._checkpoint.matching import match_names
+from ._checkpoint.progress import find_tqdm, show_progress
+from ._checkpoint.source import LoadingRanks, Source, open_source
+from ._checkpoint.stream import PARTLY_LOADED, READ_FAILED, read_own_rows, stream_buckets
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    source: Source,
+    *,
+    strict: bool = True,
+    src: int = 0,
+    group: torch.distributed.ProcessGroup | None = None,
+    rename: Callable[[str], str | None] | None = None,
+    bucket_bytes: int | None = None,
+    shared_file: bool = False,
+    progress: bool | None = None,
+) -> _IncompatibleKeys:
+    """Loads full tensors into the parameters and buffers of ``model``, sharded or not.
+
+    Every rank calls it. Only rank ``src`` reads ``source``. Parameters and buffers on the meta
+    device are made on the device of their mesh. Values are cast to the dtype of the target.
+
+    Args:
+        source: The full state dict on rank ``src``; other ranks may pass ``None``. Or the path of a
+            safetensors file, of an index of several files, or of a folder with either.
+        strict: Whether names must match exactly, as in ``nn.Module.load_state_dict``. One name of
+            a tied parameter is sufficient.
+        src: The rank in the default group that reads.
+        group: The ranks that load together. ``None``: all.
+        rename: Maps a name in the source to the name in the model, or to ``None`` to skip it.
+            Prefixes of wrappers are then removed from the names on both sides.
+        bucket_bytes: The bytes of one broadcast. Each rank uses twice as much memory. ``None``: 4
+            MiB if the group sends from host memory, else 32 MiB.
+        shared_file: Whether every rank reads its own rows from the file, without communication.
+        progress: Whether rank ``src`` shows a progress bar (needs tqdm). ``None``: if it has a
+            terminal.
+
+    Returns:
+        The names that are missing in the source, and the names that the model does not have.
+
+    Raises:
+        RuntimeError: Names or shapes do not match (on all ranks, before any change), or another
+            rank failed. If the source fails after the start, the model is partly loaded, and the
+            message states it.
+        ValueError: The file is broken, two names in the source become one, or ``bucket_bytes`` is
+            not positive.
+        TypeError: ``source`` is neither a mapping nor a path, has a DTensor, or has an object for
+            the model that cannot be pickled.
+
+    The other ranks raise a RuntimeError for each of these failures.
+    """
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes should be positive, not {bucket_bytes}")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    targets = collect_targets(model)
+    ranks = LoadingRanks(src, group)
+    reader, header = open_source(
+        source, rename, shared_file, targets, ranks, lambda: find_tqdm(progress)
+    )
+    keys = match_names(model, targets, header, strict, ranks)
+    wanted = {name: facts for name, facts in header.tensors.items() if name in targets}
+    destinations = agree_on_destinations(model, {name: targets[name] for name in wanted}, ranks)
+    if shared_file:
+        failure = read_own_rows(reader, wanted, destinations)
+    else:
+        devices = (destination.local.device for destination in destinations.values())
+        device = ranks.device_for(next(devices, torch.device("cpu")))
+        limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
+        buckets = plan_buckets(wanted, destinations, limit)
+        with show_progress(progress, ranks, buckets) as advance:
+            failure = stream_buckets(reader, destinations, buckets, ranks, device, advance)
+    if failure is None:
+        try:
+            register_tensors(model, destinations)
+            load_other_entries(model, targets, destinations, header.objects)
+        except Exception as error:
+            failure = error
+    ranks.agree(failure, f"{READ_FAILED}. {PARTLY_LOADED}")
+    return keys

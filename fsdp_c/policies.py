@@ -1,0 +1,180 @@
+"""Policies of ``auto_shard``: they select the modules that become units, and their arguments.
+
+Policies do not change the model. Every policy returns a list of ``(modules, kwargs)``, one entry
+for each unit below the root, inner units before outer ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias
+
+import torch.nn as nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, _Policy
+
+from ._auto_shard.budget import SizeCounter, split_by_budget
+from ._auto_shard.module_tree import (
+    find_large_ends,
+    find_repeated_blocks,
+    is_bare_container,
+    iterate_children_first,
+)
+from ._auto_shard.unit import Kwargs
+
+Policy: TypeAlias = (
+    Literal["blocks"]
+    | int
+    | type[nn.Module]
+    | Iterable[type[nn.Module]]
+    | _Policy
+    | Callable[..., bool]
+)
+Selection = list[tuple[tuple[nn.Module, ...], Kwargs]]
+
+
+def run_policy(
+    policy: Policy,
+    root: nn.Module,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    kwargs: Kwargs,
+    always: tuple[type[nn.Module], ...] = (),
+) -> Selection:
+    """Returns the units that ``policy`` selects below ``root``.
+
+    Args:
+        policy: See :func:`fsdp_c.auto_shard`.
+        ignored_modules: Modules that never become units.
+        ignored_params: Parameters that do not count for sizes.
+        kwargs: The default arguments of units, copied for each unit.
+        always: Classes whose instances always become units.
+
+    Raises:
+        ValueError: The policy selects a container that cannot be a unit, or nothing.
+        TypeError: ``policy`` is not a policy.
+    """
+    if isinstance(policy, _Policy):
+        named = _run_class_policy(policy, root, ignored_modules, kwargs, always)
+        return _sort_in_post_order(root, named)
+    if isinstance(policy, bool) or policy is None:
+        raise TypeError(f"auto_shard does not know the policy {policy!r}")
+    if isinstance(policy, (int, str)):
+        separate = {m for m in root.modules() if isinstance(m, always)} - ignored_modules - {root}
+        excluded = ignored_modules | separate
+        if isinstance(policy, int):
+            size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
+            units = split_by_budget(root, policy, excluded, size_of)
+        elif policy == "blocks":
+            blocks = find_repeated_blocks(root, excluded)
+            size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
+            ends = find_large_ends(root, blocks, excluded, size_of)
+            return _sort_by_last_module(root, [(m,) for m in (*blocks, *ends, *separate)], kwargs)
+        else:
+            raise ValueError(f'auto_shard knows one policy by name, "blocks", and not {policy!r}')
+        return _sort_by_last_module(root, [*units, *((m,) for m in separate)], kwargs)
+    classes = _parse_classes(policy)
+    if classes is not None:
+        return run_policy(
+            ModuleWrapPolicy(classes), root, ignored_modules, ignored_params, kwargs, always
+        )
+    if isinstance(policy, type) or not callable(policy):
+        raise TypeError(f"auto_shard does not know the policy {policy!r}")
+    selected = _run_callable(policy, root, ignored_modules, ignored_params, always)
+    return [(modules, dict(kwargs)) for modules in selected]
+
+
+def _parse_classes(policy: Any) -> list[type[nn.Module]] | None:
+    """Returns the classes of a policy that is one or several module classes; else None.
+
+    Raises:
+        TypeError: An element is not a module class.
+    """
+    if isinstance(policy, type):
+        policy = (policy,)
+    if not isinstance(policy, (list, tuple, set, frozenset)):
+        return None
+    for item in policy:
+        if not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise TypeError(f"auto_shard expects classes of modules, not {item!r}")
+    return list(policy)
+
+
+# ---- torch's policy objects
+
+
+def _run_class_policy(
+    policy: _Policy,
+    root: nn.Module,
+    ignored_modules: set[nn.Module],
+    kwargs: Kwargs,
+    always: tuple[type[nn.Module], ...],
+) -> dict[nn.Module, Kwargs]:
+    targets = policy._run_policy(root, ignored_modules, dict(kwargs))
+    for module in root.modules():
+        if isinstance(module, always) and module not in ignored_modules:
+            targets.setdefault(module, dict(kwargs))
+    names = {module: name for name, module in root.named_modules()}
+    for module in targets:
+        if module is not root and is_bare_container(module):
+            raise ValueError(
+                f"the policy {policy!r} selects '{names.get(module)}', a {type(module).__name__} "
+                "without forward: it never runs, so its parameters would never be gathered; "
+                "select its children"
+            )
+    return targets
+
+
+def _sort_in_post_order(root: nn.Module, targets: dict[nn.Module, Kwargs]) -> Selection:
+    ordered = [m for m in iterate_children_first(root) if m in targets]
+    return [((module,), targets[module]) for module in ordered]
+
+
+def _sort_by_last_module(
+    root: nn.Module, units: list[tuple[nn.Module, ...]], kwargs: Kwargs
+) -> Selection:
+    """Sorts ``units`` in post-order of their last modules, so that inner units come first."""
+    position = {module: i for i, module in enumerate(iterate_children_first(root))}
+    ordered = sorted(units, key=lambda unit: max(position[module] for module in unit))
+    return [(unit, dict(kwargs)) for unit in ordered]
+
+
+# ---- callables
+
+
+def _run_callable(
+    policy: Callable[..., bool],
+    root: nn.Module,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    always: tuple[type[nn.Module], ...],
+) -> list[tuple[nn.Module, ...]]:
+    """Calls ``policy(module=, recurse=, nonwrapped_numel=)`` in the order of FSDP1.
+
+    Before the children, the policy gets ``recurse=True`` and the elements of the whole module.
+    After the children, it gets ``recurse=False`` and the elements outside of inner units.
+    """
+    units: dict[nn.Module, int] = {}
+
+    def visit(module: nn.Module, recurse: bool) -> int:
+        """Returns the number of elements in units at or below the module."""
+        if module in units:
+            return units[module]  # registered a second time
+        numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
+        # If the policy returns False, only instances of `always` become units below the module.
+        recurse = recurse and policy(module=module, recurse=True, nonwrapped_numel=numel)
+        wrapped = 0
+        if recurse or always:
+            children = [child for _, child in module.named_children()]
+            inner = (child for child in children if child not in ignored_modules)
+            wrapped = sum(visit(child, recurse) for child in inner)
+        if module is root or is_bare_container(module):
+            return wrapped
+        rest = numel - wrapped
+        selected = recurse and policy(module=module, recurse=False, nonwrapped_numel=rest)
+        if selected or isinstance(module, always):
+            units[module] = numel
+            return numel
+        return wrapped
+
+    visit(root, True)
+    return [(module,) for module in units]

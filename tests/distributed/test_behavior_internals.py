@@ -1,0 +1,89 @@
+"""FSDP2 internals that torch's tests use, functorch transforms, and further bugs of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from behavior import assert_same, returned
+
+pytestmark = pytest.mark.torch("2.13")  # arguments of foreach_reduce, hooks within transforms
+
+
+def test_torchs_collectives_accept_fsdp_c_parameters() -> None:
+    for record in assert_same("collectives_called_directly"):
+        assert record[0] == [["Parameter"] * 5, "UNSHARDED"]
+        assert record[2] == record[5] == [True] * 5
+        assert set(record[8]) == {0}
+        assert all(torch.all(gradient == 1.5) for gradient in record[10:])
+
+
+def test_param_group_of_torch_can_be_constructed_directly() -> None:
+    for record in assert_same("group_constructed_directly"):
+        assert record[1:3] == [["Parameter"] * 3, [True] * 3]
+        assert record[0] == record[3] == ["DTensor"] * 3
+
+
+def test_live_model_after_uninstall_trains_with_the_bits_of_torch() -> None:
+    for record in assert_same("training_after_uninstall"):
+        calls = [entry for entry in record if isinstance(entry, int)]
+        assert len(calls) == 1 and calls[0] > 0, "a patch of torch's class has no effect"
+
+
+@pytest.mark.parametrize("name", ["event_of_the_optimizer", "hooks_on_unsharded_gradients"])
+def test_scenario_matches_torch(name: str) -> None:
+    assert_same(name)
+
+
+def test_shared_comm_context_reports_no_pending_work() -> None:
+    for record in assert_same("roots_that_share_a_context"):
+        assert record[1:4] == record[5:8] == [0, 0, None]
+
+
+def test_functorch_transforms_and_their_backwards_match_torch() -> None:
+    for result in assert_same("transformed_functions"):
+        for reshard in (True, False):
+            for name in ("jvp", "vmap"):
+                gradients = result[f"{reshard} {name}, backward"]
+                assert all(gradient is not None for gradient in gradients.values())
+
+
+def test_jvp_as_first_forward_matches_torch() -> None:
+    for _, tangent, *gradients in assert_same("jvp_as_the_first_forward"):
+        assert torch.count_nonzero(tangent) == 0
+        assert all(torch.count_nonzero(gradient) > 0 for gradient in gradients)
+
+
+# ---- bugs of torch ----
+
+
+def test_parameters_unfrozen_while_unsharded_are_trained() -> None:
+    for record in returned("unfrozen_while_unsharded", "fsdp_c"):
+        assert record == [True, [True] * 6, True, [True] * 6, [True] * 6]
+
+
+def test_torch_trains_parameters_unfrozen_while_unsharded_for_one_step() -> None:
+    for record in returned("unfrozen_while_unsharded", "torch"):
+        assert record[:3] == [True, [True] * 6, False]
+
+
+def test_parameters_frozen_while_unsharded_stay_frozen() -> None:
+    for gradients, required in returned("frozen_while_unsharded_and_stepped", "fsdp_c"):
+        assert gradients == required == [False] * 4 + [True] * 2
+
+
+def fp16_matches_fp32(result: dict[str, Any]) -> list[bool]:
+    """Returns per gradient whether fp16 and fp32 agree within the precision of fp16."""
+    exact, rounded = result["torch.float32"], result["torch.float16"]
+    return [torch.allclose(exact[name], rounded[name], rtol=0.01, atol=1e-4) for name in exact]
+
+
+def test_divide_factor_divides_fp16_gradients_once() -> None:
+    for result in returned("half_precision_with_a_divide_factor", "fsdp_c"):
+        assert all(fp16_matches_fp32(result))
+
+
+def test_torch_divides_fp16_gradients_twice() -> None:
+    for result in returned("half_precision_with_a_divide_factor", "torch"):
+        assert not any(fp16_matches_fp32(result))

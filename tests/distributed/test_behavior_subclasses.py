@@ -1,0 +1,39 @@
+"""Tensor subclasses and all-gather extensions: parameters and gradients match torch."""
+
+from __future__ import annotations
+
+from behavior import assert_same, differences, returned
+
+
+def test_wrapper_subclass_gradients_match_torch() -> None:
+    for result in assert_same("two_tensor_gradients"):
+        for name, results in result.items():
+            first_loss, first_gradient = results[0], results[1 if "acc" not in name else 2]
+            assert len(first_loss) == 2, "the loss must be a pair"
+            assert first_gradient[0].abs().sum() > 0, name
+
+
+def test_wrapper_subclasses_without_extensions_match_torch() -> None:
+    for result in assert_same("wrappers_without_extensions"):
+        for case, results in result.items():
+            assert case.split()[0] in results[7], "the shards must be wrappers"
+    assert_same("wrappers_without_extensions_alone", world=1)
+
+
+def test_extension_patched_onto_a_plain_tensor_matches_torch() -> None:
+    pairs = zip(
+        returned("extensions_patched_onto_tensors", "fsdp_c"),
+        returned("extensions_patched_onto_tensors", "torch"),
+    )
+    for by_fsdp_c, by_torch in pairs:
+        for case, result in by_fsdp_c.items():
+            assert differences(by_torch[case]["trained"], result["trained"]) == [], case
+        assert differences(by_torch["None"]["sizes"], by_fsdp_c["None"]["sizes"]) == []
+
+
+def test_extension_can_release_all_gather_outputs() -> None:
+    """torch supports the release hook from 2.15 on."""
+    for result in returned("extensions_patched_onto_tensors", "fsdp_c"):
+        whole = 6 * 6
+        assert result["False"]["sizes"] == 2 * [[[2 * whole], [4 * whole]]]
+        assert result["True"]["sizes"] == 2 * [[[0], [4 * whole]]]

@@ -1,0 +1,33 @@
+"""``zero_grad`` after a microbatch without gradient synchronization drops its gradients."""
+
+from __future__ import annotations
+
+from behavior import differences, returned
+
+
+def test_zero_grad_of_module_or_optimizer_drops_deferred_gradients() -> None:
+    """torch's ``zero_grad`` of a parent module does not reach deferred gradients."""
+    for result in returned("microbatches_dropped_by_zero_grad", "fsdp_c"):
+        alone = result.pop("alone")
+        kept = [case for case, grads in result.items() if differences(alone, grads)]
+        assert kept == ["parent", "parent, replicas"]
+
+
+def test_torch_reduces_gradients_that_zero_grad_has_dropped() -> None:
+    """If this test fails, torch has changed; update tests/TORCH_BUGS.md and the README."""
+    for result in returned("microbatches_dropped_by_zero_grad", "torch"):
+        alone = result.pop("alone")
+        kept = [case for case, grads in result.items() if differences(alone, grads)]
+        assert kept == [
+            case for case in result if case not in ("module, staying", "parent, staying")
+        ]
+
+
+def test_zero_grad_of_optimizer_drops_gradients_of_its_parameters_only() -> None:
+    """``linear`` has torch's ``zero_grad``, because it is not a sharded module itself."""
+    for result in returned("zero_grad_of_some_parameters", "fsdp_c"):
+        for name in result["nothing"]:
+            for case, dropped in {"block": name.startswith("0."), "linear": False}.items():
+                expected = result["all" if dropped else "nothing"][name]
+                assert differences(expected, result[case][name]) == [], (case, name)
+            assert differences(result["all"][name], result["nothing"][name]) != []

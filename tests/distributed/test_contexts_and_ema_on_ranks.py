@@ -1,0 +1,33 @@
+"""Clipping, full parameters, loading, weight averages and generation on several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import contexts_and_ema
+import pytest
+from launch import run_ranks
+from safetensors_writer import write
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_clip_grad_norm_matches_torch_with_one_collective(world: int) -> None:
+    run_ranks(contexts_and_ema.clip, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_load_full_state_dict_from_a_rank_or_a_file(world: int, tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", contexts_and_ema.full_values())
+    run_ranks(contexts_and_ema.load, world, (str(tmp_path),))
+
+
+def test_load_and_trace_work_without_numpy() -> None:
+    run_ranks(contexts_and_ema.without_numpy, 2)
+
+
+def test_separate_ends_of_auto_shard_do_not_change_bits() -> None:
+    run_ranks(contexts_and_ema.separate_ends, 2)
+
+
+def test_full_params_ema_generation_and_old_checkpoints() -> None:
+    run_ranks(contexts_and_ema.contexts_ema_and_checkpoints, 2)

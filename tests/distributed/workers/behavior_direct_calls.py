@@ -1,0 +1,281 @@
+"""Scenarios in which a program calls methods of groups and states directly, outside of a backward.
+
+OLMo-core's and torch's own pipeline stages reduce the gradients of several microbatches so. Under
+torch each method that returns has reduced its gradients; the scenarios record ``.grad`` after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from behavior import Api, batch, blocks_and_head, grads, scenario, shard, weights
+from releases import groups_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MICROBATCHES = 3
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def param_groups_of(model: nn.Module) -> list[Any]:
+    """The groups of all units, the root's first."""
+    return [group for unit in units_of(model) for group in groups_of(unit._get_fsdp_state())]
+
+
+def set_last(model: Any, last: bool) -> None:
+    """Whether the microbatches that follow end the backward, reshard and reduce."""
+    model.set_is_last_backward(last)
+    model.set_reshard_after_backward(last)
+    model.set_requires_gradient_sync(last)
+
+
+def accumulate(model: Any, rank: int, step: int) -> None:
+    """Backwards of some microbatches, none of which reduces."""
+    set_last(model, False)
+    for index in range(MICROBATCHES):
+        output = model(batch(rank, MICROBATCHES * step + index))
+        output.float().square().mean().backward()
+    set_last(model, True)
+
+
+def local_grads(model: nn.Module) -> list[torch.Tensor | None]:
+    """Local shards of gradients: reading them issues no collective, which would wait."""
+    found = [parameter.grad for parameter in model.parameters()]
+    return [None if grad is None else grad.to_local().clone() for grad in found]
+
+
+def outcome(call: Callable[..., Any], *arguments: Any) -> Any:
+    """The call's result, or its exception's type and the first line of the message."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        return type(error).__name__, str(error).splitlines()[0]
+
+
+def states_of(model: nn.Module) -> list[tuple[str, str]]:
+    return [(g._training_state.name, g._sharded_state.name) for g in param_groups_of(model)]
+
+
+def reduce_by_groups(
+    model: Any, rank: int, finish: Callable[[Any], None] | None = None
+) -> list[Any]:
+    """Three optimizer steps of a pipeline stage; ``finish`` runs after the groups were called."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observed: list[Any] = []
+    for step in range(3):
+        accumulate(model, rank, step)
+        for group in param_groups_of(model):
+            group.post_backward()
+        observed += [local_grads(model), states_of(model)]
+        if finish is not None:
+            finish(model)
+        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        observed += [total.full_tensor(), grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*observed, weights(model)]
+
+
+def end_backward(model: Any) -> None:
+    model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def finalize_groups(model: Any) -> None:
+    for group in param_groups_of(model):
+        group.finalize_backward()
+
+
+# ---- post_backward of every group ----
+
+
+@scenario()
+def group_post_backward_by_hand_fp32(api: Api) -> list[Any]:
+    return reduce_by_groups(shard(api, blocks_and_head()), api.rank)
+
+
+@scenario()
+def group_post_backward_by_hand_bf16(api: Api) -> list[Any]:
+    return reduce_by_groups(shard(api, blocks_and_head(), mp_policy=MIXED), api.rank)
+
+
+@scenario()
+def group_post_backward_by_hand_hsdp(api: Api) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return reduce_by_groups(shard(api, blocks_and_head(), mesh=mesh), api.rank)
+
+
+@scenario(4)
+def group_post_backward_by_hand_hsdp_on_four_ranks(api: Api) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return reduce_by_groups(shard(api, blocks_and_head(), mesh=mesh, mp_policy=MIXED), api.rank)
+
+
+@scenario()
+def group_post_backward_by_hand_offload(api: Api) -> list[Any]:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    return reduce_by_groups(shard(api, blocks_and_head(), offload_policy=policy), api.rank)
+
+
+@scenario()
+def group_post_backward_by_hand_all_reduce_hook(api: Api) -> list[Any]:
+    """The hook divides each reduced row; it has run when ``post_backward`` returns."""
+    rows: list[int] = []
+
+    def hook(row: torch.Tensor) -> None:
+        rows.append(row.numel())
+        row.div_(2)
+
+    model = shard(api, blocks_and_head())
+    for unit in units_of(model):
+        unit.set_all_reduce_hook(hook)
+    return [*reduce_by_groups(model, api.rank), rows]
+
+
+@scenario()
+def group_post_backward_by_hand_gradient_hooks(api: Api) -> list[Any]:
+    """Post-accumulate-grad hooks of sharded parameters have run when ``post_backward`` returns."""
+    model = shard(api, blocks_and_head())
+    observed: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: observed.append(name))
+    accumulate(model, api.rank, 0)
+    counts = []
+    for group in param_groups_of(model):
+        group.post_backward()
+        counts.append(len(observed))
+    return [observed, counts, grads(model)]
+
+
+@scenario()
+def group_post_backward_by_hand_then_end_of_backward(api: Api) -> list[Any]:
+    """As torch's own pipeline stage does."""
+    return reduce_by_groups(shard(api, blocks_and_head()), api.rank, end_backward)
+
+
+@scenario()
+def group_post_backward_by_hand_then_finalize_backward(api: Api) -> list[Any]:
+    return reduce_by_groups(shard(api, blocks_and_head()), api.rank, finalize_groups)
+
+
+@scenario()
+def group_post_backward_by_hand_twice(api: Api) -> list[Any]:
+    """The second call finds no gradients and changes nothing."""
+
+    def again(model: Any) -> None:
+        for group in param_groups_of(model):
+            group.post_backward()
+
+    return reduce_by_groups(shard(api, blocks_and_head()), api.rank, again)
+
+
+@scenario()
+def group_post_backward_by_hand_before_other_collectives(api: Api) -> list[Any]:
+    """Collectives of the user on the same process group come after the reductions."""
+    model = shard(api, blocks_and_head())
+    observed: list[Any] = []
+    for step in range(2):
+        accumulate(model, api.rank, step)
+        for group in param_groups_of(model):
+            group.post_backward()
+            total = torch.full((3,), float(api.rank + step))
+            dist.all_reduce(total)
+            observed.append(total)
+        observed.append(grads(model))
+        model.zero_grad()
+    return observed
+
+
+@scenario()
+def end_of_backward_by_hand(api: Api) -> list[Any]:
+    """The root's callback alone reduces what the microbatches left."""
+    model = shard(api, blocks_and_head())
+    accumulate(model, api.rank, 0)
+    end_backward(model)
+    return [local_grads(model), states_of(model), grads(model)]
+
+
+@scenario()
+def post_backward_by_hand_between_forward_and_backward(api: Api) -> list[Any]:
+    """Without gradients there is nothing to reduce; the backward that follows reduces as ever."""
+    model = shard(api, blocks_and_head())
+    output = model(batch(api.rank))
+    for group in param_groups_of(model):
+        group.post_backward()
+    observed: list[Any] = [local_grads(model), states_of(model)]
+    output.square().mean().backward()
+    return [*observed, grads(model), states_of(model)]
+
+
+@scenario()
+def backward_of_one_group_by_hand(api: Api) -> list[Any]:
+    """pre_backward unshards; gradients that the program sets are reduced by post_backward."""
+    model = shard(api, blocks_and_head())
+    model(batch(api.rank)).square().mean().backward()
+    model.zero_grad()
+    (group,) = groups_of(model[0]._get_fsdp_state())
+    group.pre_backward(True)
+    observed: list[Any] = [states_of(model)]
+    for index, param in enumerate(group.fsdp_params):
+        gradient = torch.full_like(param.unsharded_param, index + 0.5 + api.rank)
+        param.unsharded_param.grad = gradient
+    group.post_backward()
+    return [*observed, local_grads(model), states_of(model)]
+
+
+@scenario()
+def post_backward_hook_registered_by_hand(api: Api) -> list[Any]:
+    """A node above the inputs reduces within the backward, although no module hook ran."""
+    model = shard(api, blocks_and_head())
+    model(batch(api.rank)).square().mean().backward()
+    model.zero_grad()
+    (group,) = groups_of(model[0]._get_fsdp_state())
+    model[0].unshard()
+    inputs = batch(api.rank).requires_grad_()
+    (inside,), _ = group._register_post_backward_hook((inputs,), {})
+    hidden = inside + model[0].linear(model[0].norm(inside))
+    hidden.square().mean().backward()
+    observed = [inputs.grad, local_grads(model), states_of(model)]
+    end_backward(model)
+    return [*observed, grads(model)]
+
+
+# ---- before the first forward ----
+
+
+@scenario()
+def direct_calls_before_the_first_forward(api: Api) -> list[Any]:
+    """The communication context has not had its lazy init."""
+    observed: list[Any] = []
+    for name, *arguments in (("post_backward",), ("finalize_backward",), ("pre_backward", True)):
+        group = param_groups_of(shard(api, blocks_and_head()))[0]
+        observed.append((name, outcome(getattr(group, name), *arguments)))
+    model = shard(api, blocks_and_head())
+    observed.append(outcome(end_backward, model))
+    return [*observed, reduce_by_groups(model, api.rank)]
+
+
+@scenario(1)
+def direct_calls_before_the_first_forward_on_one_rank(api: Api) -> list[Any]:
+    """torch's pre_backward fails on another attribute than with several ranks."""
+    return direct_calls_before_the_first_forward(api)
+
+
+@scenario()
+def direct_calls_after_lazy_init(api: Api) -> list[Any]:
+    """Nothing has been gathered: each call does nothing."""
+    observed: list[Any] = []
+    for name in ("post_backward", "finalize_backward", "_wait_for_post_backward", "reshard"):
+        model = shard(api, blocks_and_head())
+        model._get_fsdp_state()._lazy_init()
+        for group in param_groups_of(model):
+            observed.append((name, outcome(getattr(group, name))))
+        observed.append(states_of(model))
+    return observed

@@ -1,0 +1,202 @@
+"""Ranks of ``test_chunks.py``: training with one chunk per parameter and with packed buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_c._C as _C
+from fsdp_c import MixedPrecisionPolicy, fully_shard
+
+NEVER = 1 << 60
+
+
+class Uneven(nn.Module):
+    """Parameters that divide evenly and unevenly, one smaller than the world, and an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Linear(24, 24)
+        self.odd = nn.Linear(24, 5)
+        self.back = nn.Linear(5, 24, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.spare = nn.Parameter(torch.ones(7, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.back(self.odd(self.even(x).tanh()).tanh()) * self.scale
+
+
+def _model(seed: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(Uneven() for _ in range(3)), nn.Linear(24, 3))
+    for block in list(model)[:3]:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def _step(model: nn.Module, step: int, batch: torch.dtype = torch.float32) -> None:
+    torch.manual_seed(100 * step + dist.get_rank())
+    model(torch.randn(4, 24, dtype=batch)).float().square().mean().backward()
+
+
+def _train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    """Returns the gradient shards of all steps, then the parameter shards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tensors = []
+    for step in range(steps):
+        _step(model, step)
+        tensors += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*tensors, *(p.to_local().detach().clone() for p in model.parameters())]
+
+
+def _bf16() -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+def _half() -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}
+
+
+def _hybrid() -> dict[str, Any]:
+    world = dist.get_world_size()
+    return {"mesh": init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s"))}
+
+
+def _train_with_accumulation(model: nn.Module) -> list[torch.Tensor]:
+    model.set_requires_gradient_sync(False)
+    _step(model, 7)
+    model.set_requires_gradient_sync(True)
+    return _train(model)
+
+
+def _train_with_divide_factor(model: nn.Module) -> list[torch.Tensor]:
+    model.set_gradient_divide_factor(3.0)
+    return _train(model)
+
+
+def _train_with_held_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Holds references to gradients while they are reduced (test_reduce.c writes to them)."""
+    held: list[torch.Tensor] = []
+    for unit in list(model)[:3]:
+        unit.unshard()
+        for parameter in unit.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
+        unit.reshard()
+    return _train(model) + held
+
+
+SETTINGS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[nn.Module], list[Any]]]] = {
+    "plain": (dict, _train),
+    "bf16": (_bf16, _train),
+    "half": (_half, _train),
+    "kept in backward": (lambda: {"reshard_after_forward": False}, _train),
+    "accumulated": (dict, _train_with_accumulation),
+    "divided by another number": (dict, _train_with_divide_factor),
+    "divided by another number, half": (_half, _train_with_divide_factor),
+    "held": (dict, _train_with_held_gradients),
+}
+FOUR_RANK_SETTINGS: dict[
+    str, tuple[Callable[[], dict[str, Any]], Callable[[nn.Module], list[Any]]]
+] = {
+    "hybrid": (_hybrid, _train),
+    "hybrid, bf16": (lambda: {**_hybrid(), **_bf16()}, _train),
+    "smaller mesh after forward": (lambda: {"reshard_after_forward": 2}, _train),
+}
+
+
+def differences(rank: int, world: int) -> list[str]:
+    """Returns the settings whose bits differ between chunks and packed buffers."""
+    found = []
+    for name, (options, train) in (SETTINGS | (FOUR_RANK_SETTINGS if world == 4 else {})).items():
+        results = []
+        for min_bytes in (NEVER, 1):
+            _C._testing.chunks_from(min_bytes)
+            results.append(train(_model(**options())))
+        packed, split = results
+        if len(packed) != len(split) or not all(map(torch.equal, packed, split)):
+            found.append(name)
+    return found
+
+
+class RecordOps(TorchDispatchMode):
+    """Records the ops that a dispatch mode receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def train_with_special_rank(rank: int, world: int) -> list[bool]:
+    """Whether bits stay equal with a dispatch mode, a profiler, no kernels or patches on rank 0."""
+    _C._testing.chunks_from(1)
+    plain = _train(_model())
+    equal = []
+    for setting in ("counts", "profiles", "without kernels", "patched"):
+        model = _model()
+        if rank != 0:
+            special = _train(model)
+        elif setting == "counts":
+            with RecordOps() as recorder:
+                special = _train(model)
+            assert {"c10d._allgather_base_", "c10d._reduce_scatter_base_"} <= recorder.ops
+        elif setting == "profiles":
+            with profile(activities=[ProfilerActivity.CPU]):
+                special = _train(model)
+        elif setting == "without kernels":
+            _C._testing.hide_kernels(True)
+            special = _train(model)
+            _C._testing.hide_kernels(False)
+        else:
+            special = _train_with_patched_torch(model)
+        equal.append(all(map(torch.equal, plain, special)))
+    return equal
+
+
+def unshard_inside_a_gather(rank: int, world: int) -> bool:
+    """Whether a unit has its bits if a patch on rank 0 unshards another unit inside its gather."""
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
+
+    _C._testing.chunks_from(1)
+    unit, other = _model()[0], _model(seed=1)[0]
+    expected = [p.full_tensor() for p in unit.parameters()]
+    gather = torch_param_group.foreach_all_gather
+
+    def patched(*args: Any) -> Any:
+        torch_param_group.foreach_all_gather = gather
+        other.unshard()
+        return gather(*args)
+
+    if rank == 0:
+        torch_param_group.foreach_all_gather = patched
+    else:
+        other.unshard()
+    try:
+        unit.unshard()
+    finally:
+        torch_param_group.foreach_all_gather = gather
+    return all(map(torch.equal, expected, unit.parameters()))
+
+
+def _train_with_patched_torch(model: nn.Module) -> list[torch.Tensor]:
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
+
+    gather, reduce = torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce
+    torch_param_group.foreach_all_gather = lambda *args: gather(*args)
+    torch_param_group.foreach_reduce = lambda *args: reduce(*args)
+    try:
+        return _train(model)
+    finally:
+        torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce = gather, reduce

@@ -1,0 +1,338 @@
+"""Ranks of ``test_shm_collectives.py``: collectives over gloo and shared memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
+import torch.nn as nn
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
+
+import fsdp_c
+import fsdp_c._C as _C
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+
+SEGMENT = 1 << 20
+"""Bytes of gloo's largest segment. The order of additions changes at its end."""
+
+
+def shard_sizes(seed: int) -> Iterator[int]:
+    """Elements of a rank shard: odd numbers, sizes around a segment, and random sizes."""
+    yield from (1, 2, 3, 5, 7, 63, 64, 65, 1000, 4099)
+    yield from (SEGMENT // 4 - 1, SEGMENT // 4, SEGMENT // 4 + 1, SEGMENT // 2 + 3)
+    rng = random.Random(seed)
+    for _ in range(6):
+        yield int(2 ** rng.uniform(0, 19))
+
+
+def dtypes_for(numel: int, world: int) -> tuple[torch.dtype, ...]:
+    """Dtypes to test with ``numel`` elements. Large shards on eight ranks take seconds, so they use
+    only dtypes whose size is near a segment, or one dtype."""
+    if world < 8 or numel < SEGMENT // 8:
+        return DTYPES
+    near = tuple(dtype for dtype in DTYPES if abs(numel * dtype.itemsize - SEGMENT) < 8)
+    return near or DTYPES[:1]
+
+
+def _reduce_ops(dtype: torch.dtype) -> list[dist.ReduceOp.RedOpType]:
+    average = [dist.ReduceOp.AVG] if dtype.is_floating_point else []
+    return [dist.ReduceOp.SUM, *average]
+
+
+def _random(numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if not dtype.is_floating_point:
+        return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+    scale = 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)
+    values = (torch.randn(numel, generator=generator) * scale).to(dtype)
+    return _with_specials(values, generator)
+
+
+def _with_specials(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Replaces a quarter of the values by infinities, zeros, extreme numbers and NaNs."""
+    info = torch.finfo(values.dtype)
+    special = torch.tensor(
+        [torch.inf, -torch.inf, 0.0, -0.0, info.max, info.min, info.tiny, info.tiny / 8]
+        + 8 * [torch.nan],
+        dtype=values.dtype,
+    )
+    bits = special.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+    bits[9:] += torch.arange(1, 8, dtype=bits.dtype)  # NaN payloads
+    bits[12:] |= torch.iinfo(bits.dtype).min  # the sign
+    chosen = torch.randint(0, 4, values.shape, generator=generator) == 0
+    which = torch.randint(0, len(special), values.shape, generator=generator)
+    return torch.where(chosen, special[which], values)
+
+
+def _sample(
+    values: torch.Tensor, rows: int, numel: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Concatenates ``rows`` random slices of ``values``. The values are made once for each dtype,
+    because random numbers took most of the time."""
+    starts = torch.randint(len(values) - numel + 1, (rows,), generator=generator).tolist()
+    return torch.cat([values[start : start + numel] for start in starts])
+
+
+def _bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compares bits, including those of NaNs."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _gather(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+    rows = torch.full((own.numel() * dist.get_world_size(),), 77).to(own.dtype)
+    getattr(group, "all_gather_single", group._allgather_base)(rows, own, AllgatherOptions()).wait()
+    return rows
+
+
+def _reduce(
+    group: dist.ProcessGroup, rows: torch.Tensor, op: dist.ReduceOp.RedOpType
+) -> torch.Tensor:
+    own = torch.full((rows.numel() // dist.get_world_size(),), 77).to(rows.dtype)
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    scatter = getattr(group, "reduce_scatter_single", group._reduce_scatter_base)
+    scatter(own, rows, options).wait()
+    return own
+
+
+def _all_reduce(
+    group: dist.ProcessGroup, row: torch.Tensor, op: dist.ReduceOp.RedOpType
+) -> torch.Tensor:
+    row = row.clone()
+    options = AllreduceOptions()
+    options.reduceOp = op
+    group.allreduce([row], options).wait()
+    return row
+
+
+def differences(rank: int, world: int) -> list[Any]:
+    """Returns the settings whose bits differ, and then the number of comparisons."""
+    default = dist.group.WORLD
+    assert default is not None
+    direct = _C.direct_group(default)
+    assert direct is not None and direct is not default
+    assert _C.set_gradient_all_reduce(True) is False
+    found: list[Any] = []
+    comparisons = 0
+    generator = torch.Generator().manual_seed(100 + rank)
+    values_by_dtype = {dtype: _random(SEGMENT, dtype, generator) for dtype in DTYPES}
+    for numel in shard_sizes(world):
+        for dtype in dtypes_for(numel, world):
+            own = _sample(values_by_dtype[dtype], 1, numel, generator)
+            rows = _sample(values_by_dtype[dtype], world, numel, generator)
+            before = rows.clone()
+            comparisons += 1
+            if not _bits_equal(_gather(default, own), _gather(direct, own)):
+                found.append(("all-gather", numel, dtype))
+            for op in _reduce_ops(dtype):
+                for name, reduce, values in (
+                    ("reduce-scatter", _reduce, rows),
+                    ("all-reduce", _all_reduce, own),
+                ):
+                    comparisons += 1
+                    sums = [reduce(group, values, op) for group in (default, direct)]
+                    if dtype == torch.bfloat16 and op == dist.ReduceOp.AVG:
+                        # The NaN that a division writes depends on vector boundaries.
+                        sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
+                    if not _bits_equal(*sums):
+                        found.append((name, numel, dtype, op))
+            if not _bits_equal(rows, before):
+                found.append(("input written", numel, dtype))
+    return [*found, comparisons]
+
+
+def wait_in_reverse_order(rank: int, world: int) -> bool:
+    """Issues twelve all-gathers and waits for them in reverse order, twice each."""
+    group = _C.direct_group(dist.group.WORLD)
+    gathered, works = [], []
+    for i in range(12):
+        rows = torch.zeros(world * 1000)
+        own = rows.narrow(0, rank * 1000, 1000)
+        own.fill_(100.0 * i + rank)
+        works.append(group._allgather_base(rows, own, AllgatherOptions()))
+        gathered.append(rows)
+    for work in reversed(works):
+        work.wait()
+        work.wait()  # a second wait returns
+    expected = torch.arange(world).repeat_interleave(1000)
+    return all(torch.equal(rows, expected + 100.0 * i) for i, rows in enumerate(gathered))
+
+
+def is_declined(rank: int, world: int, variable: str, value: str) -> bool:
+    """Whether this rank has no direct group if the last rank sets ``variable``."""
+    import os
+
+    if rank == world - 1:
+        os.environ[variable] = value
+    return _C.direct_group(dist.group.WORLD) is None
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(3)))
+    for block in model:
+        fsdp_c.fully_shard(block)
+    return fsdp_c.fully_shard(model)
+
+
+def send_before_peers_gather(rank: int, world: int) -> bool:
+    """Whether bits stay equal if rank 0 gathers all units and then sends a message that its peers
+    receive before their first gather."""
+    model = _model()
+    units = [model, *model]
+    message = torch.zeros(1)
+    if rank == 0:
+        works = [unit.unshard(async_op=True) for unit in units]
+        for peer in range(1, world):
+            dist.send(message + peer, peer)
+    else:
+        dist.recv(message, 0)
+        assert message.item() == rank
+        works = [unit.unshard(async_op=True) for unit in units]
+    for work, unit in zip(works, units, strict=True):
+        work.wait()
+        unit.reshard()
+    ahead = _train(model, rank)
+    assert _C.direct_group(dist.group.WORLD) is not None
+    return all(map(torch.equal, ahead, _train(_model(), rank)))
+
+
+def train_with_unequal_group_counts(rank: int, world: int) -> bool:
+    """Whether bits stay equal if rank r has sharded r models that it never runs."""
+    idle = [_model() for _ in range(rank)]
+    first = _train(_model(), rank, 1 + world)  # more steps than fallback gathers
+    del idle
+    return all(map(torch.equal, first, _train(_model(), rank, 1 + world)))
+
+
+def _train(model: nn.Module, rank: int, steps: int = 2) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(5, 33)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.to_local().detach().clone() for parameter in model.parameters()]
+
+
+def train_with_patched_rank(rank: int, world: int) -> tuple[bool, int]:
+    """Whether bits stay equal if rank 0 patches torch's collectives, and how often they ran."""
+    plain = _train(_model(), rank)
+    calls = []
+    gather, reduce = torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce
+
+    def record_group(group: Any) -> None:
+        calls.append((dist.get_process_group_ranks(group), dist.get_backend(group)))
+
+    def counting_gather(params: Any, group: Any, *rest: Any) -> Any:
+        record_group(group)
+        return gather(params, group, *rest)
+
+    def counting_reduce(params: Any, gradients: Any, group: Any, *rest: Any) -> Any:
+        record_group(group)
+        return reduce(params, gradients, group, *rest)
+
+    if rank == 0:
+        torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce = (
+            counting_gather,
+            counting_reduce,
+        )
+    try:
+        patched = _train(_model(), rank)
+    finally:
+        torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce = gather, reduce
+    assert all(entry == (list(range(world)), "gloo") for entry in calls), calls
+    return all(map(torch.equal, plain, patched)), len(calls)
+
+
+def train_with_observed_rank(rank: int, world: int) -> tuple[bool, dict[str, int]]:
+    """Whether bits stay equal if rank 0 counts ops and profiles, and its counts."""
+    plain = _train(_model(), rank, 1)
+    assert _C.direct_group(dist.group.WORLD) is not None  # the negotiation has ended
+    counts: dict[str, int] = {}
+    model = _model()
+    if rank == 0:
+        with CommDebugMode() as mode, profile(activities=[ProfilerActivity.CPU]) as profiler:
+            observed = _train(model, rank, 1)
+        counts = {str(op): n for op, n in mode.get_comm_counts().items()}
+        names = [event.name for event in profiler.events()]
+        counts |= {name: names.count(name) for name in ("gloo:all_gather", "gloo:reduce_scatter")}
+        counts["messages"] = sum("send" in name or "recv" in name for name in names)
+    else:
+        observed = _train(model, rank, 1)
+    return all(map(torch.equal, plain, observed)), counts
+
+
+def train_with_both_transports(rank: int, world: int) -> list[bool]:
+    """Whether ``set_transport`` selects the transport, and whether bits stay equal."""
+    model = _model()
+    group = dist.group.WORLD
+    assert group is not None
+    direct = _train(model, rank, 3)
+    followed = [_C.direct_group(group) is not None]
+    model = _model()
+    mixed = _train(model, rank, 1)
+    fsdp_c.set_transport(model, "gloo")
+    followed.append(_C.direct_group(group) is None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (1, 2):
+        fsdp_c.set_transport(model, "direct" if step == 2 else "gloo")
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(5, 33)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mixed = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+    return [*followed, _C.direct_group(group) is not None, *map(torch.equal, direct, mixed)]
+
+
+def _error_message(run: Callable[[], object]) -> str:
+    """Returns the message of the RuntimeError that ``run`` must raise."""
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def _step(model: nn.Module) -> None:
+    model(torch.ones(5, 33)).square().mean().backward()
+
+
+def wait_with_shorter_timeout(rank: int, world: int) -> str:
+    """Sets a timeout of 0.5 s after the negotiation. Returns the error of a late step."""
+    model = _model()
+    _train(model, rank)
+    assert _C.direct_group(dist.group.WORLD) is not None
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["given up"])
+    failure = _error_message(lambda: _step(model))
+    store.set("given up", "")
+    return failure
+
+
+def evaluate_on_one_rank(rank: int, world: int) -> str:
+    """Returns the error of a step in which rank 0 runs an extra forward."""
+    model = _model()
+    _train(model, rank)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
+
+    def step() -> None:
+        if rank == 0:
+            with torch.no_grad():
+                model(torch.ones(5, 33))
+        _step(model)
+
+    return _error_message(step)

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Runs all GPU checks in ten minutes: correctness first, then speed.
+#
+#     tests/gpu/gpu_check.sh                       on a machine with a CUDA device
+#     tests/gpu/gpu_check.sh --device sim          on the simulated accelerator (steps that need CUDA are skipped)
+#     tests/gpu/gpu_check.sh --only "facts races"  some of the steps
+#
+# Each step is a process with its own time limit. It adds one line with PASS, FAIL or SKIP to
+# $OUT/summary.txt, its numbers to $OUT/results.json and its output to $OUT/log.txt. The next step
+# runs even if a step fails or hangs. All steps together end within GPU_CHECK_SECONDS (580). The exit
+# status is 1 if a step failed.
+#
+# For tests/gpu/test_gpu_check.py: GPU_CHECK_BREAK="STEP=fail" or "STEP=hang" makes a step fail or hang, and
+# GPU_CHECK_LIMIT=n limits each step to n seconds.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+ALL="facts build kernels jit memcheck initcheck races parity graphs bandwidth host gpt traces"
+device=cuda
+only=$ALL
+while [ $# -gt 0 ]; do
+    case $1 in
+    --device) device=$2 && shift 2 ;;
+    --only) only=$2 && shift 2 ;;
+    *) echo "usage: $0 [--device cuda|sim|cpu] [--only \"STEP ...\"]" >&2 && exit 2 ;;
+    esac
+done
+
+export GPU_CHECK_DEVICE=$device
+export OUT=${OUT:-$PWD/build/gpu/out}
+GPU_CHECK_WORK=$(mktemp -d) # results and logs of each step
+export GPU_CHECK_WORK
+trap 'rm -rf "$GPU_CHECK_WORK"' EXIT
+mkdir -p "$OUT" build/gpu
+rm -f "$OUT"/{summary.txt,results.json,log.txt}
+
+workers=tests/gpu/workers
+for folder in benchmarks examples tests/accelerator/workers tests/parity/workers tests/harness \
+    $workers .; do
+    PYTHONPATH=$PWD/$folder${PYTHONPATH:+:$PYTHONPATH}
+done
+export PYTHONPATH PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+command -v nvcc > /dev/null || PATH=$PATH:/usr/local/cuda/bin
+python=${PYTHON:-python3}
+seconds=${GPU_CHECK_SECONDS:-580}
+
+wanted() {
+    [[ " $only " == *" $1 "* ]]
+}
+
+# step NAME LIMIT COMMAND...
+step() {
+    local name=$1 limit=${GPU_CHECK_LIMIT:-$2} left=$((seconds - SECONDS)) begin code
+    shift 2
+    wanted "$name" || return 0
+    [ "$limit" -le "$left" ] || limit=$left
+    case ${GPU_CHECK_BREAK:-} in
+    "$name=fail") set -- bash -c 'echo "deliberate failure" && exit 3' ;;
+    "$name=hang") set -- sleep 1000 ;;
+    esac
+    begin=$(date +%s.%N)
+    if [ "$limit" -lt 3 ]; then
+        code=late
+    else
+        GPU_CHECK_STEP=$name timeout -k 3 "$limit" "$@" > "$GPU_CHECK_WORK/$name.log" 2>&1 < /dev/null
+        code=$?
+    fi
+    "$python" $workers/summary.py "$name" "$code" "$limit" "$begin"
+}
+
+# Runs a step on CUDA only; on other devices the step is skipped.
+cuda_step() {
+    if [ "$device" = cuda ]; then
+        step "$@"
+    else
+        step "$1" "$2" "$python" $workers/outcome.py "needs CUDA"
+    fi
+}
+
+step facts 40 "$python" $workers/facts.py
+step build 180 "$python" $workers/build.py
+step kernels 60 "$python" $workers/check_kernels.py
+cuda_step jit 60 "$python" $workers/check_jit.py
+cuda_step memcheck 60 "$python" $workers/check_kernels.py --under memcheck
+cuda_step initcheck 60 "$python" $workers/check_kernels.py --under initcheck
+step races 130 "$python" $workers/races.py
+step parity 130 "$python" $workers/parity.py
+cuda_step graphs 45 "$python" $workers/graphs.py
+step bandwidth 45 "$python" $workers/bandwidth.py
+step host 60 "$python" $workers/host_cost.py
+step gpt 75 "$python" $workers/gpt_step.py
+step traces 45 "$python" $workers/traces.py
+
+"$python" $workers/summary.py --end "$SECONDS"

@@ -1,0 +1,288 @@
+"""gpu_check.sh on the simulated accelerator, and its reports of failing steps.
+
+Steps that need CUDA are skipped and listed as such. All other steps run, so that they do not break
+unnoticed on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GPU = Path(__file__).resolve().parent
+WORKERS = GPU / "workers"
+STEPS = "facts build kernels jit memcheck initcheck races parity graphs bandwidth host gpt traces"
+ON_CUDA_ONLY = {"jit", "memcheck", "initcheck", "graphs"}
+LINE = re.compile(r"(PASS|FAIL|SKIP) (\w+) +([\d.]+) s  (.+)")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass
+class CheckResult:
+    """Files and exit status of one run of gpu_check.sh."""
+
+    status: int
+    lines: dict[str, tuple[str, str]]
+    """Maps each step to its verdict and its summary line."""
+    last_line: str
+    results: dict[str, Any]
+    log: str
+
+
+def run_gpu_check(out: Path, only: str = STEPS, **environment: str) -> CheckResult:
+    env = os.environ | {"OUT": str(out), "PYTHON": sys.executable} | environment
+    command = [str(GPU / "gpu_check.sh"), "--device", "sim", "--only", only]
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=380)
+    assert completed.stderr == "", (out / "log.txt").read_text()
+    *lines, last_line = (out / "summary.txt").read_text().splitlines()
+    assert completed.stdout.splitlines() == [*lines, last_line]
+    result = [LINE.fullmatch(line) for line in lines]
+    return CheckResult(
+        completed.returncode,
+        {match[2]: (match[1], match[4]) for match in result if match is not None},
+        last_line,
+        json.loads((out / "results.json").read_text()),
+        (out / "log.txt").read_text(),
+    )
+
+
+@pytest.fixture(scope="module")
+def complete_check(tmp_path_factory: pytest.TempPathFactory) -> CheckResult:
+    simulated = GPU.parent / "accelerator/workers/simulated_build.py"
+    subprocess.run([sys.executable, str(simulated)], check=True)  # takes minutes if not yet built
+    return run_gpu_check(tmp_path_factory.mktemp("gpu_check"))
+
+
+@pytest.mark.xdist_group("gpu_check")
+def test_gpu_check_on_simulated_device_passes_all_steps_without_cuda(
+    complete_check: CheckResult,
+) -> None:
+    verdicts = {step: verdict for step, (verdict, _) in complete_check.lines.items()}
+    expected = {step: "SKIP" if step in ON_CUDA_ONLY else "PASS" for step in STEPS.split()}
+    assert verdicts == expected, complete_check.log
+    assert complete_check.status == 0
+    assert complete_check.last_line.startswith("9 PASS, 0 FAIL, 4 SKIP in ")
+
+
+@pytest.mark.xdist_group("gpu_check")
+def test_gpu_check_skipped_steps_report_reason(complete_check: CheckResult) -> None:
+    reasons = {line for verdict, line in complete_check.lines.values() if verdict == "SKIP"}
+    assert reasons == {"needs CUDA"}
+
+
+@pytest.mark.xdist_group("gpu_check")
+def test_gpu_check_results_file_contains_numbers_of_all_steps(complete_check: CheckResult) -> None:
+    assert list(complete_check.results) == STEPS.split()
+    races = complete_check.results["races"]
+    assert len(races["digests"]) > 25
+    # Each control removes a wait. The races step must detect it under torch and under fsdp_c.
+    assert all(control["detected"] for control in races["controls"].values())
+    assert races["controls"]["waits of fsdp_c"]["detected"] >= 4
+    assert complete_check.results["bandwidth"]["kernels"]
+    assert set(complete_check.results["gpt"]["ms"]) == {"torch", "fsdp_c"}
+
+
+@pytest.mark.parametrize(
+    ("broken_step", "message"),
+    [
+        ("kernels=fail", "exit status 3: deliberate failure"),
+        ("kernels=hang", "stopped after 4 s; last line: no output"),
+    ],
+)
+def test_gpu_check_failing_step_is_reported_and_next_step_runs(
+    tmp_path: Path, broken_step: str, message: str
+) -> None:
+    only = "kernels memcheck"
+    result = run_gpu_check(tmp_path, only, GPU_CHECK_BREAK=broken_step, GPU_CHECK_LIMIT="4")
+    assert result.lines == {"kernels": ("FAIL", message), "memcheck": ("SKIP", "needs CUDA")}
+    assert result.last_line.endswith("; failed: kernels")
+    assert result.status == 1
+
+
+def test_gpu_check_hanging_step_ends_within_time_limit(tmp_path: Path) -> None:
+    result = run_gpu_check(
+        tmp_path, "kernels memcheck", GPU_CHECK_BREAK="kernels=hang", GPU_CHECK_SECONDS="5"
+    )
+    assert result.lines["kernels"][0] == "FAIL"
+    assert result.lines["memcheck"] == ("FAIL", "no time left")
+
+
+def test_summary_of_step_without_result_reports_fail(tmp_path: Path) -> None:
+    """A process that exits with status 0 before it writes its result counts as failed."""
+    env = os.environ | {"OUT": str(tmp_path), "GPU_CHECK_WORK": str(tmp_path)}
+    command = [sys.executable, str(WORKERS / "summary.py"), "quiet", "0", "10", "0"]
+    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert completed.stdout.startswith("FAIL quiet")
+
+
+def test_check_kernels_reports_wrong_unpack_only(tmp_path: Path) -> None:
+    """The comparison detects an unwritten byte. The kernel writes one byte less per column."""
+    script = textwrap.dedent(
+        """
+        import kernel_library as library, check_kernels, ctypes
+        right = library.Backend.unpack
+        def short(self, rows, row_bytes, world, columns, stream=0):
+            if self is fake:
+                for column in columns:
+                    column.bytes = max(column.bytes - 1, 0)
+            right(self, rows, row_bytes, world, columns, stream)
+        library.Backend.unpack = short
+        fake = library.cuda()
+        library.cuda = lambda: fake
+        print("\\n".join(check_kernels.differences(8, bare=False)))
+        """
+    )
+    env = os.environ | {"GPU_CHECK_DEVICE": "sim", "PYTHONPATH": str(WORKERS)}
+    command = [sys.executable, "-c", script]
+    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert "unpack, seed " in completed.stdout, completed.stderr
+    assert "pack, seed " not in re.sub("unpack", "", completed.stdout)
+
+
+@pytest.mark.parametrize(("wrong", "messages"), [(False, []), (True, ["pack", "mixed", "uneven"])])
+def test_check_jit_reports_wrong_kernels_only(
+    tmp_path: Path, wrong: bool, messages: list[str]
+) -> None:
+    """Runs check_jit.py on a driver that executes the kernels' source on the CPU. With
+    ``wrong=True`` the driver skips a part of each launch."""
+    folder = GPU.parent / "c/fake_cuda"
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+    command += [f"-I{folder}", f"-I{GPU.parents[1] / 'csrc'}", str(folder / "driver.cpp")]
+    subprocess.run([*command, "-o", str(tmp_path / "libcuda.so")], check=True)
+    script = textwrap.dedent(
+        f"""
+        import ctypes
+        import check_jit, check_kernels, kernel_library, loop_group, variants
+        from fsdp_c import jit
+        from outcome import start_device
+
+        driver = ctypes.CDLL({str(tmp_path / "libcuda.so")!r})
+        driver.skew({int(wrong)})
+        kernels, address = kernel_library.jit(*jit.load(driver, b"\x7fELF of no machine"))
+        check_jit.TRAININGS = ("mixed", "uneven")
+        device = start_device()
+        loop_group.join(variants.WORLD, device)
+        driver.take_launches()
+        found = check_kernels.differences(4, False, kernels)[:1]
+        found += check_jit.differing_trainings(device, address)
+        assert driver.take_launches() > 50
+        print("FOUND", *found, sep="\\n")
+        """
+    )
+    folders = ("gpu", "parity")
+    path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
+    env = os.environ | {"GPU_CHECK_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(path)}
+    completed = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True
+    )
+    lines = completed.stdout.partition("FOUND\n")[2].splitlines()
+    assert completed.returncode == 0, completed.stderr
+    assert len(lines) == len(messages), lines
+    assert all(word in line for word, line in zip(messages, lines))
+
+
+def test_graphs_reports_replay_without_effect() -> None:
+    """Runs graphs.py with a fake CUDA graph that reruns the captured step, or does nothing."""
+    script = textwrap.dedent(
+        """
+        import contextlib, functools
+        import graphs, loop_group, race, torch, variants
+        from outcome import start_device
+
+        step, last = graphs.step, []
+        def recorded_step(*arguments):
+            last[:] = [functools.partial(step, *arguments)]
+            step(*arguments)
+        graphs.step = recorded_step
+        class Graph:
+            def replay(self):
+                if self.runs:
+                    last[0]()
+        torch.cuda.CUDAGraph = Graph
+        torch.cuda.graph = lambda graph: contextlib.nullcontext()
+        device = start_device()
+        for name in ("Stream", "stream", "current_stream", "synchronize"):
+            setattr(torch.cuda, name, getattr(torch.sim, name))
+        loop_group.join(variants.WORLD, device)
+        stage = race.make_stage("fsdp_c", device)
+        for Graph.runs, name in ((True, "mixed"), (True, "hsdp"), (False, "mixed")):
+            print(name, graphs.run_case(stage, graphs.CASES[name]))
+        """
+    )
+    folders = ("gpu", "accelerator", "parity")
+    path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
+    env = os.environ | {"GPU_CHECK_DEVICE": "sim", "PYTHONPATH": os.pathsep.join(path)}
+    completed = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True
+    )
+    assert completed.stdout.splitlines() == ["mixed equal", "hsdp equal", "mixed differs"], (
+        completed.stderr
+    )
+
+
+# ---- drop_waits.c --------------------------------------------------------------------------------
+
+RUNTIME = """
+int calls;
+int cudaStreamWaitEvent(void *stream, void *event, unsigned int flags) {
+    (void)stream; (void)event; (void)flags;
+    return ++calls;
+}
+"""
+CALLER = """
+int cudaStreamWaitEvent(void *stream, void *event, unsigned int flags);
+int wait_once(void) { return cudaStreamWaitEvent(0, 0, 0) + 0; }
+"""
+
+
+def _compile_library(source: str, target: Path, *options: str) -> None:
+    target.parent.mkdir(exist_ok=True)
+    file = target.with_suffix(".c")
+    file.write_text(source)
+    command = ["gcc", "-shared", "-fPIC", "-O0", str(file), "-o", str(target), *options]
+    subprocess.run(command, check=True)
+
+
+def test_drop_waits_skips_one_wait_of_extension(tmp_path: Path) -> None:
+    """The shim precedes a runtime with versioned symbols, loaded with RTLD_LOCAL as torch does."""
+    runtime, versions = tmp_path / "libcudart.so.13", tmp_path / "versions"
+    versions.write_text("libcudart.so.13 { global: *; };\n")
+    _compile_library(
+        RUNTIME, runtime, f"-Wl,--version-script={versions}", "-Wl,-soname,libcudart.so.13"
+    )
+    extension = tmp_path / "fsdp_c" / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
+    other_library = tmp_path / "torch" / "libc10_cuda.so"
+    for library in (extension, other_library):
+        _compile_library(CALLER, library, str(runtime), f"-Wl,-rpath,{tmp_path}")
+    script = textwrap.dedent(
+        f"""
+        import ctypes, sys
+        sys.path.insert(0, {str(WORKERS)!r})
+        extension = ctypes.CDLL({str(extension)!r})
+        other = ctypes.CDLL({str(other_library)!r})
+        shim = ctypes.CDLL(None)
+        shim.drop_wait(ctypes.c_long(1))
+        print([extension.wait_once() for _ in range(3)], other.wait_once(), shim.count_waits())
+        """
+    )
+    shim = tmp_path / "drop_waits.so"
+    _compile_library((WORKERS / "drop_waits.c").read_text(), shim, "-ldl")
+    completed = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"LD_PRELOAD": str(shim)},
+        capture_output=True,
+        text=True,
+    )
+    # The second wait is dropped: the runtime does not count it.
+    assert completed.stdout == "[1, 0, 2] 3 3\n", completed.stderr

@@ -1,0 +1,160 @@
+"""Negative controls of the races step: a training with one wait removed must be detected.
+
+    dropped_waits.py FILE [--seconds 30]
+
+There are two kinds of controls. In the first, the event that the gathers wait for was recorded
+before the optimizer step (both implementations). In the second, each of fsdp_c's own waits is
+dropped in turn: on CUDA by drop_waits.c (LD_PRELOAD), on the simulated device by the device itself.
+On CUDA a missing wait may change the bits, unless the streams happen to run in order anyway. The
+simulated device reports it as a finding. The script writes to FILE, for each control, the number
+of dropped waits and of those that were detected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import loop_group
+import race
+import variants
+from outcome import BUILT, ON_CUDA, start_device
+from variants import Stage
+
+VARIANT = "mixed"
+MAX_DROPPED = 60
+"""Maximum number of dropped waits. If there are more, they are sampled evenly."""
+
+Outcome = tuple[str, bool]
+"""A digest of the results, and whether the simulated device reported a finding."""
+
+
+def build_shim() -> Path:
+    """Compiles drop_waits.c and returns the library's path."""
+    library = BUILT / "drop_waits.so"
+    BUILT.mkdir(parents=True, exist_ok=True)
+    source = Path(__file__).with_name("drop_waits.c")
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        str(source),
+        "-o",
+        str(library),
+    ]
+    subprocess.run([*command, "-ldl"], check=True)
+    return library
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment in which this file must run."""
+    return os.environ | ({"LD_PRELOAD": str(build_shim())} if ON_CUDA else {})
+
+
+class Waits:
+    """Counts the extension's waits and drops one of them."""
+
+    def __init__(self) -> None:
+        self.simulated = race.simulated()
+        self.preloaded = ctypes.CDLL(None) if ON_CUDA else None
+
+    def drop(self, index: int) -> None:
+        if self.preloaded is not None:
+            self.preloaded.visit_drop(ctypes.c_long(index))
+        else:
+            self.simulated.log_calls("fsdp_c/_C.", "drop", index)
+
+    def count(self) -> int:
+        if self.preloaded is not None:
+            return int(self.preloaded.visit_waits())
+        return len(self.simulated.calls())
+
+    def stop(self) -> None:
+        if self.preloaded is not None:
+            self.preloaded.visit_drop(ctypes.c_long(-1))
+        else:
+            self.simulated.log_calls("", "", -1)
+
+
+def run_with_long_pauses(train: Callable[[], list[Any]]) -> Outcome:
+    """Runs a training with the longest pauses for all kinds of work."""
+    device = race.simulated()
+    if device is not None:
+        device.reset()
+    loop_group.DELAYS.seed(1)
+    loop_group.DELAYS.means = dict.fromkeys(loop_group.Delays.KINDS, loop_group.LONGEST_PAUSE)
+    try:
+        digest = variants.digest(train())
+    except Exception as error:
+        digest = type(error).__name__
+    return digest, bool(device is not None and device.findings())
+
+
+def stale_events(stage: Stage) -> dict[str, Any]:
+    expected, _ = run_with_long_pauses(lambda: variants.optimizer_event(stage, stale=False))
+    digest, has_findings = run_with_long_pauses(lambda: variants.optimizer_event(stage, stale=True))
+    return {"dropped": 1, "detected": int(has_findings or digest != expected)}
+
+
+def dropped_waits(stage: Stage, deadline: float) -> dict[str, Any]:
+    waits = Waits()
+    train = variants.VARIANTS[VARIANT]
+
+    def run_without_wait(index: int) -> Outcome:
+        waits.drop(index)
+        try:
+            return run_with_long_pauses(lambda: train(stage))
+        finally:
+            counts.append(waits.count())
+            waits.stop()
+
+    counts: list[int] = []
+    expected, _ = run_without_wait(-1)
+    limit = MAX_DROPPED if ON_CUDA else 12
+    dropped, detected = [], []
+    for index in range(0, counts[0], max(1, counts[0] // limit)):
+        if time.monotonic() > deadline:
+            break
+        digest, has_findings = run_without_wait(index)
+        dropped.append(index)
+        if has_findings or digest != expected:
+            detected.append(index)
+    counters = {"waits": counts[0], "dropped": len(dropped), "detected": len(detected)}
+    return counters | {"places": detected}
+
+
+def controls(device: Any, deadline: float) -> dict[str, Any]:
+    """Runs all negative controls in this process, which has joined the group."""
+    results = {
+        f"stale event, {name}": stale_events(race.make_stage(name, device))
+        for name in ("torch", "fsdp_c")
+    }
+    results["waits of fsdp_c"] = dropped_waits(race.make_stage("fsdp_c", device), deadline)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seconds", type=float, default=30)
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
+    warnings.simplefilter("ignore")
+    device = start_device()
+    loop_group.join(variants.WORLD, device)
+    options.file.write_text(json.dumps(controls(device, deadline)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Parity of other data paths of fsdp_c: a part of the basic grid, on two ranks.
+
+- without_kernels: torch's foreach operations replace fsdp_c's kernels, as on unsupported devices.
+- in_chunks: every parameter is a separate chunk of the collective, as large parameters are. The
+  recording of collectives disables chunked collectives; test_chunks.py covers those.
+- in_buckets: every gradient is reduced separately. This changes the collectives, but no results.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from feature_support import SUPPORTED, features_of
+from grid import at_world_size, generate
+from record import differences, trained
+from setting import Launch, Setting
+from worker import RankRecords, run_grid
+
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("parity_data_paths")]
+
+LAUNCH = Launch(2)
+SETTINGS = [at_world_size(s, 2) for s in generate(1, 16) if features_of(s) <= SUPPORTED]
+# Dimensions other than 0, which the random settings may not contain.
+SETTINGS += [Setting(placement="last"), Setting(placement="mixed", param="bf16", reduce="fp32")]
+
+
+@pytest.fixture(scope="module")
+def torch_records(tmp_path_factory: pytest.TempPathFactory) -> list[RankRecords]:
+    return run_grid(
+        "torch", SETTINGS, LAUNCH, tmp_path_factory.mktemp("torch"), is_under_test=False
+    )
+
+
+@pytest.mark.parametrize("implementation", ["without_kernels", "in_chunks"])
+def test_other_data_path_matches_torch(
+    torch_records: list[RankRecords], tmp_path: Path, implementation: str
+) -> None:
+    fsdp_c_records = run_grid(
+        f"{implementation}:fully_shard", SETTINGS, LAUNCH, tmp_path, is_under_test=True
+    )
+    for index, setting in enumerate(SETTINGS):
+        for rank in range(2):
+            assert differences(torch_records[index][rank], fsdp_c_records[index][rank]) == [], (
+                setting
+            )
+
+
+def test_reduction_in_buckets_matches_torch(
+    torch_records: list[RankRecords], tmp_path: Path
+) -> None:
+    fsdp_c_records = run_grid(
+        "in_buckets:fully_shard", SETTINGS, LAUNCH, tmp_path, is_under_test=True
+    )
+    longer_records = 0
+    for index, setting in enumerate(SETTINGS):
+        for rank in range(2):
+            expected, actual = torch_records[index][rank], fsdp_c_records[index][rank]
+            assert differences(trained(expected), trained(actual)) == [], setting
+            longer_records += len(actual) > len(expected)
+    # Most settings ran more collectives, so the buckets were used.
+    assert longer_records > len(SETTINGS)

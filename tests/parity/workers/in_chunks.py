@@ -1,0 +1,9 @@
+"""fsdp_c with one chunk per parameter: ``FSDP_C_PARITY_IMPLEMENTATION=in_chunks:fully_shard``."""
+
+from __future__ import annotations
+
+from fsdp_c import _C, fully_shard
+
+_C._testing.chunks_from(1)
+
+__all__ = ["fully_shard"]
