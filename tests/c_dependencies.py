@@ -1,7 +1,7 @@
 """Dependencies between the C modules of one folder of csrc: includes, calls, layers and cycles.
 
 A module is a source file with its header. ``python tests/c_dependencies.py`` prints the upward
-dependencies and the cycles of ``csrc/core`` and ``csrc/python``, and the size of ``fc_group``.
+dependencies and the cycles of the folders of ``LAYERS``, and the size of ``fc_group``.
 ``tests/unit/test_c_layers.py`` asserts that no dependency points up.
 """
 
@@ -46,6 +46,14 @@ LAYERS = {
         {"callbacks", "hook", "state"},
         {"param_group"},
         {"module"},
+    ),
+    "transport": (
+        {"op_tag", "shm_ring", "progress"},
+        {"shm_tag", "shm_transport"},
+        {"shm_request", "negotiation"},
+        {"shm_all_reduce", "table", "group_negotiation"},
+        {"shm_collective", "pg", "shm"},
+        {"transport"},
     ),
 }
 """Layers from the lowest to the highest. A module depends only on modules of lower layers.
@@ -194,7 +202,7 @@ def list_fields(struct: str, header: Path) -> list[str]:
 
 
 def main() -> None:
-    for folder in ("core", "python"):
+    for folder in LAYERS:
         modules = list_modules(folder)
         dependencies = find_dependencies(modules)
         count = sum(map(len, dependencies.values()))

@@ -1,7 +1,9 @@
 /* The transport of torch's process group: its own backend moves the data (gloo, NCCL, ...).
  *
  * The negotiation about shared memory needs the number of gathers that this transport has moved. */
-#include "transport.h"
+#include "pg.h"
+
+#include "group_negotiation.h"
 
 static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
     (void)pg, (void)use;

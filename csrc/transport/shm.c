@@ -3,7 +3,9 @@
  * The bridge gives each process group a second c10d backend (bridge/shm_backend.cpp). Its
  * collectives are the operations of shm_collective.h. This table issues a collective on that
  * backend, through the same op of namespace c10d. */
-#include "transport.h"
+#include "shm.h"
+
+#include "group_negotiation.h"
 
 /* Called in a negotiation that the bridge's backend ends. */
 static int attach(fct_pg *pg, shm_negotiation *n, bool *attached) {

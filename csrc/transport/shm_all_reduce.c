@@ -1,4 +1,4 @@
-/* All-reduces in shared memory; see shm_collective.h.
+/* All-reduces in shared memory; see shm_all_reduce.h.
  *
  * If the ring can hold the tensors of all ranks, each rank writes its whole tensor and sums all of
  * them. This needs one message phase and no thread. A larger tensor is divided into parts. Each
@@ -9,12 +9,13 @@
  *
  * Sums overwrite the tensor. A part is summed only after this rank has written it to the ring
  * (shm_op_methods.read). Elements are added in the order of gloo's ring over the whole tensor. */
-#include "shm_collective_impl.h"
+#include "shm_all_reduce.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "../kernels/ring.h"
+#include "shm_tag.h"
 
 static int64_t min_of(int64_t one, int64_t two) {
     return one < two ? one : two;
@@ -40,34 +41,6 @@ static char *address_of(const shm_collective *c, int64_t element) {
 
 static size_t byte_count(const shm_collective *c, int64_t begin, int64_t end) {
     return (size_t)(end - begin) * c->request.itemsize;
-}
-
-bool shm_all_reduce_plan(shm_collective *c) {
-    const shm_request *r = &c->request;
-    const int64_t numel = (int64_t)(r->bytes / r->itemsize);
-    const int64_t part_numel = (int64_t)(SHM_MAX_MESSAGE / r->itemsize);
-    const size_t parts = (size_t)((numel + part_numel - 1) / part_numel);
-    c->sums_whole = r->bytes * (size_t)r->world <= SHM_CAPACITY;
-    c->steps = (shm_step *)malloc(2 * parts * sizeof *c->steps);
-    if (c->steps == NULL) {
-        return false;
-    }
-    size_t count = 0, previous_part = 0;
-    for (int64_t begin = 0; begin < numel; begin += part_numel) {
-        const size_t index = count++;
-        const shm_range part = {begin, min_of(begin + part_numel, numel)};
-        c->steps[index] = (shm_step){false, part, 0};
-        if (!c->sums_whole && begin > 0) {
-            c->steps[count++] = (shm_step){true, c->steps[previous_part].part, previous_part + 1};
-        }
-        previous_part = index;
-    }
-    if (!c->sums_whole) {
-        c->steps[count++] = (shm_step){true, c->steps[previous_part].part, previous_part + 1};
-    }
-    c->op.methods = &shm_all_reduce_methods;
-    c->op.message_count = count;
-    return true;
 }
 
 /* ---- messages ---- */
@@ -133,10 +106,44 @@ static void read_message(shm_op *op, size_t message, const char *const *peer_dat
     }
 }
 
-const shm_op_methods shm_all_reduce_methods = {
+static void describe_tag(const shm_op *op, uint32_t tag, char *text, size_t bytes) {
+    shm_tag_describe(tag, ((const shm_collective *)op)->request.dtype_name, text, bytes);
+}
+
+static const shm_op_methods all_reduce_methods = {
     .message_bytes = message_bytes,
     .can_write = can_write,
     .write = write_message,
     .read = read_message,
-    .describe_tag = shm_describe_tag,
+    .describe_tag = describe_tag,
 };
+
+/* ---- steps ---- */
+
+bool shm_all_reduce_plan(shm_collective *c) {
+    const shm_request *r = &c->request;
+    const int64_t numel = (int64_t)(r->bytes / r->itemsize);
+    const int64_t part_numel = (int64_t)(SHM_MAX_MESSAGE / r->itemsize);
+    const size_t parts = (size_t)((numel + part_numel - 1) / part_numel);
+    c->sums_whole = r->bytes * (size_t)r->world <= SHM_CAPACITY;
+    c->steps = (shm_step *)malloc(2 * parts * sizeof *c->steps);
+    if (c->steps == NULL) {
+        return false;
+    }
+    size_t count = 0, previous_part = 0;
+    for (int64_t begin = 0; begin < numel; begin += part_numel) {
+        const size_t index = count++;
+        const shm_range part = {begin, min_of(begin + part_numel, numel)};
+        c->steps[index] = (shm_step){false, part, 0};
+        if (!c->sums_whole && begin > 0) {
+            c->steps[count++] = (shm_step){true, c->steps[previous_part].part, previous_part + 1};
+        }
+        previous_part = index;
+    }
+    if (!c->sums_whole) {
+        c->steps[count++] = (shm_step){true, c->steps[previous_part].part, previous_part + 1};
+    }
+    c->op.methods = &all_reduce_methods;
+    c->op.message_count = count;
+    return true;
+}

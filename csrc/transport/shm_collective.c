@@ -4,38 +4,20 @@
  * so no element is split between messages. The message of an all-gather has a part of this rank's
  * shard. The message of a reduce-scatter has parts of all shards, and leaves the part of this rank
  * uninitialized. */
-#include "shm_collective_impl.h"
+#include "shm_collective.h"
 
 #include <assert.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "../kernels/ring.h"
+#include "shm_all_reduce.h"
+#include "shm_tag.h"
 
 enum { CACHE_LINE = 64 };
 
-static const char *const kind_names[] = {"all_gather", "reduce_scatter", "all_reduce"};
-
 bool shm_can_sum(int32_t dtype) {
     return fck_ring_supports((fck_dtype)dtype) != 0;
-}
-
-/* Packs the operation, the dtype and the bytes of a rank shard in cache lines. The size is included
- * because collectives of different sizes may have messages of the same size. */
-static uint32_t make_tag(const shm_request *r) {
-    const uint32_t lines = (uint32_t)((r->bytes + CACHE_LINE - 1) / CACHE_LINE);
-    assert(r->dtype >= 0 && r->dtype < 0x40);
-    return lines << 8 | (uint32_t)r->dtype << 2 | (uint32_t)r->kind;
-}
-
-void shm_describe_tag(const shm_op *op, uint32_t tag, char *text, size_t bytes) {
-    const shm_collective *c = (const shm_collective *)op;
-    const uint32_t kind = tag & 3;
-    (void)snprintf(text, bytes, "%s of %s, up to %llu bytes per rank",
-                   kind < 3 ? kind_names[kind] : "?",
-                   c->request.dtype_name((int32_t)(tag >> 2 & 0x3f)),
-                   (unsigned long long)(tag >> 8) * CACHE_LINE);
 }
 
 /* ---- messages ---- */
@@ -143,12 +125,16 @@ static void read_message(shm_op *op, size_t message, const char *const *peer_dat
     }
 }
 
+static void describe_tag(const shm_op *op, uint32_t tag, char *text, size_t bytes) {
+    shm_tag_describe(tag, ((const shm_collective *)op)->request.dtype_name, text, bytes);
+}
+
 static const shm_op_methods shard_methods = {
     .message_bytes = message_bytes,
     .can_write = NULL,
     .write = write_message,
     .read = read_message,
-    .describe_tag = shm_describe_tag,
+    .describe_tag = describe_tag,
 };
 
 /* ---- life ---- */
@@ -174,7 +160,7 @@ shm_collective *shm_collective_new(const shm_request *request) {
         return NULL;
     }
     c->request = *request;
-    c->op.tag = make_tag(request);
+    c->op.tag = shm_tag_make(request->kind, request->dtype, request->bytes);
     c->op.timeout_ms = request->timeout_ms;
     const bool planned =
         request->kind == FCT_OP_ALL_REDUCE ? shm_all_reduce_plan(c) : plan_shards(c);

@@ -3,39 +3,11 @@
 #ifndef FSDP_C_TRANSPORT_SHM_COLLECTIVE_H
 #define FSDP_C_TRANSPORT_SHM_COLLECTIVE_H
 
-#include "op_tag.h"
-#include "shm_transport.h"
+#include "shm_request.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* Consecutive bytes of a rank shard, and their place in this rank's memory. A rank shard is the
- * elements that belong to one rank. */
-typedef struct shm_segment {
-    char *data;    /* of rank 0's shard */
-    size_t stride; /* bytes from one rank's data to the next rank's */
-    size_t begin;  /* byte offset in a rank shard */
-    size_t bytes;
-} shm_segment;
-
-/* One collective. The caller keeps all memory valid until the collective is complete. */
-typedef struct shm_request {
-    fct_op_kind kind;
-    int32_t dtype; /* torch's ScalarType number */
-    size_t itemsize;
-    int rank, world;
-    /* All-gather and reduce-scatter: a rank shard, as segments in order. All-reduce: unused. */
-    const shm_segment *segments;
-    size_t segment_count;
-    size_t bytes; /* of a rank shard; of the whole tensor for an all-reduce */
-    /* Reduce-scatter: one contiguous rank shard. All-reduce: the contiguous tensor. */
-    char *output;
-    int64_t timeout_ms;
-    const char *(*dtype_name)(int32_t dtype); /* for error messages */
-} shm_request;
-
-typedef struct shm_collective shm_collective;
 
 /* Whether the elements of a dtype can be summed in the order of gloo's ring. Required for
  * reduce-scatters and all-reduces. */

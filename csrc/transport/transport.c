@@ -76,38 +76,6 @@ bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
 
 /* ---- for csrc/python ---- */
 
-static void release_negotiation(void *negotiation) {
-    shm_negotiation_release((shm_negotiation *)negotiation);
-}
-
-shm_negotiation *fct_negotiation_find(fct_pg *pg) {
-    return (shm_negotiation *)fct_pg_attachment(pg);
-}
-
-shm_negotiation *fct_negotiation_open(fct_pg *pg) {
-    shm_negotiation *n = fct_negotiation_find(pg);
-    if (n == NULL) {
-        n = shm_negotiation_new();
-        if (n == NULL) {
-            fct_error_no_memory();
-        } else {
-            fct_pg_attach(pg, n, release_negotiation);
-        }
-    }
-    return n;
-}
-
-int fct_pg_register_user(const char *name) {
-    if (fct_fault("fct_pg_register_user") != 0) {
-        return -1;
-    }
-    if (!shm_negotiation_register_user(name)) {
-        fct_error_no_memory();
-        return -1;
-    }
-    return 0;
-}
-
 int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
     if (fct_fault("fct_transport_enter") != 0) {
         return -1;

@@ -8,8 +8,9 @@
 #define FSDP_C_TRANSPORT_TRANSPORT_H
 
 #include "../bridge/collective.h"
-#include "negotiation.h"
-#include "op_tag.h"
+#include "group_negotiation.h"
+#include "pg.h"
+#include "shm.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -48,42 +49,13 @@ FCT_CHECK int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *o
  * collectives. */
 bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes);
 
-/* ---- the table ---- */
-
-/* One transport. All ranks of a process group use the same one. */
-typedef struct fct_transport {
-    const char *name;
-    bool has_chunks; /* all_gather_chunks and reduce_scatter_chunks are not NULL */
-    /* Writes to *accepted whether all ranks use this transport for the next collective. */
-    int (*negotiate)(fct_pg *pg, fct_use use, bool *accepted);
-    int (*all_gather)(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
-                      bool async_op, fct_work **work);
-    int (*reduce_scatter)(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
-                          fct_reduce_op op, double factor, bool async_op, fct_work **work);
-    int (*all_reduce)(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
-                      double factor, bool async_op, fct_work **work);
-    int (*all_gather_chunks)(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks,
-                             size_t count, const fct_chunk_layout *layout, fct_work **work);
-    int (*reduce_scatter_chunks)(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
-                                 fct_tensor *const *chunks, size_t count,
-                                 const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work);
-    /* Whether an all-gather of rank shards of `shard_bytes` bytes takes CPU time from computation.
-     */
-    bool (*is_cpu_bound)(fct_pg *pg, size_t shard_bytes);
-} fct_transport;
-
-extern const fct_transport fct_shm_transport; /* shared memory of one host */
-extern const fct_transport fct_pg_transport;  /* the backend of torch's process group */
+/* ---- selection ---- */
 
 /* Returns the transport of the next collective, or NULL with a Python exception. */
 const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use use);
 
 /* ---- for csrc/python ---- */
 
-/* Counts a parameter group that gathers over the process group `name`, or a bucket that is
- * all-reduced over it. The negotiation needs their number: as many collectives may be in flight
- * before a rank waits. */
-FCT_CHECK int fct_pg_register_user(const char *name);
 /* Between enter and leave the collectives of the group itself use the selected transport, for any
  * caller. `use` is the collective that follows. *entered is for fct_pg_leave_shm. It is NULL if the
  * group uses its own backend. */
@@ -91,10 +63,6 @@ FCT_CHECK int fct_transport_enter(fct_pg *pg, fct_use use, void **entered);
 /* Pauses or resumes shared memory for a group. All ranks must call it at the same point of their
  * programs. */
 FCT_CHECK int fct_transport_pause(fct_pg *pg, bool paused);
-/* The negotiation of a process group, which the bridge owns while the group lives. find returns
- * NULL if there is none; open makes one and returns NULL with a Python exception. */
-shm_negotiation *fct_negotiation_find(fct_pg *pg);
-shm_negotiation *fct_negotiation_open(fct_pg *pg);
 
 #ifdef __cplusplus
 }

@@ -49,7 +49,7 @@ def test_layers_list_each_module_once(folder: str) -> None:
 @pytest.mark.parametrize("folder", c_dependencies.LAYERS)
 def test_includes_and_calls_point_to_lower_layers(folder: str) -> None:
     dependencies = c_dependencies.find_dependencies(c_dependencies.list_modules(folder))
-    assert sum(map(len, dependencies.values())) > 50, (
+    assert sum(map(len, dependencies.values())) > 20, (
         "found too few dependencies: the test would check nothing"
     )
     assert c_dependencies.find_upward(dependencies, c_dependencies.LAYERS[folder]) == {}
