@@ -62,6 +62,7 @@ csrc/README.md describes each module.
 """
 
 BOUNDARY = (
+    "bridge/allocator.h",
     "bridge/types.h",
     "bridge/error.h",
     "bridge/tensor.h",

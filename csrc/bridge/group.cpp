@@ -1,4 +1,4 @@
-/* Handles of process groups, the behavior of their backends, and their allocators.
+/* Handles of process groups, and the behavior of their backends.
  *
  * A group is resolved once, by name, and its handle caches the behavior of its backends. A group
  * that is a Python class is called through its Python methods: C++ does not see its overrides. */
@@ -55,26 +55,6 @@ fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object obje
     }
     handles().emplace(pg->group.get(), pg.get());
     return pg.release();
-}
-
-c10::intrusive_ptr<c10d::Backend> backend_of(fct_pg *pg, c10::Device device) {
-    return pg->group->getBackend(device.type());
-}
-
-pybind11::object python_backend(fct_pg *pg, c10::Device device) {
-    return pg->python.attr("_get_backend")(device);
-}
-
-at::Tensor allocated(fct_pg *pg, int64_t numel, c10::ScalarType type, c10::Device device) {
-    using namespace pybind11::literals;
-    if (pg->python) {
-        return python_backend(pg, device)
-            .attr("allocate_tensor")(numel, "dtype"_a = type, "device"_a = device)
-            .cast<at::Tensor>();
-    }
-    const auto backend = backend_of(pg, device);
-    pybind11::gil_scoped_release released; /* registering memory with the network takes time */
-    return backend->allocateTensor(numel, at::dtype(type).device(device));
 }
 
 } // namespace
@@ -141,31 +121,6 @@ void fct_pg_release(fct_pg *pg) {
  * it, so fsdp_c divides for gloo. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
     return fct::kind_for(pg, static_cast<c10::DeviceType>(device.type)) != Kind::gloo;
-}
-
-int fct_pg_allocates(fct_pg *pg, fct_device device, bool *allocates) {
-    return guarded("fct_pg_allocates", [&] {
-        const c10::Device where = fct::device(device);
-        *allocates =
-            pg->python ? python_backend(pg, where).attr("supports_tensor_alloc")(where).cast<bool>()
-                       : backend_of(pg, where)->supportsTensorAlloc(where.index());
-    });
-}
-
-int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
-    return guarded("fct_pg_empty", [&] {
-        const c10::InferenceMode no_inference(false);
-        const fct::Quiet quiet;
-        const c10::Device where = fct::device(device);
-        const c10::ScalarType type = fct::scalar_type(dtype);
-        at::Tensor made = allocated(pg, numel, type, where);
-        TORCH_CHECK(made.numel() == numel && made.scalar_type() == type && made.dim() == 1 &&
-                        made.device() == where && made.is_contiguous(),
-                    "allocate_tensor of the process group returned ", made.sizes(), " of ",
-                    made.scalar_type(), " on ", made.device(), "; expected a contiguous tensor of ",
-                    numel, " elements of ", type, " on ", where);
-        *out = fct::give(std::move(made));
-    });
 }
 
 } // extern "C"

@@ -1,4 +1,4 @@
-/* Process groups: handles, and allocators of their backends. */
+/* Process groups: handles, and what csrc/transport needs of them. */
 #ifndef FSDP_C_BRIDGE_GROUP_H
 #define FSDP_C_BRIDGE_GROUP_H
 
@@ -15,13 +15,6 @@ FCT_CHECK int fct_pg_resolve(const char *name, fct_pg **out);
 void fct_pg_release(fct_pg *pg); /* NULL is allowed */
 /* Whether ReduceOp.PREMUL_SUM may be passed to the backend of `device`. False only for gloo. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device);
-
-/* allocates: whether the backend of `device` has an allocator (NCCL registers its memory with the
- * network). empty: a new 1-D tensor of `numel` uninitialized elements from it, on the device's
- * current stream. Not an inference tensor, even in inference mode. */
-FCT_CHECK int fct_pg_allocates(fct_pg *pg, fct_device device, bool *allocates);
-FCT_CHECK int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device,
-                           fct_tensor **out);
 
 /* ---- for csrc/transport ---- */
 

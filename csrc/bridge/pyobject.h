@@ -3,6 +3,7 @@
 #ifndef FSDP_C_BRIDGE_PYOBJECT_H
 #define FSDP_C_BRIDGE_PYOBJECT_H
 
+#include "allocator.h"
 #include "group.h"
 
 #ifdef __cplusplus
@@ -43,6 +44,9 @@ bool fct_py_ending(void);
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* A new reference to the ProcessGroup that has the shared-memory backend of `pg` as its own. */
 FCT_CHECK int fct_py_shm_group(fct_pg *pg, struct _object **out);
+/* A new allocator of the table in allocator.cpp, for buffers of the collectives of `group`. Raises
+ * ValueError for an unknown name. */
+FCT_CHECK int fct_py_allocator(const char *name, struct _object *group, fct_allocator **out);
 /* Converts a torch.device object. */
 FCT_CHECK int fct_py_device(struct _object *obj, fct_device *out);
 

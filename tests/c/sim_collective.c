@@ -84,18 +84,37 @@ void sim_pg_has_memory(const char *name, bool gives) {
     pg->takes = true;
 }
 
-int fct_pg_allocates(fct_pg *pg, fct_device device, bool *allocates) {
+struct fct_allocator {
+    fct_pg *pg;
+};
+
+fct_allocator *sim_allocator_new(fct_pg *pg) {
+    fct_allocator *allocator = (fct_allocator *)malloc(sizeof *allocator);
+    allocator->pg = pg;
+    return allocator;
+}
+
+void fct_allocator_free(fct_allocator *allocator) {
+    if (allocator != NULL) {
+        fct_pg_release(allocator->pg);
+        free(allocator);
+    }
+}
+
+int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serves) {
     (void)device;
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_allocates")) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_allocator_serves")) {
         return -1;
     }
-    *allocates = pg->gives;
+    *serves = allocator->pg->gives;
     return 0;
 }
 
-int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
+int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype, fct_device device,
+                        fct_tensor **out) {
+    const fct_pg *pg = allocator->pg;
     sim_tick();
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_empty")) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_allocator_empty")) {
         return -1;
     }
     if (!pg->gives || device.type != sim_device().type || numel < 0) {

@@ -262,7 +262,8 @@ static void memory_init(sim_group *g, const sim_scenario *s) {
     if (s->post_forward_world > 0 && !s->without_memory) {
         sim_pg_has_memory(g->pg_names[3], false);
     }
-    fc_group_base_set_memory(&g->core.base, groups[0], groups[1]);
+    fc_group_base_set_memory(&g->core.base, sim_allocator_new(groups[0]),
+                             sim_allocator_new(groups[1]));
 }
 
 static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
