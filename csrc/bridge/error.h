@@ -14,7 +14,7 @@ extern "C" {
  * false, so that the order of calls does not depend on timing. */
 void fct_fault_arm(int64_t n);
 int64_t fct_fault_left(void);
-/* A fallible call of the boundary that is not implemented here: 0, or -1 with the injected fault. */
+/* A fallible call of another folder. Returns 0, or -1 with the injected fault. */
 FCT_CHECK int fct_fault(const char *function);
 /* Sets MemoryError. */
 void fct_error_no_memory(void);

@@ -27,9 +27,9 @@ typedef enum fc_overlap {
     FC_OVERLAP_NEVER,
 } fc_overlap;
 
-/* The value of fc_reducer.common_dtype for a group whose parameters own the reduce dtype. Parameters
- * with different policies need one dtype for their common buffer. FCT_NO_DTYPE: the widest dtype of
- * the gradients. */
+/* The value of fc_reducer.common_dtype for a group whose parameters own the reduce dtype. A group
+ * whose parameters have different policies needs one dtype for their common buffer. FCT_NO_DTYPE:
+ * the widest dtype of the gradients. */
 #define FC_DTYPE_OF_PARAMS (-2)
 
 typedef struct fc_reducer {
@@ -55,7 +55,7 @@ void fc_reducer_init(fc_reducer *d, fc_group_base *base);
 /* Discards the reductions in flight and releases everything. */
 void fc_reducer_fini(fc_reducer *d);
 
-/* Returns the dtype in which the group's gradients are reduced. FCT_NO_DTYPE: the gradients' own. */
+/* Returns the dtype in which the group's gradients are reduced. FCT_NO_DTYPE: their own dtype. */
 fct_dtype fc_reducer_dtype(const fc_reducer *d);
 
 /* Returns the reducer's events to the comm context. Call it before the group changes its

@@ -34,8 +34,9 @@ typedef struct progress_thread progress_thread;
 progress_thread *progress_thread_new(void); /* NULL: no memory */
 /* Does not join: the thread exits after its last task. NULL is allowed. */
 void progress_thread_free(progress_thread *thread);
-/* Any thread may call it. Appends a task and starts the thread at the first call. Takes job.object if it succeeds. Returns
- * NULL if the thread or the memory is not available; then the caller keeps the object. */
+/* Appends a task and starts the thread at the first call. Any thread may call it. Takes job.object
+ * if it succeeds. Returns NULL if the thread or the memory is not available; then the caller keeps
+ * the object. */
 progress_task *progress_thread_add(progress_thread *thread, progress_job job);
 
 #ifdef __cplusplus
