@@ -5,6 +5,7 @@
 #   make bench   time and memory compared with torch's FSDP2              make sanitize  tests under ASan and UBSan
 #   make parity  all parity settings compared with torch's FSDP2          make wheels    build wheels in dist/
 #   make test-fast      tests for use after a change: core, single process, behavior scenarios, some parity settings
+#   make test-for FILE=csrc/core/gather.c    the tests of one module
 #   make gpu            correctness and speed on a GPU, in ten minutes
 #   make docs           the documentation site in build/docs
 #   make accelerator    all tests on the simulated accelerator, then its measurements
@@ -48,7 +49,7 @@ ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/
 	tests/distributed/test_behavior_training.py tests/distributed/test_behavior_backwards.py \
 	tests/distributed/test_behavior_groups.py tests/distributed/test_behavior_replicate.py
 # Files of tests/unit that test-fast excludes: they start interpreters, or compute forecasts.
-NOT_FAST := bench check install mutations plan typing
+NOT_FAST := bench build check install mutations plan typing
 # The `pythonpath` of pyproject.toml without the repository root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
 
@@ -70,7 +71,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-fast test-c test-assert test-clients accelerator parity lint lint-ruff lint-mypy \
+.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff lint-mypy \
 	lint-c format wheels sanitize bench cuda-check gpu docs clean
 
 help:
@@ -81,7 +82,7 @@ help:
 # torch is pinned and installed first, so that the requirements of other packages do not select another release.
 $(ENV_STAMP): Makefile pyproject.toml
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel ninja
+	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel 'cmake>=3.24' ninja
 	@touch $@
 
 $(INSTALL_STAMP): $(ENV_STAMP)
@@ -90,7 +91,7 @@ $(INSTALL_STAMP): $(ENV_STAMP)
 
 env: $(INSTALL_STAMP)
 
-# setup.py compiles changed files only; without changes this takes a second. A failure prints the log.
+# setup.py compiles changed files only; without changes this takes seconds. A failure prints the log.
 build: env
 	@mkdir -p build
 	@$(PY) setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
@@ -141,6 +142,10 @@ accelerator: build
 test-c:
 	@$(MAKE) -C tests/c
 
+# Runs the tests of the modules or test files FILE: make test-for FILE="csrc/core/gather.c fsdp_c/plan.py"
+test-for: build
+	$(PY) tests/find_tests.py --run $(FILE)
+
 # Runs each case of real libraries on torch's FSDP2 and with FSDP_C=1. The libraries have their own environment, with
 # the torch that the extension is built against. fsdp_c is not installed there; the tests create its entry point.
 # CLIENTS_ARGS="-k peft" selects cases.
@@ -174,7 +179,7 @@ cuda-check:
 	@if [ -z "$(NVCCS)" ]; then echo "cuda-check: skipped, nvcc is not found"; fi
 	@mkdir -p build/cuda-check
 	@for nvcc in $(NVCCS); do \
-		$$nvcc -std=c++17 -O2 $$($(PYTHON) cuda_build.py $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
+		$$nvcc -std=c++17 -O2 $$($(PYTHON) -m build_support.find_cuda $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
 			--Werror all-warnings -c csrc/kernels/kernels_cuda.cu -o build/cuda-check/kernels_cuda.o && \
 		echo "cuda-check: kernels_cuda.cu compiles with $$nvcc" || exit 1; done
 	@$(PYTHON) tests/harness/nvrtc_check.py $(NVRTCS)

@@ -139,15 +139,16 @@ def fully_shard(
     validate_mesh(mesh, dp_mesh_dims, "fully_shard")
     mesh_info = make_mesh_info(mesh, dp_mesh_dims)
     post_forward = _make_post_forward_mesh_info(reshard_after_forward, mesh_info)
-    units = MeshArguments(mesh_info, post_forward, reshard_after_forward, shard_placement_fn)
+    meshes = MeshArguments(mesh_info, post_forward, reshard_after_forward, shard_placement_fn)
     policies = (mp_policy, offload_policy)
-    auto, device, undo = reshard_after_forward is None, _get_device_from_mesh(mesh), Transaction()
+    auto, device = reshard_after_forward is None, _get_device_from_mesh(mesh)
+    transaction = Transaction()
     try:
-        shard_modules(_API, module, units, device, policies, ignored_params, auto, undo)
+        shard_modules(_API, module, meshes, device, policies, ignored_params, auto, transaction)
         check_arguments(mp_policy, offload_policy, ignored_params)
         return module  # inside the try: a signal handler may raise before the return
     except BaseException:
-        undo.run()
+        transaction.rollback()
         raise
 
 

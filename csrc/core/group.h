@@ -101,10 +101,16 @@ typedef struct fc_group {
     fc_reducer reducer;
 } fc_group;
 
+/* Preconditions of the functions below. is_initialized returns true between fc_group_init and
+ * fc_group_fini: all functions except these two require it. is_ready returns true if the group also
+ * has a comm context: all functions that run a transition require it. */
+bool fc_group_is_initialized(const fc_group *g);
+bool fc_group_is_ready(const fc_group *g);
+
 /* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
 void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
                    fc_param **params, size_t count, fct_device device, int64_t world, int64_t rank);
-/* Parks pending work, removes the group from its comm context's order and releases everything. Safe
+/* Defers the release of pending work, removes the group from its comm context's order and releases everything. Safe
  * on a zeroed struct. */
 void fc_group_fini(fc_group *g);
 /* Moves the group to another comm context of the same device. Returns FC_ESTATE while a reduction
@@ -170,7 +176,8 @@ FC_CHECK fc_status fc_group_complete_reductions(fc_group *g);
 FC_CHECK fc_status fc_group_reset(fc_group *g);
 
 /* Checks the invariants of the group and of its parts that hold between transitions. Returns
- * FC_ESTATE with a message if one is violated. Debug builds assert it after every transition. */
+ * FC_ESTATE with a message if one is violated. Debug builds run it at the end of every transition,
+ * also of one that returns early or fails. */
 FC_CHECK fc_status fc_group_check(fc_group *g);
 
 #endif

@@ -8,6 +8,9 @@
 
 struct fc_state;
 
+/* Preconditions. Functions of fc_iteration: fc_iteration_init. Functions of fc_state that run a
+ * transition: the state has an iteration and a comm context of its device type. */
+
 /* Shared by all states under one root. Borrows the states, which their owners keep alive. */
 typedef struct fc_iteration {
     struct fc_state **states; /* in named_modules() pre-order */
@@ -85,5 +88,10 @@ FC_CHECK fc_status fc_state_post_backward(const fc_state *s, fc_group *g);
  * context are not affected. If the streams cannot be synchronized nothing changes. Any other
  * failure is returned after the whole reset was attempted. A reset can be repeated. */
 FC_CHECK fc_status fc_state_reset(fc_state *s);
+
+/* Checks the invariants of the state, of its iteration and of its groups that hold between
+ * transitions. Returns FC_ESTATE with a message if one is violated. Debug builds run it at the end of
+ * every function above that the hooks call. */
+FC_CHECK fc_status fc_state_check(const fc_state *s);
 
 #endif

@@ -57,7 +57,8 @@
     X(_gather_after)                                                                               \
     X(_modules)
 
-/* Python functions and classes that fsdp_c/_runtime/bindings.py passes to the extension once (see module.c). */
+/* Python functions and classes that fsdp_c/_runtime/bindings.py passes to the extension once (see
+ * module.c). */
 #define FCPY_BOUND(X)                                                                              \
     X(dtensor_class)                                                                               \
     X(dtensor_new)                                                                                 \

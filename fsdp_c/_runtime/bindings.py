@@ -52,7 +52,8 @@ def _warn_lost_backward(state: Any) -> None:
     lint.warn_once(
         f"the backward before this forward of {_format_class_names(state)} did not come to its "
         "end: all units of the model are reset, gradients that were waiting for a reduction are "
-        "dropped. Those of other units are in .grad already: call zero_grad() after a backward that raised."
+        "dropped. Those of other units are in .grad already: call zero_grad() after a backward "
+        "that raised."
     )
 
 

@@ -1,6 +1,6 @@
 """``GroupCollectives``: moves a group's data by torch's own functions, without the core.
 
-The core calls these methods (csrc/core/host.h) for groups with custom collectives, patched
+The core calls these methods (csrc/core/callbacks.h) for groups with custom collectives, patched
 functions or tensors without memory. The state machine in C is the same for both.
 """
 
@@ -188,7 +188,9 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         if order_compute or len(self._fallback_events) > 1:
             self._fallback_finalize()
 
-    def _prepare_fallback_reduce(self, params: list[Param], grads: list[torch.Tensor]) -> torch.dtype:
+    def _prepare_fallback_reduce(
+        self, params: list[Param], grads: list[torch.Tensor]
+    ) -> torch.dtype:
         """Converts both lists in place for torch's ``foreach_reduce``; returns the reduce dtype."""
         if isinstance(self.mesh_info, DDPMeshInfo) and self.all_reduce_grads:
             late = [p for p in self.fsdp_params if p._partial is not None and p not in params]

@@ -72,26 +72,27 @@ class WrapperApi(NamedTuple):
 def shard_modules(
     api: WrapperApi,
     module: nn.Module | list[nn.Module],
-    units: MeshArguments,
+    meshes: MeshArguments,
     device: torch.device,
     policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
     ignored_params: set[nn.Parameter] | None,
     auto_reshard_after_forward: bool,
-    undo: Transaction,
+    transaction: Transaction,
 ) -> State:
     """Shards the parameters of ``module`` and registers their state; returns the state.
 
-    ``undo`` takes a snapshot before the first change. The caller runs it on every exception.
+    ``transaction`` gets a snapshot before the first change. The caller rolls it back on every
+    exception.
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _check_not_applied(api, modules)
     managed = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
     params, buffers = _get_managed_states(managed, ignored_params)
     _validate_params(params, modules)
-    split = units.split(params)
+    split = meshes.split(params)
     infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
     holders = [m for info in infos.values() for m in (info.module, *info.shared_modules)]
-    undo.to(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
+    transaction.set_snapshot(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
     _move_states_to_device(params, buffers, device)
     state = api.state_class()
     _store_state(api, state, modules)

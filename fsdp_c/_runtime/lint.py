@@ -178,8 +178,8 @@ def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[s
         largest = sorted(group.fsdp_params, key=lambda param: -param.padded_numel)[:2]
         reports.append(
             f"the unit '{name}' gathers {size / 2**20:.0f} MiB, {size / median:.1f} times what the "
-            f"median unit does, mostly {format_names(names[id(param)] for param in largest)}: units "
-            "of their own for these modules (as fsdp_c.auto_shard makes them) lower the peak"
+            f"median unit does, mostly {format_names(names[id(p)] for p in largest)}: units of "
+            "their own for these modules (as fsdp_c.auto_shard makes them) lower the peak"
         )
     return reports
 

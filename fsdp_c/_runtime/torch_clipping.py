@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import fsdp_c._C as _C
-import fsdp_c_redirect
+from fsdp_c_autoload.redirect import Redirection, find_torchs
 
 from .env import is_env_enabled
 from .grad_norm import (
@@ -230,7 +230,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_get_total_norm": get_total_norm,  # torch.nn.utils.get_total_norm
     "_clip_grads_with_norm_": clip_grads_with_norm_,
 }
-_redirected: dict[str, fsdp_c_redirect.Redirection] = {}
+_redirected: dict[str, Redirection] = {}
 
 
 def redirect() -> None:
@@ -239,9 +239,9 @@ def redirect() -> None:
         return
     module = sys.modules[_MODULE]
     for name, replacement in _REPLACEMENTS.items():
-        function = fsdp_c_redirect.find_torchs(module, name)
+        function = find_torchs(module, name)
         if function is not None:
-            _redirected[name] = fsdp_c_redirect.Redirection(function, replacement)
+            _redirected[name] = Redirection(function, replacement)
 
 
 def restore() -> None:

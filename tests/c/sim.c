@@ -19,7 +19,7 @@ static size_t log_length;
 static size_t range_depth;
 static bool in_backward;
 static bool recording;
-static fct_grad_subscription *watches; /* newest first */
+static fct_grad_subscription *subscriptions; /* newest first */
 static fct_hook at_end;
 
 /* ASan's defaults are tuned for programs with fewer allocations. ASAN_OPTIONS in the environment
@@ -146,7 +146,7 @@ void sim_log(const char *format, ...) {
 void sim_autograd_begin(void) {
     in_backward = false;
     recording = false;
-    watches = NULL;
+    subscriptions = NULL;
     memset(&at_end, 0, sizeof at_end);
 }
 
@@ -188,32 +188,32 @@ int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subs
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_autograd_subscribe")) {
         return -1;
     }
-    fct_grad_subscription *watch = (fct_grad_subscription *)sim_alloc(sizeof *watch);
-    *watch = (fct_grad_subscription){.leaf = leaf, .hook = *hook, .next = watches};
+    fct_grad_subscription *subscription = (fct_grad_subscription *)sim_alloc(sizeof *subscription);
+    *subscription = (fct_grad_subscription){.leaf = leaf, .hook = *hook, .next = subscriptions};
     fct_tensor_retain(leaf);
-    watches = watch;
+    subscriptions = subscription;
     sim_living.hooks++;
-    *out = watch;
+    *out = subscription;
     return 0;
 }
 
-void fct_grad_subscription_free(fct_grad_subscription *watch) {
-    fct_grad_subscription **link = &watches;
-    if (watch == NULL) {
+void fct_grad_subscription_free(fct_grad_subscription *subscription) {
+    fct_grad_subscription **link = &subscriptions;
+    if (subscription == NULL) {
         return;
     }
-    while (*link != watch) {
+    while (*link != subscription) {
         assert_non_null(*link);
         link = &(*link)->next;
     }
-    *link = watch->next;
-    fct_tensor_release(watch->leaf);
+    *link = subscription->next;
+    fct_tensor_release(subscription->leaf);
     sim_living.hooks--;
-    free(watch);
+    free(subscription);
 }
 
 int sim_subscriptions_run(const fct_tensor *leaf) {
-    for (const fct_grad_subscription *w = watches; w != NULL; w = w->next) {
+    for (const fct_grad_subscription *w = subscriptions; w != NULL; w = w->next) {
         if (w->leaf == leaf) {
             return w->hook.call(w->hook.owner);
         }

@@ -84,7 +84,7 @@ bool sim_point_passed(const sim_point *point);
 void sim_host_observe(const sim_point *point); /* records that the host has observed the point */
 void sim_host_waits(const sim_point *point);
 /* Returns the stream of the host's own operations, which run at once, on a device with streams. */
-int sim_host_lane(void);
+int sim_host_stream(void);
 sim_point sim_stream_now(int stream);
 int sim_stream_current(void);
 int sim_stream_of_native(void *native);
@@ -119,7 +119,7 @@ fct_tensor *sim_tensor_slice(const fct_tensor *t, int32_t ndim, const int64_t *s
 fct_tensor *sim_tensor_in_host(fct_dtype dtype, int32_t ndim, const int64_t *sizes, bool pinned);
 bool sim_tensor_is_of_host(const fct_tensor *t);
 bool sim_tensor_is_pinned(const fct_tensor *t);
-int sim_lane_of(const fct_tensor *t); /* stream that works on the tensor's memory */
+int sim_stream_of(const fct_tensor *t); /* stream that works on the tensor's memory */
 /* Queued on the current stream: copies `from` to `to`. One of them may be in host memory. */
 sim_point sim_tensor_cross(fct_tensor *to, const fct_tensor *from, const char *what);
 /* Queued on the current stream: copies `from` to `to`, or writes zeros if `from` is NULL. */

@@ -220,7 +220,7 @@ static void run_fill(void *args) {
 }
 
 sim_block *sim_block_alloc(size_t bytes, bool of_host) {
-    int stream = of_host ? sim_host_lane() : sim_stream_current();
+    int stream = of_host ? sim_host_stream() : sim_stream_current();
     sim_clock now = sim_clock_of(stream);
     if (!of_host) {
         check_pool(stream, &now);

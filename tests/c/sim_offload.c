@@ -3,8 +3,8 @@
  * the host waits for others. */
 #include "sim_internal.h"
 
-int sim_lane_of(const fct_tensor *t) {
-    return sim_tensor_is_of_host(t) ? sim_host_lane() : sim_stream_current();
+int sim_stream_of(const fct_tensor *t) {
+    return sim_tensor_is_of_host(t) ? sim_host_stream() : sim_stream_current();
 }
 
 fct_tensor *sim_tensor_new_in_host(fct_dtype dtype, int64_t numel, bool pinned,

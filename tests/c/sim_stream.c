@@ -43,7 +43,7 @@ static stream streams[SIM_STREAMS_MAX];
 static int current;
 static sim_clock host; /* ends that the host has observed */
 static bool stalled;
-static int host_lane; /* 0: the host has not computed yet */
+static int host_stream; /* 0: the host has not computed yet */
 
 static void join_clock(sim_clock *into, const sim_clock *other) {
     for (int s = 0; s < sim_stream_count; s++) {
@@ -57,7 +57,7 @@ void sim_streams_begin(void) {
     sim_stream_count = 1;
     current = 0;
     stalled = false;
-    host_lane = 0;
+    host_stream = 0;
 }
 
 int sim_stream_reserve(bool collective) {
@@ -68,11 +68,11 @@ int sim_stream_reserve(bool collective) {
     return sim_stream_count++;
 }
 
-int sim_host_lane(void) {
-    if (host_lane == 0) {
-        host_lane = sim_stream_reserve(false);
+int sim_host_stream(void) {
+    if (host_stream == 0) {
+        host_stream = sim_stream_reserve(false);
     }
-    return host_lane;
+    return host_stream;
 }
 
 int sim_stream_current(void) {
@@ -189,7 +189,7 @@ static queued *append(int index, const sim_op *op) {
     join_clock(&s->clock, &host);
     s->clock.at[index] = ++s->issued;
     for (size_t i = 0; i < op->use_count; i++) {
-        if (op->uses[i].block->of_host != (index != 0 && index == host_lane) && !op->crosses) {
+        if (op->uses[i].block->of_host != (index != 0 && index == host_stream) && !op->crosses) {
             sim_fail("%s on stream %d uses memory of the %s", op->what, index,
                      op->uses[i].block->of_host ? "host" : "device");
         }
@@ -209,11 +209,11 @@ static queued *append(int index, const sim_op *op) {
     return q;
 }
 
-/* Stream 0 of a device without streams is the host, which does not queue. The host's lane of a
+/* Stream 0 of a device without streams is the host, which does not queue. The host's stream of a
  * device with streams does not queue either. Everything queued later is ordered after its
  * operations. */
 static void run_host_operations(int index) {
-    if (index != 0 && index == host_lane) {
+    if (index != 0 && index == host_stream) {
         sim_host_waits(&streams[index].last->end);
     }
     if (!sim_now.streams && index == 0) {

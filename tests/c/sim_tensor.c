@@ -244,7 +244,7 @@ static void run_elementwise(void *args) {
     }
 }
 
-static sim_point push(int lane, fct_tensor *to, const fct_tensor *from, double factor,
+static sim_point push(int stream, fct_tensor *to, const fct_tensor *from, double factor,
                       const char *what) {
     elementwise *e = (elementwise *)sim_scratch(sizeof *e);
     sim_use uses[VIEWS_MAX];
@@ -274,8 +274,8 @@ static sim_point push(int lane, fct_tensor *to, const fct_tensor *from, double f
                        .args = e,
                        .crosses = from != NULL &&
                                   sim_tensor_is_of_host(from) != sim_tensor_is_of_host(to) &&
-                                  lane == sim_stream_current()};
-    sim_stream_push(lane, &op, &end);
+                                  stream == sim_stream_current()};
+    sim_stream_push(stream, &op, &end);
     return end;
 }
 
@@ -288,7 +288,7 @@ static void queue_elementwise(fct_tensor *to, const fct_tensor *from, double fac
     if (from != NULL && sim_tensor_is_of_host(from) != sim_tensor_is_of_host(to)) {
         sim_fail("%s between the host's memory and the device's makes the host wait", what);
     }
-    (void)push(sim_lane_of(to), to, from, factor, what);
+    (void)push(sim_stream_of(to), to, from, factor, what);
 }
 
 /* ---- the boundary's operations ---- */
@@ -555,7 +555,7 @@ static void queue_transfer(const fct_tensor *t, const double *values, double *ou
                        .use_count = t->storage->block != NULL ? 1 : 0,
                        .run = run,
                        .args = args};
-    sim_stream_push(sim_lane_of(t), &op, NULL);
+    sim_stream_push(sim_stream_of(t), &op, NULL);
 }
 
 fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes,

@@ -1,4 +1,4 @@
-/* Gradients before their reduction: accumulated, stashed, or collected into a plan. */
+/* Gradients before their reduction: accumulated, kept in the reduce dtype, or collected into a plan. */
 #include "core/gradient.h"
 
 #include "sim_model.h"
@@ -99,7 +99,7 @@ static void collect_of_never_unsharded_parameter_gives_zeros_of_full_size(void *
     end();
 }
 
-static void stash_casts_to_reduce_dtype_and_accumulates(void **state) {
+static void to_accumulated_casts_to_reduce_dtype_and_accumulates(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_FLOAT32);
     accumulate_gradient(2, 256.0);
@@ -117,7 +117,7 @@ static void stash_casts_to_reduce_dtype_and_accumulates(void **state) {
     end();
 }
 
-static void stash_in_reduce_dtype_leaves_gradient_in_grad(void **state) {
+static void to_accumulated_in_reduce_dtype_leaves_gradient_in_grad(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_BFLOAT16);
     accumulate_gradient(2, 3.0);
@@ -159,8 +159,8 @@ int main(void) {
         cmocka_unit_test(collect_takes_only_span_and_drops_previous_gradients),
         cmocka_unit_test(collect_of_unused_trainable_parameter_gives_zeros),
         cmocka_unit_test(collect_of_never_unsharded_parameter_gives_zeros_of_full_size),
-        cmocka_unit_test(stash_in_reduce_dtype_leaves_gradient_in_grad),
-        cmocka_unit_test(stash_casts_to_reduce_dtype_and_accumulates),
+        cmocka_unit_test(to_accumulated_in_reduce_dtype_leaves_gradient_in_grad),
+        cmocka_unit_test(to_accumulated_casts_to_reduce_dtype_and_accumulates),
         cmocka_unit_test(collect_unwraps_dtensor_gradients_through_host),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -44,7 +44,7 @@ def rows(section: str) -> list[list[str]]:
 
 
 def both(name: str) -> tuple[list[Any], list[Any]]:
-    """What a scenario returned on each rank, under torch and under fsdp_c."""
+    """Returns the results of a scenario on each rank, under torch and under fsdp_c."""
     return returned(name, "torch", 2, MODULES), returned(name, "fsdp_c", 2, MODULES)
 
 

@@ -88,7 +88,7 @@ def test_only_state_machine_modules_take_fc_group() -> None:
 
 DIVIDER = "/* ---- names of torch's private interface;"
 FOR_TESTS = {"_check", "deferred_collectives"}
-SIMULATIONS = {"forecast.py", "advice.py", "fake_step.py", "spans.py"}
+SIMULATIONS = {"forecast.py", "advice.py", "fake_step.py", "trace_spans.py"}
 """Files that simulate a step. They use names of torch's attributes for other things."""
 _TABLE = re.compile(r"^(?:static )?Py(?:GetSet|Method)Def \w+\[\] = .*?^};", re.M | re.S)
 _ENTRY = re.compile(r'^    (?:\{|GROUP_FLAG\()"(\w+)",', re.M)
@@ -98,7 +98,7 @@ _ENTRY = re.compile(r'^    (?:\{|GROUP_FLAG\()"(\w+)",', re.M)
 def test_attributes_that_only_torch_uses_stand_below_the_divider() -> None:
     """Attributes that no file of fsdp_c uses exist for torch only, and stand below the divider."""
     files = [
-        path for path in sorted((ROOT / "fsdp_c").glob("*.py")) if path.name not in SIMULATIONS
+        path for path in sorted((ROOT / "fsdp_c").rglob("*.py")) if path.name not in SIMULATIONS
     ]
     fsdp_c_source = "\n".join(path.read_text() for path in files)
     torch_source = "\n".join(path.read_text() for path in Path(*_fully_shard.__path__).glob("*.py"))

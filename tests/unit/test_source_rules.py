@@ -195,7 +195,8 @@ def test_extension_has_no_rpath_and_does_not_link_libpython() -> None:
 
 def all_sources() -> list[Path]:
     """Returns all files written by hand: sources, tests, tools."""
-    folders = ("csrc", "fsdp_c", "tests", "benchmarks", "examples")
+    folders = ("csrc", "fsdp_c", "fsdp_c_autoload", "build_support")
+    folders += ("tests", "benchmarks", "examples")
     suffixes = C_SUFFIXES | {".py", ".pyi"}
     found = [p for f in folders for p in sorted((ROOT / f).rglob("*")) if p.suffix in suffixes]
     return [*found, ROOT / "setup.py"]
@@ -224,9 +225,9 @@ def test_make_targets_named_in_readme_exist() -> None:
     assert named <= targets
 
 
-def test_setup_and_c_tests_use_the_same_warning_flags() -> None:
+def test_build_and_c_tests_use_the_same_warning_flags() -> None:
     wanted = {flag for flag in C_FLAGS if flag.startswith("-W")}
-    for path in (ROOT / "setup.py", ROOT / "tests/c/Makefile"):
+    for path in (ROOT / "CMakeLists.txt", ROOT / "tests/c/Makefile"):
         assert wanted <= set(re.findall(r"-W[\w+-]+", path.read_text())), relative(path)
 
 

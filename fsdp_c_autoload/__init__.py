@@ -5,8 +5,8 @@ torch calls :func:`autoload` at the end of ``import torch``, through the entry p
 does nothing and imports nothing. Otherwise it redirects torch's functions.
 
 The first call of a redirected function imports fsdp_c. So a process that shards nothing has no
-import cost, and fsdp_c is not imported before torch is complete. In fsdp_c, only
-``python -m fsdp_c`` imports this module.
+import cost, and fsdp_c is not imported before torch is complete. fsdp_c imports
+``fsdp_c_autoload.redirect``, and only ``python -m fsdp_c`` uses this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OFF = ("", "0", "no", "off", "false")
 def autoload() -> None:
     """Redirects torch's functions if ``FSDP_C`` is set. Called by torch."""
     if os.environ.get(ENVIRONMENT_SWITCH, "").lower() not in OFF:
-        from fsdp_c_redirect import redirect_all
+        from fsdp_c_autoload.redirect import redirect_all
 
         redirect_all(_find)
 

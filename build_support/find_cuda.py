@@ -1,10 +1,10 @@
-"""Selects the CUDA compiler of the kernels and the architectures.
+"""Selects the CUDA compiler of the kernels, the architectures and the CUDA runtime.
 
 A missing compiler is no error. ``find_nvcc`` prints the reason, and ``setup.py`` builds without
-CUDA kernels. It does the same if the compiler fails. On a GPU, fsdp_c then uses torch's foreach
-operations (``csrc/core/foreach.c``).
+CUDA kernels. It does the same if the compiler fails. On a GPU, fsdp_c then compiles the kernels
+with NVRTC at the first use, or uses torch's foreach operations (``csrc/core/foreach.c``).
 
-``python cuda_build.py [NVCC]`` prints the options for this NVCC.
+``python -m build_support.find_cuda [NVCC]`` prints the options for this NVCC.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 FIRST = 70
@@ -142,6 +143,47 @@ def find_cudart(nvcc: str, torch_cuda: str, torch_file: str, home: str | None) -
             return str(found)
     shout(f"no libcudart.so.{major} found; building without CUDA kernels")
     return None
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """What the CUDA kernels are built with.
+
+    Attributes:
+        nvcc: The path of the compiler.
+        cudart: The path of the CUDA runtime.
+        torch_flags: The architectures that torch was built for.
+    """
+
+    nvcc: str
+    cudart: str
+    torch_flags: str
+
+    def definitions(self) -> dict[str, str]:
+        """Returns CMake's definitions. The exceptions are those of :func:`arch_options`."""
+        return {
+            "FSDP_C_NVCC": self.nvcc,
+            "FSDP_C_NVCC_OPTIONS": ";".join(arch_options(self.nvcc, self.torch_flags)),
+            "FSDP_C_CUDART": self.cudart,
+        }
+
+    @staticmethod
+    def none() -> dict[str, str]:
+        """Returns CMake's definitions of a build without CUDA kernels."""
+        return dict.fromkeys(["FSDP_C_NVCC", "FSDP_C_NVCC_OPTIONS", "FSDP_C_CUDART"], "")
+
+
+def find() -> Cuda | None:
+    """Returns what is needed to build the CUDA kernels for the installed torch, or None."""
+    import torch
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    nvcc = find_nvcc(torch.version.cuda, home)
+    if nvcc is None or torch.version.cuda is None:
+        return None
+    cudart = find_cudart(nvcc, torch.version.cuda, torch.__file__, home)
+    return Cuda(nvcc, cudart, torch._C._cuda_getArchFlags() or "") if cudart else None
 
 
 if __name__ == "__main__":

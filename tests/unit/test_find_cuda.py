@@ -1,4 +1,4 @@
-"""cuda_build.py chooses the GPU architectures of the kernels; setup.py handles failures of nvcc.
+"""``build_support.find_cuda`` selects the CUDA compiler and the GPU architectures of the kernels.
 
 Shell scripts stand in for nvcc, so these tests need no CUDA toolkit.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 
-import cuda_build  # noqa: E402
+from build_support import find_cuda  # noqa: E402
 
 CUDA_12_4 = """sm_50
 sm_52
@@ -78,31 +76,31 @@ def write_nvcc_with_archs(folder: Path, codes: str) -> str:
     ],
 )
 def test_archs_of_list_parses_torch_cuda_arch_list(text: str, archs: list[int]) -> None:
-    assert cuda_build.archs_of_list(text) == archs
+    assert find_cuda.archs_of_list(text) == archs
 
 
 def test_archs_of_torch_and_codes_of_nvcc_are_parsed() -> None:
-    assert cuda_build.archs_of_torch(TORCH_CU130) == [75, 80, 86, 90, 100, 120]
-    assert cuda_build.archs_of_torch("") == []
-    assert cuda_build.codes_of(CUDA_13_0) == [75, 80, 86, 87, 88, 89, 90, 100, 110, 120]
+    assert find_cuda.archs_of_torch(TORCH_CU130) == [75, 80, 86, 90, 100, 120]
+    assert find_cuda.archs_of_torch("") == []
+    assert find_cuda.codes_of(CUDA_13_0) == [75, 80, 86, 87, 88, 89, 90, 100, 110, 120]
 
 
 def test_choose_keeps_archs_of_torch_that_nvcc_and_kernels_support() -> None:
-    choose, known = cuda_build.choose, cuda_build.codes_of
-    cu124 = cuda_build.archs_of_torch(TORCH_CU124)
+    choose, known = find_cuda.choose, find_cuda.codes_of
+    cu124 = find_cuda.archs_of_torch(TORCH_CU124)
     assert choose(cu124, known(CUDA_12_4)) == [70, 75, 80, 86, 90]  # the kernels need 70
-    assert choose(cuda_build.archs_of_torch(TORCH_CU130), known(CUDA_12_4)) == [75, 80, 86, 90]
+    assert choose(find_cuda.archs_of_torch(TORCH_CU130), known(CUDA_12_4)) == [75, 80, 86, 90]
     assert choose(cu124, known(CUDA_13_0)) == [75, 80, 86, 90]  # CUDA 13 dropped 70
 
 
 def test_choose_without_supported_arch_returns_one_per_generation() -> None:
-    assert cuda_build.choose([], cuda_build.codes_of(CUDA_12_4)) == [70, 80, 90]
-    assert cuda_build.choose([50], cuda_build.codes_of(CUDA_13_0)) == [75, 80, 90, 100, 110, 120]
-    assert cuda_build.choose([80], [50, 60]) == []
+    assert find_cuda.choose([], find_cuda.codes_of(CUDA_12_4)) == [70, 80, 90]
+    assert find_cuda.choose([50], find_cuda.codes_of(CUDA_13_0)) == [75, 80, 90, 100, 110, 120]
+    assert find_cuda.choose([80], [50, 60]) == []
 
 
 def test_options_add_ptx_of_newest_arch() -> None:
-    assert cuda_build.options([70, 90]) == [
+    assert find_cuda.options([70, 90]) == [
         "-gencode=arch=compute_70,code=sm_70",
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_90,code=compute_90",
@@ -116,17 +114,17 @@ def test_arch_variables_take_precedence_over_archs_of_torch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     nvcc = write_nvcc_with_archs(tmp_path, CUDA_12_4)
-    assert cuda_build.arch_options(nvcc, TORCH_CU130) == cuda_build.options([75, 80, 86, 90])
+    assert find_cuda.arch_options(nvcc, TORCH_CU130) == find_cuda.options([75, 80, 86, 90])
     assert "no CUDA kernels for sm_100, sm_120" in capsys.readouterr().out
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
-    assert cuda_build.arch_options(nvcc, TORCH_CU130) == cuda_build.options([80, 90])
+    assert find_cuda.arch_options(nvcc, TORCH_CU130) == find_cuda.options([80, 90])
     monkeypatch.setenv("FSDP_C_CUDA_ARCH", "native")
-    assert cuda_build.arch_options(nvcc, TORCH_CU130) == ["-arch=native"]
+    assert find_cuda.arch_options(nvcc, TORCH_CU130) == ["-arch=native"]
 
 
 def test_nvcc_without_supported_arch_raises(tmp_path: Path, no_arch_variables: None) -> None:
     with pytest.raises(RuntimeError, match="knows no architecture from sm_70 on"):
-        cuda_build.arch_options(write_nvcc_with_archs(tmp_path, "sm_50 sm_60"), TORCH_CU124)
+        find_cuda.arch_options(write_nvcc_with_archs(tmp_path, "sm_50 sm_60"), TORCH_CU124)
 
 
 def test_find_nvcc_accepts_only_major_release_of_torch(
@@ -135,88 +133,15 @@ def test_find_nvcc_accepts_only_major_release_of_torch(
     monkeypatch.delenv("FSDP_C_NO_CUDA", raising=False)
     nvcc = write_nvcc(tmp_path, "echo 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin:/bin")
-    assert cuda_build.find_nvcc("12.8", None) == nvcc
-    assert cuda_build.find_nvcc(None, None) is None  # torch is built without CUDA
+    assert find_cuda.find_nvcc("12.8", None) == nvcc
+    assert find_cuda.find_nvcc(None, None) is None  # torch is built without CUDA
     assert capsys.readouterr().err == ""
-    assert cuda_build.find_nvcc("13.0", None) is None
+    assert find_cuda.find_nvcc("13.0", None) is None
     assert "is not for CUDA 13.0" in capsys.readouterr().err
     write_nvcc(tmp_path, "exit 1\n")
-    assert cuda_build.find_nvcc("12.8", None) is None
+    assert find_cuda.find_nvcc("12.8", None) is None
     monkeypatch.setenv("FSDP_C_NO_CUDA", "1")
-    assert cuda_build.find_nvcc("12.8", None) is None
-
-
-SETUP = """
-import sys, torch
-torch.version.cuda = "12.4"
-torch._C._cuda_getArchFlags = lambda: "sm_50 sm_60 sm_70 sm_80"
-import setuptools
-setuptools.setup = lambda **options: None
-namespace = {"__name__": "setup", "__file__": sys.argv[1] + "/setup.py"}
-exec(compile(open(sys.argv[1] + "/setup.py").read(), "setup.py", "exec"), namespace)
-from pathlib import Path
-class Parent:
-    def build_extension(self, ext):
-        print("LINKED", *sorted(Path(path).name for path in ext.extra_objects), ext.extra_link_args)
-namespace["BuildC"].__bases__ = (Parent,)
-namespace["BuildC"].get_ext_fullpath = lambda self, name: sys.argv[2] + "/_C.so"
-namespace["check_resolved"] = lambda library: None
-namespace["build_directory"] = lambda: Path(sys.argv[2])
-ext = namespace["extension"]()
-ext.sources = [s for s in ext.sources if "kernels" in s]
-namespace["BuildC"].build_extension(object.__new__(namespace["BuildC"]), ext)
-"""
-
-
-def build_output(tmp_path: Path, compile_script: str) -> str:
-    """Runs setup.py's build with an nvcc that runs ``compile_script``. Returns its output.
-
-    A line that starts with LINKED lists the object files and libraries of the link step.
-    """
-    toolkit = tmp_path / "toolkit"
-    (toolkit / "lib64").mkdir(parents=True)
-    (toolkit / "lib64/libcudart.so.12").touch()
-    (tmp_path / "build").mkdir()
-    codes = CUDA_12_4.replace("\n", " ")
-    write_nvcc(
-        toolkit / "bin",
-        f"case $1 in --version) echo 'release 12.4, V12.4.131';; --list-gpu-code) echo {codes};; "
-        f'*) echo "ran: $*" >> {tmp_path}/runs; {compile_script};; esac\n',
-    )
-    removed = ("TORCH_CUDA_ARCH_LIST", "FSDP_C_CUDA_ARCH", "FSDP_C_NO_CUDA", "LD_PRELOAD")
-    env = {name: value for name, value in os.environ.items() if name not in removed}
-    path = os.pathsep.join([str(toolkit / "bin"), env["PATH"]])
-    done = subprocess.run(
-        [sys.executable, "-c", SETUP, str(ROOT), str(tmp_path / "build")],
-        env={**env, "PATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_build_with_failing_nvcc_omits_kernels_and_prints_warning(tmp_path: Path) -> None:
-    output = build_output(tmp_path, "echo 'error: unknown architecture' >&2; exit 1")
-    linked = next(line for line in output.splitlines() if line.startswith("LINKED"))
-    assert "kernels_none.o" in linked and "kernels_cuda.o" not in linked
-    assert "libcudart" not in linked
-    assert "error: unknown architecture" in output
-    assert "does not compile the CUDA kernels" in output
-    runs = (tmp_path / "runs").read_text()
-    assert "code=sm_70" in runs and "code=sm_80" in runs
-    assert "sm_50" not in runs and "sm_60" not in runs
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_build_with_working_nvcc_links_kernels_and_runtime(tmp_path: Path) -> None:
-    output = build_output(tmp_path, 'touch "$(echo "$*" | sed "s/.* -o //")"')
-    linked = next(line for line in output.splitlines() if line.startswith("LINKED"))
-    assert "kernels_cuda.o" in linked and "kernels_none.o" not in linked
-    assert "libcudart.so.12" in linked
-    assert "!!" not in output
+    assert find_cuda.find_nvcc("12.8", None) is None
 
 
 # ---- NVRTC ---------------------------------------------------------------------------------------
@@ -245,4 +170,4 @@ def test_nvrtc_sources_contain_all_included_headers() -> None:
         text = (ROOT / "csrc/kernels" / name).read_text()
         included |= set(re.findall(r'^ *#include [<"](.+)[>"]', text, re.M))
     assert included <= {*KERNEL_SOURCES, *STANDARD}
-    assert FIRST == cuda_build.FIRST
+    assert FIRST == find_cuda.FIRST

@@ -1,0 +1,65 @@
+"""Every module has tests that tests/find_tests.py finds, and every test that it lists exists."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import find_tests
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def names(*paths: str) -> list[str]:
+    """Returns the words of the commands for files, without the programs' own options."""
+    found = find_tests.commands([ROOT / path for path in paths])
+    return [word for command in found for word in command[3:] if not word.startswith("-")]
+
+
+def test_each_module_has_tests() -> None:
+    modules = find_tests.modules()
+    assert {"gather", "param_group", "shm_ring", "tensor", "fully_shard"} <= modules
+    assert len(modules) > 100, "found too few modules: the test would check nothing"
+    without = sorted(module for module in modules if not find_tests.tests_of_module(module))
+    assert without == [], "add a test file of this name, or an entry to TESTS_OF"
+
+
+@pytest.mark.parametrize("module", find_tests.TESTS_OF)
+def test_listed_tests_exist(module: str) -> None:
+    missing = set(find_tests.TESTS_OF[module]) - find_tests.all_test_files().keys()
+    assert missing == set()
+
+
+def test_module_without_tests_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(find_tests.TESTS_OF, "transitions")
+    assert find_tests.tests_of_module("transitions") == []
+    assert find_tests.tests_of_module("gathe") == []
+
+
+def test_commands_run_c_tests_and_python_tests_of_a_module() -> None:
+    assert names("csrc/core/gather.c") == ["TESTS=test_gather test_gather_extended"]
+    c_tests, *options, first, second = names("csrc/core/plan.c", "fsdp_c/explain.py")
+    assert c_tests == "TESTS=test_plan test_plan_extended"
+    assert options == ["2", "loadgroup"]
+    assert [first, second] == ["tests/unit/test_plan.py", "tests/unit/test_explain.py"]
+
+
+def test_command_of_a_worker_runs_the_tests_that_import_it() -> None:
+    assert names("tests/faults/workers/sweep.py")[2:] == [
+        "tests/accelerator/test_device_faults.py",
+        "tests/faults/test_sweep.py",
+    ]
+
+
+def test_test_file_is_its_own_test() -> None:
+    assert names("tests/c/test_gather.c") == ["TESTS=test_gather"]
+    assert names("tests/unit/test_names.py")[2:] == ["tests/unit/test_names.py"]
+
+
+def test_file_that_does_not_exist_is_an_error() -> None:
+    command = [sys.executable, str(ROOT / "tests/find_tests.py"), "csrc/core/no_such_file.c"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "no_such_file.c: no such file" in result.stderr
