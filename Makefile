@@ -7,6 +7,7 @@
 #   make test-fast      tests for use after a change: core, single process, behavior scenarios, some parity settings
 #   make test-for FILE=csrc/core/gather.c    the tests of one module
 #   make gpu            correctness and speed on a GPU, in ten minutes
+#   make docs           the documentation site in build/docs
 #   make accelerator    all tests on the simulated accelerator, then its measurements
 #   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on fsdp_c
 #
@@ -31,6 +32,7 @@ BENCH_ARGS ?=
 # loadgroup: tests that share an expensive fixture are a group and run on one worker.
 PYTEST_ARGS ?= -n 3 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
+DOCS_VENV ?= .venv-docs
 WHEELS ?=
 WHEEL_PYTHONS ?= $(if $(WHEELS),,$(PY))
 CLIENTS_ARGS ?=
@@ -57,6 +59,7 @@ ENV_STAMP := $(VENV)/.fsdp_c-env
 INSTALL_STAMP := $(VENV)/.fsdp_c-installed$(subst /,-,$(CURDIR))
 CLIENTS_PY := $(CLIENTS_VENV)/bin/python
 CLIENTS_STAMP := $(CLIENTS_VENV)/.fsdp_c-clients
+DOCS_STAMP := $(DOCS_VENV)/.fsdp_c-docs
 SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
 # Cached results of torch's FSDP2 in the behavior scenarios, because `make test` runs these with two builds of fsdp_c.
@@ -68,18 +71,18 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff lint-mypy \
-	lint-c format wheels sanitize bench cuda-check gpu clean
+.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
+	lint-mypy lint-c format wheels sanitize bench cuda-check gpu docs clean
 
 help:
-	@sed -n '3,11s/^# *//p' Makefile
+	@sed -n '3,13s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
 # torch is pinned and installed first, so that the requirements of other packages do not select another release.
 $(ENV_STAMP): Makefile pyproject.toml
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel 'cmake>=3.24' ninja
+	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel 'cmake>=3.21' ninja
 	@touch $@
 
 $(INSTALL_STAMP): $(ENV_STAMP)
@@ -206,6 +209,20 @@ format: env
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
+# ---- documentation ----------------------------------------------------------------------------------------
+
+# Builds the site with warnings as errors. It needs neither torch nor the extension, so it has its own environment.
+# NO_MKDOCS_2_WARNING turns off a notice of the theme about other programs.
+docs: $(DOCS_STAMP)
+	$(PYTHON) docs/configuration_table.py --check
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
+	@echo "open build/docs/index.html"
+
+$(DOCS_STAMP): docs/requirements.txt
+	@[ -x $(DOCS_VENV)/bin/python ] || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q -r docs/requirements.txt
+	@touch $@
+
 # ---- wheels -----------------------------------------------------------------------------------------------
 
 # By default for the torch of $(VENV). For the torch of other environments:
@@ -233,5 +250,5 @@ bench: build
 
 # Keeps the environment, because it is slow to make. `rm -rf .venv` removes it.
 clean:
-	rm -rf build dist $(DEMO_OUT) fsdp_c/_C.*.so fsdp_c/_dry_run.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist $(DEMO_OUT) fsdp_c/_*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -2,7 +2,8 @@
 
 csrc is C11, and the bridge to torch is C++. nvcc compiles csrc/kernels/kernels_cuda.cu, if nvcc is
 found and torch is a CUDA build. Otherwise, or if nvcc fails, kernels_none.c replaces that file.
-build_support/ finds torch and the CUDA compiler, and runs CMake.
+build_support/ finds torch and the CUDA compiler, and runs CMake. Editors find the compile commands
+in build/compile_commands.json.
 
 Environment:
     FSDP_C_DEBUG=1        -O0 -g and assertions

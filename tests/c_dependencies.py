@@ -20,7 +20,7 @@ LAYERS = {
         {"param", "comm_ctx"},
         {"callbacks", "plan"},
         {"group_base", "foreach", "offload"},
-        {"transfer", "unsharded"},
+        {"transfer", "unsharded", "registration"},
         {"bucket", "gather", "gradient", "reduction"},
         {"reduce"},
         {"group"},

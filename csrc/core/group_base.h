@@ -1,6 +1,6 @@
 /* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
- * They do not change within a step. The modules above (gather, reducer, buckets, group) own the
- * state that changes per transition and borrow this struct. */
+ * They do not change within a step, except for `fallbacks` and `logs`. The modules above (gather,
+ * reducer, buckets, group) own the state that changes per transition and borrow this struct. */
 #ifndef FSDP_C_CORE_GROUP_BASE_H
 #define FSDP_C_CORE_GROUP_BASE_H
 
@@ -32,6 +32,9 @@ typedef struct fc_group_base {
      * references. NULL: torch's default allocator. */
     fct_pg *gather_memory;
     fct_pg *reduce_memory;
+    /* The caller of a transition sets both fields before the call. The core only reads them. */
+    uint32_t fallbacks; /* FC_FALLBACK_*: operations that Python performs; 0: none */
+    bool logs;          /* the debug log level is enabled */
 } fc_group_base;
 
 /* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
@@ -59,15 +62,15 @@ FC_CHECK fc_status fc_group_base_buffer(const fc_group_base *base, fct_pg *memor
                                         fct_dtype dtype, fct_tensor **out);
 /* Returns true if gradients are all-reduced over replicas. */
 bool fc_group_base_is_replicated(const fc_group_base *base);
-/* Returns true if Python performs the operation; see fc_callbacks.uses_fallback. */
-bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback move);
+/* Returns true if Python performs the operation. */
+bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operation);
 
 /* Opens a profiler range with torch's name, "FSDP::label (modules)". Returns NULL if no profiler is
  * active. */
 void *fc_group_base_enter_range(const fc_group_base *base, const char *label);
 /* The same for a prefetch, with torch's name. `pass` is "forward" or "backward". */
 void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass);
-/* Logs a debug line with the same text, if the log level is enabled. */
+/* Logs a debug line with the same text, if `logs` is set. */
 void fc_group_base_log(const fc_group_base *base, const char *label);
 
 /* Returns a number that changes whenever a shard is written, replaced or moved. Combines the

@@ -102,6 +102,7 @@ static bool deserves_chunk(const fc_layout *layout, fct_dtype dtype, int64_t wor
 /* ---- gather plans ---- */
 
 void fc_gather_plan_fini(fc_gather_plan *plan) {
+    assert(plan->count == 0 || plan->slots != NULL);
     free(plan->slots);
     chunk_list_fini(&plan->chunks);
     memset(plan, 0, sizeof *plan);
@@ -131,8 +132,6 @@ static fc_status reserve_slots(fc_gather_plan *plan, size_t count) {
 done:
     return status;
 }
-
-enum { CUDA_ALIGN = 16 }; /* largest vector load of a GPU thread, in bytes */
 
 /* Rounds up to a multiple of `align`. Returns false on overflow. */
 static bool round_up(int64_t offset, int64_t align, int64_t *out) {
@@ -276,6 +275,7 @@ static fct_dtype common_dtype(const fc_gather_plan *plan) {
 
 fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                int64_t world, bool post_forward, fct_device device, fc_error *err) {
+    assert(world > 0 && (count == 0 || params != NULL));
     fc_status status = FC_OK;
     int64_t end = 0;
     plan->valid = false;
@@ -286,7 +286,7 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     plan->from_host = false;
     plan->post_forward = post_forward;
     plan->world = world;
-    plan->align = device.type == FCT_DEVICE_CUDA ? CUDA_ALIGN : 1;
+    plan->align = fck_row_alignment(device.type);
     FC_TRY(lay_out_slots(plan, params, count, &end, err));
     plan->dtype = common_dtype(plan);
     plan->from_host = plan->from_host && fct_device_has_streams(device);
@@ -345,6 +345,7 @@ fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
 }
 
 fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
+    assert(plan->count <= plan->capacity);
     if (capacity <= plan->capacity) {
         return FC_OK;
     }
@@ -363,6 +364,7 @@ fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
 }
 
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan) {
+    assert(plan->count <= plan->capacity);
     for (size_t i = 0; i < plan->count; i++) {
         fct_tensor_release(plan->grads[i]);
         plan->grads[i] = NULL;
@@ -371,6 +373,7 @@ void fc_reduce_plan_drop_grads(fc_reduce_plan *plan) {
 }
 
 void fc_reduce_plan_fini(fc_reduce_plan *plan) {
+    assert(plan->count <= plan->capacity);
     fc_reduce_plan_drop_grads(plan);
     free((void *)plan->params);
     free((void *)plan->grads);
@@ -451,6 +454,7 @@ static void choose_owned_gradients(fc_reduce_plan *plan) {
 
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *foreign,
                                  fc_error *err) {
+    assert(plan->count <= plan->capacity);
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     bool complex = false;

@@ -3,6 +3,7 @@
  * failure. */
 #include "process_group.h"
 
+#include <assert.h>
 #include <stdio.h>
 
 void fc_process_group_set(fc_process_group *pg, const char *name, int64_t world, int64_t rank) {
@@ -15,6 +16,7 @@ void fc_process_group_fini(fc_process_group *pg) {
 }
 
 fc_status fc_process_group_open(fc_process_group *pg) {
+    assert(pg->name != NULL || pg->handle != NULL);
     return pg->handle != NULL || fct_pg_resolve(pg->name, &pg->handle) == 0 ? FC_OK : FC_ERAISED;
 }
 
@@ -44,6 +46,7 @@ static fc_status add_context(const fc_process_group *pg, const char *whose,
 
 fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose, fct_tensor *output,
                                       fct_tensor *input, bool async_op, fct_work **work) {
+    assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
     if (fct_all_gather(pg->handle, output, input, async_op, work) != 0) {
@@ -56,6 +59,7 @@ done:
 fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *whose,
                                           fct_tensor *output, fct_tensor *input, fct_reduce_op op,
                                           double factor, bool async_op, fct_work **work) {
+    assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
     if (fct_reduce_scatter(pg->handle, output, input, op, factor, async_op, work) != 0) {
@@ -67,6 +71,7 @@ done:
 
 fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *whose, fct_tensor *tensor,
                                       fct_reduce_op op, bool async_op, fct_work **work) {
+    assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
     if (fct_all_reduce(pg->handle, tensor, op, 1.0, async_op, work) != 0) {
@@ -77,6 +82,7 @@ done:
 }
 
 bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes) {
+    assert(row_bytes >= 0);
     void *before = fct_error_set_aside();
     const bool open = fc_process_group_open(pg) == FC_OK;
     fct_error_put_back(before);
@@ -85,6 +91,7 @@ bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes) {
 
 fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,
                                         fc_operation operation, bool *takes) {
+    assert(operation == FC_ALL_GATHER || operation == FC_REDUCE_SCATTER);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
     FC_TRY_RAISED(fct_pg_takes_chunks(pg->handle, device, operation == FC_ALL_GATHER, takes));
@@ -95,6 +102,7 @@ done:
 fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose,
                                          fct_tensor *const *chunks, size_t count,
                                          const fct_chunk_layout *layout, fct_work **work) {
+    assert(pg->handle != NULL && count > 0 && *work == NULL);
     return fct_gather_chunks(pg->handle, chunks, count, layout, work) == 0
                ? FC_OK
                : add_context(pg, whose, FC_ALL_GATHER);
@@ -104,6 +112,7 @@ fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *whose
                                          fct_tensor *output, fct_tensor *const *chunks,
                                          size_t count, const fct_chunk_layout *layout,
                                          fct_reduce_op op, fct_work **work) {
+    assert(pg->handle != NULL && count > 0 && *work == NULL);
     return fct_reduce_chunks(pg->handle, output, chunks, count, layout, op, work) == 0
                ? FC_OK
                : add_context(pg, whose, FC_REDUCE_SCATTER);

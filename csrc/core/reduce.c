@@ -6,14 +6,17 @@
  * waited for the collective. The gradients' views keep the output alive. */
 #include "reduce.h"
 
+#include <assert.h>
 #include <string.h>
 
+#include "../torch/device.h"
 #include "divide.h"
 #include "reduction.h"
 
 /* ---- life ---- */
 
 void fc_reducer_init(fc_reducer *d, fc_group_base *base) {
+    assert(base != NULL && base->callbacks != NULL);
     memset(d, 0, sizeof *d);
     d->base = base;
     d->reduce_dtype = FCT_NO_DTYPE;
@@ -29,11 +32,13 @@ static void return_event(fc_reducer *d, fct_event **slot) {
 }
 
 void fc_reducer_forget_event(fc_reducer *d) {
+    assert(d->base->comm != NULL || (d->reduced == NULL && d->sent == NULL));
     return_event(d, &d->reduced);
     return_event(d, &d->sent);
 }
 
 void fc_reducer_fini(fc_reducer *d) {
+    assert(d->plan.count <= d->plan.capacity);
     fc_group_base *base = d->base;
     if (base->comm != NULL) {
         fc_reduction_discard(base->comm, base);
@@ -256,7 +261,7 @@ static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
         .dtype = dtype,
         .has_factor = d->has_divide_factor,
         .factor = d->divide_factor,
-        .force_sum = d->force_sum || base->device.type == FCT_DEVICE_MTIA, /* no means */
+        .force_sum = d->force_sum || !fct_device_has_average(base->device),
         .has_premul = d->has_divide_factor && pg->handle != NULL &&
                       fct_pg_has_premul(pg->handle, base->device),
     };
@@ -264,16 +269,15 @@ static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
 }
 
 /* Decides whether large gradients get their own chunks. Conditions: some are large enough, the
- * kernels cast them, and the transport supports chunks. The process group's allocator provides only
- * one buffer. */
+ * kernels cast them, and the process group takes chunks. Devices with streams, and the process
+ * group's allocator, use one buffer. */
 static fc_status choose_split(fc_reducer *d, const fc_divide *divide) {
     const fc_group_base *base = d->base;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
     bool split = false;
-    bool packed = !fc_reduce_plan_can_split(plan) || base->device.type != FCT_DEVICE_CPU ||
-                  !plan->native || divide->op == FCT_PREMUL_SUM ||
-                  fck_backend_of(base->device.type) == NULL;
+    bool packed = !fc_reduce_plan_can_split(plan) || base->comm->has_streams || !plan->native ||
+                  divide->op == FCT_PREMUL_SUM || fck_backend_of(base->device.type) == NULL;
     if (!packed) {
         FC_TRY(fc_group_base_has_memory(base, base->reduce_memory, &packed));
     }
@@ -472,6 +476,7 @@ done:
 }
 
 fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
+    assert(span.first <= span.end && span.end <= d->base->count);
     fc_group_base *base = d->base;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
@@ -514,6 +519,7 @@ done:
 }
 
 fc_status fc_reduce_order_compute(fc_reducer *d) {
+    assert(d->reduced == NULL || d->base->comm->has_streams);
     fc_group_base *base = d->base;
     fc_status status = FC_OK;
     if (d->reduced != NULL) {
@@ -525,6 +531,7 @@ done:
 }
 
 fc_status fc_reduce_settle(fc_reducer *d) {
+    assert(d->reduced == NULL || d->base->comm->has_streams);
     fc_group_base *base = d->base;
     fc_status status = FC_OK;
     FC_TRY(fc_comm_wait_and_put(base->comm, &base->comm->last_reduced));
@@ -537,6 +544,7 @@ done:
 }
 
 void fc_reduce_reset(fc_reducer *d) {
+    assert(d->reduced == NULL || d->base->comm->has_streams);
     fc_group_base *base = d->base;
     fc_reduction_discard(base->comm, base);
     fc_reduce_plan_drop_grads(&d->plan);

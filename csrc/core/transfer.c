@@ -10,9 +10,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../torch/device.h"
 #include "offload.h"
 
 void fc_transfer_fini(fc_transfer *t) {
+    assert(t->descriptors != NULL || t->capacity == 0);
     free(t->descriptors);
     fc_foreach_fini(&t->foreach);
     memset(t, 0, sizeof *t);
@@ -153,7 +155,7 @@ static fc_status source_facts(const fc_gather_plan *plan, const fc_slot *slot,
                               fc_param *const *params, fct_device device, fct_facts *facts,
                               fc_error *err) {
     fc_status status = fc_slot_input_facts(plan, slot, params, facts, err);
-    if (status == FC_OK && facts->device.type != device.type) {
+    if (status == FC_OK && !fct_device_is_same_type(facts->device, device)) {
         const fc_param *p = params[slot->param];
         return fc_error_set(err, FC_EASSERT,
                             "sharded data of parameter '%s' is not on its group's device any more",
@@ -199,6 +201,7 @@ done:
 
 fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
                            fct_tensor *const *chunks, int64_t rank, fc_error *err) {
+    assert(plan->valid && rank >= 0 && rank < plan->world);
     fc_status status = FC_OK;
     fct_facts first;
     const int64_t part = plan->chunks.chunks[0].numel * fc_dtype_size(plan->dtype);
@@ -229,6 +232,7 @@ done:
 
 fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
                            fct_device device, fc_error *err) {
+    assert(plan->valid && plan->world == 1);
     fc_status status = FC_OK;
     fct_facts target;
     fct_facts source;

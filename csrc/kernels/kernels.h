@@ -91,6 +91,11 @@ int fck_cuda_built(void);
  * multi-tensor operations do the work then. */
 enum { FCK_DEVICE_CPU = 0, FCK_DEVICE_CUDA = 1 };
 const fck_backend *fck_backend_of(int device_type);
+/* Returns the alignment of slots and rows in bytes, on devices of torch's type `device_type`. On
+ * CUDA it is the largest vector load of a thread. It does not depend on the available kernels. */
+static inline int64_t fck_row_alignment(int device_type) {
+    return device_type == FCK_DEVICE_CUDA ? 16 : 1;
+}
 
 /* Sets the CUDA kernels that were compiled at run time, for an extension that was built without
  * nvcc. NULL removes them. */

@@ -415,7 +415,6 @@ const fc_callbacks fcpy_callbacks = {
     .to_accumulated_grad = callback_to_accumulated_grad,
     .collect_grad = callback_collect_grad,
     .reduce_hook = callback_reduce_hook,
-    .uses_fallback = fcpy_uses_fallback,
     .gather = callback_gather,
     .copy_out = callback_copy_out,
     .drop_gather = callback_drop_gather,

@@ -6,6 +6,7 @@
 #include "check_initialized.h"
 #include "deferred_decref.h"
 #include "errors.h"
+#include "transitions.h"
 
 #include <math.h>
 
@@ -174,7 +175,34 @@ static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
     if (!fcpy_group_check_initialized(as_group(obj)) || fcpy_set_bool(value, &keep) != 0) {
         return -1;
     }
+    fcpy_group_refresh(as_group(obj));
     fc_group_set_keep_storage(&as_group(obj)->core, keep);
+    return 0;
+}
+
+/* ---- settings that select what Python code performs ---- */
+
+static int set_uses_fallback(PyObject *obj, PyObject *value, void *closure) {
+    if (fcpy_set_flag(obj, value, closure) != 0) {
+        return -1;
+    }
+    fcpy_group_refresh(as_group(obj));
+    return 0;
+}
+
+static PyObject *get_param_calls(PyObject *obj, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLong(as_group(obj)->param_calls);
+}
+
+static int set_param_calls(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    const unsigned long bits = value != NULL ? PyLong_AsUnsignedLong(value) : 0;
+    if (bits == (unsigned long)-1 && PyErr_Occurred()) {
+        return -1;
+    }
+    as_group(obj)->param_calls = (uint32_t)bits;
+    fcpy_group_refresh(as_group(obj));
     return 0;
 }
 
@@ -289,10 +317,12 @@ PyGetSetDef fcpy_group_getset[] = {
      "Whether resharding keeps the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
     {"_deferred", fcpy_get_flag, NULL,
      "Whether a backward has left gradients for a later reduction.", GROUP_OFFSET(deferred)},
-    {"_uses_fallback_gather", fcpy_get_flag, fcpy_set_flag,
+    {"_uses_fallback_gather", fcpy_get_flag, set_uses_fallback,
      "Whether gathers call _fallback_gather().", (void *)offsetof(fcpy_group, fallback_gather)},
-    {"_uses_fallback_reduce", fcpy_get_flag, fcpy_set_flag,
+    {"_uses_fallback_reduce", fcpy_get_flag, set_uses_fallback,
      "Whether reductions call _fallback_reduce().", (void *)offsetof(fcpy_group, fallback_reduce)},
+    {"_param_calls", get_param_calls, set_param_calls,
+     "Bits CALL_*: methods of FSDPParam that single parameters override.", NULL},
     {"_reduction_overlap", group_get_overlap, group_set_overlap,
      "Whether backward continues while gradients are reduced; None: except if CPU threads copy "
      "them.",

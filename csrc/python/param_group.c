@@ -24,6 +24,7 @@ static PyObject *run_transition(PyObject *obj, fc_status (*transition)(fc_group 
     if (!fcpy_group_check_initialized(self)) {
         return NULL;
     }
+    fcpy_group_refresh(self);
     fcpy_calls_enter(self->mod);
     fc_status status = transition(&self->core);
     const int failed = status != FC_OK ? fcpy_group_raise(self, status) : 0;
@@ -177,7 +178,6 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     }
     fc_group_init(&self->core, self, &fcpy_callbacks, &((fcpy_comm *)comm)->core,
                   (fc_param **)params, (size_t)PyTuple_GET_SIZE(tuple), parsed, world, rank);
-    self->core.ops = &fcpy_transitions;
     self->core.place.modules = (size_t)module_count;
     self->params = tuple;
     Py_INCREF(comm);
@@ -257,7 +257,6 @@ GROUP_TRANSITION(group_reshard, fc_group_reshard)
 GROUP_TRANSITION(group_to_sharded, fc_group_to_sharded)
 GROUP_TRANSITION(group_to_unsharded, fc_group_to_unsharded)
 GROUP_TRANSITION(group_to_forward, fc_group_to_sharded_post_forward)
-GROUP_TRANSITION(group_backward_prefetch, fc_group_backward_prefetch)
 GROUP_TRANSITION(group_reset, fc_group_reset)
 GROUP_TRANSITION(group_complete, fc_group_complete_reductions)
 GROUP_TRANSITION(group_check, fc_group_check)
@@ -272,6 +271,7 @@ static PyObject *group_pre_forward(PyObject *obj, PyObject *args) {
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
+    fcpy_group_refresh(as_group(obj));
     fcpy_calls_enter(as_group(obj)->mod);
     const int failed = fcpy_group_pre_forward(as_group(obj), &inputs, &kwargs);
     fcpy_calls_leave(as_group(obj)->mod);
@@ -287,6 +287,7 @@ static PyObject *group_insert_node(PyObject *obj, PyObject *args) {
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
+    fcpy_group_refresh(as_group(obj));
     const int failed = fcpy_group_insert_node(as_group(obj), &inputs, &kwargs);
     return fcpy_pack_pair(failed, inputs, kwargs);
 }
@@ -307,7 +308,9 @@ static PyObject *group_post_forward(PyObject *obj, PyObject *args) {
     return output;
 }
 
+/* Refreshes the groups that are prefetched too. */
 static fc_status pre_backward(fc_group *g) {
+    fcpy_group_refresh_targets((fcpy_group *)g->base.owner);
     return fc_group_pre_backward(g, true);
 }
 
@@ -330,6 +333,16 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
                ? run_transition(obj,
                                 default_prefetch ? pre_backward : pre_backward_without_prefetch)
                : NULL;
+}
+
+static fc_status backward_prefetch(fc_group *g) {
+    fcpy_group_refresh_targets((fcpy_group *)g->base.owner);
+    return fc_group_backward_prefetch(g);
+}
+
+static PyObject *group_backward_prefetch(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return run_transition(obj, backward_prefetch);
 }
 
 /* Outside of a backward, no end-of-backward callback follows that would complete the reductions.
@@ -493,8 +506,6 @@ static PyMethodDef group_methods[] = {
 static PyMemberDef group_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_group, dict), READONLY, NULL},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_group, weakrefs), READONLY, NULL},
-    {"_param_calls", T_UINT, offsetof(fcpy_group, param_calls), 0,
-     "Bits CALL_*: methods of FSDPParam that single parameters override."},
     {NULL, 0, 0, 0, NULL},
 };
 

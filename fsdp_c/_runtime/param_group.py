@@ -135,7 +135,7 @@ class ParamGroup(GroupCommunication):
         dtypes = {p.orig_dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
         self._orig_dtype = dtypes.pop() if len(dtypes) == 1 else None
 
-    def _param_replaced(self) -> None:
+    def _handle_replaced_param(self) -> None:
         """Recomputes plans and the group's dtypes after a parameter's shard or dtype changed."""
         self._invalidate()
         self._update_fallback()

@@ -1,21 +1,14 @@
-/* Fixed parts of a group: links, allocators, host queries, and names of profiler ranges. */
+/* Fixed parts of a group: links, allocators, fallbacks, and names of profiler ranges. */
 #include "core/group_base.h"
 
 #include <stdlib.h>
 
 #include "sim.h"
 
-static fc_fallback asked;
-static void *asked_of;
-
-static bool moves_gathers(void *group, fc_fallback move) {
-    asked = move;
-    asked_of = group;
-    return move == FC_FALLBACK_GATHER;
-}
+static int owner;
 
 static void log_label(void *group, const char *label) {
-    asked_of = group;
+    assert_ptr_equal(group, &owner);
     sim_log("%s", label);
 }
 
@@ -24,7 +17,7 @@ static fc_group_base begin(const fc_callbacks *callbacks, bool profile) {
     fc_param **params = (fc_param **)calloc(3, sizeof *params);
     assert_non_null(params);
     sim_begin((sim_config){.seed = 1, .profile = profile});
-    fc_group_base_init(&base, &asked, callbacks, NULL, params, 3, sim_device(), 4, 2);
+    fc_group_base_init(&base, &owner, callbacks, NULL, params, 3, sim_device(), 4, 2);
     return base;
 }
 
@@ -126,16 +119,20 @@ static void failing_process_group_allocator_fails_buffer(void **state) {
     end(&base);
 }
 
-static void uses_fallback_is_queried_for_each_movement(void **state) {
+static void group_uses_exactly_the_fallbacks_of_its_mask(void **state) {
     (void)state;
-    const fc_callbacks callbacks = {.uses_fallback = moves_gathers};
-    fc_group_base base = begin(&callbacks, false);
-    assert_true(fc_group_base_uses_fallback(&base, FC_FALLBACK_GATHER));
-    assert_ptr_equal(asked_of, &asked);
-    assert_false(fc_group_base_uses_fallback(&base, FC_FALLBACK_FREE));
-    assert_int_equal(asked, FC_FALLBACK_FREE);
-    base.callbacks = &(const fc_callbacks){.uses_fallback = NULL};
-    assert_false(fc_group_base_uses_fallback(&base, FC_FALLBACK_GATHER));
+    static const fc_fallback all[] = {FC_FALLBACK_GATHER, FC_FALLBACK_REDUCE, FC_FALLBACK_EARLY,
+                                      FC_FALLBACK_FREE,   FC_FALLBACK_SWAP,   FC_FALLBACK_GRADS};
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        assert_false(fc_group_base_uses_fallback(&base, all[i]));
+    }
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        base.fallbacks = (uint32_t)all[i];
+        for (size_t j = 0; j < sizeof all / sizeof all[0]; j++) {
+            assert_int_equal(fc_group_base_uses_fallback(&base, all[j]), i == j);
+        }
+    }
     end(&base);
 }
 
@@ -156,9 +153,10 @@ static void no_range_or_log_without_profiler_and_logging(void **state) {
     (void)state;
     fc_group_base base = begin(&(const fc_callbacks){.log = log_label}, false);
     assert_null(fc_group_base_enter_range(&base, "all_gather"));
+    base.logs = true;
     fc_group_base_log(&base, "unshard");
     assert_string_equal(sim_log_text(), "unshard");
-    base.callbacks = &(const fc_callbacks){.log = NULL};
+    base.logs = false;
     fc_group_base_log(&base, "reshard");
     assert_string_equal(sim_log_text(), "unshard");
     end(&base);
@@ -171,7 +169,7 @@ int main(void) {
         cmocka_unit_test(group_base_fini_releases_every_process_group),
         cmocka_unit_test(buffer_comes_from_process_group_allocator_if_available),
         cmocka_unit_test(failing_process_group_allocator_fails_buffer),
-        cmocka_unit_test(uses_fallback_is_queried_for_each_movement),
+        cmocka_unit_test(group_uses_exactly_the_fallbacks_of_its_mask),
         cmocka_unit_test(profiler_ranges_contain_module_names),
         cmocka_unit_test(no_range_or_log_without_profiler_and_logging),
     };

@@ -39,7 +39,7 @@ COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 
 def documents() -> list[Path]:
     """Returns all Markdown files of the repository."""
-    folders = sorted((ROOT / folder) for folder in CODE_FOLDERS)
+    folders = sorted((ROOT / folder) for folder in (*CODE_FOLDERS, "docs"))
     return [*sorted(ROOT.glob("*.md")), *(p for f in folders for p in sorted(f.rglob("*.md")))]
 
 

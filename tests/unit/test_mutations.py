@@ -207,6 +207,13 @@ MUTATIONS = {
         "test_extension",
         "output_shared_with_inner_tensor_is_not_replaced",
     ),
+    "pre-backward does not refresh the group that it prefetches": Mutation(
+        "state",
+        "        FC_TRY(fc_group_visit_targets(s->groups[i], visit));",
+        "        (void)s;",
+        "test_train",
+        "runs in a hook that has not refreshed the group",
+    ),
     "chunk of a single rank is held after its reduction": Mutation(
         "reduce",
         "        fct_tensor_retain(r->output);\n        goto done;",

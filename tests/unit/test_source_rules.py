@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -202,6 +203,27 @@ def test_extension_has_no_rpath_and_does_not_link_libpython(module: str) -> None
     assert ("libtorch" in dynamic) is (module == "_C")
     assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
     assert "libpython" not in dynamic
+
+
+LOAD_IN_SUBINTERPRETER = """
+import sys, torch, _interpreters
+load = '''
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
+try:
+    module_from_spec(ModuleSpec("_C", ExtensionFileLoader("_C", PATH), origin=PATH))
+except ImportError as error:
+    print(error, flush=True)
+'''
+config = _interpreters.new_config("isolated", gil="shared")
+_interpreters.run_string(_interpreters.create(config), load.replace("PATH", repr(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="needs the module _interpreters")
+def test_extension_is_not_loaded_in_subinterpreters() -> None:
+    done = run_tool(sys.executable, "-c", LOAD_IN_SUBINTERPRETER, str(extension()))
+    assert done.stdout == "module _C does not support loading in subinterpreters\n", done.stderr
 
 
 # ---- files ---------------------------------------------------------------------------------------
