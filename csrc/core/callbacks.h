@@ -6,7 +6,7 @@
 
 #include <stdbool.h>
 
-#include "../torch/torch_abi.h"
+#include "../bridge/types.h"
 #include "param.h"
 
 /* Bits of fc_group_base.fallbacks: operations that Python performs in place of the core. */

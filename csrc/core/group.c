@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/error.h"
 #include "reduction.h"
 #include "registration.h"
 

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../torch/device.h"
+#include "../bridge/device.h"
 #include "reduction.h"
 
 void fc_iteration_init(fc_iteration *it) {

@@ -1,4 +1,4 @@
-/* Tensors and storages of the dry run: the part of torch/torch_abi.h that the core calls, without
+/* Tensors and storages of the dry run: the part of csrc/bridge that the core calls, without
  * memory. Owns nothing but the objects that it creates, which the callers release.
  *
  * Invariant: the sum of fcd_storage.bytes over all storages of a purpose equals fcd_record.live of

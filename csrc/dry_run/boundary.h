@@ -1,4 +1,4 @@
-/* Tensors and storages of the dry run's boundary (torch/torch_abi.h), which have sizes and a dtype
+/* Tensors and storages of the dry run's boundary (csrc/bridge), which have sizes and a dtype
  * but no memory. All functions need the record of this thread (record.h), which counts the
  * objects.
  *

@@ -1,5 +1,5 @@
 /* Process groups, collectives, streams, events, kernels, autograd and profiler of the dry run: the
- * rest of torch/torch_abi.h and kernels/kernels.h that the core calls. Collectives complete at once
+ * rest of csrc/bridge and kernels/kernels.h that the core calls. Collectives complete at once
  * and move nothing. The rank is 0; the sizes of all ranks are equal.
  *
  * The dry run's device keeps buffers packed: fct_pg_takes_chunks() returns false. */
@@ -9,9 +9,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/allocator.h"
+#include "../bridge/autograd.h"
+#include "../bridge/error.h"
+#include "../bridge/stream.h"
 #include "../core/dtype.h"
 #include "../kernels/cast.h"
 #include "../kernels/kernels.h"
+#include "../transport/transport.h"
 #include "boundary.h"
 
 /* A callback for the end of backward. */
@@ -60,15 +65,23 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
     return device.type == FCT_DEVICE_CUDA;
 }
 
-int fct_pg_allocates(fct_pg *pg, fct_device device, bool *allocates) {
-    (void)pg;
+/* The dry run has no allocators besides that of tensors, so no group has a handle of one. */
+
+void fct_allocator_free(fct_allocator *allocator) {
+    assert(allocator == NULL);
+    (void)allocator;
+}
+
+int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serves) {
+    (void)allocator;
     (void)device;
-    *allocates = false;
+    *serves = false;
     return 0;
 }
 
-int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
-    (void)pg;
+int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype, fct_device device,
+                        fct_tensor **out) {
+    (void)allocator;
     return fct_tensor_empty(numel, dtype, device, out);
 }
 
@@ -105,15 +118,17 @@ static int issue(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger, fct_
     return 0;
 }
 
-int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
-                   fct_work **work) {
+int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                   bool async_op, fct_work **work) {
+    (void)tag;
     (void)input;
     (void)async_op;
     return issue(FCD_ALL_GATHER, pg, output, work);
 }
 
-int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op,
-                       double factor, bool async_op, fct_work **work) {
+int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                       fct_reduce_op op, double factor, bool async_op, fct_work **work) {
+    (void)tag;
     (void)output;
     (void)op;
     (void)factor;
@@ -121,8 +136,9 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
     return issue(FCD_REDUCE_SCATTER, pg, input, work);
 }
 
-int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
-                   fct_work **work) {
+int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
+                   double factor, bool async_op, fct_work **work) {
+    (void)tag;
     (void)op;
     (void)factor;
     (void)async_op;
@@ -130,8 +146,9 @@ int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double fact
 }
 
 /* Not called: no plan is split. */
-int fct_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
+int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks, size_t count,
                       const fct_chunk_layout *layout, fct_work **work) {
+    (void)tag;
     (void)pg;
     (void)chunks;
     (void)count;
@@ -140,8 +157,10 @@ int fct_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
     return fcd_fail("the dry run has no split all-gather");
 }
 
-int fct_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks, size_t count,
-                      const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
+int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
+                      fct_tensor *const *chunks, size_t count, const fct_chunk_layout *layout,
+                      fct_reduce_op op, fct_work **work) {
+    (void)tag;
     (void)pg;
     (void)output;
     (void)chunks;
@@ -167,7 +186,7 @@ bool fct_work_is_cpu_bound(const fct_work *work) {
     return false;
 }
 
-bool fct_gather_is_cpu_bound(const fct_pg *pg, int64_t row_bytes) {
+bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
     (void)pg;
     (void)row_bytes;
     return false;
@@ -424,12 +443,17 @@ static const char *pack_gradients(const fck_gradient *gradients, size_t count, i
     return NULL;
 }
 
+static int can_cast(fck_dtype src, fck_dtype dst) {
+    return fck_castable(src, dst);
+}
+
 const fck_backend *fck_backend_of(int device_type) {
-    static const fck_backend counting = {"counting", pack, unpack, pack_gradients};
+    static const fck_backend counting = {"counting", pack, unpack, pack_gradients, can_cast};
     (void)device_type;
     return &counting;
 }
 
-int fck_can_cast(fck_dtype src, fck_dtype dst) {
-    return fck_castable(src, dst);
+int fck_can_cast(int device_type, fck_dtype src, fck_dtype dst) {
+    (void)device_type;
+    return can_cast(src, dst);
 }

@@ -5,7 +5,7 @@
 #define FSDP_C_DRY_RUN_DESCRIPTION_H
 
 #include "../core/status.h"
-#include "../torch/torch_abi.h"
+#include "../bridge/types.h"
 
 enum { FCD_DIMS_MAX = 64 }; /* of a parameter */
 

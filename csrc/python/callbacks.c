@@ -2,6 +2,8 @@
  * Python layer moves. Owns nothing. Every callback runs with the GIL held. */
 #include "callbacks.h"
 
+#include "../bridge/error.h"
+#include "../bridge/pyobject.h"
 #include "deferred_decref.h"
 #include "dtensor.h"
 #include "extension.h"

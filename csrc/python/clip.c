@@ -7,6 +7,7 @@
  * held, after its extent was checked against its storage. */
 #include "clip.h"
 
+#include "../bridge/pyobject.h"
 #include "../kernels/kernels.h"
 #include "../kernels/norm.h"
 #include "dtensor.h"

@@ -283,6 +283,21 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
     return list;
 }
 
+static PyObject *get_reduce_dtype(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_get_dtype(fc_reducer_dtype(&as_group(obj)->core.reducer));
+}
+
+static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fct_dtype *target = &as_group(obj)->core.reducer.common_dtype;
+    if (value == NULL) {
+        *target = FC_DTYPE_OF_PARAMS;
+        return 0;
+    }
+    return fcpy_set_dtype(value, target);
+}
+
 PyGetSetDef fcpy_group_getset[] = {
     {"fsdp_params", get_params, set_params, "List of the group's Params (a copy).", NULL},
     {"comm_ctx", get_comm, set_comm, "CommContext shared by the groups under one root.", NULL},
@@ -300,8 +315,9 @@ PyGetSetDef fcpy_group_getset[] = {
      "Fully qualified names of the group's modules, after lazy init.", NULL},
     {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "dtype of the trainable parameters, or None.", (void *)offsetof(fcpy_group, orig_dtype)},
-    {"_reduce_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
-     "dtype in which gradients are reduced, or None.", GROUP_OFFSET(reducer.reduce_dtype)},
+    {"_reduce_dtype", get_reduce_dtype, set_reduce_dtype,
+     "dtype in which gradients are reduced, or None. Deletion restores that of the parameters.",
+     NULL},
     GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
     GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
                "HSDP only: whether backward all-reduces."),

@@ -10,6 +10,8 @@
  * dicts exist up to Python 3.13; without them every check looks the names up. */
 #include "guard.h"
 
+#include "../bridge/error.h"
+
 /* ---- version tags; 0: unknown, the cached result is not valid ---- */
 
 static uint64_t dict_tag(PyObject *dict) {

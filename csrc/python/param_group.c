@@ -3,6 +3,7 @@
  * fsdp_c/_runtime/param_group.py. */
 #include "param_group.h"
 
+#include "../bridge/pyobject.h"
 #include "attributes.h"
 #include "callbacks.h"
 #include "check_initialized.h"
@@ -49,7 +50,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->mod = mod;
         self->core.sharded_state = FC_SHARDED;
         self->core.training_state = FC_IDLE;
-        self->core.reducer.reduce_dtype = FCT_NO_DTYPE;
+        self->core.reducer.common_dtype = FC_DTYPE_OF_PARAMS;
         self->orig_dtype = FCT_NO_DTYPE;
     }
     return (PyObject *)self;
@@ -410,19 +411,30 @@ static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
 
 /* _set_memory(gather, reduce) */
 static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
-    PyObject *groups[2] = {NULL, NULL};
-    fct_pg *handles[2] = {NULL, NULL};
+    PyObject *sources[2] = {NULL, NULL};
+    fct_allocator *made[2] = {NULL, NULL};
     if (!fcpy_group_check_initialized(as_group(obj)) ||
-        !PyArg_ParseTuple(args, "OO", &groups[0], &groups[1])) {
+        !PyArg_ParseTuple(args, "OO", &sources[0], &sources[1])) {
         return NULL;
     }
     for (int i = 0; i < 2; i++) {
-        if (groups[i] != Py_None && fct_py_pg(groups[i], &handles[i]) != 0) {
-            fct_pg_release(handles[0]);
+        const char *name = NULL;
+        PyObject *group = NULL;
+        if (sources[i] == Py_None) {
+            continue;
+        }
+        const bool is_pair = PyTuple_Check(sources[i]);
+        if (!is_pair) {
+            PyErr_Format(PyExc_TypeError, "expected (name, process group) or None, got %R",
+                         sources[i]);
+        }
+        if (!is_pair || !PyArg_ParseTuple(sources[i], "sO", &name, &group) ||
+            fct_py_allocator(name, group, &made[i]) != 0) {
+            fct_allocator_free(made[0]);
             return NULL;
         }
     }
-    fc_group_base_set_memory(&as_group(obj)->core.base, handles[0], handles[1]);
+    fc_group_base_set_memory(&as_group(obj)->core.base, made[0], made[1]);
     Py_RETURN_NONE;
 }
 
@@ -457,8 +469,8 @@ static PyMethodDef group_methods[] = {
      "'scatter', 'replicate' or 'post_forward' collectives. group None: look it up by name; name "
      "None: no process group."},
     {"_set_memory", group_set_memory, METH_VARARGS,
-     "_set_memory(gather, reduce): sets the process groups whose backends allocate the buffers of "
-     "all-gathers and of reduce-scatters, if they can. None: torch's allocator."},
+     "_set_memory(gather, reduce): sets the allocators of the buffers of all-gathers and of "
+     "reduce-scatters: (name, process group), or None for torch's allocator."},
     {"_set_unit", group_set_unit, METH_VARARGS,
      "_set_unit(unit, index, siblings): sets the State of the fully_shard call, and the group's "
      "index among its groups."},

@@ -6,6 +6,7 @@
 
 #include <time.h>
 
+#include "../bridge/pyobject.h"
 #include "attributes.h"
 #include "check_initialized.h"
 #include "check_thread.h"

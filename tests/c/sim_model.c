@@ -281,7 +281,8 @@ static void memory_init(sim_group *g, const sim_scenario *s) {
     if (s->post_forward_world > 0 && !s->without_memory) {
         sim_pg_has_memory(g->pg_names[3], false);
     }
-    fc_group_base_set_memory(&g->core.base, groups[0], groups[1]);
+    fc_group_base_set_memory(&g->core.base, sim_allocator_new(groups[0]),
+                             sim_allocator_new(groups[1]));
 }
 
 static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
@@ -319,7 +320,6 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     g->core.buckets.limit = s->bucket_bytes;
     g->core.reducer.has_divide_factor = s->divide_factor != 0.0;
     g->core.reducer.divide_factor = s->divide_factor;
-    g->core.reducer.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
 }
 
 static fc_state **state_list(sim_model *m, size_t first, size_t count, bool backwards) {

@@ -9,7 +9,9 @@
 
 #include <cmocka.h>
 
+#include "bridge/stream.h"
 #include "kernels/kernels.h"
+#include "transport/transport.h"
 
 static fcd_record record;
 

@@ -72,7 +72,7 @@ static void buffer_comes_from_process_group_allocator_if_available(void **state)
     for (size_t i = 0; i < 2; i++) {
         assert_int_equal(fct_pg_resolve("world", &groups[i]), 0);
     }
-    fc_group_base_set_memory(&base, groups[0], groups[1]);
+    fc_group_base_set_memory(&base, sim_allocator_new(groups[0]), sim_allocator_new(groups[1]));
     for (int gives = 0; gives < 2; gives++) {
         fct_tensor *buffer = NULL;
         bool has = !gives;
@@ -82,13 +82,13 @@ static void buffer_comes_from_process_group_allocator_if_available(void **state)
         sim_calls_clear();
         assert_int_equal(fc_group_base_buffer(&base, base.reduce_memory, 5, FCK_FLOAT32, &buffer),
                          FC_OK);
-        assert_string_equal(sim_calls_text(), gives ? "fct_pg_allocates fct_pg_empty"
-                                                    : "fct_pg_allocates fct_tensor_empty");
+        assert_string_equal(sim_calls_text(), gives ? "fct_allocator_serves fct_allocator_empty"
+                                                    : "fct_allocator_serves fct_tensor_empty");
         assert_int_equal(sim_tensor_numel(buffer), 5);
         fct_tensor_release(buffer);
     }
     assert_int_equal(fct_pg_resolve("world", &groups[1]), 0);
-    fc_group_base_set_memory(&base, NULL, groups[1]);
+    fc_group_base_set_memory(&base, NULL, sim_allocator_new(groups[1]));
     fct_tensor *buffer = NULL;
     sim_calls_clear();
     assert_int_equal(fc_group_base_buffer(&base, base.gather_memory, 5, FCK_FLOAT32, &buffer),
@@ -105,14 +105,15 @@ static void failing_process_group_allocator_fails_buffer(void **state) {
     sim_pg_register("world", 4, 2, NULL, NULL);
     sim_pg_has_memory("world", true);
     assert_int_equal(fct_pg_resolve("world", &group), 0);
-    fc_group_base_set_memory(&base, group, NULL);
+    fc_group_base_set_memory(&base, sim_allocator_new(group), NULL);
     for (int64_t nth = 1; nth <= 2; nth++) {
         fct_tensor *buffer = NULL;
         const char *name = NULL;
         sim_fault_arm(nth, SIM_ONCE);
-        assert_int_equal(fc_group_base_buffer(&base, group, 5, FCK_FLOAT32, &buffer), FC_ERAISED);
+        assert_int_equal(fc_group_base_buffer(&base, base.gather_memory, 5, FCK_FLOAT32, &buffer),
+                         FC_ERAISED);
         assert_int_equal(sim_fault_fired(&name), SIM_FAULT_BOUNDARY);
-        assert_string_equal(name, nth == 1 ? "fct_pg_allocates" : "fct_pg_empty");
+        assert_string_equal(name, nth == 1 ? "fct_allocator_serves" : "fct_allocator_empty");
         assert_null(buffer);
         sim_fault_arm(0, SIM_ONCE);
     }

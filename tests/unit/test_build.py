@@ -44,7 +44,7 @@ FILES = {
         extern "C" int cudaRuntime(void);
         extern "C" int fck_built(void) { return cudaRuntime(); }
     """,
-    "csrc/torch/bridge.cpp": """
+    "csrc/bridge/bridge.cpp": """
         #include <c10/core/Device.h>
         extern "C" int fct_devices(void) {
         #ifdef NDEBUG
@@ -170,7 +170,7 @@ def test_build_links_all_layers_and_records_torch(built: Tree) -> None:
         symbols = subprocess.run(command, env=TOOL_ENV, capture_output=True, text=True).stdout
         assert [line.split()[-1] for line in symbols.splitlines()] == [f"PyInit_{module}"]
     commands = json.loads((built.root / "build/compile_commands.json").read_text())
-    assert str(built.root / "csrc/torch/bridge.cpp") in {entry["file"] for entry in commands}
+    assert str(built.root / "csrc/bridge/bridge.cpp") in {entry["file"] for entry in commands}
 
 
 def test_build_compiles_only_files_that_a_change_affects(built: Tree) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import c_dependencies
@@ -53,6 +54,38 @@ def test_includes_and_calls_point_to_lower_layers(folder: str) -> None:
     )
     assert c_dependencies.find_upward(dependencies, c_dependencies.LAYERS[folder]) == {}
     assert c_dependencies.find_cycles(dependencies) == []
+
+
+def test_include_table_lists_each_folder_of_csrc() -> None:
+    folders = {path.name for path in c_dependencies.CSRC.iterdir() if path.is_dir()}
+    assert set(c_dependencies.INCLUDES) == folders
+
+
+@pytest.mark.parametrize("folder", c_dependencies.INCLUDES)
+def test_folder_includes_only_allowed_headers_of_other_folders(folder: str) -> None:
+    allowed = c_dependencies.INCLUDES[folder]
+    found = c_dependencies.find_other_folders(folder)
+    forbidden = {
+        header: files
+        for header, files in found.items()
+        if not any(fnmatch(header, pattern) for pattern in allowed)
+    }
+    assert forbidden == {}
+    optional = c_dependencies.BOUNDARY
+    unused = {p for p in allowed if not any(fnmatch(header, p) for header in found)}
+    assert unused <= set(optional), "remove the other edges from the table"
+
+
+def test_boundary_headers_do_not_reach_python_objects() -> None:
+    """A file that includes the headers of the core's boundary cannot use Python objects."""
+    bridge = c_dependencies.CSRC / "bridge"
+    for header in c_dependencies.BOUNDARY:
+        text = c_dependencies.strip_comments(c_dependencies.CSRC / header)
+        included = re.findall(r'#include "([^"]+)"', text)
+        assert {f"bridge/{name}" for name in included} <= set(c_dependencies.BOUNDARY)
+        assert not re.search(r"\b(_object|PyObject|fct_py_\w+)\b", text), header
+    others = {f"bridge/{path.name}" for path in bridge.glob("*.h")} - set(c_dependencies.BOUNDARY)
+    assert others == {"bridge/pyobject.h"}
 
 
 def test_python_modules_declare_their_functions_in_their_own_headers() -> None:

@@ -124,8 +124,8 @@ MUTATIONS = {
     ),
     "buffers are not allocated from the process group": Mutation(
         "group_base",
-        "    FC_TRY_RAISED(has ? fct_pg_empty",
-        "    FC_TRY_RAISED(numel < 0 ? fct_pg_empty",
+        "    FC_TRY_RAISED(has ? fct_allocator_empty",
+        "    FC_TRY_RAISED(numel < 0 ? fct_allocator_empty",
         "test_train",
         "in memory that is not from a process group's allocator",
     ),
