@@ -118,16 +118,16 @@ static int issue(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger, fct_
     return 0;
 }
 
-int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input, bool async_op,
-                   fct_work **work) {
+int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                   bool async_op, fct_work **work) {
     (void)tag;
     (void)input;
     (void)async_op;
     return issue(FCD_ALL_GATHER, pg, output, work);
 }
 
-int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input, fct_reduce_op op,
-                       double factor, bool async_op, fct_work **work) {
+int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                       fct_reduce_op op, double factor, bool async_op, fct_work **work) {
     (void)tag;
     (void)output;
     (void)op;
@@ -136,8 +136,8 @@ int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fc
     return issue(FCD_REDUCE_SCATTER, pg, input, work);
 }
 
-int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
-                   fct_work **work) {
+int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
+                   double factor, bool async_op, fct_work **work) {
     (void)tag;
     (void)op;
     (void)factor;
@@ -157,8 +157,9 @@ int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chun
     return fcd_fail("the dry run has no split all-gather");
 }
 
-int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *const *chunks, size_t count,
-                      const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
+int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
+                      fct_tensor *const *chunks, size_t count, const fct_chunk_layout *layout,
+                      fct_reduce_op op, fct_work **work) {
     (void)tag;
     (void)pg;
     (void)output;

@@ -9,20 +9,20 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* X(enumerator, name). Every event has a call, a unit and a stream. The other fields of the kinds:
- *   alloc, free          object is the storage; bytes; live; label is the purpose.
- *   enter, leave         label is the name of torch's profiler range, without "FSDP::".
- *   pack, unpack, pack_gradients, copy, cast, add, divide, fill
- *                        bytes that the operation writes.
- *   upload, download     bytes copied from, and to, host memory.
- *   all_gather, reduce_scatter, all_reduce
- *                        object is the work; bytes of the larger buffer; label is the process group:
- *                        shard, replicate or smaller.
- *   wait_work            object is the work.
- *   record_event, wait_event, synchronize_event
- *                        object is the event. A wait is for its last recording before.
- *   register             object is the fc_sharded_state; label is the name of the parameter.
- *   gradient             bytes; label is the name of the parameter. */
+/* X(enumerator, name). Every event has a call, a unit and a stream. Its kind gives other fields:
+ *
+ *   - alloc, free: object is the storage. bytes, live. label is the purpose.
+ *   - enter, leave: label is the name of torch's profiler range, without "FSDP::".
+ *   - pack, unpack, pack_gradients: bytes that the kernel writes.
+ *   - copy, cast, add, divide, fill: bytes that the operation writes.
+ *   - upload, download: bytes copied from, and to, host memory.
+ *   - all_gather, reduce_scatter, all_reduce: object is the work. bytes of the larger buffer. label
+ *     is the process group: shard, replicate or smaller.
+ *   - wait_work: object is the work.
+ *   - record_event, wait_event, synchronize_event: object is the event. A wait is for its last
+ *     recording before.
+ *   - register: object is the fc_sharded_state. label is the name of the parameter.
+ *   - gradient: bytes. label is the name of the parameter. */
 #define FCD_KINDS(X)                                                                               \
     X(FCD_ALLOC, "alloc")                                                                          \
     X(FCD_FREE, "free")                                                                            \
