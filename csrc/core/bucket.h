@@ -61,6 +61,9 @@ void fc_bucket_fini(fc_buckets *b);
 /* Both mark the buckets as stale: after a change of the limit, or of the parameters. */
 void fc_bucket_set_limit(fc_buckets *b, int64_t limit);
 void fc_bucket_invalidate(fc_buckets *b);
+/* Sets the dtype in which the gradient of `p` is reduced. Marks the buckets of its group as stale,
+ * because their sizes depend on it. */
+void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype);
 
 /* Cuts the buckets if they are stale. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);

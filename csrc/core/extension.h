@@ -13,7 +13,7 @@
 #ifndef FSDP_C_CORE_EXTENSION_H
 #define FSDP_C_CORE_EXTENSION_H
 
-#include "../torch/torch_abi.h"
+#include "../bridge/types.h"
 #include "status.h"
 
 /* One tensor that the first hook returned, 1-D. */

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../torch/device.h"
+#include "../bridge/device.h"
 #include "dtype.h"
 
 static void replace(fct_tensor **slot, fct_tensor *value) {

@@ -13,7 +13,11 @@ MAX_FUNCTION_LINES = 60
 
 # ---- preconditions -------------------------------------------------------------------------------
 
-ASSERTING_FOLDERS = ("core", "kernels", "transport")
+ASSERTING = [
+    *c_sources.list_files("core", "kernels"),
+    c_sources.CSRC / "transport/shm_ring.h",
+    c_sources.CSRC / "transport/shm_ring.c",
+]
 
 NO_PRECONDITION = {
     "fc_iteration_init": "sets every field, whatever the memory contains",
@@ -30,7 +34,7 @@ def list_mutating_functions() -> dict[str, Path]:
     """Maps each exported function that changes its first pointer argument to its header."""
     return {
         name: header
-        for header in c_sources.list_files(*ASSERTING_FOLDERS)
+        for header in ASSERTING
         if header.suffix == ".h"
         for name, parameters in c_sources.list_exported(header).items()
         if c_sources.is_mutating(parameters) and not name.endswith("_check")
@@ -40,7 +44,7 @@ def list_mutating_functions() -> dict[str, Path]:
 def list_definitions() -> dict[str, list[c_sources.Function]]:
     """Maps each function of the folders to its definitions; a build switch allows several."""
     found: dict[str, list[c_sources.Function]] = {}
-    for path in c_sources.list_files(*ASSERTING_FOLDERS):
+    for path in ASSERTING:
         for function in c_sources.list_functions(path):
             found.setdefault(function.name, []).append(function)
     return found
@@ -142,6 +146,8 @@ GLOBALS = {
     "node_handles": "handles of these gradients, borrowed by the node's hook",
     "reduces_gradients": "marks the all-reduce that this thread issues as one of gradients",
     "faults_left": "for tests: boundary calls of this thread until one fails",
+    "group_counts": "parameter groups of each process group before its negotiation; guarded by the GIL",
+    "fcd_now": "record of the dry run of this thread, which the boundary's functions append to",
 }
 """Variables with static storage that can change, mapped to the reason for each.
 
@@ -149,7 +155,8 @@ State of a model, a group or a module belongs into a struct that its owner passe
 """
 
 CPYTHON_TABLE = re.compile(
-    r"\bPy(?:MethodDef|GetSetDef|MemberDef|Type_Slot|Type_Spec|ModuleDef(?:_Slot)?) \w+(?:\[\])?$"
+    r"\bPy(?:MethodDef|GetSetDef|MemberDef|Type_Slot|Type_Spec|ModuleDef(?:_Slot)?"
+    r"|StructSequence_(?:Field|Desc)) \w+(?:\[\])?$"
     r"|^static char \*(?:keywords|names)\[\]$"
 )
 """Tables that CPython declares without const. They are constant."""
