@@ -146,7 +146,7 @@ GLOBALS = {
     "node_handles": "handles of these gradients, borrowed by the node's hook",
     "reduces_gradients": "marks the all-reduce that this thread issues as one of gradients",
     "faults_left": "for tests: boundary calls of this thread until one fails",
-    "group_counts": "parameter groups of each process group before its negotiation; guarded by the GIL",
+    "group_counts": "parameter groups of each process group before its negotiation; under the GIL",
     "fcd_now": "record of the dry run of this thread, which the boundary's functions append to",
 }
 """Variables with static storage that can change, mapped to the reason for each.
