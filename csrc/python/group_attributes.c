@@ -348,6 +348,8 @@ PyGetSetDef fcpy_group_getset[] = {
      "Bytes of gradients at which a bucket is full; 0: one bucket for all gradients.", NULL},
     {"_buckets", group_get_buckets, NULL,
      "List of (first, end) index ranges of fsdp_params, in the order of their reduction.", NULL},
+    GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
+               "Whether backward reshards at its end."),
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.",
      (void *)FC_UNSHARDED},
@@ -355,8 +357,6 @@ PyGetSetDef fcpy_group_getset[] = {
      NULL},
     {"_post_forward_indices", get_positions, NULL, "Indices in the post-forward order (a copy).",
      NULL},
-    GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
-               "Whether backward reshards at its end."),
     GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
                "Whether hooks unshard on the current stream."),
     {"_param_group_index", get_size, NULL, "Index of the group in its unit.",

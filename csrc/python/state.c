@@ -263,13 +263,13 @@ static PyGetSetDef state_getset[] = {
      (void *)1},
     {"_moves_inputs", get_moves_inputs, set_moves_inputs,
      "Whether a forward as the root calls _inputs_to_device().", NULL},
-    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"_states_to_forward_prefetch", get_prefetch, set_prefetch,
      "States to unshard after this state's unshard in forward.", NULL},
     {"_states_to_backward_prefetch", get_prefetch, set_prefetch,
      "States to unshard after this "
      "state's unshard in backward.",
      (void *)1},
+    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {NULL, NULL, NULL, NULL, NULL},
 };
 

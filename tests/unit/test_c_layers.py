@@ -121,10 +121,7 @@ def test_only_state_machine_modules_take_fc_group() -> None:
 
 DIVIDER = "/* ---- names of torch's private interface;"
 FOR_TESTS = {"_buckets", "_check", "deferred_collectives"}
-SIMULATIONS = {
-    *("dry_run.py", "advice.py", "fake_step.py", "step_memory.py", "trace_spans.py"),
-    "unit_bytes.py",
-}
+SIMULATIONS = {"dry_run.py", "advice.py", "fake_step.py", "step_memory.py", "trace_spans.py"}
 """Files that simulate a step. They use names of torch's attributes for other things."""
 _TABLE = re.compile(r"^(?:static )?Py(?:GetSet|Method)Def \w+\[\] = .*?^};", re.M | re.S)
 _ENTRY = re.compile(r'^    (?:\{|GROUP_FLAG\()"(\w+)",', re.M)
