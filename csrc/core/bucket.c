@@ -36,13 +36,13 @@ void fc_bucket_fini(fc_buckets *b) {
 }
 
 void fc_bucket_set_limit(fc_buckets *b, int64_t limit) {
-    assert(b->base != NULL);
+    assert(limit >= 0);
     b->limit = limit;
     fc_bucket_invalidate(b);
 }
 
 void fc_bucket_invalidate(fc_buckets *b) {
-    assert(b->base != NULL);
+    assert(b->count == 0 || b->items != NULL);
     b->mode = FC_BUCKETS_STALE;
 }
 

@@ -36,7 +36,7 @@ void fc_gather_fini(fc_gather *a) {
 }
 
 void fc_gather_invalidate(fc_gather *a) {
-    assert(a->base != NULL);
+    assert(!a->plan.valid || a->plan.count == 0 || a->plan.slots != NULL);
     a->plan.valid = false;
     a->post_forward_plan.valid = false;
 }

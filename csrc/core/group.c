@@ -129,7 +129,7 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
 }
 
 void fc_group_invalidate(fc_group *g) {
-    assert(fc_group_is_initialized(g));
+    assert(g->ops != NULL || g->base.params == NULL);
     fc_gather_invalidate(&g->gather);
     fc_bucket_invalidate(&g->buckets);
 }

@@ -94,22 +94,19 @@ void fc_param_fini(fc_param *p) {
 }
 
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data) {
-    assert(p->layout.world > 0);
     replace(&p->sharded_data, data);
 }
 
 void fc_param_set_accumulated(fc_param *p, fct_tensor *grad) {
-    assert(p->layout.world > 0);
     replace(&p->accumulated, grad);
 }
 
 void fc_param_set_partial(fc_param *p, fct_tensor *row) {
-    assert(p->layout.world > 0);
     replace(&p->partial, row);
 }
 
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {
-    assert(p->layout.world > 0);
+    assert(p->subscription == NULL || p->unsharded != NULL);
     if (unsharded != p->unsharded) {
         end_watch(p);
     }
@@ -117,7 +114,7 @@ void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {
 }
 
 void fc_param_set_flat(fc_param *p, fct_tensor *flat) {
-    assert(p->layout.world > 0);
+    assert(!p->aliased || p->flat != NULL);
     replace(&p->flat, flat);
     p->aliased = false;
 }
@@ -413,7 +410,7 @@ void fc_param_take_grad(fc_param *p, fct_tensor **grad) {
 }
 
 void fc_param_drop_grad(fc_param *p) {
-    assert(p->layout.world > 0);
+    assert(p->subscription == NULL || p->unsharded != NULL);
     fct_tensor *grad = NULL;
     replace(&p->accumulated, NULL);
     replace(&p->partial, NULL);

@@ -8,7 +8,7 @@
 
 enum { COUNT = 3 };
 
-/* What the modules hold, and the calls of swap() that fail: bit n is the n-th call. */
+/* State of the parameters that the modules hold. Bit n of `failing`: the n-th call of swap() fails. */
 static struct {
     fc_sharded_state held[COUNT];
     unsigned calls;
