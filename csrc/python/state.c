@@ -269,7 +269,6 @@ static PyGetSetDef state_getset[] = {
      "States to unshard after this "
      "state's unshard in backward.",
      (void *)1},
-    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -44,6 +44,13 @@ FILES = {
         extern "C" int cudaRuntime(void);
         extern "C" int fck_built(void) { return cudaRuntime(); }
     """,
+    "csrc/dry_run/dry_run.c": """
+        #include <Python.h>
+        int fc_value(void);
+        static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "_dry_run", 0, 0, 0, 0, 0, 0, 0};
+        PyMODINIT_FUNC PyInit__dry_run(void);
+        PyMODINIT_FUNC PyInit__dry_run(void) { return fc_value() ? PyModule_Create(&def) : NULL; }
+    """,
     "csrc/bridge/bridge.cpp": """
         #include <c10/core/Device.h>
         extern "C" int fct_devices(void) {
@@ -73,13 +80,6 @@ FILES = {
         static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "_C", 0, 0, methods, 0, 0, 0, 0};
         PyMODINIT_FUNC PyInit__C(void);
         PyMODINIT_FUNC PyInit__C(void) { return PyModule_Create(&def); }
-    """,
-    "csrc/dry_run/run.c": """
-        #include <Python.h>
-        int fc_other(void);
-        static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "_dry_run", 0, 0, 0, 0, 0, 0, 0};
-        PyMODINIT_FUNC PyInit__dry_run(void);
-        PyMODINIT_FUNC PyInit__dry_run(void) { return fc_other() ? 0 : PyModule_Create(&def); }
     """,
 }
 RELEASE_VALUES = [1, 2, 0, 10, 0]
@@ -164,11 +164,11 @@ def test_build_links_all_layers_and_records_torch(built: Tree) -> None:
     record = built.record()
     assert (record["torch"], record["kernels"]) == (torch.__version__, "CPU")
     assert record["source"] == str(built.root)
-    for module in ("_C", "_dry_run"):
-        library = f"{built.root}/fsdp_c/{MODULE.replace('_C', module)}"
+    for name in ("_C", "_dry_run"):
+        library = f"{built.root}/fsdp_c/{MODULE.replace('_C', name)}"
         command = ["nm", "-D", "--defined-only", library]
         symbols = subprocess.run(command, env=TOOL_ENV, capture_output=True, text=True).stdout
-        assert [line.split()[-1] for line in symbols.splitlines()] == [f"PyInit_{module}"]
+        assert [line.split()[-1] for line in symbols.splitlines()] == [f"PyInit_{name}"]
     commands = json.loads((built.root / "build/compile_commands.json").read_text())
     assert str(built.root / "csrc/bridge/bridge.cpp") in {entry["file"] for entry in commands}
 
