@@ -7,6 +7,7 @@
 #   make test-fast      tests for use after a change: core, single process, behavior scenarios, some parity settings
 #   make test-for FILE=csrc/core/gather.c    the tests of one module
 #   make gpu            correctness and speed on a GPU, in ten minutes
+#   make docs           the documentation site in build/docs
 #   make accelerator    all tests on the simulated accelerator, then its measurements
 #   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on fsdp_c
 #
@@ -31,6 +32,7 @@ BENCH_ARGS ?=
 # loadgroup: tests that share an expensive fixture are a group and run on one worker.
 PYTEST_ARGS ?= -n 3 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
+DOCS_VENV ?= .venv-docs
 WHEELS ?=
 WHEEL_PYTHONS ?= $(if $(WHEELS),,$(PY))
 CLIENTS_ARGS ?=
@@ -39,15 +41,15 @@ GPU_ARGS ?=
 SANITIZE_TESTS ?= tests/unit
 # Tests that measure are excluded. Benchmarks start processes without the sanitizers, and the memory pool caches
 # nothing.
-NOT_SANITIZED := test_bench forecast_is_within_one_percent cached_buffers_until_release_memory
+NOT_SANITIZED := test_bench predicted_peak_is_within_one_percent cached_buffers_until_release_memory
 empty :=
 space := $(empty) $(empty)
 ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
 	tests/unit/test_uninitialized_objects.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
 	tests/distributed/test_behavior_training.py tests/distributed/test_behavior_backwards.py \
 	tests/distributed/test_behavior_groups.py tests/distributed/test_behavior_replicate.py
-# Files of tests/unit that test-fast excludes: they start interpreters, or compute forecasts.
-NOT_FAST := bench check install mutations plan typing
+# Files of tests/unit that test-fast excludes: they start interpreters, or compute estimates.
+NOT_FAST := bench build check install mutations plan typing
 # The `pythonpath` of pyproject.toml without the repository root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
 
@@ -57,29 +59,30 @@ ENV_STAMP := $(VENV)/.fsdp_c-env
 INSTALL_STAMP := $(VENV)/.fsdp_c-installed$(subst /,-,$(CURDIR))
 CLIENTS_PY := $(CLIENTS_VENV)/bin/python
 CLIENTS_STAMP := $(CLIENTS_VENV)/.fsdp_c-clients
+DOCS_STAMP := $(DOCS_VENV)/.fsdp_c-docs
 SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
 # Cached results of torch's FSDP2 in the behavior scenarios, because `make test` runs these with two builds of fsdp_c.
 TORCH_OUTCOMES := $(CURDIR)/build/torch-outcomes
-C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.hpp' -o -name '*.cuh')
 
 # Imports fsdp_c from this checkout, also in child processes, even if the environment was installed for another one.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff lint-mypy \
-	lint-c format wheels sanitize bench cuda-check gpu clean
+.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
+	lint-mypy lint-c format wheels sanitize bench cuda-check gpu docs clean
 
 help:
-	@sed -n '3,11s/^# *//p' Makefile
+	@sed -n '3,13s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
 # torch is pinned and installed first, so that the requirements of other packages do not select another release.
 $(ENV_STAMP): Makefile pyproject.toml
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel ninja
+	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel 'cmake>=3.21' ninja
 	@touch $@
 
 $(INSTALL_STAMP): $(ENV_STAMP)
@@ -88,7 +91,7 @@ $(INSTALL_STAMP): $(ENV_STAMP)
 
 env: $(INSTALL_STAMP)
 
-# setup.py compiles changed files only; without changes this takes a second. A failure prints the log.
+# setup.py compiles changed files only; without changes this takes seconds. A failure prints the log.
 build: env
 	@mkdir -p build
 	@$(PY) setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
@@ -176,7 +179,7 @@ cuda-check:
 	@if [ -z "$(NVCCS)" ]; then echo "cuda-check: skipped, nvcc is not found"; fi
 	@mkdir -p build/cuda-check
 	@for nvcc in $(NVCCS); do \
-		$$nvcc -std=c++17 -O2 $$($(PYTHON) cuda_build.py $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
+		$$nvcc -std=c++17 -O2 $$($(PYTHON) -m build_support.find_cuda $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
 			--Werror all-warnings -c csrc/kernels/kernels_cuda.cu -o build/cuda-check/kernels_cuda.o && \
 		echo "cuda-check: kernels_cuda.cu compiles with $$nvcc" || exit 1; done
 	@$(PYTHON) tests/harness/nvrtc_check.py $(NVRTCS)
@@ -206,6 +209,20 @@ format: env
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
+# ---- documentation ----------------------------------------------------------------------------------------
+
+# Builds the site with warnings as errors. It needs neither torch nor the extension, so it has its own environment.
+# NO_MKDOCS_2_WARNING turns off a notice of the theme about other programs.
+docs: $(DOCS_STAMP)
+	$(PYTHON) docs/configuration_table.py --check
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
+	@echo "open build/docs/index.html"
+
+$(DOCS_STAMP): docs/requirements.txt
+	@[ -x $(DOCS_VENV)/bin/python ] || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q -r docs/requirements.txt
+	@touch $@
+
 # ---- wheels -----------------------------------------------------------------------------------------------
 
 # By default for the torch of $(VENV). For the torch of other environments:
@@ -233,5 +250,5 @@ bench: build
 
 # Keeps the environment, because it is slow to make. `rm -rf .venv` removes it.
 clean:
-	rm -rf build dist $(DEMO_OUT) fsdp_c/_C.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist $(DEMO_OUT) fsdp_c/_*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -1,7 +1,14 @@
-"""The plots of the report, each drawn from the JSON data of one benchmark."""
+"""The plots of the report, each drawn from the JSON data of one benchmark.
+
+    python benchmarks/pictures.py benchmarks/report/steps.json docs/images/steps.svg
+
+draws the picture of README.md from the data of ``steps.py``.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +130,35 @@ def bandwidth(data: dict[str, Any], path: Path) -> None:
         axes.legend(frameon=False)
         _style_axes(axes)
     figure.savefig(path, dpi=100)
+
+
+def overview(data: dict[str, Any], path: Path) -> None:
+    """Draws the wall time of forward and backward of torch and fsdp_c, a pair of bars per model.
+
+    Bars are relative to torch's. Their labels have the milliseconds.
+    """
+    models = data["models"]
+    figure = Figure(figsize=(8, 0.6 + 0.8 * len(models)), layout="constrained")
+    axes = figure.subplots()
+    for row, model in enumerate(models.values()):
+        times = {name: model["costs"][name]["without"]["wall"] for name in ("torch", "fsdp_c")}
+        for offset, (name, time) in zip((-0.2, 0.2), times.items()):
+            share = time / times["torch"]
+            axes.barh(
+                row + offset, share, 0.38, color=COLORS[name], label=name if not row else None
+            )
+            axes.text(share, row + offset, f" {_format_short(time)} ms", va="center", fontsize=9)
+    axes.set_yticks(range(len(models)), [model["title"] for model in models.values()])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15)
+    axes.set_xlabel("wall time of forward and backward, relative to torch's FSDP2")
+    axes.legend(frameon=False, loc="lower right")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    overview(json.loads(source.read_text()), target)

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from ._compat import (
-    build_info as build_info,  # checks the torch release before the extension is loaded
-)
+# Checks the torch release before the extension is loaded.
+from ._compat import build_info as build_info
 
 # isort: split
 import importlib
@@ -41,12 +40,13 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ._tools.report import Explanation, UnitReport
-    from ._tools.timeline import StepTrace, trace
+    from ._tools.timeline import StepTrace
+    from .auto_shard import auto_shard
     from .checkpoint import load_full_state_dict
     from .ema import ShardedEMA
     from .explain import explain
     from .plan import plan
-    from .wrap import auto_shard
+    from .trace import trace
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -87,16 +87,19 @@ _LATER = {
     "ShardedEMA": "ema",
     "StepTrace": "_tools.timeline",
     "UnitReport": "_tools.report",
-    "auto_shard": "wrap",
+    "auto_shard": "auto_shard",
     "explain": "explain",
     "load_full_state_dict": "checkpoint",
     "plan": "plan",
-    "trace": "_tools.timeline",
+    "trace": "trace",
 }
 """Maps names that are imported at their first use to their modules.
 
 These modules would double the time of ``import fsdp_c``, and most ranks do not use them.
 """
+
+_LATER_MODULES = ("checkpoint", "ema", "policies", "wrap")
+"""Public modules that are imported at their first use as an attribute of the package."""
 
 
 class _Package(ModuleType):
@@ -110,7 +113,7 @@ class _Package(ModuleType):
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
-    elif name in _LATER.values():
+    elif name in _LATER_MODULES:
         value = importlib.import_module(f".{name}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,7 +35,7 @@ from ._compat.torch_releases import (
 from ._runtime import hints
 from ._runtime.init import MeshArguments, WrapperApi, shard_modules
 from ._runtime.lint import check_arguments
-from ._runtime.meshes import default_mesh
+from ._runtime.meshes import get_default_mesh
 from ._runtime.state import State
 from ._runtime.transaction import Transaction
 
@@ -135,19 +135,20 @@ def fully_shard(
     """
     torch._C._log_api_usage_once("fsdp_c.fully_shard")
     _validate_module(module, "fully_shard")  # type: ignore[arg-type]  # lists are fine
-    mesh = mesh or default_mesh()
+    mesh = mesh or get_default_mesh()
     validate_mesh(mesh, dp_mesh_dims, "fully_shard")
     mesh_info = make_mesh_info(mesh, dp_mesh_dims)
     post_forward = _make_post_forward_mesh_info(reshard_after_forward, mesh_info)
-    units = MeshArguments(mesh_info, post_forward, reshard_after_forward, shard_placement_fn)
+    meshes = MeshArguments(mesh_info, post_forward, reshard_after_forward, shard_placement_fn)
     policies = (mp_policy, offload_policy)
-    auto, device, undo = reshard_after_forward is None, _get_device_from_mesh(mesh), Transaction()
+    auto, device = reshard_after_forward is None, _get_device_from_mesh(mesh)
+    transaction = Transaction()
     try:
-        shard_modules(_API, module, units, device, policies, ignored_params, auto, undo)
+        shard_modules(_API, module, meshes, device, policies, ignored_params, auto, transaction)
         check_arguments(mp_policy, offload_policy, ignored_params)
         return module  # inside the try: a signal handler may raise before the return
     except BaseException:
-        undo.run()
+        transaction.rollback()
         raise
 
 

@@ -2,7 +2,7 @@
 
 A program that imports ``torch.distributed.fsdp`` runs unchanged. Three ways enable fsdp_c:
 ``FSDP_C=1`` in the environment (if fsdp_c is installed with pip), ``python -m fsdp_c script.py``,
-and a call of :func:`install`. They are equivalent; see ``fsdp_c_redirect``.
+and a call of :func:`install`. They are equivalent; see ``fsdp_c_autoload.redirect``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-import fsdp_c_redirect
+from fsdp_c_autoload import redirect
 
 from . import optim
 from ._compat import patches
@@ -77,8 +77,8 @@ def uninstall() -> None:
 
 
 def _redirect_torch() -> Callable[[], bool]:
-    fsdp_c_redirect.redirect_all(get_replacement)  # has no effect after FSDP_C=1
-    return _make_undo(fsdp_c_redirect.restore_all)
+    redirect.redirect_all(get_replacement)  # has no effect after FSDP_C=1
+    return _make_undo(redirect.restore_all)
 
 
 def _redirect_clipping() -> Callable[[], bool]:
@@ -148,9 +148,9 @@ def _log_installation() -> None:
     global _has_logged
     if not _has_logged:
         _has_logged = True
-        names = fsdp_c_redirect.redirected()
+        names = redirect.redirected()
         logger.info("fsdp_c %s replaces %s", __version__, ", ".join(names) or "nothing yet")
 
 
-if fsdp_c_redirect.is_redirecting():  # by fsdp_c_autoload, before fsdp_c was imported
+if redirect.is_redirecting():  # by fsdp_c_autoload, before fsdp_c was imported
     patches.install(_CHANGES)

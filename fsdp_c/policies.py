@@ -6,17 +6,21 @@ for each unit below the root, inner units before outer ones.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
-import torch
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, _Policy
-from torch.nn.utils.parametrize import is_parametrized
 
-Kwargs = dict[str, Any]
+from ._auto_shard.budget import SizeCounter, split_by_budget
+from ._auto_shard.module_tree import (
+    find_large_ends,
+    find_repeated_blocks,
+    is_bare_container,
+    iterate_children_first,
+)
+from ._auto_shard.unit import Kwargs
+
 Policy: TypeAlias = (
     Literal["blocks"]
     | int
@@ -58,11 +62,11 @@ def run_policy(
         separate = {m for m in root.modules() if isinstance(m, always)} - ignored_modules - {root}
         excluded = ignored_modules | separate
         if isinstance(policy, int):
-            size_of = _SizeCounter(ignored_params, kwargs.get("mp_policy"))
+            size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
             units = split_by_budget(root, policy, excluded, size_of)
         elif policy == "blocks":
             blocks = find_repeated_blocks(root, excluded)
-            size_of = _SizeCounter(ignored_params, kwargs.get("mp_policy"))
+            size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
             ends = find_large_ends(root, blocks, excluded, size_of)
             return _sort_by_last_module(root, [(m,) for m in (*blocks, *ends, *separate)], kwargs)
         else:
@@ -125,20 +129,6 @@ def _sort_in_post_order(root: nn.Module, targets: dict[nn.Module, Kwargs]) -> Se
     return [((module,), targets[module]) for module in ordered]
 
 
-def iterate_children_first(root: nn.Module) -> Iterator[nn.Module]:
-    """Yields every module once in post-order, children in registration order, ``root`` last."""
-    seen = {root}
-
-    def visit(module: nn.Module) -> Iterator[nn.Module]:
-        for _, child in module.named_children():
-            if child is not None and child not in seen:
-                seen.add(child)
-                yield from visit(child)
-        yield module
-
-    return visit(root)
-
-
 def _sort_by_last_module(
     root: nn.Module, units: list[tuple[nn.Module, ...]], kwargs: Kwargs
 ) -> Selection:
@@ -188,230 +178,3 @@ def _run_callable(
 
     visit(root, True)
     return [(module,) for module in units]
-
-
-def is_bare_container(module: nn.Module) -> bool:
-    """Whether the module has no forward, so that no hook could gather its parameters."""
-    return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
-
-
-# ---- "blocks"
-
-
-def find_repeated_blocks(root: nn.Module, ignored_modules: set[nn.Module]) -> list[nn.Module]:
-    """Returns the repeated layers of ``root``, in post-order.
-
-    These are two or more elements of one class in a ``ModuleList`` or ``Sequential``. The outermost
-    ones are selected, so experts inside a layer do not become units. The first of three searches
-    with a result decides: modules with children and equal parameter names and shapes, modules with
-    children, modules without children.
-
-    Raises:
-        ValueError: The model has no repeated layers.
-    """
-    for search in (_find_same_structure, _find_same_class, _find_same_leaf):
-        blocks = _find_repeated(root, ignored_modules, search)
-        if blocks:
-            return [module for module in iterate_children_first(root) if module in blocks]
-    raise ValueError(
-        f'the policy "blocks" finds no repeated layers in {type(root).__name__}: no ModuleList or '
-        "Sequential with two elements of one class. Pass the classes of the layers, or a number "
-        "of bytes"
-    )
-
-
-def find_large_ends(
-    root: nn.Module,
-    blocks: list[nn.Module],
-    ignored_modules: set[nn.Module],
-    size_of: Callable[[Iterable[nn.Parameter]], int],
-) -> list[nn.Module]:
-    """Returns untied embeddings and heads outside the blocks, of at least the largest block's size.
-
-    A tied weight stays in the unit that contains both modules.
-    """
-    inside = {inner for block in blocks for inner in block.modules()} | ignored_modules
-    holders = Counter(id(p) for m in root.modules() for p in m._parameters.values())
-    largest = max(size_of(block.parameters()) for block in blocks)
-
-    def visit(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            if child in inside or _is_sealed(child):
-                continue
-            own = list(child.parameters(recurse=False))
-            if isinstance(child, (nn.Embedding, nn.Linear)) and not any(child.children()):
-                if size_of(own) >= largest and all(holders[id(p)] == 1 for p in own):
-                    yield child
-            else:
-                yield from visit(child)
-
-    return list(dict.fromkeys(visit(root)))
-
-
-def split_unit(
-    modules: tuple[nn.Module, ...],
-    budget: int,
-    others: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    mp_policy: Any,
-    ranks: int,
-) -> list[tuple[nn.Module, ...]]:
-    """Splits a unit into units of at most ``budget`` bytes, without the ``others`` inside it.
-
-    Returns an empty list if the unit is small enough.
-    """
-    taken = {p for module in others for p in module.parameters()}
-    size_of = _SizeCounter(ignored_params | taken, mp_policy, ranks)
-    if size_of({p for module in modules for p in module.parameters()}) <= budget:
-        return []
-    return [unit for module in modules for unit in split_by_budget(module, budget, others, size_of)]
-
-
-def _find_repeated(
-    module: nn.Module,
-    ignored_modules: set[nn.Module],
-    search: Callable[[list[nn.Module]], set[nn.Module]],
-) -> set[nn.Module]:
-    children = [
-        child
-        for child in module.children()
-        if child not in ignored_modules and any(True for _ in child.parameters())
-    ]
-    blocks = search(children) if isinstance(module, (nn.ModuleList, nn.Sequential)) else set()
-    repeated = set(blocks)
-    for child in children:
-        if child not in blocks and not _is_sealed(child):
-            repeated |= _find_repeated(child, ignored_modules, search)
-    return repeated
-
-
-def _list_composites(modules: list[nn.Module]) -> list[nn.Module]:
-    return [m for m in modules if not is_bare_container(m) and any(True for _ in m.children())]
-
-
-def _find_same_structure(modules: list[nn.Module]) -> set[nn.Module]:
-    counts = Counter((type(m), _get_signature(m)) for m in _list_composites(modules))
-    classes = {kind for (kind, _), count in counts.items() if count > 1}
-    return {module for module in _list_composites(modules) if type(module) in classes}
-
-
-def _get_signature(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
-    return tuple((name, param.shape) for name, param in module.named_parameters())
-
-
-def _find_same_class(modules: list[nn.Module]) -> set[nn.Module]:
-    counts = Counter(type(module) for module in _list_composites(modules))
-    return {module for module in _list_composites(modules) if counts[type(module)] > 1}
-
-
-def _find_same_leaf(modules: list[nn.Module]) -> set[nn.Module]:
-    leaves = [m for m in modules if not any(True for _ in m.children())]
-    counts = Counter(type(module) for module in leaves)
-    return {module for module in leaves if counts[type(module)] > 1}
-
-
-def _is_sealed(module: nn.Module) -> bool:
-    """Whether the module's forward uses its children's parameters without calling the children."""
-    return isinstance(module, nn.MultiheadAttention) or is_parametrized(module)
-
-
-# ---- bytes
-
-
-@dataclasses.dataclass
-class _SizeCounter:
-    """Computes the gathered bytes of parameters: in the compute dtype, padded for all ranks."""
-
-    ignored_params: set[nn.Parameter]
-    mp_policy: Any = None
-    ranks: int = 1
-
-    def __call__(self, params: Iterable[nn.Parameter]) -> int:
-        dtype: torch.dtype | None = getattr(self.mp_policy, "param_dtype", None)
-        total = 0
-        for param in params:
-            if param not in self.ignored_params:
-                computed = dtype if dtype and param.is_floating_point() else param.dtype
-                total += count_padded_elements(param, self.ranks) * computed.itemsize
-        return total
-
-
-def count_padded_elements(param: nn.Parameter, ranks: int) -> int:
-    """Returns the elements of a parameter with padding, so that all ranks have equal rows."""
-    rows = param.size(0) if param.ndim else 1
-    return -(-rows // ranks) * ranks * (param.numel() // max(rows, 1))
-
-
-@dataclasses.dataclass
-class _UnitCandidate:
-    """Neighboring modules that may become one unit, and the bytes that this unit would gather."""
-
-    size: int
-    modules: tuple[nn.Module, ...]
-
-
-def split_by_budget(
-    root: nn.Module,
-    budget: int,
-    ignored_modules: set[nn.Module],
-    size_of: Callable[[Iterable[nn.Parameter]], int],
-) -> list[tuple[nn.Module, ...]]:
-    """Returns units of at most ``budget`` bytes, as few and as large as the module tree allows.
-
-    A module that fits is not split. For a larger module, the largest children become units until
-    the rest fits. Neighbors in a ``ModuleList`` or ``Sequential`` are combined while they fit. A
-    unit exceeds ``budget`` only if one module's own parameters do.
-
-    Raises:
-        ValueError: ``budget`` is not positive.
-    """
-    if budget <= 0:
-        raise ValueError(f"auto_shard expects a positive number of bytes, not {budget}")
-    units: list[tuple[nn.Module, ...]] = []
-
-    def shrink(module: nn.Module) -> int:
-        """Makes units from parts of the module until the rest fits; returns the rest's bytes."""
-        total = size_of(module.parameters())
-        if total <= budget or _is_sealed(module):
-            return total
-        rest, parts = parts_of(module)
-        rest += sum(part.size for part in parts)
-        for part in sorted(parts, key=lambda part: -part.size):
-            if rest <= budget:
-                break
-            units.append(part.modules)
-            rest -= part.size
-        return rest
-
-    def parts_of(module: nn.Module) -> tuple[int, list[_UnitCandidate]]:
-        """Returns the bytes of the module's own parameters, and the parts that may become units."""
-        own = size_of(module.parameters(recurse=False))
-        parts: list[_UnitCandidate] = []
-        for child in module.children():
-            if child in ignored_modules:
-                continue
-            if is_bare_container(child):
-                more, inside = parts_of(child)
-                own += more
-                parts += inside
-            else:
-                rest = shrink(child)
-                if rest > 0:
-                    parts.append(_UnitCandidate(rest, (child,)))
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            parts = _join_neighbors(parts, budget)
-        return own, parts
-
-    shrink(root)
-    return units
-
-
-def _join_neighbors(parts: list[_UnitCandidate], budget: int) -> list[_UnitCandidate]:
-    """Combines neighbors while they fit into ``budget``."""
-    runs: list[_UnitCandidate] = []
-    for part in parts:
-        if runs and runs[-1].size + part.size <= budget:
-            runs[-1] = _UnitCandidate(runs[-1].size + part.size, runs[-1].modules + part.modules)
-        else:
-            runs.append(part)
-    return runs

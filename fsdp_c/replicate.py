@@ -153,15 +153,17 @@ def replicate(
     ignored = set(ignored_params or ())
     for ignored_module in ignored_modules or ():
         ignored.update(ignored_module.parameters())
-    policies, undo = (mp_policy, offload_policy), Transaction()
-    units = MeshArguments(mesh_info, None, None, None)
+    policies, transaction = (mp_policy, offload_policy), Transaction()
+    meshes = MeshArguments(mesh_info, None, None, None)
     try:
-        state = shard_modules(_API, module, units, device, policies, ignored or None, False, undo)
+        state = shard_modules(
+            _API, module, meshes, device, policies, ignored or None, False, transaction
+        )
         for group in state._fsdp_param_groups:
             group._bucket_bytes = limit
         return module  # inside the try: a signal handler may raise before the return
     except BaseException:
-        undo.run()
+        transaction.rollback()
         raise
 
 

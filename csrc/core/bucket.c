@@ -5,6 +5,7 @@
  * This file uses no stream. In an eager backward its functions run in autograd's thread. */
 #include "bucket.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,12 +15,14 @@
 enum { IN_FLIGHT = 2 };
 
 void fc_bucket_init(fc_buckets *b, fc_group_base *base) {
+    assert(base != NULL);
     memset(b, 0, sizeof *b);
     b->base = base;
     b->limit = FC_BUCKET_LIMIT;
 }
 
 void fc_bucket_fini(fc_buckets *b) {
+    assert(b->count == 0 || b->items != NULL);
     for (size_t i = 0; i < b->base->count; i++) {
         fc_param *p = b->base->params[i];
         if (p->buckets == b) {
@@ -33,12 +36,22 @@ void fc_bucket_fini(fc_buckets *b) {
 }
 
 void fc_bucket_set_limit(fc_buckets *b, int64_t limit) {
+    assert(b->base != NULL);
     b->limit = limit;
     fc_bucket_invalidate(b);
 }
 
 void fc_bucket_invalidate(fc_buckets *b) {
+    assert(b->base != NULL);
     b->mode = FC_BUCKETS_STALE;
+}
+
+void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype) {
+    assert(p->buckets == NULL || p->buckets->base != NULL);
+    if (p->buckets != NULL && p->reduce_dtype != dtype) {
+        fc_bucket_invalidate(p->buckets);
+    }
+    p->reduce_dtype = dtype;
 }
 
 bool fc_bucket_several(const fc_buckets *b) {
@@ -78,6 +91,7 @@ static size_t assign_buckets(const fc_group_base *base, int64_t limit, fc_bucket
 }
 
 fc_status fc_bucket_cut(fc_buckets *b) {
+    assert(b->mode == FC_BUCKETS_STALE || b->items != NULL);
     if (b->mode != FC_BUCKETS_STALE || b->limit <= 0) {
         return FC_OK;
     }
@@ -88,6 +102,9 @@ fc_status fc_bucket_cut(fc_buckets *b) {
     free(b->items);
     b->items = items;
     b->count = assign_buckets(b->base, b->limit, items);
+    for (size_t i = 0; i < b->base->count; i++) {
+        b->base->params[i]->buckets = b;
+    }
     b->mode = FC_BUCKETS_READY;
     return fc_process_group_register_users(&b->base->replicate, b->count > 0 ? b->count - 1 : 0);
 }
@@ -98,13 +115,13 @@ static bool can_reduce_early(const fc_buckets *b) {
 }
 
 fc_status fc_bucket_subscribe(fc_buckets *b) {
+    assert(b->base->callbacks->grad_arrived != NULL);
     fc_status status = FC_OK;
     const fc_group_base *base = b->base;
     FC_TRY(fc_bucket_cut(b));
     for (size_t i = 0; can_reduce_early(b) && i < base->count; i++) {
         fc_param *p = base->params[i];
         const fct_hook hook = {.owner = p->owner, .call = base->callbacks->grad_arrived};
-        p->buckets = b;
         if (p->subscription == NULL && p->unsharded != NULL &&
             fct_tensor_requires_grad(p->unsharded)) {
             FC_TRY_RAISED(fct_autograd_subscribe(p->unsharded, &hook, &p->subscription));
@@ -117,6 +134,7 @@ done:
 /* ---- backward ---- */
 
 void fc_bucket_begin(fc_buckets *b, bool eager) {
+    assert(b->count == 0 || b->items != NULL);
     const fc_group_base *base = b->base;
     fc_bucket_end(b);
     b->next = 0;
@@ -139,6 +157,7 @@ bool fc_bucket_arrived(fc_param *p) {
     if (b == NULL || b->mode != FC_BUCKETS_EAGER) {
         return false;
     }
+    assert(p->bucket < b->count && b->next <= b->count);
     if (!p->awaited) {
         b->mode = p->bucket < b->next ? FC_BUCKETS_LATE : b->mode;
         return false;
@@ -149,6 +168,7 @@ bool fc_bucket_arrived(fc_param *p) {
 }
 
 bool fc_bucket_next(fc_buckets *b, fc_span *span) {
+    assert(b->mode != FC_BUCKETS_EAGER || b->next <= b->count);
     if (b->mode != FC_BUCKETS_EAGER || b->next == b->count || b->items[b->next].awaited > 0) {
         return false;
     }
@@ -157,6 +177,7 @@ bool fc_bucket_next(fc_buckets *b, fc_span *span) {
 }
 
 void fc_bucket_end(fc_buckets *b) {
+    assert(b->mode != FC_BUCKETS_EAGER || b->next <= b->count);
     if (b->mode == FC_BUCKETS_EAGER) {
         b->mode = FC_BUCKETS_READY;
     }

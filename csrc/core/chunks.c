@@ -5,7 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/tensor.h"
+
 fc_status fc_chunks_begin(fc_chunks *c, size_t count) {
+    assert(c->count <= c->capacity);
     fc_chunks_drop(c);
     if (count <= c->capacity) {
         return FC_OK;
@@ -26,12 +29,14 @@ void fc_chunks_add(fc_chunks *c, fct_tensor *tensor) {
 }
 
 void fc_chunks_drop(fc_chunks *c) {
+    assert(c->count <= c->capacity);
     while (c->count > 0) {
         fct_tensor_release(c->tensors[--c->count]);
     }
 }
 
 void fc_chunks_fini(fc_chunks *c) {
+    assert(c->count <= c->capacity);
     fc_chunks_drop(c);
     free((void *)c->tensors);
     memset(c, 0, sizeof *c);

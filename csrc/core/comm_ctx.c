@@ -11,7 +11,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/error.h"
+#include "../bridge/tensor.h"
+
 void fc_comm_init(fc_comm_ctx *c, fct_device device) {
+    assert(device.type >= 0 && device.index >= -1);
     memset(c, 0, sizeof *c);
     c->device = device;
     c->has_streams = fct_device_has_streams(device);
@@ -19,6 +23,7 @@ void fc_comm_init(fc_comm_ctx *c, fct_device device) {
 }
 
 fc_status fc_comm_init_streams(fc_comm_ctx *c) {
+    assert(c->has_streams || !c->streams_ready);
     fc_status status = FC_OK;
     if (c->streams_ready || !c->has_streams) {
         return FC_OK;
@@ -65,6 +70,7 @@ void fc_comm_fini(fc_comm_ctx *c) {
 }
 
 fc_status fc_comm_get_event(fc_comm_ctx *c, fct_event **out) {
+    assert(c->has_streams);
     if (c->free_event_count > 0) {
         *out = c->free_events[--c->free_event_count];
     } else if (fct_event_new(c->device, out) != 0) {
@@ -78,6 +84,7 @@ void fc_comm_put_event(fc_comm_ctx *c, fct_event *e) {
     if (e == NULL) {
         return;
     }
+    assert(c->events_out > 0);
     c->events_out--;
     if (fct_event_unshare(e)) {
         return;
@@ -96,11 +103,13 @@ void fc_comm_put_event(fc_comm_ctx *c, fct_event *e) {
 }
 
 void fc_comm_transfer_event(fc_comm_ctx *from, fc_comm_ctx *to) {
+    assert(from != to && from->events_out > 0);
     from->events_out--;
     to->events_out++;
 }
 
 fc_status fc_comm_record(fc_comm_ctx *c, fct_stream s, fct_event **out) {
+    assert(c->has_streams);
     fc_status status = FC_OK;
     fct_event *e = NULL;
     FC_TRY(fc_comm_get_event(c, &e));
@@ -113,6 +122,7 @@ done:
 }
 
 fc_status fc_comm_record_into(fc_comm_ctx *c, fct_stream s, fct_event **slot) {
+    assert(c->has_streams);
     fct_event *event = NULL;
     fc_status status = fc_comm_record(c, s, &event);
     if (status == FC_OK) {
@@ -123,6 +133,7 @@ fc_status fc_comm_record_into(fc_comm_ctx *c, fct_stream s, fct_event **slot) {
 }
 
 void fc_comm_share_event(fc_comm_ctx *c, fct_event *e, fct_event **slot) {
+    assert(e != NULL && c->events_out > 0);
     fct_event *before = *slot;
     fct_event_share(e);
     c->events_out++;
@@ -131,6 +142,7 @@ void fc_comm_share_event(fc_comm_ctx *c, fct_event *e, fct_event **slot) {
 }
 
 fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot) {
+    assert(*slot == NULL || c->events_out > 0);
     if (*slot == NULL) {
         return FC_OK;
     }
@@ -143,6 +155,7 @@ fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot) {
 }
 
 fc_status fc_comm_order_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other) {
+    assert(c->has_streams);
     fc_status status = FC_OK;
     fct_event *e = NULL;
     FC_TRY(fc_comm_record(c, other, &e));
@@ -153,12 +166,14 @@ done:
 }
 
 void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other) {
+    assert(c->has_streams);
     void *error = fct_error_set_aside();
     (void)!fc_comm_order_streams(c, waiter, other);
     fct_error_put_back(error);
 }
 
 fc_status fc_comm_quiesce(fc_comm_ctx *c) {
+    assert(c->has_streams || !c->streams_ready);
     fc_status status = FC_OK;
     if (!c->streams_ready) {
         return FC_OK;
@@ -177,6 +192,7 @@ done:
 }
 
 fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e) {
+    assert(e == NULL || c->has_streams);
     if (!c->streams_ready || e == NULL) {
         return FC_OK;
     }
@@ -185,6 +201,7 @@ fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e) {
 
 /* Another thread may have kept a buffer since the last release. That buffer is released here. */
 void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied) {
+    assert(copied != NULL && c->has_streams);
     void *error = fct_error_set_aside();
     if (fc_comm_release_kept(c) != FC_OK) {
         release_kept(c, &c->kept);
@@ -195,6 +212,7 @@ void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied) 
 }
 
 fc_status fc_comm_release_kept(fc_comm_ctx *c) {
+    assert(c->kept.buffer == NULL || c->kept.copied != NULL);
     fc_status status = FC_OK;
     if (c->kept.buffer == NULL) {
         return FC_OK;
@@ -206,6 +224,7 @@ done:
 }
 
 fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done) {
+    assert(row != NULL && done != NULL && c->streams_ready);
     fc_kept_gather oldest = c->kept_rows[0];
     if (oldest.copied != NULL && fct_event_wait(oldest.copied, c->reduce_stream) != 0) {
         fc_comm_put_event(c, done);
@@ -218,6 +237,7 @@ fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done) {
 }
 
 fc_status fc_comm_release_rows(fc_comm_ctx *c) {
+    assert(c->streams_ready || c->kept_rows[1].buffer == NULL);
     for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
         fc_kept_gather *kept = &c->kept_rows[i];
         if (kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0) {
@@ -246,6 +266,7 @@ fc_status fc_comm_check(fc_comm_ctx *c) {
 }
 
 void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fct_tensor *second) {
+    assert(c->max_reductions > 0);
     fc_deferred_release *record = NULL;
     if (work != NULL && !fct_work_done(work)) {
         record = (fc_deferred_release *)malloc(sizeof *record);
@@ -264,6 +285,7 @@ void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fc
 }
 
 void fc_comm_collect(fc_comm_ctx *c) {
+    assert(c->max_reductions > 0);
     fc_deferred_release **slot = &c->deferred;
     while (*slot != NULL) {
         fc_deferred_release *record = *slot;

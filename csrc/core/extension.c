@@ -2,8 +2,11 @@
  * allocated and freed on the device's current stream. */
 #include "extension.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "../bridge/tensor.h"
 
 /* ---- lists ---- */
 
@@ -55,15 +58,18 @@ static fc_status replace(fc_kept_tensor **list, size_t *count, fct_tensor *const
 }
 
 void fc_extension_forget_outputs(fc_extension *e) {
+    assert((e->outputs == NULL) == (e->output_count == 0));
     release(&e->outputs, &e->output_count);
 }
 
 void fc_extension_forget(fc_extension *e) {
+    assert((e->inner == NULL) == (e->inner_count == 0));
     fc_extension_forget_outputs(e);
     release(&e->inner, &e->inner_count);
 }
 
 void fc_extension_fini(fc_extension *e) {
+    assert((e->inputs == NULL) == (e->input_count == 0));
     fc_extension_drop_inputs(e);
     free(e->inputs);
     fc_extension_forget(e);
@@ -71,6 +77,7 @@ void fc_extension_fini(fc_extension *e) {
 }
 
 fc_status fc_extension_set_inputs(fc_extension *e, fct_tensor *const *inputs, size_t count) {
+    assert(count == 0 || inputs != NULL);
     fc_extension_drop_inputs(e);
     if (count != e->input_count) {
         fc_input *made = count > 0 ? (fc_input *)calloc(count, sizeof *made) : NULL;
@@ -91,6 +98,7 @@ fc_status fc_extension_set_inputs(fc_extension *e, fct_tensor *const *inputs, si
 }
 
 void fc_extension_drop_inputs(fc_extension *e) {
+    assert((e->inputs == NULL) == (e->input_count == 0));
     for (size_t i = 0; i < e->input_count; i++) {
         fct_tensor_release(e->inputs[i].tensor);
         e->inputs[i].tensor = NULL;
@@ -98,10 +106,12 @@ void fc_extension_drop_inputs(fc_extension *e) {
 }
 
 fc_status fc_extension_set_outputs(fc_extension *e, fct_tensor *const *outputs, size_t count) {
+    assert(count == 0 || outputs != NULL);
     return replace(&e->outputs, &e->output_count, outputs, count);
 }
 
 fc_status fc_extension_set_inner(fc_extension *e, fct_tensor *const *inner, size_t count) {
+    assert(count == 0 || inner != NULL);
     return replace(&e->inner, &e->inner_count, inner, count);
 }
 
@@ -164,6 +174,7 @@ static fc_status alloc(const fc_kept_tensor *kept) {
 
 fc_status fc_extension_alloc(fc_extension *e, int64_t world, fct_device device, const char *name,
                              fc_error *err) {
+    assert(world > 0);
     fc_status status = FC_OK;
     FC_TRY(match_count(e, name, err));
     for (size_t i = 0; i < e->input_count; i++) {
@@ -206,6 +217,7 @@ static void free_all(const fc_kept_tensor *list, size_t count) {
 }
 
 void fc_extension_free(fc_extension *e) {
+    assert((e->outputs == NULL) == (e->output_count == 0));
     free_all(e->outputs, e->output_count);
     free_all(e->inner, e->inner_count);
 }

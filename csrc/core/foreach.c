@@ -7,6 +7,7 @@
  * copied in this way, without a split. */
 #include "foreach.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,6 +22,7 @@ static void clear(fc_foreach *f) {
 }
 
 void fc_foreach_fini(fc_foreach *f) {
+    assert(f->count <= f->capacity);
     clear(f);
     free((void *)f->dst); /* one block holds all three arrays */
     memset(f, 0, sizeof *f);
@@ -171,6 +173,7 @@ done:
 
 fc_status fc_foreach_pack(fc_foreach *f, const fc_gather_plan *plan, fc_param *const *params,
                           const fct_tensor *buffer, int64_t start, fc_error *err) {
+    assert(plan->valid && !plan->chunks.split && start >= 0);
     fc_status status = FC_OK;
     FC_TRY(reserve(f, plan->count));
     for (size_t i = 0; i < plan->count; i++) {
@@ -292,6 +295,7 @@ done:
 
 fc_status fc_foreach_unpack(fc_foreach *f, const fc_gather_plan *plan, fc_param *const *params,
                             const fct_tensor *buffer, int64_t start, fct_device device) {
+    assert(plan->valid && !plan->chunks.split && start >= 0);
     fc_status status = FC_OK;
     size_t whole = 0;
     size_t cut = 0;
@@ -445,6 +449,7 @@ done:
 
 fc_status fc_foreach_pack_gradients(fc_foreach *f, const fc_reduce_plan *plan, int64_t world,
                                     const fct_tensor *buffer, int64_t start, fct_device device) {
+    assert(plan->count <= plan->capacity && world > 0 && start >= 0);
     fc_status status = FC_OK;
     distribution d = {.temporary = NULL};
     if (plan->count == 0 || plan->row_numel == 0) {

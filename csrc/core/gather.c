@@ -5,16 +5,19 @@
  * gather streams wait for its copy-out. */
 #include "gather.h"
 
+#include <assert.h>
 #include <string.h>
 
 /* ---- life ---- */
 
 void fc_gather_init(fc_gather *a, fc_group_base *base) {
+    assert(base != NULL && base->callbacks != NULL);
     memset(a, 0, sizeof *a);
     a->base = base;
 }
 
 void fc_gather_forget_event(fc_gather *a) {
+    assert(a->resharded == NULL || a->base->comm != NULL);
     if (a->base->comm != NULL) {
         fc_comm_put_event(a->base->comm, a->resharded);
     }
@@ -22,6 +25,7 @@ void fc_gather_forget_event(fc_gather *a) {
 }
 
 void fc_gather_fini(fc_gather *a) {
+    assert(a->pending.active || a->pending.work == NULL);
     fc_gather_abandon(a);
     fc_gather_forget_event(a);
     fc_gather_plan_fini(&a->plan);
@@ -32,6 +36,7 @@ void fc_gather_fini(fc_gather *a) {
 }
 
 void fc_gather_invalidate(fc_gather *a) {
+    assert(a->base != NULL);
     a->plan.valid = false;
     a->post_forward_plan.valid = false;
 }
@@ -56,6 +61,7 @@ static void clear_pending(fc_gather *a) {
 }
 
 void fc_gather_abandon(fc_gather *a) {
+    assert(a->pending.active || a->pending.work == NULL);
     fc_group_base *base = a->base;
     if (a->pending.active && base->comm != NULL && base->comm->streams_ready) {
         fct_stream current = fct_stream_current(base->device);
@@ -70,12 +76,14 @@ fc_status fc_gather_can_free(const fc_gather *a) {
 }
 
 void fc_gather_free(fc_gather *a) {
+    assert(a->base->count == 0 || a->base->params != NULL);
     if (!a->keep_storage) {
         fc_unsharded_free(a->base);
     }
 }
 
 fc_status fc_gather_refresh_replaced_shards(fc_gather *a) {
+    assert(a->base->comm != NULL);
     const fc_group_base *base = a->base;
     for (size_t i = 0; base->callbacks->refresh_shard != NULL && i < base->count; i++) {
         if (base->callbacks->refresh_shard(base->params[i]->owner) != 0) {
@@ -178,12 +186,12 @@ static fc_status view_own_row(const fc_pending_gather *pending, fct_tensor **row
 }
 
 /* Decides whether large parameters get their own chunks. Conditions: some are large enough, the
- * transport supports chunks, and addresses may change. The process group's allocator provides only
- * one buffer. */
+ * process group takes chunks, and addresses may change. Devices with streams, and the process
+ * group's allocator, use one buffer. */
 static fc_status choose_split(const fc_gather *a, fc_pending_gather *pending) {
     const fc_group_base *base = a->base;
     fc_status status = FC_OK;
-    bool packed = base->device.type != FCT_DEVICE_CPU || !fc_gather_plan_can_split(pending->plan) ||
+    bool packed = base->comm->has_streams || !fc_gather_plan_can_split(pending->plan) ||
                   a->keep_storage || fck_backend_of(base->device.type) == NULL;
     pending->split = false;
     if (!packed) {
@@ -315,17 +323,18 @@ static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,
 bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward) {
     fc_process_group *pg = select_process_group(a, post_forward);
     const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
-    /* The process group may serve other device types as well. */
-    const bool by_processors = a->base->device.type == FCT_DEVICE_CPU;
-    return by_processors && pg->world > 1 && plan->valid && !plan->extended &&
+    /* The process group may serve other device types too. With streams, devices copy the rows. */
+    return !a->base->comm->has_streams && pg->world > 1 && plan->valid && !plan->extended &&
            fc_process_group_is_cpu_bound(pg, plan->row_bytes);
 }
 
-static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc_stream_mode mode) {
+fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_stream_mode mode) {
+    assert(!a->pending.active && mode <= FC_STREAM_DEFERRED);
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
     fc_pending_gather pending = {.active = true, .async_op = async_op};
     void *range = NULL;
+    void *pause = fct_functorch_pause(); /* transforms must not wrap the new tensors */
     const bool overlaps = base->comm->streams_ready && !async_op && mode != FC_STREAM_DIRECT;
     if (fc_group_base_uses_fallback(base, FC_FALLBACK_GATHER)) {
         range = fc_group_base_enter_range(base, "all_gather");
@@ -364,13 +373,6 @@ done:
         drop_inputs(base);
     }
     fct_profile_exit(range);
-    return status;
-}
-
-/* Tensors that are created here must not be wrapped by functorch's transforms. */
-fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_stream_mode mode) {
-    void *pause = fct_functorch_pause();
-    fc_status status = start_gather(a, post_forward, async_op, mode);
     fct_functorch_resume(pause);
     return status;
 }
@@ -378,6 +380,7 @@ fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_str
 /* ---- wait and copy out ---- */
 
 fc_status fc_gather_await(fc_gather *a) {
+    assert(a->pending.active);
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
     if (a->pending.done != NULL) {
@@ -451,6 +454,7 @@ static void undo_copy_out(fc_gather *a) {
 }
 
 fc_status fc_gather_copy_out(fc_gather *a) {
+    assert(a->pending.active && a->pending.work == NULL);
     fc_status status = FC_OK;
     void *pause = fct_functorch_pause();
     FC_TRY(fill_unsharded(a));
@@ -464,6 +468,7 @@ done:
 }
 
 fc_status fc_gather_end_copy_out(fc_gather *a, fc_stream_mode mode, fct_event **copied) {
+    assert(mode <= FC_STREAM_DEFERRED && *copied == NULL);
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
     fct_event *end = NULL;
@@ -483,6 +488,7 @@ done:
 }
 
 void fc_gather_complete(fc_gather *a, fct_event *copied) {
+    assert(copied == NULL || a->base->comm->has_streams);
     if (copied != NULL) {
         fc_comm_keep_gather(a->base->comm, a->pending.buffer, copied);
         a->pending.buffer = NULL;
@@ -492,6 +498,7 @@ void fc_gather_complete(fc_gather *a, fct_event *copied) {
 }
 
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
+    assert(copied == NULL || a->base->comm->has_streams);
     fc_comm_put_event(a->base->comm, copied);
     undo_copy_out(a);
     if (a->pending.uses_fallback) {
@@ -502,6 +509,7 @@ void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
 /* ---- shards of the smaller group ---- */
 
 fc_status fc_gather_keep_post_forward(fc_gather *a) {
+    assert(a->base->post_forward.name != NULL);
     fc_status status = FC_OK;
     fc_group_base *base = a->base;
     for (size_t i = 0; i < base->count; i++) {
@@ -517,6 +525,7 @@ done:
 }
 
 void fc_gather_drop_post_forward(fc_gather *a) {
+    assert(a->base->count == 0 || a->base->params != NULL);
     const fc_group_base *base = a->base;
     for (size_t i = 0; i < base->count; i++) {
         (void)base->callbacks->make_post_forward(base->params[i]->owner, NULL);

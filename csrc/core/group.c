@@ -6,11 +6,14 @@
  * that it calls. */
 #include "group.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/error.h"
 #include "reduction.h"
+#include "registration.h"
 
 const fc_transitions fc_group_transitions = {
     .unshard = fc_group_unshard,
@@ -23,11 +26,51 @@ const fc_transitions fc_group_transitions = {
     .backward_prefetch = fc_group_backward_prefetch,
 };
 
+/* ---- invariants ---- */
+
+/* Checks the invariants that also hold at the end of a backward, between the collection of
+ * gradients and their reduction. */
+static fc_status check_registration_and_memory(fc_group *g) {
+    fc_status status = FC_OK;
+    FC_TRY(g->registration_dirty ? FC_OK : fc_registration_check(&g->base, g->sharded_state));
+    FC_TRY(fc_gather_check(&g->gather, g->sharded_state == FC_UNSHARDED));
+    FC_TRY(fc_bucket_check(&g->buckets));
+    FC_TRY(fc_reduction_check(g->base.comm));
+    FC_TRY(fc_comm_check(g->base.comm));
+done:
+    return status;
+}
+
+fc_status fc_group_check(fc_group *g) {
+    fc_status status = FC_OK;
+    FC_TRY(check_registration_and_memory(g));
+    FC_TRY(fc_reduce_check(&g->reducer));
+done:
+    return status;
+}
+
+/* Last step of a transition, also of one that returns early or fails. Debug builds abort if `check`
+ * fails; the status is passed through. A group without a context has run no transition. */
+static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g), fc_status status) {
+#ifndef NDEBUG
+    if (g->base.comm != NULL && check(g) != FC_OK) {
+        (void)fprintf(stderr, "fsdp_c: invariant broken in group '%s': %s\n",
+                      g->base.name != NULL ? g->base.name : "?", g->base.comm->error.message);
+        abort();
+    }
+#else
+    (void)g;
+    (void)check;
+#endif
+    return status;
+}
+
 /* ---- life ---- */
 
 void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
                    fc_param **params, size_t count, fct_device device, int64_t world,
                    int64_t rank) {
+    assert(callbacks != NULL && (count == 0 || params != NULL));
     memset(g, 0, sizeof *g);
     g->ops = &fc_group_transitions;
     fc_group_base_init(&g->base, owner, callbacks, comm, params, count, device, world, rank);
@@ -44,6 +87,7 @@ void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_c
 }
 
 void fc_group_fini(fc_group *g) {
+    assert(g->ops != NULL || g->base.params == NULL);
     fc_comm_ctx *comm = g->base.comm;
     if (g->ops == NULL) {
         return;
@@ -61,6 +105,7 @@ void fc_group_fini(fc_group *g) {
 }
 
 fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
+    assert(fc_group_is_initialized(g));
     fc_comm_ctx *before = g->base.comm;
     if (before == comm) {
         return FC_OK;
@@ -80,99 +125,20 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
     }
     g->post_forward_indices.count = 0;
     g->base.comm = comm;
-    return FC_OK;
+    return verify_transition(g, check_registration_and_memory, FC_OK);
 }
 
 void fc_group_invalidate(fc_group *g) {
+    assert(fc_group_is_initialized(g));
     fc_gather_invalidate(&g->gather);
     fc_bucket_invalidate(&g->buckets);
 }
 
-/* ---- invariants ---- */
-
-/* Checks that every parameter has the group's sharded state, unless the group is known to be
- * registration_dirty. */
-static fc_status check_registration(fc_group *g) {
-    for (size_t i = 0; i < g->base.count; i++) {
-        const fc_param *p = g->base.params[i];
-        if (!g->registration_dirty && p->registered_state != g->sharded_state) {
-            return fc_error_set(&g->base.comm->error, FC_ESTATE,
-                                "parameter %zu has sharded state %d in a group of sharded state %d",
-                                i, (int)p->registered_state, (int)g->sharded_state);
-        }
-    }
-    return FC_OK;
-}
-
-/* Checks the invariants that also hold at the end of a backward, between the collection of
- * gradients and their reduction. */
-static fc_status check_registration_and_memory(fc_group *g) {
-    fc_status status = FC_OK;
-    FC_TRY(check_registration(g));
-    FC_TRY(fc_gather_check(&g->gather, g->sharded_state == FC_UNSHARDED));
-    FC_TRY(fc_bucket_check(&g->buckets));
-    FC_TRY(fc_reduction_check(g->base.comm));
-    FC_TRY(fc_comm_check(g->base.comm));
-done:
-    return status;
-}
-
-fc_status fc_group_check(fc_group *g) {
-    fc_status status = FC_OK;
-    FC_TRY(check_registration_and_memory(g));
-    FC_TRY(fc_reduce_check(&g->reducer));
-done:
-    return status;
-}
-
-/* Last step of a transition. Debug builds abort if `check` fails; the status is passed through. */
-static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g), fc_status status) {
-#ifndef NDEBUG
-    if (check(g) != FC_OK) {
-        (void)fprintf(stderr, "fsdp_c: invariant broken in group '%s': %s\n",
-                      g->base.name != NULL ? g->base.name : "?", g->base.comm->error.message);
-        abort();
-    }
-#else
-    (void)g;
-    (void)check;
-#endif
-    return status;
-}
-
 /* ---- sharded state ---- */
 
-static int swap_one(fc_group *g, size_t i, fc_sharded_state state,
-                    int (*swap)(void *param, fc_sharded_state state)) {
-    fc_param *p = g->base.params[i];
-    int failed = swap(p->owner, state);
-    p->registered_state = failed ? (fc_sharded_state)0 : state;
-    return failed;
-}
-
-/* Registers the parameters of one state on all modules. On failure it restores the group's own
- * state, also if an earlier failure had left it half registered. A failed restore sets
- * `registration_dirty`. */
+/* Registers the parameters of one state on all modules, or restores those of the group's state. */
 static fc_status swap_all(fc_group *g, fc_sharded_state state) {
-    fc_sharded_state own = g->sharded_state;
-    const fc_callbacks *callbacks = g->base.callbacks;
-    bool by_method = fc_group_base_uses_fallback(&g->base, FC_FALLBACK_SWAP);
-    for (size_t i = 0; i < g->base.count; i++) {
-        if (swap_one(g, i, state, by_method ? callbacks->swap_by_method : callbacks->swap) == 0) {
-            continue;
-        }
-        void *error = fct_error_set_aside();
-        size_t changed = g->registration_dirty ? g->base.count : i + 1;
-        bool restored = own != state;
-        while (own != state && changed-- > 0) {
-            restored = swap_one(g, changed, own, callbacks->swap) == 0 && restored;
-        }
-        g->registration_dirty = !restored;
-        fct_error_put_back(error);
-        return FC_ERAISED;
-    }
-    g->registration_dirty = false;
-    return FC_OK;
+    return fc_registration_swap(&g->base, g->sharded_state, state, &g->registration_dirty);
 }
 
 /* Registers the parameters of the group's state again after a failed rollback. */
@@ -193,9 +159,11 @@ static void drop_post_forward_shards(fc_group *g) {
 }
 
 fc_status fc_group_to_sharded(fc_group *g) {
+    assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
     if (g->sharded_state == FC_SHARDED) {
-        return repair_registration(g);
+        status = repair_registration(g);
+        goto done;
     }
     FC_TRY(copy_requires_grad(g));
     FC_TRY(swap_all(g, FC_SHARDED));
@@ -207,16 +175,20 @@ done:
 }
 
 void fc_group_set_keep_storage(fc_group *g, bool keep) {
+    assert(fc_group_is_initialized(g));
     g->gather.keep_storage = keep;
     if (g->sharded_state != FC_UNSHARDED) {
         fc_gather_free(&g->gather);
     }
+    (void)verify_transition(g, check_registration_and_memory, FC_OK);
 }
 
 fc_status fc_group_to_unsharded(fc_group *g) {
+    assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
     if (g->sharded_state == FC_UNSHARDED) {
-        return repair_registration(g);
+        status = repair_registration(g);
+        goto done;
     }
     FC_TRY(fc_unsharded_adopt(&g->base));
     FC_TRY(swap_all(g, FC_UNSHARDED));
@@ -229,9 +201,10 @@ done:
 }
 
 fc_status fc_group_to_sharded_post_forward(fc_group *g) {
+    assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
     if (g->sharded_state != FC_UNSHARDED) {
-        return FC_OK;
+        return verify_transition(g, check_registration_and_memory, status);
     }
     if (g->base.post_forward.name == NULL) {
         return fc_error_set(&g->base.comm->error, FC_ESTATE,
@@ -252,35 +225,32 @@ done:
 }
 
 fc_status fc_group_reshard(fc_group *g) {
+    assert(fc_group_is_ready(g));
     bool in_forward = g->training_state == FC_FORWARD;
+    fc_status status = FC_OK;
     if (in_forward && !g->settings.reshard_after_forward) {
-        return FC_OK;
+        goto done;
     }
-    fc_status status = fc_gather_can_free(&g->gather);
-    if (status != FC_OK) {
-        return status;
-    }
-    return in_forward && g->base.post_forward.name != NULL ? fc_group_to_sharded_post_forward(g)
-                                                           : g->ops->to_sharded(g);
+    FC_TRY(fc_gather_can_free(&g->gather));
+    FC_TRY(in_forward && g->base.post_forward.name != NULL ? fc_group_to_sharded_post_forward(g)
+                                                           : g->ops->to_sharded(g));
+done:
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 /* ---- unshard ---- */
 
 /* Only in forward does the copy-in of the next group overlap with the copy-out of this one. */
 static fc_stream_mode stream_mode_for_pass(fc_training_state pass) {
-    switch (pass) {
-    case FC_FORWARD:
+    if (pass == FC_FORWARD) {
         return FC_STREAM_DEFERRED;
-    case FC_PRE_BACKWARD:
-        return FC_STREAM_OVERLAP;
-    default:
-        return FC_STREAM_DIRECT;
     }
+    return pass == FC_PRE_BACKWARD ? FC_STREAM_OVERLAP : FC_STREAM_DIRECT;
 }
 
 /* Sets the training state to the pass meanwhile, because hooks of extended parameters read it as in
  * torch. */
-static fc_status start_gather(fc_group *g, fc_training_state pass, bool async_op) {
+static fc_status gather_in_pass(fc_group *g, fc_training_state pass, bool async_op) {
     const fc_training_state before = g->training_state;
     g->training_state = pass;
     fc_status status = fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD,
@@ -290,17 +260,18 @@ static fc_status start_gather(fc_group *g, fc_training_state pass, bool async_op
 }
 
 fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
+    assert(fc_group_is_ready(g) && pass >= FC_FORWARD && pass <= FC_IDLE);
     fc_status status = FC_OK;
     bool between_steps = pass == FC_FORWARD || pass == FC_IDLE;
     if (g->gather.pending.active && !between_steps) {
-        return FC_OK;
+        goto done;
     }
     FC_TRY(fc_gather_refresh_replaced_shards(&g->gather));
     uint64_t version = fc_group_base_shard_version(&g->base);
     bool current = version == g->gathered_version;
     if (g->gather.pending.active) {
         if (current) {
-            return FC_OK;
+            goto done;
         }
         /* An unused prefetch, followed by an optimizer step. */
         fc_gather_abandon(&g->gather);
@@ -310,24 +281,26 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
             /* An optimizer step after an evaluation that left the group unsharded. */
             FC_TRY(fc_group_to_sharded(g));
         } else if (g->sharded_state == FC_UNSHARDED) {
-            return repair_registration(g);
+            status = repair_registration(g);
+            goto done;
         }
     }
     if (!g->settings.unshard_in_backward && pass == FC_PRE_BACKWARD) {
-        return FC_OK;
+        goto done;
     }
-    FC_TRY(start_gather(g, pass, async_op));
+    FC_TRY(gather_in_pass(g, pass, async_op));
     g->gathered_version = version;
 done:
     return verify_transition(g, check_registration_and_memory, status);
 }
 
 fc_status fc_group_wait_unshard(fc_group *g) {
+    assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
     void *range = NULL;
     fct_event *copied = NULL;
     if (!g->gather.pending.active) {
-        return FC_OK;
+        goto done;
     }
     if (g->training_state == FC_FORWARD) {
         FC_TRY(fc_comm_release_kept(g->base.comm));
@@ -356,6 +329,7 @@ done:
 /* ---- one training step ---- */
 
 fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
+    assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
     fc_group_base_log(&g->base, "pre_forward");
     void *range = fc_group_base_enter_range(&g->base, "pre_forward");
@@ -367,10 +341,11 @@ fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
     *entering = is_first;
 done:
     fct_profile_exit(range);
-    return status;
+    return verify_transition(g, fc_group_check, status);
 }
 
 fc_status fc_group_post_forward(fc_group *g) {
+    assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
     fc_group_base_log(&g->base, "post_forward");
     void *range = fc_group_base_enter_range(&g->base, "post_forward");
@@ -387,11 +362,12 @@ done:
 }
 
 fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
+    assert(fc_group_is_ready(g) && pass >= FC_FORWARD && pass <= FC_IDLE);
     const char *name = pass == FC_FORWARD ? "forward" : "backward";
     void *range = fc_group_base_enter_prefetch(&g->base, name);
     fc_status status = g->ops->unshard(g, pass, g->settings.unshard_async_op);
     fct_profile_exit(range);
-    return status;
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 /* Prefetches by the post-forward order. CPU-bound gathers are not prefetched: that gains no time
@@ -404,39 +380,52 @@ static fc_status prefetch_by_order(fc_group *g) {
 
 /* For a fully_shard call with several groups: the second-to-last group in backward order prefetches
  * all groups of the preceding unit. They overlap with the reduction of the unit's first group. */
-static fc_status prefetch_unit(const fc_group *g, size_t position) {
+static fc_status visit_preceding_unit(const fc_group *g, size_t position, fc_visit visit) {
     fc_status status = FC_OK;
     const fc_order *order = &g->base.comm->order;
-    const void *target = NULL;
+    const void *unit = NULL;
     while (position-- > 0) {
         fc_group *other = order->items[position];
         if (other == NULL || other->place.unit == g->place.unit) {
             continue;
         }
-        if (target != NULL && other->place.unit != target) {
+        if (unit != NULL && other->place.unit != unit) {
             break;
         }
-        target = other->place.unit;
-        FC_TRY(prefetch_by_order(other));
+        unit = other->place.unit;
+        FC_TRY(visit(other));
     }
 done:
     return status;
 }
 
-fc_status fc_group_backward_prefetch(fc_group *g) {
-    if (g->training_state != FC_PRE_BACKWARD || g->post_forward_indices.count == 0) {
-        return FC_OK; /* several backwards: the first one has cleared the indices */
-    }
-    size_t position = g->post_forward_indices.items[--g->post_forward_indices.count];
+/* Calls `visit` for the groups that `g` prefetches. Its forward ended at `position`. */
+static fc_status visit_targets(const fc_group *g, size_t position, fc_visit visit) {
     const fc_order *order = &g->base.comm->order;
     if (position == 0 || position > order->count) {
         return FC_OK;
     }
     if (g->place.siblings > 1) {
-        return g->place.index == 1 ? prefetch_unit(g, position) : FC_OK;
+        return g->place.index == 1 ? visit_preceding_unit(g, position, visit) : FC_OK;
     }
     fc_group *previous = order->items[position - 1];
-    return previous != NULL ? prefetch_by_order(previous) : FC_OK;
+    return previous != NULL ? visit(previous) : FC_OK;
+}
+
+fc_status fc_group_visit_targets(const fc_group *g, fc_visit visit) {
+    const fc_index_stack *p = &g->post_forward_indices;
+    return p->count > 0 ? visit_targets(g, p->items[p->count - 1], visit) : FC_OK;
+}
+
+fc_status fc_group_backward_prefetch(fc_group *g) {
+    assert(fc_group_is_ready(g));
+    fc_status status = FC_OK;
+    fc_index_stack *p = &g->post_forward_indices;
+    /* In the second of several backwards there is no index: the first one has cleared them. */
+    if (g->training_state == FC_PRE_BACKWARD && p->count > 0) {
+        status = visit_targets(g, p->items[--p->count], prefetch_by_order);
+    }
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 /* Returns true if no other collective of this backward could be ordered differently on other
@@ -448,12 +437,14 @@ static bool can_be_eager(const fc_group *g) {
 }
 
 fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
+    assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
+    void *range = NULL;
     if (g->training_state == FC_PRE_BACKWARD) {
-        return FC_OK;
+        goto done;
     }
     fc_group_base_log(&g->base, "pre_backward");
-    void *range = fc_group_base_enter_range(&g->base, "pre_backward");
+    range = fc_group_base_enter_range(&g->base, "pre_backward");
     g->training_state = FC_PRE_BACKWARD;
     FC_TRY(fc_reduction_poll(g->base.comm));
     FC_TRY(g->ops->unshard(g, g->training_state, g->settings.unshard_async_op));
@@ -506,13 +497,14 @@ done:
 }
 
 fc_status fc_group_reduce_buckets(fc_group *g) {
+    assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
     fc_span span;
     while (fc_bucket_next(&g->buckets, &span)) {
         FC_TRY(reduce_span(g, span, false, false));
     }
 done:
-    return status;
+    return verify_transition(g, fc_group_check, status);
 }
 
 /* Reduces all remaining gradients. User code that replaces the reduction, or reads its rows, gets
@@ -532,7 +524,7 @@ done:
 }
 
 /* Ends a backward without reduction. */
-static fc_status stash_gradients(fc_group *g) {
+static fc_status keep_gradients(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
     FC_TRY(fc_gradient_accumulate(&g->base, fc_group_base_all(&g->base)));
@@ -545,6 +537,7 @@ done:
 }
 
 fc_status fc_group_post_backward(fc_group *g) {
+    assert(fc_group_is_ready(g));
     bool partial = g->place.modules > 1 && g->training_state == FC_FORWARD;
     bool reduces = g->settings.reduce_grads;
     fc_group_base_log(&g->base, "post_backward");
@@ -552,17 +545,20 @@ fc_status fc_group_post_backward(fc_group *g) {
     g->deferred =
         !reduces || (fc_group_base_is_replicated(&g->base) && !g->reducer.all_reduce_grads);
     fc_bucket_end(&g->buckets);
-    fc_status status = reduces ? reduce_remaining(g, partial) : stash_gradients(g);
+    fc_status status = reduces ? reduce_remaining(g, partial) : keep_gradients(g);
     return verify_transition(g, fc_group_check, status);
 }
 
 fc_status fc_group_leave_backward(fc_group *g) {
-    return g->backward_kind == FC_BACKWARD_DOUBLE && g->base.comm->has_streams
-               ? FC_OK
-               : g->ops->post_backward(g);
+    assert(fc_group_is_ready(g));
+    fc_status status = g->backward_kind == FC_BACKWARD_DOUBLE && g->base.comm->has_streams
+                           ? FC_OK
+                           : g->ops->post_backward(g);
+    return verify_transition(g, fc_group_check, status);
 }
 
 fc_status fc_group_finalize_backward(fc_group *g) {
+    assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
     FC_TRY(fc_reduce_settle(&g->reducer));
     if (g->gather.pending.active) {
@@ -575,6 +571,7 @@ done:
 }
 
 fc_status fc_group_complete_reductions(fc_group *g) {
+    assert(fc_group_is_ready(g));
     fc_comm_ctx *c = g->base.comm;
     fc_status status =
         c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);
@@ -582,6 +579,7 @@ fc_status fc_group_complete_reductions(fc_group *g) {
 }
 
 fc_status fc_group_reset(fc_group *g) {
+    assert(fc_group_is_ready(g));
     fc_reduce_reset(&g->reducer);
     for (size_t i = 0; i < g->base.count; i++) {
         fc_param_drop_grad(g->base.params[i]);

@@ -2,6 +2,7 @@
  * and the references to allocators. */
 #include "group_base.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,6 +10,7 @@
 void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *callbacks,
                         fc_comm_ctx *comm, fc_param **params, size_t count, fct_device device,
                         int64_t world, int64_t rank) {
+    assert(callbacks != NULL && (count == 0 || params != NULL));
     memset(base, 0, sizeof *base);
     base->owner = owner;
     base->callbacks = callbacks;
@@ -20,6 +22,7 @@ void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *ca
 }
 
 void fc_group_base_fini(fc_group_base *base) {
+    assert(base->count == 0 || base->params != NULL);
     fc_process_group_fini(&base->shard);
     fc_process_group_fini(&base->scatter);
     fc_process_group_fini(&base->replicate);
@@ -34,10 +37,12 @@ fc_span fc_group_base_all(const fc_group_base *base) {
 }
 
 fc_process_group *fc_group_base_scatter_group(fc_group_base *base) {
+    assert(base->scatter.name == NULL || base->scatter.world == base->shard.world);
     return base->scatter.name != NULL ? &base->scatter : &base->shard;
 }
 
 fc_status fc_group_base_open_reduction(fc_group_base *base) {
+    assert(base->callbacks != NULL);
     fc_status status = FC_OK;
     if (base->scatter.name != NULL && base->scatter.world > 1) {
         FC_TRY(fc_process_group_open(&base->scatter));
@@ -49,25 +54,27 @@ done:
     return status;
 }
 
-void fc_group_base_set_memory(fc_group_base *base, fct_pg *gather, fct_pg *reduce) {
-    fct_pg *const before[2] = {base->gather_memory, base->reduce_memory};
+void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce) {
+    assert(base->callbacks != NULL || (gather == NULL && reduce == NULL));
+    fct_allocator *const before[2] = {base->gather_memory, base->reduce_memory};
     base->gather_memory = gather;
     base->reduce_memory = reduce;
-    fct_pg_release(before[0]);
-    fct_pg_release(before[1]);
+    fct_allocator_free(before[0]);
+    fct_allocator_free(before[1]);
 }
 
-fc_status fc_group_base_has_memory(const fc_group_base *base, fct_pg *memory, bool *has) {
+fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *memory, bool *has) {
     *has = false;
-    return memory == NULL || fct_pg_allocates(memory, base->device, has) == 0 ? FC_OK : FC_ERAISED;
+    return memory == NULL || fct_allocator_serves(memory, base->device, has) == 0 ? FC_OK
+                                                                                  : FC_ERAISED;
 }
 
-fc_status fc_group_base_buffer(const fc_group_base *base, fct_pg *memory, int64_t numel,
+fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory, int64_t numel,
                                fct_dtype dtype, fct_tensor **out) {
     fc_status status = FC_OK;
     bool has = false;
     FC_TRY(fc_group_base_has_memory(base, memory, &has));
-    FC_TRY_RAISED(has ? fct_pg_empty(memory, numel, dtype, base->device, out)
+    FC_TRY_RAISED(has ? fct_allocator_empty(memory, numel, dtype, base->device, out)
                       : fct_tensor_empty(numel, dtype, base->device, out));
 done:
     return status;
@@ -77,9 +84,8 @@ bool fc_group_base_is_replicated(const fc_group_base *base) {
     return base->replicate.name != NULL;
 }
 
-bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback move) {
-    return base->callbacks->uses_fallback != NULL &&
-           base->callbacks->uses_fallback(base->owner, move);
+bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operation) {
+    return (base->fallbacks & (uint32_t)operation) != 0;
 }
 
 void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {
@@ -108,7 +114,7 @@ void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass) 
 }
 
 void fc_group_base_log(const fc_group_base *base, const char *label) {
-    if (base->callbacks->log != NULL) {
+    if (base->logs) {
         base->callbacks->log(base->owner, label);
     }
 }

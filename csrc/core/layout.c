@@ -2,7 +2,10 @@
  * because the results become offsets of raw pointers. */
 #include "layout.h"
 
+#include <assert.h>
+
 bool fc_size_mul(int64_t a, int64_t b, int64_t *out) {
+    assert(a >= 0 && b >= 0);
     int64_t product;
     if (__builtin_mul_overflow(a, b, &product)) {
         return false;
@@ -12,6 +15,7 @@ bool fc_size_mul(int64_t a, int64_t b, int64_t *out) {
 }
 
 bool fc_size_add(int64_t a, int64_t b, int64_t *out) {
+    assert(a >= 0 && b >= 0);
     int64_t sum;
     if (__builtin_add_overflow(a, b, &sum)) {
         return false;
@@ -38,6 +42,7 @@ static bool product(const int64_t *sizes, int32_t from, int32_t to, int64_t *out
 
 fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, int32_t dim,
                          int64_t world, int64_t rank, fc_error *err) {
+    assert(ndim < 1 || sizes != NULL);
     fc_layout made = {.world = world, .rank = rank};
     if (ndim < 1 || dim < 0 || dim >= ndim) {
         return fc_error_set(err, FC_EASSERT, "cannot shard dim %d of a tensor of %d dimensions",

@@ -3,6 +3,8 @@
  * here. */
 #include "offload.h"
 
+#include "../bridge/device.h"
+
 /* Creates a 1-D view of `bytes` bytes, `start` bytes into the storage, as elements of `dtype`. */
 static fc_status view_1d(const fct_tensor *base, fct_dtype dtype, int64_t start, int64_t bytes,
                          fct_tensor **out) {
@@ -56,7 +58,7 @@ static fc_status stage_shard(fc_param *p, const fc_slot *slot, fct_device device
         return FC_OK;
     }
     FC_TRY(fc_param_shard_facts(p, false, &facts, err));
-    if (!p->offloaded || facts.device.type == device.type) {
+    if (!p->offloaded || fct_device_is_same_type(facts.device, device)) {
         return FC_OK;
     }
     FC_TRY_RAISED(fct_tensor_empty(slot->numel, slot->source, device, &staged));

@@ -2,6 +2,7 @@
  * so that every rank prefetches in the same order. */
 #include "order.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,6 +21,7 @@ static void *grow(void *items, size_t count, size_t *capacity, size_t size) {
 }
 
 fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *position) {
+    assert(group != NULL && o->count <= o->capacity);
     struct fc_group **items =
         (struct fc_group **)grow(o->items, o->count, &o->capacity, sizeof *items);
     if (items == NULL) {
@@ -32,6 +34,7 @@ fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *position)
 }
 
 void fc_order_forget(fc_order *o, const struct fc_group *group) {
+    assert(group != NULL && o->count <= o->capacity);
     for (size_t i = 0; i < o->count; i++) {
         if (o->items[i] == group) {
             o->items[i] = NULL;
@@ -40,11 +43,13 @@ void fc_order_forget(fc_order *o, const struct fc_group *group) {
 }
 
 void fc_order_fini(fc_order *o) {
+    assert(o->count <= o->capacity);
     free(o->items);
     memset(o, 0, sizeof *o);
 }
 
 fc_status fc_index_stack_push(fc_index_stack *p, size_t position) {
+    assert(p->count <= p->capacity);
     size_t *items = (size_t *)grow(p->items, p->count, &p->capacity, sizeof *items);
     if (items == NULL) {
         return FC_ENOMEM;
@@ -55,6 +60,7 @@ fc_status fc_index_stack_push(fc_index_stack *p, size_t position) {
 }
 
 void fc_index_stack_fini(fc_index_stack *p) {
+    assert(p->count <= p->capacity);
     free(p->items);
     memset(p, 0, sizeof *p);
 }

@@ -6,9 +6,11 @@
  * whenever facts are read. */
 #include "param.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/device.h"
 #include "dtype.h"
 
 static void replace(fct_tensor **slot, fct_tensor *value) {
@@ -22,6 +24,7 @@ static void replace(fct_tensor **slot, fct_tensor *value) {
 
 fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes, int32_t dim,
                         int64_t world, int64_t rank, fc_error *err) {
+    assert(ndim < 1 || sizes != NULL);
     memset(p, 0, sizeof *p);
     p->owner = owner;
     p->registered_state = FC_SHARDED;
@@ -50,6 +53,7 @@ fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *s
 
 fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes, int64_t world, int64_t rank,
                                      fc_error *err) {
+    assert(p->layout.world > 0 && p->flat == NULL);
     fc_layout layout;
     fc_status status = fc_layout_init(&layout, p->ndim, sizes, 0, world, rank, err);
     if (status != FC_OK) {
@@ -61,7 +65,22 @@ fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes, int64_t 
     return FC_OK;
 }
 
+static void end_watch(fc_param *p) {
+    fct_grad_subscription_free(p->subscription);
+    p->subscription = NULL;
+}
+
+void fc_param_forget_unsharded(fc_param *p) {
+    assert(!p->aliased || p->flat != NULL);
+    end_watch(p);
+    replace(&p->unsharded, NULL);
+    replace(&p->flat, NULL);
+    fc_extension_forget(&p->extension);
+    p->aliased = false;
+}
+
 void fc_param_fini(fc_param *p) {
+    assert((p->local_sizes == NULL) == (p->strides == NULL));
     replace(&p->sharded_data, NULL);
     replace(&p->staged, NULL);
     replace(&p->post_forward_data, NULL);
@@ -75,23 +94,22 @@ void fc_param_fini(fc_param *p) {
 }
 
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data) {
+    assert(p->layout.world > 0);
     replace(&p->sharded_data, data);
 }
 
 void fc_param_set_accumulated(fc_param *p, fct_tensor *grad) {
+    assert(p->layout.world > 0);
     replace(&p->accumulated, grad);
 }
 
 void fc_param_set_partial(fc_param *p, fct_tensor *row) {
+    assert(p->layout.world > 0);
     replace(&p->partial, row);
 }
 
-static void end_watch(fc_param *p) {
-    fct_grad_subscription_free(p->subscription);
-    p->subscription = NULL;
-}
-
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {
+    assert(p->layout.world > 0);
     if (unsharded != p->unsharded) {
         end_watch(p);
     }
@@ -99,15 +117,8 @@ void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {
 }
 
 void fc_param_set_flat(fc_param *p, fct_tensor *flat) {
+    assert(p->layout.world > 0);
     replace(&p->flat, flat);
-    p->aliased = false;
-}
-
-void fc_param_forget_unsharded(fc_param *p) {
-    end_watch(p);
-    replace(&p->unsharded, NULL);
-    replace(&p->flat, NULL);
-    fc_extension_forget(&p->extension);
     p->aliased = false;
 }
 
@@ -211,6 +222,7 @@ static fc_status select_whole(const fc_param *p, const fct_tensor **whole, int64
 }
 
 fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *err) {
+    assert(p->post_forward_layout.world > 0);
     fc_status status = FC_OK;
     const fct_tensor *whole = NULL;
     fct_tensor *part = NULL;
@@ -232,6 +244,7 @@ done:
 }
 
 void fc_param_drop_post_forward(fc_param *p) {
+    assert(p->post_forward_data == NULL || p->post_forward_layout.world > 0);
     replace(&p->post_forward_data, NULL);
 }
 
@@ -244,11 +257,12 @@ fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can, fc
     fc_status status = fc_param_shard_facts(p, false, &shard, err);
     *can = status == FC_OK && p->layout.world == 1 && p->flat_numel == shard.numel &&
            shard.numel > 0 && shard.dtype == fc_param_compute_dtype(p) &&
-           shard.device.type == device.type;
+           fct_device_is_same_type(shard.device, device);
     return status;
 }
 
 fc_status fc_param_alias_flat(fc_param *p) {
+    assert(p->layout.world == 1 && !p->extended && p->sharded_data != NULL);
     fc_status status = FC_OK;
     fct_facts shard;
     fct_facts flat;
@@ -273,6 +287,7 @@ done:
 }
 
 fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, fc_error *err) {
+    assert(!p->extended);
     fc_status status = FC_OK;
     int64_t numel = p->flat_numel;
     int64_t bytes = 0;
@@ -298,6 +313,7 @@ done:
 }
 
 fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *landing, fc_error *err) {
+    assert(!p->extended && landing != p->flat);
     fc_status status = FC_OK;
     fct_facts from;
     fct_facts to;
@@ -318,6 +334,7 @@ done:
 }
 
 void fc_param_return_flat(fc_param *p, fct_tensor *landing) {
+    assert(landing != p->flat);
     fct_facts there;
     fct_tensor_facts(landing, &there);
     if (p->flat != NULL && there.storage_bytes == 0) {
@@ -326,6 +343,7 @@ void fc_param_return_flat(fc_param *p, fct_tensor *landing) {
 }
 
 fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device, fc_error *err) {
+    assert(p->extended && world > 0);
     if (p->flat != NULL) { /* the parameter was not extended before */
         fc_param_forget_unsharded(p);
     }
@@ -338,6 +356,7 @@ bool fc_param_can_free(const fc_param *p) {
 }
 
 void fc_param_free(fc_param *p) {
+    assert(!p->aliased || p->flat != NULL);
     if (!fc_param_can_free(p)) {
         fc_param_forget_unsharded(p);
         return;
@@ -349,6 +368,7 @@ void fc_param_free(fc_param *p) {
 }
 
 fc_status fc_param_accumulate_grad(fc_param *p) {
+    assert(p->layout.world > 0);
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
     if (p->accumulated == NULL || p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
@@ -362,6 +382,7 @@ done:
 }
 
 fc_status fc_param_to_accumulated_grad(fc_param *p) {
+    assert(p->layout.world > 0);
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
     fct_tensor *cast = NULL;
@@ -379,6 +400,7 @@ done:
 }
 
 void fc_param_take_grad(fc_param *p, fct_tensor **grad) {
+    assert(p->layout.world > 0);
     if (p->accumulated != NULL) {
         *grad = p->accumulated;
         p->accumulated = NULL;
@@ -391,6 +413,7 @@ void fc_param_take_grad(fc_param *p, fct_tensor **grad) {
 }
 
 void fc_param_drop_grad(fc_param *p) {
+    assert(p->layout.world > 0);
     fct_tensor *grad = NULL;
     replace(&p->accumulated, NULL);
     replace(&p->partial, NULL);

@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/stream.h"
+
 /* In bytes. Below this size a copy is cheaper than another message. */
 static int64_t owned_chunks_from = 1 << 18;
 
@@ -102,6 +104,7 @@ static bool deserves_chunk(const fc_layout *layout, fct_dtype dtype, int64_t wor
 /* ---- gather plans ---- */
 
 void fc_gather_plan_fini(fc_gather_plan *plan) {
+    assert(plan->count == 0 || plan->slots != NULL);
     free(plan->slots);
     chunk_list_fini(&plan->chunks);
     memset(plan, 0, sizeof *plan);
@@ -131,8 +134,6 @@ static fc_status reserve_slots(fc_gather_plan *plan, size_t count) {
 done:
     return status;
 }
-
-enum { CUDA_ALIGN = 16 }; /* largest vector load of a GPU thread, in bytes */
 
 /* Rounds up to a multiple of `align`. Returns false on overflow. */
 static bool round_up(int64_t offset, int64_t align, int64_t *out) {
@@ -182,7 +183,8 @@ static fc_status append_slot(fc_gather_plan *plan, fc_slot *slot, const fc_param
         return fc_error_set(err, FC_EASSERT, "the gather buffer's size overflows at parameter '%s'",
                             name);
     }
-    plan->native = plan->native && fck_can_cast(slot->source, slot->compute) != 0;
+    plan->native =
+        plan->native && fck_can_cast(plan->device_type, slot->source, slot->compute) != 0;
     plan->casts = plan->casts || slot->source != slot->compute;
     plan->extended = plan->extended || slot->extended;
     plan->from_host = plan->from_host || (p->offloaded && !plan->post_forward && !slot->extended);
@@ -276,6 +278,7 @@ static fct_dtype common_dtype(const fc_gather_plan *plan) {
 
 fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                int64_t world, bool post_forward, fct_device device, fc_error *err) {
+    assert(world > 0 && (count == 0 || params != NULL));
     fc_status status = FC_OK;
     int64_t end = 0;
     plan->valid = false;
@@ -286,7 +289,8 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     plan->from_host = false;
     plan->post_forward = post_forward;
     plan->world = world;
-    plan->align = device.type == FCT_DEVICE_CUDA ? CUDA_ALIGN : 1;
+    plan->device_type = device.type;
+    plan->align = fck_row_alignment(device.type);
     FC_TRY(lay_out_slots(plan, params, count, &end, err));
     plan->dtype = common_dtype(plan);
     plan->from_host = plan->from_host && fct_device_has_streams(device);
@@ -345,6 +349,7 @@ fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
 }
 
 fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
+    assert(plan->count <= plan->capacity);
     if (capacity <= plan->capacity) {
         return FC_OK;
     }
@@ -363,6 +368,7 @@ fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
 }
 
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan) {
+    assert(plan->count <= plan->capacity);
     for (size_t i = 0; i < plan->count; i++) {
         fct_tensor_release(plan->grads[i]);
         plan->grads[i] = NULL;
@@ -371,6 +377,7 @@ void fc_reduce_plan_drop_grads(fc_reduce_plan *plan) {
 }
 
 void fc_reduce_plan_fini(fc_reduce_plan *plan) {
+    assert(plan->count <= plan->capacity);
     fc_reduce_plan_drop_grads(plan);
     free((void *)plan->params);
     free((void *)plan->grads);
@@ -451,11 +458,12 @@ static void choose_owned_gradients(fc_reduce_plan *plan) {
 
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *foreign,
                                  fc_error *err) {
+    assert(plan->count <= plan->capacity);
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     bool complex = false;
-    bool uniform = true;
-    bool floats = true;
+    uint64_t dtypes = 0; /* a bit for each dtype of a gradient; torch has fewer than 64 */
+    int device_type = 0; /* of the gradients, if there are any */
     *foreign = false;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
@@ -473,8 +481,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
                 "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
                 fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
-        uniform = uniform && (i == 0 || facts.dtype == grad_dtype);
-        floats = floats && fck_can_cast(facts.dtype, FCK_FLOAT32) != 0;
+        dtypes |= UINT64_C(1) << facts.dtype;
+        device_type = facts.device.type;
         grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
         complex = complex || fc_dtype_is_complex(facts.dtype);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
@@ -485,8 +493,11 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     plan->dtype = reduce_dtype == FCT_NO_DTYPE ? grad_dtype
                   : complex                    ? fc_dtype_complex(reduce_dtype)
                                                : reduce_dtype;
-    plan->native = (uniform && plan->dtype == grad_dtype) ||
-                   (floats && fck_can_cast(FCK_FLOAT32, plan->dtype) != 0);
+    plan->native = true;
+    for (fct_dtype dtype = 0; dtypes >> dtype != 0; dtype++) {
+        plan->native = plan->native && ((dtypes >> dtype & 1) == 0 ||
+                                        fck_can_cast(device_type, dtype, plan->dtype) != 0);
+    }
     plan->row_numel = offset;
     choose_owned_gradients(plan);
     fc_reduce_plan_set_split(plan, false);

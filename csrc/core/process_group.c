@@ -3,7 +3,10 @@
  * failure. */
 #include "process_group.h"
 
+#include <assert.h>
 #include <stdio.h>
+
+#include "../bridge/error.h"
 
 void fc_process_group_set(fc_process_group *pg, const char *name, int64_t world, int64_t rank) {
     fct_pg_release(pg->handle);
@@ -15,6 +18,7 @@ void fc_process_group_fini(fc_process_group *pg) {
 }
 
 fc_status fc_process_group_open(fc_process_group *pg) {
+    assert(pg->name != NULL || pg->handle != NULL);
     return pg->handle != NULL || fct_pg_resolve(pg->name, &pg->handle) == 0 ? FC_OK : FC_ERAISED;
 }
 
@@ -42,11 +46,19 @@ static fc_status add_context(const fc_process_group *pg, const char *whose,
     return FC_ERAISED;
 }
 
+/* The tag of the next collective. */
+static fct_op_tag next_tag(fc_process_group *pg, const char *whose, fct_op_kind kind) {
+    return (fct_op_tag){
+        .kind = kind, .group = whose != NULL ? whose : "", .sequence = pg->issued++};
+}
+
 fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose, fct_tensor *output,
                                       fct_tensor *input, bool async_op, fct_work **work) {
+    assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    if (fct_all_gather(pg->handle, output, input, async_op, work) != 0) {
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_GATHER);
+    if (fct_all_gather(pg->handle, &tag, output, input, async_op, work) != 0) {
         return add_context(pg, whose, FC_ALL_GATHER);
     }
 done:
@@ -56,9 +68,11 @@ done:
 fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *whose,
                                           fct_tensor *output, fct_tensor *input, fct_reduce_op op,
                                           double factor, bool async_op, fct_work **work) {
+    assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    if (fct_reduce_scatter(pg->handle, output, input, op, factor, async_op, work) != 0) {
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_REDUCE_SCATTER);
+    if (fct_reduce_scatter(pg->handle, &tag, output, input, op, factor, async_op, work) != 0) {
         return add_context(pg, whose, FC_REDUCE_SCATTER);
     }
 done:
@@ -67,9 +81,11 @@ done:
 
 fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *whose, fct_tensor *tensor,
                                       fct_reduce_op op, bool async_op, fct_work **work) {
+    assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    if (fct_all_reduce(pg->handle, tensor, op, 1.0, async_op, work) != 0) {
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_REDUCE);
+    if (fct_all_reduce(pg->handle, &tag, tensor, op, 1.0, async_op, work) != 0) {
         return add_context(pg, whose, FC_ALL_REDUCE);
     }
 done:
@@ -77,6 +93,7 @@ done:
 }
 
 bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes) {
+    assert(row_bytes >= 0);
     void *before = fct_error_set_aside();
     const bool open = fc_process_group_open(pg) == FC_OK;
     fct_error_put_back(before);
@@ -85,6 +102,7 @@ bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes) {
 
 fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,
                                         fc_operation operation, bool *takes) {
+    assert(operation == FC_ALL_GATHER || operation == FC_REDUCE_SCATTER);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
     FC_TRY_RAISED(fct_pg_takes_chunks(pg->handle, device, operation == FC_ALL_GATHER, takes));
@@ -95,7 +113,9 @@ done:
 fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose,
                                          fct_tensor *const *chunks, size_t count,
                                          const fct_chunk_layout *layout, fct_work **work) {
-    return fct_gather_chunks(pg->handle, chunks, count, layout, work) == 0
+    assert(pg->handle != NULL && count > 0 && *work == NULL);
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_GATHER);
+    return fct_gather_chunks(pg->handle, &tag, chunks, count, layout, work) == 0
                ? FC_OK
                : add_context(pg, whose, FC_ALL_GATHER);
 }
@@ -104,7 +124,9 @@ fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *whose
                                          fct_tensor *output, fct_tensor *const *chunks,
                                          size_t count, const fct_chunk_layout *layout,
                                          fct_reduce_op op, fct_work **work) {
-    return fct_reduce_chunks(pg->handle, output, chunks, count, layout, op, work) == 0
+    assert(pg->handle != NULL && count > 0 && *work == NULL);
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_REDUCE_SCATTER);
+    return fct_reduce_chunks(pg->handle, &tag, output, chunks, count, layout, op, work) == 0
                ? FC_OK
                : add_context(pg, whose, FC_REDUCE_SCATTER);
 }

@@ -6,18 +6,30 @@
  * waited for the collective. The gradients' views keep the output alive. */
 #include "reduce.h"
 
+#include <assert.h>
 #include <string.h>
 
+#include "../bridge/device.h"
+#include "../bridge/error.h"
 #include "divide.h"
 #include "reduction.h"
 
 /* ---- life ---- */
 
 void fc_reducer_init(fc_reducer *d, fc_group_base *base) {
+    assert(base != NULL && base->callbacks != NULL);
     memset(d, 0, sizeof *d);
     d->base = base;
-    d->reduce_dtype = FCT_NO_DTYPE;
+    d->common_dtype = FC_DTYPE_OF_PARAMS;
     d->all_reduce_grads = true;
+}
+
+fct_dtype fc_reducer_dtype(const fc_reducer *d) {
+    const fc_group_base *base = d->base;
+    if (d->common_dtype != FC_DTYPE_OF_PARAMS) {
+        return d->common_dtype;
+    }
+    return base != NULL && base->count > 0 ? base->params[0]->reduce_dtype : FCT_NO_DTYPE;
 }
 
 /* Returns the event to the comm context. */
@@ -29,11 +41,13 @@ static void return_event(fc_reducer *d, fct_event **slot) {
 }
 
 void fc_reducer_forget_event(fc_reducer *d) {
+    assert(d->base->comm != NULL || (d->reduced == NULL && d->sent == NULL));
     return_event(d, &d->reduced);
     return_event(d, &d->sent);
 }
 
 void fc_reducer_fini(fc_reducer *d) {
+    assert(d->plan.count <= d->plan.capacity);
     fc_group_base *base = d->base;
     if (base->comm != NULL) {
         fc_reduction_discard(base->comm, base);
@@ -256,7 +270,7 @@ static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
         .dtype = dtype,
         .has_factor = d->has_divide_factor,
         .factor = d->divide_factor,
-        .force_sum = d->force_sum || base->device.type == FCT_DEVICE_MTIA, /* no means */
+        .force_sum = d->force_sum || !fct_device_has_average(base->device),
         .has_premul = d->has_divide_factor && pg->handle != NULL &&
                       fct_pg_has_premul(pg->handle, base->device),
     };
@@ -264,16 +278,15 @@ static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
 }
 
 /* Decides whether large gradients get their own chunks. Conditions: some are large enough, the
- * kernels cast them, and the transport supports chunks. The process group's allocator provides only
- * one buffer. */
+ * kernels cast them, and the process group takes chunks. Devices with streams, and the process
+ * group's allocator, use one buffer. */
 static fc_status choose_split(fc_reducer *d, const fc_divide *divide) {
     const fc_group_base *base = d->base;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
     bool split = false;
-    bool packed = !fc_reduce_plan_can_split(plan) || base->device.type != FCT_DEVICE_CPU ||
-                  !plan->native || divide->op == FCT_PREMUL_SUM ||
-                  fck_backend_of(base->device.type) == NULL;
+    bool packed = !fc_reduce_plan_can_split(plan) || base->comm->has_streams || !plan->native ||
+                  divide->op == FCT_PREMUL_SUM || fck_backend_of(base->device.type) == NULL;
     if (!packed) {
         FC_TRY(fc_group_base_has_memory(base, base->reduce_memory, &packed));
     }
@@ -472,6 +485,7 @@ done:
 }
 
 fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
+    assert(span.first <= span.end && span.end <= d->base->count);
     fc_group_base *base = d->base;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
@@ -482,7 +496,8 @@ fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
     range = fc_group_base_enter_range(base, "post_backward_reduce");
     bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_REDUCE);
     if (!uses_fallback) {
-        FC_TRY(fc_reduce_plan_lay_out(plan, d->reduce_dtype, &uses_fallback, &base->comm->error));
+        FC_TRY(
+            fc_reduce_plan_lay_out(plan, fc_reducer_dtype(d), &uses_fallback, &base->comm->error));
     }
     if (uses_fallback) {
         FC_TRY_RAISED(base->callbacks->reduce(base->owner, plan->params, plan->grads, plan->count,
@@ -514,6 +529,7 @@ done:
 }
 
 fc_status fc_reduce_order_compute(fc_reducer *d) {
+    assert(d->reduced == NULL || d->base->comm->has_streams);
     fc_group_base *base = d->base;
     fc_status status = FC_OK;
     if (d->reduced != NULL) {
@@ -525,6 +541,7 @@ done:
 }
 
 fc_status fc_reduce_settle(fc_reducer *d) {
+    assert(d->reduced == NULL || d->base->comm->has_streams);
     fc_group_base *base = d->base;
     fc_status status = FC_OK;
     FC_TRY(fc_comm_wait_and_put(base->comm, &base->comm->last_reduced));
@@ -537,6 +554,7 @@ done:
 }
 
 void fc_reduce_reset(fc_reducer *d) {
+    assert(d->reduced == NULL || d->base->comm->has_streams);
     fc_group_base *base = d->base;
     fc_reduction_discard(base->comm, base);
     fc_reduce_plan_drop_grads(&d->plan);

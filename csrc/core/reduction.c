@@ -5,12 +5,14 @@
  * reduction first orders the current stream after the reduce streams. */
 #include "reduction.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "offload.h"
 
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total) {
+    assert(base->comm != NULL);
     fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + total * sizeof *r->params);
     if (r != NULL) {
         r->base = base;
@@ -22,6 +24,7 @@ fc_reduction *fc_reduction_new(fc_group_base *base, size_t total) {
 /* ---- the list in the comm context ---- */
 
 void fc_reduction_append(fc_reduction *r) {
+    assert(r->next == NULL && r != r->base->comm->newest);
     fc_comm_ctx *c = r->base->comm;
     if (c->newest != NULL) {
         c->newest->next = r;
@@ -33,6 +36,7 @@ void fc_reduction_append(fc_reduction *r) {
 }
 
 void fc_reduction_abandon(fc_reduction *r) {
+    assert(r->next == NULL && r != r->base->comm->newest);
     fc_comm_ctx *c = r->base->comm;
     if (c->streams_ready) {
         if (r->elsewhere) {
@@ -67,6 +71,7 @@ static void push_oldest(fc_comm_ctx *c, fc_reduction *r) {
 }
 
 void fc_reduction_mark_settled(fc_comm_ctx *c) {
+    assert((c->oldest == NULL) == (c->reductions == 0));
     for (fc_reduction *r = c->oldest; r != NULL; r = r->next) {
         fc_comm_put_event(c, r->scattered);
         r->scattered = NULL;
@@ -82,6 +87,7 @@ bool fc_reduction_has(const fc_comm_ctx *c, const fc_group_base *base) {
 }
 
 void fc_reduction_discard(fc_comm_ctx *c, const fc_group_base *base) {
+    assert((c->oldest == NULL) == (c->reductions == 0));
     fc_reduction *kept_first = NULL;
     fc_reduction *kept_last = NULL;
     size_t kept = 0;
@@ -122,6 +128,7 @@ static fc_status view_part(const fct_tensor *row, int64_t offset, int64_t numel,
 }
 
 fc_status fc_reduction_merge_partials(fc_reduction *r) {
+    assert(r->output != NULL && r->count <= r->total);
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
     int64_t offset = 0;
@@ -203,6 +210,7 @@ done:
 }
 
 fc_status fc_reduction_wait(fc_reduction *r) {
+    assert(!r->all_reducing || fc_group_base_is_replicated(r->base));
     fc_group_base *base = r->base;
     const fc_process_group *pg =
         r->all_reducing ? &base->replicate : fc_group_base_scatter_group(base);
@@ -211,6 +219,7 @@ fc_status fc_reduction_wait(fc_reduction *r) {
 }
 
 fc_status fc_reduction_finish(fc_reduction *r) {
+    assert(!r->finished && r->count <= r->total);
     fc_status status = FC_OK;
     fct_tensor *row = NULL;
     fct_dtype wanted = common_dtype(r);
@@ -247,6 +256,7 @@ done:
 /* Removes the reduction from the list before finishing it. User hooks run meanwhile: they may
  * discard all reductions (reset) or call this function again (another backward). */
 fc_status fc_reduction_recycle(fc_comm_ctx *c, size_t keep) {
+    assert((c->oldest == NULL) == (c->reductions == 0));
     while (c->reductions > keep) {
         fc_reduction *r = pop_oldest(c);
         fc_status status = r->finished ? FC_OK : fc_reduction_finish(r);
@@ -269,6 +279,7 @@ fc_status fc_reduction_recycle(fc_comm_ctx *c, size_t keep) {
 }
 
 fc_status fc_reduction_poll(fc_comm_ctx *c) {
+    assert((c->oldest == NULL) == (c->reductions == 0));
     fc_status status = FC_OK;
     while (!c->has_streams && c->oldest != NULL &&
            (c->oldest->work == NULL || fct_work_done(c->oldest->work))) {

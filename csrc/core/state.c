@@ -6,9 +6,12 @@
  * Streams: an iteration starts by ordering the gather streams after the compute stream. */
 #include "state.h"
 
+#include <assert.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/device.h"
 #include "reduction.h"
 
 void fc_iteration_init(fc_iteration *it) {
@@ -17,14 +20,122 @@ void fc_iteration_init(fc_iteration *it) {
 }
 
 void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count) {
+    assert(count == 0 || states != NULL);
     free((void *)it->states);
     it->states = states;
     it->count = count;
 }
 
 void fc_iteration_fini(fc_iteration *it) {
+    assert(it->count == 0 || it->states != NULL);
     fc_iteration_set_states(it, NULL, 0);
 }
+
+/* ---- invariants ---- */
+
+static fc_status check_iteration(const fc_iteration *it, fc_error *error) {
+    if (it->callback_counted && !it->callback_queued) {
+        return fc_error_set(error, FC_ESTATE, "a callback is counted that was not queued");
+    }
+    for (size_t i = 0; i < it->count; i++) {
+        if (it->states[i] == NULL) {
+            return fc_error_set(error, FC_ESTATE, "state %zu of %zu is missing", i, it->count);
+        }
+    }
+    return FC_OK;
+}
+
+fc_status fc_state_check(const fc_state *s) {
+    fc_status status = FC_OK;
+    FC_TRY(check_iteration(s->iteration, &s->comm->error));
+    for (size_t i = 0; i < s->group_count; i++) {
+        FC_TRY(fc_group_check(s->groups[i]));
+    }
+done:
+    return status;
+}
+
+/* Last step of a hook's work, also if it returns early or fails. Debug builds abort if an invariant
+ * is violated; the status is passed through. */
+static fc_status verify_state(const fc_state *s, fc_status status) {
+#ifndef NDEBUG
+    for (size_t i = 0; i < s->group_count; i++) {
+        assert(fc_group_is_ready(s->groups[i]));
+    }
+    if (fc_state_check(s) != FC_OK) {
+        (void)fprintf(stderr, "fsdp_c: invariant broken in a state: %s\n", s->comm->error.message);
+        abort();
+    }
+#else
+    (void)s;
+#endif
+    return status;
+}
+
+/* The same for all states of the iteration. */
+static fc_status verify_iteration(const fc_iteration *it, fc_status status) {
+#ifndef NDEBUG
+    for (size_t i = 0; i < it->count; i++) {
+        if (it->states[i]->comm != NULL) {
+            (void)!verify_state(it->states[i], FC_OK);
+        }
+    }
+#else
+    (void)it;
+#endif
+    return status;
+}
+
+/* ---- visits ---- */
+
+/* The groups of each state in the order of the array; the groups of one state in their order, or
+ * from the last to the first. */
+static fc_status visit_states(struct fc_state *const *states, size_t count, bool reverse,
+                              fc_visit visit) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < count; i++) {
+        const size_t groups = states[i]->group_count;
+        for (size_t j = 0; j < groups; j++) {
+            FC_TRY(visit(states[i]->groups[reverse ? groups - 1 - j : j]));
+        }
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_visit_groups(const fc_state *s, fc_visit visit) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < s->group_count; i++) {
+        FC_TRY(visit(s->groups[i]));
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_visit_forward_prefetch(const fc_state *s, fc_visit visit) {
+    return visit_states(s->forward_prefetch, s->forward_prefetch_count, false, visit);
+}
+
+static fc_status visit_backward_prefetch(const fc_state *s, fc_visit visit) {
+    return visit_states(s->backward_prefetch, s->backward_prefetch_count, true, visit);
+}
+
+fc_status fc_state_visit_pre_backward(const fc_state *s, fc_visit visit) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_state_visit_groups(s, visit));
+    FC_TRY(visit_backward_prefetch(s, visit));
+    for (size_t i = 0; s->backward_prefetch_count == 0 && i < s->group_count; i++) {
+        FC_TRY(fc_group_visit_targets(s->groups[i], visit));
+    }
+done:
+    return status;
+}
+
+fc_status fc_iteration_visit_groups(const fc_iteration *it, fc_visit visit) {
+    return visit_states(it->states, it->count, false, visit);
+}
+
+/* ---- end of a backward ---- */
 
 /* Returns a fingerprint that changes if a recording backward gives a parameter a gradient. Such a
  * backward adds gradients out of place, so the gradient tensor is replaced. */
@@ -132,6 +243,7 @@ done:
 }
 
 fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm_ctx *c) {
+    assert(it->callback_queued || !it->callback_counted);
     fc_status status = FC_OK;
     bool last = it->is_last_backward && !it->manual;
     it->forward_root = NULL;
@@ -147,7 +259,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm_ctx *c) {
     it->callback_counted = false;
     it->records = false;
 done:
-    return status;
+    return verify_iteration(it, status);
 }
 
 bool fc_iteration_is_lost(const fc_iteration *it) {
@@ -155,6 +267,7 @@ bool fc_iteration_is_lost(const fc_iteration *it) {
 }
 
 fc_status fc_iteration_finalize(fc_iteration *it) {
+    assert(it->count == 0 || it->states != NULL);
     fc_status status = FC_OK;
     for (size_t i = 0; i < it->count; i++) {
         fc_state *s = it->states[i];
@@ -173,10 +286,11 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
     }
     it->pending = true;
 done:
-    return status;
+    return verify_iteration(it, status);
 }
 
 fc_status fc_iteration_complete(fc_iteration *it, fc_comm_ctx *c) {
+    assert(c != NULL && (it->count == 0 || it->states != NULL));
     fc_status status = FC_OK;
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
@@ -186,11 +300,12 @@ fc_status fc_iteration_complete(fc_iteration *it, fc_comm_ctx *c) {
     FC_TRY(visit_comms(it, c, end_backward_in_comm, true));
     it->pending = false;
 done:
-    return status;
+    return verify_iteration(it, status);
 }
 
 void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ctx *comm,
                    fct_device device) {
+    assert((iteration == NULL) == (comm == NULL));
     memset(s, 0, sizeof *s);
     s->owner = owner;
     s->iteration = iteration;
@@ -200,6 +315,7 @@ void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ct
 }
 
 void fc_state_fini(fc_state *s) {
+    assert(s->group_count == 0 || s->groups != NULL);
     if (s->iteration != NULL && s->iteration->forward_root == s) {
         s->iteration->forward_root = NULL;
     }
@@ -227,10 +343,11 @@ done:
 }
 
 fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
+    assert(fct_device_is_same_type(s->device, s->comm->device));
     fc_status status = FC_OK;
     fct_event *now = NULL;
     if (s->iteration->forward_root != NULL) {
-        return FC_OK;
+        goto done;
     }
     if (s->comm->streams_ready && after_compute) {
         FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &now));
@@ -241,10 +358,11 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     fct_memory_round();
 done:
     fc_comm_put_event(s->comm, now);
-    return status;
+    return verify_state(s, status);
 }
 
 fc_status fc_state_recompute(fc_state *s) {
+    assert(s->iteration != NULL && s->comm != NULL);
     fc_status status = FC_OK;
     for (size_t i = 0; i < s->group_count; i++) {
         if (s->groups[i]->sharded_state != FC_UNSHARDED || s->groups[i]->registration_dirty) {
@@ -253,19 +371,20 @@ fc_status fc_state_recompute(fc_state *s) {
         }
     }
 done:
-    return status;
+    return verify_state(s, status);
+}
+
+static fc_status prefetch_in_forward(fc_group *g) {
+    return fc_group_prefetch(g, FC_FORWARD);
+}
+
+static fc_status prefetch_in_backward(fc_group *g) {
+    return fc_group_prefetch(g, FC_PRE_BACKWARD);
 }
 
 fc_status fc_state_forward_prefetch(fc_state *s) {
-    fc_status status = FC_OK;
-    for (size_t i = 0; i < s->forward_prefetch_count; i++) {
-        const fc_state *target = s->forward_prefetch[i];
-        for (size_t j = 0; j < target->group_count; j++) {
-            FC_TRY(fc_group_prefetch(target->groups[j], FC_FORWARD));
-        }
-    }
-done:
-    return status;
+    assert(s->forward_prefetch_count == 0 || s->forward_prefetch != NULL);
+    return verify_state(s, fc_state_visit_forward_prefetch(s, prefetch_in_forward));
 }
 
 /* Removes the order of a forward without grad, which no backward will follow. */
@@ -280,6 +399,7 @@ static void forget_order_since(fc_order *order, size_t mark) {
 }
 
 fc_status fc_state_end_forward(fc_state *s) {
+    assert(s->iteration != NULL && s->comm != NULL);
     fc_status status = FC_OK;
     s->training_state = FC_IDLE;
     if (s->iteration->forward_root == s) {
@@ -290,7 +410,7 @@ fc_status fc_state_end_forward(fc_state *s) {
         s->iteration->forward_root = NULL;
     }
 done:
-    return status;
+    return verify_state(s, status);
 }
 
 /* Returns true if the root has only one group. */
@@ -327,6 +447,7 @@ done:
 }
 
 fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end) {
+    assert(s->comm != NULL && at_end != NULL && at_end->call != NULL);
     fc_status status = FC_OK;
     FC_TRY(enter_backward(s, at_end));
     for (size_t i = 0; i < s->group_count; i++) {
@@ -334,10 +455,11 @@ fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end) {
         FC_TRY(s->groups[i]->ops->pre_backward(s->groups[i], false));
     }
 done:
-    return status;
+    return verify_state(s, status);
 }
 
 fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
+    assert(s->comm != NULL && at_end != NULL && at_end->call != NULL);
     fc_status status = FC_OK;
     FC_TRY(enter_backward(s, at_end));
     for (size_t i = 0; i < s->group_count; i++) {
@@ -347,24 +469,20 @@ fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
         }
         FC_TRY(g->ops->pre_backward(g, s->backward_prefetch_count == 0));
     }
-    for (size_t i = 0; i < s->backward_prefetch_count; i++) {
-        const fc_state *target = s->backward_prefetch[i];
-        for (size_t j = target->group_count; j-- > 0;) {
-            FC_TRY(fc_group_prefetch(target->groups[j], FC_PRE_BACKWARD));
-        }
-    }
+    FC_TRY(visit_backward_prefetch(s, prefetch_in_backward));
 done:
-    return status;
+    return verify_state(s, status);
 }
 
 fc_status fc_state_post_backward(const fc_state *s, fc_group *g) {
-    if (s->iteration->callback_queued || s->iteration->manual) {
-        return FC_OK;
-    }
-    return fc_group_complete_reductions(g);
+    assert(g->base.comm != NULL);
+    return verify_state(s, s->iteration->callback_queued || s->iteration->manual
+                               ? FC_OK
+                               : fc_group_complete_reductions(g));
 }
 
 fc_status fc_state_reset(fc_state *s) {
+    assert(s->iteration != NULL && s->comm != NULL);
     fc_iteration *it = s->iteration;
     fc_status first = visit_comms(it, s->comm, reset_comm, false);
     if (first != FC_OK) {
@@ -384,5 +502,5 @@ fc_status fc_state_reset(fc_state *s) {
     it->callback_counted = false;
     it->records = false;
     it->pending = false;
-    return first == FC_OK ? status : first;
+    return verify_state(s, first == FC_OK ? status : first);
 }

@@ -8,6 +8,9 @@
 
 struct fc_state;
 
+/* Preconditions. Functions of fc_iteration: fc_iteration_init. Functions of fc_state that run a
+ * transition: the state has an iteration and a comm context of its device type. */
+
 /* Shared by all states under one root. Borrows the states, which their owners keep alive. */
 typedef struct fc_iteration {
     struct fc_state **states; /* in named_modules() pre-order */
@@ -58,6 +61,17 @@ void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ct
                    fct_device device);
 void fc_state_fini(fc_state *s);
 
+/* Call `visit` for each group that a transition can reach. The caller of the transition sets the
+ * group's table of transitions and its fallbacks with `visit`, before the call. They stop at the
+ * first failure of `visit` and return it.
+ *
+ * visit_groups: fc_state_recompute, fc_state_pre_double_backward, and all calls for one group. */
+FC_CHECK fc_status fc_state_visit_groups(const fc_state *s, fc_visit visit);
+FC_CHECK fc_status fc_state_visit_forward_prefetch(const fc_state *s, fc_visit visit);
+FC_CHECK fc_status fc_state_visit_pre_backward(const fc_state *s, fc_visit visit);
+/* All groups under the root: the calls of fc_iteration, and fc_state_reset. */
+FC_CHECK fc_status fc_iteration_visit_groups(const fc_iteration *it, fc_visit visit);
+
 /* Starts an iteration. Only the first call of an iteration has an effect, from the state whose
  * forward is outermost. `after_compute`: the gather streams wait for the compute stream. Otherwise
  * the caller has ordered them after the last write to the shards. */
@@ -85,5 +99,10 @@ FC_CHECK fc_status fc_state_post_backward(const fc_state *s, fc_group *g);
  * context are not affected. If the streams cannot be synchronized nothing changes. Any other
  * failure is returned after the whole reset was attempted. A reset can be repeated. */
 FC_CHECK fc_status fc_state_reset(fc_state *s);
+
+/* Checks the invariants of the state, of its iteration and of its groups that hold between
+ * transitions. Returns FC_ESTATE with a message if one is violated. Debug builds run it at the end
+ * of every function above that the hooks call. */
+FC_CHECK fc_status fc_state_check(const fc_state *s);
 
 #endif

@@ -10,9 +10,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/device.h"
+#include "../bridge/stream.h"
 #include "offload.h"
 
 void fc_transfer_fini(fc_transfer *t) {
+    assert(t->descriptors != NULL || t->capacity == 0);
     free(t->descriptors);
     fc_foreach_fini(&t->foreach);
     memset(t, 0, sizeof *t);
@@ -79,9 +82,9 @@ static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts
 
 /* Returns true if a kernel can process the segment. It copies any dtype but converts only supported
  * dtypes, and on a GPU only at addresses aligned to the element size. */
-static bool fits_kernel(const fck_segment *s) {
+static bool fits_kernel(const fc_gather_plan *plan, const fck_segment *s) {
     return s->src_dtype == s->dst_dtype ||
-           (fck_can_cast(s->src_dtype, s->dst_dtype) != 0 &&
+           (fck_can_cast(plan->device_type, s->src_dtype, s->dst_dtype) != 0 &&
             (uintptr_t)s->src % (uintptr_t)s->itemsize == 0 &&
             (uintptr_t)s->dst % (uintptr_t)fc_dtype_size(s->dst_dtype) == 0);
 }
@@ -90,7 +93,7 @@ static bool fits_kernel(const fck_segment *s) {
 static bool all_fit_kernels(const fc_gather_plan *plan, const fck_segment *segments) {
     bool fit = plan->native;
     for (size_t i = 0; fit && plan->dtype == FCK_UINT8 && i < plan->count; i++) {
-        fit = fits_kernel(&segments[i]);
+        fit = fits_kernel(plan, &segments[i]);
     }
     return fit;
 }
@@ -114,7 +117,7 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
     for (size_t i = 0; i < plan->count; i++) {
         fck_segment *s = &segments[i];
         fct_facts facts;
-        if (fits_kernel(s)) {
+        if (fits_kernel(plan, s)) {
             continue;
         }
         FC_TRY_RAISED(
@@ -153,7 +156,7 @@ static fc_status source_facts(const fc_gather_plan *plan, const fc_slot *slot,
                               fc_param *const *params, fct_device device, fct_facts *facts,
                               fc_error *err) {
     fc_status status = fc_slot_input_facts(plan, slot, params, facts, err);
-    if (status == FC_OK && facts->device.type != device.type) {
+    if (status == FC_OK && !fct_device_is_same_type(facts->device, device)) {
         const fc_param *p = params[slot->param];
         return fc_error_set(err, FC_EASSERT,
                             "sharded data of parameter '%s' is not on its group's device any more",
@@ -199,6 +202,7 @@ done:
 
 fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
                            fct_tensor *const *chunks, int64_t rank, fc_error *err) {
+    assert(plan->valid && rank >= 0 && rank < plan->world);
     fc_status status = FC_OK;
     fct_facts first;
     const int64_t part = plan->chunks.chunks[0].numel * fc_dtype_size(plan->dtype);
@@ -229,6 +233,7 @@ done:
 
 fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
                            fct_device device, fc_error *err) {
+    assert(plan->valid && plan->world == 1);
     fc_status status = FC_OK;
     fct_facts target;
     fct_facts source;
@@ -301,7 +306,8 @@ static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts)
     for (size_t i = 0; i < plan->count; i++) {
         fct_facts facts;
         fct_tensor_facts(plan->grads[i], &facts);
-        if (plan->params[i]->layout.outer > 0 && fck_can_cast(facts.dtype, plan->dtype) == 0) {
+        if (plan->params[i]->layout.outer > 0 &&
+            fck_can_cast(facts.device.type, facts.dtype, plan->dtype) == 0) {
             FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &made[i]));
         }
     }

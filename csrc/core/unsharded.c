@@ -2,9 +2,12 @@
  * allocated and freed on the device's current stream. */
 #include "unsharded.h"
 
+#include <assert.h>
+
 /* ---- memory ---- */
 
 fc_status fc_unsharded_alias(fc_group_base *base, bool *all) {
+    assert(base->shard.world == 1);
     fc_status status = FC_OK;
     *all = true;
     for (size_t i = 0; *all && i < base->count; i++) {
@@ -23,6 +26,7 @@ static bool is_owned(const fc_gather_plan *plan, const fc_slot *slot, const fc_c
 
 fc_status fc_unsharded_alloc(fc_group_base *base, const fc_gather_plan *plan,
                              const fc_chunks *chunks) {
+    assert(plan->valid);
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
@@ -49,6 +53,7 @@ done:
 }
 
 void fc_unsharded_return(fc_group_base *base, const fc_gather_plan *plan, const fc_chunks *chunks) {
+    assert(plan->count == 0 || plan->slots != NULL);
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         if (is_owned(plan, slot, chunks)) {
@@ -73,6 +78,7 @@ fc_status fc_unsharded_can_free(const fc_group_base *base) {
 }
 
 void fc_unsharded_free(fc_group_base *base) {
+    assert(base->count == 0 || base->params != NULL);
     bool watched = fc_group_base_uses_fallback(base, FC_FALLBACK_FREE);
     for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];
@@ -86,6 +92,7 @@ void fc_unsharded_free(fc_group_base *base) {
 /* ---- parameter objects ---- */
 
 fc_status fc_unsharded_make(fc_group_base *base, bool extends) {
+    assert(base->comm != NULL && (base->count == 0 || base->params != NULL));
     fc_status status = FC_OK;
     for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];
@@ -116,6 +123,7 @@ static bool holds_memory(const fc_param *p) {
 }
 
 fc_status fc_unsharded_adopt(fc_group_base *base) {
+    assert(base->comm != NULL);
     for (size_t i = 0; i < base->count; i++) {
         if (!holds_memory(base->params[i])) {
             const char *name = base->params[i]->name;
@@ -130,6 +138,7 @@ fc_status fc_unsharded_adopt(fc_group_base *base) {
 }
 
 fc_status fc_unsharded_record_requirements(fc_group_base *base) {
+    assert(base->callbacks != NULL && (base->count == 0 || base->params != NULL));
     fc_status status = FC_OK;
     for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];

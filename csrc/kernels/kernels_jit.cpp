@@ -3,6 +3,7 @@
 #include "kernels_jit.h"
 
 #include <atomic>
+#include <cassert>
 
 #include "launcher.cuh"
 
@@ -19,8 +20,9 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
 }
 
 const fck_backend *fck_jit(fck_launch launch, void *moves, void *casts) {
+    assert(launch != nullptr && moves != nullptr && casts != nullptr);
     static const fck_backend jit = {"nvrtc", fck::gpu_pack, fck::gpu_unpack,
-                                    fck::gpu_pack_gradients};
+                                    fck::gpu_pack_gradients, fck::gpu_can_cast};
     cu_launch_kernel = launch;
     move_lines = moves;
     cast_lines = casts;

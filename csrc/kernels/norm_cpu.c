@@ -11,6 +11,7 @@
  * side. When one ends, the next takes its place. */
 #include "norm.h"
 
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 
@@ -105,6 +106,7 @@ static void sum_one(lane_sums *s) {
 }
 
 void fck_norms(const fck_floats *arrays, size_t count, float *norms) {
+    assert(count == 0 || (arrays != NULL && norms != NULL));
     lane_sums active[SIDE_BY_SIDE];
     int n = 0;
     for (size_t next = 0; next < count; next++) {
@@ -128,6 +130,7 @@ void fck_norms(const fck_floats *arrays, size_t count, float *norms) {
 }
 
 void fck_scale(const fck_floats *array, float factor) {
+    assert(array->count == 0 || array->values != NULL);
     float *values = array->values;
     const int64_t whole = array->count - array->count % HALF;
     for (int64_t i = 0; i < whole; i += HALF) {

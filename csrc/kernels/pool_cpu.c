@@ -5,6 +5,7 @@
 #define _DEFAULT_SOURCE 1 /* madvise */
 #include "pool.h"
 
+#include <assert.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -194,6 +195,7 @@ void fck_pool_give(fck_block *block) {
         return;
     }
     (void)pthread_mutex_lock(&pool.mutex);
+    assert(block->bytes <= pool.facts.out_bytes);
     pool.facts.out_bytes -= block->bytes;
     push_block(block);
     fck_block *removed = shrink(pool.closed ? 0 : bound());

@@ -10,6 +10,7 @@
  * rounds to the element type, because gloo sends elements of that type. */
 #include "ring.h"
 
+#include <assert.h>
 #include <string.h>
 
 #include "cast_cpu.h"
@@ -138,6 +139,7 @@ static void sum_block(fck_dtype dtype, unsigned char *out, const void *const *ro
 
 void fck_ring_sum(fck_dtype dtype, void *out, const void *const *rows, int64_t world, int64_t total,
                   int64_t first, int64_t count) {
+    assert(fck_ring_supports(dtype) && world > 1 && first >= 0 && first + count <= total);
     const int64_t size = fck_float_size(dtype);
     const int64_t elements = block_elements(total, size, world);
     for (int64_t done = 0; done < count;) {

@@ -11,6 +11,7 @@
 #define _GNU_SOURCE 1 /* memfd_create, syscall */
 #include "shm_ring.h"
 
+#include <assert.h>
 #include <stdlib.h>
 
 #ifdef __linux__
@@ -212,6 +213,7 @@ static int map_peer(ring_view *found, const shm_ring_handle *handle, size_t capa
 }
 
 int shm_ring_connect(shm_ring *ring, int rank, int world_size, const shm_ring_handle *handles) {
+    assert(ring->own.page != NULL && handles != NULL);
     if (world_size < 2 || world_size > SHM_RING_MAX_RANKS || rank < 0 || rank >= world_size ||
         ring->world_size != 0) {
         return 0;
@@ -245,6 +247,7 @@ static void wake_peers(const shm_ring *ring) {
 }
 
 void shm_ring_mark_closed(shm_ring *ring) {
+    assert(ring->own.page != NULL);
     if (ring->pid == (int64_t)getpid()) {
         atomic_store(&ring->own.page->closed, 1);
         wake_peers(ring);
@@ -255,6 +258,7 @@ void shm_ring_destroy(shm_ring *ring) {
     if (ring == NULL) {
         return;
     }
+    assert(ring->own.page != NULL);
     shm_ring_mark_closed(ring);
     for (int peer = 0; peer < ring->world_size; peer++) {
         if (peer != ring->rank) {
@@ -318,6 +322,7 @@ static void wait_on_doorbell(shm_ring *ring, uint32_t seen_seq, int64_t deadline
 }
 
 void shm_ring_wait(shm_ring *ring, uint32_t seen_seq, int64_t ms) {
+    assert(ring->own.page != NULL);
     const int64_t timeout_ms = ms < 0 ? 0 : ms < DAY_MS ? ms : DAY_MS;
     if (!spin_for_change(ring, seen_seq)) {
         wait_on_doorbell(ring, seen_seq, now_ns() + timeout_ms * 1000000);
@@ -379,6 +384,7 @@ static uint64_t message_footprint(uint64_t bytes) {
 }
 
 char *shm_ring_reserve(shm_ring *ring, size_t bytes) {
+    assert(ring->world_size > 1 && bytes <= ring->capacity);
     const uint64_t at = find_free(ring, message_footprint(bytes));
     if (at == ring->capacity) {
         return NULL;
@@ -389,6 +395,7 @@ char *shm_ring_reserve(shm_ring *ring, size_t bytes) {
 }
 
 void shm_ring_commit(shm_ring *ring, uint32_t tag) {
+    assert(ring->reserved_bytes <= ring->capacity - ring->reserved_offset);
     shared_page *own = ring->own.page;
     const uint32_t seq = atomic_load_explicit(&own->committed, memory_order_relaxed);
     own->headers[seq % HEADER_SLOTS] =
@@ -408,6 +415,7 @@ int shm_ring_slowest_reader(const shm_ring *ring) {
 /* ---- reading ---- */
 
 shm_ring_peek_result shm_ring_peek(shm_ring *ring, int rank, shm_ring_message *message) {
+    assert(rank >= 0 && rank < ring->world_size && rank != ring->rank);
     const ring_view *view = &ring->views[rank];
     const uint32_t closed = atomic_load_explicit(&view->page->closed, memory_order_acquire);
     const uint32_t committed = atomic_load_explicit(&view->page->committed, memory_order_acquire);
@@ -426,6 +434,7 @@ shm_ring_peek_result shm_ring_peek(shm_ring *ring, int rank, shm_ring_message *m
 }
 
 void shm_ring_release(shm_ring *ring) {
+    assert(ring->world_size > 1);
     shared_page *own = ring->own.page;
     ring->read_seq++;
     atomic_store(&own->released, ring->read_seq);

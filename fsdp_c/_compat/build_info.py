@@ -74,7 +74,8 @@ def find_mismatch(found: Build | None, has_extension: bool) -> str | None:
                 f"--no-build-isolation --no-deps -e {clone}"
             )
         other = f", but for Python {found.python}" if found and found.python != python else ""
-        return f"fsdp_c has no extension for Python {python}{other}: build it with  {format_build_command(found)}"
+        command = format_build_command(found)
+        return f"fsdp_c has no extension for Python {python}{other}: build it with  {command}"
     return None
 
 

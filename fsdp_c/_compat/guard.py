@@ -8,7 +8,7 @@ support these patches:
   torch's class if it is patched, else fsdp_c's method.
 - torch's own functions run fsdp_c's methods for fsdp_c's objects. Patches usually call the
   function that they replaced.
-- The C core compares torch's attributes with the expected ones before each transition
+- The C code compares torch's attributes with the expected ones once per hook
   (``csrc/python/guard.c``), and calls the patched method if one differs. :func:`bind` passes the
   expected attributes to the core.
 """
@@ -30,7 +30,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import fsdp_c._C as _C
-from fsdp_c_redirect import Redirection, copy_of
+from fsdp_c_autoload.redirect import Redirection, copy_of
 
 from . import patches
 from .originals import find_expected, find_original, get_codes, is_from_torch, is_torch_function

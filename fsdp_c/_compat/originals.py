@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsdp_c_redirect import reachable
+from fsdp_c_autoload.redirect import reachable
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NO_GRAD = os.path.join(_TORCH, "utils", "_contextlib.py")

@@ -5,8 +5,8 @@ of a parameter. torch's ``zero_grad`` does not reach them, so under torch's FSDP
 adds them. Under DDP's ``no_sync`` and in a plain model, ``zero_grad`` drops the gradients of such a
 backward, and so do the two functions here:
 
-- :func:`add_zero_grad` gives a class ``FSDP<Name>`` a method ``zero_grad``. A module around a sharded
-  module, or inside one, keeps torch's method and torch's behaviour.
+- :func:`add_zero_grad` gives a class ``FSDP<Name>`` a method ``zero_grad``. A module around a
+  sharded module, or inside one, keeps torch's method and torch's behavior.
 - ``torch.optim.Optimizer.zero_grad`` is wrapped while a sharded model is alive or fsdp_c is
   installed. torch calls no hook in it, and an optimizer does not know which of its parameters are
   sharded.

@@ -1,1 +1,1 @@
-"""What runs under ``fully_shard``: sharding, states, parameter groups, collectives."""
+"""Sharding, states, parameter groups and collectives: the code under ``fully_shard``."""

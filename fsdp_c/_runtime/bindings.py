@@ -37,9 +37,9 @@ def _format_class_names(state: Any) -> str:
 def _warn_view_output(state: Any) -> None:
     """Warns that a wrapped module returned a view (an in-place op on it would lose the hook)."""
     warnings.warn(
-        f"FSDP2-wrapped module ({_format_class_names(state)}) returned a view tensor. An in-place op on this "
-        "view drops the pre-backward hook, so that the parameters are not gathered for backward. "
-        "Use out-of-place operations or return output.clone().",
+        f"FSDP2-wrapped module ({_format_class_names(state)}) returned a view tensor. An in-place "
+        "op on this view drops the pre-backward hook, so that the parameters are not gathered for "
+        "backward. Use out-of-place operations or return output.clone().",
         UserWarning,
         stacklevel=3,
     )
@@ -50,9 +50,10 @@ def _warn_lost_backward(state: Any) -> None:
     from . import lint  # imported here to keep `import fsdp_c` fast
 
     lint.warn_once(
-        f"the backward before this forward of {_format_class_names(state)} did not come to its end: all units "
-        "of the model are reset, gradients that were waiting for a reduction are dropped. Those of "
-        "other units are in .grad already: call zero_grad() after a backward that raised."
+        f"the backward before this forward of {_format_class_names(state)} did not come to its "
+        "end: all units of the model are reset, gradients that were waiting for a reduction are "
+        "dropped. Those of other units are in .grad already: call zero_grad() after a backward "
+        "that raised."
     )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 
 def require_module(model: Any, caller: str) -> None:
@@ -56,3 +60,70 @@ def reshard_all(model: nn.Module) -> None:
     """Frees all gathered parameters: sharded ones are registered everywhere afterwards."""
     for module in list_sharded_modules(model):
         module.reshard()
+
+
+def iterate_groups(model: nn.Module) -> Iterator[tuple[str, FSDPState, Any]]:
+    """Yields (name, state, group) for every group below ``model``, in module order."""
+    names: dict[FSDPState, list[str]] = {}
+    for name, module in model.named_modules():
+        state = _get_module_fsdp_state(module)
+        if state is not None:
+            names.setdefault(state, []).append(name or "(root)")
+    for state, of_state in names.items():
+        groups = get_groups(state)
+        for index, group in enumerate(groups):
+            suffix = f" [{index}]" if len(groups) > 1 else ""
+            yield ", ".join(of_state) + suffix, state, group
+
+
+def get_param_names(model: nn.Module, groups: list[tuple[str, Any]]) -> dict[int, str]:
+    """Maps the ``id`` of each ``FSDPParam`` to the parameter's name, from the root."""
+    prefixes = {id(module): name for name, module in model.named_modules()}
+    names = {}
+    for _, param in iterate_params(groups):
+        info = param._module_info
+        prefix = prefixes.get(id(info.module))
+        names[id(param)] = f"{prefix}.{info.param_name}" if prefix else info.param_name
+    return names
+
+
+def iterate_params(groups: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields (name of the unit, ``FSDPParam``) for all parameters of ``groups``."""
+    for name, group in groups:
+        for param in group.fsdp_params:
+            yield name, param
+
+
+def list_registered_params(param: Any) -> list[Any]:
+    """Returns the parameter objects that a unit registers for one ``FSDPParam``."""
+    names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    values = (getattr(param, name, None) for name in names)
+    return [value for value in values if value is not None]
+
+
+def iterate_slots(param: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Yields the (module, name) pairs under which a parameter is registered."""
+    info = param._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names)
+
+
+def get_original_class(module: nn.Module) -> type:
+    """Returns the class that the module had before it was sharded."""
+    kind = type(module)
+    if isinstance(module, FSDPModule):
+        return kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
+    return kind
+
+
+def get_compute_dtype(param: Any) -> torch.dtype:
+    """Returns the dtype in which a parameter is gathered."""
+    dtype: torch.dtype = param.param_dtype or param.orig_dtype
+    return dtype
+
+
+def count_gathered_bytes(group: Any) -> int:
+    """Returns the bytes of a unit's all-gather output, including padding."""
+    world = group.mesh_info.shard_mesh_size if isinstance(group.mesh_info, FSDPMeshInfo) else 1
+    sizes = (p.padded_numel * get_compute_dtype(p).itemsize for p in group.fsdp_params)
+    return int(sum(sizes)) * int(world)

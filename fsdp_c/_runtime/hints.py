@@ -305,8 +305,8 @@ def _hint_on_order(call: _Call) -> str | None:
     if not names or not managed:
         return None
     return (
-        f"{format_names(names)} of {call.classes} were sharded by the {call.name} call of a module around "
-        "it: shard inner modules first, the whole model last."
+        f"{format_names(names)} of {call.classes} were sharded by the {call.name} call of a module "
+        "around it: shard inner modules first, the whole model last."
     )
 
 
@@ -315,8 +315,8 @@ def _hint_on_scalar(call: _Call) -> str | None:
     if not names or "scalar" not in str(call.error):
         return None
     return (
-        f"{format_names(names)} of {call.classes}: make it nn.Parameter(torch.ones(1)), which computes the "
-        "same, or name it in ignored_params."
+        f"{format_names(names)} of {call.classes}: make it nn.Parameter(torch.ones(1)), which "
+        "computes the same, or name it in ignored_params."
     )
 
 

@@ -1,7 +1,7 @@
 """Shards parameters and registers states on modules, for ``fully_shard`` and ``replicate``.
 
-:func:`shard_modules` takes a snapshot before its first change. Its caller restores the snapshot when
-:func:`shard_modules` raises.
+:func:`shard_modules` takes a snapshot before its first change. Its caller restores the snapshot
+when it raises.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 
 from .._compat import zero_grad
-from .._compat.torch_releases import ShardPlacementFnResult, add_missing_methods, resolve_placement
+from .._compat.torch_releases import ShardPlacementFnResult, resolve_placement
 from .hints import with_hint
-from .lint import record_sharded_params
+from .lint_params import record_sharded_params
+from .module_methods import add_missing_methods
 from .param_group import ParamGroup
 from .param_template import ParamFactory
 from .serialization import add_methods, refuse_deepcopy
 from .state import State
-from .torch215_methods import METHODS
 from .transaction import Snapshot, Transaction
 
 
@@ -72,26 +72,27 @@ class WrapperApi(NamedTuple):
 def shard_modules(
     api: WrapperApi,
     module: nn.Module | list[nn.Module],
-    units: MeshArguments,
+    meshes: MeshArguments,
     device: torch.device,
     policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
     ignored_params: set[nn.Parameter] | None,
     auto_reshard_after_forward: bool,
-    undo: Transaction,
+    transaction: Transaction,
 ) -> State:
     """Shards the parameters of ``module`` and registers their state; returns the state.
 
-    ``undo`` takes a snapshot before the first change. The caller runs it on every exception.
+    ``transaction`` gets a snapshot before the first change. The caller rolls it back on every
+    exception.
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _check_not_applied(api, modules)
     managed = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
     params, buffers = _get_managed_states(managed, ignored_params)
     _validate_params(params, modules)
-    split = units.split(params)
+    split = meshes.split(params)
     infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
     holders = [m for info in infos.values() for m in (info.module, *info.shared_modules)]
-    undo.to(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
+    transaction.set_snapshot(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
     _move_states_to_device(params, buffers, device)
     state = api.state_class()
     _store_state(api, state, modules)
@@ -150,7 +151,7 @@ class MeshArguments(NamedTuple):
             replicas = info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
             part = parts.setdefault(
                 (info.shard_process_group, replicas),
-                _GroupParams(info, self._post_forward(info), [], []),
+                _GroupParams(info, self._make_post_forward_mesh_info(info), [], []),
             )
             if part.mesh_info is not info:
                 raise ValueError(
@@ -161,7 +162,7 @@ class MeshArguments(NamedTuple):
             part.placements.append(placement)
         return list(parts.values())
 
-    def _post_forward(self, info: FSDPMeshInfo) -> FSDPMeshInfo | None:
+    def _make_post_forward_mesh_info(self, info: FSDPMeshInfo) -> FSDPMeshInfo | None:
         if info is self.mesh_info:
             return self.post_forward
         reshard = self.reshard_after_forward
@@ -240,6 +241,6 @@ def _swap_classes(api: WrapperApi, modules: tuple[nn.Module, ...]) -> None:
         refuse_deepcopy,
     )
     for module in modules:
-        add_missing_methods(type(module), METHODS)
+        add_missing_methods(type(module))
         add_methods(type(module))
         zero_grad.add_zero_grad(type(module))

@@ -19,7 +19,7 @@ _HAS_OVERRIDE = any(
 )
 
 REDUCES_AS_STORED = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""Whether gradients without ``get_reduce_dtype`` are reduced in the parameters' dtype (torch 2.15).
+"""Whether gradients without ``reduce_dtype`` are reduced in the parameters' dtype (torch 2.15).
 
 Older releases reduce them in the compute dtype.
 """
@@ -39,7 +39,7 @@ else:
                 ``param_dtype``. It returns the parameter's own dtype to leave it uncast, for
                 example ``lambda param: torch.float32 if param.ndim == 1 else None``. The results
                 must be equal on all ranks. Forward inputs are always cast to ``param_dtype``. A
-                unit still uses one gather, and one reduction in ``get_reduce_dtype`` or in the widest
+                unit still uses one gather, and one reduction in ``reduce_dtype`` or in the widest
                 dtype of the gradients.
         """
 
@@ -126,7 +126,7 @@ def get_reduce_dtype(
     """Returns the dtype in which gradients are reduced, as in the installed torch.
 
     Args:
-        policy: The policy. Its ``get_reduce_dtype`` has priority.
+        policy: The policy. Its ``reduce_dtype`` has priority.
         stored: The parameter's own dtype.
         computed: The compute dtype; ``None`` means ``stored``.
 

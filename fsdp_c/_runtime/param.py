@@ -1,6 +1,7 @@
 """``Param``: the parts of a sharded parameter that do not run in each step.
 
-The module shards parameters, makes DTensor specs and applies replaced or converted parameters.
+``param_shard.py`` has the base class that makes the shard, ``replaced_shard.py`` the one that
+adopts replaced or converted parameters.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
@@ -26,8 +27,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import (
     ShardedState,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import fsdp_c._C as _C
 
@@ -36,24 +35,12 @@ from .._compat.guard import (
     find_overridden_methods,
     follow_patches,
     has_custom_constructor,
-    is_patched,
 )
-from .._compat.torch_releases import ParamOfOlderTorch, dtensor_new, orig_param_uid
+from .._compat.torch_releases import orig_param_uid
 from . import extensions
-from .dtensor_specs import get_contiguous_strides, get_shared_spec, make_parameter, make_placements
-from .hints import get_class_name, with_hint
 from .mixed_precision import get_compute_dtype, get_reduce_dtype, get_stored_dtype
-
-
-class _GroupProtocol(Protocol):
-    """The methods and attributes of its group that a parameter uses."""
-
-    _sharded_state: Any
-
-    def _to_sharded(self) -> None: ...
-    def _to_sharded_post_forward(self) -> None: ...
-    def _to_unsharded(self) -> None: ...
-    def _param_replaced(self) -> None: ...
+from .param_shard import copy_user_attributes
+from .replaced_shard import GroupOfParam, ReplaceableShard
 
 
 def _resolve_shard_dim(placement: Shard | None, param: torch.Tensor, local: torch.Tensor) -> int:
@@ -74,38 +61,6 @@ def _get_smaller_mesh(
     return post_forward.shard_mesh_size, post_forward.shard_mesh_rank
 
 
-def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
-    if tensor.shape != expected:
-        raise AssertionError(f"Expects size {expected} but got {tensor.shape}")
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a wrapper subclass without memory of its own."""
-    return type(tensor) is not torch.Tensor and (
-        is_traceable_wrapper_subclass(tensor) or not _C.has_memory(tensor)
-    )
-
-
-def make_meta_error(params: list[Param]) -> RuntimeError:
-    """Returns the exception for ``params`` that are on the meta device."""
-    names = [param._param_fqn or param._module_info.param_name for param in params]
-    return RuntimeError(
-        "FSDP parameters should be materialized from meta device before training, "
-        f"but the following were still on meta device: {names}\n"
-        "Call module.to_empty(device=...), then initialize the parameters."
-    )
-
-
-def _copy_user_attributes(param: nn.Parameter) -> dict[str, Any]:
-    """Returns the attributes of a parameter object, without the inner tensors of a subclass."""
-    is_made_of_tensors = not isinstance(param, DTensor) and _is_wrapper(param)
-    return {
-        name: value
-        for name, value in vars(param).items()
-        if not (is_made_of_tensors and isinstance(value, torch.Tensor))
-    }
-
-
 def name_like_torch_hook(
     hook: Callable[..., Any], owner: type, method: str, name: str
 ) -> Callable[..., Any]:
@@ -116,12 +71,8 @@ def name_like_torch_hook(
     return hook
 
 
-def _replace_size(size: torch.Size, dim: int, rows: int) -> torch.Size:
-    return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
-
-
 @follow_patches(FSDPParam)
-class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
+class Param(ReplaceableShard):
     """One parameter of a group; a subclass of torch's ``FSDPParam``.
 
     Args:
@@ -139,9 +90,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     The constructor copies this rank's shard. :meth:`register` puts it on the modules. torch's own
     code makes the sharding specs of parallel DTensors and runs the all-gather extensions.
     """
-
-    mesh_info: Any  # one of torch's classes of mesh infos
-    _unsharded_dtensor_spec: DTensorSpec | None
 
     def __init__(
         self,
@@ -173,9 +121,9 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             )
         _C.Param.__init__(self, tuple(local.size()), dim, world, rank, forward)
         self._policy_dtype = get_compute_dtype(mp_policy, param)
-        self._group: weakref.ref[_GroupProtocol] | None = None
+        self._group: weakref.ref[GroupOfParam] | None = None
         self._orig_class: type = type(param)
-        self._orig_attributes = _copy_user_attributes(param)
+        self._orig_attributes = copy_user_attributes(param)
         if has_custom_constructor(type(self), Param):
             FSDPParam.__init__(
                 self,
@@ -233,76 +181,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self.init_dtype_attrs(self.mp_policy)
         self._note_shard()
 
-    @torch.no_grad()
-    def _shard(self, param: nn.Parameter) -> None:
-        dim = self.fsdp_placement.dim
-        data = self._init_sharding_spec(param, self.fsdp_placement, dim).detach()
-        self._orig_size = data.size()
-        self._contiguous_orig_stride = get_contiguous_strides(data.size())
-        self.padded_sharded_param_size = _replace_size(data.size(), dim, self.chunk_rows)
-        self.sharded_size = _replace_size(data.size(), dim, self.local_rows)
-        self.contiguous_sharded_stride = get_contiguous_strides(self.sharded_size)
-        padded = self._pad(self._local_shard(data, dim))
-        if self.offload_to_cpu and not padded.is_meta:
-            padded = padded.cpu()
-            padded = padded.pin_memory() if self.pin_memory else padded
-        local = padded.narrow(dim, 0, self.local_rows)
-        self.sharded_param = make_parameter(
-            self.to_sharded_dtensor(local), local, param.requires_grad
-        )
-        self._copy_attributes(self.sharded_param)
-        self._adopted = self.sharded_param._local_tensor
-        self._sharded_param_data = self._with_padding(padded, self._adopted)
-        self._note_shard()
-
-    def _init_sharding_spec_plain(self, param: nn.Parameter, fsdp_placement: Shard) -> torch.Tensor:
-        """Sets the sharding spec of a plain tensor (equal ones share it); returns ``param``."""
-        if is_patched("_init_sharding_spec_plain"):
-            return super()._init_sharding_spec_plain(param, fsdp_placement)
-        self._spmd_mesh = self.mesh_info.mesh
-        self._spmd_placements = make_placements(self.mesh_info, fsdp_placement)
-        self._sharding_spec = get_shared_spec(self._spmd_mesh, self._spmd_placements, param)
-        return param
-
-    def _copy_attributes(self, to: nn.Parameter, modules: bool = True) -> None:
-        """Copies the attributes of the original parameter object to ``to``.
-
-        ``modules=False`` skips modules. The garbage collector does not traverse the core's
-        reference to the unsharded parameter, so that parameter must not refer to the model.
-        """
-        for name, value in self._orig_attributes.items():
-            if modules or not isinstance(value, nn.Module):
-                to.__dict__.setdefault(name, value)
-
-    @property
-    def _shard_rank(self) -> int:
-        info = self.mesh_info
-        return info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
-
-    def _local_shard(self, data: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's shard of ``data`` without padding; a view of a plain tensor."""
-        start = self._shard_rank * self.chunk_rows
-        if type(data) is torch.Tensor or start >= self.rows:
-            return data.narrow(dim, min(start, self.rows), self.local_rows)
-        # Some subclasses (NF4Tensor) implement torch.chunk, which FSDP2 calls, but not narrow.
-        info = self.mesh_info
-        world = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
-        return torch.chunk(data, world, dim)[self._shard_rank]
-
-    def _pad(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns a new tensor of ``padded_sharded_param_size``: the shard, then zeros."""
-        padded = shard.new_zeros(self.padded_sharded_param_size)
-        if shard.numel() > 0:
-            dim = self.fsdp_placement.dim
-            padded.narrow(dim, 0, shard.size(dim)).copy_(shard)
-        return padded
-
-    def _with_padding(self, padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Returns ``local`` and the padding behind it as a 1-D view with its version counter."""
-        if _is_wrapper(local):
-            return padded.view(-1)
-        return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
-
     def register(self) -> None:
         """Registers the sharded parameter on every module that holds the original."""
         info = self._module_info
@@ -334,9 +212,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     @sharded_state.setter
     def sharded_state(self, value: ShardedState) -> None:
         """Does nothing: torch's functions assign it per parameter, but the group owns the state."""
-
-    def _get_group(self) -> _GroupProtocol | None:
-        return self._group() if self._group is not None else None
 
     # The core calls the next three methods inside its own transition, if one of them is overridden.
     # They then register this parameter only. The core frees memory after all are registered.
@@ -382,10 +257,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         unsharded.grad = None
         return grad
 
-    @property
-    def _sharded_local_tensor(self) -> torch.Tensor:
-        return self.sharded_param._local_tensor
-
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
         """Sets ``param_dtype`` and ``reduce_dtype``. ``None`` means that no cast is needed."""
         if mp_policy is not self.mp_policy:
@@ -413,11 +284,11 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             whole = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
             if self._unsharded_dtensor_spec is not None:
                 whole = _from_local_no_grad(whole, self._get_unsharded_dtensor_spec(whole))
-            return self._as_original(
+            return self._restore_class(
                 nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
             )
 
-    def _as_original(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _restore_class(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns ``parameter`` with the original's class (if a plain subclass) and attributes."""
         original = self._orig_class
         if type(parameter) is nn.Parameter and issubclass(original, nn.Parameter):
@@ -447,17 +318,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     def _extend_unsharded(self) -> None:
         extensions.make_unsharded(self)
 
-    # These raise on errors. torch's versions also print the error with a stack on every rank.
-
-    def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """Wraps ``tensor`` (``sharded_size``). ``DTensor.__init__`` would import dynamo."""
-        _check_size(tensor, self.sharded_size)
-        return dtensor_new(DTensor, tensor, self._sharding_spec, requires_grad=tensor.requires_grad)
-
-    def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """Returns ``tensor``, the shard on the smaller mesh after forward, as a DTensor."""
-        _check_size(tensor, self.sharded_post_forward_size)
-        return super().to_sharded_post_forward_dtensor(tensor)
+    # torch's version also prints the error with a stack on every rank.
 
     def _assert_in_states(self, *states: ShardedState) -> None:
         if self.sharded_state not in states:
@@ -473,118 +334,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         if extended:
             smaller = _get_smaller_mesh(self.mesh_info, self.post_forward_mesh_info)
             extensions.release_outputs(self, smaller is not None)
-
-    def reset_sharded_param(self) -> None:
-        """Uses the parameter that the module holds now as the sharded parameter.
-
-        ``Module._apply`` and ``load_state_dict(assign=True)`` replace the parameter or its local
-        tensor. The local tensor is padded again if necessary.
-
-        Raises:
-            AttributeError: The registered parameter is not a DTensor.
-            AssertionError: The local tensor's size differs from this rank's shard.
-            RuntimeError: The dtypes of the local tensor and its DTensor differ.
-        """
-        info = self._module_info
-        new_param = getattr(info.module, info.param_name)
-        if new_param is not self.sharded_param:
-            if torch.__future__.get_swap_module_params_on_conversion():
-                raise AssertionError(
-                    f"Expects swap_tensors to preserve object but got {new_param} "
-                    f"instead of {self.sharded_param}"
-                )
-            if not isinstance(new_param, DTensor):
-                error = AttributeError(
-                    f"'{type(new_param).__name__}' object has no attribute '_local_tensor'"
-                )
-                name = self._param_fqn or info.param_name
-                raise with_hint(
-                    error,
-                    f"'{name}' of {get_class_name(info.module)} was replaced by a parameter that is "
-                    "not sharded: change its values in place, under torch.no_grad(), or load whole "
-                    "weights with fsdp_c.load_full_state_dict(model, state).",
-                )
-            try:
-                self._check_local_tensor(new_param)
-            except BaseException:
-                self._register_sharded()  # restore the previous parameter on the module
-                raise
-            self.sharded_param = new_param
-        self._adopt_shard()
-
-    def _refresh_shard(self) -> None:
-        """Uses a local tensor that was assigned to the sharded parameter; called before a gather.
-
-        Raises:
-            AssertionError, RuntimeError: As :meth:`reset_sharded_param`.
-            RuntimeError: The local tensor is on the meta device.
-        """
-        if self.sharded_param._local_tensor.is_meta and not self._sharded_param_data.is_meta:
-            raise make_meta_error([self])
-        self._adopt_shard()
-
-    def _adopt_shard(self) -> None:
-        self._check_local_tensor(self.sharded_param)
-        if not self.sharded_param._local_tensor.is_meta:
-            self._adopt_local(self.sharded_param._local_tensor)
-            self._note_shard()
-        self._sharding_spec = self.sharded_param._spec
-        self.init_dtype_attrs(self.mp_policy)
-        group = self._get_group()
-        if group is not None:
-            group._param_replaced()
-
-    def _check_local_tensor(self, param: DTensor) -> None:
-        """Raises if the local tensor of ``param`` cannot be this rank's shard."""
-        local, info = param._local_tensor, self._module_info
-        if local.is_meta:
-            return  # the user materializes it before the first gather
-        where = (
-            f"parameter '{self._param_fqn or info.param_name}' of {tuple(self._orig_size)}, rank "
-            f"{self._shard_rank}: it is to be sharded as {self._sharding_spec.placements}, as "
-            "distribute_tensor() does it"
-        )
-        sizes = (self.sharded_size, self.padded_sharded_param_size)
-        if local.size() not in sizes and (local.numel() > 0 or self.sharded_size.numel() > 0):
-            raise AssertionError(f"Expects size {self.sharded_size} but got {local.shape}\n{where}")
-        if param.shape != param._spec.shape:  # an assignment to param.data causes this
-            raise AssertionError(f"Expects size {param._spec.shape} but got {param.shape}\n{where}")
-        if local.dtype != param.dtype:
-            raise RuntimeError(
-                f"expected the local tensor to have dtype {param.dtype} but got {local.dtype}\n"
-                f"{where}; to change the dtype, convert the module (module.to(dtype))"
-            )
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _adopt_local(self, local: torch.Tensor) -> None:
-        if local is self._adopted and _is_wrapper(local):
-            return
-        if self._is_current(local):
-            self._sharded_param_data = self._with_padding(self._sharded_param_data, local)
-            return
-        dim = self.fsdp_placement.dim
-        padded, unpinned = local, self.pin_memory and not local.is_pinned()
-        fits = local.size() == self.padded_sharded_param_size and local.is_contiguous()
-        if not fits or unpinned or local.is_conj() or local.is_neg():
-            padded = self._pad(local)
-            padded = padded.cpu().pin_memory() if unpinned else padded
-        if padded is not local or local.size() != self.sharded_size:
-            self.sharded_param._local_tensor = padded.narrow(dim, 0, self.local_rows)
-        self._adopted = self.sharded_param._local_tensor
-        self._sharded_param_data = padded.view(-1)
-
-    def _is_current(self, local: torch.Tensor) -> bool:
-        """Whether ``local`` starts the memory that the core reads, with the padding behind it."""
-        data = self._sharded_param_data
-        if data.is_meta or data.dtype != local.dtype or _is_wrapper(data) or _is_wrapper(local):
-            return False
-        lies_there = (
-            local.untyped_storage()._cdata == data.untyped_storage()._cdata
-            and local.storage_offset() == data.storage_offset()
-            and local.is_contiguous()
-        )
-        return lies_there and not (local.is_conj() or local.is_neg())
 
     def __repr__(self) -> str:
         return f"Param(fqn={self._param_fqn}, orig_size={self._orig_size})"

@@ -1,6 +1,6 @@
 """Methods of torch 2.15's ``FSDPModule``, for fsdp_c's states on all releases.
 
-``torch_releases.add_missing_methods`` adds them to the class that ``fully_shard`` makes for a module. torch's
+``module_methods.py`` adds them to the class that ``fully_shard`` makes for a module. torch's
 ``FSDPModule`` is unchanged. Modules that torch's own ``fully_shard`` sharded may share the class.
 They use torch's method, if torch has it.
 """

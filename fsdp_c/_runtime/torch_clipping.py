@@ -1,4 +1,4 @@
-"""torch's clipping functions on the fast path of ``clip.py``.
+"""torch's clipping functions on the fast path of ``grad_norm.py``.
 
 ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` run the
 functions here once fsdp_c is switched on (``FSDP_C=1``, :func:`fsdp_c.install`). Arguments, results
@@ -14,7 +14,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import fsdp_c._C as _C
-import fsdp_c_redirect
+from fsdp_c_autoload.redirect import Redirection, find_torchs
 
-from ..clip import (
+from .env import is_env_enabled
+from .grad_norm import (
     GroupNames,
     Kinds,
     PerMeshCache,
@@ -35,7 +36,6 @@ from ..clip import (
     make_scalar,
     scale_on_cpu,
 )
-from .env import is_env_enabled
 
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -66,14 +66,10 @@ def clip_grad_norm_(
                 "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
             )
         elif (bound := _convert_to_float(max_norm)) is not None:
-            tensors, kinds, kind_of = _C.clip_collect(params, True)
-            mesh, named = _find_common_mesh(kinds)
-            total = compute_norm_on_cpu(tensors, kind_of, named)
-            if total is not None:
-                if error_if_nonfinite and not math.isfinite(total):
-                    raise make_nonfinite_error(2.0)
-                scale_on_cpu(tensors, bound, total)
-                return _wrap_total(total, mesh)
+            norm = _compute_norm(params, True, error_if_nonfinite)
+            if norm is not None:
+                scale_on_cpu(norm.grads, bound, norm.total)
+                return _wrap_total(norm.total, norm.mesh)
     return _get_torch_function("clip_grad_norm_")(
         params, max_norm, norm_type, error_if_nonfinite, foreach
     )
@@ -87,13 +83,9 @@ def get_total_norm(
 ) -> torch.Tensor:
     grads = _list_tensors(tensors)
     if type(grads) is list and _is_two_norm(norm_type) and _is_plain_execution():
-        local, kinds, kind_of = _C.clip_collect(grads, False)
-        mesh, named = _find_common_mesh(kinds)
-        total = compute_norm_on_cpu(local, kind_of, named)
-        if total is not None:
-            if error_if_nonfinite and not math.isfinite(total):
-                raise make_nonfinite_error(2.0)
-            return _wrap_total(total, mesh)
+        norm = _compute_norm(grads, False, error_if_nonfinite)
+        if norm is not None:
+            return _wrap_total(norm.total, norm.mesh)
     return _get_torch_function("_get_total_norm")(grads, norm_type, error_if_nonfinite, foreach)
 
 
@@ -113,6 +105,34 @@ def clip_grads_with_norm_(
             if tensors and None not in named and scale_on_cpu(tensors, bound, total, True):
                 return None
     return _get_torch_function("_clip_grads_with_norm_")(params, max_norm, total_norm, foreach)
+
+
+class _Norm(NamedTuple):
+    """The total norm of local gradients, and the mesh that all of them are on."""
+
+    total: float
+    mesh: DeviceMesh | None
+    grads: list[torch.Tensor]
+
+
+def _compute_norm(
+    tensors: list[torch.Tensor], are_params: bool, error_if_nonfinite: bool
+) -> _Norm | None:
+    """Returns the total 2-norm of gradients, or of the gradients of parameters.
+
+    Returns None for gradients that the fast path does not take.
+
+    Raises:
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
+    """
+    grads, kinds, kind_of = _C.clip_collect(tensors, are_params)
+    mesh, named = _find_common_mesh(kinds)
+    total = compute_norm_on_cpu(grads, kind_of, named)
+    if total is None:
+        return None
+    if error_if_nonfinite and not math.isfinite(total):
+        raise make_nonfinite_error(2.0)
+    return _Norm(total, mesh, grads)
 
 
 # ---- conditions of the fast path -----------------------------------------------------------------
@@ -210,7 +230,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_get_total_norm": get_total_norm,  # torch.nn.utils.get_total_norm
     "_clip_grads_with_norm_": clip_grads_with_norm_,
 }
-_redirected: dict[str, fsdp_c_redirect.Redirection] = {}
+_redirected: dict[str, Redirection] = {}
 
 
 def redirect() -> None:
@@ -219,9 +239,9 @@ def redirect() -> None:
         return
     module = sys.modules[_MODULE]
     for name, replacement in _REPLACEMENTS.items():
-        function = fsdp_c_redirect.find_torchs(module, name)
+        function = find_torchs(module, name)
         if function is not None:
-            _redirected[name] = fsdp_c_redirect.Redirection(function, replacement)
+            _redirected[name] = Redirection(function, replacement)
 
 
 def restore() -> None:

@@ -55,11 +55,11 @@ class Transaction:
     def __init__(self) -> None:
         self._snapshot: Snapshot | None = None
 
-    def to(self, snapshot: Snapshot) -> None:
-        """Sets the snapshot that :meth:`run` restores."""
+    def set_snapshot(self, snapshot: Snapshot) -> None:
+        """Sets the snapshot that :meth:`rollback` restores."""
         self._snapshot = snapshot
 
-    def run(self) -> None:
+    def rollback(self) -> None:
         """Restores the snapshot, if one was taken."""
         if self._snapshot is not None:
             self._snapshot.restore()

@@ -24,7 +24,8 @@ def format_version() -> str:
     """Returns one line with the releases of fsdp_c, of its build, and of the environment."""
     found = read_build()
     built = f"built for torch {found.torch}" if found is not None else "built for an unknown torch"
-    return f"fsdp_c {__version__} ({built}); torch {torch.__version__}, Python {_format_python_version()}"
+    python = _format_python_version()
+    return f"fsdp_c {__version__} ({built}); torch {torch.__version__}, Python {python}"
 
 
 def _format_python_version() -> str:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-import fsdp_c_redirect
 from fsdp_c import MixedPrecisionPolicy, fully_shard, is_active
+from fsdp_c_autoload import redirect
 
 WORLD = 2
 
@@ -46,7 +46,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=WORLD)
     results = {}
     for name, shard in (
-        ("torch", fsdp_c_redirect.original(torch_fully_shard)),
+        ("torch", redirect.original(torch_fully_shard)),
         ("fsdp_c", fully_shard),
     ):
         active, results[name] = train(shard)

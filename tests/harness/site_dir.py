@@ -26,7 +26,7 @@ def installed_environment(folder: Path, **extra: str) -> dict[str, str]:
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp_c\nVersion: 0\n")
     (info / "entry_points.txt").write_text(entry_points())
-    code = Path(fsdp_c_autoload.__file__).parent
+    code = Path(fsdp_c_autoload.__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(code)])
     environment.pop("PYTHONSAFEPATH", None)

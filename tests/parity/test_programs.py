@@ -12,7 +12,7 @@ from typing import Any
 import program_mistakes
 import programs
 import pytest
-from program_known import RULES
+from program_known import RULES, find_rule
 from program_ranks import Rank, Step
 
 COUNT = int(os.environ.get("FSDP_C_PROGRAMS", "40"))
@@ -103,3 +103,20 @@ def test_hang_of_a_program_passes_only_if_torch_hangs_in_a_rerun(
         assert f"fsdp_c in {programs.HANGS_COUNTED if fsdp_c_hangs == 'always' else 0}" in (
             report.failures[5][1].text
         )
+
+
+@pytest.mark.parametrize(
+    ("first", "by_torch", "by_fsdp_c", "is_allowed"),
+    [
+        ("raised TypeError: Invariant", 12, 10, True),
+        ("raised TypeError: Invariant", 10, 12, False),
+        ("gave 'FSDPNet'", 12, 10, False),
+    ],
+)
+def test_rules_allow_more_hooks_only_in_torch_after_a_failed_fully_shard(
+    first: str, by_torch: int, by_fsdp_c: int, is_allowed: bool
+) -> None:
+    program: list[Step] = [("shard_one", {"module": 10}), ("forward_without_hooks", {"model": 1})]
+    lines = [["gave None", f"hooks: {count}"] for count in (by_torch, by_fsdp_c)]
+    reason = find_rule(2, program, [[first]], *lines)
+    assert (reason is not None) == is_allowed, reason

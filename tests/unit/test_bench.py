@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -46,3 +47,17 @@ def test_meter_around_allocation_measures_memory_faults_and_time() -> None:
     if cost.peak is not None:  # None where the kernel does not allow a reset of the peak
         assert 31 < cost.peak < 64
         assert cost.faults > 0
+
+
+def test_overview_draws_a_pair_of_bars_per_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    costs = {name: {"without": {"wall": wall}} for name, wall in (("torch", 20.0), ("fsdp_c", 5.0))}
+    models = {kind: {"title": f"{kind} model", "costs": costs} for kind in ("small", "deep")}
+    source, target = tmp_path / "steps.json", tmp_path / "images" / "steps.svg"
+    source.write_text(json.dumps({"models": models}))
+    command = [sys.executable, "benchmarks/pictures.py", str(source), str(target)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=200)
+    text = target.read_text()
+    for label in ("small model", "deep model", "fsdp_c", "torch"):
+        assert f"<!-- {label} -->" in text
+    assert text.count("<!--  20 ms -->") == text.count("<!--  5 ms -->") == 2

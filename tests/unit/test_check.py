@@ -1,4 +1,4 @@
-"""Checks of the installed build, ``is_active``, ``python -m fsdp_c --check``, build_torch.py."""
+"""Checks of the installed build, ``is_active``, ``python -m fsdp_c --check``, ``find_torch``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Appended, because under the sanitizers fsdp_c must not be imported from this checkout.
 sys.path.append(str(ROOT))
 
-import build_torch  # noqa: E402
+from build_support import find_torch  # noqa: E402
 
 
 def run(
@@ -89,10 +89,9 @@ def incompatible_env(tmp_path: Path) -> dict[str, str]:
     package = tmp_path / "fsdp_c"
     package.mkdir()
     for path in (ROOT / "fsdp_c").iterdir():
-        if path.suffix in (".py", ".so"):
+        if path.suffix in (".py", ".so") or (path.is_dir() and path.name != "__pycache__"):
             (package / path.name).symlink_to(path)
-    for path in ROOT.glob("fsdp_c_*.py"):
-        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "fsdp_c_autoload").symlink_to(ROOT / "fsdp_c_autoload")
     record = json.loads(build_info.BUILD_RECORD.read_text())
     (package / "_C.json").write_text(json.dumps(record | {"torch": "1.0"}))
     env = installed_environment(tmp_path)
@@ -195,17 +194,16 @@ def test_self_test_with_failing_process_is_reported(monkeypatch: pytest.MonkeyPa
 def test_version_of_wheel_contains_torch_release(monkeypatch: pytest.MonkeyPatch) -> None:
     file = ROOT / "fsdp_c/version.py"
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    assert build_torch.version(file) == f"{fsdp_c.__version__}+torch2.13.0.cu130"
+    assert find_torch.version(file) == f"{fsdp_c.__version__}+torch2.13.0.cu130"
     monkeypatch.setattr(sys, "argv", ["setup.py", "sdist"])
-    assert build_torch.version(file) == fsdp_c.__version__
+    assert find_torch.version(file) == fsdp_c.__version__
 
 
 def test_build_plan_states_files_compilers_and_duration() -> None:
-    sources = ["a.c"] * 50 + ["b.cpp"] * 7
-    text = build_torch.plan(sources, "CPU", 2)
+    text = find_torch.describe_build(50, 7, "CPU", 2)
     assert f"torch {torch.__version__}, kernels for CPU: 57 files with 2 compilers" in text
     assert "takes about 2 min" in text
-    assert "takes about 5 min" in build_torch.plan(sources, "CPU and CUDA 13.0", 2)
+    assert "takes about 5 min" in find_torch.describe_build(50, 7, "CPU and CUDA 13.0", 2)
 
 
 def test_isolated_build_finds_torch_of_its_environment(tmp_path: Path) -> None:
@@ -217,7 +215,8 @@ def test_isolated_build_finds_torch_of_its_environment(tmp_path: Path) -> None:
         f"sys.argv = ['setup.py']\n"
         "import importlib.util as util\n"
         "assert util.find_spec('torch') is None\n"
-        "import build_torch\n"
+        "from build_support import find_torch\n"
+        "find_torch.add_to_path()\n"
         "print(util.find_spec('torch').origin)\n"
     )
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -226,12 +225,12 @@ def test_isolated_build_finds_torch_of_its_environment(tmp_path: Path) -> None:
 
 
 def test_build_without_torch_exits_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_torch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(find_torch.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(
         SystemExit, match="install torch first, then fsdp_c with  pip install --no-"
     ):
-        build_torch.find([])
+        find_torch.add_to_path([])
 
 
 def test_pyproject_does_not_require_torch_for_the_build() -> None:

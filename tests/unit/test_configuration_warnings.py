@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
 from fsdp_c import fully_shard
-from fsdp_c._runtime import lint
+from fsdp_c._runtime import lint, lint_params
 
 LOGGER = "torch.distributed.fsdp.fully_shard"
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -36,7 +36,7 @@ def logged(
 ) -> Iterator[Callable[[], list[str]]]:
     """Yields a function that returns the warnings logged so far. Python warnings raise."""
     monkeypatch.setattr(lint, "_logged", set())
-    monkeypatch.setattr(lint, "_replaced_slots", {})  # models of other tests may be alive
+    monkeypatch.setattr(lint_params, "_replaced_slots", {})  # models of other tests may be alive
 
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]

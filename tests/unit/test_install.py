@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_c
 import fsdp_c_autoload
-import fsdp_c_redirect
 from fsdp_c._runtime import env as env_module
+from fsdp_c_autoload import redirect
 
 pytestmark = pytest.mark.xdist_group("install")  # the tests share launched processes
 State = importlib.import_module("fsdp_c._runtime.state").State
@@ -115,12 +115,12 @@ def test_repeated_install_and_uninstall_change_nothing(fake_group: int) -> None:
 
 def test_uninstall_removes_all_redirections() -> None:
     fsdp_c.install()
-    before = len(fsdp_c_redirect.active)
+    before = len(redirect.active)
     fsdp_c.uninstall()
     for _ in range(3):
         fsdp_c.install()
         fsdp_c.uninstall()
-    assert len(fsdp_c_redirect.active) == before
+    assert len(redirect.active) == before
 
 
 def test_fsdp_c_clip_environment_variable_controls_clipping(
@@ -152,7 +152,7 @@ def test_compiled_clip_grad_norm_matches_torch(fake_group: int, installed: None)
     for grad in (0.25, 0.5):
         for param in layer.parameters():
             param.grad = torch.full_like(param, grad)
-        expected = fsdp_c_redirect.original(clip_grad.clip_grad_norm_)(layer.parameters(), 1e9)
+        expected = redirect.original(clip_grad.clip_grad_norm_)(layer.parameters(), 1e9)
         compiled = torch.compile(
             lambda: clip_grad.clip_grad_norm_(list(layer.parameters()), 1e9), backend="eager"
         )
@@ -160,9 +160,9 @@ def test_compiled_clip_grad_norm_matches_torch(fake_group: int, installed: None)
 
 
 def test_original_returns_torchs_function(fake_group: int, installed: None) -> None:
-    module = fsdp_c_redirect.original(fully_shard)(nn.Linear(3, 4))
+    module = redirect.original(fully_shard)(nn.Linear(3, 4))
     assert type(fully_shard.state(module)) is FSDPState
-    assert fsdp_c_redirect.original(print) is print
+    assert redirect.original(print) is print
 
 
 def test_modules_keep_the_implementation_they_were_sharded_with(fake_group: int) -> None:
@@ -255,7 +255,7 @@ def test_redirection_applies_to_all_references_until_undone() -> None:
         calls.append((args, kwargs))
         return "target"
 
-    redirection = fsdp_c_redirect.Redirection(count, target)
+    redirection = redirect.Redirection(count, target)
     assert held(3, twice=True) == "target" and calls == [((3,), {"twice": True})]
     assert redirection.original(3, twice=True) == 16  # the copy shares the closure cell
     redirection.undo()
@@ -265,7 +265,7 @@ def test_redirection_applies_to_all_references_until_undone() -> None:
 
 def test_redirections_of_functions_with_equal_code_are_independent() -> None:
     first, second = make_counter(1), make_counter(2)
-    redirections = [fsdp_c_redirect.Redirection(f, lambda f=f: f) for f in (first, second)]
+    redirections = [redirect.Redirection(f, lambda f=f: f) for f in (first, second)]
     assert first() is first and second() is second
     for redirection in redirections:
         redirection.undo()
@@ -279,7 +279,7 @@ import json, os, sys
 import torch
 facts = {}
 facts["after torch"] = sorted(n for n in sys.modules if n.startswith("fsdp_c"))
-facts["finders"] = sum(type(f).__module__ == "fsdp_c_redirect" for f in sys.meta_path)
+facts["finders"] = sum(type(f).__module__ == "fsdp_c_autoload.redirect" for f in sys.meta_path)
 facts["torch.distributed.fsdp came early"] = "torch.distributed.fsdp" in sys.modules
 from torch.distributed.fsdp import fully_shard, FSDPModule
 facts["after fsdp"] = sorted(n for n in sys.modules if n.startswith("fsdp_c"))
@@ -291,8 +291,8 @@ facts["state"] = type(fully_shard.state(module)).__module__
 facts["FSDPModule"] = isinstance(module, FSDPModule)
 import torch.distributed._composable.replicate_with_fsdp as late
 facts["loader"] = type(late.__spec__.loader).__name__
-import fsdp_c_redirect
-facts["late"] = fsdp_c_redirect.is_redirected(late.replicate)
+from fsdp_c_autoload import redirect
+facts["late"] = redirect.is_redirected(late.replicate)
 print(json.dumps(facts))
 """
 
@@ -335,7 +335,8 @@ def test_autoload_and_switches_accept_the_same_off_values() -> None:
 
 def test_environment_variable_imports_fsdp_c_at_the_first_call(probe: Any) -> None:
     facts = probe("1")
-    assert facts["after torch"] == facts["after fsdp"] == ["fsdp_c_autoload", "fsdp_c_redirect"]
+    assert facts["after torch"] == ["fsdp_c_autoload", "fsdp_c_autoload.redirect"]
+    assert facts["after fsdp"] == facts["after torch"]
     assert facts["finders"] == 1
     assert not facts["torch.distributed.fsdp came early"]
     assert facts["state"] == "fsdp_c._runtime.state" and facts["FSDPModule"]
@@ -343,10 +344,10 @@ def test_environment_variable_imports_fsdp_c_at_the_first_call(probe: Any) -> No
     assert facts["late"]
 
 
-@pytest.mark.parametrize("module", [fsdp_c_autoload, fsdp_c_redirect], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [fsdp_c_autoload, redirect], ids=lambda m: m.__name__)
 def test_entry_point_modules_import_only_the_standard_library(module: ModuleType) -> None:
     code = f"import sys, {module.__name__}; print('torch' in sys.modules, 'fsdp_c' in sys.modules)"
-    folder = Path(str(module.__file__)).parent
+    folder = Path(str(fsdp_c_autoload.__file__)).parents[1]
     done = run("-S", "-c", code, env={"PYTHONPATH": str(folder)}, cwd=folder)
     assert done.stdout.split() == ["False", "False"], done.stderr
 
@@ -370,8 +371,8 @@ print(json.dumps({
 USES = """
 from torch.distributed.fsdp import fully_shard
 import os
-import fsdp_c_redirect
-print(fsdp_c_redirect.is_redirected(fully_shard), os.environ["FSDP_C"])
+from fsdp_c_autoload import redirect
+print(redirect.is_redirected(fully_shard), os.environ["FSDP_C"])
 """
 SCRIPTS = {
     "facts.py": FACTS,

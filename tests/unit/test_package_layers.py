@@ -1,97 +1,197 @@
-"""Modules of fsdp_c: fsdp_c/README.md lists all of them, and imports point to lower layers."""
+"""Modules of fsdp_c: fsdp_c/README.md lists all of them. Imports point to allowed layers."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import build_torch
+import pytest
+
+from build_support import find_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fsdp_c"
-TOP_LEVEL = {path.stem for path in ROOT.glob("fsdp_c_*.py")}
-"""Top-level modules outside the package, which work without it."""
+AUTOLOAD = ROOT / "fsdp_c_autoload"
+"""The package of the entry point, which torch imports without fsdp_c."""
 
 
 def listed_files() -> list[str]:
-    """Returns the files listed in fsdp_c/README.md, from the highest layer to the lowest."""
+    """Returns the files listed in fsdp_c/README.md."""
     return re.findall(r"^\| `([\w/]+\.py)` \|", (PACKAGE / "README.md").read_text(), re.M)
 
 
 def source_files() -> list[Path]:
-    return [*PACKAGE.rglob("*.py"), *(ROOT / f"{name}.py" for name in TOP_LEVEL)]
+    return [*PACKAGE.rglob("*.py"), *AUTOLOAD.rglob("*.py")]
 
 
 def listed_name(path: Path) -> str:
-    """Returns the name of a file in the list: its path in the package, or its own name."""
-    inside = path.is_relative_to(PACKAGE)
-    return str(path.relative_to(PACKAGE)) if inside else path.name
+    """Returns the name of a file in the list: its path in fsdp_c, or else in the repository."""
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
 
 
-def imported_modules(node: ast.AST, package: str) -> Iterator[str]:
-    """Yields the dotted names that an import statement may load."""
+def imported_modules(node: ast.AST, folder: Path) -> Iterator[str]:
+    """Yields the dotted names that an import statement of a file in ``folder`` may load."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        base = ".".join(([package] if node.level else []) + ([node.module] if node.module else []))
-        yield from (f"{base}.{a.name}" for a in node.names)
+        package = list(folder.relative_to(ROOT).parts)
+        base = package[: len(package) - node.level + 1] if node.level else []
+        base += [node.module] if node.module else []
+        yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-def imported_files(text: str) -> set[str]:
+def imported_files(text: str, folder: Path) -> set[str]:
     """Returns the files of fsdp_c that a source text imports, also in functions and for types."""
     found = set()
     for node in ast.walk(ast.parse(text)):
-        for name in imported_modules(node, PACKAGE.name):
+        for name in imported_modules(node, folder):
             top, _, inner = name.partition(".")
-            if top in TOP_LEVEL:
-                found.add(f"{top}.py")
-            elif top == PACKAGE.name and not inner.startswith("_C"):
-                found.add(file_of(inner))
+            if top in (AUTOLOAD.name, PACKAGE.name) and not inner.startswith("_C"):
+                found.add(listed_name(file_of(name)))
     return found
 
 
-def file_of(module: str) -> str:
-    """Returns the file of the package that defines a dotted name below ``fsdp_c``."""
-    parts = module.split(".") if module else []
-    for end in range(len(parts), -1, -1):
-        path = "/".join(parts[:end])
-        for name in (f"{path}.py", f"{path}/__init__.py".lstrip("/")):
-            if (PACKAGE / name).is_file():
-                return name
-    raise AssertionError(module)
+def file_of(name: str) -> Path:
+    """Returns the file that defines a dotted name below ``fsdp_c`` or ``fsdp_c_autoload``."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    raise AssertionError(name)
 
 
 def test_readme_lists_each_file_once() -> None:
     assert sorted(listed_files()) == sorted(map(listed_name, source_files()))
 
 
-def test_files_import_only_lower_files() -> None:
-    layer_of = {name: position for position, name in enumerate(listed_files())}
-    upward = [
-        f"{listed_name(path)} -> {name}"
-        for path in source_files()
-        for name in sorted(imported_files(path.read_text()))
-        if layer_of[name] <= layer_of[listed_name(path)]
+TOOL_FEATURES = {"__init__.py", "__main__.py", "plan.py", "explain.py", "trace.py"}
+"""Public files that may import ``_tools``."""
+
+LEAVES = {"names.py", "version.py"}
+"""Public files that import nothing of the package, so that every folder may import them."""
+
+ALLOWED = {
+    "public": {"public", "_auto_shard", "_checkpoint", "_runtime", "_compat"},
+    "tool features": {"public", "tool features", "_tools", "_runtime"},
+    "_tools": {"public", "tool features", "_tools", "_auto_shard", "_runtime", "_compat"},
+    "_auto_shard": {"_auto_shard", "_runtime", "_compat"},
+    "_checkpoint": {"_checkpoint", "_runtime"},
+    "_runtime": {"_runtime", "_compat"},
+    "_compat": {"_compat"},
+    "leaves": set(),
+    "fsdp_c_autoload": {"fsdp_c_autoload", "public"},
+}
+"""Maps a layer to the layers that it may import. All may import leaves and fsdp_c_autoload."""
+
+
+def layer_of(name: str) -> str:
+    """Returns the layer of a file: its folder, or the group of a file at the top."""
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return folder
+    for layer, files in (
+        ("leaves", LEAVES),
+        ("tool features", TOOL_FEATURES),
+    ):
+        if file in files:
+            return layer
+    return "public"
+
+
+def imports_by_file() -> dict[str, set[str]]:
+    return {
+        listed_name(path): imported_files(path.read_text(), path.parent) for path in source_files()
+    }
+
+
+def find_forbidden(imports: dict[str, set[str]]) -> list[str]:
+    """Returns the imports that :data:`ALLOWED` does not contain, as ``importer -> imported``."""
+    found = []
+    for importer, names in imports.items():
+        allowed = ALLOWED[layer_of(importer)] | {"leaves", AUTOLOAD.name}
+        if importer == "__init__.py":
+            allowed = set(ALLOWED)
+        found += [
+            f"{importer} -> {name}" for name in sorted(names) if layer_of(name) not in allowed
+        ]
+    return found
+
+
+def test_folders_import_only_allowed_folders() -> None:
+    imports = imports_by_file()
+    assert {layer_of(name) for name in imports} == set(ALLOWED)
+    assert find_forbidden(imports) == []
+
+
+def test_import_of_higher_layer_is_found() -> None:
+    imports = {"_compat/a.py": {"_runtime/b.py"}, "clip.py": {"_tools/c.py", "names.py"}}
+    assert find_forbidden(imports) == ["_compat/a.py -> _runtime/b.py", "clip.py -> _tools/c.py"]
+
+
+def test_no_files_import_each_other() -> None:
+    """Imports of the package itself are excluded: its names are imported by then, or at a call."""
+    graph = {name: found - {"__init__.py", name} for name, found in imports_by_file().items()}
+    beside = {name for name in graph if layer_of(name) == AUTOLOAD.name}
+    graph = {name: found - beside for name, found in graph.items() if name not in beside}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph)
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+FILE_LINES = 400
+CLASS_LINES = 300
+
+
+def find_long_classes(text: str, limit: int) -> list[str]:
+    return [
+        node.name
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno + 1 > limit
     ]
-    assert upward == []
+
+
+def test_files_have_at_most_400_lines() -> None:
+    lengths = {listed_name(path): len(path.read_text().splitlines()) for path in source_files()}
+    assert {name: lines for name, lines in lengths.items() if lines > FILE_LINES} == {}
+
+
+def test_classes_have_at_most_300_lines() -> None:
+    found = {p.name: find_long_classes(p.read_text(), CLASS_LINES) for p in source_files()}
+    assert {name: classes for name, classes in found.items() if classes} == {}
+
+
+def test_long_class_is_found() -> None:
+    text = "class A:\n    x = 1\n    y = 2\nclass B:\n    x = 1\n"
+    assert find_long_classes(text, 2) == ["A"]
+
+
+# ---- the parser of imports -----------------------------------------------------------------------
 
 
 def test_imported_files_finds_every_kind_of_import() -> None:
     text = """
-from . import _C, guard
-from .param import Param
-from ._compat import patches
-import fsdp_c._C as _C, fsdp_c_redirect
+from . import _C, param
+from .state import State
+from .._compat import patches
+from ..clip import clip_grad_norm_
+import fsdp_c._C as _C, fsdp_c_autoload.redirect
+from fsdp_c_autoload import ENVIRONMENT_SWITCH, redirect
 def f():
     from fsdp_c.install import install
     from fsdp_c import fully_shard, __version__
 """
-    files_named = {"guard.py", "param.py", "fsdp_c_redirect.py", "install.py", "fully_shard.py"}
-    assert imported_files(text) == {*files_named, "_compat/patches.py", "__init__.py"}
+    assert imported_files(text, PACKAGE / "_runtime") == {
+        *("_runtime/__init__.py", "_runtime/param.py", "_runtime/state.py", "_compat/patches.py"),
+        *("fsdp_c_autoload/__init__.py", "fsdp_c_autoload/redirect.py"),
+        *("clip.py", "install.py", "fully_shard.py", "__init__.py"),
+    }
 
 
 def test_package_and_metadata_have_one_version() -> None:
@@ -99,32 +199,26 @@ def test_package_and_metadata_have_one_version() -> None:
 
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project and not re.findall(r"^version = ", project, re.M)
-    assert build_torch.version(PACKAGE / "version.py").startswith(f"{fsdp_c.__version__}+torch")
+    assert find_torch.version(PACKAGE / "version.py").startswith(f"{fsdp_c.__version__}+torch")
 
 
 # ---- modules that are imported on first use ------------------------------------------------------
 
 LAZY = [
-    "advice",
+    "_auto_shard",
+    "_checkpoint",
+    "_tools",
+    "auto_shard",
+    "checkpoint",
     "ema",
     "explain",
-    "fake_step",
-    "forecast",
-    "load",
-    "load_source",
-    "optimizer_memory",
-    "picture",
     "plan",
-    "report",
-    "safetensors",
-    "sizes",
-    "spans",
-    "timeline",
-    "timeline_picture",
-    "unit_sizes",
+    "policies",
+    "trace",
     "wrap",
-    "wrap_policy",
 ]
+"""Modules and folders that the first step does not import."""
+
 FIRST_USE = """
 import sys
 import torch, torch.distributed as dist
@@ -150,12 +244,23 @@ def run_in_new_interpreter(code: str) -> list[str]:
 
 
 def test_first_training_step_does_not_import_lazy_modules() -> None:
-    """Modules for forecasts, diagrams and checkpoint files are imported by the first call."""
-    assert sorted(LAZY) == sorted(name for name in LAZY if (PACKAGE / f"{name}.py").exists())
+    """Modules for estimates, diagrams and checkpoint files are imported by the first call."""
+    paths = [PACKAGE / name for name in LAZY]
+    assert all(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
     found = run_in_new_interpreter(FIRST_USE)
     assert "fsdp_c._runtime.param_group" in found
     lazy_modules = {f"fsdp_c.{name}" for name in LAZY} | {"matplotlib", "safetensors"}
-    assert sorted(lazy_modules & set(found)) == []
+    assert [m for m in found if ".".join(m.split(".")[:2]) in lazy_modules] == []
+
+
+@pytest.mark.parametrize("feature", ["fully_shard", "replicate", "install", "checkpoint"])
+def test_features_that_train_import_nothing_of_tools(feature: str) -> None:
+    code = (
+        f"import sys, importlib; importlib.import_module('fsdp_c.{feature}'); print(*sys.modules)"
+    )
+    found = run_in_new_interpreter(code)
+    assert f"fsdp_c.{feature}" in found
+    assert [name for name in found if name.startswith("fsdp_c._tools")] == []
 
 
 def test_lazy_names_resolve_to_functions_and_modules() -> None:
@@ -172,7 +277,7 @@ print(all(globals()[name] is getattr(fsdp_c, name) for name in fsdp_c.__all__))
 """
     assert run_in_new_interpreter(code) == [
         *["function"] * 4,
-        *["fsdp_c.plan", "fsdp_c.explain", "fsdp_c.wrap", "fsdp_c._tools.timeline"],
+        *["fsdp_c.plan", "fsdp_c.explain", "fsdp_c.auto_shard", "fsdp_c.trace"],
         *["fsdp_c.wrap", "plan", "False"],
         "True",
     ]

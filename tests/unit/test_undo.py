@@ -18,9 +18,9 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-import fsdp_c_redirect
 from fsdp_c._compat import patches
 from fsdp_c._runtime import meshes
+from fsdp_c_autoload import redirect
 
 pytestmark = pytest.mark.xdist_group("undo")  # one snapshot for all
 ROOT = Path(__file__).resolve().parents[2]
@@ -531,15 +531,15 @@ def make_function(result: str) -> FunctionType:
 
 def test_redirection_undo_keeps_newer_code_and_runs_the_original_below_it() -> None:
     function = make_function("torch's")
-    redirection = fsdp_c_redirect.Redirection(function, lambda: "fsdp_c")
-    below = fsdp_c_redirect.copy_of(function)  # what a tool that replaces code objects calls
+    redirection = redirect.Redirection(function, lambda: "fsdp_c")
+    below = redirect.copy_of(function)  # what a tool that replaces code objects calls
     newer = make_function("newer").__code__
     function.__code__ = newer
     assert below() == "fsdp_c"
     redirection.undo()
     assert function.__code__ is newer
     assert below() == "torch's"
-    again = fsdp_c_redirect.Redirection(function, lambda: "fsdp_c")
+    again = redirect.Redirection(function, lambda: "fsdp_c")
     assert function() == "fsdp_c"
     again.undo()
     assert function.__code__ is newer
@@ -550,13 +550,13 @@ def test_redirection_repeated_uses_the_same_code_object() -> None:
     codes = set()
     size = None
     for target in ("first", "second", "third"):
-        redirection = fsdp_c_redirect.Redirection(function, lambda target=target: target)
+        redirection = redirect.Redirection(function, lambda target=target: target)
         assert function() == target
         codes.add(function.__code__)
-        size = size or len(fsdp_c_redirect.active)
+        size = size or len(redirect.active)
         redirection.undo()
         assert function() == "torch's"
-    assert len(codes) == 1 and len(fsdp_c_redirect.active) == size
+    assert len(codes) == 1 and len(redirect.active) == size
 
 
 # ---- mesh infos ----------------------------------------------------------------------------------

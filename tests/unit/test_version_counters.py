@@ -55,7 +55,7 @@ def test_second_step_runs_one_python_function_of_fsdp_c(fake_group: int) -> None
         optimizer.step()
     finally:
         sys.setprofile(None)
-    assert calls == ["suspicions.py:_before_step"] and versions(model) != before
+    assert calls == ["lint_params.py:_before_step"] and versions(model) != before
 
 
 def test_step_on_shard_created_in_inference_mode_increments_other_shards(fake_group: int) -> None:

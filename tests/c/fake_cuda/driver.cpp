@@ -1,5 +1,5 @@
-/* Substitute for libcuda.so.1, with the functions that fsdp_c/_runtime/jit.py uses. Its "device" is this
- * processor, which runs the source of the GPU kernels thread by thread. Loaded machine code is
+/* Substitute for libcuda.so.1, with the functions that fsdp_c/_runtime/jit.py uses. Its "device" is
+ * this processor, which runs the source of the GPU kernels thread by thread. Loaded machine code is
  * checked but not executed. For tests/unit/test_jit.py. */
 #include <cuda_runtime.h>
 

@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_c
 
 FENCE = re.compile(r"^([ ]*)```python\n(.*?)^\1```$", re.M | re.S)
+NOT_RUN = re.compile(r"<!-- not run: ([^>]+) -->\n\Z")
+"""A comment directly before a block that cannot run here, with the reason."""
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
@@ -33,6 +35,13 @@ def blocks(text: str) -> list[tuple[int, str]]:
         line = text.count("\n", 0, match.start()) + 2
         results.append((line, "".join(part[len(indent) :] for part in code.splitlines(True))))
     return results
+
+
+def reason_not_to_run(text: str, line: int) -> str:
+    """Returns the reason of the comment before the block at ``line``, or an empty string."""
+    before = "".join(text.splitlines(True)[: line - 2])
+    match = NOT_RUN.search(before)
+    return match[1] if match else ""
 
 
 def needs_matplotlib(code: str) -> bool:
@@ -65,7 +74,7 @@ class LanguageModel(nn.Module):
         return self.head(x)
 
     def generate(self, prompt: object) -> torch.Tensor:
-        """Ignores ``prompt``, because the README passes ``...``."""
+        """Ignores ``prompt``, because the documents pass ``...``."""
         return self(TOKENS).argmax(-1)
 
 
@@ -184,7 +193,7 @@ def run_blocks(
     failures = []
     for file, text in texts.items():
         for line, code in blocks(text):
-            if needs_matplotlib(code) != draw:
+            if reason_not_to_run(text, line) or needs_matplotlib(code) != draw:
                 continue
             torch.manual_seed(0)
             names = Names(code)

@@ -1,7 +1,7 @@
 """Builds the extension for the installed torch, and the kernels as a separate shared library.
 
 On CUDA it runs ``setup.py build_ext --inplace`` for sm_90, without pip, build isolation or network.
-Without ninja, setuptools compiles one file at a time. Elsewhere the extension must exist already.
+The build needs cmake and ninja on the PATH. Elsewhere the extension must exist already.
 """
 
 from __future__ import annotations

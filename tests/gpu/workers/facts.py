@@ -14,7 +14,7 @@ import torch
 from outcome import ON_CUDA, ROOT, conclude
 
 QUERY = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-TOOLS = ("nvcc", "compute-sanitizer", "cuobjdump", "gcc", "g++", "ninja")
+TOOLS = ("nvcc", "compute-sanitizer", "cuobjdump", "gcc", "g++", "cmake", "ninja")
 PACKAGES = ("ninja", "numpy", "pytest", "pytest_timeout", "setuptools", "triton", "xdist")
 
 

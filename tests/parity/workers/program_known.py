@@ -70,8 +70,17 @@ class Mismatch:
         return self.by_torch[0].startswith(ways) and self.by_fsdp_c[0].startswith(ways)
 
     def hooks_differ(self) -> bool:
-        """Returns whether the numbers of FSDP2's hooks differ, which no rule allows."""
-        return any(a.startswith("hooks: ") and b.startswith("hooks: ") for a, b in self.pairs())
+        """Returns whether the numbers of FSDP2's hooks differ, which no rule allows.
+
+        The exception: a ``fully_shard`` that raised leaves its hooks installed in torch only.
+        """
+        counts = [
+            (int(a.removeprefix("hooks: ")), int(b.removeprefix("hooks: ")))
+            for a, b in self.pairs()
+            if a.startswith("hooks: ") and b.startswith("hooks: ")
+        ]
+        left_by_torch = self.raised(*SHARDING) and all(a > b for a, b in counts)
+        return bool(counts) and not left_by_torch
 
     def gradients_missing(self) -> bool:
         """Returns whether a gradient exists under only one implementation."""
@@ -85,6 +94,8 @@ class Mismatch:
         )
 
 
+SHARDING = ("shard", "shard_one", "shard_both", "replicate")
+"""Operations that convert modules."""
 WRITING = ("optimize", "step", "load", "load_for", "optimizer_state", "write")
 """Operations that may change the shards."""
 DIVIDED_TWICE_POLICIES = ("fp16, given in fp32", "fp64")
@@ -126,9 +137,6 @@ def can_continue(name: str, by_torch: list[str], by_fsdp_c: list[str]) -> bool:
     if both and all(label.endswith(".grad") for label in labels):
         return True  # only reductions differ in time
     return labels == {by_torch[0].split(": ")[0]} and (both or name == "reset_iter_state")
-
-
-SHARDING = ("shard", "shard_one", "shard_both", "replicate")
 
 
 @rule("fully_shard that raises leaves the module unchanged; torch marks it as sharded")

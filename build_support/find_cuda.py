@@ -1,0 +1,190 @@
+"""Selects the CUDA compiler of the kernels, the architectures and the CUDA runtime.
+
+A missing compiler is no error. ``find_nvcc`` prints the reason, and ``setup.py`` builds without
+CUDA kernels. It does the same if the compiler fails. On a GPU, fsdp_c then compiles the kernels
+with NVRTC at the first use, or uses torch's foreach operations (``csrc/core/foreach.c``).
+
+``python -m build_support.find_cuda [NVCC]`` prints the options for this NVCC.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+FIRST = 70
+"""The first architecture that supports ``__grid_constant__`` kernel parameters."""
+
+FAMILIES = {
+    "Volta": "7.0+PTX",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0;8.6+PTX",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0;12.0+PTX",
+}
+"""Names of architectures in ``TORCH_CUDA_ARCH_LIST``. Older families have no kernels."""
+
+
+def shout(text: str) -> None:
+    """Prints a message that stands out from the output of compilers."""
+    bar = "!" * 100
+    print(f"{bar}\n!! fsdp_c: {text}\n{bar}", file=sys.stderr, flush=True)
+
+
+def codes_of(listing: str) -> list[int]:
+    """Parses the output of ``nvcc --list-gpu-code``: 90 for sm_90, nothing for sm_90a."""
+    return sorted({int(code) for code in re.findall(r"\bsm_(\d+)\b", listing)})
+
+
+def archs_of_list(text: str) -> list[int]:
+    """Parses ``TORCH_CUDA_ARCH_LIST``: "7.0;8.6+PTX Hopper" is 70, 86, 90.
+
+    ``+PTX`` is ignored: the newest architecture always gets PTX. The suffixes of 9.0a and 10.0f
+    are ignored too.
+    """
+    for family, archs in FAMILIES.items():
+        text = re.sub(rf"\b{family}\b", archs, text)
+    return sorted({int(a + b) for a, b in re.findall(r"\b(\d+)\.(\d)[af]?(?:\+PTX)?(?!\w)", text)})
+
+
+def archs_of_torch(flags: str) -> list[int]:
+    """Parses torch's architecture flags: 90 for sm_90 or compute_90."""
+    return sorted({int(code) for code in re.findall(r"\b(?:sm|compute)_(\d+)[af]?\b", flags)})
+
+
+def choose(wanted: Iterable[int], known: Iterable[int]) -> list[int]:
+    """Returns the wanted architectures that both this nvcc and the kernels support.
+
+    If there are none, returns the first supported architecture of each generation.
+    """
+    able = [arch for arch in sorted(set(known)) if arch >= FIRST]
+    chosen = [arch for arch in able if arch in set(wanted)]
+    return chosen or [
+        arch for arch in able if arch == min(a for a in able if a // 10 == arch // 10)
+    ]
+
+
+def options(archs: list[int]) -> list[str]:
+    """Returns nvcc's options: code for each architecture, and PTX of the newest for later ones."""
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    newest = archs[-1]
+    return [*codes, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
+def arch_options(nvcc: str, torch_flags: str) -> list[str]:
+    """Returns the architecture options for this ``nvcc``.
+
+    ``FSDP_C_CUDA_ARCH`` sets nvcc's ``-arch``. Without it, ``TORCH_CUDA_ARCH_LIST`` selects the
+    architectures, or else torch's architecture flags do.
+
+    Raises:
+        RuntimeError: ``nvcc`` supports no architecture that the kernels support.
+        OSError: ``nvcc`` cannot be started.
+    """
+    if own := os.environ.get("FSDP_C_CUDA_ARCH"):
+        return [f"-arch={own}"]
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    wanted = archs_of_list(asked) if asked else archs_of_torch(torch_flags)
+    run = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True)
+    known = codes_of(run.stdout)
+    chosen = choose(wanted, known)
+    if not chosen:
+        raise RuntimeError(f"{nvcc} knows no architecture from sm_{FIRST} on: {known}")
+    left_out = [f"sm_{arch}" for arch in wanted if arch not in chosen]
+    if left_out:
+        print(
+            f"fsdp_c: no CUDA kernels for {', '.join(left_out)}: {nvcc} or the kernels do not "
+            "know them"
+        )
+    return options(chosen)
+
+
+def find_nvcc(torch_cuda: str | None, home: str | None) -> str | None:
+    """Returns an nvcc that can build kernels for a torch of CUDA ``torch_cuda``, or None.
+
+    The extension links the CUDA runtime dynamically and so uses the copy that torch has loaded.
+    Therefore nvcc and torch need the same major version.
+    """
+    if torch_cuda is None or os.environ.get("FSDP_C_NO_CUDA", "") not in ("", "0"):
+        return None
+    nvcc = shutil.which("nvcc") or (shutil.which(f"{home}/bin/nvcc") if home else None)
+    if nvcc is None:
+        shout("torch has CUDA but nvcc is not found; building without CUDA kernels")
+        return None
+    run = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    found = re.search(r"release (\d+)\.", run.stdout)
+    if run.returncode != 0 or found is None or found[1] != torch_cuda.split(".")[0]:
+        shout(f"{nvcc} is not for CUDA {torch_cuda}; building without CUDA kernels")
+        return None
+    return nvcc
+
+
+def find_cudart(nvcc: str, torch_cuda: str, torch_file: str, home: str | None) -> str | None:
+    """Returns the CUDA runtime to link with: the copy that torch loads, else one of the release.
+
+    The function searches for files and does not pass a library name to the linker: torch's copy
+    has no file name without a version. Also nvcc may be a link or a script in a folder without
+    libraries.
+    """
+    major = torch_cuda.split(".")[0]
+    packages = Path(torch_file).resolve().parents[1] / "nvidia"
+    toolkits = [str(Path(nvcc).resolve().parents[1]), home, "/usr/local/cuda"]
+    folders = [*packages.glob("cu*/lib"), packages / "cuda_runtime/lib"]
+    folders += [Path(kit) / lib for kit in toolkits if kit for lib in ("lib64", "lib")]
+    for folder in folders:
+        for found in sorted(folder.glob(f"libcudart.so.{major}*")):
+            return str(found)
+    shout(f"no libcudart.so.{major} found; building without CUDA kernels")
+    return None
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """The compiler, the runtime and the architectures of the CUDA kernels.
+
+    Attributes:
+        nvcc: The path of the compiler.
+        cudart: The path of the CUDA runtime.
+        torch_flags: The architectures that torch was built for.
+    """
+
+    nvcc: str
+    cudart: str
+    torch_flags: str
+
+    def definitions(self) -> dict[str, str]:
+        """Returns CMake's definitions. The exceptions are those of :func:`arch_options`."""
+        return {
+            "FSDP_C_NVCC": self.nvcc,
+            "FSDP_C_NVCC_OPTIONS": ";".join(arch_options(self.nvcc, self.torch_flags)),
+            "FSDP_C_CUDART": self.cudart,
+        }
+
+    @staticmethod
+    def none() -> dict[str, str]:
+        """Returns CMake's definitions of a build without CUDA kernels."""
+        return dict.fromkeys(["FSDP_C_NVCC", "FSDP_C_NVCC_OPTIONS", "FSDP_C_CUDART"], "")
+
+
+def find() -> Cuda | None:
+    """Returns what is needed to build the CUDA kernels for the installed torch, or None."""
+    import torch
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    nvcc = find_nvcc(torch.version.cuda, home)
+    if nvcc is None or torch.version.cuda is None:
+        return None
+    cudart = find_cudart(nvcc, torch.version.cuda, torch.__file__, home)
+    return Cuda(nvcc, cudart, torch._C._cuda_getArchFlags() or "") if cudart else None
+
+
+if __name__ == "__main__":
+    print(*arch_options(sys.argv[1] if len(sys.argv) > 1 else "nvcc", ""))

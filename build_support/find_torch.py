@@ -1,0 +1,105 @@
+"""Finds the torch to build against, adds its release to the version, and records the build.
+
+The extension is built against the torch of the environment that pip installs into. pip's isolated
+build environment does not contain that torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+NO_TORCH = (
+    "fsdp_c is built against the torch that is there, and there is none for {python}: install "
+    "torch first, then fsdp_c with  pip install --no-build-isolation ."
+)
+
+MINUTES_CXX = 0.6  # per C++ file, which includes torch's headers, with one job
+MINUTES_C = 0.01  # per C file
+
+
+def add_to_path(paths: list[str] | None = None) -> None:
+    """Makes ``import torch`` work in an isolated build.
+
+    Args:
+        paths: Folders to add to ``sys.path`` if torch is not found; ``None``: the site-packages of
+            the running Python.
+
+    Raises:
+        SystemExit: torch is not found. The message names the remedy.
+    """
+    if importlib.util.find_spec("torch") is None:
+        known = sysconfig.get_paths()
+        for path in paths if paths is not None else [known["purelib"], known["platlib"]]:
+            if path not in sys.path:
+                sys.path.append(path)  # at the end, after the packages of the build environment
+        importlib.invalidate_caches()
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit(NO_TORCH.format(python=sys.executable))
+
+
+def definitions() -> dict[str, str]:
+    """Returns CMake's definitions of the headers and libraries of torch and Python.
+
+    The headers of torch 2.13 and later require C++20.
+    """
+    import torch
+    from torch.utils import cpp_extension
+
+    extension = cpp_extension.CppExtension("", [])
+    folders = [Path(folder) for folder in extension.library_dirs]
+    libraries = [
+        str(next(path for path in (f / f"lib{name}.so" for f in folders) if path.exists()))
+        for name in extension.libraries
+    ]
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    return {
+        "FSDP_C_PYTHON_INCLUDE": sysconfig.get_paths()["include"],
+        "FSDP_C_MODULE_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
+        "FSDP_C_TORCH_INCLUDES": ";".join(extension.include_dirs),
+        "FSDP_C_TORCH_LIBRARIES": ";".join(libraries),
+        "FSDP_C_TORCH_CXX_STANDARD": "20" if release >= (2, 13) else "17",
+    }
+
+
+def version(file: Path) -> str:
+    """Returns the version with the torch release: ``0.1.0+torch2.13.0.cpu``.
+
+    The version of a source distribution has no torch release.
+    """
+    [base] = re.findall(r'^__version__ = "(.*)"$', file.read_text(), re.M)
+    if "sdist" in sys.argv:
+        return str(base)
+    import torch
+
+    return f"{base}+torch{re.sub(r'[^a-z0-9]+', '.', torch.__version__.lower())}"
+
+
+def describe_build(c_files: int, cxx_files: int, kernels: str, jobs: int) -> str:
+    """Returns a line that describes the build and estimates its duration."""
+    import torch
+
+    minutes = (cxx_files * MINUTES_CXX + c_files * MINUTES_C) / jobs
+    minutes += 3 * kernels.count("CUDA")
+    python = ".".join(map(str, sys.version_info[:2]))
+    files = c_files + cxx_files
+    return (
+        f"fsdp_c: building for Python {python} and torch {torch.__version__}, kernels for "
+        f"{kernels}: {files} files with {jobs} compilers at a time. The first time takes about "
+        f"{max(1, round(minutes))} min, later ones what changed"
+    )
+
+
+def write_record(folder: Path, kernels: str, source: Path) -> None:
+    """Writes ``_C.json`` beside the extension. ``fsdp_c/_compat/build_info.py`` reads it."""
+    import torch
+
+    python = ".".join(map(str, sys.version_info[:2]))
+    record = {"torch": torch.__version__, "python": python, "kernels": kernels}
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**record, "source": str(source)}, indent=2)
+    (folder / "_C.json").write_text(text + "\n")

@@ -1,0 +1,168 @@
+"""Runs CMake and ninja for setup.py.
+
+Each combination of Python, torch and build type has its own directory under ``build/``. So a change
+of the settings does not recompile everything, and builds for several releases of torch coexist.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from .find_cuda import Cuda, shout
+
+CACHED = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
+"""Environment variables that CMake reads only when it configures a directory for the first time."""
+
+
+@contextmanager
+def lock(build: Path) -> Iterator[None]:
+    """Locks the folder ``build`` against a second build of the same tree."""
+    build.mkdir(parents=True, exist_ok=True)
+    with open(build / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"fsdp_c: waiting for another build in {build}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def find_program(name: str) -> str:
+    """Returns the path of ``cmake`` or ``ninja``.
+
+    Both are scripts of the Python environment, which may not be activated.
+
+    Raises:
+        SystemExit: The program is not found. The message names the remedy.
+    """
+    folders = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    found = shutil.which(name, path=folders)
+    if found is None:
+        raise SystemExit(
+            f"fsdp_c: {name} is not found: run  {sys.executable} -m pip install cmake ninja  "
+            "or build with pip's build isolation"
+        )
+    return found
+
+
+def find_compilers() -> dict[str, str]:
+    """Returns ``CC`` and ``CXX``, by default gcc and g++.
+
+    Raises:
+        SystemExit: A compiler is not found. The message names the remedy.
+    """
+    compilers = {}
+    for variable, default, language in (("CC", "gcc", "C"), ("CXX", "g++", "C++")):
+        command = os.environ.get(variable) or default
+        if shutil.which(shlex.split(command)[0]) is None:
+            raise SystemExit(
+                f"fsdp_c: the {language} compiler {command!r} is not found: install gcc and g++, "
+                "or name compilers in CC and CXX"
+            )
+        compilers[variable] = command
+    return compilers
+
+
+def launcher(variable: str, compiler: str) -> str:
+    """Returns the program that CMake starts a compiler with: the value of ``variable``, or ccache.
+
+    A compiler that is a link to ccache, or a command with ccache, needs none.
+    """
+    if variable in os.environ:
+        return os.environ[variable]
+    ccache = shutil.which("ccache")
+    program = os.path.realpath(shutil.which(shlex.split(compiler)[0]) or "")
+    return ccache if ccache and os.path.basename(program) != "ccache" else ""
+
+
+def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> None:
+    """Writes the ninja file of ``directory``, which is deleted first if the compilers changed.
+
+    Raises:
+        SystemExit: CMake failed. It has printed the reason.
+    """
+    compilers = find_compilers()
+    environment = os.environ | compilers
+    cached = json.dumps({name: environment.get(name) for name in CACHED})
+    record = directory / "compilers.json"
+    if not record.is_file() or record.read_text() != cached:
+        shutil.rmtree(directory, ignore_errors=True)
+    settings = {
+        **definitions,
+        "CMAKE_MAKE_PROGRAM": find_program("ninja"),
+        "CMAKE_C_COMPILER_LAUNCHER": launcher("CMAKE_C_COMPILER_LAUNCHER", compilers["CC"]),
+        "CMAKE_CXX_COMPILER_LAUNCHER": launcher("CMAKE_CXX_COMPILER_LAUNCHER", compilers["CXX"]),
+    }
+    command = [find_program("cmake"), "-S", str(source), "-B", str(directory), "-G", "Ninja"]
+    command += [f"-D{name}={value}" for name, value in settings.items()]
+    if subprocess.run(command, env=environment).returncode:
+        record.unlink(missing_ok=True)
+        raise SystemExit("fsdp_c: CMake failed; its messages are above")
+    record.write_text(cached)
+
+
+def compile_targets(directory: Path, targets: Sequence[str], jobs: int, *options: str) -> bool:
+    """Builds ``targets``. Returns whether that succeeded; ninja has printed the errors."""
+    command = [find_program("cmake"), "--build", str(directory), "--parallel", str(jobs)]
+    command += ["--target", *targets, *(["--", *options] if options else [])]
+    return subprocess.run(command).returncode == 0
+
+
+def build(
+    source: Path,
+    directory: Path,
+    targets: Sequence[str],
+    definitions: Mapping[str, str],
+    cuda: Cuda | None,
+    jobs: int,
+) -> bool:
+    """Builds the targets in ``directory``. Returns whether they contain CUDA kernels.
+
+    If nvcc fails, the function prints a warning and builds without CUDA kernels.
+
+    Raises:
+        SystemExit: A file does not compile. The compiler has printed the reason.
+    """
+    if cuda is not None:
+        try:
+            configure(source, directory, {**definitions, **cuda.definitions()})
+            if compile_targets(directory, targets, jobs, "-k", "0"):
+                return True
+            fails = not (directory / "kernels_cuda.o").exists()
+        except (OSError, RuntimeError) as error:
+            print(f"fsdp_c: {error}", flush=True)
+            fails = True
+        if not fails:
+            raise SystemExit("fsdp_c: does not compile; the messages of the compiler are above")
+        shout(
+            f"{cuda.nvcc} does not compile the CUDA kernels (its messages are above). fsdp_c is "
+            "built without them: on a GPU it uses torch's foreach operations, which is slower. "
+            "Rebuild with an nvcc that works, or name architectures in TORCH_CUDA_ARCH_LIST."
+        )
+    configure(source, directory, {**definitions, **Cuda.none()})
+    if not compile_targets(directory, targets, jobs):
+        raise SystemExit("fsdp_c: does not compile; the messages of the compiler are above")
+    return False
+
+
+def check_resolved(library: Path) -> None:
+    """Fails the build if a function of fsdp_c is used but not defined.
+
+    The linker accepts undefined symbols in a shared object. They would fail at import or at the
+    first call.
+    """
+    nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
+    missing = sorted(set(re.findall(r"\bU ((?:fc|fcd|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
+    if missing:
+        library.unlink()
+        raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")

@@ -1,0 +1,130 @@
+"""Splits modules into units of at most a number of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .module_tree import is_bare_container, is_sealed
+
+
+@dataclasses.dataclass
+class SizeCounter:
+    """Computes the gathered bytes of parameters: in the compute dtype, padded for all ranks."""
+
+    ignored_params: set[nn.Parameter]
+    mp_policy: Any = None
+    ranks: int = 1
+
+    def __call__(self, params: Iterable[nn.Parameter]) -> int:
+        dtype: torch.dtype | None = getattr(self.mp_policy, "param_dtype", None)
+        total = 0
+        for param in params:
+            if param not in self.ignored_params:
+                computed = dtype if dtype and param.is_floating_point() else param.dtype
+                total += count_padded_elements(param, self.ranks) * computed.itemsize
+        return total
+
+
+def count_padded_elements(param: nn.Parameter, ranks: int) -> int:
+    """Returns the elements of a parameter with padding, so that all ranks have equal rows."""
+    rows = param.size(0) if param.ndim else 1
+    return -(-rows // ranks) * ranks * (param.numel() // max(rows, 1))
+
+
+def split_unit(
+    modules: tuple[nn.Module, ...],
+    budget: int,
+    others: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    mp_policy: Any,
+    ranks: int,
+) -> list[tuple[nn.Module, ...]]:
+    """Splits a unit into units of at most ``budget`` bytes, without the ``others`` inside it.
+
+    Returns an empty list if the unit is small enough.
+    """
+    taken = {p for module in others for p in module.parameters()}
+    size_of = SizeCounter(ignored_params | taken, mp_policy, ranks)
+    if size_of({p for module in modules for p in module.parameters()}) <= budget:
+        return []
+    return [unit for module in modules for unit in split_by_budget(module, budget, others, size_of)]
+
+
+@dataclasses.dataclass
+class _UnitCandidate:
+    """Neighboring modules that may become one unit, and the bytes that this unit would gather."""
+
+    size: int
+    modules: tuple[nn.Module, ...]
+
+
+def split_by_budget(
+    root: nn.Module,
+    budget: int,
+    ignored_modules: set[nn.Module],
+    size_of: Callable[[Iterable[nn.Parameter]], int],
+) -> list[tuple[nn.Module, ...]]:
+    """Returns units of at most ``budget`` bytes, as few and as large as the module tree allows.
+
+    A module that fits is not split. For a larger module, the largest children become units until
+    the rest fits. Neighbors in a ``ModuleList`` or ``Sequential`` are combined while they fit. A
+    unit exceeds ``budget`` only if one module's own parameters do.
+
+    Raises:
+        ValueError: ``budget`` is not positive.
+    """
+    if budget <= 0:
+        raise ValueError(f"auto_shard expects a positive number of bytes, not {budget}")
+    units: list[tuple[nn.Module, ...]] = []
+
+    def shrink(module: nn.Module) -> int:
+        """Makes units from parts of the module until the rest fits; returns the rest's bytes."""
+        total = size_of(module.parameters())
+        if total <= budget or is_sealed(module):
+            return total
+        rest, parts = list_parts(module)
+        rest += sum(part.size for part in parts)
+        for part in sorted(parts, key=lambda part: -part.size):
+            if rest <= budget:
+                break
+            units.append(part.modules)
+            rest -= part.size
+        return rest
+
+    def list_parts(module: nn.Module) -> tuple[int, list[_UnitCandidate]]:
+        """Returns the bytes of the module's own parameters, and the parts that may become units."""
+        own = size_of(module.parameters(recurse=False))
+        parts: list[_UnitCandidate] = []
+        for child in module.children():
+            if child in ignored_modules:
+                continue
+            if is_bare_container(child):
+                more, inside = list_parts(child)
+                own += more
+                parts += inside
+            else:
+                rest = shrink(child)
+                if rest > 0:
+                    parts.append(_UnitCandidate(rest, (child,)))
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            parts = _join_neighbors(parts, budget)
+        return own, parts
+
+    shrink(root)
+    return units
+
+
+def _join_neighbors(parts: list[_UnitCandidate], budget: int) -> list[_UnitCandidate]:
+    """Combines neighbors while they fit into ``budget``."""
+    runs: list[_UnitCandidate] = []
+    for part in parts:
+        if runs and runs[-1].size + part.size <= budget:
+            runs[-1] = _UnitCandidate(runs[-1].size + part.size, runs[-1].modules + part.modules)
+        else:
+            runs.append(part)
+    return runs

@@ -1,0 +1,110 @@
+"""Checks of ``auto_shard`` before it changes the model."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+import torch.nn as nn
+from torch.distributed.fsdp import _common_utils
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+from .module_tree import iterate_children_first
+from .unit import Unit
+
+if TYPE_CHECKING:
+    pass
+
+
+def check_nested_wrapping(root: nn.Module) -> None:
+    """Refuses a model with a module that FSDP (1 or 2) was applied to.
+
+    Raises:
+        ValueError: FSDP was applied to a module; the message has its name.
+    """
+    for name, module in root.named_modules():
+        applied = _get_module_fsdp_state(module) is not None
+        if applied or _common_utils._get_module_fsdp_state(module) is not None:
+            raise ValueError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name} in\n{root}"
+            )
+
+
+def warn_on_overridden_mixed_precision(classes: Collection[type[nn.Module]]) -> None:
+    """Warns that modules of ``classes`` become separate units with full precision, if any."""
+    if classes:
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the model "
+            f"has submodules of type:\n{set(classes)}\nThese become units of their own, with "
+            "mixed precision disabled.",
+            stacklevel=4,
+        )
+
+
+def find_mixed_requires_grad(
+    model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter]
+) -> Iterator[str]:
+    """Yields a message for each unit with trainable and frozen parameters, in unit order."""
+    visited: set[nn.Module] = set()
+    for unit in units:
+        params: dict[nn.Parameter, str] = {}
+        for module, name in zip(unit.modules, unit.names):
+            params |= managed_param_to_fqn(module, ignored_params, visited, name)
+        trainable = {p: fqn for p, fqn in params.items() if p.requires_grad}
+        frozen = {p: fqn for p, fqn in params.items() if not p.requires_grad}
+        if trainable and frozen:
+            name = ", ".join(name or type(model).__name__ for name in unit.names)
+            yield (
+                f"{name} has both parameters with requires_grad=True and False. The frozen ones "
+                f"({sum(p.numel() for p in frozen)} numel) are gathered for backward together with "
+                f"the others ({sum(p.numel() for p in trainable)} numel). If possible, wrap the "
+                "frozen parameters with FSDP separately.\n"
+                f"The following parameters have requires_grad=True:\n{list(trainable.values())}\n"
+                f"The following parameters have requires_grad=False:\n{list(frozen.values())}"
+            )
+
+
+def post_order_named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns every module once with its name, in post-order, the root last.
+
+    Siblings are in registration order.
+    """
+    names: dict[nn.Module, str] = {root: ""}
+    for name, module in root.named_modules():
+        names.setdefault(module, name)
+    return [(names[module], module) for module in iterate_children_first(root)]
+
+
+def managed_param_to_fqn(
+    module: nn.Module,
+    ignored_params: Collection[nn.Parameter],
+    visited: set[nn.Module],
+    prefix: str,
+) -> dict[nn.Parameter, str]:
+    """Returns the parameters that a unit of ``module`` would manage, with their names.
+
+    Call it for inner units before outer ones.
+
+    Args:
+        module: The module of the unit.
+        ignored_params: Parameters to leave out.
+        visited: The modules of earlier units. The unit's modules are added.
+        prefix: The name of ``module`` from the root.
+    """
+    fqns: dict[nn.Parameter, str] = {}
+    visited.add(module)
+    queue = collections.deque([(module, prefix)])
+    while queue:
+        current, name = queue.popleft()
+        dotted = f"{name}." if name else ""
+        for local, param in current.named_parameters(recurse=False):
+            if param not in ignored_params:
+                fqns[param] = dotted + local
+        for local, child in current.named_children():
+            if child is not None and child not in visited:
+                visited.add(child)
+                queue.append((child, dotted + local))
+    return fqns

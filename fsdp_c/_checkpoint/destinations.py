@@ -1,0 +1,143 @@
+"""Destinations of full tensors: the blocks of the model's tensors on this rank.
+
+Tensors on the meta device get memory, and are registered when their values are complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ..names import clean_tensor_name
+from .source import LoadingRanks
+
+
+def collect_targets(model: nn.Module) -> dict[str, Any]:
+    """Returns the values of the model's state dict (not detached), by clean name."""
+    targets: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        targets[clean_tensor_name(name)] = value
+    return targets
+
+
+@dataclass
+class Destination:
+    """The destination of a full tensor: ``local`` is its block that begins at index ``starts``.
+
+    ``starts`` is None if ``local`` is not one block of the full tensor.
+    """
+
+    value: torch.Tensor
+    local: torch.Tensor
+    starts: tuple[int, ...] | None
+
+
+def make_destinations(model: nn.Module, targets: dict[str, Any]) -> dict[str, Destination]:
+    destinations: dict[str, Destination] = {}
+    made: dict[int, torch.Tensor] = {}
+    for name, value in targets.items():
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if local.is_meta:
+            if id(value) not in made:
+                made[id(value)] = torch.empty_like(local, device=_choose_device(value, model))
+            local = made[id(value)]
+        destinations[name] = Destination(value, local.detach(), _find_block_start(value))
+    return destinations
+
+
+def agree_on_destinations(
+    model: nn.Module, targets: dict[str, Any], ranks: LoadingRanks
+) -> dict[str, Destination]:
+    """Returns the destinations. Raises on all ranks if one has no memory for its meta tensors."""
+    destinations: dict[str, Destination] = {}
+    failure: Exception | None = None
+    try:
+        destinations = make_destinations(model, targets)
+    except Exception as error:
+        failure = error
+    ranks.raise_if_any_failed(failure, "has no place for the values; nothing was loaded")
+    return destinations
+
+
+def _choose_device(value: torch.Tensor, model: nn.Module) -> torch.device:
+    """Returns the device on which to make a meta tensor."""
+    meshes = (p.device_mesh for p in (value, *model.parameters()) if isinstance(p, DTensor))
+    mesh = next(meshes, None)
+    return torch.device("cpu") if mesh is None else _get_device_from_mesh(mesh)
+
+
+def _find_block_start(value: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the first index of this rank's block in each dimension, or None if not one block."""
+    starts = [0] * value.ndim
+    if not isinstance(value, DTensor):
+        return tuple(starts)
+    sizes = list(value.shape)
+    mesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    for dim, placement in enumerate(value.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not Shard:
+            return None
+        axis = placement.dim
+        chunk = -(-sizes[axis] // mesh.size(dim))
+        begin = min(chunk * coordinate[dim], sizes[axis])
+        starts[axis] += begin
+        sizes[axis] = min(chunk, sizes[axis] - begin)
+    return tuple(starts) if tuple(sizes) == tuple(value._local_tensor.shape) else None
+
+
+def register_tensors(model: nn.Module, destinations: dict[str, Destination]) -> None:
+    """Registers the new tensors in place of those on the meta device."""
+    made: dict[int, torch.Tensor] = {}
+    for destination in destinations.values():
+        value: Any = destination.value
+        if not value.is_meta or id(value) in made:
+            continue
+        tensor: torch.Tensor = destination.local
+        if isinstance(value, DTensor):
+            tensor = DTensor(tensor, value._spec, requires_grad=False)
+        if isinstance(value, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=value.requires_grad)
+        made[id(value)] = tensor
+    if not made:
+        return
+    for module in model.modules():
+        for registered in (module._parameters, module._buffers):
+            slots: dict[str, Any] = registered
+            for name, value in slots.items():
+                if id(value) in made:
+                    slots[name] = made[id(value)]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for param in group.fsdp_params:
+                    param.reset_sharded_param()
+
+
+def load_other_entries(
+    model: nn.Module,
+    targets: dict[str, Any],
+    destinations: dict[str, Destination],
+    objects: dict[str, Any],
+) -> None:
+    """Passes entries that are not parameters or buffers to ``load_state_dict``.
+
+    These are extra states and tensors that modules make for their state dicts.
+    """
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    rest = {name: value for name, value in objects.items() if name in targets}
+    for name, destination in destinations.items():
+        if id(destination.value) not in own and not destination.value.is_meta:
+            rest[name] = destination.value
+    if rest:
+        names = {clean_tensor_name(name): name for name in model.state_dict(keep_vars=True)}
+        model.load_state_dict({names[name]: value for name, value in rest.items()}, strict=False)

@@ -1,0 +1,47 @@
+"""Compares the names and shapes of the source with those of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from .source import Header, LoadingRanks
+
+
+def match_names(
+    model: nn.Module, targets: dict[str, Any], header: Header, strict: bool, ranks: LoadingRanks
+) -> _IncompatibleKeys:
+    """Returns the names that only one side has; raises the errors of ``load_state_dict``."""
+    offered = header.tensors.keys() | header.objects.keys()
+    given = {id(value) for name, value in targets.items() if name in offered}
+    missing = [n for n, v in targets.items() if n not in offered and id(v) not in given]
+    unexpected = [name for name in (*header.tensors, *header.objects) if name not in targets]
+    problems = []
+    if strict and missing:
+        names = ", ".join(f'"{name}"' for name in missing)
+        problems.append(f"Missing key(s) in state_dict: {names}.")
+    if strict and unexpected:
+        names = ", ".join(f'"{name}"' for name in unexpected)
+        problems.append(f"Unexpected key(s) in state_dict: {names}.")
+    for name, (_, shape) in header.tensors.items():
+        value = targets.get(name)
+        if isinstance(value, torch.Tensor) and value.shape != shape:
+            problems.append(
+                f"size mismatch for {name}: copying a param with shape {shape} from checkpoint, "
+                f"the shape in current model is {value.shape}."
+            )
+        elif value is not None and not isinstance(value, torch.Tensor):
+            problems.append(f"{name}: a tensor in the checkpoint, none in the model.")
+    for name in header.objects:
+        if isinstance(targets.get(name), torch.Tensor):
+            problems.append(f"{name}: a tensor in the model, none in the checkpoint.")
+    failure = None
+    if problems:
+        lines = "\n\t".join(problems)
+        name = type(model).__name__
+        failure = RuntimeError(f"Error(s) in loading state_dict for {name}:\n\t{lines}")
+    ranks.raise_if_any_failed(failure, "refused; nothing was loaded")
+    return _IncompatibleKeys(missing, unexpected)

@@ -1,0 +1,265 @@
+"""``GroupCollectives``: moves a group's data by torch's own functions, without the core.
+
+The core calls these methods (csrc/core/callbacks.h) for groups with custom collectives, patched
+functions or tensors without memory. The state machine in C is the same for both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    TrainingState,
+)
+
+import fsdp_c._C as _C
+
+from .._compat.older_torch import GroupOfOlderTorch
+from .._compat.torch_releases import make_orig_dtype_argument
+from .extensions import leave_inference_mode
+from .fallback_transport import exclude_user_collectives, use_all_reduce_transport, use_transport
+from .mixed_precision import CastingParam
+from .param import Param
+
+
+class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
+    """The part of ``ParamGroup`` that gathers and reduces by torch's functions."""
+
+    mesh_info: Any
+    _smaller_mesh_info: Any
+    _reduce_hook: Callable[[torch.Tensor], None] | None
+    _all_reduce_hook_stream: Any
+    _fallback_gathered: Any
+    _fallback_events: list[Any]
+    _offloaded: Any
+
+    @leave_inference_mode
+    def _fallback_gather(self, async_op: bool, overlaps: bool) -> None:
+        info = self._gather_mesh_info
+        if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
+            self._fallback_gathered = "local"
+            return
+        state = TrainingState.FORWARD if overlaps else TrainingState.IDLE
+        copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, state)
+        comm = self._all_gather_comm
+        group = info.shard_process_group
+        with use_transport(group, self.device, comm):
+            self._fallback_gathered = torch_group.foreach_all_gather(
+                self.fsdp_params, group, async_op, copy_in, gather, self.device, comm
+            )
+
+    @leave_inference_mode
+    def _fallback_copy_out(self) -> torch.Tensor | None:
+        """Copies gathered data into the unsharded parameters; returns the all-gather output.
+
+        The core keeps the output until the gather streams may reuse its memory. None: no streams.
+        """
+        if self._fallback_gathered == "local":
+            for param in self.fsdp_params:
+                self._copy_local(param)
+        elif self.is_sharded_post_forward:
+            self._copy_out_forward(self._fallback_gathered)
+        else:
+            torch_group.foreach_all_gather_copy_out(
+                self._fallback_gathered,
+                self.fsdp_params,
+                self.mesh_info.shard_process_group,
+            )
+        for param in self.fsdp_params:
+            param.init_unsharded_param()
+        gathered, self._fallback_gathered = self._fallback_gathered, None
+        return None if self.device.type == "cpu" or gathered == "local" else gathered[0]
+
+    @property
+    def _gather_mesh_info(self) -> Any:
+        """The mesh over which the parameters are currently sharded."""
+        return self._smaller_mesh_info if self.is_sharded_post_forward else self.mesh_info
+
+    @torch.no_grad()
+    def _copy_out_forward(self, gathered: Any) -> None:
+        """Copies out an all-gather over the smaller mesh.
+
+        Its shards may differ in size from the whole mesh's, but they fit into the same outputs.
+        """
+        if gathered.all_gather_event is not None:
+            self.device_handle.current_stream().wait_event(gathered.all_gather_event)
+        if isinstance(gathered.all_gather_work, dist.Work):
+            gathered.all_gather_work.wait()
+        world = self._gather_mesh_info.shard_mesh_size
+        outputs = []
+        for param, numels in zip(
+            self.fsdp_params, gathered.param_all_gather_input_numels, strict=True
+        ):
+            param.alloc_all_gather_outputs()
+            (output,) = param.all_gather_outputs
+            outputs.append(output[: world * numels[0]].view(world, -1))
+        rows = gathered.all_gather_output.view(world, -1)
+        if rows.dtype == torch.uint8:
+            outputs = [output.view(torch.uint8) for output in outputs]
+        counted = tuple(output for output in outputs if not output.is_inference())
+        with torch.autograd._unsafe_preserve_version_counter(counted):
+            torch.ops.fsdp.split_with_sizes_copy(
+                rows, gathered.all_gather_input_split_sizes, dim=1, out=outputs
+            )
+
+    @torch.no_grad()
+    def _copy_local(self, param: Param) -> None:
+        """Copies the shard of ``param`` into its unsharded memory. The mesh has one rank."""
+        inputs = param.all_gather_inputs
+        param.init_all_gather_outputs(
+            [tensor.numel() for tensor in inputs],
+            [tensor.dtype for tensor in inputs],
+            1,
+            self.device,
+        )
+        param.alloc_all_gather_outputs()
+        for output, source in zip(param.all_gather_outputs, inputs, strict=True):
+            if output.is_inference():
+                output.copy_(source)
+                continue
+            with torch.autograd._unsafe_preserve_version_counter(output):
+                output.copy_(source)
+
+    def _fallback_drop_gather(self) -> None:
+        self._fallback_gathered = None
+
+    def _fallback_drop_reduce(self) -> None:
+        self._offloaded = None
+        self._fallback_events.clear()
+        self.comm_ctx.release_inputs()
+
+    def _fallback_reduce(
+        self, params: list[Param], grads: list[torch.Tensor], order_compute: bool
+    ) -> None:
+        info, comm = self.mesh_info, self.comm_ctx
+        replicas = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+        stream = comm.all_reduce_stream
+        if replicas is None and self._all_reduce_hook_stream is not None:
+            stream = self._all_reduce_hook_stream
+        reduce_dtype = self._prepare_fallback_reduce(params, grads)
+        comm.release_inputs(keep=comm.reduce_scatter_max_input_buffers - 1)
+        hooked: list[torch.Tensor] = []
+        several = len({param.orig_dtype for param in params}) > 1
+        seen: list[Any] = [CastingParam(p) for p in params] if several else [*params]
+        scatter = self._reduce_scatter_comm
+        group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
+        reduced = replicas if self.all_reduce_grads else None
+        with (
+            use_transport(group, self.device, scatter),
+            use_all_reduce_transport(reduced, self.device, scatter),
+        ):
+            kept = torch_group.foreach_reduce(  # type: ignore[call-arg]
+                seen,
+                grads,
+                group,  # type: ignore[arg-type]
+                comm.reduce_scatter_stream,
+                scatter,
+                *make_orig_dtype_argument(None if several else params[0].orig_dtype),
+                reduce_dtype,
+                self.device,
+                self.gradient_divide_factor,
+                replicas,
+                stream,
+                self.all_reduce_grads,
+                self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
+                self._make_recording_hook(hooked),
+                self.force_sum_reduction_for_comms,
+            )
+        # foreach_reduce returns: input, its event, a stream (some releases), event of the whole
+        # reduction, all-reduced tensor, its event, partial reduce output.
+        row, _, partial = kept[-3:]
+        if partial is not None:
+            self._keep_partials(params, partial)
+        offloaded = [p.grad_offload_event for p in params if p.grad_offload_event is not None]
+        if offloaded:
+            self._offloaded = offloaded[-1]
+        if self.device.type == "cpu":
+            return
+        comm.keep_input(kept[0], kept[1])
+        # The reduced tensor must live until its cast has run on its stream.
+        self._fallback_events.append((kept[-4], row, hooked))
+        if order_compute or len(self._fallback_events) > 1:
+            self._fallback_finalize()
+
+    def _prepare_fallback_reduce(
+        self, params: list[Param], grads: list[torch.Tensor]
+    ) -> torch.dtype:
+        """Converts both lists in place for torch's ``foreach_reduce``; returns the reduce dtype."""
+        if isinstance(self.mesh_info, DDPMeshInfo) and self.all_reduce_grads:
+            late = [p for p in self.fsdp_params if p._partial is not None and p not in params]
+            params += late
+            grads += [self._make_zeros(param) for param in late]
+        dtypes = {grad.dtype for grad in grads}
+        reduce_dtype = self._reduce_dtype or functools.reduce(torch.promote_types, dtypes)
+        if any(dtype.is_complex for dtype in dtypes):
+            reduce_dtype = torch.promote_types(reduce_dtype, torch.complex32)
+        for index, (param, grad) in enumerate(zip(params, grads)):
+            if len(dtypes) > 1:
+                grad = grad.to(reduce_dtype)
+            # The core passes 1-D zeros for a parameter that was never unsharded.
+            flat = grad.ndim != len(param._orig_size)
+            grads[index] = grad.view(param._orig_size) if flat else grad
+        return reduce_dtype
+
+    def _make_recording_hook(
+        self, rows: list[torch.Tensor]
+    ) -> Callable[[torch.Tensor], None] | None:
+        """Returns the user's all-reduce hook, wrapped to append its argument to ``rows``."""
+        hook = self._reduce_hook
+        if hook is None:
+            return None
+
+        def run(row: torch.Tensor) -> None:
+            rows.append(row)
+            with exclude_user_collectives():
+                hook(row)
+
+        return run
+
+    def _make_zeros(self, param: Param) -> torch.Tensor:
+        return torch.zeros(
+            param._orig_size, dtype=param.param_dtype or param.orig_dtype, device=self.device
+        )
+
+    def _take_partials(self, params: list[Param], dtype: torch.dtype) -> torch.Tensor | None:
+        """Removes the partial reduce outputs of earlier backwards; returns them 1-D, or None."""
+        if all(param._partial is None for param in params):
+            return None
+        parts = [(param, param._partial) for param in params]
+        for param in params:
+            param._partial = None
+        with torch.no_grad(), self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
+            return torch.cat(
+                [
+                    torch.zeros(param.padded_numel, dtype=dtype, device=self.device)
+                    if part is None
+                    else part.to(dtype)
+                    for param, part in parts
+                ]
+            )
+
+    def _keep_partials(self, params: list[Param], row: torch.Tensor) -> None:
+        """Adds reduce-scattered gradients to those that wait for a backward that all-reduces."""
+        with torch.no_grad(), self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
+            for param, part in zip(params, row.split([p.padded_numel for p in params])):
+                param._partial = part if param._partial is None else param._partial + part
+
+    def _fallback_finalize(self) -> None:
+        current = self.device_handle.current_stream()
+        for event, *_ in self._fallback_events:
+            current.wait_event(event)
+        self._fallback_events.clear()
+        self.comm_ctx.release_inputs()
+        if self._offloaded is not None:
+            # All copies run on one stream, so the event of the last copy covers all of them.
+            self._offloaded.synchronize()
+            self._offloaded = None
+            for param in self.fsdp_params:
+                param.grad_offload_event = None

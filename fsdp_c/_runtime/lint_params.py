@@ -1,0 +1,107 @@
+"""Warnings about parameters that were replaced after sharding, and optimizers that hold old ones.
+
+A hook of torch records parameters that are registered on sharded modules. The hook of an
+optimizer's step checks them, and the optimizer at its first step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._compat import patches
+from .fsdp_units import iterate_slots, list_registered_params
+from .hints import format_names
+from .lint import warn_once
+
+# No weak references to parameters: torch.utils.swap_tensors refuses tensors that have one.
+_params_by_uid: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Maps torch's uid of an original parameter to the ``FSDPParam`` that replaced it."""
+_params_by_slot: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Maps a module to its sharded parameters: name to weak reference to the ``FSDPParam``."""
+_replaced_slots: dict[tuple[int, str], tuple[Any, int]] = {}
+"""Maps (id of module, name) to the ``FSDPParam`` and the ``id`` of a parameter registered since."""
+_checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def record_sharded_params(fsdp_params: Iterable[Any]) -> None:
+    """Records the ``FSDPParam`` objects that replaced parameters, for the later checks."""
+    for fsdp_param in fsdp_params:
+        reference = weakref.ref(fsdp_param)
+        _params_by_uid[fsdp_param._orig_param_uid] = fsdp_param
+        for module, name in iterate_slots(fsdp_param):
+            _params_by_slot.setdefault(module, {})[name] = reference
+
+
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    slots = _params_by_slot.get(module)
+    fsdp_param = slots[name]() if slots is not None and name in slots else None
+    if fsdp_param is not None and all(
+        own is not parameter for own in list_registered_params(fsdp_param)
+    ):
+        _replaced_slots[id(module), name] = (weakref.ref(fsdp_param), id(parameter))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # a compiled step inlines its hooks, and this code would break the graph
+    if _replaced_slots:
+        _check_replaced_slots()
+    if optimizer not in _checked_optimizers:
+        _checked_optimizers.add(optimizer)
+        _check_optimizer(optimizer)
+
+
+# Compiled code calls the hook without tracing it.
+_on_registration._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+patches.apply_with_first_model(
+    "parameter registration hook: lint",
+    lambda: patches.add_hook(register_module_parameter_registration_hook, _on_registration),
+)
+patches.apply_with_first_model(
+    "optimizer step pre hook: lint",
+    lambda: patches.add_hook(register_optimizer_step_pre_hook, _before_step),
+)
+
+
+def _check_replaced_slots() -> None:
+    lost = []
+    for reference, number in _replaced_slots.values():
+        fsdp_param = reference()
+        # load_state_dict(assign=True) registers parameters that the unit then uses.
+        if fsdp_param is not None and id(fsdp_param.sharded_param) != number:
+            lost.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
+    _replaced_slots.clear()
+    if lost:
+        warn_once(format_replaced(lost))
+
+
+def format_replaced(names: list[str]) -> str:
+    """Returns the warning about parameters ``names`` that were replaced after sharding."""
+    return (
+        f"{format_names(names)} were replaced after sharding: the module holds another object than "
+        "its unit, and the optimizer may update one while forward gathers the other. Change values "
+        "in place, or load them with load_state_dict"
+    )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = []
+    for parameter in held:
+        fsdp_param = _params_by_uid.get(getattr(parameter, "_fsdp_orig_uid", -1))
+        if fsdp_param is not None and fsdp_param.sharded_param is not parameter:
+            stale.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
+    if stale:
+        warn_once(
+            f"{type(optimizer).__name__} holds {len(stale)} of {len(held)} parameters as they were "
+            f"before sharding ({format_names(stale)}): it was built before fully_shard, which "
+            "replaces parameters, and does not train them. Build it after the last fully_shard"
+        )

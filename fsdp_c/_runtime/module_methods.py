@@ -1,0 +1,80 @@
+"""Adds methods of newer torch releases to the classes ``FSDP<Name>`` of sharded modules.
+
+These are the methods that this torch's ``FSDPModule`` lacks, and those of ``torch215_methods.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from .._compat import patches
+from .._compat.torch_releases import raise_unsupported
+from .fsdp_units import list_sharded_modules
+from .torch215_methods import METHODS
+
+
+def _iterate_groups(module: Any, recurse: bool) -> Iterator[Any]:
+    for sharded in list_sharded_modules(module) if recurse else [module]:
+        yield from sharded._get_fsdp_state()._fsdp_param_groups
+
+
+def _reset_iter_state(self: Any) -> None:
+    """Resets the iteration after an exception in forward or backward. Call it on the root."""
+    self._get_fsdp_state()._reset_iter_state()
+
+
+def _set_reduce_scatter_unused_params(
+    self: Any, reduce_scatter_unused_params: bool, *, recurse: bool = True
+) -> None:
+    """Sets whether parameters without gradient are reduced as zeros."""
+    for group in _iterate_groups(self, recurse):
+        group.reduce_scatter_unused_params = reduce_scatter_unused_params
+
+
+def _set_reduce_scatter_max_input_buffers(
+    self: Any, max_input_buffers: int, *, recurse: bool = True
+) -> None:
+    """Sets how many reduce-scatter inputs may be alive at once.
+
+    Raises:
+        TypeError: ``max_input_buffers`` is not an int.
+        ValueError: ``max_input_buffers`` is less than 1.
+    """
+    if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+        raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+    if max_input_buffers < 1:
+        raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+    for group in _iterate_groups(self, recurse):
+        group.reduce_scatter_max_input_buffers = max_input_buffers
+
+
+def _set_separate_reduce_scatter_group(
+    self: Any, enable: bool = True, *, recurse: bool = True
+) -> None:
+    """Raises ``NotImplementedError``: this torch has no separate reduce-scatter group."""
+    raise_unsupported("set_separate_reduce_scatter_group", "2.13")
+
+
+def _set_symm_mem_for_comm(self: Any, backend: str = "NCCL") -> None:
+    """Calls ``set_symm_mem`` of each group, which raises on this torch."""
+    for group in _iterate_groups(self, recurse=False):
+        group.set_symm_mem(backend)
+
+
+_NEWER_METHODS = {
+    "reset_iter_state": _reset_iter_state,
+    "set_reduce_scatter_unused_params": _set_reduce_scatter_unused_params,
+    "set_reduce_scatter_max_input_buffers": _set_reduce_scatter_max_input_buffers,
+    "set_separate_reduce_scatter_group": _set_separate_reduce_scatter_group,
+    "set_symm_mem_for_comm": _set_symm_mem_for_comm,
+}
+
+
+def add_missing_methods(cls: type) -> None:
+    """Adds the methods to a module's new class, ``FSDP<Name>``."""
+    for name, method in {**_NEWER_METHODS, **METHODS}.items():
+        if name not in vars(cls) and (name in METHODS or not hasattr(FSDPModule, name)):
+            patches.set_class_attribute(cls, name, method)

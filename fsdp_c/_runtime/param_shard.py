@@ -1,0 +1,140 @@
+"""``ParamShard``: makes this rank's shard of a parameter, with its padding and DTensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import fsdp_c._C as _C
+
+from .._compat.guard import is_patched
+from .._compat.older_torch import ParamOfOlderTorch
+from .._compat.torch_releases import dtensor_new
+from .dtensor_specs import get_contiguous_strides, get_shared_spec, make_parameter, make_placements
+
+
+def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
+    if tensor.shape != expected:
+        raise AssertionError(f"Expects size {expected} but got {tensor.shape}")
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a wrapper subclass without memory of its own."""
+    return type(tensor) is not torch.Tensor and (
+        is_traceable_wrapper_subclass(tensor) or not _C.has_memory(tensor)
+    )
+
+
+def copy_user_attributes(param: nn.Parameter) -> dict[str, Any]:
+    """Returns the attributes of a parameter object, without the inner tensors of a subclass."""
+    is_made_of_tensors = not isinstance(param, DTensor) and is_wrapper(param)
+    return {
+        name: value
+        for name, value in vars(param).items()
+        if not (is_made_of_tensors and isinstance(value, torch.Tensor))
+    }
+
+
+def _replace_size(size: torch.Size, dim: int, rows: int) -> torch.Size:
+    return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
+
+
+class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
+    """The part of ``Param`` that shards the original parameter and wraps shards in DTensors."""
+
+    mesh_info: Any  # one of torch's classes of mesh infos
+    _unsharded_dtensor_spec: DTensorSpec | None
+    _orig_attributes: dict[str, Any]
+
+    @torch.no_grad()
+    def _shard(self, param: nn.Parameter) -> None:
+        dim = self.fsdp_placement.dim
+        data = self._init_sharding_spec(param, self.fsdp_placement, dim).detach()
+        self._orig_size = data.size()
+        self._contiguous_orig_stride = get_contiguous_strides(data.size())
+        self.padded_sharded_param_size = _replace_size(data.size(), dim, self.chunk_rows)
+        self.sharded_size = _replace_size(data.size(), dim, self.local_rows)
+        self.contiguous_sharded_stride = get_contiguous_strides(self.sharded_size)
+        padded = self._pad(self._get_local_shard(data, dim))
+        if self.offload_to_cpu and not padded.is_meta:
+            padded = padded.cpu()
+            padded = padded.pin_memory() if self.pin_memory else padded
+        local = padded.narrow(dim, 0, self.local_rows)
+        self.sharded_param = make_parameter(
+            self.to_sharded_dtensor(local), local, param.requires_grad
+        )
+        self._copy_attributes(self.sharded_param)
+        self._adopted = self.sharded_param._local_tensor
+        self._sharded_param_data = self._with_padding(padded, self._adopted)
+        self._note_shard()
+
+    def _init_sharding_spec_plain(self, param: nn.Parameter, fsdp_placement: Shard) -> torch.Tensor:
+        """Sets the sharding spec of a plain tensor (equal ones share it); returns ``param``."""
+        if is_patched("_init_sharding_spec_plain"):
+            return super()._init_sharding_spec_plain(param, fsdp_placement)
+        self._spmd_mesh = self.mesh_info.mesh
+        self._spmd_placements = make_placements(self.mesh_info, fsdp_placement)
+        self._sharding_spec = get_shared_spec(self._spmd_mesh, self._spmd_placements, param)
+        return param
+
+    def _copy_attributes(self, to: nn.Parameter, modules: bool = True) -> None:
+        """Copies the attributes of the original parameter object to ``to``.
+
+        ``modules=False`` skips modules. The garbage collector does not traverse the core's
+        reference to the unsharded parameter, so that parameter must not refer to the model.
+        """
+        for name, value in self._orig_attributes.items():
+            if modules or not isinstance(value, nn.Module):
+                to.__dict__.setdefault(name, value)
+
+    @property
+    def _shard_rank(self) -> int:
+        info = self.mesh_info
+        return info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
+
+    def _get_local_shard(self, data: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns this rank's shard of ``data`` without padding; a view of a plain tensor."""
+        start = self._shard_rank * self.chunk_rows
+        if type(data) is torch.Tensor or start >= self.rows:
+            return data.narrow(dim, min(start, self.rows), self.local_rows)
+        # Some subclasses (NF4Tensor) implement torch.chunk, which FSDP2 calls, but not narrow.
+        info = self.mesh_info
+        world = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
+        return torch.chunk(data, world, dim)[self._shard_rank]
+
+    def _pad(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns a new tensor of ``padded_sharded_param_size``: the shard, then zeros."""
+        padded = shard.new_zeros(self.padded_sharded_param_size)
+        if shard.numel() > 0:
+            dim = self.fsdp_placement.dim
+            padded.narrow(dim, 0, shard.size(dim)).copy_(shard)
+        return padded
+
+    def _with_padding(self, padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Returns ``local`` and the padding behind it as a 1-D view with its version counter."""
+        if is_wrapper(local):
+            return padded.view(-1)
+        return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
+
+    @property
+    def _sharded_local_tensor(self) -> torch.Tensor:
+        return self.sharded_param._local_tensor
+
+    # These raise on errors. torch's versions also print the error with a stack on every rank.
+
+    def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        """Wraps ``tensor`` (``sharded_size``). ``DTensor.__init__`` would import dynamo."""
+        _check_size(tensor, self.sharded_size)
+        return dtensor_new(DTensor, tensor, self._sharding_spec, requires_grad=tensor.requires_grad)
+
+    def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        """Returns ``tensor``, the shard on the smaller mesh after forward, as a DTensor."""
+        _check_size(tensor, self.sharded_post_forward_size)
+        return super().to_sharded_post_forward_dtensor(tensor)

@@ -1,0 +1,238 @@
+"""``GroupCommunication``: meshes, process groups, custom collectives and hooks of a group.
+
+It passes process groups to the core, and chooses between the core and torch's functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+)
+
+import fsdp_c._C as _C
+
+from .._compat.guard import find_overridden_methods
+from .collectives import GroupCollectives
+from .dtensor_specs import has_no_values
+from .extensions import has_extensions
+from .meshes import (
+    find_unregistered_group,
+    get_group_name,
+    get_size_and_rank,
+    has_own_size,
+    subscribe,
+    unsubscribe,
+)
+from .param import Param
+
+
+def _get_allocating_group(comm: Any, cls: type) -> Any:
+    """The process group from which an unmodified ``comm`` of torch's class allocates, else None."""
+    group = getattr(comm, "_group", None)
+    is_torchs = type(comm) is cls and vars(comm).keys() == {"_group"}
+    return group if is_torchs and isinstance(group, dist.ProcessGroup) else None
+
+
+class GroupCommunication(GroupCollectives):
+    """The part of ``ParamGroup`` that determines how its data are communicated."""
+
+    _comms: dict[str, Any]
+    _mesh_info: Any  # one of torch's classes of mesh infos
+
+    # ---- meshes and process groups ----
+
+    @property
+    def mesh_info(self) -> Any:
+        """The mesh: its shard dimension, its replicate dimension, or both."""
+        return self._mesh_info
+
+    @mesh_info.setter
+    def mesh_info(self, value: DataParallelMeshInfo) -> None:
+        before = self._mesh_info
+        self._mesh_info = value
+        try:
+            self._refresh_process_groups()
+        except BaseException:
+            self._mesh_info = before
+            raise
+        unsubscribe(before, self)
+        subscribe(value, self)
+
+    def _refresh_process_groups(self) -> None:
+        """Passes the process groups that the mesh infos hold now to the core.
+
+        Raises:
+            ValueError: The size or rank of a process group differs from the mesh that the
+                parameters are sharded for.
+        """
+        info, smaller = self._mesh_info, self._smaller_mesh_info
+        found: list[tuple[str, Any, int, int]] = []
+        if isinstance(info, FSDPMeshInfo):
+            size, rank = info.shard_mesh_size, info.shard_mesh_rank
+            found.append(("shard", info.shard_process_group, size, rank))
+            scatter = getattr(info, "reduce_scatter_process_group", None)  # not in torch 2.11
+            found.append(("scatter", scatter, size, rank))
+        if smaller is not None:
+            size, rank = smaller.shard_mesh_size, smaller.shard_mesh_rank
+            found.append(("post_forward", smaller.shard_process_group, size, rank))
+        if isinstance(info, DDPMeshInfo):
+            size, rank = info.replicate_mesh_size, info.replicate_mesh_rank
+            found.append(("replicate", info.replicate_process_group, size, rank))
+        links = {kind: self._make_process_group_arguments(kind, *rest) for kind, *rest in found}
+        for kind in ("shard", "scatter", "post_forward", "replicate"):
+            if kind in links or kind != "shard":
+                self._set_process_group(kind, *links.get(kind, (None, 1, 0, None)))
+        self._update_fallback()
+
+    def _make_process_group_arguments(
+        self, kind: str, group: Any, size: int, rank: int
+    ) -> tuple[str | None, int, int, dist.ProcessGroup | None]:
+        """Returns the arguments of ``_set_process_group`` for ``group``, which may be ``None``.
+
+        Raises ``ValueError`` if the size or rank of the group is not ``size`` or ``rank``.
+        """
+        if group is None:
+            return None, 1, 0, None
+        actual = get_size_and_rank(group, size, rank)
+        if kind != "replicate" and actual != (size, rank):
+            raise ValueError(
+                f"the {kind} process group of parameter group '{self._module_fqn or ''}' has rank "
+                f"{actual[1]} of {actual[0]}, but its parameters are sharded for "
+                f"rank {rank} of {size}: call fully_shard with a mesh of that process group"
+            )
+        return get_group_name(group), *actual, find_unregistered_group(group)
+
+    @property
+    def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
+        """The mesh that parameters are sharded over between forward and backward, or None."""
+        if not self._reshard_after_forward:
+            return None
+        return self._smaller_mesh_info or self.mesh_info
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, value: FSDPMeshInfo | None) -> None:
+        if value is not None:
+            subscribe(
+                value, self
+            )  # before the comparison: watch() changes the class that == compares
+        before = self._smaller_mesh_info
+        self._smaller_mesh_info = None if value == self._mesh_info else value
+        try:
+            self._refresh_process_groups()
+        except BaseException:
+            self._smaller_mesh_info = before
+            raise
+        self._reshard_after_forward = value is not None
+
+    @property
+    def _use_post_forward_mesh(self) -> bool:
+        return self._reshard_after_forward and self._smaller_mesh_info is not None
+
+    def _set_separate_reduce_scatter_group(
+        self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    ) -> None:
+        super()._set_separate_reduce_scatter_group(enable, new_groups)
+        self._refresh_process_groups()
+
+    # ---- custom collectives and hooks ----
+
+    def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """As in torch; raises ``RuntimeError`` if the group's device is not CUDA."""
+        if self.device.type != "cuda":
+            raise RuntimeError(
+                "symmetric memory for collectives needs CUDA devices and NCCL; the parameters of "
+                f"'{self._module_fqn or type(self.modules[0]).__name__}' are on "
+                f"'{self.device.type}'"
+            )
+        super().set_symm_mem(backend)
+
+    @property
+    def _all_gather_comm(self) -> Any:
+        return self._comms["gather"]
+
+    @_all_gather_comm.setter
+    def _all_gather_comm(self, comm: Any) -> None:
+        self._comms["gather"] = comm
+        self._update_fallback()
+
+    @property
+    def _reduce_scatter_comm(self) -> Any:
+        return self._comms["reduce"]
+
+    @_reduce_scatter_comm.setter
+    def _reduce_scatter_comm(self, comm: Any) -> None:
+        self._comms["reduce"] = comm
+        self._update_fallback()
+
+    @property
+    def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        return self._reduce_hook
+
+    @_all_reduce_hook.setter
+    def _all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        self._reduce_hook = hook
+        self._has_reduce_hook = hook is not None
+
+    def _run_reduce_hook(self, row: torch.Tensor) -> None:
+        """Runs the user's all-reduce hook on ``row`` in place (1-D, this rank's reduced shards)."""
+        assert self._reduce_hook is not None
+        stream = self._all_reduce_hook_stream
+        if self.device.type == "cpu" or stream is None:
+            self._reduce_hook(row)  # the core's all-reduce stream is the current stream
+            return
+        current = self.device_handle.current_stream()
+        stream.wait_stream(current)
+        with self.device_handle.stream(stream):
+            self._reduce_hook(row)
+        current.wait_stream(stream)
+
+    def _update_fallback(self) -> None:
+        """Chooses for gather and reduce between the core and torch's functions (fallback)."""
+        for param in self.fsdp_params:
+            param._extended = has_extensions(param)
+        # Only torch's code reads tensor subclasses that have no memory of their own.
+        unreadable = any(
+            not param._extended and not _C.has_memory(param._sharded_param_data)
+            for param in self.fsdp_params
+        )
+        fake = any(has_no_values(param.sharded_param) for param in self.fsdp_params)
+        info = self._mesh_info
+        groups = [getattr(i, "shard_process_group", None) for i in (info, self._smaller_mesh_info)]
+        replicas = getattr(info, "replicate_process_group", None)
+        groups += [getattr(info, "reduce_scatter_process_group", None), replicas]
+        foreign = any(g is not None and not isinstance(g, dist.ProcessGroup) for g in groups)
+        elastic = replicas is not None and has_own_size(replicas)
+        needs_fallback = fake or foreign
+        memory = [
+            _get_allocating_group(self._all_gather_comm, torch_group.ProcessGroupAllocAllGather),
+            _get_allocating_group(
+                self._reduce_scatter_comm, torch_group.ProcessGroupAllocReduceScatter
+            ),
+        ]
+        allocators = (None if group is None else ("process group", group) for group in memory)
+        self._set_memory(*allocators)
+        self._param_calls = 0
+        for param in self.fsdp_params:
+            self._param_calls |= find_overridden_methods(param, Param)
+        self._uses_fallback_gather = (
+            needs_fallback
+            or unreadable
+            or self._param_calls & _C.CALL_GATHER != 0
+            or not (memory[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather)
+        )
+        self._uses_fallback_reduce = (
+            needs_fallback
+            or elastic
+            or self._param_calls & _C.CALL_REDUCE != 0
+            or not (
+                memory[1] or type(self._reduce_scatter_comm) is torch_group.DefaultReduceScatter
+            )
+        )

@@ -1,0 +1,161 @@
+"""``ReplaceableShard``: uses a parameter or local tensor that other code put in the shard's place.
+
+``Module._apply``, ``load_state_dict(assign=True)`` and assignments to ``param.data`` do that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
+from torch.distributed.tensor import DTensor
+
+from .hints import get_class_name, with_hint
+from .param_shard import ParamShard, is_wrapper
+
+
+class GroupOfParam(Protocol):
+    """The methods and attributes of its group that a parameter uses."""
+
+    _sharded_state: Any
+
+    def _to_sharded(self) -> None: ...
+    def _to_sharded_post_forward(self) -> None: ...
+    def _to_unsharded(self) -> None: ...
+    def _handle_replaced_param(self) -> None: ...
+
+
+def make_meta_error(params: Sequence[ParamShard]) -> RuntimeError:
+    """Returns the exception for ``params`` that are on the meta device."""
+    names = [param._param_fqn or param._module_info.param_name for param in params]
+    return RuntimeError(
+        "FSDP parameters should be materialized from meta device before training, "
+        f"but the following were still on meta device: {names}\n"
+        "Call module.to_empty(device=...), then initialize the parameters."
+    )
+
+
+class ReplaceableShard(ParamShard):
+    """The part of ``Param`` that adopts replaced parameters and local tensors."""
+
+    _group: weakref.ref[GroupOfParam] | None
+    _module_info: ParamModuleInfo
+    _adopted: torch.Tensor
+
+    def _get_group(self) -> GroupOfParam | None:
+        return self._group() if self._group is not None else None
+
+    def reset_sharded_param(self) -> None:
+        """Uses the parameter that the module holds now as the sharded parameter.
+
+        ``Module._apply`` and ``load_state_dict(assign=True)`` replace the parameter or its local
+        tensor. The local tensor is padded again if necessary.
+
+        Raises:
+            AttributeError: The registered parameter is not a DTensor.
+            AssertionError: The local tensor's size differs from this rank's shard.
+            RuntimeError: The dtypes of the local tensor and its DTensor differ.
+        """
+        info = self._module_info
+        new_param = getattr(info.module, info.param_name)
+        if new_param is not self.sharded_param:
+            if torch.__future__.get_swap_module_params_on_conversion():
+                raise AssertionError(
+                    f"Expects swap_tensors to preserve object but got {new_param} "
+                    f"instead of {self.sharded_param}"
+                )
+            if not isinstance(new_param, DTensor):
+                error = AttributeError(
+                    f"'{type(new_param).__name__}' object has no attribute '_local_tensor'"
+                )
+                name = self._param_fqn or info.param_name
+                raise with_hint(
+                    error,
+                    f"'{name}' of {get_class_name(info.module)} was replaced by a parameter that "
+                    "is not sharded: change its values in place, under torch.no_grad(), or load "
+                    "whole weights with fsdp_c.load_full_state_dict(model, state).",
+                )
+            try:
+                self._check_local_tensor(new_param)
+            except BaseException:
+                self._register_sharded()  # restore the previous parameter on the module
+                raise
+            self.sharded_param = new_param
+        self._adopt_shard()
+
+    def _refresh_shard(self) -> None:
+        """Uses a local tensor that was assigned to the sharded parameter; called before a gather.
+
+        Raises:
+            AssertionError, RuntimeError: As :meth:`reset_sharded_param`.
+            RuntimeError: The local tensor is on the meta device.
+        """
+        if self.sharded_param._local_tensor.is_meta and not self._sharded_param_data.is_meta:
+            raise make_meta_error([self])
+        self._adopt_shard()
+
+    def _adopt_shard(self) -> None:
+        self._check_local_tensor(self.sharded_param)
+        if not self.sharded_param._local_tensor.is_meta:
+            self._adopt_local(self.sharded_param._local_tensor)
+            self._note_shard()
+        self._sharding_spec = self.sharded_param._spec
+        self.init_dtype_attrs(self.mp_policy)
+        group = self._get_group()
+        if group is not None:
+            group._handle_replaced_param()
+
+    def _check_local_tensor(self, param: DTensor) -> None:
+        """Raises if the local tensor of ``param`` cannot be this rank's shard."""
+        local, info = param._local_tensor, self._module_info
+        if local.is_meta:
+            return  # the user materializes it before the first gather
+        where = (
+            f"parameter '{self._param_fqn or info.param_name}' of {tuple(self._orig_size)}, rank "
+            f"{self._shard_rank}: it is to be sharded as {self._sharding_spec.placements}, as "
+            "distribute_tensor() does it"
+        )
+        sizes = (self.sharded_size, self.padded_sharded_param_size)
+        if local.size() not in sizes and (local.numel() > 0 or self.sharded_size.numel() > 0):
+            raise AssertionError(f"Expects size {self.sharded_size} but got {local.shape}\n{where}")
+        if param.shape != param._spec.shape:  # an assignment to param.data causes this
+            raise AssertionError(f"Expects size {param._spec.shape} but got {param.shape}\n{where}")
+        if local.dtype != param.dtype:
+            raise RuntimeError(
+                f"expected the local tensor to have dtype {param.dtype} but got {local.dtype}\n"
+                f"{where}; to change the dtype, convert the module (module.to(dtype))"
+            )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _adopt_local(self, local: torch.Tensor) -> None:
+        if local is self._adopted and is_wrapper(local):
+            return
+        if self._is_current(local):
+            self._sharded_param_data = self._with_padding(self._sharded_param_data, local)
+            return
+        dim = self.fsdp_placement.dim
+        padded, unpinned = local, self.pin_memory and not local.is_pinned()
+        fits = local.size() == self.padded_sharded_param_size and local.is_contiguous()
+        if not fits or unpinned or local.is_conj() or local.is_neg():
+            padded = self._pad(local)
+            padded = padded.cpu().pin_memory() if unpinned else padded
+        if padded is not local or local.size() != self.sharded_size:
+            self.sharded_param._local_tensor = padded.narrow(dim, 0, self.local_rows)
+        self._adopted = self.sharded_param._local_tensor
+        self._sharded_param_data = padded.view(-1)
+
+    def _is_current(self, local: torch.Tensor) -> bool:
+        """Whether ``local`` starts the memory that the core reads, with the padding behind it."""
+        data = self._sharded_param_data
+        if data.is_meta or data.dtype != local.dtype or is_wrapper(data) or is_wrapper(local):
+            return False
+        lies_there = (
+            local.untyped_storage()._cdata == data.untyped_storage()._cdata
+            and local.storage_offset() == data.storage_offset()
+            and local.is_contiguous()
+        )
+        return lies_there and not (local.is_conj() or local.is_neg())

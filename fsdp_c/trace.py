@@ -1,0 +1,122 @@
+"""``trace``: measures the time of a training step by unit and rank."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ._runtime import object_collectives
+from ._runtime.fsdp_units import get_units, require_module
+from ._tools import trace_spans
+from ._tools.timeline import StepTrace
+from ._tools.trace_spans import Event, Span
+
+
+@contextlib.contextmanager
+def trace(model: nn.Module) -> Iterator[StepTrace]:
+    """Records the activity of every rank inside the block, which runs one or more steps.
+
+    ::
+
+        with fsdp_c.trace(model) as t:
+            loss(model(batch)).backward()
+            optimizer.step()
+        print(t)
+        t.plot("step.png")
+        t.save("step.json")
+
+    torch's profiler runs inside the block. The model is not changed. On the CPU, times are host
+    times, and a collective lasts from its issue to its end in the backend's threads. On devices
+    whose kernels the profiler records, times are those of kernels. Trace a later step of a job,
+    because the first steps include initialization.
+
+    All ranks of the default process group must enter and leave the block together. Afterwards each
+    rank has the traces of all ranks.
+
+    Args:
+        model: A module that ``fully_shard`` or ``replicate`` of fsdp_c or torch was applied to, or
+            a module that contains such modules.
+
+    Raises:
+        ValueError: ``model`` has no sharded module.
+        TypeError: ``model`` is not a module.
+        RuntimeError: Another profiler is active.
+    """
+    require_module(model, "trace")
+    devices = {group.device.type for group in get_units(model, "trace")}
+    if torch.autograd.profiler._is_profiler_enabled:
+        raise RuntimeError("trace cannot run while another profiler is active")
+    result = StepTrace()
+    together = dist.is_initialized() and dist.get_backend() != "fake"
+    with profile(activities=_choose_activities(devices)) as profiler:
+        if together:
+            dist.barrier()
+        with record_function(trace_spans.BLOCK):
+            try:
+                yield result
+            except BaseException:
+                result._left = True
+                raise
+            if devices - {"cpu", "meta"}:
+                torch.accelerator.synchronize()
+    own = trace_spans.make_spans(_read_events(profiler))
+    result.ranks = _gather_spans(own) if together else [_shift_spans(own, _find_start(own))]
+    result._closed = True
+
+
+def _choose_activities(devices: set[str]) -> list[ProfilerActivity]:
+    known = {"cuda": "CUDA", "xpu": "XPU"}
+    names = ["CPU", *(known[device] for device in sorted(devices) if device in known)]
+    supported = torch.profiler.supported_activities()
+    return [a for a in (getattr(ProfilerActivity, name) for name in names) if a in supported]
+
+
+def _read_events(profiler: profile) -> list[Event]:
+    """Returns the ranges of a profile, in nanoseconds since 1970."""
+    inner: Any = profiler.profiler
+    events = []
+    for event in inner.kineto_results.events():
+        on_device = event.device_type() != DeviceType.CPU
+        begin = event.start_ns()
+        number = event.linked_correlation_id() if on_device else event.correlation_id()
+        events.append(
+            Event(
+                event.name(),
+                begin,
+                begin + event.duration_ns(),
+                flying=event.is_async(),
+                on_device=on_device,
+                id=number,
+            )
+        )
+    return events
+
+
+def _find_start(rank: list[Span]) -> int:
+    return min((span.begin for span in rank), default=0)
+
+
+def _shift_spans(rank: list[Span], zero: int) -> list[Span]:
+    return [span._replace(begin=span.begin - zero, end=span.end - zero) for span in rank]
+
+
+def _gather_spans(own: list[Span]) -> list[list[Span]]:
+    """Returns all ranks' spans, in nanoseconds since the start of the first rank.
+
+    Clocks of hosts differ. Each host's times are shifted, so that the first rank of each host
+    leaves the barrier at time 0.
+    """
+    machine = socket.gethostname()
+    parts = object_collectives.gather_objects((machine, _find_start(own), own))
+    starts: dict[str, int] = {}
+    for where, start, _ in parts:
+        starts[where] = min(start, starts.get(where, start))
+    return [_shift_spans(spans_, starts[where]) for where, _, spans_ in parts]

@@ -1,0 +1,277 @@
+"""Redirection: a function of torch runs another function in its place.
+
+:class:`Redirection` replaces the code object of a function, in place. The function's identity,
+attributes, ``__wrapped__``, signature and source stay as they are, so code that imported the
+function earlier is redirected too. An import hook redirects functions of modules that are not
+imported yet.
+
+``autoload`` imports this module before torch is complete and before fsdp_c is imported. So this
+module imports neither. ``fsdp_c.install`` registers its changes in ``fsdp_c/_compat/patches.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "torch.distributed.fsdp._fully_shard._fully_shard": ("fully_shard",),
+    "torch.distributed._composable.replicate_with_fsdp": ("replicate",),
+}
+"""Maps a module of torch to its functions that fsdp_c implements."""
+
+# ---- one function --------------------------------------------------------------------------------
+
+active: dict[str, Redirection] = {}
+"""Redirections by key. A redirected function finds its redirection by a key in its constants:
+dynamo does not expect functions among the constants of a code object. Entries stay after
+:meth:`Redirection.undo`, because another thread may be about to read one. A later redirection of
+the same function replaces the entry."""
+
+_numbers = itertools.count()
+_KEY = "<key of a redirection>"
+
+
+class Redirection:
+    """Makes ``function`` run ``target``, from construction until :meth:`undo`.
+
+    Attributes:
+        original: A function with the code that ``function`` had at construction.
+        called: ``target`` until :meth:`undo`, then ``original``.
+    """
+
+    def __init__(self, function: FunctionType, target: Callable[..., Any]) -> None:
+        self.function = function
+        self.code = function.__code__
+        self.original = copy_of(function)
+        self.called = target
+        before = next((r for r in list(active.values()) if r._replaced_the_same(function)), None)
+        self.key: str = str(next(_numbers)) if before is None else before.key
+        self.replacement: CodeType = (
+            _code_that_calls(self.key, self.code) if before is None else before.replacement
+        )
+        active[self.key] = self
+        self.signature: Any = None
+        if "__signature__" not in vars(function):
+            self.signature = _signature_of(function)
+            function.__signature__ = self.signature  # type: ignore[attr-defined]
+        function.__code__ = self.replacement
+
+    def undo(self) -> None:
+        """Restores the function's code, unless other code has replaced it after the redirection.
+
+        In that case the newer code stays. If it runs the redirected code, that runs ``original``.
+        """
+        self.called = self.original
+        if self.function.__code__ is self.replacement:
+            self.function.__code__ = self.code
+        if vars(self.function).get("__signature__", self) is self.signature:
+            del self.function.__signature__  # type: ignore[attr-defined]
+
+    def _replaced_the_same(self, function: FunctionType) -> bool:
+        """Whether this redirection is undone and replaced the code that ``function`` has now."""
+        return self.function is function and self.code is function.__code__
+
+
+def copy_of(function: FunctionType) -> FunctionType:
+    """Returns a function with the code, defaults, closure and attributes of ``function``."""
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    return copy
+
+
+def original(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that does what ``function`` does without its redirection."""
+    for redirection in list(active.values()):
+        if redirection.function is function and redirection.called is not redirection.original:
+            return redirection.original
+    return function
+
+
+def reachable(function: Any, depth: int = 4) -> Iterator[Any]:
+    """Yields the function and the ones it wraps: in ``__wrapped__``, closures and defaults."""
+    yield function
+    if depth == 0:
+        return
+    inner = [getattr(function, "__wrapped__", None), getattr(function, "__func__", None)]
+    inner += [getattr(function, "func", None), *(getattr(function, "__defaults__", None) or ())]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            inner.append(cell.cell_contents)
+        except ValueError:  # an empty cell
+            continue
+    for candidate in inner:
+        if callable(candidate):
+            yield from reachable(candidate, depth - 1)
+
+
+def find_torchs(module: ModuleType, name: str) -> FunctionType | None:
+    """Returns torch's function of this name, or None.
+
+    A library may have replaced the function in the module by a wrapper.
+    """
+    torch = os.path.dirname(os.path.abspath(sys.modules["torch"].__file__ or "")) + os.sep
+    for function in reachable(getattr(module, name, None)):
+        is_named = isinstance(function, FunctionType) and function.__name__ == name
+        if is_named and function.__code__.co_filename.startswith(torch):
+            return function
+    return None
+
+
+def is_redirected(function: Any) -> bool:
+    """Whether ``function`` runs another function in its place now."""
+    return original(function) is not function
+
+
+def _signature_of(function: FunctionType) -> Any:
+    import inspect  # not needed where nothing is redirected
+
+    return inspect.signature(function)
+
+
+def _code_that_calls(key: str, replaced: CodeType) -> CodeType:
+    """Returns code that passes all arguments to ``active[key].called``.
+
+    File and first line are those of ``replaced``: ``inspect.getsource`` finds torch's source.
+    """
+    code = _template(replaced.co_freevars)
+    constants = tuple(key if constant == _KEY else constant for constant in code.co_consts)
+    return code.replace(
+        co_name=replaced.co_name,
+        co_consts=constants,
+        co_filename=replaced.co_filename,
+        co_firstlineno=replaced.co_firstlineno,
+    )
+
+
+@functools.cache
+def _template(free_names: tuple[str, ...]) -> CodeType:
+    """Compiles the code for functions with these free variables.
+
+    CPython requires as many free variables as the function's closure has cells. They stay unread.
+    All statements are on the first line, so that a traceback shows no line that did not run.
+    """
+    body = [f"from {__name__} import active", f"return active[{_KEY!r}].called(*args, **kwargs)"]
+    lines = ["def outer():"]
+    lines += [f"    {name} = None" for name in free_names]
+    lines += [f"    def inner(*args, **kwargs): {'; '.join([*body, *free_names])}"]
+    outer = compile("\n".join(lines), "<redirected>", "exec").co_consts[0]
+    return next(const for const in outer.co_consts if isinstance(const, CodeType))
+
+
+# ---- torch's functions ---------------------------------------------------------------------------
+
+_redirected: dict[str, Redirection] = {}  # by "module.name"
+_find: Callable[[str], Callable[..., Any]] | None = None  # None outside redirect_all..restore_all
+
+
+def redirect_all(find: Callable[[str], Callable[..., Any]]) -> None:
+    """Redirects all :data:`FUNCTIONS`. Modules that are not imported yet follow at their import.
+
+    A second call does nothing.
+
+    Args:
+        find: Returns fsdp_c's function of a name. Each call of torch's function calls it.
+    """
+    global _find
+    if _find is not None:
+        return
+    _find = find
+    sys.meta_path.insert(0, _finder)
+    for name in FUNCTIONS:
+        module = sys.modules.get(name)
+        if module is not None:
+            _redirect_in(module, find)
+
+
+def restore_all() -> None:
+    """Undoes :func:`redirect_all`. A second call does nothing."""
+    global _find
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    for redirection in _redirected.values():
+        redirection.undo()
+    _redirected.clear()
+    _find = None
+
+
+def is_redirecting() -> bool:
+    """Whether :func:`redirect_all` is in effect."""
+    return _find is not None
+
+
+def redirected() -> list[str]:
+    """Returns the names of the redirected functions, as ``module.name``."""
+    return list(_redirected)
+
+
+def _redirect_in(module: ModuleType, find: Callable[[str], Callable[..., Any]]) -> None:
+    for name in FUNCTIONS[module.__name__]:
+        key = f"{module.__name__}.{name}"
+        function = find_torchs(module, name)
+        if function is not None and key not in _redirected:
+            _redirected[key] = Redirection(function, _calling_found(name, find))
+
+
+def _calling_found(name: str, find: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+    def call_fsdp_c(*args: Any, **kwargs: Any) -> Any:
+        return find(name)(*args, **kwargs)
+
+    return call_fsdp_c
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Wraps the loaders of the modules in :data:`FUNCTIONS`. It finds no modules itself."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in FUNCTIONS:
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs a module's own loader, then redirects the module's functions."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:  # get_source, is_package and the like
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader  # other code must see the module's own loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        if _find is not None:
+            _redirect_in(module, _find)
+
+
+_finder = _Finder()
