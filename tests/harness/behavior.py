@@ -30,6 +30,7 @@ import torch.nn as nn
 from launch import run_ranks
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from toy_models import ResidualBlock
 
 MODULES = (
     "behavior_backwards",
@@ -156,22 +157,10 @@ def _wait_for_all_ranks(rank: int, world: int, title: str) -> None:
     store.wait([f"{title}/{peer}" for peer in range(world)])
 
 
-class Block(nn.Module):
-    """A residual block with two parameters of different shapes and a norm."""
-
-    def __init__(self, width: int = DIM) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(self.norm(x)).relu()
-
-
 def blocks_and_head(blocks: int = 3, seed: int = 7) -> nn.Sequential:
-    """Returns ``blocks`` Blocks and a linear head that stays in the root's parameter group."""
+    """Returns residual blocks and a linear head, which stays in the root's parameter group."""
     torch.manual_seed(seed)
-    return nn.Sequential(*(Block() for _ in range(blocks)), nn.Linear(DIM, 3))
+    return nn.Sequential(*(ResidualBlock(DIM) for _ in range(blocks)), nn.Linear(DIM, 3))
 
 
 def shard(api: Api, model: nn.Sequential, **kwargs: Any) -> nn.Sequential:

@@ -231,7 +231,7 @@ class TestSeveralMeshes:
             "with replicas",
         ],
     )
-    def test_c_path_has_the_bits_of_the_python_path(
+    def test_c_implementation_has_the_bits_of_the_python_implementation(
         self, fake_group: int, shapes: Any, names: Any, calls: int
     ) -> None:
         meshes = [
@@ -474,7 +474,7 @@ def test_clip_norm_of_gradient_that_moves_during_the_call_reads_its_new_memory()
     assert norm_with(lambda: grad.untyped_storage().resize_(0)) is None
 
 
-def test_clip_scale_of_all_or_none_with_another_dtype_changes_nothing() -> None:
+def test_clip_scale_that_requires_one_dtype_leaves_mixed_dtypes_unchanged() -> None:
     grads = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
     assert _C.clip_scale(grads, 1.0, 4.0, 1 << 15, True) is None
     assert torch.equal(grads[0], torch.ones(2))

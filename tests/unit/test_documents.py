@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE_FOLDERS = ("csrc", "fsdp_c", "tests", "benchmarks", "examples")
 CODE_SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh", ".py", ".pyi"}
+
+PRIVATE_SURFACE = ROOT / "docs/private-surface.md"
 
 FENCE = re.compile(r"^[ ]*```.*?^[ ]*```", re.M | re.S)
 SPAN = re.compile(r"`([^`]+)`")
@@ -32,6 +35,13 @@ TEST = re.compile(r"test_\w+")
 NAME = re.compile(r"_?[a-z][a-z0-9]*(?:_[a-z0-9]+)+_?")
 # Names that a document gives as missing features, or as a naming pattern.
 EXEMPT = {"get_pending_gradients", "grad_dtype", "cpu_offload_by_budget", "prefix_noun_verb"}
+FOREIGN = {
+    *("nn/fsdp/fsdp2.py", "fsdp2_summon_full_parameters", "is_fsdp_managed_module"),
+    *("pipeline_stage.py", "fsdp_mixin.py", "ac_compile_parallelize.py", "core_utils.py"),
+    *("pre_quant_weight.py", "engine/veomni/utils.py", "fsdp2_graph_storage.py"),
+    "monkeypatch/fsdp2_qlora.py",
+}
+"""Names of files and functions of other libraries that docs/private-surface.md lists."""
 MAKE = re.compile(r"\bmake((?: [a-z][a-z-]*)+)")
 MAKE_LINE = re.compile(r"^\s*(?:\w+=\S+ )*make((?: [a-z][a-z-]*)+)", re.M)
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
@@ -77,14 +87,24 @@ def make_targets() -> frozenset[str]:
     return frozenset(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
 
 
+@functools.cache
+def torch_files() -> frozenset[str]:
+    """Returns the paths of torch's Python files in its package."""
+    package = Path(torch.__file__).parent
+    return frozenset(str(path.relative_to(package)) for path in package.rglob("*.py"))
+
+
 # ---- existence of a name -------------------------------------------------------------------------
 
 
 def path_exists(name: str, document: Path) -> bool:
-    """Whether the path exists below the root, csrc or the document's folder.
+    """Whether the path exists below the root, csrc or the document's folder, or in torch.
 
     A bare file name may be that of any source file.
     """
+    of_torch = (f"/{path}".endswith(f"/{name}") for path in torch_files())
+    if document == PRIVATE_SURFACE and (name in FOREIGN or any(of_torch)):
+        return True
     for start in (ROOT, ROOT / "csrc", document.parent):
         if any(start.glob(name.rstrip("/"))):
             return True
@@ -147,7 +167,7 @@ def unknown_names_in_span(span: str, document: Path) -> Iterator[str]:
     if TEST.fullmatch(span):
         if span not in names_of_tests():
             yield span
-    elif NAME.fullmatch(span) and not is_known(span) and span not in EXEMPT:
+    elif NAME.fullmatch(span) and not is_known(span) and span not in EXEMPT | FOREIGN:
         yield span
     for match in CALL.finditer(span):
         if not C_NAME.fullmatch(match[1]) and not is_known(match[1]):

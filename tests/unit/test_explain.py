@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
+from toy_models import MLPModel
 
 import fsdp_c
 from fsdp_c import Explanation, fully_shard
@@ -20,34 +21,8 @@ WORLD = 8
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Block(nn.Module):
-    """Two linear layers, 8 -> 16 -> 8, and a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def sharded(model: nn.Module | None = None, **kwargs: Any) -> Any:
-    model = model or Model()
+    model = model or MLPModel()
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, **kwargs)
     return fully_shard(model, **kwargs)
@@ -72,7 +47,7 @@ def world(fake_group: int) -> None:
 def test_table_has_one_row_per_unit() -> None:
     units = quiet_explain(sharded(mp_policy=MIXED)).units
     assert [unit.name for unit in units] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
-    assert [unit.modules for unit in units] == ["Model", "Block", "Block", "Block"]
+    assert [unit.modules for unit in units] == ["MLPModel", "MLPBlock", "MLPBlock", "MLPBlock"]
     root, block = units[:2]
     assert (root.parameters, root.elements) == (3, 64 + 8 + 64)
     assert (block.parameters, block.elements) == (4, 2 * 128 + 16 + 8)
@@ -116,7 +91,7 @@ def test_counted_all_reduces_of_hsdp_equal_those_of_one_step() -> None:
 
 
 def test_counted_all_reduces_of_replicate_equal_number_of_buckets() -> None:
-    model: Any = fsdp_c.replicate(Model(), bucket_cap_mb=600 / 2**20)
+    model: Any = fsdp_c.replicate(MLPModel(), bucket_cap_mb=600 / 2**20)
     (unit,) = quiet_explain(model).units
     with CommDebugMode() as comm:
         step(model)
@@ -126,7 +101,7 @@ def test_counted_all_reduces_of_replicate_equal_number_of_buckets() -> None:
 
 
 def test_frozen_unit_counts_no_reduce_scatter() -> None:
-    model = Model()
+    model = MLPModel()
     model.blocks[1].requires_grad_(False)
     units = {unit.name: unit for unit in quiet_explain(sharded(model)).units}
     assert (units["blocks.1"].gathers, units["blocks.1"].reduce_scatters) == (2, 0)
@@ -140,7 +115,7 @@ def test_transient_is_maximum_of_unshard_and_reduction() -> None:
     # In fp32 the reduction needs more: the gradients, its input and its output.
     assert plain == 4 * (elements + elements + elements // WORLD)
     assert mixed == 2 * elements + 4 * (elements + elements // WORLD)
-    frozen = Model()
+    frozen = MLPModel()
     frozen.requires_grad_(False)
     assert quiet_explain(sharded(frozen)).units[1].transient == 2 * 4 * elements
 
@@ -154,8 +129,8 @@ def test_explain_prints_returned_table(capsys: pytest.CaptureFixture[str]) -> No
     assert " ".join(lines[0].split()) == (
         "unit modules params elements dtypes mesh shard AG RS AR transient"
     )
-    assert lines[1].split()[:4] == ["(root)", "Model", "3", "136"]
-    assert lines[2].split()[:6] == ["blocks.0-2", "3", "x", "Block", "4", "280"]
+    assert lines[1].split()[:4] == ["(root)", "MLPModel", "3", "136"]
+    assert lines[2].split()[:6] == ["blocks.0-2", "3", "x", "MLPBlock", "4", "280"]
     assert lines[3].startswith("(each dtypes: stored/computed/reduced in; mesh: ")
     buffer = io.StringIO()
     fsdp_c.explain(model, file=buffer)
@@ -171,8 +146,8 @@ def test_explain_runs_no_lazy_initialization_and_no_collective() -> None:
 
 
 def test_explain_of_unsharded_model_raises() -> None:
-    with pytest.raises(ValueError, match="nothing in Model is sharded: call fully_shard first"):
-        quiet_explain(Model())
+    with pytest.raises(ValueError, match="nothing in MLPModel is sharded: call fully_shard first"):
+        quiet_explain(MLPModel())
 
 
 # ---- the warnings --------------------------------------------------------------------------------
@@ -193,7 +168,7 @@ def test_model_without_mistakes_has_no_warnings(reshard: bool | None) -> None:
 
 
 def test_optimizer_created_before_sharding_has_warning() -> None:
-    model = Model()
+    model = MLPModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (warning,) = quiet_explain(sharded(model), optimizer).warnings
     assert "the optimizer holds 15 of 15 parameters that are not the model's" in warning
@@ -223,7 +198,7 @@ def test_parameter_added_after_sharding_has_warning() -> None:
 
 
 def test_weights_tied_across_units_have_warning() -> None:
-    model = Model()
+    model = MLPModel()
     model.blocks[2].up.weight = model.blocks[0].up.weight
     (warning,) = quiet_explain(sharded(model)).warnings
     assert "were one parameter before sharding" in warning
@@ -232,14 +207,14 @@ def test_weights_tied_across_units_have_warning() -> None:
 
 
 def test_weights_tied_within_unit_have_no_warning() -> None:
-    model = Model()
+    model = MLPModel()
     model.head.weight = model.embed.weight
     assert quiet_explain(sharded(model)).warnings == []
 
 
 @pytest.mark.parametrize("units", [0, 1, 2])
 def test_blocks_left_in_root_unit_have_warning(units: int) -> None:
-    model = Model()
+    model = MLPModel()
     for block in model.blocks[:units]:
         fully_shard(block)
     fully_shard(model)
@@ -249,7 +224,7 @@ def test_blocks_left_in_root_unit_have_warning(units: int) -> None:
 
 
 def test_blocks_with_children_as_units_have_no_warning() -> None:
-    model = Model()
+    model = MLPModel()
     for block in model.blocks:
         fully_shard(block.up)  # type: ignore[union-attr]
         fully_shard(block.down)  # type: ignore[union-attr]
@@ -257,7 +232,7 @@ def test_blocks_with_children_as_units_have_no_warning() -> None:
 
 
 def test_warning_about_nine_blocks_names_three() -> None:
-    (warning,) = quiet_explain(fully_shard(Model(blocks=9))).warnings
+    (warning,) = quiet_explain(fully_shard(MLPModel(blocks=9))).warnings
     assert warning.startswith("'blocks.0', 'blocks.1', 'blocks.2' and 6 more are repeated")
 
 

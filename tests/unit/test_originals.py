@@ -39,7 +39,7 @@ def opaque(*args: Any, **kwargs: Any) -> None:
     """Leads to no function of torch."""
 
 
-def test_takes_parameter_of_replaced_function_reads_torchs_code(
+def test_has_parameter_of_replaced_function_reads_torchs_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(collectives, "foreach_reduce", opaque)
@@ -47,7 +47,7 @@ def test_takes_parameter_of_replaced_function_reads_torchs_code(
     assert originals.has_parameter(collectives, "foreach_reduce", "no_such_parameter") is False
 
 
-def test_takes_parameter_of_module_without_code_is_none() -> None:
+def test_has_parameter_of_module_without_code_returns_none() -> None:
     assert originals.has_parameter(types.ModuleType("made"), "function", "parameter") is None
 
 

@@ -189,7 +189,7 @@ def test_templates_are_freed_with_their_parameters(fake_group: int) -> None:
     assert len(param_template._templates) == before
 
 
-def test_second_cut_of_a_param_raises(fake_group: int) -> None:
+def test_second_sharding_of_a_param_raises(fake_group: int) -> None:
     (param,) = params_of(fully_shard(nn.Linear(8, 8, bias=False)))
     with pytest.raises(RuntimeError, match="cut once"):
         param._cut(torch.zeros(8, 8), 0)

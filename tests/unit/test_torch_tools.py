@@ -33,6 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import (
     FSDPStateContext,
     _get_module_fsdp_state,
 )
+from toy_models import MLPBlock
 
 import fsdp_c
 from fsdp_c import _C
@@ -42,19 +43,9 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 BOTH: list[Shard] = [public.fully_shard, fsdp_c.fully_shard]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 64)
-        self.down = nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def model_of(shard: Shard, **kwargs: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(MLPBlock(16, 64), MLPBlock(16, 64))
     for block in model:
         shard(block, **kwargs)
     return shard(model, **kwargs)
@@ -85,8 +76,8 @@ def test_objects_are_instances_of_torch_classes() -> None:
         _get_module_state(model[0]),
     ):
         assert looked_up is state
-    assert torch_fully_shard.get_cls_to_fsdp_cls()[Block] is type(model[0])
-    assert type(model[0]).__mro__[1:3] == (FSDPModule, Block)
+    assert torch_fully_shard.get_cls_to_fsdp_cls()[MLPBlock] is type(model[0])
+    assert type(model[0]).__mro__[1:3] == (FSDPModule, MLPBlock)
     assert type(model[:1]) is nn.Sequential
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from features import MIXED, Record, blocks, digest
-from releases import groups_of
+from fsdp_units import param_groups_of, set_last_microbatch
 from sim_tools import SimTools, scenario
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
@@ -24,27 +24,16 @@ TORCH_RACES = {
 """Scenarios in which torch's program races, and words of the finding."""
 
 
-def _param_groups(model: Any) -> list[Any]:
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return [group for unit in units for group in groups_of(unit._get_fsdp_state())]
-
-
-def _set_last(model: Any, last: bool) -> None:
-    model.set_is_last_backward(last)
-    model.set_reshard_after_backward(last)
-    model.set_requires_gradient_sync(last)
-
-
 def _train(tools: SimTools, model: Any) -> Record:
     """Three optimizer steps of two microbatches each; the groups reduce after the second."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record: Record = []
     for step in range(3):
-        _set_last(model, False)
+        set_last_microbatch(model, False)
         for microbatch in range(2):
             model(tools.input(2 * step + microbatch)).pow(2).sum().backward()
-        _set_last(model, True)
-        for group in _param_groups(model):
+        set_last_microbatch(model, True)
+        for group in param_groups_of(model):
             group.post_backward()
         record.append(digest(parameter.grad for parameter in model.parameters()))
         optimizer.step()

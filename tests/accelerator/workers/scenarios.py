@@ -22,7 +22,7 @@ from features import MIXED, Gather, Record, Scatter, blocks, digest
 from sim_tools import SCENARIOS as SCENARIOS
 from sim_tools import WORLD, SimTools, prefetch_neighbours, scenario
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
+from toy_models import Checkpointed
 
 TORCH_RACES = {
     "interleaved": "write by allocation",
@@ -310,15 +310,7 @@ def all_gather_extension(tools: SimTools) -> Record:
 
 @scenario
 def checkpointed(tools: SimTools) -> Record:
-    class Recomputed(nn.Module):
-        def __init__(self, block: nn.Module) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return checkpoint(self.block, x, use_reentrant=False)
-
-    model = nn.Sequential(*(Recomputed(block) for block in blocks()))
+    model = nn.Sequential(*(Checkpointed(block) for block in blocks()))
     return tools.train(tools.shard(model))
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, Block, batch, grads, scenario, weights
+from behavior import DIM, Api, batch, grads, scenario, weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
+from toy_models import ResidualBlock
 
 HEAD = 3
 WIDE = 256
@@ -33,7 +34,7 @@ class Trunk(nn.Module):
     def __init__(self, boxed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(2))
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, HEAD)
         self.boxed = boxed

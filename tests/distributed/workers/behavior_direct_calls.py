@@ -13,37 +13,22 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from behavior import Api, batch, blocks_and_head, grads, scenario, shard, weights
+from fsdp_units import param_groups_of, set_last_microbatch, units_of
 from releases import groups_of
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 MICROBATCHES = 3
 
 
-def units_of(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def param_groups_of(model: nn.Module) -> list[Any]:
-    """The groups of all units, the root's first."""
-    return [group for unit in units_of(model) for group in groups_of(unit._get_fsdp_state())]
-
-
-def set_last(model: Any, last: bool) -> None:
-    """Whether the microbatches that follow end the backward, reshard and reduce."""
-    model.set_is_last_backward(last)
-    model.set_reshard_after_backward(last)
-    model.set_requires_gradient_sync(last)
-
-
 def accumulate(model: Any, rank: int, step: int) -> None:
     """Backwards of some microbatches, none of which reduces."""
-    set_last(model, False)
+    set_last_microbatch(model, False)
     for index in range(MICROBATCHES):
         output = model(batch(rank, MICROBATCHES * step + index))
         output.float().square().mean().backward()
-    set_last(model, True)
+    set_last_microbatch(model, True)
 
 
 def local_grads(model: nn.Module) -> list[torch.Tensor | None]:

@@ -16,7 +16,6 @@ import torch.nn as nn
 from behavior import (
     DIM,
     Api,
-    Block,
     batch,
     blocks_and_head,
     collectives,
@@ -31,6 +30,7 @@ from releases import groups_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
+from toy_models import ResidualBlock
 
 
 def ranges(profiler: Any) -> list[str]:
@@ -306,7 +306,7 @@ def unshard_and_reshard(api: Api) -> dict[str, Any]:
     return results | {"trained": train(model, api.rank, 1)}
 
 
-class ReportingBlock(Block):
+class ReportingBlock(ResidualBlock):
     """Calls ``report`` when its forward and its backward run."""
 
     def __init__(self, report: Callable[[str], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard
+from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard
 from behavior_events import group_of, profiled
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed._composable import replicate as composable_ddp
@@ -20,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal import common_fsdp
+from toy_models import ResidualBlock
 
 SYMBOLS = 11
 
@@ -76,7 +77,7 @@ class HeadedModel(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(SYMBOLS, DIM)
-        self.body = Block()
+        self.body = ResidualBlock()
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, SYMBOLS, bias=False)
         if tied:
@@ -333,7 +334,7 @@ class PrefetchingModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(ResidualBlock(), ResidualBlock())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

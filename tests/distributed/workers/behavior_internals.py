@@ -11,7 +11,6 @@ import torch.nn as nn
 from behavior import (
     DIM,
     Api,
-    Block,
     batch,
     blocks_and_head,
     full_value,
@@ -32,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from toy_models import ResidualBlock
 
 import fsdp_c
 
@@ -197,7 +197,7 @@ def training_after_uninstall(api: Api) -> list[Any]:
 def roots_that_share_a_context(api: Api) -> list[Any]:
     """Roots share a context after lazy init; it has no pending work between steps."""
     torch.manual_seed(5)
-    model = nn.Sequential(Block(), Block(), Block())
+    model = nn.Sequential(ResidualBlock(), ResidualBlock(), ResidualBlock())
     for block in model:
         api.fully_shard(block)
         block._get_fsdp_state()._lazy_init()

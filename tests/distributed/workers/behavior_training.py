@@ -12,7 +12,6 @@ import torch.nn as nn
 from behavior import (
     DIM,
     Api,
-    Block,
     batch,
     blocks_and_head,
     collectives,
@@ -30,7 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
+from toy_models import Checkpointed, ResidualBlock
 
 # ---- an evaluation between backward and the optimizer's step ----
 
@@ -330,18 +329,6 @@ def clipped_gradients(api: Api) -> list[Any]:
 # ---- activation checkpointing, several forwards, retained graphs ----
 
 
-class CheckpointedBlock(nn.Module):
-    """Checkpoints its own computation."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.block = Block()
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, x, use_reentrant=self.reentrant)
-
-
 def with_grad(api: Api, step: int = 0) -> torch.Tensor:
     """Reentrant checkpoints need an input that requires grad."""
     return batch(api.rank, step).requires_grad_()
@@ -369,21 +356,23 @@ def activation_checkpointing(api: Api) -> dict[str, Any]:
         for reshard in (True, False):
             torch.manual_seed(3)
             model = nn.Sequential(
-                *(CheckpointedBlock(reentrant) for _ in range(3)), nn.Linear(DIM, 3)
+                *(Checkpointed(ResidualBlock(), reentrant) for _ in range(3)), nn.Linear(DIM, 3)
             )
             shard(api, model, reshard_after_forward=reshard)
             results[f"{kind}, inside, {reshard}"] = train_checkpointed(api, model)
 
             # fully_shard(checkpoint(block)): the wrapper module is sharded
             torch.manual_seed(3)
-            blocks = [checkpoint_wrapper(Block(), checkpoint_impl=impl) for _ in range(3)]
+            blocks = [checkpoint_wrapper(ResidualBlock(), checkpoint_impl=impl) for _ in range(3)]
             model = nn.Sequential(*blocks, nn.Linear(DIM, 3))
             shard(api, model, reshard_after_forward=reshard)
             results[f"{kind}, wrapper sharded, {reshard}"] = train_checkpointed(api, model)
 
             # checkpoint(fully_shard(block)): recomputation runs the hooks of the module
             torch.manual_seed(3)
-            inner = [api.fully_shard(Block(), reshard_after_forward=reshard) for _ in range(3)]
+            inner = [
+                api.fully_shard(ResidualBlock(), reshard_after_forward=reshard) for _ in range(3)
+            ]
             model = nn.Sequential(
                 *(checkpoint_wrapper(b, checkpoint_impl=impl) for b in inner), nn.Linear(DIM, 3)
             )

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
+from toy_models import MLPBlock
 
 import fsdp_c
 
@@ -30,21 +31,14 @@ SAVED, STEPS = 3, 6
 Losses = list[float]
 
 
-class Block(nn.Module):
-    """(batch, DIM) -> (batch, DIM)"""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, width)
-        self.down = nn.Linear(width, DIM, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
 def net(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(DIM, DIM), Block(5), Block(8), nn.LayerNorm(DIM))
+    return nn.Sequential(
+        nn.Linear(DIM, DIM),
+        MLPBlock(DIM, 5, bias=False),
+        MLPBlock(DIM, 8, bias=False),
+        nn.LayerNorm(DIM),
+    )
 
 
 def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -124,7 +118,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 def _wrap_fsdp1(use_orig_params: bool) -> FSDP:
     return FSDP(
         net(0),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        auto_wrap_policy=ModuleWrapPolicy({MLPBlock}),
         device_id=torch.device("cpu"),
         use_orig_params=use_orig_params,
     )
@@ -148,7 +142,7 @@ def _fsdp1(
     losses = train(old, optimizer, range(SAVED, STEPS))
     weights = _full_state(old)
 
-    model = fsdp_c.auto_shard(net(1), ModuleWrapPolicy({Block}))
+    model = fsdp_c.auto_shard(net(1), ModuleWrapPolicy({MLPBlock}))
     optimizer = make(model)
     saved = torch.load(path) if rank == 0 else {"model": None, "optim": {}}
     fsdp_c.load_full_state_dict(model, saved["model"])

@@ -11,8 +11,9 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard, train
+from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard, train
 from extensions import Extended
+from fsdp_units import units_of
 from private_hooks import kind_of_error
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from toy_models import ResidualBlock
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -33,7 +35,7 @@ def group_of(module: Any) -> Any:
 
 
 def groups_of(model: nn.Module) -> list[Any]:
-    return [group_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group_of(unit) for unit in units_of(model)]
 
 
 def kinds(model: nn.Module) -> list[str]:
@@ -46,7 +48,7 @@ def kinds(model: nn.Module) -> list[str]:
 @scenario()
 def group_lookups(api: Api) -> list[Any]:
     """A module with parameters, and a module whose parameters belong to its blocks."""
-    model: Any = nn.Sequential(Block(), Block())
+    model: Any = nn.Sequential(ResidualBlock(), ResidualBlock())
     for block in model:
         api.fully_shard(block)
     api.fully_shard(model)

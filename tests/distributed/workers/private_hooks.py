@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import Api, Block, batch, blocks_and_head, grads, scenario, shard, train, weights
+from behavior import Api, batch, blocks_and_head, grads, scenario, shard, train, weights
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from toy_models import ResidualBlock
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -277,7 +278,7 @@ def hooks_wrapped_in_place(api: Api) -> list[Any]:
 @scenario()
 def hooks_called_by_hand(api: Api) -> list[Any]:
     """A hook is called by the names of its arguments, or as the function of its owner."""
-    block = api.fully_shard(Block())
+    block = api.fully_shard(ResidualBlock())
     x = batch(api.rank)
     pre, post = hooks_of(block)
     args, kwargs = pre.__func__(pre.__self__, block, (x,), {}) or ((x,), {})

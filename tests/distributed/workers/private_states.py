@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 import torch.nn as nn
-from behavior import Api, Block, batch, blocks_and_head, grads, scenario, shard, train
+from behavior import Api, batch, blocks_and_head, grads, scenario, shard, train
 from private_hooks import kind_of_error, modules_of_each_kind, sharded_list, state_of
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable_state import _get_module_state, _State
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
+from toy_models import ResidualBlock
 
 # ---- classes of modules ----
 
@@ -46,9 +47,9 @@ def class_names(api: Api) -> list[Any]:
 
 @scenario()
 def class_table(api: Api) -> list[Any]:
-    module = api.fully_shard(Block())
+    module = api.fully_shard(ResidualBlock())
     table = get_cls_to_fsdp_cls()
-    return [table[Block] is type(module), kind_of_error(lambda: copy.deepcopy(module))]
+    return [table[ResidualBlock] is type(module), kind_of_error(lambda: copy.deepcopy(module))]
 
 
 @scenario()
@@ -74,7 +75,7 @@ def marks_of_managed_modules(api: Api) -> list[Any]:
 def forward_methods(api: Api) -> list[Any]:
     """A registered method keeps torch's attributes, and unshards."""
     block: Any = blocks_and_head(1)[0]
-    block.encode = types.MethodType(Block.forward, block)
+    block.encode = types.MethodType(ResidualBlock.forward, block)
     api.fully_shard(block)
     register_fsdp_forward_method(block, "encode")
     output = block.encode(batch(api.rank))

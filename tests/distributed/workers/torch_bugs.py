@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard, weights
+from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard, weights
 from releases import SCATTER, groups_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
+from toy_models import ResidualBlock
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Gradients = dict[str, torch.Tensor | None]
@@ -92,7 +93,7 @@ class Choice(nn.Module):
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(blocks))
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: torch.Tensor, *chosen: int) -> torch.Tensor:
@@ -238,7 +239,7 @@ def one_rank_with_an_extension(api: Api) -> dict[str, Any]:
 def training_after_evaluations(api: Api) -> dict[str, Any]:
     """B6: forwards without backward must leave no entries in the post-forward order."""
     torch.manual_seed(7)
-    model = nn.Sequential(*(api.fully_shard(Block()) for _ in range(3)))
+    model = nn.Sequential(*(api.fully_shard(ResidualBlock()) for _ in range(3)))
     api.fully_shard(model)
 
     def gathers_of_a_step() -> int:
@@ -357,7 +358,7 @@ def waits_for_offloaded_gradients(api: Api) -> dict[str, Any]:
 
     Copies are asynchronous only on an accelerator; numbered events replace them here.
     """
-    model = api.fully_shard(Block())
+    model = api.fully_shard(ResidualBlock())
     model.set_custom_reduce_scatter(PlainScatter())
     group = groups_of(model._get_fsdp_state())[0]
     waited: list[int] = []
@@ -414,7 +415,7 @@ def frozen_in_first_forward(api: Api) -> Any:
         return True
 
     def norms(part: nn.Module) -> bool:
-        return isinstance(part, Block)
+        return isinstance(part, ResidualBlock)
 
     return train_parts(api, [none, every, norms, every])
 

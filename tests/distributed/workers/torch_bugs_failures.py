@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behavior import Api, batch, blocks_and_head, grads, scenario, shard
-from torch.utils.checkpoint import checkpoint
 from torch_bugs import MIXED, average, in_bf16, loss_of, take_gradients
+from toy_models import Checkpointed
 
 
 class Trap:
@@ -27,20 +27,9 @@ class Trap:
             raise MemoryError("no memory for a gradient")
 
 
-class Recomputing(nn.Module):
-    """A block whose forward is recomputed in backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
 def recomputing(model: nn.Sequential) -> nn.Sequential:
     for index in range(len(model) - 1):
-        model[index] = Recomputing(model[index])
+        model[index] = Checkpointed(model[index])
     return model
 
 

@@ -13,6 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from comms import RecordingAllGather, RecordingReduceScatter, ReduceHook
 from extensions import extend
+from fsdp_units import units_of
 from meshes import Meshes, has_tensor_dim, is_spmd
 from models import FAMILIES, Case
 from models_wide import WIDE_FAMILIES
@@ -30,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
+from toy_models import Checkpointed
 
 SEED = 1234
 
@@ -54,18 +55,6 @@ def load_implementation(name: str) -> FullyShard:
         name = "fsdp_c:fully_shard"
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-class Recomputed(nn.Module):
-    """Runs a (wrapped) block under torch's checkpoint()."""
-
-    def __init__(self, block: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.block = block
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
 @dataclass
@@ -189,7 +178,7 @@ class Builder:
                 )
                 group[0] = recomputed
             else:
-                recomputed = Recomputed(block, kind == "reentrant")
+                recomputed = Checkpointed(block, kind == "reentrant")
             _replace(case.model, block, recomputed)
 
     # ---- wrapping -----------------------------------------------------------------------------
@@ -289,7 +278,7 @@ class Builder:
 
     def _set_divide(self, model: nn.Module) -> None:
         kind = self.setting.divide
-        for module in wrapped_modules(model):
+        for module in units_of(model):
             if kind == "world":
                 # gloo has no PREMUL_SUM, so only torch's default factor, an average, is possible.
                 module.set_gradient_divide_factor(float(self.meshes.shard_size(self.setting.mesh)))
@@ -310,7 +299,7 @@ class Builder:
                 root.set_reduce_scatter_unused_params(True)
             if setting.async_op:
                 root._set_unshard_async_op(True)
-        for index, module in enumerate(wrapped_modules(case.model)):
+        for index, module in enumerate(units_of(case.model)):
             if setting.comm == "custom":
                 module.set_custom_all_gather(RecordingAllGather(recorder))
                 module.set_custom_reduce_scatter(RecordingReduceScatter(recorder))
@@ -359,11 +348,6 @@ class Builder:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's local shard, or a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def wrapped_modules(model: nn.Module) -> list[Any]:
-    """Returns the modules to which ``fully_shard`` was applied."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

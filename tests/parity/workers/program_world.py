@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from behavior import Api
+from fsdp_units import units_of
 from program_models import DIM
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -50,7 +51,7 @@ class World:
         return choose(list(self.model(model).modules()), which)
 
     def units(self, model: int) -> list[Any]:
-        return [m for m in self.model(model).modules() if isinstance(m, FSDPModule)]
+        return units_of(self.model(model))
 
     def unit(self, model: int, which: int) -> Any:
         return choose(self.units(model), which)

@@ -19,8 +19,8 @@ from building import (
     FullyShard,
     local_part,
     seed_generator,
-    wrapped_modules,
 )
+from fsdp_units import units_of
 from meshes import Meshes
 from models import Inputs, tensors_in
 from record import Recorder, error_entry
@@ -121,7 +121,7 @@ class Script:
             self.model.set_reshard_after_forward(step == 2)
         if setting.toggle_frozen and step > 0:
             # torch ignores settings of parameters that an evaluation left unsharded.
-            for module in wrapped_modules(self.model):
+            for module in units_of(self.model):
                 module.reshard()
             for name, parameter in self.model.named_parameters():
                 if name in self.case.toggled:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from fsdp_units import units_of
 from scripts import Script, copy_of, script
-from torch.distributed.fsdp import FSDPModule
 
 # ---- writes in forward ----
 
@@ -89,7 +89,7 @@ def pre_forward_hook_after_sharding_clamps_weights(api: Script) -> Any:
 def write_to_manually_unsharded_parameters(api: Script) -> Any:
     """Writes to manually unsharded parameters must not change the shards."""
     model = api.sharded()
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = units_of(model)
     for unit in units:
         unit.unshard()
     with torch.no_grad():
