@@ -41,14 +41,14 @@ GPU_ARGS ?=
 SANITIZE_TESTS ?= tests/unit
 # Tests that measure are excluded. Benchmarks start processes without the sanitizers, and the memory pool caches
 # nothing.
-NOT_SANITIZED := test_bench forecast_is_within_one_percent cached_buffers_until_release_memory
+NOT_SANITIZED := test_bench predicted_peak_is_within_one_percent cached_buffers_until_release_memory
 empty :=
 space := $(empty) $(empty)
 ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
 	tests/unit/test_uninitialized_objects.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
 	tests/distributed/test_behavior_training.py tests/distributed/test_behavior_backwards.py \
 	tests/distributed/test_behavior_groups.py tests/distributed/test_behavior_replicate.py
-# Files of tests/unit that test-fast excludes: they start interpreters, or compute forecasts.
+# Files of tests/unit that test-fast excludes: they start interpreters, or compute estimates.
 NOT_FAST := bench build check install mutations plan typing
 # The `pythonpath` of pyproject.toml without the repository root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
@@ -64,25 +64,25 @@ SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
 # Cached results of torch's FSDP2 in the behavior scenarios, because `make test` runs these with two builds of fsdp_c.
 TORCH_OUTCOMES := $(CURDIR)/build/torch-outcomes
-C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.hpp' -o -name '*.cuh')
 
 # Imports fsdp_c from this checkout, also in child processes, even if the environment was installed for another one.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff lint-mypy \
-	lint-c format wheels sanitize bench cuda-check gpu docs clean
+.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
+	lint-mypy lint-c format wheels sanitize bench cuda-check gpu docs clean
 
 help:
-	@sed -n '3,12s/^# *//p' Makefile
+	@sed -n '3,13s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
 # torch is pinned and installed first, so that the requirements of other packages do not select another release.
 $(ENV_STAMP): Makefile pyproject.toml
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel 'cmake>=3.24' ninja
+	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel 'cmake>=3.21' ninja
 	@touch $@
 
 $(INSTALL_STAMP): $(ENV_STAMP)
@@ -250,5 +250,5 @@ bench: build
 
 # Keeps the environment, because it is slow to make. `rm -rf .venv` removes it.
 clean:
-	rm -rf build dist $(DEMO_OUT) fsdp_c/_C.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist $(DEMO_OUT) fsdp_c/_*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

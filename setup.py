@@ -2,7 +2,8 @@
 
 csrc is C11, and the bridge to torch is C++. nvcc compiles csrc/kernels/kernels_cuda.cu, if nvcc is
 found and torch is a CUDA build. Otherwise, or if nvcc fails, kernels_none.c replaces that file.
-build_support/ finds torch and the CUDA compiler, and runs CMake.
+build_support/ finds torch and the CUDA compiler, and runs CMake. Editors find the compile commands
+in build/compile_commands.json.
 
 Environment:
     FSDP_C_DEBUG=1        -O0 -g and assertions
@@ -34,7 +35,7 @@ sys.path.insert(0, str(ROOT))  # a PEP 517 build does not have this folder on sy
 from build_support import find_cuda, find_torch, run_cmake  # noqa: E402
 
 BUILD = ROOT / "build"
-MODULES = ["fsdp_c._C"]
+MODULES = ["fsdp_c._C", "fsdp_c._dry_run"]
 
 
 def is_on(name: str) -> bool:

@@ -1,14 +1,14 @@
-"""The peak memory that ``fsdp_c.explain`` forecasts, compared with the measured peak.
+"""The peak memory that ``fsdp_c.explain`` estimates, compared with the measured peak.
 
 Method. One process with a fake process group of 8 ranks on the CPU trains models of a few MiB in
-many settings. ``explain`` forecasts the peak before the first step, from a forward and backward on
+many settings. ``explain`` estimates the peak before the first step, from a forward and backward on
 fake tensors. After a warm-up step, one whole step (forward, backward, ``optimizer.step()``) runs
 under torch's profiler, which records every allocation and free of the CPU allocator. The measured
 peak is the memory before the step (shards, buffers, optimizer states) plus the highest sum of
 allocations in the step.
 
 Scratch memory of kernels is subtracted: memory that one operator allocates itself and frees before
-it returns. It depends on the processor and is not part of any tensor, so a forecast cannot include
+it returns. It depends on the processor and is not part of any tensor, so an estimate cannot include
 it. oneDNN's bf16 kernels took 1.3 MiB beside 25.5 MiB on one machine. One column has the peak with
 scratch memory. The fake group makes all steps equal, so one measured step is enough.
 
@@ -208,9 +208,9 @@ def _peak(events: list[Any]) -> int:
 
 
 class Measurement(NamedTuple):
-    """Peaks in bytes, the phase in which the forecast peak lies, and the forecast's duration."""
+    """Peaks in bytes, the phase in which the estimated peak lies, and the estimate's duration."""
 
-    forecast: int
+    estimated: int
     measured: int
     with_scratch: int
     moment: str
@@ -218,14 +218,14 @@ class Measurement(NamedTuple):
 
 
 def run(job: Job, flat: Any, hybrid: Any) -> Measurement:
-    """Forecasts and measures the peak of one setting."""
+    """Estimates and measures the peak of one setting."""
     torch.manual_seed(0)
     model = job.model()
     mesh = hybrid if job.hsdp else flat
     fsdp_c.auto_shard(model, job.policy, mesh=mesh, **job.shard)
     optimizer, batch = job.optimizer(model.parameters()), job.batch()
     begin = time.perf_counter()
-    forecast = fsdp_c.explain(model, optimizer, batch=batch, loss=loss_of, file=io.StringIO())
+    estimate = fsdp_c.explain(model, optimizer, batch=batch, loss=loss_of, file=io.StringIO())
     seconds = time.perf_counter() - begin
 
     def step() -> None:
@@ -241,16 +241,16 @@ def run(job: Job, flat: Any, hybrid: Any) -> Measurement:
     persistent = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     without_scratch, with_scratch = measure_step(step)
     return Measurement(
-        forecast.peak.total,
+        estimate.peak.total,
         persistent + without_scratch,
         persistent + with_scratch,
-        str(forecast.peak),
+        str(estimate.peak),
         seconds,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compares forecast and measured peak memory.")
+    parser = argparse.ArgumentParser(description="Compares estimated and measured peak memory.")
     parser.add_argument("--only", default="", help="run only jobs whose name contains this")
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
@@ -261,14 +261,14 @@ def main() -> None:
         if options.only not in job.name:
             continue
         measurement = run(job, flat, hybrid)
-        error = measurement.forecast / measurement.measured - 1
+        error = measurement.estimated / measurement.measured - 1
         errors.append(error)
         mib = [size / 2**20 for size in measurement[:3]]
         row = [job.name, *mib[:2], f"{error:+.1%}", mib[2]]
         rows.append([*row, measurement.moment, measurement.seconds])
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    titles = ["job", "forecast, MiB", "measured", "error", "with scratch", "peak in", "seconds"]
+    titles = ["job", "estimated, MiB", "measured", "error", "with scratch", "peak in", "seconds"]
     print(table(titles, rows))
     worst = max(errors, key=abs)
     within = sum(abs(error) <= BOUND for error in errors)

@@ -29,7 +29,11 @@ def lock(build: Path) -> Iterator[None]:
     """Locks the folder ``build`` against a second build of the same tree."""
     build.mkdir(parents=True, exist_ok=True)
     with open(build / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"fsdp_c: waiting for another build in {build}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -82,7 +86,7 @@ def launcher(variable: str, compiler: str) -> str:
 
 
 def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> None:
-    """Writes the ninja file of ``directory``.
+    """Writes the ninja file of ``directory``, which is deleted first if the compilers changed.
 
     Raises:
         SystemExit: CMake failed. It has printed the reason.
@@ -91,7 +95,8 @@ def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> 
     environment = os.environ | compilers
     cached = json.dumps({name: environment.get(name) for name in CACHED})
     record = directory / "compilers.json"
-    fresh = not record.is_file() or record.read_text() != cached
+    if not record.is_file() or record.read_text() != cached:
+        shutil.rmtree(directory, ignore_errors=True)
     settings = {
         **definitions,
         "CMAKE_MAKE_PROGRAM": find_program("ninja"),
@@ -99,7 +104,7 @@ def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> 
         "CMAKE_CXX_COMPILER_LAUNCHER": launcher("CMAKE_CXX_COMPILER_LAUNCHER", compilers["CXX"]),
     }
     command = [find_program("cmake"), "-S", str(source), "-B", str(directory), "-G", "Ninja"]
-    command += ["--fresh"] * fresh + [f"-D{name}={value}" for name, value in settings.items()]
+    command += [f"-D{name}={value}" for name, value in settings.items()]
     if subprocess.run(command, env=environment).returncode:
         record.unlink(missing_ok=True)
         raise SystemExit("fsdp_c: CMake failed; its messages are above")
@@ -157,7 +162,7 @@ def check_resolved(library: Path) -> None:
     first call.
     """
     nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
-    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
+    missing = sorted(set(re.findall(r"\bU ((?:fc|fcd|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
     if missing:
         library.unlink()
         raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")

@@ -89,7 +89,7 @@ def load_full_state_dict(
         failure = read_own_rows(reader, wanted, destinations)
     else:
         devices = (destination.local.device for destination in destinations.values())
-        device = ranks.device_for(next(devices, torch.device("cpu")))
+        device = ranks.choose_device(next(devices, torch.device("cpu")))
         limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
         buckets = plan_buckets(wanted, destinations, limit)
         with show_progress(progress, ranks, buckets) as advance:
@@ -100,5 +100,5 @@ def load_full_state_dict(
             load_other_entries(model, targets, destinations, header.objects)
         except Exception as error:
             failure = error
-    ranks.agree(failure, f"{READ_FAILED}. {PARTLY_LOADED}")
+    ranks.raise_if_any_failed(failure, f"{READ_FAILED}. {PARTLY_LOADED}")
     return keys

@@ -56,7 +56,7 @@ class ShardedEMA:
     ) -> None:
         self._decay = decay
         self.updates = 0
-        self._decay_now()
+        self._compute_decay()
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"ShardedEMA expects a floating-point dtype, not {dtype}")
         self._averages: dict[str, torch.Tensor] = {}
@@ -67,7 +67,7 @@ class ShardedEMA:
             _check_arithmetic(name, local)
             self._averages[name] = _make_like(param, local)
 
-    def _decay_now(self) -> float:
+    def _compute_decay(self) -> float:
         decay = self._decay(self.updates) if callable(self._decay) else self._decay
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"ShardedEMA expects a decay from 0 to 1, not {decay}")
@@ -80,8 +80,8 @@ class ShardedEMA:
         Raises:
             ValueError: Names, shapes or shardings of the parameters differ from the averages'.
         """
-        pairs = self._pairs(model)
-        decay = self._decay_now()
+        pairs = self._list_pairs(model)
+        decay = self._compute_decay()
         averages, weights = [], []
         for average, weight in pairs:
             weight = weight.to(average.device, average.dtype)
@@ -97,7 +97,7 @@ class ShardedEMA:
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Context in which the model has the averages. Restores its own weights at the end."""
-        weights = [(weight, weight.clone()) for _, weight in self._pairs(model)]
+        weights = [(weight, weight.clone()) for _, weight in self._list_pairs(model)]
         try:
             self.copy_to(model)
             yield
@@ -110,10 +110,10 @@ class ShardedEMA:
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
         """Overwrites the weights of ``model`` with the averages."""
-        for average, weight in self._pairs(model):
+        for average, weight in self._list_pairs(model):
             weight.copy_(average)
 
-    def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _list_pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns pairs of local averages and local weights."""
         params = _list_params(model)
         if params.keys() != self._averages.keys():

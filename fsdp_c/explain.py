@@ -15,7 +15,6 @@ from ._runtime import fsdp_units, kernels, lint
 from ._runtime.fsdp_units import require_module
 from ._tools import model_checks, unit_bytes
 from ._tools.fake_step import Trace, record
-from ._tools.forecast import Sharding
 from ._tools.optimizer_memory import count_state_bytes, measure_optimizer
 from ._tools.report import Explanation, make_explanation
 
@@ -72,12 +71,11 @@ def explain(
     ]
     layout = unit_bytes.layout_of(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
-    overlap = not on_cpu and any(group._reduction_overlap is not False for _, group in groups)
     explanation = make_explanation(
         title=fsdp_units.get_original_class(model).__name__,
         warnings=warnings,
         layout=layout,
-        sharding=_make_sharding(layout, model, optimizer, on_cpu, overlap),
+        sharding=_make_sharding(layout, model, optimizer, on_cpu),
         trace=record_step(model, layout, batch, loss),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         memory=memory,
@@ -108,7 +106,13 @@ def record_step(
         args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     dtypes = layout.dtypes
     return record(
-        model, layout.pieces, lambda param: dtypes.get(id(param), param.dtype), args, kwargs, loss
+        model,
+        layout.modules_of_states,
+        lambda param: dtypes.get(id(param), param.dtype),
+        layout.places,
+        args,
+        kwargs,
+        loss,
     )
 
 
@@ -117,18 +121,17 @@ def _make_sharding(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     on_cpu: bool,
-    overlap: bool,
-) -> Sharding:
+) -> unit_bytes.Sharding:
     states, step = 0, 0
     if optimizer is not None:
         states, step = compute_optimizer_cost(optimizer, layout, on_cpu)
         states = count_state_bytes(optimizer) or states
-    return Sharding(
+    return unit_bytes.Sharding(
         units=tuple(layout.units),
+        states=tuple(layout.states),
         buffers=unit_bytes.other_bytes(model, layout.dtypes),
-        states=states,
+        optimizer=states,
         step=step,
-        overlap=overlap,
         streams=not on_cpu,
     )
 
@@ -137,10 +140,10 @@ def compute_optimizer_cost(
     optimizer: Any, layout: unit_bytes.Layout, on_cpu: bool
 ) -> tuple[int, int]:
     """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily."""
-    trained = [p for params in layout.params for p in params if p.trained]
+    trained = [(unit.world, param) for unit in layout.units for param in unit.trained]
     if not trained:
         return 0, 0
-    shards = [param.padded * param.own.itemsize for param in trained]
-    cost = measure_optimizer(optimizer, trained[0].own, on_cpu)
+    shards = [param.padded(world) * param.own.itemsize for world, param in trained]
+    cost = measure_optimizer(optimizer, trained[0][1].own, on_cpu)
     step = cost.step * (sum(shards) if cost.whole else max(shards))
     return int(cost.states * sum(shards)), int(step)

@@ -165,7 +165,7 @@ class FullParams(Mapping[str, torch.Tensor]):
         if unit is None:
             return self._plain[i]
         self._open(unit)
-        return unit.registered(i)
+        return unit.get_registered(i)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
         """Yields names and full parameters by unit; nothing on ranks that do not get them."""
@@ -214,7 +214,7 @@ class _Unit:
     def is_open(self) -> bool:
         return bool(self._full)
 
-    def registered(self, i: int) -> Any:
+    def get_registered(self, i: int) -> Any:
         module, name = _list_slots(self.params[i])[0]
         return module._parameters[name]
 
@@ -241,7 +241,7 @@ class _Unit:
         for i, whole in enumerate(self._full):
             if whole is None:
                 continue
-            param, now = self.params[i], self.registered(i)
+            param, now = self.params[i], self.get_registered(i)
             _register_param(param, param.sharded_param)
             changed = now is not whole or whole._version != self._versions[i]
             if write and changed:

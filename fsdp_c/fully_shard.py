@@ -35,7 +35,7 @@ from ._compat.torch_releases import (
 from ._runtime import hints
 from ._runtime.init import MeshArguments, WrapperApi, shard_modules
 from ._runtime.lint import check_arguments
-from ._runtime.meshes import default_mesh
+from ._runtime.meshes import get_default_mesh
 from ._runtime.state import State
 from ._runtime.transaction import Transaction
 
@@ -135,7 +135,7 @@ def fully_shard(
     """
     torch._C._log_api_usage_once("fsdp_c.fully_shard")
     _validate_module(module, "fully_shard")  # type: ignore[arg-type]  # lists are fine
-    mesh = mesh or default_mesh()
+    mesh = mesh or get_default_mesh()
     validate_mesh(mesh, dp_mesh_dims, "fully_shard")
     mesh_info = make_mesh_info(mesh, dp_mesh_dims)
     post_forward = _make_post_forward_mesh_info(reshard_after_forward, mesh_info)

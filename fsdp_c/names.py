@@ -96,19 +96,21 @@ def apply_to_modules(
     Returns:
         ``return_fn(*args, **kwargs)``, called after the last module.
     """
-    for prefix, _, module in _walk(root, "", ""):
+    for prefix, _, module in _walk_modules(root, "", ""):
         module_fn(module, prefix, *args, **kwargs)
     return return_fn(*args, **kwargs)
 
 
-def _walk(module: nn.Module, prefix: str, clean: str) -> Iterator[tuple[str, str, nn.Module]]:
+def _walk_modules(
+    module: nn.Module, prefix: str, clean: str
+) -> Iterator[tuple[str, str, nn.Module]]:
     """Yields (prefix in the state dict, prefix without wrappers, module) in pre-order."""
     yield prefix, clean, module
     unnamed = DDP_MODULE if isinstance(module, _MODULE_WRAPPERS) else None
     for name, child in module.named_children():
         if child is not None:  # an override of named_children() may yield None
             inner = clean if name == unnamed or name in _WRAPPERS else f"{clean}{name}."
-            yield from _walk(child, f"{prefix}{name}.", inner)
+            yield from _walk_modules(child, f"{prefix}{name}.", inner)
 
 
 def param_to_fqns(
@@ -124,8 +126,8 @@ def param_to_fqns(
             first name. A flat parameter of FSDP1 always gets the names of all its parameters.
     """
     names: dict[nn.Parameter, list[str]] = {}
-    for _, prefix, module in _walk(model, "", ""):
-        for local, param in _parameters_with_duplicates(module):
+    for _, prefix, module in _walk_modules(model, "", ""):
+        for local, param in _list_params(module):
             flat: Any = param if isinstance(param, FlatParameter) else None
             if param not in names:
                 names[param] = []
@@ -136,7 +138,7 @@ def param_to_fqns(
     return names
 
 
-def _parameters_with_duplicates(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _list_params(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns the module's own parameters, each with all its names."""
     try:
         return list(module.named_parameters(recurse=False, remove_duplicate=False))

@@ -233,7 +233,7 @@ class _Recipe(NamedTuple):
         Returns None if a state is missing or has another layout, or a tensor is sparse or complex.
         """
         return _C.local_group(
-            group["params"], optimizer.state, self.keys, _bounded_cache(), _have_same_layout
+            group["params"], optimizer.state, self.keys, _get_bounded_cache(), _have_same_layout
         )
 
 
@@ -297,7 +297,7 @@ def _classify_value(value: Any) -> Any:
     return (type(value), value > 0, value < 0) if type(value) in (int, float) else type(value)
 
 
-def _bounded_cache() -> dict[int, tuple[Any, Any]]:
+def _get_bounded_cache() -> dict[int, tuple[Any, Any]]:
     if len(_same_layouts) > _MAX_SAME_LAYOUTS:
         _same_layouts.clear()
     return _same_layouts
@@ -311,7 +311,7 @@ def _get_local_lists(lists: tuple[list[Any], ...]) -> tuple[list[Any], ...] | No
     """
     if not any(isinstance(param, DTensor) for param in lists[0]):
         return None
-    return _C.local_lists(lists, _bounded_cache(), _have_same_layout)
+    return _C.local_lists(lists, _get_bounded_cache(), _have_same_layout)
 
 
 def _have_same_layout(spec: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""``plan``: forecasts the memory of a model before it is sharded, also on the meta device."""
+"""``plan``: estimates the memory of a model before it is sharded, also on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing_extensions import Unpack
 from . import wrap
 from ._runtime.fsdp_units import require_module
 from ._tools import unit_bytes
-from ._tools.forecast import Sharding
 from ._tools.optimizer_memory import OptimizerArgument, measure_optimizer
 from ._tools.report import Explanation, make_explanation, parse_bytes
 from .explain import compute_optimizer_cost, record_step
@@ -86,12 +85,12 @@ def plan(
     layout = unit_bytes.layout_for(model, units, shape)
     on_cpu = _parse_device_type(device) == "cpu"
     states, step = compute_optimizer_cost(optimizer, layout, on_cpu)
-    sharding = Sharding(
+    sharding = unit_bytes.Sharding(
         units=tuple(layout.units),
+        states=tuple(layout.states),
         buffers=unit_bytes.other_bytes(model, layout.dtypes),
-        states=states,
+        optimizer=states,
         step=step,
-        overlap=not on_cpu,
         streams=not on_cpu,
     )
     explanation = make_explanation(

@@ -1,7 +1,7 @@
 """Dependencies between the C modules of one folder of csrc: includes, calls, layers and cycles.
 
 A module is a source file with its header. ``python tests/c_dependencies.py`` prints the upward
-dependencies and the cycles of ``csrc/core`` and ``csrc/python``, and the size of ``fc_group``.
+dependencies and the cycles of the folders of ``LAYERS``, and the size of ``fc_group``.
 ``tests/unit/test_c_layers.py`` asserts that no dependency points up.
 """
 
@@ -47,11 +47,68 @@ LAYERS = {
         {"param_group"},
         {"module"},
     ),
+    "dry_run": (
+        {"record", "description"},
+        {"boundary", "unit"},
+        {"boundary_device", "callbacks"},
+        {"model"},
+        {"step"},
+        {"parse"},
+        {"module"},
+    ),
+    "transport": (
+        {"op_tag", "shm_ring", "progress"},
+        {"shm_tag", "shm_transport"},
+        {"shm_request", "negotiation"},
+        {"shm_all_reduce", "table", "group_negotiation"},
+        {"shm_collective", "pg", "shm"},
+        {"transport"},
+    ),
 }
 """Layers from the lowest to the highest. A module depends only on modules of lower layers.
 
 csrc/README.md describes each module.
 """
+
+BOUNDARY = (
+    "bridge/allocator.h",
+    "bridge/types.h",
+    "bridge/error.h",
+    "bridge/tensor.h",
+    "bridge/stream.h",
+    "bridge/group.h",
+    "bridge/collective.h",
+    "bridge/autograd.h",
+)
+"""Headers of the bridge that are free of Python objects; bridge/pyobject.h is not."""
+
+INCLUDES = {
+    "core": (*BOUNDARY, "kernels/kernels.h", "transport/transport.h"),
+    "kernels": (),
+    "transport": (
+        "bridge/collective.h",
+        "bridge/error.h",
+        "bridge/group.h",
+        "bridge/tensor.h",
+        "kernels/ring.h",
+    ),
+    "bridge": (
+        "kernels/pool.h",
+        "transport/negotiation.h",
+        "transport/progress.h",
+        "transport/shm_collective.h",
+    ),
+    "python": (
+        *BOUNDARY,
+        "bridge/pyobject.h",
+        "core/*.h",
+        "kernels/kernels.h",
+        "kernels/kernels_jit.h",
+        "kernels/norm.h",
+        "kernels/pool.h",
+    ),
+}
+"""Headers of other folders that the files of each folder of csrc include directly."""
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
@@ -73,6 +130,16 @@ def list_modules(folder: str) -> dict[str, list[Path]]:
     for path in sorted((CSRC / folder).glob("*.[ch]")):
         modules.setdefault(path.stem, []).append(path)
     return modules
+
+
+def find_other_folders(folder: str) -> dict[str, set[str]]:
+    """Maps each header of another folder that ``csrc/folder`` includes to the including files."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((CSRC / folder).iterdir()):
+        for header in _INCLUDE.findall(strip_comments(path)):
+            if "/" in header:
+                found.setdefault(header.removeprefix("../"), set()).add(path.name)
+    return found
 
 
 def find_dependencies(modules: dict[str, list[Path]]) -> dict[str, dict[str, set[str]]]:
@@ -145,14 +212,13 @@ def list_fields(struct: str, header: Path) -> list[str]:
 
 
 def main() -> None:
-    for folder in ("core", "python"):
+    for folder in LAYERS:
         modules = list_modules(folder)
         dependencies = find_dependencies(modules)
         count = sum(map(len, dependencies.values()))
         print(f"csrc/{folder}: {len(modules)} modules, {count} dependencies")
         print(f"  cycles: {find_cycles(dependencies) or 'none'}")
-        if folder in LAYERS:
-            print(f"  upward dependencies: {find_upward(dependencies, LAYERS[folder]) or 'none'}")
+        print(f"  upward dependencies: {find_upward(dependencies, LAYERS[folder]) or 'none'}")
     fields = list_fields("fc_group", CSRC / "core/group.h")
     booleans = [field for field in fields if field.startswith("bool ")]
     print(f"fc_group: {len(fields)} fields, {len(booleans)} booleans of its own")

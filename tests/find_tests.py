@@ -23,8 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 CLIP = ("test_clip", "test_behavior_clipping")
-EXPLAIN = ("test_plan", "test_explain")
-KERNELS = ("test_kernels", "test_casts", "test_cuda_build")
+EXPLAIN = ("test_plan", "test_explain", "test_dry_run")
+DRY_RUN = ("test_dry_run", "test_dry_run_boundary", "test_dry_run_model")
+KERNELS = ("test_kernels", "test_casts", "test_find_cuda")
 SHARED_MEMORY = ("test_shared_memory", "test_shm_collectives")
 STEPS = ("test_behavior_training", "test_behavior_events", "test_behavior_groups")
 GUARD = ("test_guard", "test_patch_sweep")
@@ -32,7 +33,7 @@ GUARD = ("test_guard", "test_patch_sweep")
 TESTS_OF = {
     # csrc/core and csrc/python
     "attributes": ("test_private_api", "test_private_surface"),
-    "callbacks": ("test_gradient_callbacks", "test_private_api"),
+    "callbacks": ("test_gradient_callbacks", "test_private_api", *DRY_RUN),
     "check_initialized": ("test_uninitialized_objects",),
     "check_thread": ("test_two_threads", "test_reentry"),
     "comm_context": ("test_private_api", "test_behavior_groups"),
@@ -44,33 +45,54 @@ TESTS_OF = {
     "hook": ("test_private_surface", "test_guard"),
     "iteration_context": ("test_private_api", "test_behavior_groups"),
     "local_lists": ("test_launches", "test_optim"),
-    "module": ("test_bind", "test_fuzz"),
+    "module": ("test_bind", "test_fuzz", *DRY_RUN),
     "objects": ("test_uninitialized_objects", "test_fuzz"),
     "param": ("test_param", "test_patched_params", "test_private_surface"),
     "param_group": ("test_private_api", "test_private_surface", "test_behavior_groups"),
     "shard": ("test_replaced_shards", "test_behavior_state"),
     "slots": ("test_replaced_shards", "test_behavior_state"),
     "state": ("test_train", "test_reset", "test_reentry", "test_private_surface", *STEPS),
-    "step": ("test_version_counters",),
+    "step": ("test_version_counters", *DRY_RUN),
     "transitions": (*GUARD, *STEPS),
     "tree": ("test_behavior_training",),
     "version_cache": GUARD,
-    # csrc/torch or csrc/bridge, csrc/transport
-    "all_reduce": (*SHARED_MEMORY, "test_replicate"),
+    # csrc/dry_run
+    "boundary": DRY_RUN,
+    "boundary_device": DRY_RUN,
+    "description": DRY_RUN,
+    "model": DRY_RUN,
+    "parse": DRY_RUN,
+    "record": DRY_RUN,
+    "unit": DRY_RUN,
+    # csrc/bridge, csrc/transport
+    "allocator": ("test_process_group_allocator",),
     "autograd": ("test_behavior_backwards", "test_freed_models", "test_double_backward"),
     "bridge": ("test_sweep", "test_torch_tools"),
     "collective": ("test_shm_collectives", "test_process_groups"),
-    "direct": SHARED_MEMORY,
+    "context_removal": SHARED_MEMORY,
+    "device": ("test_source_rules", "test_reduce"),
     "error": ("test_sweep", "test_bad_input"),
+    "exchange": SHARED_MEMORY,
+    "group_negotiation": (*SHARED_MEMORY, "test_negotiation"),
     "memory": ("test_process_group_allocator", "test_pool"),
     "negotiation": SHARED_MEMORY,
+    "op_tag": SHARED_MEMORY,
+    "pg": ("test_process_groups", "test_shm_collectives"),
     "progress": ("test_shared_memory", "test_lifetime"),
     "pyobject": ("test_torch_tools", "test_reentry"),
+    "shm": SHARED_MEMORY,
+    "shm_all_reduce": (*SHARED_MEMORY, "test_replicate"),
+    "shm_backend": SHARED_MEMORY,
     "shm_collective": SHARED_MEMORY,
+    "shm_request": SHARED_MEMORY,
+    "shm_tag": SHARED_MEMORY,
     "shm_transport": SHARED_MEMORY,
+    "shm_work": SHARED_MEMORY,
     "stream": ("test_scenarios", "test_seeded_bugs"),
+    "table": SHARED_MEMORY,
     "tensor": ("test_torch_tools", "test_version_counters"),
-    "torch_abi": ("test_source_rules", "test_c_layers"),
+    "types": ("test_source_rules", "test_c_layers"),
+    "wait": ("test_keyboard_interrupt", "test_lifetime"),
     # csrc/kernels
     "backends": ("test_kernels", "test_jit"),
     "batch": KERNELS,
@@ -79,15 +101,15 @@ TESTS_OF = {
     "index": KERNELS,
     "kernels_cpu": KERNELS,
     "kernels_cuda": KERNELS,
-    "kernels_jit": ("test_jit", "test_cuda_build"),
-    "kernels_none": ("test_cuda_build",),
+    "kernels_jit": ("test_jit", "test_find_cuda"),
+    "kernels_none": ("test_find_cuda",),
     "launcher": KERNELS,
     "lines": KERNELS,
     "norm": CLIP,
     "norm_cpu": CLIP,
     "pool_cpu": ("test_pool",),
     "ring_cpu": ("test_ring",),
-    "rtc": ("test_jit", "test_cuda_build"),
+    "rtc": ("test_jit", "test_find_cuda"),
     # fsdp_c
     "__init__": ("test_package_layers", "test_typing"),
     "__main__": ("test_install", "test_check"),
@@ -100,7 +122,6 @@ TESTS_OF = {
     "extensions": ("test_behavior_extensions", "test_subclass_parameters"),
     "fake_step": EXPLAIN,
     "fallback_transport": SHARED_MEMORY,
-    "forecast": EXPLAIN,
     "fsdp_c_autoload": ("test_install",),
     "fsdp_c_redirect": ("test_undo",),
     "fsdp_units": ("test_names", "test_contexts_and_ema"),
@@ -113,7 +134,7 @@ TESTS_OF = {
     "memory_plot": EXPLAIN,
     "meshes": ("test_process_groups", "test_undo"),
     "no_sync": ("test_contexts_and_ema",),
-    "nvrtc": ("test_jit", "test_cuda_build"),
+    "nvrtc": ("test_jit", "test_find_cuda"),
     "object_collectives": ("test_load", "test_contexts_and_ema_on_ranks"),
     "optimizer_memory": EXPLAIN,
     "optimizer_steps": ("test_version_counters", "test_optim"),
@@ -132,6 +153,7 @@ TESTS_OF = {
     "trace_spans": ("test_timeline", "test_trace"),
     "transaction": ("test_undo", "test_keyboard_interrupt"),
     "transport": (*SHARED_MEMORY, "test_buckets"),
+    "step_memory": EXPLAIN,
     "unit_bytes": EXPLAIN,
     "unit_sizes": ("test_wrap_policy", "test_wrap"),
     "version": ("test_check", "test_package_layers"),
@@ -141,7 +163,8 @@ TESTS_OF = {
 
 SUBJECTS = (
     *("csrc/core/*.[ch]", "csrc/python/*.[ch]", "csrc/transport/*.[ch]", "csrc/kernels/*.*"),
-    *("csrc/torch/*.*", "csrc/bridge/*.*", "fsdp_c/**/*.py", "fsdp_c_autoload/*.py", "*_*.py"),
+    *("csrc/dry_run/*.[ch]", "csrc/bridge/*.*"),
+    *("fsdp_c/**/*.py", "fsdp_c_autoload/*.py", "*_*.py"),
 )
 """Files that are modules. A module is named by its stem, whatever its folder."""
 NOT_MODULES = {"build_torch", "cuda_build"}

@@ -46,6 +46,14 @@ void fc_bucket_invalidate(fc_buckets *b) {
     b->mode = FC_BUCKETS_STALE;
 }
 
+void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype) {
+    assert(p->buckets == NULL || p->buckets->base != NULL);
+    if (p->buckets != NULL && p->reduce_dtype != dtype) {
+        fc_bucket_invalidate(p->buckets);
+    }
+    p->reduce_dtype = dtype;
+}
+
 bool fc_bucket_several(const fc_buckets *b) {
     return b->mode != FC_BUCKETS_STALE && b->count > 1;
 }
@@ -94,6 +102,9 @@ fc_status fc_bucket_cut(fc_buckets *b) {
     free(b->items);
     b->items = items;
     b->count = assign_buckets(b->base, b->limit, items);
+    for (size_t i = 0; i < b->base->count; i++) {
+        b->base->params[i]->buckets = b;
+    }
     b->mode = FC_BUCKETS_READY;
     return fc_process_group_register_users(&b->base->replicate, b->count > 0 ? b->count - 1 : 0);
 }
@@ -111,7 +122,6 @@ fc_status fc_bucket_subscribe(fc_buckets *b) {
     for (size_t i = 0; can_reduce_early(b) && i < base->count; i++) {
         fc_param *p = base->params[i];
         const fct_hook hook = {.owner = p->owner, .call = base->callbacks->grad_arrived};
-        p->buckets = b;
         if (p->subscription == NULL && p->unsharded != NULL &&
             fct_tensor_requires_grad(p->unsharded)) {
             FC_TRY_RAISED(fct_autograd_subscribe(p->unsharded, &hook, &p->subscription));

@@ -22,7 +22,9 @@
  *
  * A gradient can arrive again after its bucket was reduced, if several recomputed segments share
  * the parameter and each runs its own backward. That gradient is reduced by itself at the end, and
- * later backwards are not eager. */
+ * later backwards are not eager.
+ *
+ * Precondition of all functions: fc_bucket_init. Buckets that are not stale have an array. */
 #ifndef FSDP_C_CORE_BUCKET_H
 #define FSDP_C_CORE_BUCKET_H
 
@@ -59,6 +61,9 @@ void fc_bucket_fini(fc_buckets *b);
 /* Both mark the buckets as stale: after a change of the limit, or of the parameters. */
 void fc_bucket_set_limit(fc_buckets *b, int64_t limit);
 void fc_bucket_invalidate(fc_buckets *b);
+/* Sets the dtype in which the gradient of `p` is reduced. Marks the buckets of its group as stale,
+ * because their sizes depend on it. */
+void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype);
 
 /* Cuts the buckets if they are stale. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);

@@ -6,18 +6,17 @@
 
 #include <stdbool.h>
 
-#include "../torch/torch_abi.h"
+#include "../bridge/types.h"
 #include "param.h"
 
-/* Operations that Python may perform in place of the core. FC_FALLBACK_EARLY includes
- * FC_FALLBACK_REDUCE, and groups whose user code must run at the end of backward. */
+/* Bits of fc_group_base.fallbacks: operations that Python performs in place of the core. */
 typedef enum fc_fallback {
-    FC_FALLBACK_GATHER, /* gather() and copy_out() replace pack, all-gather, copy-out */
-    FC_FALLBACK_REDUCE, /* reduce() replaces pack, reduce-scatter, all-reduce, views */
-    FC_FALLBACK_EARLY,  /* no bucket is reduced before the end of backward */
-    FC_FALLBACK_FREE,   /* free_unsharded() replaces the core's free, for every parameter */
-    FC_FALLBACK_SWAP,   /* swap_by_method() replaces swap() */
-    FC_FALLBACK_GRADS   /* accumulate_grad(), to_accumulated_grad() and collect_grad() run */
+    FC_FALLBACK_GATHER = 1 << 0, /* gather() and copy_out() replace pack, all-gather, copy-out */
+    FC_FALLBACK_REDUCE = 1 << 1, /* reduce() replaces pack, reduce-scatter, all-reduce, views */
+    FC_FALLBACK_EARLY = 1 << 2,  /* no bucket is reduced before the end of backward */
+    FC_FALLBACK_FREE = 1 << 3,   /* free_unsharded() replaces the core's free, per parameter */
+    FC_FALLBACK_SWAP = 1 << 4,   /* swap_by_method() replaces swap() */
+    FC_FALLBACK_GRADS = 1 << 5 /* accumulate_grad(), to_accumulated_grad() and collect_grad() run */
 } fc_fallback;
 
 typedef struct fc_callbacks {
@@ -46,7 +45,7 @@ typedef struct fc_callbacks {
      * never fails. */
     int (*swap)(void *param, fc_sharded_state state);
     /* The same through a method that the user has overridden. Called only if
-     * uses_fallback(FC_FALLBACK_SWAP). */
+     * FC_FALLBACK_SWAP is set. */
     int (*swap_by_method)(void *param, fc_sharded_state state);
     /* Returns requires_grad of the sharded parameter. The core keeps no handle of that object,
      * because users may swap its tensor. */
@@ -76,8 +75,7 @@ typedef struct fc_callbacks {
     /* Writes the plain local tensor of a DTensor gradient to *local, as a new reference. */
     int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
     /* Replace the functions of the same name in param.h and gradient.c. Called only if
-     * uses_fallback(FC_FALLBACK_GRADS). *local is a new reference, or NULL if there is no gradient.
-     */
+     * FC_FALLBACK_GRADS is set. *local is a new reference, or NULL if there is no gradient. */
     int (*accumulate_grad)(void *param);
     int (*to_accumulated_grad)(void *param);
     int (*collect_grad)(void *param, fct_tensor **local);
@@ -85,11 +83,8 @@ typedef struct fc_callbacks {
      * and handed out. Called only for groups with has_hook. */
     int (*reduce_hook)(void *group, fct_tensor *row);
 
-    /* Returns true if Python performs this operation (custom collectives, patched functions,
-     * tensors without memory). Called once per operation, so it must be cheap. May be NULL: the
-     * core performs all of them. Never fails. */
-    bool (*uses_fallback)(void *group, fc_fallback move);
-    /* Starts a gather. `overlaps`: on the context's gather streams, if there are any. */
+    /* Starts a gather. Called only if FC_FALLBACK_GATHER is set. `overlaps`: on the context's
+     * gather streams, if there are any. */
     int (*gather)(void *group, bool async_op, bool overlaps);
     /* Waits for the gather, allocates, copies out and passes each fc_param its unsharded tensor.
      * *rows is a new reference to the gathered buffer, which the core keeps as long as its own. It
@@ -99,11 +94,12 @@ typedef struct fc_callbacks {
     void (*drop_gather)(void *group);
     /* Discards the partial results of reduce(). May be NULL: there are none. Never fails. */
     void (*drop_reduce)(void *group);
-    /* Frees the memory of an unsharded parameter. Never fails. Called only if
-     * uses_fallback(FC_FALLBACK_FREE). */
+    /* Frees the memory of an unsharded parameter. Never fails. Called only if FC_FALLBACK_FREE is
+     * set. */
     void (*free_unsharded)(void *param);
-    /* Reduces `count` gradients and passes them to their parameters. Takes each gradient as early
-     * as possible and writes NULL in its place. On failure the remaining gradients belong to the
+    /* Reduces `count` gradients and passes them to their parameters. Called only if
+     * FC_FALLBACK_REDUCE is set or no plan fits the gradients. Takes each gradient as early as
+     * possible and writes NULL in its place. On failure the remaining gradients belong to the
      * caller. */
     int (*reduce)(void *group, fc_param *const *params, fct_tensor **grads, size_t count,
                   bool order_compute);
@@ -111,7 +107,7 @@ typedef struct fc_callbacks {
      * nothing. */
     int (*finalize)(void *group);
 
-    /* Logs the debug line "FSDP::label (modules)" if that log level is enabled. May be NULL. Never
+    /* Logs the debug line "FSDP::label (modules)". Called only if fc_group_base.logs is set. Never
      * fails. */
     void (*log)(void *group, const char *label);
 } fc_callbacks;

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/tensor.h"
+
 fc_status fc_chunks_begin(fc_chunks *c, size_t count) {
     assert(c->count <= c->capacity);
     fc_chunks_drop(c);

@@ -3,7 +3,7 @@
 #ifndef FSDP_C_CORE_CHUNKS_H
 #define FSDP_C_CORE_CHUNKS_H
 
-#include "../torch/torch_abi.h"
+#include "../bridge/types.h"
 #include "status.h"
 
 typedef struct fc_chunks {

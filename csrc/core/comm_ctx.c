@@ -11,6 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/error.h"
+#include "../bridge/tensor.h"
+
 void fc_comm_init(fc_comm_ctx *c, fct_device device) {
     assert(device.type >= 0 && device.index >= -1);
     memset(c, 0, sizeof *c);

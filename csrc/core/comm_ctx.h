@@ -10,7 +10,8 @@
 #ifndef FSDP_C_CORE_COMM_CTX_H
 #define FSDP_C_CORE_COMM_CTX_H
 
-#include "../torch/torch_abi.h"
+#include "../bridge/collective.h"
+#include "../bridge/stream.h"
 #include "order.h"
 #include "status.h"
 

@@ -6,7 +6,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "../torch/torch_abi.h"
+#include "../bridge/collective.h"
 
 /* Inputs of the rule. */
 typedef struct fc_divide_rule {

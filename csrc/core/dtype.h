@@ -2,7 +2,7 @@
 #ifndef FSDP_C_CORE_DTYPE_H
 #define FSDP_C_CORE_DTYPE_H
 
-#include "../torch/torch_abi.h"
+#include "../bridge/types.h"
 
 /* Returns the bytes per element of `dtype`, or 0 if the core does not support it. */
 int32_t fc_dtype_size(fct_dtype dtype);

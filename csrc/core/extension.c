@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/tensor.h"
+
 /* ---- lists ---- */
 
 static void release(fc_kept_tensor **list, size_t *count) {

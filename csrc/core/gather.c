@@ -328,11 +328,13 @@ bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward) {
            fc_process_group_is_cpu_bound(pg, plan->row_bytes);
 }
 
-static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc_stream_mode mode) {
+fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_stream_mode mode) {
+    assert(!a->pending.active && mode <= FC_STREAM_DEFERRED);
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
     fc_pending_gather pending = {.active = true, .async_op = async_op};
     void *range = NULL;
+    void *pause = fct_functorch_pause(); /* transforms must not wrap the new tensors */
     const bool overlaps = base->comm->streams_ready && !async_op && mode != FC_STREAM_DIRECT;
     if (fc_group_base_uses_fallback(base, FC_FALLBACK_GATHER)) {
         range = fc_group_base_enter_range(base, "all_gather");
@@ -371,14 +373,6 @@ done:
         drop_inputs(base);
     }
     fct_profile_exit(range);
-    return status;
-}
-
-/* Tensors that are created here must not be wrapped by functorch's transforms. */
-fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_stream_mode mode) {
-    assert(!a->pending.active && mode <= FC_STREAM_DEFERRED);
-    void *pause = fct_functorch_pause();
-    fc_status status = start_gather(a, post_forward, async_op, mode);
     fct_functorch_resume(pause);
     return status;
 }

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/error.h"
 #include "reduction.h"
 #include "registration.h"
 
@@ -65,15 +66,6 @@ static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g),
 }
 
 /* ---- life ---- */
-
-bool fc_group_is_initialized(const fc_group *g) {
-    return g->ops != NULL && g->sharded_state >= FC_SHARDED && g->sharded_state <= FC_UNSHARDED &&
-           g->training_state >= FC_FORWARD && g->training_state <= FC_IDLE;
-}
-
-bool fc_group_is_ready(const fc_group *g) {
-    return fc_group_is_initialized(g) && g->base.comm != NULL;
-}
 
 void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
                    fc_param **params, size_t count, fct_device device, int64_t world,
@@ -250,19 +242,15 @@ done:
 
 /* Only in forward does the copy-in of the next group overlap with the copy-out of this one. */
 static fc_stream_mode stream_mode_for_pass(fc_training_state pass) {
-    switch (pass) {
-    case FC_FORWARD:
+    if (pass == FC_FORWARD) {
         return FC_STREAM_DEFERRED;
-    case FC_PRE_BACKWARD:
-        return FC_STREAM_OVERLAP;
-    default:
-        return FC_STREAM_DIRECT;
     }
+    return pass == FC_PRE_BACKWARD ? FC_STREAM_OVERLAP : FC_STREAM_DIRECT;
 }
 
 /* Sets the training state to the pass meanwhile, because hooks of extended parameters read it as in
  * torch. */
-static fc_status start_gather(fc_group *g, fc_training_state pass, bool async_op) {
+static fc_status gather_in_pass(fc_group *g, fc_training_state pass, bool async_op) {
     const fc_training_state before = g->training_state;
     g->training_state = pass;
     fc_status status = fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD,
@@ -300,7 +288,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     if (!g->settings.unshard_in_backward && pass == FC_PRE_BACKWARD) {
         goto done;
     }
-    FC_TRY(start_gather(g, pass, async_op));
+    FC_TRY(gather_in_pass(g, pass, async_op));
     g->gathered_version = version;
 done:
     return verify_transition(g, check_registration_and_memory, status);
@@ -392,40 +380,52 @@ static fc_status prefetch_by_order(fc_group *g) {
 
 /* For a fully_shard call with several groups: the second-to-last group in backward order prefetches
  * all groups of the preceding unit. They overlap with the reduction of the unit's first group. */
-static fc_status prefetch_unit(const fc_group *g, size_t position) {
+static fc_status visit_preceding_unit(const fc_group *g, size_t position, fc_visit visit) {
     fc_status status = FC_OK;
     const fc_order *order = &g->base.comm->order;
-    const void *target = NULL;
+    const void *unit = NULL;
     while (position-- > 0) {
         fc_group *other = order->items[position];
         if (other == NULL || other->place.unit == g->place.unit) {
             continue;
         }
-        if (target != NULL && other->place.unit != target) {
+        if (unit != NULL && other->place.unit != unit) {
             break;
         }
-        target = other->place.unit;
-        FC_TRY(prefetch_by_order(other));
+        unit = other->place.unit;
+        FC_TRY(visit(other));
     }
 done:
     return status;
 }
 
-fc_status fc_group_backward_prefetch(fc_group *g) {
-    assert(fc_group_is_ready(g));
-    if (g->training_state != FC_PRE_BACKWARD || g->post_forward_indices.count == 0) {
-        return FC_OK; /* several backwards: the first one has cleared the indices */
-    }
-    size_t position = g->post_forward_indices.items[--g->post_forward_indices.count];
+/* Calls `visit` for the groups that `g` prefetches. Its forward ended at `position`. */
+static fc_status visit_targets(const fc_group *g, size_t position, fc_visit visit) {
     const fc_order *order = &g->base.comm->order;
     if (position == 0 || position > order->count) {
         return FC_OK;
     }
     if (g->place.siblings > 1) {
-        return g->place.index == 1 ? prefetch_unit(g, position) : FC_OK;
+        return g->place.index == 1 ? visit_preceding_unit(g, position, visit) : FC_OK;
     }
     fc_group *previous = order->items[position - 1];
-    return previous != NULL ? prefetch_by_order(previous) : FC_OK;
+    return previous != NULL ? visit(previous) : FC_OK;
+}
+
+fc_status fc_group_visit_targets(const fc_group *g, fc_visit visit) {
+    const fc_index_stack *p = &g->post_forward_indices;
+    return p->count > 0 ? visit_targets(g, p->items[p->count - 1], visit) : FC_OK;
+}
+
+fc_status fc_group_backward_prefetch(fc_group *g) {
+    assert(fc_group_is_ready(g));
+    fc_status status = FC_OK;
+    fc_index_stack *p = &g->post_forward_indices;
+    /* In the second of several backwards there is no index: the first one has cleared them. */
+    if (g->training_state == FC_PRE_BACKWARD && p->count > 0) {
+        status = visit_targets(g, p->items[--p->count], prefetch_by_order);
+    }
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 /* Returns true if no other collective of this backward could be ordered differently on other

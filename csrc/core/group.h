@@ -49,8 +49,8 @@ typedef enum fc_backward_kind {
 
 struct fc_group;
 
-/* Transitions that other transitions call. The host may replace fc_group_transitions by a table
- * that runs a method the user has overridden or patched, and otherwise the functions below. */
+/* Transitions that other transitions call. The caller of a transition may set another table before
+ * the call. Its entries run methods that the user has overridden, or the functions below. */
 typedef struct fc_transitions {
     fc_status (*unshard)(struct fc_group *g, fc_training_state pass, bool async_op);
     fc_status (*wait_unshard)(struct fc_group *g);
@@ -81,7 +81,7 @@ typedef struct fc_group_settings {
 } fc_group_settings;
 
 typedef struct fc_group {
-    const fc_transitions *ops; /* borrowed */
+    const fc_transitions *ops; /* borrowed; fc_group_transitions if no method is overridden */
     fc_group_base base;
     fc_place place;
     fc_group_settings settings;
@@ -104,8 +104,17 @@ typedef struct fc_group {
 /* Preconditions of the functions below. is_initialized returns true between fc_group_init and
  * fc_group_fini: all functions except these two require it. is_ready returns true if the group also
  * has a comm context: all functions that run a transition require it. */
-bool fc_group_is_initialized(const fc_group *g);
-bool fc_group_is_ready(const fc_group *g);
+static inline bool fc_group_is_initialized(const fc_group *g) {
+    return g->ops != NULL && g->sharded_state >= FC_SHARDED && g->sharded_state <= FC_UNSHARDED &&
+           g->training_state >= FC_FORWARD && g->training_state <= FC_IDLE;
+}
+
+static inline bool fc_group_is_ready(const fc_group *g) {
+    return fc_group_is_initialized(g) && g->base.comm != NULL;
+}
+
+/* Argument of the functions that visit groups. */
+typedef fc_status (*fc_visit)(fc_group *g);
 
 /* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
 void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
@@ -162,6 +171,9 @@ FC_CHECK fc_status fc_group_reduce_buckets(fc_group *g);
 FC_CHECK fc_status fc_group_prefetch(fc_group *g, fc_training_state pass);
 /* Prefetches the group (or groups) that precede this one in the post-forward order. */
 FC_CHECK fc_status fc_group_backward_prefetch(fc_group *g);
+/* Calls `visit` for the groups that the next fc_group_backward_prefetch() would prefetch. Stops at
+ * the first failure of `visit` and returns it. */
+FC_CHECK fc_status fc_group_visit_targets(const fc_group *g, fc_visit visit);
 /* Ends the last backward: the current stream waits for the reductions, and an unused gather is
  * dropped. */
 FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);

@@ -54,26 +54,27 @@ done:
     return status;
 }
 
-void fc_group_base_set_memory(fc_group_base *base, fct_pg *gather, fct_pg *reduce) {
+void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce) {
     assert(base->callbacks != NULL || (gather == NULL && reduce == NULL));
-    fct_pg *const before[2] = {base->gather_memory, base->reduce_memory};
+    fct_allocator *const before[2] = {base->gather_memory, base->reduce_memory};
     base->gather_memory = gather;
     base->reduce_memory = reduce;
-    fct_pg_release(before[0]);
-    fct_pg_release(before[1]);
+    fct_allocator_free(before[0]);
+    fct_allocator_free(before[1]);
 }
 
-fc_status fc_group_base_has_memory(const fc_group_base *base, fct_pg *memory, bool *has) {
+fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *memory, bool *has) {
     *has = false;
-    return memory == NULL || fct_pg_allocates(memory, base->device, has) == 0 ? FC_OK : FC_ERAISED;
+    return memory == NULL || fct_allocator_serves(memory, base->device, has) == 0 ? FC_OK
+                                                                                  : FC_ERAISED;
 }
 
-fc_status fc_group_base_buffer(const fc_group_base *base, fct_pg *memory, int64_t numel,
+fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory, int64_t numel,
                                fct_dtype dtype, fct_tensor **out) {
     fc_status status = FC_OK;
     bool has = false;
     FC_TRY(fc_group_base_has_memory(base, memory, &has));
-    FC_TRY_RAISED(has ? fct_pg_empty(memory, numel, dtype, base->device, out)
+    FC_TRY_RAISED(has ? fct_allocator_empty(memory, numel, dtype, base->device, out)
                       : fct_tensor_empty(numel, dtype, base->device, out));
 done:
     return status;
@@ -83,9 +84,8 @@ bool fc_group_base_is_replicated(const fc_group_base *base) {
     return base->replicate.name != NULL;
 }
 
-bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback move) {
-    return base->callbacks->uses_fallback != NULL &&
-           base->callbacks->uses_fallback(base->owner, move);
+bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operation) {
+    return (base->fallbacks & (uint32_t)operation) != 0;
 }
 
 void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {
@@ -114,7 +114,7 @@ void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass) 
 }
 
 void fc_group_base_log(const fc_group_base *base, const char *label) {
-    if (base->callbacks->log != NULL) {
+    if (base->logs) {
         base->callbacks->log(base->owner, label);
     }
 }

@@ -1,9 +1,13 @@
 /* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
- * They do not change within a step. The modules above (gather, reducer, buckets, group) own the
- * state that changes per transition and borrow this struct. */
+ * They do not change within a step, except for `fallbacks` and `logs`. The modules above (gather,
+ * reducer, buckets, group) own the state that changes per transition and borrow this struct.
+ *
+ * Preconditions: fc_group_base_init, except for fini, which accepts a zeroed struct. `params` is
+ * not NULL unless `count` is 0. */
 #ifndef FSDP_C_CORE_GROUP_BASE_H
 #define FSDP_C_CORE_GROUP_BASE_H
 
+#include "../bridge/allocator.h"
 #include "callbacks.h"
 #include "comm_ctx.h"
 #include "param.h"
@@ -28,10 +32,13 @@ typedef struct fc_group_base {
     fc_process_group replicate; /* all-reduce after the reduce-scatter (HSDP, replicate) */
     /* All-gather in backward, if forward reshards to a smaller group. */
     fc_process_group post_forward;
-    /* Process groups whose allocators provide the buffers of gathers and reduce-scatters. Counted
-     * references. NULL: torch's default allocator. */
-    fct_pg *gather_memory;
-    fct_pg *reduce_memory;
+    /* Allocators of the buffers of gathers and reduce-scatters. Owned. NULL: torch's default
+     * allocator. */
+    fct_allocator *gather_memory;
+    fct_allocator *reduce_memory;
+    /* The caller of a transition sets both fields before the call. The core only reads them. */
+    uint32_t fallbacks; /* FC_FALLBACK_*: operations that Python performs; 0: none */
+    bool logs;          /* the debug log level is enabled */
 } fc_group_base;
 
 /* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
@@ -48,26 +55,27 @@ fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
  * forward. Ranks that are threads of one process cannot resolve their process groups in that
  * thread. */
 FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
-/* Takes both references, which may be NULL. */
-void fc_group_base_set_memory(fc_group_base *base, fct_pg *gather, fct_pg *reduce);
-/* Writes to *has whether `memory` (one of the two fields above) provides an allocator. The answer
- * is read from the process group each time, as in torch. */
-FC_CHECK fc_status fc_group_base_has_memory(const fc_group_base *base, fct_pg *memory, bool *has);
-/* Allocates a 1-D tensor of uninitialized elements on the current stream, from the process group's
- * allocator if it has one, else from torch's. *out is a new reference. */
-FC_CHECK fc_status fc_group_base_buffer(const fc_group_base *base, fct_pg *memory, int64_t numel,
-                                        fct_dtype dtype, fct_tensor **out);
+/* Takes both allocators, which may be NULL. */
+void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce);
+/* Writes to *has whether `memory` (one of the two fields above) serves the group's device. The
+ * answer is read from the allocator each time, as in torch. */
+FC_CHECK fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *memory,
+                                            bool *has);
+/* Allocates a 1-D tensor of uninitialized elements on the current stream, from `memory` if it
+ * serves the device, else from torch's allocator. *out is a new reference. */
+FC_CHECK fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory,
+                                        int64_t numel, fct_dtype dtype, fct_tensor **out);
 /* Returns true if gradients are all-reduced over replicas. */
 bool fc_group_base_is_replicated(const fc_group_base *base);
-/* Returns true if Python performs the operation; see fc_callbacks.uses_fallback. */
-bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback move);
+/* Returns true if Python performs the operation. */
+bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operation);
 
 /* Opens a profiler range with torch's name, "FSDP::label (modules)". Returns NULL if no profiler is
  * active. */
 void *fc_group_base_enter_range(const fc_group_base *base, const char *label);
 /* The same for a prefetch, with torch's name. `pass` is "forward" or "backward". */
 void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass);
-/* Logs a debug line with the same text, if the log level is enabled. */
+/* Logs a debug line with the same text, if `logs` is set. */
 void fc_group_base_log(const fc_group_base *base, const char *label);
 
 /* Returns a number that changes whenever a shard is written, replaced or moved. Combines the

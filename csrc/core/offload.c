@@ -3,7 +3,7 @@
  * here. */
 #include "offload.h"
 
-#include "../torch/device.h"
+#include "../bridge/device.h"
 
 /* Creates a 1-D view of `bytes` bytes, `start` bytes into the storage, as elements of `dtype`. */
 static fc_status view_1d(const fct_tensor *base, fct_dtype dtype, int64_t start, int64_t bytes,

@@ -2,7 +2,8 @@
 #ifndef FSDP_C_CORE_PARAM_H
 #define FSDP_C_CORE_PARAM_H
 
-#include "../torch/torch_abi.h"
+#include "../bridge/autograd.h"
+#include "../bridge/tensor.h"
 #include "extension.h"
 #include "layout.h"
 #include "status.h"
@@ -50,9 +51,9 @@ typedef struct fc_param {
     fct_tensor *unsharded;
     fct_tensor *accumulated; /* partial gradient in reduce_dtype, of backwards without reduction */
     fct_tensor *partial;     /* HSDP: padded_numel elements, not all-reduced yet */
-    /* Owned by bucket.c. Set only in groups with several buckets. */
+    /* Owned by bucket.c. The subscription exists only in groups with several buckets. */
     fct_grad_subscription *subscription; /* notification of the gradient of `unsharded` */
-    struct fc_buckets *buckets;          /* receiver of the notification; borrowed */
+    struct fc_buckets *buckets;          /* of the group, after they were cut; borrowed */
     size_t bucket;                       /* index of the parameter's bucket */
     bool awaited;                        /* no gradient so far in this backward */
 } fc_param;

@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/stream.h"
+
 /* In bytes. Below this size a copy is cheaper than another message. */
 static int64_t owned_chunks_from = 1 << 18;
 
@@ -181,7 +183,8 @@ static fc_status append_slot(fc_gather_plan *plan, fc_slot *slot, const fc_param
         return fc_error_set(err, FC_EASSERT, "the gather buffer's size overflows at parameter '%s'",
                             name);
     }
-    plan->native = plan->native && fck_can_cast(slot->source, slot->compute) != 0;
+    plan->native =
+        plan->native && fck_can_cast(plan->device_type, slot->source, slot->compute) != 0;
     plan->casts = plan->casts || slot->source != slot->compute;
     plan->extended = plan->extended || slot->extended;
     plan->from_host = plan->from_host || (p->offloaded && !plan->post_forward && !slot->extended);
@@ -286,6 +289,7 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     plan->from_host = false;
     plan->post_forward = post_forward;
     plan->world = world;
+    plan->device_type = device.type;
     plan->align = fck_row_alignment(device.type);
     FC_TRY(lay_out_slots(plan, params, count, &end, err));
     plan->dtype = common_dtype(plan);
@@ -458,8 +462,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     bool complex = false;
-    bool uniform = true;
-    bool floats = true;
+    uint64_t dtypes = 0; /* a bit for each dtype of a gradient; torch has fewer than 64 */
+    int device_type = 0; /* of the gradients, if there are any */
     *foreign = false;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
@@ -477,8 +481,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
                 "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
                 fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
-        uniform = uniform && (i == 0 || facts.dtype == grad_dtype);
-        floats = floats && fck_can_cast(facts.dtype, FCK_FLOAT32) != 0;
+        dtypes |= UINT64_C(1) << facts.dtype;
+        device_type = facts.device.type;
         grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
         complex = complex || fc_dtype_is_complex(facts.dtype);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
@@ -489,8 +493,11 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     plan->dtype = reduce_dtype == FCT_NO_DTYPE ? grad_dtype
                   : complex                    ? fc_dtype_complex(reduce_dtype)
                                                : reduce_dtype;
-    plan->native = (uniform && plan->dtype == grad_dtype) ||
-                   (floats && fck_can_cast(FCK_FLOAT32, plan->dtype) != 0);
+    plan->native = true;
+    for (fct_dtype dtype = 0; dtypes >> dtype != 0; dtype++) {
+        plan->native = plan->native && ((dtypes >> dtype & 1) == 0 ||
+                                        fck_can_cast(device_type, dtype, plan->dtype) != 0);
+    }
     plan->row_numel = offset;
     choose_owned_gradients(plan);
     fc_reduce_plan_set_split(plan, false);

@@ -22,8 +22,9 @@
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
+#include "../bridge/collective.h"
+#include "../bridge/tensor.h"
 #include "../kernels/kernels.h"
-#include "../torch/torch_abi.h"
 #include "dtype.h"
 #include "param.h"
 #include "status.h"
@@ -68,6 +69,7 @@ typedef struct fc_gather_plan {
     bool extended;     /* some parameters are extended */
     bool from_host;    /* some shards are offloaded to host memory */
     fct_dtype dtype;
+    int device_type;   /* its kernels cast */
     int64_t align;     /* alignment of slots and rows, in bytes */
     int64_t world;     /* ranks of the collective */
     int64_t row_numel; /* elements of dtype in a row */

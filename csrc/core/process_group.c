@@ -6,6 +6,8 @@
 #include <assert.h>
 #include <stdio.h>
 
+#include "../bridge/error.h"
+
 void fc_process_group_set(fc_process_group *pg, const char *name, int64_t world, int64_t rank) {
     fct_pg_release(pg->handle);
     *pg = (fc_process_group){.name = name, .world = world, .rank = rank};
@@ -44,12 +46,19 @@ static fc_status add_context(const fc_process_group *pg, const char *whose,
     return FC_ERAISED;
 }
 
+/* The tag of the next collective. */
+static fct_op_tag next_tag(fc_process_group *pg, const char *whose, fct_op_kind kind) {
+    return (fct_op_tag){
+        .kind = kind, .group = whose != NULL ? whose : "", .sequence = pg->issued++};
+}
+
 fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose, fct_tensor *output,
                                       fct_tensor *input, bool async_op, fct_work **work) {
     assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    if (fct_all_gather(pg->handle, output, input, async_op, work) != 0) {
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_GATHER);
+    if (fct_all_gather(pg->handle, &tag, output, input, async_op, work) != 0) {
         return add_context(pg, whose, FC_ALL_GATHER);
     }
 done:
@@ -62,7 +71,8 @@ fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *whos
     assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    if (fct_reduce_scatter(pg->handle, output, input, op, factor, async_op, work) != 0) {
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_REDUCE_SCATTER);
+    if (fct_reduce_scatter(pg->handle, &tag, output, input, op, factor, async_op, work) != 0) {
         return add_context(pg, whose, FC_REDUCE_SCATTER);
     }
 done:
@@ -74,7 +84,8 @@ fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *whose, f
     assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    if (fct_all_reduce(pg->handle, tensor, op, 1.0, async_op, work) != 0) {
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_REDUCE);
+    if (fct_all_reduce(pg->handle, &tag, tensor, op, 1.0, async_op, work) != 0) {
         return add_context(pg, whose, FC_ALL_REDUCE);
     }
 done:
@@ -103,7 +114,8 @@ fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose
                                          fct_tensor *const *chunks, size_t count,
                                          const fct_chunk_layout *layout, fct_work **work) {
     assert(pg->handle != NULL && count > 0 && *work == NULL);
-    return fct_gather_chunks(pg->handle, chunks, count, layout, work) == 0
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_GATHER);
+    return fct_gather_chunks(pg->handle, &tag, chunks, count, layout, work) == 0
                ? FC_OK
                : add_context(pg, whose, FC_ALL_GATHER);
 }
@@ -113,7 +125,8 @@ fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *whose
                                          size_t count, const fct_chunk_layout *layout,
                                          fct_reduce_op op, fct_work **work) {
     assert(pg->handle != NULL && count > 0 && *work == NULL);
-    return fct_reduce_chunks(pg->handle, output, chunks, count, layout, op, work) == 0
+    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_REDUCE_SCATTER);
+    return fct_reduce_chunks(pg->handle, &tag, output, chunks, count, layout, op, work) == 0
                ? FC_OK
                : add_context(pg, whose, FC_REDUCE_SCATTER);
 }

@@ -1,10 +1,13 @@
 /* A process group that a parameter group uses, and its collectives. If the backend fails (dead
  * peer, timeout), the message names the operation, the rank and the modules (`whose`). This module
- * has no access to parameters. */
+ * has no access to parameters.
+ *
+ * Preconditions of the collectives: the struct has a name or a handle, and *work is NULL. The
+ * functions over chunks require an open process group, which takes_chunks leaves. */
 #ifndef FSDP_C_CORE_PROCESS_GROUP_H
 #define FSDP_C_CORE_PROCESS_GROUP_H
 
-#include "../torch/torch_abi.h"
+#include "../transport/transport.h"
 #include "status.h"
 
 typedef struct fc_process_group {
@@ -12,6 +15,7 @@ typedef struct fc_process_group {
     fct_pg *handle;   /* counted; resolved at first use */
     int64_t world;
     int64_t rank;
+    uint64_t issued; /* collectives, for their tags */
 } fc_process_group;
 
 typedef enum fc_operation { FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE } fc_operation;
@@ -26,7 +30,7 @@ FC_CHECK fc_status fc_process_group_open(fc_process_group *pg);
 FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more);
 
 /* Each issues one collective and opens the process group if necessary. Tensors and *work are as in
- * torch_abi.h. `whose`: FQNs of the modules, "" or NULL for the root. */
+ * transport/transport.h. `whose`: FQNs of the modules, "" or NULL for the root. */
 FC_CHECK fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose,
                                                fct_tensor *output, fct_tensor *input, bool async_op,
                                                fct_work **work);
@@ -38,10 +42,10 @@ FC_CHECK fc_status fc_process_group_all_reduce(fc_process_group *pg, const char 
                                                fct_tensor *tensor, fct_reduce_op op, bool async_op,
                                                fct_work **work);
 /* Returns true if such a gather is CPU-bound: the processors that compute also copy the rows. See
- * torch_abi.h. Opens the process group; returns false if that fails. */
+ * transport/transport.h. Opens the process group; returns false if that fails. */
 bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes);
-/* All-gather and reduce-scatter over separate chunks; see torch_abi.h. takes_chunks opens it
- * and writes to *takes whether the transport supports them. */
+/* All-gather and reduce-scatter over separate chunks; see transport/transport.h. takes_chunks opens
+ * it and writes to *takes whether the transport supports them. */
 FC_CHECK fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,
                                                  fc_operation operation, bool *takes);
 FC_CHECK fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose,

@@ -9,7 +9,8 @@
 #include <assert.h>
 #include <string.h>
 
-#include "../torch/device.h"
+#include "../bridge/device.h"
+#include "../bridge/error.h"
 #include "divide.h"
 #include "reduction.h"
 
@@ -19,8 +20,16 @@ void fc_reducer_init(fc_reducer *d, fc_group_base *base) {
     assert(base != NULL && base->callbacks != NULL);
     memset(d, 0, sizeof *d);
     d->base = base;
-    d->reduce_dtype = FCT_NO_DTYPE;
+    d->common_dtype = FC_DTYPE_OF_PARAMS;
     d->all_reduce_grads = true;
+}
+
+fct_dtype fc_reducer_dtype(const fc_reducer *d) {
+    const fc_group_base *base = d->base;
+    if (d->common_dtype != FC_DTYPE_OF_PARAMS) {
+        return d->common_dtype;
+    }
+    return base != NULL && base->count > 0 ? base->params[0]->reduce_dtype : FCT_NO_DTYPE;
 }
 
 /* Returns the event to the comm context. */
@@ -487,7 +496,8 @@ fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
     range = fc_group_base_enter_range(base, "post_backward_reduce");
     bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_REDUCE);
     if (!uses_fallback) {
-        FC_TRY(fc_reduce_plan_lay_out(plan, d->reduce_dtype, &uses_fallback, &base->comm->error));
+        FC_TRY(
+            fc_reduce_plan_lay_out(plan, fc_reducer_dtype(d), &uses_fallback, &base->comm->error));
     }
     if (uses_fallback) {
         FC_TRY_RAISED(base->callbacks->reduce(base->owner, plan->params, plan->grads, plan->count,

@@ -11,7 +11,10 @@
  * With streams, run and finish are queued together on the reduce stream. Without streams the
  * collective runs while backward continues. It is finished by the next group's reduction, by the
  * end of backward, or at once if a parameter has post-accumulate-grad hooks. A reduction that does
- * not overlap (fc_overlap) is complete before backward continues, on any device. */
+ * not overlap (fc_overlap) is complete before backward continues, on any device.
+ *
+ * Preconditions: fc_reducer_init, and the group has a comm context, except in fini. The span
+ * lies within the group's parameters. */
 #ifndef FSDP_C_CORE_REDUCE_H
 #define FSDP_C_CORE_REDUCE_H
 
@@ -27,6 +30,11 @@ typedef enum fc_overlap {
     FC_OVERLAP_NEVER,
 } fc_overlap;
 
+/* The value of fc_reducer.common_dtype for a group whose parameters own the reduce dtype. A group
+ * whose parameters have different policies needs one dtype for their common buffer. FCT_NO_DTYPE:
+ * the widest dtype of the gradients. */
+#define FC_DTYPE_OF_PARAMS (-2)
+
 typedef struct fc_reducer {
     fc_group_base *base; /* borrowed */
     fc_reduce_plan plan; /* of the collected gradients */
@@ -35,7 +43,7 @@ typedef struct fc_reducer {
     fct_event *reduced; /* end of the latest reduction; only with streams */
     fct_event *sent;    /* end of the latest queued copies to host memory */
     /* Settings of the user. */
-    fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own dtype */
+    fct_dtype common_dtype; /* replaces the reduce dtype of the parameters; see below */
     double divide_factor;   /* replaces the number of ranks if has_divide_factor */
     bool has_divide_factor;
     bool force_sum;
@@ -49,6 +57,9 @@ typedef struct fc_reducer {
 void fc_reducer_init(fc_reducer *d, fc_group_base *base);
 /* Discards the reductions in flight and releases everything. */
 void fc_reducer_fini(fc_reducer *d);
+
+/* Returns the dtype in which the group's gradients are reduced. FCT_NO_DTYPE: their own dtype. */
+fct_dtype fc_reducer_dtype(const fc_reducer *d);
 
 /* Returns the reducer's events to the comm context. Call it before the group changes its
  * context. */

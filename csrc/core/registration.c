@@ -4,6 +4,8 @@
 
 #include <assert.h>
 
+#include "../bridge/error.h"
+
 static int swap_one(const fc_group_base *base, size_t i, fc_sharded_state state,
                     int (*swap)(void *param, fc_sharded_state state)) {
     fc_param *p = base->params[i];

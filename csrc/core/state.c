@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../torch/device.h"
+#include "../bridge/device.h"
 #include "reduction.h"
 
 void fc_iteration_init(fc_iteration *it) {
@@ -84,6 +84,55 @@ static fc_status verify_iteration(const fc_iteration *it, fc_status status) {
     (void)it;
 #endif
     return status;
+}
+
+/* ---- visits ---- */
+
+/* The groups of each state in the order of the array; the groups of one state in their order, or
+ * from the last to the first. */
+static fc_status visit_states(struct fc_state *const *states, size_t count, bool reverse,
+                              fc_visit visit) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < count; i++) {
+        const size_t groups = states[i]->group_count;
+        for (size_t j = 0; j < groups; j++) {
+            FC_TRY(visit(states[i]->groups[reverse ? groups - 1 - j : j]));
+        }
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_visit_groups(const fc_state *s, fc_visit visit) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < s->group_count; i++) {
+        FC_TRY(visit(s->groups[i]));
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_visit_forward_prefetch(const fc_state *s, fc_visit visit) {
+    return visit_states(s->forward_prefetch, s->forward_prefetch_count, false, visit);
+}
+
+static fc_status visit_backward_prefetch(const fc_state *s, fc_visit visit) {
+    return visit_states(s->backward_prefetch, s->backward_prefetch_count, true, visit);
+}
+
+fc_status fc_state_visit_pre_backward(const fc_state *s, fc_visit visit) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_state_visit_groups(s, visit));
+    FC_TRY(visit_backward_prefetch(s, visit));
+    for (size_t i = 0; s->backward_prefetch_count == 0 && i < s->group_count; i++) {
+        FC_TRY(fc_group_visit_targets(s->groups[i], visit));
+    }
+done:
+    return status;
+}
+
+fc_status fc_iteration_visit_groups(const fc_iteration *it, fc_visit visit) {
+    return visit_states(it->states, it->count, false, visit);
 }
 
 /* ---- end of a backward ---- */
@@ -325,17 +374,17 @@ done:
     return verify_state(s, status);
 }
 
+static fc_status prefetch_in_forward(fc_group *g) {
+    return fc_group_prefetch(g, FC_FORWARD);
+}
+
+static fc_status prefetch_in_backward(fc_group *g) {
+    return fc_group_prefetch(g, FC_PRE_BACKWARD);
+}
+
 fc_status fc_state_forward_prefetch(fc_state *s) {
     assert(s->forward_prefetch_count == 0 || s->forward_prefetch != NULL);
-    fc_status status = FC_OK;
-    for (size_t i = 0; i < s->forward_prefetch_count; i++) {
-        const fc_state *target = s->forward_prefetch[i];
-        for (size_t j = 0; j < target->group_count; j++) {
-            FC_TRY(fc_group_prefetch(target->groups[j], FC_FORWARD));
-        }
-    }
-done:
-    return verify_state(s, status);
+    return verify_state(s, fc_state_visit_forward_prefetch(s, prefetch_in_forward));
 }
 
 /* Removes the order of a forward without grad, which no backward will follow. */
@@ -420,12 +469,7 @@ fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
         }
         FC_TRY(g->ops->pre_backward(g, s->backward_prefetch_count == 0));
     }
-    for (size_t i = 0; i < s->backward_prefetch_count; i++) {
-        const fc_state *target = s->backward_prefetch[i];
-        for (size_t j = target->group_count; j-- > 0;) {
-            FC_TRY(fc_group_prefetch(target->groups[j], FC_PRE_BACKWARD));
-        }
-    }
+    FC_TRY(visit_backward_prefetch(s, prefetch_in_backward));
 done:
     return verify_state(s, status);
 }

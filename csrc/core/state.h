@@ -61,6 +61,17 @@ void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ct
                    fct_device device);
 void fc_state_fini(fc_state *s);
 
+/* Call `visit` for each group that a transition can reach. The caller of the transition sets the
+ * group's table of transitions and its fallbacks with `visit`, before the call. They stop at the
+ * first failure of `visit` and return it.
+ *
+ * visit_groups: fc_state_recompute, fc_state_pre_double_backward, and all calls for one group. */
+FC_CHECK fc_status fc_state_visit_groups(const fc_state *s, fc_visit visit);
+FC_CHECK fc_status fc_state_visit_forward_prefetch(const fc_state *s, fc_visit visit);
+FC_CHECK fc_status fc_state_visit_pre_backward(const fc_state *s, fc_visit visit);
+/* All groups under the root: the calls of fc_iteration, and fc_state_reset. */
+FC_CHECK fc_status fc_iteration_visit_groups(const fc_iteration *it, fc_visit visit);
+
 /* Starts an iteration. Only the first call of an iteration has an effect, from the state whose
  * forward is outermost. `after_compute`: the gather streams wait for the compute stream. Otherwise
  * the caller has ordered them after the last write to the shards. */

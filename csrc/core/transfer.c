@@ -10,7 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../torch/device.h"
+#include "../bridge/device.h"
+#include "../bridge/stream.h"
 #include "offload.h"
 
 void fc_transfer_fini(fc_transfer *t) {
@@ -81,9 +82,9 @@ static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts
 
 /* Returns true if a kernel can process the segment. It copies any dtype but converts only supported
  * dtypes, and on a GPU only at addresses aligned to the element size. */
-static bool fits_kernel(const fck_segment *s) {
+static bool fits_kernel(const fc_gather_plan *plan, const fck_segment *s) {
     return s->src_dtype == s->dst_dtype ||
-           (fck_can_cast(s->src_dtype, s->dst_dtype) != 0 &&
+           (fck_can_cast(plan->device_type, s->src_dtype, s->dst_dtype) != 0 &&
             (uintptr_t)s->src % (uintptr_t)s->itemsize == 0 &&
             (uintptr_t)s->dst % (uintptr_t)fc_dtype_size(s->dst_dtype) == 0);
 }
@@ -92,7 +93,7 @@ static bool fits_kernel(const fck_segment *s) {
 static bool all_fit_kernels(const fc_gather_plan *plan, const fck_segment *segments) {
     bool fit = plan->native;
     for (size_t i = 0; fit && plan->dtype == FCK_UINT8 && i < plan->count; i++) {
-        fit = fits_kernel(&segments[i]);
+        fit = fits_kernel(plan, &segments[i]);
     }
     return fit;
 }
@@ -116,7 +117,7 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
     for (size_t i = 0; i < plan->count; i++) {
         fck_segment *s = &segments[i];
         fct_facts facts;
-        if (fits_kernel(s)) {
+        if (fits_kernel(plan, s)) {
             continue;
         }
         FC_TRY_RAISED(
@@ -305,7 +306,8 @@ static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts)
     for (size_t i = 0; i < plan->count; i++) {
         fct_facts facts;
         fct_tensor_facts(plan->grads[i], &facts);
-        if (plan->params[i]->layout.outer > 0 && fck_can_cast(facts.dtype, plan->dtype) == 0) {
+        if (plan->params[i]->layout.outer > 0 &&
+            fck_can_cast(facts.device.type, facts.dtype, plan->dtype) == 0) {
             FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &made[i]));
         }
     }

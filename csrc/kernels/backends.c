@@ -21,6 +21,11 @@ const fck_backend *fck_backend_of(int device_type) {
     return atomic_load_explicit(&simulated, memory_order_relaxed);
 }
 
+int fck_can_cast(int device_type, fck_dtype src, fck_dtype dst) {
+    const fck_backend *kernels = fck_backend_of(device_type);
+    return src == dst || (kernels != NULL && kernels->can_cast(src, dst) != 0);
+}
+
 void fck_provide(const fck_backend *kernels) {
     atomic_store_explicit(&compiled, kernels, memory_order_release);
 }

@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-/* Element types, with torch's ScalarType numbers (asserted in csrc/torch). Any other type can be
+/* Element types, with torch's ScalarType numbers (asserted in csrc/bridge). Any other type can be
  * moved (same type on both sides) but not cast. */
 typedef int32_t fck_dtype;
 enum {
@@ -76,10 +76,9 @@ typedef struct fck_backend {
     /* dst holds world rows of `row_numel` elements of dst_dtype. */
     const char *(*pack_gradients)(const fck_gradient *gradients, size_t count, int64_t world,
                                   void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream);
+    /* Returns 1 if elements of `src` can be packed as `dst`. Equal types always can. */
+    int (*can_cast)(fck_dtype src, fck_dtype dst);
 } fck_backend;
-
-/* Returns 1 if elements of `src` can be packed as `dst`. Equal types always can. */
-int fck_can_cast(fck_dtype src, fck_dtype dst);
 
 /* The CPU kernels and the CUDA kernels; neither returns NULL. If the extension was built without
  * nvcc, fck_cuda_built() is 0 and each CUDA function fails with a message that states this. */
@@ -96,6 +95,10 @@ const fck_backend *fck_backend_of(int device_type);
 static inline int64_t fck_row_alignment(int device_type) {
     return device_type == FCK_DEVICE_CUDA ? 16 : 1;
 }
+
+/* Whether the kernels of the device type can pack elements of `src` as `dst`. Without kernels, only
+ * equal types can. */
+int fck_can_cast(int device_type, fck_dtype src, fck_dtype dst);
 
 /* Sets the CUDA kernels that were compiled at run time, for an extension that was built without
  * nvcc. NULL removes them. */

@@ -134,11 +134,11 @@ static const char *cpu_pack_gradients(const fck_gradient *gradients, size_t coun
     return NULL;
 }
 
-int fck_can_cast(fck_dtype src, fck_dtype dst) {
+static int cpu_can_cast(fck_dtype src, fck_dtype dst) {
     return fck_castable(src, dst);
 }
 
 const fck_backend *fck_cpu(void) {
-    static const fck_backend cpu = {"cpu", cpu_pack, cpu_unpack, cpu_pack_gradients};
+    static const fck_backend cpu = {"cpu", cpu_pack, cpu_unpack, cpu_pack_gradients, cpu_can_cast};
     return &cpu;
 }

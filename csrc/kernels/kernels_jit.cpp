@@ -22,7 +22,7 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
 const fck_backend *fck_jit(fck_launch launch, void *moves, void *casts) {
     assert(launch != nullptr && moves != nullptr && casts != nullptr);
     static const fck_backend jit = {"nvrtc", fck::gpu_pack, fck::gpu_unpack,
-                                    fck::gpu_pack_gradients};
+                                    fck::gpu_pack_gradients, fck::gpu_can_cast};
     cu_launch_kernel = launch;
     move_lines = moves;
     cast_lines = casts;

@@ -36,8 +36,13 @@ static const char *none_pack_gradients(const fck_gradient *gradients, size_t cou
     return not_built;
 }
 
+static int none_can_cast(fck_dtype src, fck_dtype dst) {
+    return src == dst;
+}
+
 const fck_backend *fck_cuda(void) {
-    static const fck_backend none = {"cuda", none_pack, none_unpack, none_pack_gradients};
+    static const fck_backend none = {"cuda", none_pack, none_unpack, none_pack_gradients,
+                                     none_can_cast};
     return &none;
 }
 

@@ -87,9 +87,13 @@ bool aligned(const void *pointer, int32_t size) {
     return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(size) == 0;
 }
 
+int gpu_can_cast(fck_dtype src, fck_dtype dst) {
+    return fck_castable(src, dst);
+}
+
 /* Returns NULL if elements can be copied from src to dst, else the reason why not. */
 const char *check_copy(const void *src, fck_dtype src_dtype, const void *dst, fck_dtype dst_dtype) {
-    if (!fck_castable(src_dtype, dst_dtype)) {
+    if (gpu_can_cast(src_dtype, dst_dtype) == 0) {
         return NO_CAST;
     }
     if (src_dtype != dst_dtype &&

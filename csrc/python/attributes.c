@@ -1,6 +1,7 @@
 /* Conversions, getters and setters that several types share. Owns nothing. */
 #include "attributes.h"
 
+#include "../bridge/pyobject.h"
 #include "deferred_decref.h"
 
 PyObject *fcpy_or_none(PyObject *obj) {

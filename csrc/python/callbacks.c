@@ -2,6 +2,8 @@
  * Python layer moves. Owns nothing. Every callback runs with the GIL held. */
 #include "callbacks.h"
 
+#include "../bridge/error.h"
+#include "../bridge/pyobject.h"
 #include "deferred_decref.h"
 #include "dtensor.h"
 #include "extension.h"
@@ -415,7 +417,6 @@ const fc_callbacks fcpy_callbacks = {
     .to_accumulated_grad = callback_to_accumulated_grad,
     .collect_grad = callback_collect_grad,
     .reduce_hook = callback_reduce_hook,
-    .uses_fallback = fcpy_uses_fallback,
     .gather = callback_gather,
     .copy_out = callback_copy_out,
     .drop_gather = callback_drop_gather,

@@ -11,6 +11,8 @@
  * affect the other thread. */
 #include "check_thread.h"
 
+#include "../bridge/pyobject.h"
+
 /* Returns "module 'name' (Class)" for an error message; a new reference, or NULL with an
  * exception. */
 static PyObject *describe_module(fcpy_state *self) {

@@ -2,6 +2,7 @@
  * one root. */
 #include "comm_context.h"
 
+#include "../bridge/pyobject.h"
 #include "../core/reduction.h"
 #include "errors.h"
 

@@ -3,6 +3,8 @@
  * attributes. While any call is in progress, mod->retired keeps the former values. */
 #include "deferred_decref.h"
 
+#include "../bridge/error.h"
+
 void fcpy_calls_enter(fcpy_module *mod) {
     mod->calls++;
 }

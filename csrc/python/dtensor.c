@@ -2,6 +2,8 @@
  * not, fields are read by name and torch makes new objects. Owns nothing. */
 #include "dtensor.h"
 
+#include "../bridge/pyobject.h"
+
 bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj) {
     return PyObject_TypeCheck(obj, (PyTypeObject *)mod->bound.dtensor_class);
 }

@@ -2,6 +2,8 @@
  * it would compile every Python function called below, fsdp_c's included. Owns nothing. */
 #include "dynamo.h"
 
+#include "../bridge/error.h"
+
 PyObject *fcpy_dynamo_pause(fcpy_module *mod) {
     PyInterpreterState *interpreter = PyInterpreterState_Get();
     if (_PyInterpreterState_GetEvalFrameFunc(interpreter) == _PyEval_EvalFrameDefault) {

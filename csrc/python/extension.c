@@ -4,6 +4,7 @@
  * tensors (core/extension.h); Python receives them as new lists. Owns nothing. */
 #include "extension.h"
 
+#include "../bridge/pyobject.h"
 #include "deferred_decref.h"
 #include "errors.h"
 

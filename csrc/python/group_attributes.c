@@ -6,6 +6,7 @@
 #include "check_initialized.h"
 #include "deferred_decref.h"
 #include "errors.h"
+#include "transitions.h"
 
 #include <math.h>
 
@@ -174,7 +175,34 @@ static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
     if (!fcpy_group_check_initialized(as_group(obj)) || fcpy_set_bool(value, &keep) != 0) {
         return -1;
     }
+    fcpy_group_refresh(as_group(obj));
     fc_group_set_keep_storage(&as_group(obj)->core, keep);
+    return 0;
+}
+
+/* ---- settings that select what Python code performs ---- */
+
+static int set_uses_fallback(PyObject *obj, PyObject *value, void *closure) {
+    if (fcpy_set_flag(obj, value, closure) != 0) {
+        return -1;
+    }
+    fcpy_group_refresh(as_group(obj));
+    return 0;
+}
+
+static PyObject *get_param_calls(PyObject *obj, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLong(as_group(obj)->param_calls);
+}
+
+static int set_param_calls(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    const unsigned long bits = value != NULL ? PyLong_AsUnsignedLong(value) : 0;
+    if (bits == (unsigned long)-1 && PyErr_Occurred()) {
+        return -1;
+    }
+    as_group(obj)->param_calls = (uint32_t)bits;
+    fcpy_group_refresh(as_group(obj));
     return 0;
 }
 
@@ -255,6 +283,21 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
     return list;
 }
 
+static PyObject *get_reduce_dtype(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_get_dtype(fc_reducer_dtype(&as_group(obj)->core.reducer));
+}
+
+static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fct_dtype *target = &as_group(obj)->core.reducer.common_dtype;
+    if (value == NULL) {
+        *target = FC_DTYPE_OF_PARAMS;
+        return 0;
+    }
+    return fcpy_set_dtype(value, target);
+}
+
 PyGetSetDef fcpy_group_getset[] = {
     {"fsdp_params", get_params, set_params, "List of the group's Params (a copy).", NULL},
     {"comm_ctx", get_comm, set_comm, "CommContext shared by the groups under one root.", NULL},
@@ -272,8 +315,9 @@ PyGetSetDef fcpy_group_getset[] = {
      "Fully qualified names of the group's modules, after lazy init.", NULL},
     {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "dtype of the trainable parameters, or None.", (void *)offsetof(fcpy_group, orig_dtype)},
-    {"_reduce_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
-     "dtype in which gradients are reduced, or None.", GROUP_OFFSET(reducer.reduce_dtype)},
+    {"_reduce_dtype", get_reduce_dtype, set_reduce_dtype,
+     "dtype in which gradients are reduced, or None. Deletion restores that of the parameters.",
+     NULL},
     GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
     GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
                "HSDP only: whether backward all-reduces."),
@@ -289,10 +333,12 @@ PyGetSetDef fcpy_group_getset[] = {
      "Whether resharding keeps the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
     {"_deferred", fcpy_get_flag, NULL,
      "Whether a backward has left gradients for a later reduction.", GROUP_OFFSET(deferred)},
-    {"_uses_fallback_gather", fcpy_get_flag, fcpy_set_flag,
+    {"_uses_fallback_gather", fcpy_get_flag, set_uses_fallback,
      "Whether gathers call _fallback_gather().", (void *)offsetof(fcpy_group, fallback_gather)},
-    {"_uses_fallback_reduce", fcpy_get_flag, fcpy_set_flag,
+    {"_uses_fallback_reduce", fcpy_get_flag, set_uses_fallback,
      "Whether reductions call _fallback_reduce().", (void *)offsetof(fcpy_group, fallback_reduce)},
+    {"_param_calls", get_param_calls, set_param_calls,
+     "Bits CALL_*: methods of FSDPParam that single parameters override.", NULL},
     {"_reduction_overlap", group_get_overlap, group_set_overlap,
      "Whether backward continues while gradients are reduced; None: except if CPU threads copy "
      "them.",

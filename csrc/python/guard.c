@@ -1,14 +1,16 @@
 /* The compatibility guard: detects patched or overridden methods and functions.
  *
  * Libraries and torch's own tests replace methods of FSDP2's classes, attributes of single groups
- * and functions of its modules. Every transition checks for replacements, so the result is cached
- * with the version tags of the types and dicts that it was read from. CPython changes the tag of a
- * type or dict whenever the type or dict changes. With equal tags the cached result is valid;
- * otherwise all watched names are looked up again.
+ * and functions of its modules. Every hook checks for replacements, so the result is cached with
+ * the version tags of the types and dicts that it was read from. CPython changes the tag of a type
+ * or dict whenever the type or dict changes. With equal tags the cached result is valid; otherwise
+ * all watched names are looked up again.
  *
  * Owns the watched objects and their expected values, in the module state (fcpy_guard). Tags of
  * dicts exist up to Python 3.13; without them every check looks the names up. */
 #include "guard.h"
+
+#include "../bridge/error.h"
 
 /* ---- version tags; 0: unknown, the cached result is not valid ---- */
 
@@ -110,22 +112,14 @@ static uint32_t overrides_of(PyObject *obj, PyObject *dict, fcpy_version_cache *
     return cache->bits;
 }
 
-static uint32_t group_bits(fcpy_group *self) {
+uint32_t fcpy_group_overrides(fcpy_group *self) {
     return overrides_of((PyObject *)self, self->dict, &self->seen, group_table,
                         self->mod->guard.group_methods);
 }
 
-static uint32_t state_bits(fcpy_state *self) {
+uint32_t fcpy_state_overrides(fcpy_state *self) {
     return overrides_of((PyObject *)self, self->dict, &self->seen, state_table,
                         self->mod->guard.state_methods);
-}
-
-bool fcpy_group_overrides(fcpy_group *self, uint32_t bits) {
-    return (group_bits(self) & bits) != 0;
-}
-
-bool fcpy_state_overrides(fcpy_state *self, uint32_t bits) {
-    return (state_bits(self) & bits) != 0;
 }
 
 /* ---- functions of torch's modules ---- */
@@ -171,15 +165,11 @@ static uint32_t patch_bits(fcpy_guard *guard) {
     return guard->bits;
 }
 
-bool fcpy_guard_patched(fcpy_guard *guard, uint32_t bits) {
-    return (patch_bits(guard) & bits) != 0;
-}
-
 /* ---- debug lines ---- */
 
 /* A logger caches enabled levels in a dict, and logging clears the dict whenever any level changes.
  * So the cached answer is valid while the tag of the dict is unchanged. */
-bool fcpy_guard_logs(fcpy_guard *guard) {
+static bool is_logging(fcpy_guard *guard) {
     uint64_t tag = guard->log_cache != NULL ? dict_tag(guard->log_cache) : guard->log_tag;
     if (tag == guard->log_tag && tag != 0) {
         return guard->log;
@@ -197,13 +187,18 @@ bool fcpy_guard_logs(fcpy_guard *guard) {
 }
 
 void fcpy_log(fcpy_module *mod, PyObject *group, const char *label) {
-    if (!fcpy_guard_logs(&mod->guard)) {
+    if (!is_logging(&mod->guard)) {
         return;
     }
     void *error = fct_error_set_aside();
     PyObject *line = PyObject_CallFunction(mod->bound.log_debug, "Os", group, label);
     Py_XDECREF(line);
     fct_error_put_back(error); /* a failed debug line is not an error */
+}
+
+void fcpy_guard_read(fcpy_guard *guard) {
+    (void)patch_bits(guard);
+    (void)is_logging(guard);
 }
 
 /* ---- binding ---- */
@@ -333,10 +328,11 @@ int fcpy_guard_add_names(PyObject *module) {
 PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj) {
     fcpy_module *mod = (fcpy_module *)PyModule_GetState(module);
     if (PyObject_TypeCheck(obj, mod->group_type)) {
-        return PyLong_FromUnsignedLong(group_bits((fcpy_group *)obj) | patch_bits(&mod->guard));
+        return PyLong_FromUnsignedLong(fcpy_group_overrides((fcpy_group *)obj) |
+                                       patch_bits(&mod->guard));
     }
     if (PyObject_TypeCheck(obj, mod->state_type)) {
-        return PyLong_FromUnsignedLong(state_bits((fcpy_state *)obj));
+        return PyLong_FromUnsignedLong(fcpy_state_overrides((fcpy_state *)obj));
     }
     PyErr_SetString(PyExc_TypeError, "overrides expects a ParamGroup or a State");
     return NULL;

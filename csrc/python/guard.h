@@ -1,5 +1,5 @@
-/* The compatibility guard: detects patched and overridden methods and functions, as bits, in
- * O(1). */
+/* The compatibility guard: detects patched and overridden methods and functions, as bits. Only
+ * transitions.c reads it, once per hook. */
 #ifndef FSDP_C_PYTHON_GUARD_H
 #define FSDP_C_PYTHON_GUARD_H
 
@@ -21,10 +21,11 @@ enum {
     FCPY_CALL_PRE_FORWARD = 1 << 11,
     FCPY_CALL_POST_FORWARD = 1 << 12,
     FCPY_CALL_INSERT_NODE = 1 << 13,
-    FCPY_CALL_NODE_CLASS = 1 << 14, /* class of torch's post-backward node */
-    FCPY_CALL_NODE = 1 << 15,       /* backward of torch's post-backward node */
-    FCPY_CALL_SWAP = 1 << 16,       /* of a parameter: registering one of its tensors */
-    FCPY_CALL_GRADS = 1 << 17       /* of a parameter: accumulating unsharded gradients */
+    FCPY_CALL_NODE_CLASS = 1 << 14,      /* class of torch's post-backward node */
+    FCPY_CALL_NODE = 1 << 15,            /* backward of torch's post-backward node */
+    FCPY_CALL_SWAP = 1 << 16,            /* of a parameter: registering one of its tensors */
+    FCPY_CALL_GRADS = 1 << 17,           /* of a parameter: accumulating unsharded gradients */
+    FCPY_CALL_TRANSITIONS = (1 << 8) - 1 /* all entries of fc_transitions */
 };
 #define FCPY_GROUP_METHODS(X)                                                                      \
     X(unshard, FCPY_CALL_UNSHARD)                                                                  \
@@ -60,17 +61,15 @@ enum {
     X(_root_post_backward_final_callback, FCPY_STATE_END)                                          \
     X(_force_complete_incomplete_states, FCPY_STATE_COMPLETE)
 
-/* Whether one of these methods of the group is overridden, on its type or on the object. */
-bool fcpy_group_overrides(fcpy_group *self, uint32_t bits);
-/* Whether one of these methods of the state is overridden. */
-bool fcpy_state_overrides(fcpy_state *self, uint32_t bits);
+/* Return the bits of the methods that are overridden now: on torch's class, on the object or on its
+ * type. */
+uint32_t fcpy_group_overrides(fcpy_group *self);
+uint32_t fcpy_state_overrides(fcpy_state *self);
 /* Returns the name of the group method with this bit; NULL if there is none. */
 const char *fcpy_group_method(uint32_t bit);
 
-/* Whether one of these functions of torch's modules is patched. */
-bool fcpy_guard_patched(fcpy_guard *guard, uint32_t bits);
-/* Whether debug logging of torch's logger is enabled. */
-bool fcpy_guard_logs(fcpy_guard *guard);
+/* Updates guard->bits and guard->log. */
+void fcpy_guard_read(fcpy_guard *guard);
 
 /* Logs "FSDP::label (modules of the group)" at debug level, if enabled. `group` may be None. Keeps
  * a pending exception. */

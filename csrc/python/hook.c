@@ -11,6 +11,7 @@
 #include "deferred_decref.h"
 #include "dynamo.h"
 #include "step.h"
+#include "transitions.h"
 
 typedef enum fcpy_hook_kind { HOOK_PRE_FORWARD = 0, HOOK_POST_FORWARD = 1 } fcpy_hook_kind;
 
@@ -77,6 +78,9 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *i
             return NULL;
         }
         complete = removed == 1 && PySet_GET_SIZE(self->state->modules_to_run) == 0;
+    }
+    if (!complete) {
+        fcpy_state_refresh(self->state);
     }
     result = complete ? fcpy_state_post_forward(self->state, module, input, output)
                       : fcpy_state_cast_output(self->state, output);

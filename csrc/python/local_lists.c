@@ -4,6 +4,7 @@
  * layouts. */
 #include "local_lists.h"
 
+#include "../bridge/pyobject.h"
 #include "../core/dtype.h"
 #include "dtensor.h"
 

@@ -1,5 +1,7 @@
 /* The extension module: its functions and its state (types, interned names, bound Python
  * functions). It has no global state. */
+#include "../bridge/error.h"
+#include "../bridge/pyobject.h"
 #include "../core/plan.h"
 #include "../kernels/kernels.h"
 #include "../kernels/kernels_jit.h"
@@ -155,8 +157,20 @@ static PyObject *module_kernels_of(PyObject *module, PyObject *arg) {
 
 static PyObject *module_direct_group(PyObject *module, PyObject *group) {
     (void)module;
-    PyObject *direct = NULL;
-    return fct_py_pg_direct(group, &direct) == 0 ? direct : NULL;
+    PyObject *found = NULL;
+    fct_pg *pg = NULL;
+    if (fct_py_pg(group, &pg) != 0) {
+        return NULL;
+    }
+    const fct_device cpu = {FCT_DEVICE_CPU, -1};
+    const fct_transport *transport = fct_transport_select(pg, cpu, FCT_USE_QUERY);
+    if (transport == &fct_pg_transport) {
+        found = Py_NewRef(Py_None);
+    } else if (transport != NULL && fct_py_shm_group(pg, &found) != 0) {
+        found = NULL;
+    }
+    fct_pg_release(pg);
+    return found;
 }
 
 static const char entered_name[] = "fsdp_c._C.direct";
@@ -173,7 +187,13 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "enter_direct expects a use from 0 to 2, got %d",
                             use);
     }
-    if (fct_py_pg_enter_direct(group, (fct_use)use, &entered) != 0) {
+    fct_pg *pg = NULL;
+    if (fct_py_pg(group, &pg) != 0) {
+        return NULL;
+    }
+    const int status = fct_transport_enter(pg, (fct_use)use, &entered);
+    fct_pg_release(pg);
+    if (status != 0) {
         return NULL;
     }
     if (entered == NULL) {
@@ -181,7 +201,7 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     }
     PyObject *capsule = PyCapsule_New(entered, entered_name, NULL);
     if (capsule == NULL) {
-        fct_py_pg_leave_direct(entered);
+        fct_pg_leave_shm(entered);
     }
     return capsule;
 }
@@ -201,7 +221,7 @@ static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
     if (entered == NULL || PyCapsule_SetName(capsule, "left") != 0) { /* a second call fails */
         return NULL;
     }
-    fct_py_pg_leave_direct(entered);
+    fct_pg_leave_shm(entered);
     Py_RETURN_NONE;
 }
 
@@ -209,11 +229,13 @@ static PyObject *module_pause_direct(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *group = NULL;
     int paused = 0;
-    if (!PyArg_ParseTuple(args, "Op:pause_direct", &group, &paused) ||
-        fct_py_pg_pause_direct(group, paused != 0) != 0) {
+    fct_pg *pg = NULL;
+    if (!PyArg_ParseTuple(args, "Op:pause_direct", &group, &paused) || fct_py_pg(group, &pg) != 0) {
         return NULL;
     }
-    Py_RETURN_NONE;
+    const int status = fct_transport_pause(pg, paused != 0);
+    fct_pg_release(pg);
+    return status == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *module_memory(PyObject *module, PyObject *unused) {
@@ -434,7 +456,7 @@ static void module_free(void *module) {
 static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, (void *)module_exec},
 #if PY_VERSION_HEX >= 0x030C0000
-    /* csrc/torch and csrc/transport have state per process, and torch supports one interpreter. */
+    /* csrc/bridge and csrc/transport have state per process, and torch supports one interpreter. */
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
     {0, NULL},

@@ -167,11 +167,14 @@ typedef struct fcpy_group {
     PyObject *pg_names[FCPY_PROCESS_GROUPS]; /* str or NULL; the core borrows their text */
     PyObject *fqn;                           /* str or NULL */
     PyObject *unit;                          /* State of the fully_shard call, or NULL */
-    fct_dtype orig_dtype;     /* of the trainable parameters; FCT_NO_DTYPE: none or several */
-    unsigned int param_calls; /* FCPY_CALL_*: methods overridden on single Params */
-    bool fallback_gather;     /* Python gathers (fc_callbacks.uses_fallback) */
-    bool fallback_reduce;     /* Python reduces */
-    bool has_reduced;         /* Python has reduced and may hold buffers */
+    fct_dtype orig_dtype; /* of the trainable parameters; FCT_NO_DTYPE: none or several */
+    uint32_t param_calls; /* FCPY_CALL_*: methods overridden on single Params */
+    bool fallback_gather; /* Python gathers */
+    bool fallback_reduce; /* Python reduces */
+    bool has_reduced;     /* Python has reduced and may hold buffers */
+    /* FCPY_CALL_*: what Python code replaces, as of the latest fcpy_group_refresh(). */
+    uint32_t replaced;
+    fc_transitions ops; /* the core uses it while a method is overridden */
     fcpy_version_cache seen;
     PyObject *dict;
     PyObject *weakrefs;
@@ -194,6 +197,7 @@ typedef struct fcpy_state {
     bool moves_inputs;           /* as the root, the state moves its inputs to the device */
     bool entering;               /* a pre-forward is running */
     unsigned long thread;        /* thread that entered the latest forward */
+    uint32_t replaced;           /* FCPY_STATE_*: overridden methods, as of the latest hook */
     fcpy_version_cache seen;
     PyObject *dict;
     PyObject *weakrefs;

@@ -5,6 +5,8 @@
  * subclass in fsdp_c/_runtime/param.py. */
 #include "param.h"
 
+#include "../bridge/pyobject.h"
+#include "../core/bucket.h"
 #include "attributes.h"
 #include "deferred_decref.h"
 #include "errors.h"
@@ -281,6 +283,16 @@ static int set_dtype(PyObject *obj, PyObject *value, void *closure) {
     return fcpy_set_dtype(value, dtype_field(obj, closure));
 }
 
+static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
+    fct_dtype dtype = FCT_NO_DTYPE;
+    (void)closure;
+    if (fcpy_set_dtype(value, &dtype) != 0) {
+        return -1;
+    }
+    fc_bucket_set_reduce_dtype(&((fcpy_param *)obj)->core, dtype);
+    return 0;
+}
+
 static PyObject *get_spec(PyObject *obj, void *closure) {
     (void)closure;
     return fcpy_or_none(((fcpy_param *)obj)->spec);
@@ -341,8 +353,8 @@ static PyGetSetDef param_getset[] = {
      PARAM_OFFSET(orig_dtype)},
     {"param_dtype", get_dtype, set_dtype, "dtype of the unsharded parameter; None: no cast.",
      PARAM_OFFSET(param_dtype)},
-    {"reduce_dtype", get_dtype, set_dtype, "dtype of gradient reductions; None: the gradient's.",
-     PARAM_OFFSET(reduce_dtype)},
+    {"reduce_dtype", get_dtype, set_reduce_dtype,
+     "dtype of gradient reductions; None: the gradient's.", PARAM_OFFSET(reduce_dtype)},
     {"_sharding_spec", get_spec, set_spec, "DTensorSpec of the shard and of its gradient.", NULL},
     {"_param_fqn", get_fqn, set_fqn, "Fully qualified name, after lazy init.", NULL},
     {"offload_to_cpu", fcpy_get_flag, fcpy_set_flag,

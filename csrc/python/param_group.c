@@ -3,6 +3,7 @@
  * fsdp_c/_runtime/param_group.py. */
 #include "param_group.h"
 
+#include "../bridge/pyobject.h"
 #include "attributes.h"
 #include "callbacks.h"
 #include "check_initialized.h"
@@ -24,6 +25,7 @@ static PyObject *run_transition(PyObject *obj, fc_status (*transition)(fc_group 
     if (!fcpy_group_check_initialized(self)) {
         return NULL;
     }
+    fcpy_group_refresh(self);
     fcpy_calls_enter(self->mod);
     fc_status status = transition(&self->core);
     const int failed = status != FC_OK ? fcpy_group_raise(self, status) : 0;
@@ -48,7 +50,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->mod = mod;
         self->core.sharded_state = FC_SHARDED;
         self->core.training_state = FC_IDLE;
-        self->core.reducer.reduce_dtype = FCT_NO_DTYPE;
+        self->core.reducer.common_dtype = FC_DTYPE_OF_PARAMS;
         self->orig_dtype = FCT_NO_DTYPE;
     }
     return (PyObject *)self;
@@ -177,7 +179,6 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     }
     fc_group_init(&self->core, self, &fcpy_callbacks, &((fcpy_comm *)comm)->core,
                   (fc_param **)params, (size_t)PyTuple_GET_SIZE(tuple), parsed, world, rank);
-    self->core.ops = &fcpy_transitions;
     self->core.place.modules = (size_t)module_count;
     self->params = tuple;
     Py_INCREF(comm);
@@ -257,7 +258,6 @@ GROUP_TRANSITION(group_reshard, fc_group_reshard)
 GROUP_TRANSITION(group_to_sharded, fc_group_to_sharded)
 GROUP_TRANSITION(group_to_unsharded, fc_group_to_unsharded)
 GROUP_TRANSITION(group_to_forward, fc_group_to_sharded_post_forward)
-GROUP_TRANSITION(group_backward_prefetch, fc_group_backward_prefetch)
 GROUP_TRANSITION(group_reset, fc_group_reset)
 GROUP_TRANSITION(group_complete, fc_group_complete_reductions)
 GROUP_TRANSITION(group_check, fc_group_check)
@@ -272,6 +272,7 @@ static PyObject *group_pre_forward(PyObject *obj, PyObject *args) {
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
+    fcpy_group_refresh(as_group(obj));
     fcpy_calls_enter(as_group(obj)->mod);
     const int failed = fcpy_group_pre_forward(as_group(obj), &inputs, &kwargs);
     fcpy_calls_leave(as_group(obj)->mod);
@@ -287,6 +288,7 @@ static PyObject *group_insert_node(PyObject *obj, PyObject *args) {
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
+    fcpy_group_refresh(as_group(obj));
     const int failed = fcpy_group_insert_node(as_group(obj), &inputs, &kwargs);
     return fcpy_pack_pair(failed, inputs, kwargs);
 }
@@ -307,7 +309,9 @@ static PyObject *group_post_forward(PyObject *obj, PyObject *args) {
     return output;
 }
 
+/* Refreshes the groups that are prefetched too. */
 static fc_status pre_backward(fc_group *g) {
+    fcpy_group_refresh_targets((fcpy_group *)g->base.owner);
     return fc_group_pre_backward(g, true);
 }
 
@@ -330,6 +334,16 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
                ? run_transition(obj,
                                 default_prefetch ? pre_backward : pre_backward_without_prefetch)
                : NULL;
+}
+
+static fc_status backward_prefetch(fc_group *g) {
+    fcpy_group_refresh_targets((fcpy_group *)g->base.owner);
+    return fc_group_backward_prefetch(g);
+}
+
+static PyObject *group_backward_prefetch(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return run_transition(obj, backward_prefetch);
 }
 
 /* Outside of a backward, no end-of-backward callback follows that would complete the reductions.
@@ -397,19 +411,30 @@ static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
 
 /* _set_memory(gather, reduce) */
 static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
-    PyObject *groups[2] = {NULL, NULL};
-    fct_pg *handles[2] = {NULL, NULL};
+    PyObject *sources[2] = {NULL, NULL};
+    fct_allocator *made[2] = {NULL, NULL};
     if (!fcpy_group_check_initialized(as_group(obj)) ||
-        !PyArg_ParseTuple(args, "OO", &groups[0], &groups[1])) {
+        !PyArg_ParseTuple(args, "OO", &sources[0], &sources[1])) {
         return NULL;
     }
     for (int i = 0; i < 2; i++) {
-        if (groups[i] != Py_None && fct_py_pg(groups[i], &handles[i]) != 0) {
-            fct_pg_release(handles[0]);
+        const char *name = NULL;
+        PyObject *group = NULL;
+        if (sources[i] == Py_None) {
+            continue;
+        }
+        const bool is_pair = PyTuple_Check(sources[i]);
+        if (!is_pair) {
+            PyErr_Format(PyExc_TypeError, "expected (name, process group) or None, got %R",
+                         sources[i]);
+        }
+        if (!is_pair || !PyArg_ParseTuple(sources[i], "sO", &name, &group) ||
+            fct_py_allocator(name, group, &made[i]) != 0) {
+            fct_allocator_free(made[0]);
             return NULL;
         }
     }
-    fc_group_base_set_memory(&as_group(obj)->core.base, handles[0], handles[1]);
+    fc_group_base_set_memory(&as_group(obj)->core.base, made[0], made[1]);
     Py_RETURN_NONE;
 }
 
@@ -444,8 +469,8 @@ static PyMethodDef group_methods[] = {
      "'scatter', 'replicate' or 'post_forward' collectives. group None: look it up by name; name "
      "None: no process group."},
     {"_set_memory", group_set_memory, METH_VARARGS,
-     "_set_memory(gather, reduce): sets the process groups whose backends allocate the buffers of "
-     "all-gathers and of reduce-scatters, if they can. None: torch's allocator."},
+     "_set_memory(gather, reduce): sets the allocators of the buffers of all-gathers and of "
+     "reduce-scatters: (name, process group), or None for torch's allocator."},
     {"_set_unit", group_set_unit, METH_VARARGS,
      "_set_unit(unit, index, siblings): sets the State of the fully_shard call, and the group's "
      "index among its groups."},
@@ -493,8 +518,6 @@ static PyMethodDef group_methods[] = {
 static PyMemberDef group_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_group, dict), READONLY, NULL},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_group, weakrefs), READONLY, NULL},
-    {"_param_calls", T_UINT, offsetof(fcpy_group, param_calls), 0,
-     "Bits CALL_*: methods of FSDPParam that single parameters override."},
     {NULL, 0, 0, 0, NULL},
 };
 

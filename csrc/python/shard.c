@@ -7,6 +7,7 @@
  * counters. Optimizers do not bump these, so count_step does. Owns only the record. */
 #include "shard.h"
 
+#include "../bridge/pyobject.h"
 #include "dtensor.h"
 
 static bool is_shard_current(const fcpy_param *self) {

@@ -9,6 +9,7 @@
 #include "check_thread.h"
 #include "deferred_decref.h"
 #include "step.h"
+#include "transitions.h"
 #include "tree.h"
 
 static fcpy_state *as_state(PyObject *obj) {
@@ -351,6 +352,7 @@ static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
 }
 
 static int run_finalize(fcpy_state *self) {
+    fcpy_state_refresh_iteration(self);
     return raise_status(self, fc_iteration_finalize(self->core.iteration));
 }
 
@@ -360,6 +362,7 @@ static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
 }
 
 static int run_complete(fcpy_state *self) {
+    fcpy_state_refresh_iteration(self);
     return raise_status(self, fc_iteration_complete(self->core.iteration, self->core.comm));
 }
 

@@ -1,17 +1,19 @@
 /* The work of a state's hooks during a training step: before and after forward, at the first
  * gradient of an output, in the post-backward node and at the end of backward. Each is one C call,
- * without Python frames on the common path. An overridden or patched method (guard.c) is called
- * where torch would call it. Owns nothing. */
+ * without Python frames on the common path. An overridden or patched method is called where torch
+ * would call it. Each hook reads once which methods are (transitions.h). Owns nothing. */
 #include "step.h"
 
 #include <time.h>
 
+#include "../bridge/pyobject.h"
 #include "attributes.h"
 #include "check_initialized.h"
 #include "check_thread.h"
 #include "deferred_decref.h"
 #include "dynamo.h"
 #include "guard.h"
+#include "transitions.h"
 #include "tree.h"
 
 /* Drops the result of a call. Returns 0, or -1 if the call raised. */
@@ -52,6 +54,7 @@ int fcpy_state_reset(fcpy_state *self) {
     if (reset_modules_to_run(self) != 0) {
         return -1;
     }
+    fcpy_state_refresh_iteration(self);
     fc_status status = fc_state_reset(&self->core);
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
@@ -62,6 +65,7 @@ int fcpy_state_end_backward(fcpy_state *self) {
         0) { /* of modules that were called on their own after the forward */
         return -1;
     }
+    fcpy_state_refresh_iteration(self);
     void *range = fct_profile_enter("FSDP::root_post_backward_callback");
     fc_status status = fc_iteration_end_backward(self->core.iteration, self->core.comm);
     fct_profile_exit(range);
@@ -70,7 +74,8 @@ int fcpy_state_end_backward(fcpy_state *self) {
 
 static int run_end_backward(void *owner) {
     fcpy_state *self = (fcpy_state *)owner;
-    if (fcpy_state_overrides(self, FCPY_STATE_END)) {
+    fcpy_state_refresh(self);
+    if ((self->replaced & FCPY_STATE_END) != 0) {
         return drop_result(
             PyObject_CallMethod((PyObject *)owner, "_root_post_backward_final_callback", NULL));
     }
@@ -103,13 +108,15 @@ int fcpy_state_pre_backward(fcpy_state *self) {
     if (fcpy_check_backward_thread(self) != 0) {
         return -1;
     }
-    if (fcpy_state_overrides(self, FCPY_STATE_QUEUE_END)) {
+    fcpy_state_refresh(self);
+    if ((self->replaced & FCPY_STATE_QUEUE_END) != 0) {
         self->core.training_state = FC_PRE_BACKWARD;
         if (drop_result(PyObject_CallMethod(
                 (PyObject *)self, "_register_root_post_backward_final_callback", NULL)) != 0) {
             return -1;
         }
     }
+    fcpy_state_refresh_pre_backward(self);
     fc_status status = fc_state_pre_backward(&self->core, &at_end);
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
@@ -180,6 +187,7 @@ static int run_pre_double_backward(void *owner) {
     if (fcpy_check_backward_thread(self) != 0) {
         return -1;
     }
+    fcpy_state_refresh_groups(self);
     fc_status status = fc_state_pre_double_backward(&self->core, &at_end);
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
@@ -205,7 +213,8 @@ static int hook_recorded_grads(fcpy_group *group) {
 static int run_post_backward(void *owner) {
     fcpy_group *group = (fcpy_group *)owner;
     int result = 0;
-    if (fcpy_guard_patched(&group->mod->guard, FCPY_CALL_NODE)) {
+    fcpy_group_refresh(group);
+    if ((group->replaced & FCPY_CALL_NODE) != 0) {
         result = run_patched_node(group);
     } else {
         fc_status status = fc_group_leave_backward(&group->core);
@@ -227,6 +236,7 @@ static int call_post_backward(void *owner) {
 
 static int run_buckets(void *owner) {
     fcpy_group *group = (fcpy_group *)owner;
+    fcpy_group_refresh(group);
     fc_status status = fc_group_reduce_buckets(&group->core);
     return status == FC_OK ? 0 : fcpy_group_raise(group, status);
 }
@@ -246,7 +256,7 @@ int fcpy_param_grad_arrived(void *owner) {
 /* ---- casts ---- */
 
 static int cast_inputs(fcpy_state *self, PyObject **args, PyObject **kwargs) {
-    if (fcpy_state_overrides(self, FCPY_STATE_CAST_INPUTS)) {
+    if ((self->replaced & FCPY_STATE_CAST_INPUTS) != 0) {
         return fcpy_unpack_pair(
             PyObject_CallMethod((PyObject *)self, "_cast_forward_inputs", "OO", *args, *kwargs),
             args, kwargs);
@@ -261,7 +271,7 @@ static int cast_inputs(fcpy_state *self, PyObject **args, PyObject **kwargs) {
 }
 
 PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output) {
-    if (fcpy_state_overrides(self, FCPY_STATE_CAST_OUTPUT)) {
+    if ((self->replaced & FCPY_STATE_CAST_OUTPUT) != 0) {
         return PyObject_CallMethod((PyObject *)self, "_cast_output_dtype", "(O)", output);
     }
     if (self->output_dtype == FCT_NO_DTYPE) {
@@ -316,7 +326,7 @@ int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwarg
 }
 
 static int begin_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
-    if (fcpy_state_overrides(self, FCPY_STATE_ROOT_PRE_FORWARD)) {
+    if ((self->replaced & FCPY_STATE_ROOT_PRE_FORWARD) != 0) {
         return fcpy_unpack_pair(PyObject_CallMethod((PyObject *)self, "_root_pre_forward", "OOO",
                                                     module, *args, *kwargs),
                                 args, kwargs);
@@ -325,7 +335,7 @@ static int begin_forward(fcpy_state *self, PyObject *module, PyObject **args, Py
 }
 
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
-    if (fct_functorch_hooked() || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_NODE_CLASS)) {
+    if (fct_functorch_hooked() || (self->replaced & FCPY_CALL_NODE_CLASS) != 0) {
         return fcpy_unpack_pair(PyObject_CallFunctionObjArgs(self->mod->bound.insert_node,
                                                              (PyObject *)self, *args, *kwargs,
                                                              NULL),
@@ -336,7 +346,7 @@ int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs)
 }
 
 static int insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
-    if (fcpy_group_overrides(self, FCPY_CALL_INSERT_NODE)) {
+    if ((self->replaced & FCPY_CALL_INSERT_NODE) != 0) {
         return fcpy_unpack_pair(PyObject_CallMethod((PyObject *)self,
                                                     "_register_post_backward_hook", "OO", *args,
                                                     *kwargs),
@@ -355,9 +365,10 @@ int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs)
 }
 
 static int enter_groups(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
+    fcpy_state_refresh_groups(self); /* after lazy init and the casts, which may run user code */
     for (size_t i = 0; i < self->core.group_count; i++) {
         fcpy_group *group = group_at(self, i);
-        int failed = fcpy_group_overrides(group, FCPY_CALL_PRE_FORWARD)
+        int failed = (group->replaced & FCPY_CALL_PRE_FORWARD) != 0
                          ? fcpy_unpack_pair(PyObject_CallMethod((PyObject *)group, "pre_forward",
                                                                 "OOO", module, *args, *kwargs),
                                             args, kwargs)
@@ -410,7 +421,9 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
     if (follows_a_lost_backward(self) && recover_from_lost_backward(self) != 0) {
         return -1;
     }
+    fcpy_state_refresh(self);
     if (self->core.training_state == FC_PRE_BACKWARD) {
+        fcpy_state_refresh_groups(self);
         fc_status status = fc_state_recompute(&self->core);
         return status == FC_OK ? cast_inputs(self, args, kwargs) : fcpy_state_raise(self, status);
     }
@@ -423,6 +436,7 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
         return -1;
     }
     if (first && self->core.forward_prefetch_count > 0) {
+        fcpy_state_refresh_forward_prefetch(self);
         fc_status status = fc_state_forward_prefetch(&self->core);
         return status == FC_OK ? 0 : fcpy_state_raise(self, status);
     }
@@ -438,7 +452,7 @@ static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
     /* Within functorch's transforms, requires_grad of an output may be false although it has a
      * gradient. */
     if (fct_functorch_hooked() ||
-        fcpy_state_overrides(self, FCPY_STATE_HOOK_OUTPUT | FCPY_STATE_PRE_BACKWARD)) {
+        (self->replaced & (FCPY_STATE_HOOK_OUTPUT | FCPY_STATE_PRE_BACKWARD)) != 0) {
         return PyObject_CallMethod((PyObject *)self, "_register_pre_backward_hook", "(O)", output);
     }
     if (fct_grad_enabled() && fcpy_hook_outputs(self->mod, (PyObject *)self, &hook, output) != 0) {
@@ -452,9 +466,10 @@ static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
  * continue with. */
 static PyObject *leave_groups(fcpy_state *self, PyObject *module, PyObject *input,
                               PyObject *output) {
+    fcpy_state_refresh_groups(self);
     for (size_t i = 0; output != NULL && i < self->core.group_count; i++) {
         fcpy_group *group = group_at(self, i);
-        if (fcpy_group_overrides(group, FCPY_CALL_POST_FORWARD)) {
+        if ((group->replaced & FCPY_CALL_POST_FORWARD) != 0) {
             Py_SETREF(output, PyObject_CallMethod((PyObject *)group, "post_forward", "OOO", module,
                                                   input, output));
             continue;
@@ -483,6 +498,7 @@ static PyObject *leave_forward(fcpy_state *self, PyObject *module, PyObject *inp
  * Steals output; returns a new reference. */
 static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
     fcpy_log(state->mod, Py_None, "force_complete_post_forward");
+    fcpy_state_refresh(state);
     output = leave_forward(state, Py_None, Py_None, output);
     if (output == NULL) {
         return NULL;
@@ -498,7 +514,7 @@ static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
 /* Calls complete_partial for all such states at the end of the iteration's forward, innermost
  * first. Steals output. */
 static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
-    if (fcpy_state_overrides(root, FCPY_STATE_COMPLETE)) {
+    if ((root->replaced & FCPY_STATE_COMPLETE) != 0) {
         Py_SETREF(output, PyObject_CallMethod((PyObject *)root, "_force_complete_incomplete_states",
                                               "(O)", output));
         return output;
@@ -518,6 +534,7 @@ PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *
     if (!fcpy_state_check_initialized(self)) {
         return NULL;
     }
+    fcpy_state_refresh(self);
     if (self->core.training_state == FC_PRE_BACKWARD) {
         return fcpy_state_cast_output(self, output);
     }

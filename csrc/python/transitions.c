@@ -1,58 +1,31 @@
-/* A group's transitions. Each checks whether the corresponding method of torch is overridden, and
- * calls it if so, else the core. Likewise fcpy_uses_fallback decides whether Python or the core
- * moves the data. Owns nothing. */
+/* Selects which transitions and operations of a group Python code performs; see transitions.h.
+ *
+ * A group without replaced methods runs fc_group_transitions. Otherwise fcpy_group.ops has a
+ * dispatch function for each overridden method and the core's function for each other one. Owns
+ * nothing. */
 #include "transitions.h"
 
 #include "guard.h"
 
-/* ---- callbacks of the core ---- */
-
-/* Whether these parameter methods are patched, or overridden on a parameter of the group. */
-static bool are_param_methods_replaced(fcpy_group *self, uint32_t bits) {
-    return (self->param_calls & bits) != 0 || fcpy_guard_patched(&self->mod->guard, bits);
-}
-
-bool fcpy_uses_fallback(void *group, fc_fallback move) {
-    fcpy_group *self = (fcpy_group *)group;
-    switch (move) {
-    case FC_FALLBACK_GATHER:
-        return self->fallback_gather || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_GATHER);
-    case FC_FALLBACK_REDUCE:
-        return self->fallback_reduce || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_REDUCE);
-    case FC_FALLBACK_EARLY:
-        return fcpy_uses_fallback(group, FC_FALLBACK_REDUCE) ||
-               fcpy_group_overrides(self, FCPY_CALL_POST_BACKWARD);
-    case FC_FALLBACK_FREE:
-        return are_param_methods_replaced(self, FCPY_CALL_MEMORY);
-    case FC_FALLBACK_SWAP:
-        return are_param_methods_replaced(self, FCPY_CALL_SWAP);
-    case FC_FALLBACK_GRADS:
-        return are_param_methods_replaced(self, FCPY_CALL_GRADS);
-    }
-    return false;
-}
-
 /* ---- transitions ---- */
 
-/* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. */
+/* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. It is user code,
+ * which may patch further methods. As in torch, they are then called in the same transition. */
 static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
     PyObject *self = (PyObject *)g->base.owner;
     const char *name = fcpy_group_method(bit);
     PyObject *result = argument != NULL ? PyObject_CallMethod(self, name, "O", argument)
                                         : PyObject_CallMethod(self, name, NULL);
-    Py_XDECREF(result);
-    return result != NULL ? FC_OK : FC_ERAISED;
-}
-
-static bool is_overridden(const fc_group *g, uint32_t bit) {
-    return fcpy_group_overrides((fcpy_group *)g->base.owner, bit);
+    if (result == NULL) {
+        return FC_ERAISED;
+    }
+    Py_DECREF(result);
+    fcpy_group_refresh((fcpy_group *)self);
+    return FC_OK;
 }
 
 /* An override reads the pass from the group's training state, as in torch. */
 static fc_status dispatch_unshard(fc_group *g, fc_training_state pass, bool async_op) {
-    if (!is_overridden(g, FCPY_CALL_UNSHARD)) {
-        return fc_group_unshard(g, pass, async_op);
-    }
     fc_training_state before = g->training_state;
     g->training_state = pass;
     fc_status status = call_override(g, FCPY_CALL_UNSHARD, async_op ? Py_True : Py_False);
@@ -61,33 +34,124 @@ static fc_status dispatch_unshard(fc_group *g, fc_training_state pass, bool asyn
 }
 
 static fc_status dispatch_pre_backward(fc_group *g, bool default_prefetch) {
-    return is_overridden(g, FCPY_CALL_PRE_BACKWARD)
-               ? call_override(g, FCPY_CALL_PRE_BACKWARD, default_prefetch ? Py_True : Py_False)
-               : fc_group_pre_backward(g, default_prefetch);
+    return call_override(g, FCPY_CALL_PRE_BACKWARD, default_prefetch ? Py_True : Py_False);
 }
 
-#define DISPATCH(name, bit, transition)                                                            \
+#define DISPATCH(name, bit)                                                                        \
     static fc_status name(fc_group *g) {                                                           \
-        return is_overridden(g, bit) ? call_override(g, bit, NULL) : transition(g);                \
+        return call_override(g, bit, NULL);                                                        \
     }
-DISPATCH(dispatch_wait, FCPY_CALL_WAIT, fc_group_wait_unshard)
-DISPATCH(dispatch_reshard, FCPY_CALL_RESHARD, fc_group_reshard)
-DISPATCH(dispatch_to_sharded, FCPY_CALL_TO_SHARDED, fc_group_to_sharded)
-DISPATCH(dispatch_post_backward, FCPY_CALL_POST_BACKWARD, fc_group_post_backward)
-DISPATCH(dispatch_finalize, FCPY_CALL_FINALIZE, fc_group_finalize_backward)
-DISPATCH(dispatch_prefetch, FCPY_CALL_PREFETCH, fc_group_backward_prefetch)
+DISPATCH(dispatch_wait, FCPY_CALL_WAIT)
+DISPATCH(dispatch_reshard, FCPY_CALL_RESHARD)
+DISPATCH(dispatch_to_sharded, FCPY_CALL_TO_SHARDED)
+DISPATCH(dispatch_post_backward, FCPY_CALL_POST_BACKWARD)
+DISPATCH(dispatch_finalize, FCPY_CALL_FINALIZE)
+DISPATCH(dispatch_prefetch, FCPY_CALL_PREFETCH)
 #undef DISPATCH
 
-const fc_transitions fcpy_transitions = {
-    .unshard = dispatch_unshard,
-    .wait_unshard = dispatch_wait,
-    .reshard = dispatch_reshard,
-    .to_sharded = dispatch_to_sharded,
-    .pre_backward = dispatch_pre_backward,
-    .post_backward = dispatch_post_backward,
-    .finalize_backward = dispatch_finalize,
-    .backward_prefetch = dispatch_prefetch,
-};
+static fc_transitions transitions_for(uint32_t replaced) {
+    fc_transitions ops = fc_group_transitions;
+    const bool unshard = (replaced & FCPY_CALL_UNSHARD) != 0;
+    const bool pre_backward = (replaced & FCPY_CALL_PRE_BACKWARD) != 0;
+    ops.unshard = unshard ? dispatch_unshard : ops.unshard;
+    ops.pre_backward = pre_backward ? dispatch_pre_backward : ops.pre_backward;
+    const struct {
+        uint32_t bit;
+        fc_status (**entry)(fc_group *g);
+        fc_status (*dispatch)(fc_group *g);
+    } others[] = {
+        {FCPY_CALL_WAIT, &ops.wait_unshard, dispatch_wait},
+        {FCPY_CALL_RESHARD, &ops.reshard, dispatch_reshard},
+        {FCPY_CALL_TO_SHARDED, &ops.to_sharded, dispatch_to_sharded},
+        {FCPY_CALL_POST_BACKWARD, &ops.post_backward, dispatch_post_backward},
+        {FCPY_CALL_FINALIZE, &ops.finalize_backward, dispatch_finalize},
+        {FCPY_CALL_PREFETCH, &ops.backward_prefetch, dispatch_prefetch},
+    };
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+        if ((replaced & others[i].bit) != 0) {
+            *others[i].entry = others[i].dispatch;
+        }
+    }
+    return ops;
+}
+
+/* ---- operations ---- */
+
+static uint32_t fallbacks_for(uint32_t replaced) {
+    static const struct {
+        uint32_t calls;
+        uint32_t fallback;
+    } table[] = {
+        {FCPY_CALL_GATHER, FC_FALLBACK_GATHER},
+        {FCPY_CALL_REDUCE, FC_FALLBACK_REDUCE},
+        {FCPY_CALL_REDUCE | FCPY_CALL_POST_BACKWARD, FC_FALLBACK_EARLY},
+        {FCPY_CALL_MEMORY, FC_FALLBACK_FREE},
+        {FCPY_CALL_SWAP, FC_FALLBACK_SWAP},
+        {FCPY_CALL_GRADS, FC_FALLBACK_GRADS},
+    };
+    uint32_t fallbacks = 0;
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+        fallbacks |= (replaced & table[i].calls) != 0 ? table[i].fallback : 0;
+    }
+    return fallbacks;
+}
+
+/* ---- refresh ---- */
+
+/* Sets the fields of one group from the latest fcpy_guard_read(). */
+static fc_status refresh(fc_group *g) {
+    fcpy_group *self = (fcpy_group *)g->base.owner;
+    const fcpy_guard *guard = &self->mod->guard;
+    const uint32_t replaced = fcpy_group_overrides(self) | guard->bits | self->param_calls |
+                              (self->fallback_gather ? FCPY_CALL_GATHER : 0) |
+                              (self->fallback_reduce ? FCPY_CALL_REDUCE : 0);
+    g->base.logs = guard->log;
+    if (replaced == self->replaced) {
+        return FC_OK;
+    }
+    self->replaced = replaced;
+    g->base.fallbacks = fallbacks_for(replaced);
+    self->ops = transitions_for(replaced);
+    g->ops = (replaced & FCPY_CALL_TRANSITIONS) != 0 ? &self->ops : &fc_group_transitions;
+    return FC_OK;
+}
+
+void fcpy_group_refresh(fcpy_group *self) {
+    if (self->core.base.callbacks != NULL) {
+        fcpy_guard_read(&self->mod->guard);
+        (void)!refresh(&self->core);
+    }
+}
+
+void fcpy_group_refresh_targets(const fcpy_group *self) {
+    (void)!fc_group_visit_targets(&self->core, refresh);
+}
+
+void fcpy_state_refresh(fcpy_state *self) {
+    self->replaced = fcpy_state_overrides(self);
+}
+
+void fcpy_state_refresh_groups(fcpy_state *self) {
+    fcpy_guard_read(&self->mod->guard);
+    (void)!fc_state_visit_groups(&self->core, refresh);
+}
+
+void fcpy_state_refresh_forward_prefetch(fcpy_state *self) {
+    fcpy_guard_read(&self->mod->guard);
+    (void)!fc_state_visit_forward_prefetch(&self->core, refresh);
+}
+
+void fcpy_state_refresh_pre_backward(fcpy_state *self) {
+    fcpy_guard_read(&self->mod->guard);
+    (void)!fc_state_visit_pre_backward(&self->core, refresh);
+}
+
+void fcpy_state_refresh_iteration(fcpy_state *self) {
+    fcpy_guard_read(&self->mod->guard);
+    (void)!fc_iteration_visit_groups(self->core.iteration, refresh);
+}
+
+/* ---- log ---- */
 
 void fcpy_callback_log(void *group, const char *label) {
     fcpy_log(((fcpy_group *)group)->mod, (PyObject *)group, label);

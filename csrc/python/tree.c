@@ -4,6 +4,7 @@
  * calls. */
 #include "tree.h"
 
+#include "../bridge/pyobject.h"
 #include "attributes.h"
 
 enum { MAX_FLAT = 64 };

@@ -30,11 +30,11 @@ typedef struct fcpy_guard {
     PyObject *entries; /* tuple of (place, name, expected, also, bits), see guard.c */
     fcpy_places dicts;
     fcpy_places types;
-    uint32_t bits;       /* bits of the patched entries */
+    uint32_t bits;       /* FCPY_CALL_* of the entries that were patched at the latest read */
     PyObject *log_cache; /* the logger's dict of enabled levels */
     PyObject *log_enabled;
     uint64_t log_tag;
-    bool log;
+    bool log; /* debug logging of torch's logger was enabled at the latest read */
 } fcpy_guard;
 
 #endif

@@ -87,7 +87,7 @@ def split_by_budget(
         total = size_of(module.parameters())
         if total <= budget or is_sealed(module):
             return total
-        rest, parts = parts_of(module)
+        rest, parts = list_parts(module)
         rest += sum(part.size for part in parts)
         for part in sorted(parts, key=lambda part: -part.size):
             if rest <= budget:
@@ -96,7 +96,7 @@ def split_by_budget(
             rest -= part.size
         return rest
 
-    def parts_of(module: nn.Module) -> tuple[int, list[_UnitCandidate]]:
+    def list_parts(module: nn.Module) -> tuple[int, list[_UnitCandidate]]:
         """Returns the bytes of the module's own parameters, and the parts that may become units."""
         own = size_of(module.parameters(recurse=False))
         parts: list[_UnitCandidate] = []
@@ -104,7 +104,7 @@ def split_by_budget(
             if child in ignored_modules:
                 continue
             if is_bare_container(child):
-                more, inside = parts_of(child)
+                more, inside = list_parts(child)
                 own += more
                 parts += inside
             else:

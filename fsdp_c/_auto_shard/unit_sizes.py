@@ -121,11 +121,11 @@ def join_small_units(
     result: list[Unit] = []
     waiting: dict[str, list[Unit]] = {}
 
-    def gathered(unit: Unit) -> int:
+    def count_gathered(unit: Unit) -> int:
         policy = unit.kwargs.get("mp_policy")
         return sum(p.numel() * get_compute_dtype(p, policy).itemsize for p in owned[unit])
 
-    def fit(parent: str, unit: Unit) -> bool:
+    def can_join(parent: str, unit: Unit) -> bool:
         params = [param for member in (*waiting[parent], unit) for param in owned[member]]
         needed = count_transient_bytes(params, unit.kwargs.get("mp_policy"), ranks)
         return max_transient is None or needed <= max_transient
@@ -137,17 +137,17 @@ def join_small_units(
 
     for unit in units:
         parent = unit.names[0].rpartition(".")[0]
-        size = gathered(unit)
+        size = count_gathered(unit)
         if len(unit.modules) > 1 or unit.names == ("",) or size >= smallest:
             close(parent)
             result.append(unit)
             continue
         if parent in waiting and not (
-            _have_equal_arguments(waiting[parent][0], unit) and fit(parent, unit)
+            _have_equal_arguments(waiting[parent][0], unit) and can_join(parent, unit)
         ):
             close(parent)
         waiting.setdefault(parent, []).append(unit)
-        if sum(map(gathered, waiting[parent])) >= smallest:
+        if sum(map(count_gathered, waiting[parent])) >= smallest:
             close(parent)
     for parent in list(waiting):
         close(parent)

@@ -61,7 +61,7 @@ def agree_on_destinations(
         destinations = make_destinations(model, targets)
     except Exception as error:
         failure = error
-    ranks.agree(failure, "has no place for the values; nothing was loaded")
+    ranks.raise_if_any_failed(failure, "has no place for the values; nothing was loaded")
     return destinations
 
 

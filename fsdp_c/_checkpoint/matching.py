@@ -43,5 +43,5 @@ def match_names(
         lines = "\n\t".join(problems)
         name = type(model).__name__
         failure = RuntimeError(f"Error(s) in loading state_dict for {name}:\n\t{lines}")
-    ranks.agree(failure, "refused; nothing was loaded")
+    ranks.raise_if_any_failed(failure, "refused; nothing was loaded")
     return _IncompatibleKeys(missing, unexpected)

@@ -51,7 +51,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         try:
             self._file: Any = safe_open(str(self.path), framework="pt", device="cpu")
         except SafetensorError as error:
-            raise self._broken(str(error)) from None
+            raise self._make_error(str(error)) from None
         except OSError as error:
             if str(self.path) not in str(error):
                 raise OSError(f"{self.path}: {error}") from None
@@ -59,7 +59,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         self._names = dict.fromkeys(self._file.offset_keys())
         self._check_names()
 
-    def _broken(self, why: str) -> ValueError:
+    def _make_error(self, why: str) -> ValueError:
         return ValueError(f"{self.path} is not a safetensors file: {why}")
 
     def _check_names(self) -> None:
@@ -71,7 +71,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             found = dict(pairs)
             if len(found) < len(pairs):
-                raise self._broken("a name is in its header twice")
+                raise self._make_error("a name is in its header twice")
             return found
 
         json.loads(text, object_pairs_hook=unique)

@@ -47,7 +47,7 @@ class LoadingRanks:
             kinds = {device.type for device in used._device_types}  # type: ignore[union-attr]
         self.kinds = kinds
 
-    def device_for(self, preferred: torch.device) -> torch.device:
+    def choose_device(self, preferred: torch.device) -> torch.device:
         """Returns ``preferred`` if the group communicates on it, else a device that it supports."""
         if preferred.type in self.kinds:
             return preferred
@@ -66,14 +66,14 @@ class LoadingRanks:
             return message
         return object_collectives.broadcast_object(message, self.src, self.group)
 
-    def agree(self, failure: Exception | None, elsewhere: str) -> None:
+    def raise_if_any_failed(self, failure: Exception | None, elsewhere: str) -> None:
         """Raises on all ranks if one has failed.
 
         A rank with a failure raises it. Other ranks raise a ``RuntimeError`` with ``elsewhere``.
         """
         bad = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
         if self.size > 1:
-            bad = bad.to(self.device_for(bad.device))
+            bad = bad.to(self.choose_device(bad.device))
             dist.all_reduce(bad, dist.ReduceOp.MAX, self.group)
         if failure is not None:
             raise failure
@@ -152,7 +152,7 @@ def open_source(
         except Exception as error:
             failure = error
     if shared_file:
-        ranks.agree(failure, "cannot read the source; nothing was loaded")
+        ranks.raise_if_any_failed(failure, "cannot read the source; nothing was loaded")
         return reader, header
     reason = None if failure is None else f"{type(failure).__name__}: {failure}"
     reason, packed = ranks.share((reason, packed))
@@ -167,7 +167,7 @@ def open_source(
             header = pickle.loads(packed)
         except Exception as error:  # a class that this rank cannot import
             failure = error
-    ranks.agree(failure, "cannot read what the source sent; nothing was loaded")
+    ranks.raise_if_any_failed(failure, "cannot read what the source sent; nothing was loaded")
     return reader, header
 
 

@@ -8,7 +8,7 @@ support these patches:
   torch's class if it is patched, else fsdp_c's method.
 - torch's own functions run fsdp_c's methods for fsdp_c's objects. Patches usually call the
   function that they replaced.
-- The C core compares torch's attributes with the expected ones before each transition
+- The C code compares torch's attributes with the expected ones once per hook
   (``csrc/python/guard.c``), and calls the patched method if one differs. :func:`bind` passes the
   expected attributes to the core.
 """

@@ -100,7 +100,7 @@ def apply(scope: Scope, key: Hashable, change: Change) -> None:
     if scope is Scope.EXIT:
         _is_exit_needed = True
     if key not in _changes:
-        with _exclusive():
+        with _hold_lock():
             _apply(scope, key, change)
 
 
@@ -169,7 +169,7 @@ def lease() -> object:
     current = None if _lease is None else _lease()
     if current is not None:
         return current
-    with _exclusive():
+    with _hold_lock():
         current = None if _lease is None else _lease()
         if current is None:
             try:
@@ -186,7 +186,7 @@ def lease() -> object:
 def install(changes: Mapping[Hashable, Change]) -> None:
     """Enters the state "installed" and makes the ``changes``, of ``Scope.INSTALL``."""
     global _is_installed
-    with _exclusive():
+    with _hold_lock():
         _is_installed = True
         for key, change in changes.items():
             _apply(Scope.INSTALL, key, change)
@@ -195,7 +195,7 @@ def install(changes: Mapping[Hashable, Change]) -> None:
 def uninstall() -> None:
     """Leaves the state "installed" and undoes all changes that no live model needs."""
     global _is_installed, _is_exit_needed
-    with _exclusive():
+    with _hold_lock():
         _is_installed = _is_exit_needed = False
         _undo_unneeded()
 
@@ -209,7 +209,7 @@ def has_live_models() -> bool:
 
 
 @contextmanager
-def _exclusive() -> Iterator[None]:
+def _hold_lock() -> Iterator[None]:
     """Holds the lock. Afterwards runs the check that a lease's end requested meanwhile."""
     try:
         with _lock:

@@ -169,7 +169,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
                 stream,
                 self.all_reduce_grads,
                 self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
-                self._recording_hook(hooked),
+                self._make_recording_hook(hooked),
                 self.force_sum_reduction_for_comms,
             )
         # foreach_reduce returns: input, its event, a stream (some releases), event of the whole
@@ -195,7 +195,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         if isinstance(self.mesh_info, DDPMeshInfo) and self.all_reduce_grads:
             late = [p for p in self.fsdp_params if p._partial is not None and p not in params]
             params += late
-            grads += [self._zeros(param) for param in late]
+            grads += [self._make_zeros(param) for param in late]
         dtypes = {grad.dtype for grad in grads}
         reduce_dtype = self._reduce_dtype or functools.reduce(torch.promote_types, dtypes)
         if any(dtype.is_complex for dtype in dtypes):
@@ -208,7 +208,9 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             grads[index] = grad.view(param._orig_size) if flat else grad
         return reduce_dtype
 
-    def _recording_hook(self, rows: list[torch.Tensor]) -> Callable[[torch.Tensor], None] | None:
+    def _make_recording_hook(
+        self, rows: list[torch.Tensor]
+    ) -> Callable[[torch.Tensor], None] | None:
         """Returns the user's all-reduce hook, wrapped to append its argument to ``rows``."""
         hook = self._reduce_hook
         if hook is None:
@@ -221,7 +223,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
 
         return run
 
-    def _zeros(self, param: Param) -> torch.Tensor:
+    def _make_zeros(self, param: Param) -> torch.Tensor:
         return torch.zeros(
             param._orig_size, dtype=param.param_dtype or param.orig_dtype, device=self.device
         )

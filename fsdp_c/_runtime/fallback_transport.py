@@ -1,4 +1,4 @@
-"""Shared-memory transport (csrc/torch/direct.cpp) for collectives that torch's functions issue.
+"""Shared-memory transport (csrc/transport) for collectives that torch's functions issue.
 
 All ranks of a process group use the same transport. A rank on which torch's functions move the
 data, for example because of a patch on that rank only, must use it, too.

@@ -151,7 +151,7 @@ class MeshArguments(NamedTuple):
             replicas = info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
             part = parts.setdefault(
                 (info.shard_process_group, replicas),
-                _GroupParams(info, self._post_forward(info), [], []),
+                _GroupParams(info, self._make_post_forward_mesh_info(info), [], []),
             )
             if part.mesh_info is not info:
                 raise ValueError(
@@ -162,7 +162,7 @@ class MeshArguments(NamedTuple):
             part.placements.append(placement)
         return list(parts.values())
 
-    def _post_forward(self, info: FSDPMeshInfo) -> FSDPMeshInfo | None:
+    def _make_post_forward_mesh_info(self, info: FSDPMeshInfo) -> FSDPMeshInfo | None:
         if info is self.mesh_info:
             return self.post_forward
         reshard = self.reshard_after_forward

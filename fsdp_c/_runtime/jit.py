@@ -13,7 +13,7 @@ import torch
 import fsdp_c._C as _C
 
 from .env import is_env_enabled
-from .nvrtc import ENTRIES, Nvrtc, installed
+from .nvrtc import ENTRIES, Nvrtc, find_libraries
 
 _kept: list[object] = []
 """Keeps the objects alive whose addresses the extension holds."""
@@ -57,7 +57,7 @@ def build_kernels(device: torch.device) -> tuple[int, int, int]:
     Raises:
         RuntimeError, OSError, AttributeError: NVRTC or the driver is missing, too old, or fails.
     """
-    libraries = installed()
+    libraries = find_libraries()
     if not libraries:
         raise RuntimeError("no libnvrtc beside torch")
     major, minor = torch.cuda.get_device_capability(device)

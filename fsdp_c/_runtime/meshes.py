@@ -28,7 +28,7 @@ _default_meshes: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValu
 _default_group: weakref.ref[Any] | None = None
 
 
-def default_mesh() -> DeviceMesh:
+def get_default_mesh() -> DeviceMesh:
     """Returns torch's default mesh, cached per thread until the default process group changes."""
     global _default_group
     if not dist.is_initialized() or torch._C._len_torch_dispatch_stack() > 0:
@@ -73,7 +73,7 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
 
 
 @functools.cache
-def _notifying_class(cls: type) -> type:
+def _make_notifying_class(cls: type) -> type:
     """Returns a subclass of ``cls`` whose ``__setattr__`` notifies; equality is inherited."""
     namespace = {
         "__setattr__": _set_and_notify,
@@ -97,7 +97,7 @@ def subscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
         number = id(info)
         patches.apply(patches.Scope.MODELS, "mesh infos", lambda: _restore_all)
         _subscribed[number] = weakref.ref(info, lambda _: _subscribed.pop(number, None))
-        info.__class__ = _notifying_class(cls)
+        info.__class__ = _make_notifying_class(cls)
 
 
 def unsubscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:

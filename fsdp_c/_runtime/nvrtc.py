@@ -84,7 +84,7 @@ class Nvrtc:
         return self._result(program, "ProgramLog").rstrip(b"\0").decode()
 
 
-def installed() -> list[Path]:
+def find_libraries() -> list[Path]:
     """Returns the NVRTC libraries that pip has installed with torch."""
     import torch
 

@@ -284,11 +284,11 @@ class Param(ReplaceableShard):
             whole = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
             if self._unsharded_dtensor_spec is not None:
                 whole = _from_local_no_grad(whole, self._get_unsharded_dtensor_spec(whole))
-            return self._as_original(
+            return self._restore_class(
                 nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
             )
 
-    def _as_original(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _restore_class(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns ``parameter`` with the original's class (if a plain subclass) and attributes."""
         original = self._orig_class
         if type(parameter) is nn.Parameter and issubclass(original, nn.Parameter):

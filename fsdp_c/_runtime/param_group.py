@@ -123,7 +123,7 @@ class ParamGroup(GroupCommunication):
         for param in self.fsdp_params:
             param.init_dtype_attrs(self.mp_policy)
         # Frozen parameters count: they may be trained later.
-        self._reduce_dtype = self.fsdp_params[0].reduce_dtype if self.fsdp_params else None
+        del self._reduce_dtype  # that of the parameters
         several = len({param._policy_dtype for param in self.fsdp_params}) > 1
         if several or any(param.orig_dtype.is_complex for param in self.fsdp_params):
             self._reduce_dtype = self.mp_policy.reduce_dtype or get_widest_stored_dtype(
@@ -135,7 +135,7 @@ class ParamGroup(GroupCommunication):
         dtypes = {p.orig_dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
         self._orig_dtype = dtypes.pop() if len(dtypes) == 1 else None
 
-    def _param_replaced(self) -> None:
+    def _handle_replaced_param(self) -> None:
         """Recomputes plans and the group's dtypes after a parameter's shard or dtype changed."""
         self._invalidate()
         self._update_fallback()

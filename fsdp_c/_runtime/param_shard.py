@@ -62,7 +62,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         self.padded_sharded_param_size = _replace_size(data.size(), dim, self.chunk_rows)
         self.sharded_size = _replace_size(data.size(), dim, self.local_rows)
         self.contiguous_sharded_stride = get_contiguous_strides(self.sharded_size)
-        padded = self._pad(self._local_shard(data, dim))
+        padded = self._pad(self._get_local_shard(data, dim))
         if self.offload_to_cpu and not padded.is_meta:
             padded = padded.cpu()
             padded = padded.pin_memory() if self.pin_memory else padded
@@ -99,7 +99,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         info = self.mesh_info
         return info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
 
-    def _local_shard(self, data: torch.Tensor, dim: int) -> torch.Tensor:
+    def _get_local_shard(self, data: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns this rank's shard of ``data`` without padding; a view of a plain tensor."""
         start = self._shard_rank * self.chunk_rows
         if type(data) is torch.Tensor or start >= self.rows:

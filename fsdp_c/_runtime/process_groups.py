@@ -217,7 +217,8 @@ class GroupCommunication(GroupCollectives):
                 self._reduce_scatter_comm, torch_group.ProcessGroupAllocReduceScatter
             ),
         ]
-        self._set_memory(*memory)
+        allocators = (None if group is None else ("process group", group) for group in memory)
+        self._set_memory(*allocators)
         self._param_calls = 0
         for param in self.fsdp_params:
             self._param_calls |= find_overridden_methods(param, Param)

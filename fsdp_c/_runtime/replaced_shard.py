@@ -25,7 +25,7 @@ class GroupOfParam(Protocol):
     def _to_sharded(self) -> None: ...
     def _to_sharded_post_forward(self) -> None: ...
     def _to_unsharded(self) -> None: ...
-    def _param_replaced(self) -> None: ...
+    def _handle_replaced_param(self) -> None: ...
 
 
 def make_meta_error(params: Sequence[ParamShard]) -> RuntimeError:
@@ -106,7 +106,7 @@ class ReplaceableShard(ParamShard):
         self.init_dtype_attrs(self.mp_policy)
         group = self._get_group()
         if group is not None:
-            group._param_replaced()
+            group._handle_replaced_param()
 
     def _check_local_tensor(self, param: DTensor) -> None:
         """Raises if the local tensor of ``param`` cannot be this rank's shard."""

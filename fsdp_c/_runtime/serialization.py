@@ -22,7 +22,7 @@ from .._compat import patches
 from .hints import add_hint, format_names, get_class_name, with_hint
 
 
-def _overridden_method(module: nn.Module, name: str, own: Any) -> Any:
+def _find_overridden_method(module: nn.Module, name: str, own: Any) -> Any:
     """Returns the method that ``own`` overrides in the module's class hierarchy."""
     mro = type(module).__mro__
     place = next(i for i, cls in enumerate(mro) if vars(cls).get(name) is own)
@@ -59,22 +59,24 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
             "torch.distributed.checkpoint.save({'model': model.state_dict()}, "
             "checkpoint_id=folder) on all ranks.",
         )
-    return _overridden_method(self, "__reduce_ex__", _reduce_ex)(self, protocol)
+    return _find_overridden_method(self, "__reduce_ex__", _reduce_ex)(self, protocol)
 
 
 @functools.wraps(nn.Module.load_state_dict)
 def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        return _overridden_method(self, "load_state_dict", _load_state_dict)(self, *args, **kwargs)
+        return _find_overridden_method(self, "load_state_dict", _load_state_dict)(
+            self, *args, **kwargs
+        )
     except RuntimeError as error:
         state = args[0] if args else kwargs.get("state_dict")
-        note = _loading_remedy(self, state) if isinstance(state, Mapping) else None
+        note = _find_loading_hint(self, state) if isinstance(state, Mapping) else None
         if note is not None:
             add_hint(error, note)
         raise
 
 
-def _loading_remedy(module: nn.Module, state: Mapping[str, Any]) -> str | None:
+def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | None:
     own = module.state_dict(keep_vars=True)
     name = get_class_name(module)
     if not own.keys() & state.keys():

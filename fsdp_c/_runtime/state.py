@@ -190,7 +190,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             self._check_mutations()
         if not (torch.jit.is_tracing() or any(map(_get_dispatch_mode, _TRACERS))):
             return
-        states = self._all_states()
+        states = self._list_all_states()
         params = [p for state in states for g in state._fsdp_param_groups for p in g.fsdp_params]
         if all(is_fake(param._sharded_param_data) for param in params):
             return
@@ -218,7 +218,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         That context identifies saved tensors by address and clones them when a write to the address
         occurs. A clone of freed memory crashes the process.
         """
-        for state in self._all_states():
+        for state in self._list_all_states():
             stays = state is self and state._auto_reshard_after_forward
             if not stays and any(g._reshard_after_forward for g in state._fsdp_param_groups):
                 raise RuntimeError(
@@ -227,13 +227,13 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                     "Pass reshard_after_forward=False to fully_shard, or leave that context."
                 )
 
-    def _all_states(self) -> list[State]:
+    def _list_all_states(self) -> list[State]:
         """Returns all states in the module tree, including other roots and their states."""
         modules = self._modules[0].modules()
         states = dict.fromkeys(self._get_state_for_module(module) for module in modules)
         return [state for state in states if isinstance(state, State)]
 
-    def _states_below(self) -> list[State]:
+    def _list_states_below(self) -> list[State]:
         """Returns all states in the root's tree, in ``named_modules()`` order.
 
         Raises:
@@ -297,7 +297,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             )
         warn_of_patches_without_effect()
         patches.apply(patches.Scope.EXIT, "atexit", register_at_exit)
-        states = self._states_below()
+        states = self._list_states_below()
         groups = [group for state in states for group in state._fsdp_param_groups]
         self._is_root = True
         try:

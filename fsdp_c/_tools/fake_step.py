@@ -1,8 +1,8 @@
 """Records the allocations of one model step on fake tensors, and when it enters its units.
 
 The step needs no process group, computes nothing and uses no memory. The model runs with unsharded
-fake parameters in the units' compute dtypes. Hooks record where a sharded run would gather and
-reduce. ``forecast.py`` computes the memory from these events.
+fake parameters in the units' compute dtypes. Hooks record when the hooks of a sharded model would
+run. ``dry_run.py`` passes these events to the core.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_c._C as _C
 
 Event = tuple[str, int, Any]
-"""(event name, number of the piece or storage, value). The events and their arguments:
+"""(event name, number of the state or storage, value). The events and their arguments:
 
-``alloc`` (storage, bytes), ``free`` (storage), ``grad`` (storage, piece: the storage is now a
-parameter's gradient), ``pre_forward`` (piece), ``post_forward`` (piece, storages of the output),
-``pre_backward`` (piece), ``post_backward`` (piece), ``backward`` (starts), ``end`` (of the step).
+``alloc`` (storage, bytes), ``free`` (storage), ``grad`` (storage, (unit, parameter of the unit,
+bytes of the gradient)), ``pre_forward`` (state, whether backward runs), ``post_forward`` (state,
+storages of the output), ``pre_backward`` (state), ``post_backward`` (state), ``backward`` (starts),
+``end`` (of the step).
 """
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """Modules that are, or might become, one unit.
+class StateModules:
+    """Modules that ``fully_shard`` was, or would be, called on together.
 
-    The unit casts floating-point inputs to ``input_dtype`` and outputs to ``output_dtype``.
+    Their hooks cast floating-point inputs to ``input_dtype`` and outputs to ``output_dtype``.
     ``None`` means no cast.
     """
 
@@ -99,24 +100,25 @@ class Storages(TorchDispatchMode):
         self._trace.note("alloc", number, storage.nbytes())
 
 
-class _PieceInputs(torch.autograd.Function):
-    """Identity on the inputs of a piece. Its backward records the end of the piece's backward."""
+class _StateInputs(torch.autograd.Function):
+    """Identity on the inputs of a state. Its backward records the end of the state's backward."""
 
     @staticmethod
-    def forward(ctx: Any, trace: Trace, piece: int, *tensors: torch.Tensor) -> Any:
-        ctx.trace, ctx.piece = trace, piece
+    def forward(ctx: Any, trace: Trace, state: int, *tensors: torch.Tensor) -> Any:
+        ctx.trace, ctx.state = trace, state
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.trace.note("post_backward", ctx.piece)
+        ctx.trace.note("post_backward", ctx.state)
         return (None, None, *grads)
 
 
 def record(
     model: nn.Module,
-    pieces: Sequence[Piece],
+    states: Sequence[StateModules],
     dtype_of: Callable[[nn.Parameter], torch.dtype],
+    places: Mapping[int, tuple[int, int]],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -125,8 +127,9 @@ def record(
 
     Args:
         model: The model, on any device, sharded or not. It is restored afterwards.
-        pieces: The modules whose forward and backward are recorded.
+        states: The modules whose forward and backward are recorded.
         dtype_of: Returns the compute dtype of a parameter.
+        places: The unit and the index in it, by ``id`` of a parameter.
         args, kwargs: The arguments of forward. Only sizes and dtypes of tensors matter.
         loss: Returns the loss of the output. ``None`` uses the output's ``loss``, or else the sum
             of its tensors.
@@ -145,8 +148,8 @@ def record(
         storages.forget(tensors)
         args, kwargs = pytree.tree_map_only(torch.Tensor, _make_fake, (args, dict(kwargs)))
         storages.forget([t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)])
-        _register_piece_hooks(pieces, trace, storages, undo)
-        _register_gradient_hooks(pieces, params, trace, storages, undo)
+        _register_state_hooks(states, trace, storages, undo)
+        _register_gradient_hooks(params, places, trace, storages, undo)
         undo.enter_context(storages)
         undo.enter_context(_quiet())
         try:
@@ -239,81 +242,90 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
             hooks.update(before)
 
 
-def _register_piece_hooks(
-    pieces: Sequence[Piece], trace: Trace, storages: Storages, undo: contextlib.ExitStack
+def _register_state_hooks(
+    states: Sequence[StateModules], trace: Trace, storages: Storages, undo: contextlib.ExitStack
 ) -> None:
-    for number, piece in enumerate(pieces):
-        first, last = piece.modules[0], piece.modules[-1]
-        for module in piece.modules:
-            entering = _entering(trace, number, piece, notes=module is first)
-            leaving = _leaving(trace, number, piece, storages, notes=module is last)
-            undo.callback(
-                module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True).remove
+    for number, state in enumerate(states):
+        hooks = _StateHooks(number, state, trace, storages)
+        for module in state.modules:
+            handle = module.register_forward_pre_hook(
+                hooks.pre_forward, prepend=True, with_kwargs=True
             )
-            undo.callback(module.register_forward_hook(leaving).remove)
+            undo.callback(handle.remove)
+            undo.callback(module.register_forward_hook(hooks.post_forward).remove)
 
 
-def _entering(trace: Trace, number: int, piece: Piece, notes: bool) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if notes:
-            trace.note("pre_forward", number, torch._C._current_graph_task_id() != -1)
+class _StateHooks:
+    """The forward hooks of one state's modules."""
+
+    def __init__(self, number: int, state: StateModules, trace: Trace, storages: Storages) -> None:
+        self._number = number
+        self._state = state
+        self._trace = trace
+        self._storages = storages
+        self._modules_to_run: set[nn.Module] = set()  # in this forward; empty outside of it
+        self._in_backward = False  # a recomputation has no hooks, as in fsdp_c and torch
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._trace.note("pre_forward", self._number, torch._C._current_graph_task_id() != -1)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        dtype = piece.input_dtype
-        for i, leaf in enumerate(leaves):
-            if dtype is not None and torch.is_tensor(leaf) and leaf.is_floating_point():
-                leaves[i] = leaf.to(dtype)
+        _cast(leaves, self._state.input_dtype)
+        if not self._modules_to_run:
+            self._modules_to_run.update(self._state.modules)
+            if torch.is_grad_enabled() and not self._in_backward:
+                self._insert_node(leaves)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _insert_node(self, leaves: list[Any]) -> None:
         tracked = [i for i, t in enumerate(leaves) if torch.is_tensor(t) and t.requires_grad]
-        if tracked and torch.is_grad_enabled():
-            through: Any = _PieceInputs.apply(trace, number, *(leaves[i] for i in tracked))
+        if tracked:
+            tensors = [leaves[i] for i in tracked]
+            through: Any = _StateInputs.apply(self._trace, self._number, *tensors)
             for i, tensor in zip(tracked, through):
                 leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, spec)
 
-    return hook
-
-
-def _leaving(
-    trace: Trace, number: int, piece: Piece, storages: Storages, notes: bool
-) -> Callable[..., Any]:
-    def announce(grad: torch.Tensor) -> None:
-        trace.note("pre_backward", number)
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = pytree.tree_flatten(output)
-        dtype = piece.output_dtype
-        for i, leaf in enumerate(leaves):
-            if dtype is not None and torch.is_tensor(leaf) and leaf.is_floating_point():
-                leaves[i] = leaf.to(dtype)
+        _cast(leaves, self._state.output_dtype)
         tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        if notes:
-            trace.note("post_forward", number, tuple(map(storages.number, tensors)))
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(announce)
+        self._modules_to_run.discard(module)
+        if not self._modules_to_run:
+            outputs = tuple(map(self._storages.number, tensors))
+            self._trace.note("post_forward", self._number, outputs)
+            for tensor in tensors:
+                if tensor.requires_grad and not self._in_backward:
+                    tensor.register_hook(self._pre_backward)
         return pytree.tree_unflatten(leaves, spec)
 
-    return hook
+    def _pre_backward(self, grad: torch.Tensor) -> None:
+        self._in_backward = True
+        self._trace.note("pre_backward", self._number)
+
+
+def _cast(leaves: list[Any], dtype: torch.dtype | None) -> None:
+    """Casts floating-point tensors of the list in place. ``None``: no cast."""
+    for i, leaf in enumerate(leaves):
+        if dtype is not None and torch.is_tensor(leaf) and leaf.is_floating_point():
+            leaves[i] = leaf.to(dtype)
 
 
 def _register_gradient_hooks(
-    pieces: Sequence[Piece],
     params: dict[int, nn.Parameter],
+    places: Mapping[int, tuple[int, int]],
     trace: Trace,
     storages: Storages,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Records which storages become gradients of parameters, and of which piece."""
-    owner: dict[int, int] = {}
-    sizes = [sum(1 for m in piece.modules for _ in m.modules()) for piece in pieces]
-    for number in sorted(range(len(pieces)), key=lambda n: -sizes[n]):  # inner pieces last
-        for module in pieces[number].modules:
-            owner.update((id(param), number) for param in module.parameters())
-    for fake in {id(p): p for p in params.values()}.values():
-        if fake.requires_grad and id(fake) in owner:
-            number = owner[id(fake)]
+    """Records which storages become gradients of parameters."""
+    for original, fake in params.items():
+        place = places.get(original)
+        if place is None or not fake.requires_grad:
+            continue
 
-            def noted(param: torch.Tensor, number: int = number) -> None:
-                if param.grad is not None:
-                    trace.note("grad", storages.number(param.grad), number)
+        def note(param: torch.Tensor, place: tuple[int, int] = place) -> None:
+            grad = param.grad
+            if grad is not None:
+                value = (*place, grad.numel() * grad.itemsize)
+                trace.note("grad", storages.number(grad), value)
 
-            undo.callback(fake.register_post_accumulate_grad_hook(noted).remove)
+        undo.callback(fake.register_post_accumulate_grad_hook(note).remove)

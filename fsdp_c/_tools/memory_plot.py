@@ -6,7 +6,7 @@ import os
 from itertools import groupby
 from typing import Any
 
-from .forecast import BEFORE, KINDS, Sample, Timeline
+from .step_memory import BEFORE, KINDS, Sample, Timeline
 
 _COLORS = ("#4c6a92", "#9aa8bd", "#3f9c8f", "#d98e32", "#b8c46a")
 _BAND_COLORS = ("#ffffff", "#f0f0f0")

@@ -1,4 +1,4 @@
-"""``python -m fsdp_c plan``: prints the memory forecast of a model."""
+"""``python -m fsdp_c plan``: prints the estimated memory of a model."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ import torch
 
 from .._runtime.fsdp_units import get_original_class
 from .advice import Change, changes
+from .dry_run import Collectives, collectives_of, step_calls
 from .fake_step import Trace
-from .forecast import KINDS, Sample, Sharding, Timeline, UnitSizes, forecast, synthetic
 from .plotting import require_matplotlib
-from .unit_bytes import Layout, ParamSize
+from .step_memory import KINDS, Sample, Timeline, estimate
+from .unit_bytes import Layout, ParamSize, Sharding, UnitSizes
 
 _SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _SIZES |= {f"{key}i": 1024**power for power, key in enumerate("kmgt", 1)}
@@ -127,14 +128,14 @@ def make_explanation(
 
     Without a trace, the step is synthetic and has no activations.
     """
-    events = trace if trace is not None else synthetic(sharding)
+    collectives = collectives_of(sharding)
     return Explanation(
         title=title,
-        units=list(_reports(layout)),
+        units=list(_reports(layout, collectives)),
         warnings=warnings,
-        timeline=forecast(sharding, events),
-        received=_received(sharding.units),
-        changes=changes(sharding, events, layout, trace is not None),
+        timeline=estimate(sharding, step_calls(sharding, trace)),
+        received=_received(sharding.units, collectives),
+        changes=changes(sharding, trace),
         optimizer=optimizer,
         memory=None if memory is None else parse_bytes(memory),
         knows_activations=trace is not None,
@@ -168,8 +169,10 @@ def format_bytes(count: float) -> str:
 # ---- units ---------------------------------------------------------------------------------------
 
 
-def _reports(layout: Layout) -> Iterator[UnitReport]:
-    for unit, params, modules in zip(layout.units, layout.params, layout.modules):
+def _reports(layout: Layout, collectives: list[Collectives]) -> Iterator[UnitReport]:
+    for unit, modules, issued in zip(layout.units, layout.modules, collectives):
+        params = unit.params
+        reductions = issued.sizes("reduce_scatter") or issued.sizes("all_reduce")
         yield UnitReport(
             name=_without_wrapper_names(unit.name),
             modules=", ".join(_inner_class_name(module) for module in modules),
@@ -178,10 +181,10 @@ def _reports(layout: Layout) -> Iterator[UnitReport]:
             dtypes="; ".join(sorted({_dtypes(param) for param in params})),
             mesh=f"{unit.replicas}x{unit.world}" if unit.replicas > 1 else str(unit.world),
             shard_bytes=unit.shard,
-            gathers=unit.gathers,
-            reduce_scatters=len(unit.buckets) if unit.world > 1 else 0,
-            all_reduces=len(unit.buckets) if unit.replicas > 1 else 0,
-            transient=unit.peak,
+            gathers=len(issued.sizes("all_gather")),
+            reduce_scatters=len(issued.sizes("reduce_scatter")),
+            all_reduces=len(issued.sizes("all_reduce")),
+            transient=unit.transient(reductions),
         )
 
 
@@ -282,12 +285,13 @@ def _memory(found: Explanation) -> Iterator[str]:
     yield f"the peak: {format_bytes(peak.total)}, in {peak}"
 
 
-def _received(units: tuple[UnitSizes, ...]) -> dict[str, int]:
+def _received(units: tuple[UnitSizes, ...], collectives: list[Collectives]) -> dict[str, int]:
     shard = replicate = 0
-    for unit in units:
+    for unit, issued in zip(units, collectives):
         part = (unit.world - 1) / unit.world
-        shard += int(part * (unit.gathers * unit.gathered + unit.rows))
-        replicate += int(2 * (unit.replicas - 1) / unit.replicas * unit.row)
+        shard += int(part * sum(issued.sizes("all_gather") + issued.sizes("reduce_scatter")))
+        part = (unit.replicas - 1) / unit.replicas
+        replicate += int(2 * part * sum(issued.sizes("all_reduce")))
     return {"shard": shard, "replicate": replicate}
 
 

@@ -2,112 +2,186 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
 from .._auto_shard.unit import Unit
 from .._runtime import fsdp_units
 from .._runtime.mixed_precision import get_compute_dtype, get_reduce_dtype
-from .fake_step import Piece
-from .forecast import UnitSizes
+from .fake_step import StateModules
 
 BUCKET_LIMIT = 2**30
 """Bytes of gradients at which a unit's bucket is full: FC_BUCKET_LIMIT of csrc/core/bucket.h."""
 
 
 class ParamSize(NamedTuple):
-    """One parameter: its elements, its padded elements on this rank, its dtypes."""
+    """One parameter: its sizes, its sharded dim, its dtypes, and whether it is trained."""
 
-    numel: int
-    padded: int
+    name: str
+    sizes: tuple[int, ...]
+    dim: int
     own: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     trained: bool
 
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def padded(self, world: int) -> int:
+        """Returns the elements of one rank's shard, with padding."""
+        rows = self.sizes[self.dim]
+        return -(-rows // world) * (self.numel // max(rows, 1))
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """One unit and the settings that determine its memory. Properties are bytes on this rank.
+
+    Attributes:
+        name: The unit's name from the root; ``(root)`` for the root's unit.
+        state: The index of the unit's state in ``Layout.states``.
+        world: The number of ranks that the unit is sharded over.
+        replicas: The number of ranks that its shards are replicated over.
+        params: The unit's parameters.
+        reshard: Whether parameters are freed after forward, or the number of ranks to reshard to.
+        offloads: Whether shards, gradients and optimizer states are in CPU memory.
+        regathers: Whether backward gathers parameters that were freed after forward.
+        bucket_bytes: Bytes of gradients at which a reduction is started; 0: one reduction.
+        overlaps: Whether reductions overlap with backward on devices with streams.
+        settings: Other settings of the parameter group, by their names in ``_dry_run.run``.
+    """
+
+    name: str
+    state: int
+    world: int
+    replicas: int
+    params: tuple[ParamSize, ...]
+    reshard: bool | int
+    offloads: bool = False
+    regathers: bool = True
+    bucket_bytes: int = BUCKET_LIMIT
+    overlaps: bool = True
+    settings: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[ParamSize]:
+        """The parameters that get gradients."""
+        return [param for param in self.params if param.trained]
+
+    @property
+    def shard(self) -> int:
+        """Sharded parameters, with padding."""
+        return sum(param.padded(self.world) * param.own.itemsize for param in self.params)
+
+    @property
+    def whole_gradients(self) -> int:
+        """Unsharded gradients as backward makes them, without padding."""
+        return sum(param.numel * param.compute.itemsize for param in self.trained)
+
+    @property
+    def reduced(self) -> int:
+        """Unsharded gradients in the reduce dtype, with padding."""
+        sizes = (param.padded(self.world) * param.reduce.itemsize for param in self.trained)
+        return sum(sizes) * self.world
+
+    def transient(self, reductions: list[int]) -> int:
+        """Returns the most bytes beyond the shards while the unit gathers, or while it reduces.
+
+        Args:
+            reductions: Unsharded bytes of each reduction, in order. Empty: one reduction.
+        """
+        casts = any(param.own != param.compute for param in self.params)
+        padded = sum(p.padded(self.world) * p.compute.itemsize for p in self.params) * self.world
+        most = 2 * padded if self.world > 1 else padded if casts else 0
+        left, before, outputs = self.whole_gradients, 0, 0
+        total = max(1, sum(reductions))
+        for size in reductions or [self.reduced]:
+            outputs += size // self.world if self.world > 1 else 0
+            most = max(most, left + before + size + outputs)
+            left, before = left - self.whole_gradients * size // total, size
+        return most
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype of the unit's reductions; ``None`` if it has no parameters."""
+        dtypes = {param.reduce for param in self.params}
+        if len(dtypes) > 1:
+            dtypes = {functools.reduce(torch.promote_types, (param.own for param in self.params))}
+        return next(iter(dtypes), None)
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """One ``fully_shard`` call.
+
+    Attributes:
+        root: The index of the state whose forward is outermost; its own index for a root.
+        modules: The number of modules of the call.
+        forward_prefetch, backward_prefetch: Indices of the states that it prefetches explicitly.
+    """
+
+    root: int
+    modules: int = 1
+    forward_prefetch: tuple[int, ...] = ()
+    backward_prefetch: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The units of a model, and its memory outside of units.
+
+    Attributes:
+        units: The units in module order, including the root's.
+        states: The ``fully_shard`` calls in module order.
+        buffers: Bytes of buffers and ignored parameters.
+        optimizer: Bytes of optimizer states on this rank.
+        step: Bytes that the optimizer's step allocates temporarily.
+        streams: Whether the device has streams, so that collectives overlap with computation.
+    """
+
+    units: tuple[UnitSizes, ...]
+    states: tuple[StateSizes, ...]
+    buffers: int = 0
+    optimizer: int = 0
+    step: int = 0
+    streams: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        return any(unit.offloads for unit in self.units)
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The input of a forecast: the pieces of a model and their units.
+    """The units of a model, and the modules and tensors that belong to them.
 
     Attributes:
-        pieces: The modules of each state.
+        modules_of_states: The modules of each state.
+        states: The ``fully_shard`` calls in module order.
         units: The sizes of each unit.
-        params: The parameters of each unit.
         modules: The modules of each unit.
         dtypes: The compute dtypes by ``id`` of a registered parameter.
+        places: The unit and the index in it, by ``id`` of a registered parameter.
     """
 
-    pieces: list[Piece]
-    units: list[UnitSizes]
-    params: list[list[ParamSize]]
-    modules: list[tuple[nn.Module, ...]]
-    dtypes: dict[int, torch.dtype]
-
-
-def unit_sizes(
-    name: str,
-    piece: int,
-    mesh: tuple[int, int],
-    params: Iterable[ParamSize],
-    reshard: bool | int,
-    offloads: bool,
-    regathers: bool = True,
-    spans: Iterable[tuple[int, int]] | None = None,
-) -> UnitSizes:
-    """Returns the sizes of a unit of ``params``.
-
-    ``mesh`` is (replicas, ranks to shard over). ``spans`` are the buckets, as index ranges of
-    ``params``; ``None`` computes the core's buckets.
-    """
-    replicas, world = mesh
-    params = list(params)
-    trained = [param for param in params if param.trained]
-    casts = any(param.own != param.compute for param in params)
-    gathered = sum(param.padded * param.compute.itemsize for param in params) * world
-    return UnitSizes(
-        name=name,
-        pieces=(piece,),
-        world=world,
-        replicas=replicas,
-        shard=sum(param.padded * param.own.itemsize for param in params),
-        gathered=gathered if world > 1 or casts else 0,
-        rows=sum(param.padded * param.reduce.itemsize for param in trained) * world,
-        gradient=sum(param.padded * param.own.itemsize for param in trained),
-        whole_gradients=sum(param.numel * param.compute.itemsize for param in trained),
-        casts=any(param.own != param.reduce for param in trained),
-        reshard=reshard,
-        offloads=offloads,
-        regathers=regathers,
-        buckets=_buckets(params, spans) if trained else (),
-    )
-
-
-def _reduced_bytes(param: ParamSize) -> int:
-    return param.numel * param.reduce.itemsize if param.trained else 0
-
-
-def _buckets(params: list[ParamSize], spans: Iterable[tuple[int, int]] | None) -> tuple[int, ...]:
-    """Returns the bytes of each reduction of the unit."""
-    sums = (sum(map(_reduced_bytes, params[slice(*span)])) for span in spans or _spans(params))
-    return tuple(size for size in sums if size > 0)
-
-
-def _spans(params: list[ParamSize]) -> Iterator[tuple[int, int]]:
-    """Yields the buckets as ``deal`` of csrc/core/bucket.c makes them, last parameters first."""
-    end, size = len(params), 0
-    for index in range(len(params) - 1, -1, -1):
-        size += _reduced_bytes(params[index])
-        if size >= BUCKET_LIMIT or index == 0:
-            yield index, end
-            end, size = index, 0
+    modules_of_states: list[StateModules] = field(default_factory=list)
+    states: list[StateSizes] = field(default_factory=list)
+    units: list[UnitSizes] = field(default_factory=list)
+    modules: list[tuple[nn.Module, ...]] = field(default_factory=list)
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 # ---- of a sharded model --------------------------------------------------------------------------
@@ -115,45 +189,84 @@ def _spans(params: list[ParamSize]) -> Iterator[tuple[int, int]]:
 
 def layout_of(model: nn.Module) -> Layout:
     """Returns the layout of a sharded model."""
-    layout = Layout([], [], [], [], {})
-    pieces: dict[Any, int] = {}
-    state: Any
-    for name, state, group in fsdp_units.iterate_groups(model):
-        if state not in pieces:
-            pieces[state] = len(layout.pieces)
-            layout.pieces.append(
-                Piece(tuple(state._modules), state._input_dtype, state._output_dtype)
-            )
-        info = group.mesh_info
-        world = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
-        replicas = info.replicate_mesh_size if isinstance(info, DDPMeshInfo) else 1
-        params = [_live_size(param) for param in group.fsdp_params]
-        offloads = isinstance(group.offload_policy, CPUOffloadPolicy) and group.device.type != "cpu"
-        layout.units.append(
-            unit_sizes(
-                name,
-                pieces[state],
-                (replicas, world),
-                params,
-                _reshards(state, group, model),
-                offloads,
-                group.unshard_in_backward,
-                getattr(group, "_buckets", [(0, len(params))]),
-            )
+    layout = Layout()
+    found = _states_of(model)
+    index_of = {state: index for index, state in enumerate(found)}
+    for state in found:
+        layout.modules_of_states.append(
+            StateModules(tuple(state._modules), state._input_dtype, state._output_dtype)
         )
-        layout.params.append(params)
+        layout.states.append(_state_sizes(state, layout.states, found, index_of))
+    for name, state, group in fsdp_units.iterate_groups(model):
+        place, index = len(layout.units), index_of[state]
+        reshard = _reshards(state, group, is_root=layout.states[index].root == index)
+        layout.units.append(_live_unit(name, index, group, reshard))
         layout.modules.append(tuple(group.modules))
-        for param in group.fsdp_params:
-            for face in fsdp_units.list_registered_params(param):
-                layout.dtypes[id(face)] = fsdp_units.get_compute_dtype(param)
+        for number, param in enumerate(group.fsdp_params):
+            for registered in fsdp_units.list_registered_params(param):
+                layout.dtypes[id(registered)] = fsdp_units.get_compute_dtype(param)
+                layout.places[id(registered)] = place, number
     return layout
+
+
+def _states_of(model: nn.Module) -> list[Any]:
+    """Returns the states below ``model`` in module order."""
+    states = (_get_module_fsdp_state(module) for module in model.modules())
+    return list(dict.fromkeys(state for state in states if state is not None))
+
+
+def _state_sizes(
+    state: Any, before: list[StateSizes], states: list[Any], index_of: dict[Any, int]
+) -> StateSizes:
+    """Returns the sizes of a state. ``before`` has those of the states above and before it."""
+    root = len(before)
+    for index, sizes in enumerate(before):
+        inside = (module for own in states[index]._modules for module in own.modules())
+        if sizes.root == index and state._modules[0] in inside:
+            root = index
+            break
+
+    def indices(name: str) -> tuple[int, ...]:
+        targets = getattr(state, name, None) or ()
+        return tuple(index_of[target] for target in targets if target in index_of)
+
+    return StateSizes(
+        root,
+        len(state._modules),
+        indices("_states_to_forward_prefetch"),
+        indices("_states_to_backward_prefetch"),
+    )
+
+
+_SETTINGS = ("reshard_after_backward", "reduce_grads", "all_reduce_grads")
+
+
+def _live_unit(name: str, state: int, group: Any, reshard: bool | int) -> UnitSizes:
+    info = group.mesh_info
+    offload = group.offload_policy
+    offloads = isinstance(offload, CPUOffloadPolicy) and group.device.type != "cpu"
+    settings = {name: bool(getattr(group, name)) for name in _SETTINGS}
+    return UnitSizes(
+        name=name,
+        state=state,
+        world=info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1,
+        replicas=info.replicate_mesh_size if isinstance(info, DDPMeshInfo) else 1,
+        params=tuple(_live_size(param) for param in group.fsdp_params),
+        reshard=reshard,
+        offloads=offloads,
+        regathers=group.unshard_in_backward,
+        bucket_bytes=getattr(group, "_bucket_bytes", 0),
+        overlaps=getattr(group, "_reduction_overlap", None) is not False,
+        settings=settings | ({"pinned": bool(offload.pin_memory)} if offloads else {}),
+    )
 
 
 def _live_size(param: Any) -> ParamSize:
     compute = fsdp_units.get_compute_dtype(param)
     return ParamSize(
-        numel=param._orig_size.numel(),
-        padded=param.padded_numel,
+        name=getattr(param, "_param_fqn", None) or param._module_info.param_name,
+        sizes=tuple(param._orig_size) or (1,),
+        dim=getattr(getattr(param, "fsdp_placement", None), "dim", 0),
         own=param.orig_dtype,
         compute=compute,
         reduce=param.reduce_dtype or compute,
@@ -161,15 +274,13 @@ def _live_size(param: Any) -> ParamSize:
     )
 
 
-def _reshards(state: Any, group: Any, model: nn.Module) -> bool | int:
+def _reshards(state: Any, group: Any, is_root: bool) -> bool | int:
     """Whether a group reshards after forward, or to how many ranks.
 
     A root whose first forward has not run yet stays unsharded, like an initialized root.
     """
-    undecided_root = (
-        state._is_root is None and state._auto_reshard_after_forward and model in state._modules
-    )
-    if undecided_root or not group._reshard_after_forward:
+    undecided = state._is_root is None and state._auto_reshard_after_forward
+    if (undecided and is_root) or not group._reshard_after_forward:
         return False
     if group._use_post_forward_mesh:
         return int(group._smaller_mesh_info.shard_mesh_size)
@@ -179,13 +290,41 @@ def _reshards(state: Any, group: Any, model: nn.Module) -> bool | int:
 # ---- of a model as it would be sharded -----------------------------------------------------------
 
 
-def layout_for(model: nn.Module, units: list[Unit], mesh: tuple[int, int]) -> Layout:
+def layout_for(model: nn.Module, planned: list[Unit], mesh: tuple[int, int]) -> Layout:
     """Returns the layout of planned units on a mesh of (replicas, ranks to shard over)."""
-    layout = Layout([], [], [], [], {})
-    owner = {module: unit for unit in units for module in unit.modules}
-    params: dict[Unit, dict[nn.Parameter, None]] = {unit: {} for unit in units}
+    layout = Layout()
+    position = {module: index for index, module in enumerate(model.modules())}
+    names = {param: name for name, param in model.named_parameters()}
+    params = _params_of(model, planned)
+    inner = sorted(planned[:-1], key=lambda unit: position[unit.modules[0]])
+    for unit in [planned[-1], *inner]:  # the root first, then in module order
+        policy = unit.kwargs.get("mp_policy")
+        casts = getattr(policy, "cast_forward_inputs", True)
+        dtype = getattr(policy, "param_dtype", None) if casts else None
+        state = len(layout.states)
+        layout.states.append(StateSizes(0, len(unit.modules)))
+        layout.modules_of_states.append(
+            StateModules(unit.modules, dtype, getattr(policy, "output_dtype", None))
+        )
+        sizes = [_planned_size(names.get(param, ""), param, policy) for param in params[unit]]
+        if not sizes:
+            continue
+        for index, (param, size) in enumerate(zip(params[unit], sizes)):
+            layout.dtypes[id(param)] = size.compute
+            layout.places[id(param)] = len(layout.units), index
+        layout.units.append(_planned_unit(unit, state, sizes, mesh))
+        layout.modules.append(unit.modules)
+    return layout
 
-    def visit(module: nn.Module, unit: Unit, seen: set[nn.Module]) -> None:
+
+def _params_of(model: nn.Module, planned: list[Unit]) -> dict[Unit, dict[nn.Parameter, None]]:
+    """Maps each unit to its parameters, in module order."""
+    owner = {module: unit for unit in planned for module in unit.modules}
+    params: dict[Unit, dict[nn.Parameter, None]] = {unit: {} for unit in planned}
+    taken: set[int] = set()
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, unit: Unit) -> None:
         unit = owner.get(module, unit)
         if module in seen:
             return
@@ -196,42 +335,43 @@ def layout_for(model: nn.Module, units: list[Unit], mesh: tuple[int, int]) -> La
                 taken.add(id(param))
                 params[unit][param] = None
         for child in module.children():
-            visit(child, unit, seen)
+            visit(child, unit)
 
-    taken: set[int] = set()
-    visit(model, units[-1], set())
-    for unit in [units[-1], *units[:-1]]:  # the root first, in forward order
-        policy = unit.kwargs.get("mp_policy")
-        casts = getattr(policy, "cast_forward_inputs", True)
-        dtype = getattr(policy, "param_dtype", None) if casts else None
-        sizes = [_planned_size(param, policy, mesh[1]) for param in params[unit]]
-        layout.dtypes.update((id(p), size.compute) for p, size in zip(params[unit], sizes))
-        reshard = unit.kwargs.get("reshard_after_forward")
-        if reshard is None:
-            reshard = unit is not units[-1]
-        if reshard is not True and reshard in (1, mesh[1]):
-            reshard = reshard != 1
-        offloads = isinstance(unit.kwargs.get("offload_policy"), CPUOffloadPolicy)
-        layout.pieces.append(Piece(unit.modules, dtype, getattr(policy, "output_dtype", None)))
-        if not sizes:
-            continue
-        name = ", ".join(fqn or "(root)" for fqn in unit.names)
-        place = len(layout.pieces) - 1
-        layout.units.append(unit_sizes(name, place, mesh, sizes, reshard, offloads, unit.regathers))
-        layout.params.append(sizes)
-        layout.modules.append(unit.modules)
-    return layout
+    visit(model, planned[-1])
+    return params
 
 
-def _planned_size(param: nn.Parameter, policy: Any, world: int) -> ParamSize:
+def _planned_unit(
+    unit: Unit, state: int, params: Iterable[ParamSize], mesh: tuple[int, int]
+) -> UnitSizes:
+    reshard = unit.kwargs.get("reshard_after_forward")
+    if reshard is None:
+        reshard = state != 0
+    if reshard is not True and reshard in (1, mesh[1]):
+        reshard = reshard != 1
+    offload = unit.kwargs.get("offload_policy")
+    offloads = isinstance(offload, CPUOffloadPolicy)
+    return UnitSizes(
+        name=", ".join(fqn or "(root)" for fqn in unit.names),
+        state=state,
+        world=mesh[1],
+        replicas=mesh[0],
+        params=tuple(params),
+        reshard=reshard,
+        offloads=offloads,
+        regathers=unit.regathers,
+        settings={"pinned": offload.pin_memory} if isinstance(offload, CPUOffloadPolicy) else {},
+    )
+
+
+def _planned_size(name: str, param: nn.Parameter, policy: Any) -> ParamSize:
     dtype = get_compute_dtype(policy, param) if policy is not None else None
     compute = dtype if dtype is not None and param.is_floating_point() else param.dtype
     reduce = (
         get_reduce_dtype(policy, param.dtype, compute) if policy is not None else None
     ) or compute
-    rows = param.size(0) if param.ndim else 1
-    chunk = -(-rows // world) * (param.numel() // max(rows, 1))
-    return ParamSize(param.numel(), chunk, param.dtype, compute, reduce, param.requires_grad)
+    sizes = tuple(param.shape) or (1,)
+    return ParamSize(name, sizes, 0, param.dtype, compute, reduce, param.requires_grad)
 
 
 # ---- tensors outside of units --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-/* Simulated device and process groups: the part of csrc/torch/torch_abi.h that the core calls,
+/* Simulated device and process groups: the part of csrc/bridge that the core calls,
  * without torch and without Python. (Autograd nodes and Python objects belong to csrc/python.)
  *
  * Time. Every access to memory (kernel, copy, collective, allocation) is an operation on a stream.
@@ -29,8 +29,13 @@
 
 #include <cmocka.h>
 
+#include "bridge/allocator.h"
+#include "bridge/autograd.h"
+#include "bridge/error.h"
+#include "bridge/stream.h"
+#include "bridge/tensor.h"
 #include "kernels/kernels.h"
-#include "torch/torch_abi.h"
+#include "transport/transport.h"
 
 /* ---- one simulation ---- */
 
@@ -158,6 +163,8 @@ void sim_pg_weigh(const char *name, double base, double step);
 /* Requires memory of a process group's allocator for all-gathers and reduce-scatters. `gives`: the
  * group itself has an allocator. */
 void sim_pg_has_memory(const char *name, bool gives);
+/* Returns an allocator of the process group, whose reference it takes. */
+fct_allocator *sim_allocator_new(fct_pg *pg);
 /* While set, collectives do not complete before a wait. */
 void sim_collectives_stall(bool stall);
 /* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */

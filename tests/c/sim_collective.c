@@ -84,18 +84,37 @@ void sim_pg_has_memory(const char *name, bool gives) {
     pg->takes = true;
 }
 
-int fct_pg_allocates(fct_pg *pg, fct_device device, bool *allocates) {
+struct fct_allocator {
+    fct_pg *pg;
+};
+
+fct_allocator *sim_allocator_new(fct_pg *pg) {
+    fct_allocator *allocator = (fct_allocator *)malloc(sizeof *allocator);
+    allocator->pg = pg;
+    return allocator;
+}
+
+void fct_allocator_free(fct_allocator *allocator) {
+    if (allocator != NULL) {
+        fct_pg_release(allocator->pg);
+        free(allocator);
+    }
+}
+
+int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serves) {
     (void)device;
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_allocates")) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_allocator_serves")) {
         return -1;
     }
-    *allocates = pg->gives;
+    *serves = allocator->pg->gives;
     return 0;
 }
 
-int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
+int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype, fct_device device,
+                        fct_tensor **out) {
+    const fct_pg *pg = allocator->pg;
     sim_tick();
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_empty")) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_allocator_empty")) {
         return -1;
     }
     if (!pg->gives || device.type != sim_device().type || numel < 0) {
@@ -205,7 +224,7 @@ bool fct_work_is_cpu_bound(const fct_work *work) {
     return copied;
 }
 
-bool fct_gather_is_cpu_bound(const fct_pg *pg, int64_t row_bytes) {
+bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
     (void)pg;
     return copied && row_bytes > 0;
 }
@@ -227,6 +246,13 @@ void fct_work_release(fct_work *work) {
     if (work != NULL) {
         sim_living.works--;
         free(work);
+    }
+}
+
+/* Fails the test if the tag of a collective has another kind. NULL is allowed. */
+static void check_tag(const fct_op_tag *tag, fct_op_kind kind) {
+    if (tag != NULL && (tag->kind != kind || tag->group == NULL)) {
+        sim_fail("a collective of kind %d has a tag of kind %d", (int)kind, (int)tag->kind);
     }
 }
 
@@ -305,8 +331,9 @@ static void run_all_gather(void *args) {
     memcpy(g->output.data, g->rows, (size_t)(g->world * g->row_bytes));
 }
 
-int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
-                   fct_work **work) {
+int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                   bool async_op, fct_work **work) {
+    check_tag(tag, FCT_OP_ALL_GATHER);
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_all_gather")) {
         return -1;
@@ -363,8 +390,9 @@ static void fill_chunk(const fct_pg *pg, gathering *g, size_t chunk, const fct_c
     free(row);
 }
 
-int fct_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
+int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks, size_t count,
                       const fct_chunk_layout *layout, fct_work **work) {
+    check_tag(tag, FCT_OP_ALL_GATHER);
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_gather_chunks")) {
         return -1;
@@ -430,8 +458,9 @@ static reducing *reducing_new(const fct_pg *pg, fct_reduce_op op, double factor)
     return r;
 }
 
-int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op,
-                       double factor, bool async_op, fct_work **work) {
+int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                       fct_reduce_op op, double factor, bool async_op, fct_work **work) {
+    check_tag(tag, FCT_OP_REDUCE_SCATTER);
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_scatter")) {
         return -1;
@@ -454,9 +483,11 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
     return 0;
 }
 
-int fct_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks, size_t count,
-                      const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
+int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
+                      fct_tensor *const *chunks, size_t count, const fct_chunk_layout *layout,
+                      fct_reduce_op op, fct_work **work) {
     int64_t begin = 0; /* start of the run in the row */
+    check_tag(tag, FCT_OP_REDUCE_SCATTER);
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_chunks")) {
         return -1;
@@ -481,8 +512,9 @@ int fct_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks,
     return 0;
 }
 
-int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
-                   fct_work **work) {
+int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
+                   double factor, bool async_op, fct_work **work) {
+    check_tag(tag, FCT_OP_ALL_REDUCE);
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_all_reduce")) {
         return -1;

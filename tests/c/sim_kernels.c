@@ -171,7 +171,12 @@ static const char *sim_pack_gradients(const fck_gradient *gradients, size_t coun
     return NULL;
 }
 
-static const fck_backend backend = {"simulated", sim_pack, sim_unpack, sim_pack_gradients};
+static int sim_can_cast(fck_dtype src, fck_dtype dst) {
+    return __real_fck_cpu()->can_cast(src, dst);
+}
+
+static const fck_backend backend = {"simulated", sim_pack, sim_unpack, sim_pack_gradients,
+                                    sim_can_cast};
 
 const fck_backend *__wrap_fck_cpu(void) {
     return &backend;

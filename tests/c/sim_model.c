@@ -25,6 +25,7 @@ int sim_whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **ou
 }
 
 static int callback_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
+    sim_callback("make_unsharded");
     sim_param *p = (sim_param *)owner;
     fct_tensor *made = NULL;
     if (sim_fault(SIM_FAULT_HOST, "make_unsharded")) {
@@ -44,6 +45,7 @@ static int callback_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **u
 }
 
 static int callback_make_post_forward(void *owner, fct_tensor *data) {
+    sim_callback("make_post_forward");
     sim_param *p = (sim_param *)owner;
     if (data != NULL && sim_fault(SIM_FAULT_HOST, "make_post_forward")) {
         return -1;
@@ -58,6 +60,7 @@ static int callback_make_post_forward(void *owner, fct_tensor *data) {
 
 /* Can fail between the slots, because each slot is a module's own __setattr__. */
 static int callback_swap(void *owner, fc_sharded_state state) {
+    sim_callback("swap");
     static const char *const what[] = {"", "swap to sharded", "swap to post-forward",
                                        "swap to unsharded"};
     sim_param *p = (sim_param *)owner;
@@ -82,14 +85,24 @@ static int callback_swap(void *owner, fc_sharded_state state) {
 }
 
 static bool callback_requires_grad(void *owner) {
+    sim_callback("requires_grad");
     return fct_tensor_requires_grad(((const sim_param *)owner)->sharded);
 }
 
 static int callback_require_grad(void *owner, bool value) {
+    sim_callback("require_grad");
     return fct_tensor_set_requires_grad(((const sim_param *)owner)->sharded, value);
 }
 
+/* sharded_data records all writes of the simulation. */
+static uint32_t callback_shard_version(void *owner) {
+    (void)owner;
+    sim_callback("shard_version");
+    return 0;
+}
+
 static int callback_refresh_shard(void *owner) {
+    sim_callback("refresh_shard");
     sim_param *p = (sim_param *)owner;
     if (p->replacement == NULL) {
         return 0;
@@ -104,6 +117,7 @@ static int callback_refresh_shard(void *owner) {
 }
 
 static int callback_set_sharded_grad(void *owner, fct_tensor *local) {
+    sim_callback("set_sharded_grad");
     sim_param *p = (sim_param *)owner;
     if (sim_fault(SIM_FAULT_HOST, "set_sharded_grad")) {
         return -1;
@@ -125,24 +139,28 @@ static int callback_set_sharded_grad(void *owner, fct_tensor *local) {
 }
 
 static bool callback_has_grad(void *owner) {
+    sim_callback("has_grad");
     return sim_grad_peek(((const sim_param *)owner)->sharded) != NULL;
 }
 
 static bool callback_needs_grad_now(void *owner) {
+    sim_callback("needs_grad_now");
     return ((const sim_param *)owner)->shape.hooked;
 }
 
 /* It sets no exception of its own: the status is returned by sim_train.c. */
 static int callback_grad_arrived(void *owner) {
+    sim_callback("grad_arrived");
     sim_param *p = (sim_param *)owner;
     if (!fc_bucket_arrived(&p->core)) {
         return 0;
     }
     sim_group *group = (sim_group *)p->core.buckets->base->owner;
-    return (int)fc_group_reduce_buckets(&group->core);
+    return (int)SIM_HOOK(sim_hook_refresh(&group->core), fc_group_reduce_buckets(&group->core));
 }
 
 static int callback_reduce_hook(void *group, fct_tensor *row) {
+    sim_callback("reduce_hook");
     (void)group;
     if (sim_fault(SIM_FAULT_HOST, "reduce_hook")) {
         return -1;
@@ -160,6 +178,7 @@ const fc_callbacks sim_callbacks = {
     .swap = callback_swap,
     .requires_grad = callback_requires_grad,
     .require_grad = callback_require_grad,
+    .shard_version = callback_shard_version,
     .refresh_shard = callback_refresh_shard,
     .set_sharded_grad = callback_set_sharded_grad,
     .has_grad = callback_has_grad,
@@ -262,7 +281,8 @@ static void memory_init(sim_group *g, const sim_scenario *s) {
     if (s->post_forward_world > 0 && !s->without_memory) {
         sim_pg_has_memory(g->pg_names[3], false);
     }
-    fc_group_base_set_memory(&g->core.base, groups[0], groups[1]);
+    fc_group_base_set_memory(&g->core.base, sim_allocator_new(groups[0]),
+                             sim_allocator_new(groups[1]));
 }
 
 static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
@@ -280,6 +300,7 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     }
     fc_group_init(&g->core, g, &sim_callbacks, &m->comm, params, g->count, sim_device(), s->world,
                   s->rank);
+    g->core.ops = &sim_transitions;
     g->core.base.name = g->name;
     process_groups_init(g, s);
     if (s->memory_of_groups) {
@@ -299,7 +320,6 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     g->core.buckets.limit = s->bucket_bytes;
     g->core.reducer.has_divide_factor = s->divide_factor != 0.0;
     g->core.reducer.divide_factor = s->divide_factor;
-    g->core.reducer.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
 }
 
 static fc_state **state_list(sim_model *m, size_t first, size_t count, bool backwards) {

@@ -110,6 +110,7 @@ typedef struct sim_group {
     char pg_names[4][32]; /* of the links shard, scatter, replicate and post_forward */
     sim_param params[SIM_PARAMS_MAX];
     size_t count;
+    size_t hook; /* latest hook that has refreshed the group; see sim_hook.c */
 } sim_group;
 
 typedef struct sim_layer {
@@ -164,6 +165,21 @@ void sim_model_check_shards(sim_model *m);
 double sim_model_digest(sim_model *m);
 
 extern const fc_callbacks sim_callbacks;
+
+/* ---- sim_hook.c: hooks ---- */
+
+/* Runs `call` as a hook. `refresh` first calls sim_hook_refresh() for the groups that the call can
+ * reach. Evaluates to the status of the call. */
+#define SIM_HOOK(refresh, call) (sim_hook_begin(), (void)!(refresh), sim_hook_end(call))
+void sim_hook_begin(void);
+fc_status sim_hook_end(fc_status status);
+fc_status sim_hook_refresh(fc_group *g); /* an fc_visit */
+/* Each entry records a failure if a hook runs that has not refreshed the group. */
+extern const fc_transitions sim_transitions;
+/* Counts a call of a callback. of: the calls since the latest reset; NULL: of all callbacks. */
+void sim_callback(const char *name);
+void sim_callbacks_reset(void);
+size_t sim_callbacks_of(const char *name);
 
 /* ---- sim_account.c: expected places and values of elements ---- */
 

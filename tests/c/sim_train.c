@@ -106,7 +106,7 @@ static fc_status pre_forward(sim_model *m, sim_layer *layer, bool grad) {
     fc_status status = FC_OK;
     fc_state *state = &layer->core;
     if (state->training_state == FC_PRE_BACKWARD) {
-        return fc_state_recompute(state);
+        return SIM_HOOK(fc_state_visit_groups(state, sim_hook_refresh), fc_state_recompute(state));
     }
     bool first = state->training_state != FC_FORWARD;
     if (first) {
@@ -116,14 +116,16 @@ static fc_status pre_forward(sim_model *m, sim_layer *layer, bool grad) {
     state->training_state = FC_FORWARD;
     for (size_t k = 0; k < layer->group_count; k++) {
         bool entering = false;
-        FC_TRY(fc_group_pre_forward(&layer->groups[k].core, &entering));
+        fc_group *g = &layer->groups[k].core;
+        FC_TRY(SIM_HOOK(sim_hook_refresh(g), fc_group_pre_forward(g, &entering)));
         /* The root's input does not require grad, so it has no node. */
         if (entering && grad && (layer != &m->layers[0] || m->scenario.unhooked)) {
             record(m, SIM_NODE, layer, &layer->groups[k]);
         }
     }
     if (first && state->forward_prefetch_count > 0) {
-        FC_TRY(fc_state_forward_prefetch(state));
+        FC_TRY(SIM_HOOK(fc_state_visit_forward_prefetch(state, sim_hook_refresh),
+                        fc_state_forward_prefetch(state)));
     }
 done:
     return status;
@@ -135,7 +137,8 @@ static fc_status post_forward(sim_model *m, sim_layer *layer, bool grad) {
         return FC_OK;
     }
     for (size_t k = 0; k < layer->group_count; k++) {
-        FC_TRY(fc_group_post_forward(&layer->groups[k].core));
+        fc_group *g = &layer->groups[k].core;
+        FC_TRY(SIM_HOOK(sim_hook_refresh(g), fc_group_post_forward(g)));
     }
     if (grad && !m->scenario.unhooked) {
         record(m, SIM_OUTPUT, layer, NULL);
@@ -171,7 +174,8 @@ done:
 
 static int call_at_end(void *owner) {
     sim_model *m = (sim_model *)owner;
-    fc_status status = fc_iteration_end_backward(&m->iteration, &m->comm);
+    fc_status status = SIM_HOOK(fc_iteration_visit_groups(&m->iteration, sim_hook_refresh),
+                                fc_iteration_end_backward(&m->iteration, &m->comm));
     const fc_comm_ctx *c = &m->comm;
     bool over = m->iteration.is_last_backward && !m->iteration.manual;
     if (status == FC_OK && over && (c->kept_rows[0].copied != NULL || c->kept_rows[1].copied)) {
@@ -215,13 +219,14 @@ static fc_status backward(sim_model *m, bool give) {
         sim_group *group = m->tape[i].group;
         switch (m->tape[i].kind) {
         case SIM_OUTPUT:
-            FC_TRY(fc_state_pre_backward(&layer->core, &at_end));
+            FC_TRY(SIM_HOOK(fc_state_visit_pre_backward(&layer->core, sim_hook_refresh),
+                            fc_state_pre_backward(&layer->core, &at_end)));
             break;
         case SIM_COMPUTE:
             FC_TRY(backward_compute(m, layer, give));
             break;
         case SIM_NODE:
-            FC_TRY(fc_group_leave_backward(&group->core));
+            FC_TRY(SIM_HOOK(sim_hook_refresh(&group->core), fc_group_leave_backward(&group->core)));
             FC_TRY(fc_state_post_backward(&layer->core, &group->core));
             sim_log("post:%s", group->name);
             break;
@@ -240,7 +245,9 @@ static fc_status double_backward(sim_model *m) {
     const fct_hook at_end = {m, call_at_end, retain_model, release_model};
     for (size_t i = 0; i < m->tape_length; i++) {
         if (m->tape[i].kind == SIM_NODE) {
-            FC_TRY(fc_state_pre_double_backward(&m->tape[i].layer->core, &at_end));
+            fc_state *state = &m->tape[i].layer->core;
+            FC_TRY(SIM_HOOK(fc_state_visit_groups(state, sim_hook_refresh),
+                            fc_state_pre_double_backward(state, &at_end)));
         } else if (m->tape[i].kind == SIM_COMPUTE) {
             use_params(m->tape[i].layer);
             FC_TRY(give_gradients(m, m->tape[i].layer));

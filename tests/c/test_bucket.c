@@ -136,6 +136,30 @@ static void bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype(void **
     expect_buckets(s, 2, (const size_t[]){2, 0});
 }
 
+static void change_of_reduce_dtype_cuts_the_buckets_again(void **state) {
+    (void)state;
+    sim_scenario s = replicated;
+    for (size_t i = 0; i < 4; i++) {
+        s.shapes[i].compute = FCK_BFLOAT16;
+    }
+    sim_begin(s.device);
+    sim_model *m = sim_model_new(&s);
+    fc_buckets *buckets = &core(m)->buckets;
+    assert_int_equal(fc_bucket_cut(buckets), FC_OK);
+    assert_int_equal(buckets->count, 1);
+    assert_int_equal(fc_reducer_dtype(&core(m)->reducer), FCT_NO_DTYPE);
+    for (size_t i = 0; i < 4; i++) {
+        fc_bucket_set_reduce_dtype(core(m)->base.params[i], FCK_FLOAT32);
+    }
+    assert_int_equal(buckets->mode, FC_BUCKETS_STALE);
+    assert_int_equal(fc_bucket_cut(buckets), FC_OK);
+    assert_int_equal(buckets->count, 2);
+    assert_int_equal(fc_reducer_dtype(&core(m)->reducer), FCK_FLOAT32);
+    fc_bucket_set_reduce_dtype(core(m)->base.params[0], FCK_FLOAT32); /* no change */
+    assert_int_equal(buckets->mode, FC_BUCKETS_READY);
+    end(m);
+}
+
 /* ---- backward ---- */
 
 static void bucket_is_reduced_when_its_last_gradient_arrives(void **state) {
@@ -323,6 +347,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(buckets_are_cut_from_last_parameter_to_first_at_limit),
         cmocka_unit_test(bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype),
+        cmocka_unit_test(change_of_reduce_dtype_cuts_the_buckets_again),
         cmocka_unit_test(bucket_is_reduced_when_its_last_gradient_arrives),
         cmocka_unit_test(bucket_reductions_follow_parameter_order_in_any_autograd_order),
         cmocka_unit_test(bucket_with_missing_gradient_is_reduced_at_end_of_backward),

@@ -159,13 +159,13 @@ static void only_floating_dtypes_convert_and_all_dtypes_copy(void **state) {
     for (fck_dtype src = 0; src < 20; src++) {
         for (fck_dtype dst = 0; dst < 20; dst++) {
             const int floats = is_float(src) && is_float(dst);
-            assert_int_equal(!!fck_can_cast(src, dst), src == dst || floats);
+            assert_int_equal(!!fck_can_cast(FCK_DEVICE_CPU, src, dst), src == dst || floats);
         }
     }
-    assert_true(fck_can_cast(FCK_FLOAT64, FCK_BFLOAT16));
-    assert_true(fck_can_cast(FCK_COMPLEX128, FCK_COMPLEX128));
-    assert_false(fck_can_cast(FCK_UINT8, FCK_FLOAT32));
-    assert_false(fck_can_cast(FCK_FLOAT32, FCK_COMPLEX128));
+    assert_true(fck_can_cast(FCK_DEVICE_CPU, FCK_FLOAT64, FCK_BFLOAT16));
+    assert_true(fck_can_cast(FCK_DEVICE_CPU, FCK_COMPLEX128, FCK_COMPLEX128));
+    assert_false(fck_can_cast(FCK_DEVICE_CPU, FCK_UINT8, FCK_FLOAT32));
+    assert_false(fck_can_cast(FCK_DEVICE_CPU, FCK_FLOAT32, FCK_COMPLEX128));
 }
 
 int main(void) {

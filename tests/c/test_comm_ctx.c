@@ -43,7 +43,7 @@ static pending start_reduce_scatter(void) {
     sim_pg_register("world", 2, 0, NULL, NULL);
     assert_int_equal(fct_pg_resolve("world", &f.pg), 0);
     f.out = sim_tensor_new(FCK_FLOAT32, 1, four, (const double[4]){0});
-    assert_int_equal(fct_reduce_scatter(f.pg, f.out, f.in, FCT_AVG, 1.0, true, &f.work), 0);
+    assert_int_equal(fct_reduce_scatter(f.pg, NULL, f.out, f.in, FCT_AVG, 1.0, true, &f.work), 0);
     assert_non_null(f.work);
     fct_pg_release(f.pg);
     return f;

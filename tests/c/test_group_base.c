@@ -1,21 +1,14 @@
-/* Fixed parts of a group: links, allocators, host queries, and names of profiler ranges. */
+/* Fixed parts of a group: links, allocators, fallbacks, and names of profiler ranges. */
 #include "core/group_base.h"
 
 #include <stdlib.h>
 
 #include "sim.h"
 
-static fc_fallback asked;
-static void *asked_of;
-
-static bool moves_gathers(void *group, fc_fallback move) {
-    asked = move;
-    asked_of = group;
-    return move == FC_FALLBACK_GATHER;
-}
+static int owner;
 
 static void log_label(void *group, const char *label) {
-    asked_of = group;
+    assert_ptr_equal(group, &owner);
     sim_log("%s", label);
 }
 
@@ -24,7 +17,7 @@ static fc_group_base begin(const fc_callbacks *callbacks, bool profile) {
     fc_param **params = (fc_param **)calloc(3, sizeof *params);
     assert_non_null(params);
     sim_begin((sim_config){.seed = 1, .profile = profile});
-    fc_group_base_init(&base, &asked, callbacks, NULL, params, 3, sim_device(), 4, 2);
+    fc_group_base_init(&base, &owner, callbacks, NULL, params, 3, sim_device(), 4, 2);
     return base;
 }
 
@@ -79,7 +72,7 @@ static void buffer_comes_from_process_group_allocator_if_available(void **state)
     for (size_t i = 0; i < 2; i++) {
         assert_int_equal(fct_pg_resolve("world", &groups[i]), 0);
     }
-    fc_group_base_set_memory(&base, groups[0], groups[1]);
+    fc_group_base_set_memory(&base, sim_allocator_new(groups[0]), sim_allocator_new(groups[1]));
     for (int gives = 0; gives < 2; gives++) {
         fct_tensor *buffer = NULL;
         bool has = !gives;
@@ -89,13 +82,13 @@ static void buffer_comes_from_process_group_allocator_if_available(void **state)
         sim_calls_clear();
         assert_int_equal(fc_group_base_buffer(&base, base.reduce_memory, 5, FCK_FLOAT32, &buffer),
                          FC_OK);
-        assert_string_equal(sim_calls_text(), gives ? "fct_pg_allocates fct_pg_empty"
-                                                    : "fct_pg_allocates fct_tensor_empty");
+        assert_string_equal(sim_calls_text(), gives ? "fct_allocator_serves fct_allocator_empty"
+                                                    : "fct_allocator_serves fct_tensor_empty");
         assert_int_equal(sim_tensor_numel(buffer), 5);
         fct_tensor_release(buffer);
     }
     assert_int_equal(fct_pg_resolve("world", &groups[1]), 0);
-    fc_group_base_set_memory(&base, NULL, groups[1]);
+    fc_group_base_set_memory(&base, NULL, sim_allocator_new(groups[1]));
     fct_tensor *buffer = NULL;
     sim_calls_clear();
     assert_int_equal(fc_group_base_buffer(&base, base.gather_memory, 5, FCK_FLOAT32, &buffer),
@@ -112,30 +105,35 @@ static void failing_process_group_allocator_fails_buffer(void **state) {
     sim_pg_register("world", 4, 2, NULL, NULL);
     sim_pg_has_memory("world", true);
     assert_int_equal(fct_pg_resolve("world", &group), 0);
-    fc_group_base_set_memory(&base, group, NULL);
+    fc_group_base_set_memory(&base, sim_allocator_new(group), NULL);
     for (int64_t nth = 1; nth <= 2; nth++) {
         fct_tensor *buffer = NULL;
         const char *name = NULL;
         sim_fault_arm(nth, SIM_ONCE);
-        assert_int_equal(fc_group_base_buffer(&base, group, 5, FCK_FLOAT32, &buffer), FC_ERAISED);
+        assert_int_equal(fc_group_base_buffer(&base, base.gather_memory, 5, FCK_FLOAT32, &buffer),
+                         FC_ERAISED);
         assert_int_equal(sim_fault_fired(&name), SIM_FAULT_BOUNDARY);
-        assert_string_equal(name, nth == 1 ? "fct_pg_allocates" : "fct_pg_empty");
+        assert_string_equal(name, nth == 1 ? "fct_allocator_serves" : "fct_allocator_empty");
         assert_null(buffer);
         sim_fault_arm(0, SIM_ONCE);
     }
     end(&base);
 }
 
-static void uses_fallback_is_queried_for_each_movement(void **state) {
+static void group_uses_exactly_the_fallbacks_of_its_mask(void **state) {
     (void)state;
-    const fc_callbacks callbacks = {.uses_fallback = moves_gathers};
-    fc_group_base base = begin(&callbacks, false);
-    assert_true(fc_group_base_uses_fallback(&base, FC_FALLBACK_GATHER));
-    assert_ptr_equal(asked_of, &asked);
-    assert_false(fc_group_base_uses_fallback(&base, FC_FALLBACK_FREE));
-    assert_int_equal(asked, FC_FALLBACK_FREE);
-    base.callbacks = &(const fc_callbacks){.uses_fallback = NULL};
-    assert_false(fc_group_base_uses_fallback(&base, FC_FALLBACK_GATHER));
+    static const fc_fallback all[] = {FC_FALLBACK_GATHER, FC_FALLBACK_REDUCE, FC_FALLBACK_EARLY,
+                                      FC_FALLBACK_FREE,   FC_FALLBACK_SWAP,   FC_FALLBACK_GRADS};
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        assert_false(fc_group_base_uses_fallback(&base, all[i]));
+    }
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        base.fallbacks = (uint32_t)all[i];
+        for (size_t j = 0; j < sizeof all / sizeof all[0]; j++) {
+            assert_int_equal(fc_group_base_uses_fallback(&base, all[j]), i == j);
+        }
+    }
     end(&base);
 }
 
@@ -156,9 +154,10 @@ static void no_range_or_log_without_profiler_and_logging(void **state) {
     (void)state;
     fc_group_base base = begin(&(const fc_callbacks){.log = log_label}, false);
     assert_null(fc_group_base_enter_range(&base, "all_gather"));
+    base.logs = true;
     fc_group_base_log(&base, "unshard");
     assert_string_equal(sim_log_text(), "unshard");
-    base.callbacks = &(const fc_callbacks){.log = NULL};
+    base.logs = false;
     fc_group_base_log(&base, "reshard");
     assert_string_equal(sim_log_text(), "unshard");
     end(&base);
@@ -171,7 +170,7 @@ int main(void) {
         cmocka_unit_test(group_base_fini_releases_every_process_group),
         cmocka_unit_test(buffer_comes_from_process_group_allocator_if_available),
         cmocka_unit_test(failing_process_group_allocator_fails_buffer),
-        cmocka_unit_test(uses_fallback_is_queried_for_each_movement),
+        cmocka_unit_test(group_uses_exactly_the_fallbacks_of_its_mask),
         cmocka_unit_test(profiler_ranges_contain_module_names),
         cmocka_unit_test(no_range_or_log_without_profiler_and_logging),
     };

@@ -363,7 +363,8 @@ static void reduce_dtype_overrides_gradient_dtype(void **state) {
 /* Returns the reduction dtype of gradients of two dtypes, without an explicit reduce dtype. */
 static fct_dtype reduce_dtype_of(fct_dtype first, fct_dtype second) {
     reduction r = begin();
-    bool floats = fck_can_cast(first, FCK_FLOAT32) != 0 && fck_can_cast(second, FCK_FLOAT32) != 0;
+    bool floats = fck_can_cast(FCK_DEVICE_CPU, first, FCK_FLOAT32) != 0 &&
+                  fck_can_cast(FCK_DEVICE_CPU, second, FCK_FLOAT32) != 0;
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, first));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, second));
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);

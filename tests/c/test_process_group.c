@@ -7,7 +7,7 @@
 
 /* Rank 1 of two. Collectives complete only in a wait. */
 static fc_process_group begin(void) {
-    fc_process_group group = {NULL, NULL, 0, 0};
+    fc_process_group group = {NULL, NULL, 0, 0, 0};
     sim_begin((sim_config){.seed = 7});
     sim_collectives_stall(true);
     sim_pg_register("world", 2, 1, NULL, NULL);

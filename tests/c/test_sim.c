@@ -190,7 +190,7 @@ static exchange start_all_gather(bool right_row) {
         sim_tensor_new(FCK_FLOAT32, 1, eight,
                        (const double[8]){-1, -1, -1, -1, first, first + 1, first + 2, first + 3});
     assert_int_equal(fct_tensor_alias(x.all, 1, four, one_step, 4, &x.own), 0);
-    assert_int_equal(fct_all_gather(x.pg, x.all, x.own, true, &x.work), 0);
+    assert_int_equal(fct_all_gather(x.pg, NULL, x.all, x.own, true, &x.work), 0);
     return x;
 }
 
@@ -274,7 +274,7 @@ static void sim_reduce_scatter_sums_multiples_of_peers(void **state) {
     fct_tensor *in =
         sim_tensor_new(FCK_FLOAT32, 1, eight, (const double[8]){0, 0, 0, 0, 2, 4, 6, 8});
     fct_tensor *out = sim_tensor_new(FCK_FLOAT32, 1, four, (const double[4]){0});
-    assert_int_equal(fct_reduce_scatter(pg, out, in, FCT_AVG, 1.0, true, &work), 0);
+    assert_int_equal(fct_reduce_scatter(pg, NULL, out, in, FCT_AVG, 1.0, true, &work), 0);
     assert_int_equal(fct_work_wait(work), 0);
     sim_tensor_expect(out, (const double[4]){1.5, 3, 4.5, 6}, "(1 + 2) / 2 times rank 0's row");
     fct_work_release(work);

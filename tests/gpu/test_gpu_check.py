@@ -164,7 +164,7 @@ def test_check_jit_reports_wrong_kernels_only(
         f"""
         import ctypes
         import check_jit, check_kernels, kernel_library, loop_group, variants
-        from fsdp_c import jit
+        from fsdp_c._runtime import jit
         from outcome import start_device
 
         driver = ctypes.CDLL({str(tmp_path / "libcuda.so")!r})

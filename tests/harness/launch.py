@@ -35,7 +35,7 @@ from typing import Any
 
 import fork_server
 
-ENDING = Path(__file__).resolve().parents[2] / "fsdp_c/_compat/shutdown.py"
+SHUTDOWN = Path(__file__).resolve().parents[2] / "fsdp_c/_compat/shutdown.py"
 
 OUTPUT_SHOWN = 6000
 """Maximum number of characters at the end of a failed rank's output that its report keeps."""
@@ -277,7 +277,7 @@ def _wait_for_gloo_threads() -> None:
     shutdown aborts the process, under torch and under fsdp_c. Ranks of both therefore end as
     fsdp_c's do.
     """
-    runpy.run_path(str(ENDING))["wait_for_threads"]()
+    runpy.run_path(str(SHUTDOWN))["wait_for_threads"]()
 
 
 def die_with_parent() -> None:

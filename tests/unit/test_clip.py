@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsdp_c import _C, clip, clip_grad_norm_, fully_shard
-from fsdp_c.clip import PerMeshCache
+from fsdp_c import _C, clip_grad_norm_, fully_shard
+from fsdp_c._runtime import grad_norm
+from fsdp_c._runtime.grad_norm import PerMeshCache
 
 SHAPES = [(64, 8), (17,), (9, 3), (1,), (40, 33), (8, 1), (3,)]
 
@@ -241,15 +242,15 @@ class TestSeveralMeshes:
         with torch.no_grad():
             params = list(reference.parameters())
             collected = _C.clip_collect(params, True)
-            expected = clip._clip_any(params, *collected, 0.5, 2.0, False, None)
+            expected = grad_norm.clip_any(params, *collected, 0.5, 2.0, False, None)
         tensors, kinds, kind_of = _C.clip_collect(list(by_fsdp_c.parameters()), True)
         with CommDebugMode() as comm:
-            total = clip.compute_norm_on_cpu(
-                tensors, kind_of, [clip.get_group_names(*kind) for kind in kinds]
+            total = grad_norm.compute_norm_on_cpu(
+                tensors, kind_of, [grad_norm.get_group_names(*kind) for kind in kinds]
             )
         assert total == expected.item()
         assert comm.get_total_counts() == calls
-        assert clip.scale_on_cpu(tensors, 0.5, total)
+        assert grad_norm.scale_on_cpu(tensors, 0.5, total)
         for a, b in zip(by_fsdp_c.parameters(), reference.parameters(), strict=True):
             assert torch.equal(local_grad(a), local_grad(b))
 
@@ -520,8 +521,8 @@ def test_group_names_are_cached_per_mesh_object(
         def __hash__(self) -> int:
             return 0
 
-    monkeypatch.setattr(clip, "_make_group_key", lambda groups: len(groups))
-    names = PerMeshCache(clip._find_group_names)
+    monkeypatch.setattr(grad_norm, "_make_group_key", lambda groups: len(groups))
+    names = PerMeshCache(grad_norm._find_group_names)
     old, new = Mesh("old"), Mesh("new")
     for _ in range(2):
         assert names(old, (Shard(0),)) == (("old0",), 1)  # type: ignore[arg-type]
@@ -529,6 +530,6 @@ def test_group_names_are_cached_per_mesh_object(
     assert names(new, (Shard(0),)) == (("new0",), 1)  # type: ignore[arg-type]
     assert names(new, (Replicate(), Shard(0))) == (("new1",), 1)  # type: ignore[arg-type]
     assert names(new, (Partial(),)) is None  # type: ignore[arg-type]
-    assert clip.get_group_names(None, None) == ((), ())
+    assert grad_norm.get_group_names(None, None) == ((), ())
     del new
     assert names(old, (Partial(),)) is None  # type: ignore[arg-type]

@@ -17,14 +17,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE_FOLDERS = ("csrc", "fsdp_c", "tests", "benchmarks", "examples")
-CODE_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
+CODE_SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh", ".py", ".pyi"}
 
 FENCE = re.compile(r"^[ ]*```.*?^[ ]*```", re.M | re.S)
 SPAN = re.compile(r"`([^`]+)`")
-FILE = re.compile(r"[\w./*-]+\.(?:cpp|cuh|cu|c|h|pyi|py|md|toml|yaml|txt)")
+FILE = re.compile(r"[\w./*-]+\.(?:cpp|hpp|cuh|cu|c|h|pyi|py|md|toml|yaml|txt)")
 FOLDER = re.compile(rf"(?:{'|'.join(CODE_FOLDERS)})/[\w./*-]*|tests/\w+")
 C_NAME = re.compile(
-    r"\b(?:fc|fct|fck|fcpy|shm_ring|FC|FCT|FCK|SHM_RING)_\w*[a-zA-Z0-9]\b(?:\.(\w+))?"
+    r"\b(?:fc|fct|fck|fcpy|shm|progress|FC|FCT|FCK|SHM)_\w*[a-zA-Z0-9]\b(?:\.(\w+))?"
 )
 DOTTED = re.compile(r"\b(?:fsdp_c|torch)(?:\.\w+)+")
 CALL = re.compile(r"\b(?:\w+\.)*(\w+)\(")
@@ -192,7 +192,7 @@ FSDP_C_DEBUG=1 make build missing
 """
 
 DOCUMENT_WITH_KNOWN_NAMES = """
-Read `core/group.h`, `group.c`, `tests/c`, `csrc/torch/*.cpp`; call `fc_group_unshard`,
+Read `core/group.h`, `group.c`, `tests/c`, `csrc/bridge/*.cpp`; call `fc_group_unshard`,
 `fct_fault_arm(n)`, `fsdp_c.auto_shard(model)`, `fc_param.partial`, `zero_grad()`, `make
 test`, the prefixes `fc_` and `fct_`, `model`, run
 `test_unknown_names_are_listed_in_order`. Not a name: `a = b`.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_c._runtime.nvrtc import ENTRIES, FIRST, KERNEL_SOURCES, STANDARD, Nvrtc, installed
+from fsdp_c._runtime.nvrtc import ENTRIES, FIRST, KERNEL_SOURCES, STANDARD, Nvrtc, find_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -149,10 +149,12 @@ def test_find_nvcc_accepts_only_major_release_of_torch(
 LIBRARIES = [Path(path) for path in os.environ.get("FSDP_C_NVRTC", "").split(":") if path]
 
 
-@pytest.mark.skipif(not (LIBRARIES or installed()), reason="no NVRTC: set FSDP_C_NVRTC=LIBRARY:...")
+@pytest.mark.skipif(
+    not (LIBRARIES or find_libraries()), reason="no NVRTC: set FSDP_C_NVRTC=LIBRARY:..."
+)
 def test_device_code_compiles_with_nvrtc_for_first_and_newest_arch() -> None:
     """pip's packages of CUDA 12 contain NVRTC, the device compiler as a library, but no nvcc."""
-    for library in LIBRARIES or installed():
+    for library in LIBRARIES or find_libraries():
         nvrtc = Nvrtc(library)
         archs = nvrtc.archs()
         supported = [arch for arch in archs if arch >= FIRST]

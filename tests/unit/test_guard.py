@@ -453,6 +453,95 @@ def test_method_restored_on_the_object_is_no_override() -> None:
     assert _C._testing.overrides(group) == 0
 
 
+def test_patch_made_by_an_override_is_called_in_the_same_transition_as_in_torch() -> None:
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        model = model_of(shard)
+        step(model)
+        events: list[Any] = []
+        unshard, wait = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
+
+        def patching(group: Any, async_op: bool = False) -> None:
+            unshard(group, async_op)
+            FSDPParamGroup.wait_for_unshard = record_calls(events, "wait", wait)  # type: ignore[method-assign]
+
+        with replaced(FSDPParamGroup, "wait_for_unshard", wait):
+            with replaced(FSDPParamGroup, "unshard", patching):
+                step(model)
+        return events
+
+    torch_result, result = run_both(scenario)
+    assert result == torch_result
+    assert result
+
+
+def test_patch_made_inside_a_collective_takes_effect_at_the_next_hook() -> None:
+    """The patched collective is user code that runs in the middle of the first pre-forward.
+
+    torch reads ``wait_for_unshard`` after the collective, in the same hook. fsdp_c has read it at
+    the entry of the hook, so the first of torch's calls is missing.
+    """
+
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        model = model_of(shard)
+        step(model)
+        events: list[Any] = []
+        gather, wait = param_group.foreach_all_gather, FSDPParamGroup.wait_for_unshard
+
+        def patching(*args: Any) -> Any:
+            FSDPParamGroup.wait_for_unshard = record_calls(events, "wait", wait)  # type: ignore[method-assign]
+            return gather(*args)
+
+        with replaced(FSDPParamGroup, "wait_for_unshard", wait):
+            with replaced(param_group, "foreach_all_gather", patching):
+                step(model)
+        return events
+
+    torch_result, result = run_both(scenario)
+    assert result == torch_result[1:]
+    assert result
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["by order", "explicit"])
+def test_method_set_on_a_prefetched_group_between_forward_and_backward_is_called(
+    explicit: bool,
+) -> None:
+    """The first hook that reaches the group after the patch is that of another group."""
+
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        model = model_of(shard, reshard_after_forward=True)
+        if explicit:
+            units = list(model.children())
+            units[1].set_modules_to_backward_prefetch([units[0]])
+        step(model)
+        loss = model(batch()).sum()
+        events: list[Any] = []
+        group = next(group for group in groups_of(model) if group._module_fqn == "0")
+        group.unshard = record_calls(events, "unshard", group.unshard)
+        loss.backward()
+        return events
+
+    torch_result, result = run_both(scenario)
+    assert result == torch_result
+    assert len(result) == 2, "the prefetch, and the group's own pre-backward"
+
+
+def test_method_set_on_a_group_to_prefetch_in_forward_is_called_as_in_torch() -> None:
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        model = model_of(shard, reshard_after_forward=True)
+        units = list(model.children())
+        units[0].set_modules_to_forward_prefetch([units[1]])
+        step(model)
+        events: list[Any] = []
+        group = next(group for group in groups_of(model) if group._module_fqn == "1")
+        group.unshard = record_calls(events, "unshard", group.unshard)
+        model(batch())
+        return events
+
+    torch_result, result = run_both(scenario)
+    assert result == torch_result
+    assert len(result) == 2, "the prefetch, and the group's own pre-forward"
+
+
 # ---- uses of groups and states by libraries ------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import fsdp_c._compat.shutdown
 # time plus one second.
 PROGRAM = """
 import hashlib, sys, threading, time
-from fsdp_c import ending
+from fsdp_c._compat import shutdown
 ended = threading.Event()
 def work():  # pbkdf2_hmac releases the GIL
     while time.monotonic() < until:
@@ -25,8 +25,8 @@ begin = time.monotonic()
 until = begin + float(sys.argv[1])
 threading.Thread(target=work, daemon=True).start()
 if sys.argv[2] == "no /proc":
-    ending.THREADS = "/nowhere"
-ending.wait_for_threads()
+    shutdown.THREADS = "/nowhere"
+shutdown.wait_for_threads()
 print(ended.is_set(), time.monotonic() - begin < until - begin + 1)
 """
 

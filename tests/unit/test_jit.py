@@ -123,7 +123,7 @@ def test_jit_without_nvrtc_library_logs_warning_and_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels, "_logged_devices", set())
-    monkeypatch.setattr(jit, "installed", list)
+    monkeypatch.setattr(jit, "find_libraries", list)
     monkeypatch.setenv("FSDP_C_JIT", "1")
     _C._testing.hide_kernels(True)
     try:

@@ -15,7 +15,7 @@ def long_lines(text: str) -> list[int]:
 
 
 def test_c_sources_have_no_line_over_100_columns() -> None:
-    suffixes = {".c", ".h", ".cpp", ".cu", ".cuh"}
+    suffixes = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
     folders = [ROOT / "csrc", ROOT / "tests"]
     paths = [p for folder in folders for p in sorted(folder.rglob("*")) if p.suffix in suffixes]
     assert len(paths) > 80, "too few sources found: this test would check nothing"

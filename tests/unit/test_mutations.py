@@ -1,6 +1,6 @@
 """Mutation tests of the C code: each seeded bug must fail the named assertion of a C test.
 
-A mutation is one replacement in one file of ``csrc/core``. The test compiles the file with the
+A mutation is one replacement in one file of csrc. The test compiles the file with the
 mutation, links it with the unmodified objects of ``make test-c``, and runs one C test. For each new
 check, add a mutation that it detects. The C tests of the shared-memory rings include the mutated
 source instead.
@@ -46,8 +46,8 @@ MUTATIONS = {
         "parameter 0 has sharded state 3 in a group of sharded state 1",
     ),
     "failed rollback of a parameter swap is ignored": Mutation(
-        "group",
-        "restored = swap_one(g, changed, own, callbacks->swap) == 0 && restored;",
+        "registration",
+        "restored = swap_one(base, changed, own, callbacks->swap) == 0 && restored;",
         "restored = true;",
         "test_group",
         "in a group of sharded state",
@@ -57,7 +57,7 @@ MUTATIONS = {
         "    c->newest = r;\n    c->reductions++;",
         "    c->newest = r;",
         "test_reduce",
-        "reductions are in flight; 0 were counted",
+        "(c->oldest == NULL) == (c->reductions == 0)",
     ),
     "gather plan is not invalidated": Mutation(
         "group",
@@ -124,8 +124,8 @@ MUTATIONS = {
     ),
     "buffers are not allocated from the process group": Mutation(
         "group_base",
-        "    FC_TRY_RAISED(has ? fct_pg_empty",
-        "    FC_TRY_RAISED(numel < 0 ? fct_pg_empty",
+        "    FC_TRY_RAISED(has ? fct_allocator_empty",
+        "    FC_TRY_RAISED(numel < 0 ? fct_allocator_empty",
         "test_train",
         "in memory that is not from a process group's allocator",
     ),
@@ -207,12 +207,51 @@ MUTATIONS = {
         "test_extension",
         "output_shared_with_inner_tensor_is_not_replaced",
     ),
+    "pre-backward does not refresh the group that it prefetches": Mutation(
+        "state",
+        "        FC_TRY(fc_group_visit_targets(s->groups[i], visit));",
+        "        (void)s;",
+        "test_train",
+        "runs in a hook that has not refreshed the group",
+    ),
     "chunk of a single rank is held after its reduction": Mutation(
         "reduce",
         "        fct_tensor_retain(r->output);\n        goto done;",
         "        fct_tensor_retain(r->output);\n        return FC_OK;",
         "test_train",
         "chunks after its reduction",
+    ),
+}
+
+DRY_RUN_MUTATIONS = {
+    "gather buffer is freed after its copy-out has ended": Mutation(
+        "boundary_device",
+        "    return issue(FCD_ALL_GATHER, pg, output, work);",
+        "    fct_tensor_retain(output);\n    fcd_defer_release(output);\n"
+        "    return issue(FCD_ALL_GATHER, pg, output, work);",
+        "test_dry_run_model",
+        "[  FAILED  ] gather_buffer_is_freed_at_the_end_of_its_copy_out",
+    ),
+    "moved memory is counted twice": Mutation(
+        "boundary",
+        "    from->storage->bytes = 0;\n    to->storage->number",
+        "    to->storage->number",
+        "test_dry_run_boundary",
+        "[  FAILED  ] moved_memory_is_counted_once",
+    ),
+    "gradients of sharded parameters are not released": Mutation(
+        "model",
+        "    fct_tensor_release(p->grad);",
+        "    (void)p;",
+        "test_dry_run_model",
+        "[  FAILED  ] all_objects_are_released_after_any_call",
+    ),
+    "memory of a gradient stays an activation": Mutation(
+        "step",
+        "    fcd_storage_reassign(storage, bytes, FCD_GRADIENTS);",
+        "    fcd_storage_reassign(storage, bytes, FCD_ACTIVATIONS);",
+        "test_dry_run_model",
+        "[  FAILED  ] storage_becomes_the_memory_of_a_gradient",
     ),
 }
 
@@ -300,7 +339,8 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def objects() -> Path:
     """Returns the folder of the object files of the C tests, built without mutations."""
-    tests = " ".join(sorted({mutation.test for mutation in MUTATIONS.values()}))
+    mutations = [*MUTATIONS.values(), *DRY_RUN_MUTATIONS.values()]
+    tests = " ".join(sorted({mutation.test for mutation in mutations}))
     made = run("make", "-s", "-C", C_TESTS, "run", f"TESTS={tests}")
     assert made.returncode == 0, made.stdout + made.stderr
     return BUILD
@@ -328,6 +368,26 @@ def test_mutation_of_the_core_fails_the_named_assertion(
     linked = run(
         *("gcc", *FLAGS, f"-I{ROOT / 'csrc/core'}", *WRAPS, mutated, *core, *simulation),
         *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends")),
+        objects / "tests" / f"{mutation.test}.o",
+        *(*LIBRARIES, "-o", tmp_path / "mutated"),
+    )
+    assert linked.returncode == 0, linked.stderr
+    done = run(tmp_path / "mutated")
+    assert done.returncode != 0
+    assert mutation.message in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", DRY_RUN_MUTATIONS)
+def test_mutation_of_the_dry_run_fails_the_named_assertion(
+    name: str, objects: Path, tmp_path: Path
+) -> None:
+    mutation = DRY_RUN_MUTATIONS[name]
+    mutated = mutate(mutation, ROOT / "csrc/dry_run", tmp_path)
+    core = [objects / f"core/{path.stem}.o" for path in (ROOT / "csrc/core").glob("*.c")]
+    dry_run = [objects / f"dry_run/{path.stem}.o" for path in (ROOT / "csrc/dry_run").glob("*.c")]
+    others = [path for path in dry_run if path.exists() and path.stem != mutation.module]
+    linked = run(
+        *("gcc", *FLAGS, f"-I{ROOT / 'csrc/dry_run'}", mutated, *core, *others),
         objects / "tests" / f"{mutation.test}.o",
         *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )

@@ -244,7 +244,7 @@ def run_in_new_interpreter(code: str) -> list[str]:
 
 
 def test_first_training_step_does_not_import_lazy_modules() -> None:
-    """Modules for forecasts, diagrams and checkpoint files are imported by the first call."""
+    """Modules for estimates, diagrams and checkpoint files are imported by the first call."""
     paths = [PACKAGE / name for name in LAZY]
     assert all(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
     found = run_in_new_interpreter(FIRST_USE)

@@ -63,7 +63,7 @@ def params_of(module: Any) -> list[Any]:
 def make_without_cache(monkeypatch: pytest.MonkeyPatch, make: Callable[[], list[Any]]) -> list[Any]:
     """Returns the result of ``make`` with the template cache disabled."""
     with monkeypatch.context() as patch:
-        patch.setattr(param_template, "is_constructed_as_usual", lambda: False)
+        patch.setattr(param_template, "has_torch_constructor", lambda: False)
         return make()
 
 

@@ -24,7 +24,7 @@ from wrap_models import Transformer, bytes_of, units_of
 
 import fsdp_c
 from fsdp_c import Explanation, auto_shard, wrap
-from fsdp_c._tools import forecast, plan_command, report
+from fsdp_c._tools import plan_command, report, step_memory
 from fsdp_c._tools.optimizer_memory import measure_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -315,7 +315,7 @@ def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
     explanation.plot(tmp_path / "memory.svg")
     text = (tmp_path / "memory.svg").read_text()
-    assert text.count("<path") > len(forecast.KINDS)
+    assert text.count("<path") > len(step_memory.KINDS)
 
 
 # ---- python -m fsdp_c plan -----------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -28,13 +29,13 @@ C_FLAGS = [
 ]
 # Compilers and nm must not run under the sanitizer that `make sanitize` preloads into this process.
 TOOL_ENV = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
+C_SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
 MAX_LINES = 600
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.M)
 NVCC_ONLY = re.compile(r"^#ifdef __CUDACC__$(?:\n(?!#if|#el).*)*?\n#endif$", re.M)
-# torch/torch_abi.h belongs to fsdp_c. Other layers may include it, and no other file of torch/.
-TORCH_INCLUDE = re.compile(r"^(?:\.\./)*(?:torch|ATen|c10|caffe2)/(?!torch_abi\.h$)")
+TORCH_INCLUDE = re.compile(r"^(?:torch|ATen|c10|caffe2)/|\.hpp$")
+"""Headers of libtorch, and the headers of the bridge that include them."""
 PYTHON_INCLUDE = re.compile(r"^(?:Python|structmember|frameobject|pybind11/.*|cpython/.*)(?:\.h)?$")
 CUDA_INCLUDE = re.compile(r"^(?:cuda|cub|thrust|nccl|cooperative_groups).*")
 
@@ -66,6 +67,9 @@ def find_includes(paths: list[Path], forbidden: re.Pattern[str]) -> list[str]:
     ]
 
 
+BOUNDARY = [path for path in sources("bridge") if path.suffix == ".h"]
+
+
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -75,7 +79,7 @@ def relative(path: Path) -> str:
 
 @pytest.mark.parametrize(
     "header",
-    [*(p for p in sources("core", "kernels") if p.suffix == ".h"), CSRC / "torch/torch_abi.h"],
+    [p for p in sources("core", "kernels", "transport", "bridge") if p.suffix == ".h"],
     ids=relative,
 )
 def test_header_compiles_alone_as_c11(header: Path, tmp_path: Path) -> None:
@@ -90,35 +94,18 @@ def test_header_compiles_alone_as_c11(header: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_bridge_includes_torch() -> None:
-    assert find_includes(sources("core", "kernels", "python"), TORCH_INCLUDE) == []
-    # Only the .cpp files of the bridge include torch. torch_abi.h is C, so every layer can use it.
-    assert find_includes([CSRC / "torch/torch_abi.h"], TORCH_INCLUDE) == []
+    layers = ("core", "kernels", "transport", "python", "dry_run")
+    assert find_includes(sources(*layers), TORCH_INCLUDE) == []
+    # Only the .cpp and .hpp files of the bridge include torch. The .h files are C.
+    assert find_includes(BOUNDARY, TORCH_INCLUDE) == []
 
 
 def test_only_csrc_python_and_the_bridge_include_python() -> None:
-    assert find_includes(sources("core", "kernels"), PYTHON_INCLUDE) == []
-    assert find_includes([CSRC / "torch/torch_abi.h"], PYTHON_INCLUDE) == []
-
-
-def test_core_includes_only_c_headers_of_other_layers() -> None:
-    own = {p.name for p in sources("core")}
-    standard = re.compile(r"^[a-z0-9_]+\.h$|^sys/")  # <stdint.h> and the like
-    unexpected = [
-        f"{relative(path)}: {name}"
-        for path in sources("core")
-        for name in includes(path)
-        if name not in own
-        and not re.fullmatch(r"core/\w+\.h", name)
-        and not re.fullmatch(r"(?:\.\./)?(?:torch/torch_abi|kernels/kernels)\.h", name)
-        and not standard.search(name)
-    ]
-    assert unexpected == []
-
-
-def test_lower_layers_do_not_include_csrc_python() -> None:
-    assert (
-        find_includes(sources("core", "kernels", "torch"), re.compile(r"^(?:\.\./)?python/")) == []
-    )
+    assert find_includes(sources("core", "kernels", "transport"), PYTHON_INCLUDE) == []
+    converters = ("parse.c", "parse.h", "module.c")
+    others = [path for path in sources("dry_run") if path.name not in converters]
+    assert find_includes(others, PYTHON_INCLUDE) == []
+    assert find_includes(BOUNDARY, PYTHON_INCLUDE) == []
 
 
 def test_only_cuda_sources_include_cuda_headers() -> None:
@@ -143,10 +130,10 @@ def test_include_patterns_match_headers_of_their_libraries() -> None:
         "ATen/ATen.h",
         "c10/core/Device.h",
         "torch/csrc/Exceptions.h",
-        "../torch/bridge.h",
+        "bridge.hpp",
     ):
         assert TORCH_INCLUDE.search(name), name
-    for name in ("../torch/torch_abi.h", "torch/torch_abi.h", "kernels/kernels.h"):
+    for name in ("../bridge/tensor.h", "bridge/pyobject.h", "kernels/kernels.h"):
         assert not TORCH_INCLUDE.search(name), name
     assert PYTHON_INCLUDE.search("Python.h") and PYTHON_INCLUDE.search("pybind11/pybind11.h")
     assert CUDA_INCLUDE.search("cuda_runtime.h") and not CUDA_INCLUDE.search("kernels.h")
@@ -155,39 +142,68 @@ def test_include_patterns_match_headers_of_their_libraries() -> None:
 # ---- the built module ----------------------------------------------------------------------------
 
 
-def extension() -> Path:
-    """The extension module that tests run on, normal or sanitized."""
+MODULES = ("_C", "_dry_run")
+
+
+def extension(module: str) -> Path:
+    """An extension module that tests run on, normal or sanitized."""
     import fsdp_c
 
-    found = list(Path(fsdp_c.__file__).parent.glob("_C*" + sysconfig.get_config_var("EXT_SUFFIX")))
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    found = list(Path(fsdp_c.__file__).parent.glob(f"{module}*{suffix}"))
     assert len(found) == 1, "run `make build`"
     return found[0]
 
 
-def dynamic_symbols(*options: str) -> list[list[str]]:
-    """Lines of `nm -D` on the extension: [address,] kind, name."""
-    nm = run_tool("nm", "-D", *options, str(extension()))
+def dynamic_symbols(module: str, *options: str) -> list[list[str]]:
+    """Lines of `nm -D` on an extension: [address,] kind, name."""
+    nm = run_tool("nm", "-D", *options, str(extension(module)))
     assert nm.returncode == 0, nm.stderr
     return [line.split() for line in nm.stdout.splitlines()]
 
 
-def test_extension_exports_only_its_init_function() -> None:
-    assert [(kind, name) for _, kind, name in dynamic_symbols("--defined-only")] == [
-        ("T", "PyInit__C")
-    ]
+@pytest.mark.parametrize("module", MODULES)
+def test_extension_exports_only_its_init_function(module: str) -> None:
+    defined = [(kind, name) for _, kind, name in dynamic_symbols(module, "--defined-only")]
+    assert defined == [("T", f"PyInit_{module}")]
 
 
-def test_extension_defines_all_fsdp_c_symbols() -> None:
-    undefined = [line[-1] for line in dynamic_symbols("--undefined-only")]
+@pytest.mark.parametrize("module", MODULES)
+def test_extension_defines_all_fsdp_c_symbols(module: str) -> None:
+    undefined = [line[-1] for line in dynamic_symbols(module, "--undefined-only")]
     assert "PyModuleDef_Init" in undefined, "nm lists no symbols: the test would check nothing"
-    assert [name for name in undefined if re.match(r"(?:fct?|fck|fcpy|shm_ring)_", name)] == []
+    own = re.compile(r"(?:fct?|fcd|fck|fcpy|shm|progress)_")
+    assert [name for name in undefined if own.match(name)] == []
 
 
-def test_extension_has_no_rpath_and_does_not_link_libpython() -> None:
-    dynamic = run_tool("readelf", "-d", str(extension())).stdout
-    assert "libtorch_python.so" in dynamic  # the bridge needs it; import torch has loaded it
+@pytest.mark.parametrize("module", MODULES)
+def test_extension_has_no_rpath_and_does_not_link_libpython(module: str) -> None:
+    dynamic = run_tool("readelf", "-d", str(extension(module))).stdout
+    # The bridge needs torch, which import torch has loaded. The dry run has no bridge.
+    assert ("libtorch" in dynamic) is (module == "_C")
     assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
     assert "libpython" not in dynamic
+
+
+LOAD_IN_SUBINTERPRETER = """
+import sys, torch, _interpreters
+load = '''
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
+try:
+    module_from_spec(ModuleSpec("_C", ExtensionFileLoader("_C", PATH), origin=PATH))
+except ImportError as error:
+    print(error, flush=True)
+'''
+config = _interpreters.new_config("isolated", gil="shared")
+_interpreters.run_string(_interpreters.create(config), load.replace("PATH", repr(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="needs the module _interpreters")
+def test_extension_is_not_loaded_in_subinterpreters() -> None:
+    done = run_tool(sys.executable, "-c", LOAD_IN_SUBINTERPRETER, str(extension()))
+    assert done.stdout == "module _C does not support loading in subinterpreters\n", done.stderr
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -208,7 +224,7 @@ def test_source_files_have_at_most_max_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sources("core", "kernels", "python", "torch", "transport"), ids=relative
+    "path", sources("core", "dry_run", "kernels", "python", "bridge", "transport"), ids=relative
 )
 def test_c_file_begins_with_a_comment(path: Path) -> None:
     assert re.match(r"/[*/]", path.read_text()), (

@@ -21,14 +21,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from wrap_models import Block, Layer, Transformer, bytes_of, classes, train, trees, units_of
 
 from fsdp_c import FSDPModule, MixedPrecisionPolicy, auto_shard, fully_shard, wrap
-from fsdp_c.policies import iterate_children_first
+from fsdp_c._auto_shard import checks, unit_order
+from fsdp_c._auto_shard.module_tree import iterate_children_first
 
 
 class TestHelpers:
     @given(trees)
     def test_post_order_equals_torch(self, tree: nn.Module) -> None:
         expected = _wrap_utils._get_post_order_named_modules(tree)
-        assert wrap.post_order_named_modules(tree) == expected
+        assert checks.post_order_named_modules(tree) == expected
 
     def test_post_order_of_nested_module_dict_yields_children_first(self) -> None:
         model = nn.ModuleDict(
@@ -38,7 +39,7 @@ class TestHelpers:
                 "s3": nn.ReLU(),
             }
         )
-        names = [name for name, _ in wrap.post_order_named_modules(model)]
+        names = [name for name, _ in checks.post_order_named_modules(model)]
         assert names == ["s1", "s2.ss1", "s2.ss2", "s2", "s3", ""]
 
     @given(trees, classes, st.integers(0, 20))
@@ -48,9 +49,9 @@ class TestHelpers:
         ignored = set(list(tree.parameters())[skip : skip + 2])
         visited: set[nn.Module] = set()
         visited_by_torch: set[nn.Module] = set()
-        for name, module in wrap.post_order_named_modules(tree):
+        for name, module in checks.post_order_named_modules(tree):
             if isinstance(module, (*kinds, nn.Conv1d)):
-                assert wrap.managed_param_to_fqn(
+                assert checks.managed_param_to_fqn(
                     module, ignored, visited, name
                 ) == _wrap_utils._get_managed_param_to_fqn(module, ignored, visited_by_torch, name)
                 assert visited == visited_by_torch
@@ -69,7 +70,7 @@ class TestFrozenParameters:
         for i, param in enumerate(tree.parameters()):
             param.requires_grad_(bool(bits >> i & 1))
         units = wrap.plan(tree, kinds)[:-1]
-        messages = wrap.find_mixed_requires_grad(tree, units, ())
+        messages = checks.find_mixed_requires_grad(tree, units, ())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _wrap_utils._validate_frozen_params(
@@ -372,7 +373,7 @@ class TestTiedWeights:
             except ValueError as error:
                 assert "inside one another" in str(error)
                 return
-        assert all(len(owners) == 1 for owners in wrap._find_owners(model, units).values())
+        assert all(len(owners) == 1 for owners in unit_order.find_owners(model, units).values())
         for i, unit in enumerate(units):
             below = {m for module in unit.modules for m in module.modules() if m is not module}
             assert not below & {module for later in units[i:] for module in later.modules}

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import (
 from wrap_models import Block, Layer, Transformer, bytes_of, classes, trees, units_of
 
 from fsdp_c import MixedPrecisionPolicy, wrap
-from fsdp_c.policies import split_by_budget
+from fsdp_c._auto_shard.budget import split_by_budget
 
 
 def units_by_torch(

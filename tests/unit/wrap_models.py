@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from hypothesis import strategies as st
 
-from fsdp_c import wrap
+from fsdp_c._auto_shard.unit import Unit
 
 
 class Block(nn.Module):
@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def units_of(units: list[wrap.Unit]) -> list[tuple[str, ...]]:
+def units_of(units: list[Unit]) -> list[tuple[str, ...]]:
     return [unit.names for unit in units]
 
 

@@ -76,7 +76,11 @@ const char *pack_gradients(const fck_gradient *gradients, size_t count, int64_t 
     return cpu->pack_gradients(gradients, count, world_size, dst, row_numel, dst_dtype, nullptr);
 }
 
-const fck_backend table = {"simulated", pack, unpack, pack_gradients};
+int can_cast(fck_dtype src, fck_dtype dst) {
+    return cpu->can_cast(src, dst);
+}
+
+const fck_backend table = {"simulated", pack, unpack, pack_gradients, can_cast};
 
 } // namespace
 

@@ -41,7 +41,7 @@ def installed(api: Api) -> Iterator[list[int]]:
     from fsdp_c._runtime import torch_clipping
 
     total = torch_clipping._wrap_total
-    scale = torch_clipping.scale_fast
+    scale = torch_clipping.scale_on_cpu
 
     def counting(function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -52,13 +52,13 @@ def installed(api: Api) -> Iterator[list[int]]:
         return call
 
     torch_clipping._wrap_total = counting(total)
-    torch_clipping.scale_fast = counting(scale)
+    torch_clipping.scale_on_cpu = counting(scale)
     fsdp_c.install()
     try:
         yield taken
     finally:
         fsdp_c.uninstall()
-        torch_clipping._wrap_total, torch_clipping.scale_fast = total, scale
+        torch_clipping._wrap_total, torch_clipping.scale_on_cpu = total, scale
 
 
 def make_params(

@@ -30,7 +30,7 @@ from fsdp_c import (
     no_sync,
     trace,
 )
-from fsdp_c import checkpoint as load_module
+from fsdp_c._checkpoint import buckets, destinations
 
 
 def separate_ends(rank: int, world: int) -> None:
@@ -311,7 +311,7 @@ def load_and_fail_on_one_rank(
     last = dist.get_world_size() - 1
     with unittest.mock.patch.dict(sys.modules, {"tqdm": None}):
         assert_load_fails(full if rank == 0 else None, "tqdm", progress=True)
-    copy, places = load_module._copy_all, load_module._make_destinations
+    copy, make_destinations = buckets.copy_all, destinations.make_destinations
 
     def failing(copies: Any) -> None:
         failing.left -= 1
@@ -325,10 +325,10 @@ def load_and_fail_on_one_rank(
     for failing_rank in (0, last):
         for failing.left in (0, 3):
             function = failing if rank == failing_rank else copy
-            with unittest.mock.patch.object(load_module, "_copy_all", function):
+            with unittest.mock.patch.object(buckets, "copy_all", function):
                 assert_load_fails(full if rank == 0 else None, "partly loaded", bucket_bytes=60)
-        function = no_places if rank == failing_rank else places
-        with unittest.mock.patch.object(load_module, "_make_destinations", function):
+        function = no_places if rank == failing_rank else make_destinations
+        with unittest.mock.patch.object(destinations, "make_destinations", function):
             assert_load_fails(full if rank == 0 else None, "no place")
     layer = fully_shard(LayerWithExtraState(4, 4))
     state = {"weight": torch.ones(4, 4), "bias": torch.ones(4), "_extra_state": 1}

@@ -1,0 +1,25 @@
+/* Allocators of the buffers of collectives. allocator.cpp has the table of them. */
+#ifndef FSDP_C_BRIDGE_ALLOCATOR_H
+#define FSDP_C_BRIDGE_ALLOCATOR_H
+
+#include "types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fct_allocator fct_allocator; /* one owner; fct_py_allocator makes it */
+
+void fct_allocator_free(fct_allocator *allocator); /* NULL is allowed */
+/* Whether the allocator serves the device. If not, the caller uses fct_tensor_empty. */
+FCT_CHECK int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serves);
+/* A new 1-D tensor of `numel` uninitialized elements, on the device's current stream. Not an
+ * inference tensor, even in inference mode. */
+FCT_CHECK int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype,
+                                  fct_device device, fct_tensor **out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,45 @@
+/* A scope without Python's context variables in the thread-local state. */
+#ifndef FSDP_C_BRIDGE_CONTEXT_REMOVAL_HPP
+#define FSDP_C_BRIDGE_CONTEXT_REMOVAL_HPP
+
+#include "bridge.hpp"
+
+#include <ATen/ThreadLocalPythonObjects.h>
+
+#include <memory>
+#include <utility>
+
+namespace fct {
+
+/* Removes the copy of Python's context variables from the thread-local state during its life. Since
+ * torch 2.13 every backward stores one there, and gloo's works copy the state. gloo's threads would
+ * need the GIL to destroy their works. A thread that waits for the GIL while the interpreter
+ * finalizes ends the process by std::terminate. */
+class ScopedContextRemoval {
+  public:
+    ScopedContextRemoval(const ScopedContextRemoval &) = delete;
+    ScopedContextRemoval &operator=(const ScopedContextRemoval &) = delete;
+#if FCT_TORCH_AT_LEAST(2, 13)
+    ScopedContextRemoval() {
+        if (at::impl::ThreadLocalPythonObjects::contains(kKey)) {
+            context_ = at::impl::ThreadLocalPythonObjects::get(kKey);
+            at::impl::ThreadLocalPythonObjects::erase(kKey);
+        }
+    }
+    ~ScopedContextRemoval() {
+        if (context_) {
+            at::impl::ThreadLocalPythonObjects::set(kKey, std::move(context_));
+        }
+    }
+
+  private:
+    static constexpr const char *kKey = "context";
+    std::shared_ptr<c10::SafePyObject> context_;
+#else
+    ScopedContextRemoval() {}
+#endif
+};
+
+} // namespace fct
+
+#endif

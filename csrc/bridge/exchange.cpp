@@ -1,0 +1,133 @@
+/* The part of the boundary that the negotiation of transports uses: properties of a process group,
+ * the object that csrc/transport keeps for it, and all-gathers of integers.
+ *
+ * Owns the table of these objects. The GIL guards it. */
+#include "context_removal.hpp"
+#include "group.hpp"
+
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/debug.h>
+
+#include <algorithm>
+#include <string>
+#include <typeinfo>
+#include <unordered_map>
+#include <utility>
+
+using fct::guarded;
+
+struct fct_exchange {
+    c10::intrusive_ptr<c10d::Work> work; /* fills `results` */
+    at::Tensor results;
+    size_t owners = 1;
+};
+
+namespace {
+
+struct Attachment {
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+    std::shared_ptr<void> object;
+};
+
+/* The entry of a group, new or found. Its address is constant while the group lives. */
+std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
+    static auto *const table = new std::unordered_map<const c10d::ProcessGroup *, Attachment>();
+    for (auto it = table->begin(); it != table->end();) {
+        it = it->second.group.expired() ? table->erase(it) : std::next(it);
+    }
+    auto found = table->find(group.get());
+    if (found == table->end()) {
+        found =
+            table
+                ->emplace(group.get(),
+                          Attachment{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), nullptr})
+                .first;
+    }
+    return &found->second.object;
+}
+
+} // namespace
+
+extern "C" {
+
+int64_t fct_pg_world_size(const fct_pg *pg) {
+    return pg->group->getSize();
+}
+
+int64_t fct_pg_rank(const fct_pg *pg) {
+    return pg->group->getRank();
+}
+
+const char *fct_pg_name(const fct_pg *pg) {
+    return pg->group->getGroupName().c_str();
+}
+
+bool fct_pg_is_gloo(fct_pg *pg) {
+    return fct::kind_for(pg, c10::DeviceType::CPU) == fct::Kind::gloo;
+}
+
+/* torch does not ship the header of the class. */
+bool fct_pg_has_plain_gloo(const fct_pg *pg) {
+    const auto backend = pg->group->getBackend(c10::DeviceType::CPU);
+    return std::string(typeid(*backend).name()) == "N4c10d16ProcessGroupGlooE";
+}
+
+bool fct_c10d_is_debugged(void) {
+    return c10d::debug_level() != c10d::DebugLevel::Off;
+}
+
+void *fct_pg_attachment(fct_pg *pg) {
+    if (pg->attachment == nullptr) {
+        pg->attachment = attachment_of(pg->group);
+    }
+    return pg->attachment->get();
+}
+
+void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *)) {
+    (void)fct_pg_attachment(pg);
+    *pg->attachment = std::shared_ptr<void>(object, release);
+}
+
+int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exchange **out) {
+    try {
+        const auto backend = pg->group->getBackend(c10::DeviceType::CPU);
+        auto exchange = std::make_unique<fct_exchange>();
+        const auto length = static_cast<int64_t>(count);
+        at::Tensor sent = at::empty({length}, at::kLong);
+        std::copy_n(values, count, sent.mutable_data_ptr<int64_t>());
+        exchange->results = at::empty({pg->group->getSize() * length}, at::kLong);
+        const fct::ScopedContextRemoval no_context;
+        {
+            pybind11::gil_scoped_release released;
+            const at::DisableRecordFunctionGuard no_record;
+            exchange->work = backend->_allgather_base(exchange->results, sent);
+        }
+        *out = exchange.release();
+        return 0;
+    } catch (...) {
+        return fct::set_error();
+    }
+}
+
+int fct_exchange_wait(fct_exchange *exchange, const int64_t **results) {
+    try {
+        const fct::ScopedContextRemoval no_context;
+        fct::wait_in_slices(*exchange->work);
+        *results = exchange->results.const_data_ptr<int64_t>();
+        return 0;
+    } catch (...) {
+        return fct::set_error();
+    }
+}
+
+void fct_exchange_retain(fct_exchange *exchange) {
+    exchange->owners++;
+}
+
+void fct_exchange_release(fct_exchange *exchange) {
+    if (exchange != nullptr && --exchange->owners == 0) {
+        delete exchange;
+    }
+}
+
+} // extern "C"

@@ -1,0 +1,72 @@
+/* torch's foreach operations, for devices without kernels in csrc/kernels. Each is one launch if
+ * torch has a kernel for the list, as on CUDA, else one for each tensor. torch's FSDP2 uses the
+ * same operations. */
+#include "bridge.hpp"
+#include "tensor.h"
+
+#include <vector>
+
+using fct::Borrowed;
+using fct::guarded;
+using fct::Quiet;
+
+namespace {
+
+/* at::Tensor objects over borrowed handles. */
+class BorrowedList {
+  public:
+    BorrowedList(fct_tensor *const *tensors, size_t count) {
+        list_.reserve(count);
+        for (size_t i = 0; i < count; i++) {
+            list_.push_back(
+                at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(
+                    fct::impl(tensors[i]))));
+        }
+    }
+    BorrowedList(const BorrowedList &) = delete;
+    BorrowedList &operator=(const BorrowedList &) = delete;
+    ~BorrowedList() {
+        for (at::Tensor &tensor : list_) {
+            (void)tensor.unsafeReleaseTensorImpl();
+        }
+    }
+    at::TensorList operator*() const {
+        return list_;
+    }
+
+  private:
+    std::vector<at::Tensor> list_;
+};
+
+} // namespace
+
+extern "C" {
+
+int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t count) {
+    return guarded("fct_foreach_copy", [&] {
+        const Quiet quiet;
+        const BorrowedList to(dst, count);
+        const BorrowedList from(src, count);
+        at::_foreach_copy_(*to, *from);
+    });
+}
+
+int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,
+                   size_t count) {
+    return guarded("fct_split_copy", [&] {
+        const Quiet quiet;
+        const BorrowedList parts(out, count);
+        at::split_with_sizes_copy_out(*parts, *Borrowed(rows), c10::IntArrayRef(sizes, count), 1);
+    });
+}
+
+int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_tensor *out) {
+    return guarded("fct_chunk_cat", [&] {
+        const Quiet quiet;
+        const BorrowedList list(tensors, count);
+        Borrowed rows(out);
+        at::_chunk_cat_out(*rows, *list, 0, chunks);
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,126 @@
+/* Handles of process groups, and the behavior of their backends.
+ *
+ * A group is resolved once, by name, and its handle caches the behavior of its backends. A group
+ * that is a Python class is called through its Python methods: C++ does not see its overrides. */
+#include "group.hpp"
+
+#include "pyobject.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <unordered_map>
+
+using fct::guarded;
+using fct::Kind;
+
+namespace {
+
+Kind kind_of_name(const std::string &name) {
+    if (name == "gloo") {
+        return Kind::gloo;
+    }
+    if (name == "fake") {
+        return Kind::fake;
+    }
+    for (const char *relative : {"nccl", "ncclx", "rccl", "xccl", "hccl", "mccl"}) {
+        if (name == relative) {
+            return Kind::nccl_like;
+        }
+    }
+    return Kind::other;
+}
+
+/* All handles, by group: users of a group share one handle and its progress thread. The GIL guards
+ * the table. */
+using Handles = std::unordered_map<const c10d::ProcessGroup *, fct_pg *>;
+
+Handles &handles() {
+    static auto *const all = new Handles();
+    return *all;
+}
+
+/* Returns the handle of `group`, new or shared. `object` is the Python object of the group. */
+fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
+    const auto found = handles().find(group.get());
+    if (found != handles().end()) {
+        found->second->owners++;
+        return found->second;
+    }
+    auto pg = std::make_unique<fct_pg>();
+    pg->group = std::move(group);
+    const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
+    if (!own.is(pybind11::type::of<c10d::ProcessGroup>())) {
+        pg->python = std::move(object);
+    }
+    handles().emplace(pg->group.get(), pg.get());
+    return pg.release();
+}
+
+} // namespace
+
+namespace fct {
+
+Kind kind_for(fct_pg *pg, c10::DeviceType type) {
+    if (pg->python) {
+        return Kind::python;
+    }
+    const auto index = static_cast<size_t>(type);
+    if (index >= kDeviceTypes) {
+        return Kind::other;
+    }
+    if (pg->kinds[index] == Kind::unknown) {
+        Kind kind = Kind::other;
+        try {
+            kind = kind_of_name(pg->group->getBackend(type)->getBackendName());
+        } catch (...) {
+            /* No backend for this device: the collective will raise. */
+        }
+        pg->kinds[index] = kind;
+    }
+    return pg->kinds[index];
+}
+
+Handle open_object(PyObject *obj) {
+    auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
+    auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
+    return {open(std::move(group), std::move(object)), &fct_pg_release};
+}
+
+} // namespace fct
+
+extern "C" {
+
+int fct_pg_resolve(const char *name, fct_pg **out) {
+    return guarded("fct_pg_resolve", [&] {
+        auto group = c10d::resolve_process_group(name);
+        pybind11::object object = pybind11::cast(group);
+        *out = open(std::move(group), std::move(object));
+    });
+}
+
+int fct_py_pg(PyObject *obj, fct_pg **out) {
+    return guarded("fct_py_pg", [&] { *out = fct::open_object(obj).release(); });
+}
+
+void fct_pg_release(fct_pg *pg) {
+    if (pg == nullptr || --pg->owners > 0) {
+        return;
+    }
+    handles().erase(pg->group.get());
+    auto group = std::move(pg->group);
+    auto shm_group = std::move(pg->shm_group);
+    delete pg;
+    /* The destructor of a group joins threads that may need the GIL. */
+    pybind11::gil_scoped_release released;
+    shm_group.reset();
+    group.reset();
+}
+
+/* torch's FSDP2 does not check: it passes PREMUL_SUM to every backend. Only gloo is known to refuse
+ * it, so fsdp_c divides for gloo. */
+bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
+    return fct::kind_for(pg, static_cast<c10::DeviceType>(device.type)) != Kind::gloo;
+}
+
+} // extern "C"

@@ -1,0 +1,47 @@
+/* Handles of process groups: see group.cpp. */
+#ifndef FSDP_C_BRIDGE_GROUP_HPP
+#define FSDP_C_BRIDGE_GROUP_HPP
+
+#include "bridge.hpp"
+#include "group.h"
+#include "wait.hpp"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <memory>
+
+namespace fct {
+
+/* The behavior class of a backend. */
+enum class Kind : uint8_t { unknown = 0, gloo, nccl_like, fake, python, other };
+
+constexpr size_t kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES);
+
+} // namespace fct
+
+struct fct_pg {
+    c10::intrusive_ptr<c10d::ProcessGroup> group;
+    pybind11::object python; /* the object if the group is a Python class, else empty */
+    std::array<fct::Kind, fct::kDeviceTypes> kinds{}; /* by device type; filled on first use */
+    std::shared_ptr<void> *attachment = nullptr; /* see fct_pg_attachment; filled on first use */
+    c10::intrusive_ptr<c10d::ProcessGroup> shm_group; /* see make_shm_group; filled on first use */
+    std::unique_ptr<progress_thread, decltype(&progress_thread_free)> progress{
+        progress_thread_new(), &progress_thread_free}; /* null: no memory */
+    size_t owners = 1;
+};
+
+namespace fct {
+
+/* The behavior class of the backend that serves a device type. */
+Kind kind_for(fct_pg *pg, c10::DeviceType type);
+
+using Handle = std::unique_ptr<fct_pg, decltype(&fct_pg_release)>;
+
+/* Returns the handle of a ProcessGroup object. Handles of one group are shared. */
+Handle open_object(PyObject *obj);
+
+} // namespace fct
+
+#endif

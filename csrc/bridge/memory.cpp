@@ -1,0 +1,69 @@
+/* The pool of csrc/kernels (kernels/pool.h) as a c10 allocator.
+ *
+ * Small blocks come from torch's default allocator. If the system has no memory for a block, the
+ * pool is trimmed and the default allocator tries again. Under dispatch modes, which may observe
+ * allocations, torch.empty makes the tensor. Blocks are reported to a memory profiler as the
+ * default allocator does it. */
+#include "memory.hpp"
+
+#include "../kernels/pool.h"
+#include "bridge.hpp"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <cstring>
+
+namespace {
+
+void report_to_profiler(const fck_block &block, int64_t bytes) {
+    if (c10::memoryProfilingEnabled()) {
+        const fck_pool_facts facts = fck_pool_stats();
+        c10::reportMemoryUsageToProfiler(block.data, bytes, facts.out_bytes,
+                                         facts.out_bytes + facts.waiting_bytes,
+                                         c10::Device(c10::DeviceType::CPU));
+    }
+}
+
+void give_back(void *context) {
+    auto *block = static_cast<fck_block *>(context);
+    report_to_profiler(*block, -static_cast<int64_t>(block->bytes));
+    fck_pool_give(block);
+}
+
+class Pool : public c10::Allocator {
+  public:
+    c10::DataPtr allocate(size_t bytes) override {
+        if (bytes < FCK_POOL_LEAST) {
+            return c10::GetDefaultCPUAllocator()->allocate(bytes);
+        }
+        fck_block *block = fck_pool_take(bytes);
+        if (block == nullptr) { /* the default allocator raises torch's error message */
+            fck_pool_trim();
+            return c10::GetDefaultCPUAllocator()->allocate(bytes);
+        }
+        report_to_profiler(*block, static_cast<int64_t>(block->bytes));
+        return {block->data, block, &give_back, c10::Device(c10::DeviceType::CPU)};
+    }
+
+    void copy_data(void *to, const void *from, std::size_t bytes) const override {
+        std::memcpy(to, from, bytes);
+    }
+};
+
+} // namespace
+
+namespace fct {
+
+at::Tensor pooled_empty(int64_t numel, c10::ScalarType dtype) {
+    static auto *const pool = new Pool; /* storages refer to it until the process ends */
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+        return at::empty({numel}, at::TensorOptions().dtype(dtype));
+    }
+    return at::Tensor(at::detail::empty_generic(
+        {numel}, pool, c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt));
+}
+
+} // namespace fct

@@ -1,0 +1,197 @@
+/* torch's Python objects: tensors, wrappers, gradients, dtypes and devices. */
+#include "pyobject.h"
+
+#include "bridge.hpp"
+
+#include <ATen/EmptyTensor.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace {
+
+/* THPVariable_Wrap(tensor, type) if this torch release exports it, else NULL without an exception.
+ */
+template <typename Tensor>
+auto wrap_as(const Tensor &tensor, PyTypeObject *type, int)
+    -> decltype(THPVariable_Wrap(tensor, type)) {
+    PyObject *obj = THPVariable_Wrap(tensor, type);
+    if (obj == nullptr) {
+        fct::throw_python_error();
+    }
+    return obj;
+}
+
+template <typename Tensor> PyObject *wrap_as(const Tensor &, PyTypeObject *, long) {
+    return nullptr;
+}
+
+bool is_simple(const at::Tensor &local) {
+    return local.layout() == c10::kStrided && !local.requires_grad() && !local.is_conj() &&
+           !local.is_neg();
+}
+
+/* A tensor like `local` whose storage has a size but no memory. torch distinguishes aliases of such
+ * tensors by their storages. */
+at::Tensor without_memory(const at::Tensor &local, c10::IntArrayRef sizes,
+                          c10::IntArrayRef strides) {
+    const int64_t offset = local.storage_offset();
+    const size_t bytes = at::detail::computeStorageNbytes(sizes, strides, local.itemsize(), offset);
+    c10::Storage storage(c10::Storage::use_byte_size_t{}, bytes,
+                         at::DataPtr(nullptr, local.device()), c10::GetAllocator(c10::kMeta), true);
+    const c10::DispatchKeySet keys(local.options().computeDispatchKey());
+    at::Tensor made =
+        at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, local.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    made.unsafeGetTensorImpl()->set_python_dispatch(true);
+    return made;
+}
+
+} // namespace
+
+namespace fct {
+
+bool python_alive() noexcept {
+    if (!Py_IsInitialized()) {
+        return false;
+    }
+#if PY_VERSION_HEX >= 0x030D0000
+    return !Py_IsFinalizing();
+#else
+    return !_Py_IsFinalizing();
+#endif
+}
+
+} // namespace fct
+
+bool fct_py_ending(void) {
+    return !fct::python_alive();
+}
+
+using fct::guarded;
+
+extern "C" {
+
+/* Checks the type, not __class__: an object with a fake __class__ has no TensorImpl. */
+bool fct_py_is_tensor(PyObject *obj) {
+    return obj != nullptr && THPVariableClass != nullptr &&
+           (THPVariable_CheckExact(obj) ||
+            PyType_IsSubtype(Py_TYPE(obj), reinterpret_cast<PyTypeObject *>(THPVariableClass)));
+}
+
+fct_tensor *fct_py_tensor(PyObject *obj) {
+    if (!fct_py_is_tensor(obj)) {
+        return nullptr;
+    }
+    const at::Tensor &tensor = THPVariable_Unpack(obj);
+    return tensor.defined() ? fct::handle(tensor.unsafeGetTensorImpl()) : nullptr;
+}
+
+const void *fct_py_storage(PyObject *tensor) {
+    return THPVariable_Unpack(tensor)
+        .unsafeGetTensorImpl()
+        ->unsafe_storage()
+        .unsafeGetStorageImpl();
+}
+
+int fct_py_from_tensor(fct_tensor *t, PyObject **out) {
+    return guarded("fct_py_from_tensor", [&] {
+        fct::Borrowed tensor(t);
+        PyObject *obj = THPVariable_Wrap(*tensor);
+        if (obj == nullptr) {
+            fct::throw_python_error();
+        }
+        *out = obj;
+    });
+}
+
+int fct_py_wrapper(const fct_tensor *local, PyObject *type, const int64_t *sizes,
+                   const int64_t *strides, int64_t dims, PyObject **out) {
+    return guarded("fct_py_wrapper", [&] {
+        auto *class_of = reinterpret_cast<PyTypeObject *>(type);
+        TORCH_CHECK_TYPE(
+            PyType_IsSubtype(class_of, reinterpret_cast<PyTypeObject *>(THPVariableClass)),
+            "a wrapper's class must be a subclass of torch.Tensor");
+        fct::Borrowed tensor(local);
+        PyObject *made = nullptr;
+        if (is_simple(*tensor)) {
+            const auto count = static_cast<size_t>(dims);
+            made = wrap_as(without_memory(*tensor, {sizes, count}, {strides, count}), class_of, 0);
+        }
+        *out = made;
+    });
+}
+
+int fct_py_grad(PyObject *param, PyObject **out) {
+    return guarded("fct_py_grad", [&] {
+        TORCH_CHECK_TYPE(fct_py_is_tensor(param), "the parameter must be a torch.Tensor");
+        PyObject *grad = THPVariable_Wrap(THPVariable_Unpack(param).grad());
+        if (grad == nullptr) {
+            fct::throw_python_error();
+        }
+        *out = grad;
+    });
+}
+
+int fct_py_set_grad(PyObject *param, PyObject *grad) {
+    return guarded("fct_py_set_grad", [&] {
+        TORCH_CHECK_TYPE(fct_py_is_tensor(param), "the parameter must be a torch.Tensor");
+        const bool none = grad == nullptr || grad == Py_None;
+        TORCH_CHECK_TYPE(none || fct_py_is_tensor(grad),
+                         "the gradient must be a torch.Tensor or None");
+        const at::Tensor &tensor = THPVariable_Unpack(param);
+        at::Tensor old; /* destroyed last, because its destructor may run Python code */
+        if (none) {
+            if (tensor.grad().defined()) {
+                old = std::exchange(tensor.mutable_grad(), at::Tensor());
+            }
+        } else {
+            old = std::exchange(tensor.mutable_grad(), THPVariable_Unpack(grad));
+        }
+    });
+}
+
+PyObject *fct_py_grad_hooks(PyObject *param) {
+    if (!fct_py_is_tensor(param)) {
+        return nullptr;
+    }
+    PyObject *hooks = reinterpret_cast<THPVariable *>(param)->post_accumulate_grad_hooks;
+    return hooks == Py_None ? nullptr : hooks;
+}
+
+fct_dtype fct_py_dtype(PyObject *obj) {
+    if (obj == nullptr || obj == Py_None) {
+        return FCT_NO_DTYPE;
+    }
+    if (!THPDtype_Check(obj)) {
+        PyErr_Format(PyExc_TypeError, "expected torch.dtype or None, not %.200s",
+                     Py_TYPE(obj)->tp_name);
+        return -2;
+    }
+    return static_cast<fct_dtype>(reinterpret_cast<THPDtype *>(obj)->scalar_type);
+}
+
+int fct_py_from_dtype(fct_dtype dtype, PyObject **out) {
+    return guarded("fct_py_from_dtype", [&] {
+        PyObject *obj = Py_None;
+        if (dtype != FCT_NO_DTYPE) {
+            obj = reinterpret_cast<PyObject *>(torch::getTHPDtype(fct::scalar_type(dtype)));
+        }
+        Py_INCREF(obj);
+        *out = obj;
+    });
+}
+
+int fct_py_device(PyObject *obj, fct_device *out) {
+    return guarded("fct_py_device", [&] {
+        if (!THPDevice_Check(obj)) {
+            PyErr_Format(PyExc_TypeError, "expected torch.device, not %.200s",
+                         Py_TYPE(obj)->tp_name);
+            fct::throw_python_error();
+        }
+        *out = fct::device(reinterpret_cast<THPDevice *>(obj)->device);
+    });
+}
+
+} // extern "C"

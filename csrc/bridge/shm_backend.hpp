@@ -1,0 +1,56 @@
+/* The c10d backend over shared memory: see shm_backend.cpp. */
+#ifndef FSDP_C_BRIDGE_SHM_BACKEND_HPP
+#define FSDP_C_BRIDGE_SHM_BACKEND_HPP
+
+#include "../transport/negotiation.h"
+#include "collective.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <vector>
+
+namespace fct {
+
+/* Registers a ShmBackend with the group under an unused type. The group calls only its shutdown()
+ * and abort(), which close the negotiation. Returns false if the CPU backend is not gloo. Needs the
+ * GIL. */
+bool add_shm_backend(c10d::ProcessGroup &group, shm_negotiation *negotiation);
+
+/* A new group with the name and ranks of `group` and a ShmBackend for the CPU. */
+c10::intrusive_ptr<c10d::ProcessGroup>
+make_shm_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group, shm_negotiation *negotiation);
+
+/* Sets whether this thread's all-reduces reduce buffers of gradients, on all ranks. ShmBackend
+ * forwards all other all-reduces to the fallback. Returns the previous value. */
+bool set_gradient_all_reduce(bool gradients);
+
+/* See fct_pg_gather_chunks and fct_pg_reduce_chunks. `shm_group` was made by make_shm_group(). */
+c10::intrusive_ptr<c10d::Work> gather_chunks(c10d::ProcessGroup &shm_group,
+                                             const std::vector<at::Tensor> &chunks,
+                                             const fct_chunk_layout &layout);
+c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &shm_group,
+                                             const at::Tensor &output,
+                                             const std::vector<at::Tensor> &chunks,
+                                             const fct_chunk_layout &layout, bool average);
+
+/* See fct_work_is_cpu_bound. */
+bool is_cpu_bound(const c10d::Work &work);
+
+/* During its life the CPU backend of `group` itself is the ShmBackend of `shm_group`. Used where
+ * dispatch modes or Python functions receive the group. Construct and destroy it with the GIL. */
+class ScopedShmBackend {
+  public:
+    ScopedShmBackend(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                     const c10::intrusive_ptr<c10d::ProcessGroup> &shm_group);
+    ScopedShmBackend(const ScopedShmBackend &) = delete;
+    ScopedShmBackend &operator=(const ScopedShmBackend &) = delete;
+    ~ScopedShmBackend();
+
+  private:
+    c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
+
+} // namespace fct
+
+#endif

@@ -1,0 +1,74 @@
+/* A c10d work over a collective of transport/shm_collective.h. */
+#ifndef FSDP_C_BRIDGE_SHM_WORK_HPP
+#define FSDP_C_BRIDGE_SHM_WORK_HPP
+
+#include "../transport/shm_collective.h"
+#include "collective.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <vector>
+
+namespace fct {
+
+using ShmTransportPtr = std::shared_ptr<shm_transport>;
+
+/* The memory of all rank shards on this rank. */
+struct RankShards {
+    /* From one tensor [ranks, elements] whose last dimension is contiguous. */
+    static RankShards of_tensor(const at::Tensor &tensor);
+    /* From chunks [ranks, elements], see fct_chunk_layout in collective.h. Throws if the runs do
+     * not cover the chunks in order. */
+    static RankShards of_chunks(const std::vector<at::Tensor> &chunks,
+                                const fct_chunk_layout &layout);
+
+    std::vector<shm_segment> segments;
+    at::ScalarType type = at::ScalarType::Undefined;
+    size_t bytes = 0; /* of one rank shard */
+};
+
+/* One collective and the tensors that it uses. If the ring holds all its messages at issue, it can
+ * be polled. Otherwise only wait() completes it, and its operation type is UNKNOWN, as that of
+ * gloo's reduce-scatter. */
+class ShmWork : public c10d::Work {
+  public:
+    /* `tensors` stay alive until completion. For a reduce-scatter and an all-reduce the first one
+     * is the output, which completion divides by the number of ranks if `average` is true. */
+    ShmWork(fct_op_kind kind, std::vector<at::Tensor> tensors, bool average = false);
+    ShmWork(const ShmWork &) = delete;
+    ShmWork &operator=(const ShmWork &) = delete;
+    ~ShmWork() override;
+
+    /* Releases the tensors on completion, on any thread, instead of with this object. Requires
+     * tensors without Python objects. A failed collective keeps its tensors. */
+    void release_on_completion();
+
+    /* Submits the collective. Fills the fields of the request that the tensors determine: the
+     * caller sets rank, world, timeout_ms and, unless this is an all-reduce, the rank shards. */
+    void start(ShmTransportPtr transport, shm_request request, const RankShards &shards);
+
+    /* Called by the progress thread, or by torch's functions on the caller's thread. May be called
+     * again: returns or throws the same outcome. */
+    bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+    bool isCompleted() override;
+    bool is_cpu_bound() const;
+
+  private:
+    static void complete(void *self, const char *error);
+    static void release(void *self);
+    void finish_with(const char *error);
+
+    const fct_op_kind kind_;
+    std::vector<at::Tensor> tensors_;
+    const bool average_;
+    int64_t world_ = 0;
+    bool release_on_completion_ = false;
+    ShmTransportPtr transport_; /* set by start(), as the next member */
+    shm_collective *collective_ = nullptr;
+};
+
+} // namespace fct
+
+#endif

@@ -1,0 +1,400 @@
+/* Tensors and their storages.
+ *
+ * Facts, aliases and storage memory use TensorImpl and StorageImpl directly. They run in every step
+ * for every parameter, and the dispatcher would cost more than the work. Computations go through
+ * at:: below autograd and ADInplaceOrView: they record no history and bump no version counters. */
+#include "tensor.h"
+
+#include "../kernels/pool.h"
+#include "bridge.hpp"
+#include "memory.hpp"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/StorageImpl.h>
+#include <pybind11/pybind11.h>
+
+using fct::Borrowed;
+using fct::give;
+using fct::guarded;
+using fct::impl;
+using fct::Quiet;
+
+namespace {
+
+void *first_element(const c10::TensorImpl *t, int64_t offset_bytes) {
+    c10::StorageImpl *storage = t->unsafe_storage().unsafeGetStorageImpl();
+    void *base = storage->mutable_data(); /* throws for wrappers without memory */
+    return base == nullptr ? nullptr : static_cast<char *>(base) + offset_bytes;
+}
+
+/* Whether the tensor is a lazy conjugate or negative view. */
+bool is_lazy(const c10::TensorImpl *t) {
+    return t->key_set().has_any(
+        c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}));
+}
+
+/* A ComplexHalf tensor as real pairs, because the CPU has no arithmetic for ComplexHalf. */
+at::Tensor view_half_as_real(const at::Tensor &t) {
+    return t.scalar_type() == c10::ScalarType::ComplexHalf ? at::view_as_real(t) : t;
+}
+
+void read_facts(const c10::TensorImpl *t, fct_facts *out) {
+    out->dtype = static_cast<fct_dtype>(c10::typeMetaToScalarType(t->dtype()));
+    out->itemsize = static_cast<int64_t>(t->itemsize());
+    out->device = fct::device(t->device());
+    if (t->has_symbolic_sizes_strides()) {
+        return;
+    }
+    out->numel = t->numel();
+    if (t->layout() != c10::Layout::Strided || t->is_nested() || !t->has_storage()) {
+        return;
+    }
+    out->storage_bytes = static_cast<int64_t>(t->unsafe_storage().nbytes());
+    out->offset_bytes = t->storage_offset() * out->itemsize;
+    out->contiguous = t->is_contiguous() && !is_lazy(t);
+    out->data = first_element(t, out->offset_bytes);
+    out->strided = out->data != nullptr || out->numel == 0 || !t->is_python_dispatch();
+}
+
+/* Elements from the first to one past the last of the alias. Throws on overflow. */
+int64_t alias_extent(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+    int64_t last = 0;
+    bool empty = false, fits = true;
+    for (size_t i = 0; i < sizes.size(); i++) {
+        int64_t step = 0;
+        TORCH_CHECK(sizes[i] >= 0 && strides[i] >= 0, "an alias with sizes ", sizes,
+                    " and strides ", strides, " is not possible: negative numbers");
+        if (sizes[i] == 0) {
+            empty = true;
+            continue;
+        }
+        fits = fits && !__builtin_mul_overflow(sizes[i] - 1, strides[i], &step) &&
+               !__builtin_add_overflow(last, step, &last);
+    }
+    TORCH_CHECK(empty || (fits && last < INT64_MAX), "an alias with sizes ", sizes, " and strides ",
+                strides, " is too large");
+    return empty ? 0 : last + 1;
+}
+
+void check_alias(const c10::TensorImpl *base, int64_t itemsize, c10::IntArrayRef sizes,
+                 c10::IntArrayRef strides, int64_t offset) {
+    TORCH_CHECK(base->layout() == c10::Layout::Strided && base->has_storage(),
+                "an alias needs a dense tensor with a storage");
+    const int64_t extent = alias_extent(sizes, strides);
+    const int64_t bytes = static_cast<int64_t>(base->unsafe_storage().nbytes());
+    int64_t end = 0;
+    const bool fits = offset >= 0 && !__builtin_add_overflow(offset, extent, &end) &&
+                      !__builtin_mul_overflow(end, itemsize, &end);
+    TORCH_CHECK(fits && end <= bytes, "an alias with sizes ", sizes, ", strides ", strides,
+                " and offset ", offset, " (", itemsize,
+                " bytes per element) does not fit into a storage of ", bytes, " bytes");
+}
+
+/* The alias has the base's key set, so it is an inference tensor if the base is one. The
+ * constructor removes Python keys. An alias of a conjugate view refers to the memory itself. */
+c10::TensorImpl *alias(c10::TensorImpl *base, caffe2::TypeMeta dtype, int32_t ndim,
+                       const int64_t *sizes, const int64_t *strides, int64_t offset) {
+    const c10::IntArrayRef shape(sizes, static_cast<size_t>(ndim));
+    const c10::IntArrayRef steps(strides, static_cast<size_t>(ndim));
+    check_alias(base, static_cast<int64_t>(dtype.itemsize()), shape, steps, offset);
+    const c10::DispatchKeySet keys =
+        base->key_set() -
+        c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+    auto made = c10::make_intrusive<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(base->unsafe_storage()), keys, dtype);
+    made->set_sizes_and_strides(shape, steps, offset);
+    return made.release();
+}
+
+} // namespace
+
+namespace fct {
+
+c10::ScalarType scalar_type(fct_dtype dtype) {
+    TORCH_CHECK(dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
+                    dtype != static_cast<fct_dtype>(c10::ScalarType::Undefined),
+                "no such dtype number: ", dtype);
+    return static_cast<c10::ScalarType>(dtype);
+}
+
+} // namespace fct
+
+extern "C" {
+
+void fct_tensor_retain(fct_tensor *t) {
+    c10::raw::intrusive_ptr::incref(impl(t));
+}
+
+void fct_tensor_release(fct_tensor *t) {
+    if (t != nullptr) {
+        at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(impl(t)))
+            .reset();
+    }
+}
+
+/* A resizable storage owns memory of a torch allocator. The memory of an array, a DLPack capsule or
+ * a file is not resizable, and may have owners without a reference to the storage. */
+bool fct_tensor_is_sole(const fct_tensor *t) {
+    const c10::TensorImpl *tensor = impl(t);
+    if (c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl *>(tensor)) != 1 ||
+        !tensor->has_storage() || tensor->unsafe_storage().use_count() != 1) {
+        return false;
+    }
+    c10::StorageImpl *storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+    return storage->resizable() && storage->pyobj_slot()->load_pyobj() == nullptr;
+}
+
+void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {
+    fct_facts facts = {};
+    facts.dtype = FCT_NO_DTYPE;
+    try {
+        read_facts(impl(t), &facts);
+    } catch (...) { /* a wrapper that refuses access, possibly with a Python error */
+        PyErr_Clear();
+        facts.data = nullptr;
+        facts.contiguous = false;
+        facts.strided = false;
+    }
+    *out = facts;
+}
+
+fct_device fct_tensor_device(const fct_tensor *t) {
+    return fct::device(impl(t)->device());
+}
+
+bool fct_tensor_requires_grad(const fct_tensor *t) {
+    return impl(t)->requires_grad();
+}
+
+uint32_t fct_tensor_version(const fct_tensor *t) {
+    return impl(t)->is_inference() ? 0 : impl(t)->version_counter().current_version();
+}
+
+void fct_tensor_bump(fct_tensor *t) {
+    if (!impl(t)->is_inference()) {
+        impl(t)->bump_version();
+    }
+}
+
+bool fct_tensor_is_view(const fct_tensor *t) {
+    try {
+        return Borrowed(t)->is_view();
+    } catch (...) {
+        return false;
+    }
+}
+
+bool fct_tensor_is_like(const fct_tensor *t, const fct_tensor *other) {
+    const c10::TensorImpl &one = *fct::impl(t), &two = *fct::impl(other);
+    return one.sizes() == two.sizes() && one.strides() == two.strides() &&
+           one.storage_offset() == two.storage_offset() && one.dtype() == two.dtype() &&
+           one.device() == two.device() && one.key_set() == two.key_set() &&
+           one.unsafe_storage().nbytes() == two.unsafe_storage().nbytes();
+}
+
+bool fct_dtype_is_floating(fct_dtype dtype) {
+    return dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
+           c10::isFloatingType(static_cast<c10::ScalarType>(dtype));
+}
+
+int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
+    return guarded("fct_tensor_empty", [&] {
+        /* A parameter that is made in inference mode may be trained later. */
+        const c10::InferenceMode no_inference(false);
+        const Quiet quiet;
+        const c10::ScalarType type = fct::scalar_type(dtype);
+        *out = give(device.type == FCT_DEVICE_CPU
+                        ? fct::pooled_empty(numel, type)
+                        : at::empty({numel}, at::dtype(type).device(fct::device(device))));
+    });
+}
+
+void fct_memory_round(void) {
+    fck_pool_round();
+}
+
+void fct_memory_trim(void) {
+    fck_pool_trim();
+}
+
+int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
+                     const int64_t *strides, int64_t offset, fct_tensor **out) {
+    return guarded("fct_tensor_alias", [&] {
+        *out = fct::handle(alias(impl(base), impl(base)->dtype(), ndim, sizes, strides, offset));
+    });
+}
+
+int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim, const int64_t *sizes,
+                        const int64_t *strides, int64_t offset, fct_tensor **out) {
+    return guarded("fct_tensor_alias_as", [&] {
+        const caffe2::TypeMeta type = c10::scalarTypeToTypeMeta(fct::scalar_type(dtype));
+        *out = fct::handle(alias(impl(base), type, ndim, sizes, strides, offset));
+    });
+}
+
+int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
+    return guarded("fct_tensor_contiguous", [&] {
+        const Quiet quiet;
+        *out = give(Borrowed(t)->resolve_conj().resolve_neg().contiguous());
+    });
+}
+
+int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
+    return guarded("fct_tensor_cast", [&] {
+        const Quiet quiet;
+        Borrowed from(t);
+        const c10::ScalarType type = fct::scalar_type(dtype);
+        if (from->is_complex() && !c10::isComplexType(type)) {
+            *out = give(at::real(*from).to(type).contiguous());
+        } else {
+            *out = give(from->to(type));
+        }
+    });
+}
+
+int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out) {
+    return guarded("fct_tensor_zeros_like", [&] {
+        const Quiet quiet;
+        *out = give(at::zeros_like(*Borrowed(t)));
+    });
+}
+
+int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length, int64_t padded,
+                   fct_tensor **local, fct_tensor **row) {
+    return guarded("fct_tensor_cut", [&] {
+        const c10::NoGradGuard no_grad;
+        const at::Tensor rows = Borrowed(t)->narrow(dim, start, length);
+        std::vector<int64_t> sizes = rows.sizes().vec();
+        sizes.at(static_cast<size_t>(dim)) = padded;
+        const at::Tensor memory = length == padded ? rows.new_empty(sizes) : rows.new_zeros(sizes);
+        at::Tensor kept = memory.narrow(dim, 0, length);
+        if (rows.numel() > 0) {
+            kept.copy_(rows);
+        }
+        at::Tensor all = kept.as_strided({memory.numel()}, {1}, kept.storage_offset());
+        *local = give(std::move(kept));
+        *row = give(std::move(all));
+    });
+}
+
+int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
+    return guarded("fct_tensor_copy", [&] {
+        const Quiet quiet;
+        Borrowed(dst)->copy_(*Borrowed(src));
+    });
+}
+
+int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src) {
+    return guarded("fct_tensor_upload", [&] {
+        const Quiet quiet;
+        Borrowed to(dst);
+        Borrowed from(src);
+        const pybind11::gil_scoped_release released;
+        to->copy_(*from, /*non_blocking=*/true);
+    });
+}
+
+int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out) {
+    return guarded("fct_tensor_to_host", [&] {
+        const Quiet quiet;
+        Borrowed from(t);
+        at::Tensor made;
+        {
+            const pybind11::gil_scoped_release released;
+            made = from->to(c10::Device(c10::kCPU), from->scalar_type(), non_blocking);
+        }
+        *out = give(std::move(made));
+    });
+}
+
+int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
+    return guarded("fct_tensor_add", [&] {
+        const Quiet quiet;
+        view_half_as_real(*Borrowed(dst)).add_(view_half_as_real(*Borrowed(src)));
+        if (!impl(dst)->is_inference()) {
+            impl(dst)->bump_version();
+        }
+    });
+}
+
+int fct_tensor_div(fct_tensor *t, double divisor) {
+    return guarded("fct_tensor_div", [&] {
+        const Quiet quiet;
+        view_half_as_real(*Borrowed(t)).div_(divisor);
+    });
+}
+
+int fct_tensor_set_requires_grad(fct_tensor *t, bool value) {
+    return guarded("fct_tensor_set_requires_grad", [&] { Borrowed(t)->requires_grad_(value); });
+}
+
+int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {
+    return guarded("fct_storage_alloc", [&] {
+        TORCH_CHECK(impl(t)->has_storage(), "a tensor without a storage cannot be given memory");
+        c10::StorageImpl *storage = impl(t)->unsafe_storage().unsafeGetStorageImpl();
+        const int64_t now = static_cast<int64_t>(storage->nbytes());
+        if (now == nbytes) {
+            return;
+        }
+        TORCH_CHECK(nbytes >= 0 && now == 0, "cannot give ", nbytes,
+                    " bytes to a storage that holds ", now);
+        TORCH_CHECK(storage->resizable() && storage->allocator() != nullptr,
+                    "Trying to resize storage that is not resizable");
+        c10::OptionalDeviceGuard guard;
+        if (storage->device_type() != c10::DeviceType::CPU &&
+            storage->device_type() != c10::DeviceType::Meta) {
+            guard.reset_device(storage->device());
+        }
+        storage->set_data_ptr_noswap(storage->allocator()->allocate(static_cast<size_t>(nbytes)));
+        storage->set_nbytes(static_cast<size_t>(nbytes));
+    });
+}
+
+void fct_storage_free(fct_tensor *t) {
+    if (!impl(t)->has_storage()) {
+        return;
+    }
+    c10::StorageImpl *storage = impl(t)->unsafe_storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+    storage->set_nbytes(static_cast<size_t>(0));
+}
+
+bool fct_storage_can_free(const fct_tensor *t) {
+    if (!impl(t)->has_storage()) {
+        return true;
+    }
+    const c10::StorageImpl *storage = impl(t)->unsafe_storage().unsafeGetStorageImpl();
+    return storage->resizable() || storage->nbytes() == 0;
+}
+
+bool fct_storage_is_shared(const fct_tensor *t) {
+    return impl(t)->has_storage() && impl(t)->unsafe_storage().use_count() != 1;
+}
+
+void fct_storage_move(fct_tensor *from, fct_tensor *to) {
+    c10::StorageImpl *source = impl(from)->unsafe_storage().unsafeGetStorageImpl();
+    c10::StorageImpl *target = impl(to)->unsafe_storage().unsafeGetStorageImpl();
+    const size_t bytes = source->nbytes();
+    c10::DataPtr memory = source->set_data_ptr(c10::DataPtr(nullptr, source->device()));
+    source->set_nbytes(static_cast<size_t>(0));
+    target->set_data_ptr_noswap(std::move(memory));
+    target->set_nbytes(bytes);
+}
+
+bool fct_grad_has(const fct_tensor *t) {
+    return Borrowed(t)->grad().defined();
+}
+
+const void *fct_grad_identity(const fct_tensor *t) {
+    return Borrowed(t)->grad().unsafeGetTensorImpl();
+}
+
+void fct_grad_take(fct_tensor *t, fct_tensor **out) {
+    Borrowed tensor(t);
+    *out = tensor->grad().defined() ? give(std::exchange(tensor->mutable_grad(), at::Tensor()))
+                                    : nullptr;
+}
+
+} // extern "C"

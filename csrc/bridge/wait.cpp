@@ -1,0 +1,101 @@
+/* Waits that run signal handlers, and works that the progress thread (transport/progress.h) waits
+ * for. The thread calls no Python and never takes the GIL, not even to destroy what it holds. */
+#include "wait.hpp"
+
+#include "bridge.hpp"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <exception>
+#include <utility>
+
+namespace {
+
+constexpr int64_t kSliceMs = 100;
+
+/* The object of a progress_job. The task's completion orders the accesses to `error`. */
+struct BackgroundWait {
+    c10::intrusive_ptr<c10d::Work> work; /* used by the progress thread only; reset by run() */
+    std::exception_ptr error;
+};
+
+void run(void *object) {
+    auto *wait = static_cast<BackgroundWait *>(object);
+    try {
+        /* The only thread-local state of the issuing thread that is copied. The rest of it holds
+         * Python objects. */
+        const c10::AutoGradMode no_grad(false);
+        const at::AutoDispatchBelowADInplaceOrView below;
+        wait->work->wait();
+    } catch (...) {
+        wait->error = std::current_exception();
+    }
+    wait->work.reset();
+}
+
+void destroy(void *object) {
+    delete static_cast<BackgroundWait *>(object);
+}
+
+void check_signals() {
+    if (PyErr_CheckSignals() != 0) {
+        fct::throw_python_error();
+    }
+}
+
+} // namespace
+
+namespace fct {
+
+WaitTask wait_in_background(progress_thread &thread, c10::intrusive_ptr<c10d::Work> work) {
+    auto wait = std::make_unique<BackgroundWait>();
+    wait->work = std::move(work);
+    progress_task *task = progress_thread_add(&thread, {wait.get(), &run, &destroy});
+    if (task == nullptr) {
+        return nullptr;
+    }
+    (void)wait.release();
+    return {task, &progress_task_release};
+}
+
+void wait_in_slices(c10d::Work &work) {
+    constexpr auto slice = std::chrono::milliseconds(kSliceMs);
+    while (!work.isCompleted()) {
+        {
+            pybind11::gil_scoped_release released;
+            const auto start = std::chrono::steady_clock::now();
+            try {
+                work.wait(slice);
+                return;
+            } catch (const std::exception &) {
+                /* After a timeout of the slice the loop continues. After a failure of the
+                 * collective isCompleted() is true. Other errors are thrown, or this loop would
+                 * spin. */
+                if (std::chrono::steady_clock::now() - start < slice / 2 && !work.isCompleted()) {
+                    throw;
+                }
+            }
+        }
+        check_signals();
+    }
+    work.wait(); /* throws the collective's error; does not block */
+}
+
+void wait_in_slices(progress_task &task) {
+    while (!progress_task_is_done(&task)) {
+        {
+            pybind11::gil_scoped_release released;
+            progress_task_wait(&task, kSliceMs);
+        }
+        check_signals();
+    }
+    const auto *wait = static_cast<const BackgroundWait *>(progress_task_object(&task));
+    if (wait->error) {
+        std::rethrow_exception(wait->error);
+    }
+}
+
+} // namespace fct

@@ -1,0 +1,459 @@
+/* Process groups, collectives, streams, events, kernels, autograd and profiler of the dry run: the
+ * rest of csrc/bridge and kernels/kernels.h that the core calls. Collectives complete at once
+ * and move nothing. The rank is 0; the sizes of all ranks are equal.
+ *
+ * The dry run's device keeps buffers packed: fct_pg_takes_chunks() returns false. */
+#include "boundary_device.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../bridge/allocator.h"
+#include "../bridge/autograd.h"
+#include "../bridge/error.h"
+#include "../bridge/stream.h"
+#include "../core/dtype.h"
+#include "../kernels/cast.h"
+#include "../kernels/kernels.h"
+#include "../transport/transport.h"
+#include "boundary.h"
+
+/* A callback for the end of backward. */
+typedef struct fcd_end {
+    fct_hook hook;
+    struct fcd_end *next;
+} fcd_end;
+
+/* ---- process groups ---- */
+
+struct fct_pg {
+    size_t refs;
+    int32_t unit;
+    const char *role; /* borrowed from the unit, which outlives the events */
+};
+
+/* A name is "3 shard": the number of the unit, and the role of the group. */
+int fct_pg_resolve(const char *name, fct_pg **out) {
+    fct_pg *pg = (fct_pg *)calloc(1, sizeof *pg);
+    if (pg == NULL) {
+        return fcd_fail("out of memory for a fake process group");
+    }
+    pg->refs = 1;
+    pg->unit = (int32_t)strtol(name, NULL, 10);
+    pg->role = strchr(name, ' ');
+    pg->role = pg->role != NULL ? pg->role + 1 : "";
+    fcd_now->groups++;
+    *out = pg;
+    return 0;
+}
+
+void fct_pg_release(fct_pg *pg) {
+    if (pg != NULL && --pg->refs == 0) {
+        fcd_now->groups--;
+        free(pg);
+    }
+}
+
+int fct_pg_register_user(const char *name) {
+    (void)name;
+    return 0;
+}
+
+bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
+    (void)pg;
+    return device.type == FCT_DEVICE_CUDA;
+}
+
+/* The dry run has no allocators besides that of tensors, so no group has a handle of one. */
+
+void fct_allocator_free(fct_allocator *allocator) {
+    assert(allocator == NULL);
+    (void)allocator;
+}
+
+int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serves) {
+    (void)allocator;
+    (void)device;
+    *serves = false;
+    return 0;
+}
+
+int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype, fct_device device,
+                        fct_tensor **out) {
+    (void)allocator;
+    return fct_tensor_empty(numel, dtype, device, out);
+}
+
+int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
+    (void)pg;
+    (void)device;
+    (void)gathers;
+    *takes = false;
+    return 0;
+}
+
+/* ---- collectives ---- */
+
+struct fct_work {
+    int64_t number;
+};
+
+static int64_t bytes_of(const fct_tensor *t) {
+    fct_facts facts;
+    fct_tensor_facts(t, &facts);
+    return facts.numel * facts.itemsize;
+}
+
+/* Records a collective over the larger of its buffers. */
+static int issue(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger, fct_work **work) {
+    fct_work *made = (fct_work *)calloc(1, sizeof *made);
+    if (made == NULL) {
+        return fcd_fail("out of memory for a fake work");
+    }
+    made->number = fcd_now->works_made++;
+    fcd_now->works++;
+    fcd_note(kind, pg->unit, made->number, bytes_of(larger), pg->role);
+    *work = made;
+    return 0;
+}
+
+int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                   bool async_op, fct_work **work) {
+    (void)tag;
+    (void)input;
+    (void)async_op;
+    return issue(FCD_ALL_GATHER, pg, output, work);
+}
+
+int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                       fct_reduce_op op, double factor, bool async_op, fct_work **work) {
+    (void)tag;
+    (void)output;
+    (void)op;
+    (void)factor;
+    (void)async_op;
+    return issue(FCD_REDUCE_SCATTER, pg, input, work);
+}
+
+int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
+                   double factor, bool async_op, fct_work **work) {
+    (void)tag;
+    (void)op;
+    (void)factor;
+    (void)async_op;
+    return issue(FCD_ALL_REDUCE, pg, tensor, work);
+}
+
+/* Not called: no plan is split. */
+int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks, size_t count,
+                      const fct_chunk_layout *layout, fct_work **work) {
+    (void)tag;
+    (void)pg;
+    (void)chunks;
+    (void)count;
+    (void)layout;
+    (void)work;
+    return fcd_fail("the dry run has no split all-gather");
+}
+
+int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
+                      fct_tensor *const *chunks, size_t count, const fct_chunk_layout *layout,
+                      fct_reduce_op op, fct_work **work) {
+    (void)tag;
+    (void)pg;
+    (void)output;
+    (void)chunks;
+    (void)count;
+    (void)layout;
+    (void)op;
+    (void)work;
+    return fcd_fail("the dry run has no split reduce-scatter");
+}
+
+int fct_work_wait(fct_work *work) {
+    fcd_note(FCD_WAIT_WORK, -1, work->number, 0, NULL);
+    return 0;
+}
+
+bool fct_work_done(fct_work *work) {
+    (void)work;
+    return true;
+}
+
+bool fct_work_is_cpu_bound(const fct_work *work) {
+    (void)work;
+    return false;
+}
+
+bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
+    (void)pg;
+    (void)row_bytes;
+    return false;
+}
+
+void fct_work_release(fct_work *work) {
+    if (work != NULL) {
+        fcd_now->works--;
+        free(work);
+    }
+}
+
+/* ---- streams and events ---- */
+
+struct fct_event {
+    size_t owners;
+    int64_t number;
+    bool recorded;
+};
+
+bool fct_device_has_streams(fct_device device) {
+    return device.type != FCT_DEVICE_CPU;
+}
+
+fct_stream fct_stream_current(fct_device device) {
+    return (fct_stream){.id = fcd_now->stream, .device = device};
+}
+
+int fct_stream_new(fct_device device, bool high_priority, fct_stream *out) {
+    (void)high_priority;
+    *out = (fct_stream){.id = ++fcd_now->streams_made, .device = device};
+    return 0;
+}
+
+fct_stream fct_stream_set_current(fct_stream s) {
+    const fct_stream previous = fct_stream_current(s.device);
+    fcd_now->stream = s.id;
+    return previous;
+}
+
+int fct_launch_enter(fct_device device, fct_device *before, void **native) {
+    *before = device;
+    *native = NULL;
+    return 0;
+}
+
+void fct_launch_leave(fct_device before) {
+    (void)before;
+}
+
+int fct_event_new(fct_device device, fct_event **out) {
+    (void)device;
+    fct_event *e = (fct_event *)calloc(1, sizeof *e);
+    if (e == NULL) {
+        return fcd_fail("out of memory for a fake event");
+    }
+    e->owners = 1;
+    e->number = fcd_now->events_made++;
+    fcd_now->stream_events++;
+    *out = e;
+    return 0;
+}
+
+/* Records an event of a stream that may not be the current one. */
+static void note_on(fcd_kind kind, const fct_event *e, fct_stream s) {
+    const int64_t current = fcd_now->stream;
+    fcd_now->stream = s.id;
+    fcd_note(kind, -1, e->number, 0, NULL);
+    fcd_now->stream = current;
+}
+
+int fct_event_record(fct_event *e, fct_stream s) {
+    e->recorded = true;
+    note_on(FCD_RECORD_EVENT, e, s);
+    return 0;
+}
+
+int fct_event_wait(fct_event *e, fct_stream s) {
+    if (e->recorded) {
+        note_on(FCD_WAIT_EVENT, e, s);
+    }
+    return 0;
+}
+
+int fct_event_synchronize(fct_event *e) {
+    if (e->recorded) {
+        fcd_note(FCD_SYNCHRONIZE_EVENT, -1, e->number, 0, NULL);
+    }
+    return 0;
+}
+
+void fct_event_share(fct_event *e) {
+    e->owners++;
+}
+
+bool fct_event_unshare(fct_event *e) {
+    if (e->owners == 1) {
+        return false;
+    }
+    e->owners--;
+    return true;
+}
+
+void fct_event_free(fct_event *e) {
+    if (e != NULL) {
+        assert(e->owners == 1);
+        fcd_now->stream_events--;
+        free(e);
+    }
+}
+
+/* ---- autograd ---- */
+
+bool fct_grad_enabled(void) {
+    return fcd_now->grad_enabled;
+}
+
+bool fct_in_backward(void) {
+    return fcd_now->in_backward;
+}
+
+int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subscription **out) {
+    fct_grad_subscription *subscription = (fct_grad_subscription *)calloc(1, sizeof *subscription);
+    if (subscription == NULL) {
+        return fcd_fail("out of memory for a gradient hook");
+    }
+    subscription->hook = *hook;
+    fcd_add_subscription(leaf, subscription);
+    fcd_now->subscriptions++;
+    *out = subscription;
+    return 0;
+}
+
+void fct_grad_subscription_free(fct_grad_subscription *subscription) {
+    if (subscription == NULL) {
+        return;
+    }
+    if (subscription->leaf != NULL) {
+        fcd_remove_subscription(subscription->leaf, subscription);
+    }
+    fcd_now->subscriptions--;
+    free(subscription);
+}
+
+int fct_autograd_at_end(const fct_hook *hook) {
+    fcd_end *end = (fcd_end *)calloc(1, sizeof *end);
+    if (end == NULL) {
+        return fcd_fail("out of memory for a callback");
+    }
+    end->hook = *hook;
+    fcd_end **link = &fcd_now->ends;
+    while (*link != NULL) {
+        link = &(*link)->next;
+    }
+    *link = end;
+    hook->retain(hook->owner);
+    return 0;
+}
+
+static fct_hook take_end(void) {
+    fcd_end *end = fcd_now->ends;
+    const fct_hook hook = end->hook;
+    fcd_now->ends = end->next;
+    free(end);
+    return hook;
+}
+
+int fcd_run_ends(void) {
+    int result = 0;
+    while (result == 0 && fcd_now->ends != NULL) {
+        const fct_hook hook = take_end();
+        result = hook.call(hook.owner);
+        hook.release(hook.owner);
+    }
+    return result;
+}
+
+void fcd_drop_ends(void) {
+    while (fcd_now->ends != NULL) {
+        const fct_hook hook = take_end();
+        hook.release(hook.owner);
+    }
+}
+
+/* ---- profiler, errors, functorch ---- */
+
+bool fct_profile_active(void) {
+    return true;
+}
+
+void *fct_profile_enter(const char *name) {
+    fcd_enter_range(name);
+    return fcd_now;
+}
+
+void fct_profile_exit(void *token) {
+    if (token != NULL) {
+        fcd_leave_range();
+    }
+}
+
+void *fct_error_set_aside(void) {
+    return NULL;
+}
+
+void fct_error_put_back(void *error) {
+    (void)error;
+}
+
+void fct_error_explain(const char *text) {
+    (void)text;
+}
+
+void *fct_functorch_pause(void) {
+    return NULL;
+}
+
+void fct_functorch_resume(void *pause) {
+    (void)pause;
+}
+
+/* ---- kernels ---- */
+
+static const char *pack(const fck_segment *segments, size_t count, void *stream) {
+    int64_t bytes = 0;
+    (void)stream;
+    for (size_t i = 0; i < count; i++) {
+        bytes += segments[i].count * fc_dtype_size(segments[i].dst_dtype);
+    }
+    fcd_note(FCD_PACK, -1, 0, bytes, NULL);
+    return NULL;
+}
+
+static const char *unpack(const void *rows, int64_t row_bytes, int64_t world,
+                          const fck_column *columns, size_t count, void *stream) {
+    int64_t bytes = 0;
+    (void)rows;
+    (void)row_bytes;
+    (void)stream;
+    for (size_t i = 0; i < count; i++) {
+        bytes += world * columns[i].blocks * columns[i].bytes;
+    }
+    fcd_note(FCD_UNPACK, -1, 0, bytes, NULL);
+    return NULL;
+}
+
+static const char *pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
+                                  void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream) {
+    (void)gradients;
+    (void)count;
+    (void)dst;
+    (void)stream;
+    fcd_note(FCD_PACK_GRADIENTS, -1, 0, world * row_numel * fc_dtype_size(dst_dtype), NULL);
+    return NULL;
+}
+
+static int can_cast(fck_dtype src, fck_dtype dst) {
+    return fck_castable(src, dst);
+}
+
+const fck_backend *fck_backend_of(int device_type) {
+    static const fck_backend counting = {"counting", pack, unpack, pack_gradients, can_cast};
+    (void)device_type;
+    return &counting;
+}
+
+int fck_can_cast(int device_type, fck_dtype src, fck_dtype dst) {
+    (void)device_type;
+    return can_cast(src, dst);
+}

@@ -1,0 +1,13 @@
+/* Callbacks for the end of backward, which the core registers with fct_autograd_at_end(). The other
+ * functions of boundary_device.c are those of csrc/bridge and kernels/kernels.h. */
+#ifndef FSDP_C_DRY_RUN_BOUNDARY_DEVICE_H
+#define FSDP_C_DRY_RUN_BOUNDARY_DEVICE_H
+
+#include "record.h"
+
+/* Runs and removes the callbacks for the end of backward. Returns 0, or the first result that is
+ * not 0. drop: removes them without a call. */
+int fcd_run_ends(void);
+void fcd_drop_ends(void);
+
+#endif

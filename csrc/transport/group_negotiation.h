@@ -1,0 +1,24 @@
+/* The negotiation of a process group. The bridge owns it while the group lives. */
+#ifndef FSDP_C_TRANSPORT_GROUP_NEGOTIATION_H
+#define FSDP_C_TRANSPORT_GROUP_NEGOTIATION_H
+
+#include "negotiation.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Both borrow the negotiation. find returns NULL if there is none. open makes one, and returns NULL
+ * with a Python exception. */
+shm_negotiation *fct_negotiation_find(fct_pg *pg);
+shm_negotiation *fct_negotiation_open(fct_pg *pg);
+/* Counts a parameter group that gathers over the process group `name`, or a bucket that is
+ * all-reduced over it. The negotiation needs their number: as many collectives may be in flight
+ * before a rank waits. */
+FCT_CHECK int fct_pg_register_user(const char *name);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,356 @@
+/* The negotiation of the shared-memory transport; see negotiation.h.
+ *
+ * Owns the counts of parameter groups by group name. The GIL guards them, and the fields of a
+ * negotiation, except for `state` and `transport`: the end of the group may come on any thread. */
+#define _GNU_SOURCE 1 /* sched_getaffinity */
+#include "negotiation.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef enum negotiation_state { PENDING = 0, CONNECTING, ACCEPTED, DECLINED } negotiation_state;
+
+/* Integers of round 1: the number of this rank's fallback gathers (0: veto), then the fields of its
+ * shm_ring_handle (0: no ring). */
+enum { CAPABILITIES = 4 };
+
+/* The integer of round 2: whether a rank mapped all rings, and whether it has fewer than two CPUs
+ * for each rank. */
+enum { NOT_CONNECTED = 0, CONNECTED, CONNECTED_OVERSUBSCRIBED };
+
+struct shm_negotiation {
+    atomic_uint owners;
+    pthread_mutex_t mutex; /* guards `state`, `transport` and `closed` */
+    negotiation_state state;
+    shm_transport *transport; /* NULL if declined */
+    bool paused;
+    bool closed;              /* shm_negotiation_close was called */
+    int64_t gathers;          /* that gloo has moved */
+    int64_t fallback_gathers; /* that gloo moves after each round; while pending, this rank's own */
+    int64_t connected_after;  /* the value of `gathers` at which round 2 may be waited for */
+    fct_exchange *capabilities; /* round 1; NULL: not issued, or read */
+    fct_exchange *connection;   /* round 2, likewise */
+    shm_ring_handle *handles;   /* of all ranks, from round 1 until the rings are mapped */
+};
+
+/* ---- parameter groups ---- */
+
+/* Number of parameter groups of one process group, until round 1 is issued. */
+typedef struct group_count {
+    struct group_count *next;
+    int64_t count;
+    char name[]; /* of the process group */
+} group_count;
+
+static group_count *group_counts;
+
+static group_count **find_count(const char *name) {
+    group_count **at = &group_counts;
+    while (*at != NULL && strcmp((*at)->name, name) != 0) {
+        at = &(*at)->next;
+    }
+    return at;
+}
+
+bool shm_negotiation_register_user(const char *name) {
+    group_count **at = find_count(name);
+    if (*at == NULL) {
+        const size_t bytes = strlen(name) + 1;
+        *at = (group_count *)calloc(1, sizeof **at + bytes);
+        if (*at == NULL) {
+            return false;
+        }
+        memcpy((*at)->name, name, bytes);
+    }
+    (*at)->count++;
+    return true;
+}
+
+/* Removes the count of a process group and returns it; at least 1. */
+static int64_t take_count(const char *name) {
+    group_count **at = find_count(name);
+    group_count *found = *at;
+    if (found == NULL) {
+        return 1;
+    }
+    const int64_t count = found->count;
+    *at = found->next;
+    free(found);
+    return count;
+}
+
+/* ---- this rank's capabilities ---- */
+
+static bool is_set(const char *variable) {
+    const char *value = getenv(variable);
+    return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
+}
+
+/* Whether this rank accepts shared memory. The user can veto it. A debug level and a flight
+ * recorder veto it, because they observe gloo's own collectives. */
+static bool accepts_shared_memory(void) {
+    const char *choice = getenv("FSDP_C_TRANSPORT");
+    return (choice == NULL || strcmp(choice, "gloo") != 0) && !fct_c10d_is_debugged() &&
+           !is_set("TORCH_FR_BUFFER_SIZE") && !is_set("TORCH_NCCL_TRACE_BUFFER_SIZE");
+}
+
+/* CPUs in the affinity mask of this process, or 1 if the mask is unknown. */
+static int available_cpus(void) {
+#ifdef __linux__
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) {
+        return CPU_COUNT(&set);
+    }
+#endif
+    return 1;
+}
+
+/* ---- life ---- */
+
+shm_negotiation *shm_negotiation_new(void) {
+    shm_negotiation *n = (shm_negotiation *)calloc(1, sizeof *n);
+    if (n != NULL) {
+        atomic_init(&n->owners, 1);
+        (void)pthread_mutex_init(&n->mutex, NULL);
+    }
+    return n;
+}
+
+void shm_negotiation_retain(shm_negotiation *n) {
+    (void)atomic_fetch_add(&n->owners, 1);
+}
+
+void shm_negotiation_release(shm_negotiation *n) {
+    if (n == NULL || atomic_fetch_sub(&n->owners, 1) != 1) {
+        return;
+    }
+    fct_exchange_release(n->capabilities);
+    fct_exchange_release(n->connection);
+    shm_transport_release(n->transport);
+    free(n->handles);
+    (void)pthread_mutex_destroy(&n->mutex);
+    free(n);
+}
+
+/* ---- state ---- */
+
+static negotiation_state get_state(shm_negotiation *n) {
+    (void)pthread_mutex_lock(&n->mutex);
+    const negotiation_state state = n->state;
+    (void)pthread_mutex_unlock(&n->mutex);
+    return state;
+}
+
+/* Sets the state and the transport, and takes the reference of the latter. After the end of the
+ * group the state remains DECLINED. Returns the reference that the caller must release. */
+static shm_transport *set_state(shm_negotiation *n, negotiation_state state,
+                                shm_transport *transport) {
+    (void)pthread_mutex_lock(&n->mutex);
+    shm_transport *old = n->transport;
+    if (n->closed) {
+        old = transport;
+    } else {
+        n->state = state;
+        n->transport = transport;
+    }
+    (void)pthread_mutex_unlock(&n->mutex);
+    return old;
+}
+
+static void decline(shm_negotiation *n) {
+    shm_transport_release(set_state(n, DECLINED, NULL));
+}
+
+shm_transport *shm_negotiation_active_transport(shm_negotiation *n) {
+    (void)pthread_mutex_lock(&n->mutex);
+    shm_transport *transport = n->state == ACCEPTED ? n->transport : NULL;
+    if (transport != NULL) {
+        shm_transport_retain(transport);
+    }
+    (void)pthread_mutex_unlock(&n->mutex);
+    return transport;
+}
+
+void shm_negotiation_close(shm_negotiation *n) {
+    (void)pthread_mutex_lock(&n->mutex);
+    shm_transport *transport = n->transport;
+    n->transport = NULL;
+    n->state = DECLINED;
+    n->closed = true;
+    (void)pthread_mutex_unlock(&n->mutex);
+    if (transport != NULL) {
+        shm_transport_abort(transport, "the process group has ended");
+        shm_transport_release(transport);
+    }
+}
+
+void shm_negotiation_count_gather(shm_negotiation *n) {
+    n->gathers += n->paused ? 0 : 1;
+}
+
+void shm_negotiation_set_paused(shm_negotiation *n, bool paused) {
+    n->paused = paused;
+}
+
+bool shm_negotiation_is_paused(const shm_negotiation *n) {
+    return n->paused;
+}
+
+/* ---- rounds ---- */
+
+/* Waits for the round of *exchange. Writes the integers of all ranks to *results, valid while the
+ * returned reference is held. Returns NULL with a Python exception. */
+static fct_exchange *wait_for_round(fct_exchange *exchange, const int64_t **results) {
+    fct_exchange_retain(exchange); /* another thread may read the round meanwhile */
+    if (fct_exchange_wait(exchange, results) != 0) {
+        fct_exchange_release(exchange);
+        return NULL;
+    }
+    return exchange;
+}
+
+static void end_round(fct_exchange **round) {
+    fct_exchange_release(*round);
+    *round = NULL;
+}
+
+/* Opens this rank's ring and issues round 1. */
+static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) {
+    if (fct_pg_world_size(pg) < 2 || !fct_pg_has_plain_gloo(pg)) {
+        decline(n);
+        return 0;
+    }
+    const int64_t count = take_count(fct_pg_name(pg));
+    n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
+    int64_t values[CAPABILITIES] = {0};
+    if (accepts_shared_memory()) {
+        bool attached = false;
+        if (attach(pg, n, &attached) != 0) {
+            return -1;
+        }
+        values[0] = n->fallback_gathers;
+        shm_transport *transport = attached ? shm_transport_open() : NULL;
+        if (transport != NULL) {
+            const shm_ring_handle handle = shm_transport_handle(transport);
+            values[1] = handle.pid;
+            values[2] = handle.fd;
+            values[3] = handle.token;
+        }
+        shm_transport_release(set_state(n, PENDING, transport));
+    }
+    return fct_exchange_start(pg, values, CAPABILITIES, &n->capabilities);
+}
+
+/* Waits for round 1 and applies its results, unless another thread has done so meanwhile. */
+static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
+    const int64_t *results = NULL;
+    fct_exchange *round = wait_for_round(n->capabilities, &results);
+    if (round == NULL) {
+        return -1;
+    }
+    if (get_state(n) == PENDING && n->capabilities == round) {
+        const int64_t world = fct_pg_world_size(pg);
+        bool all_accept = true;
+        n->handles = (shm_ring_handle *)malloc((size_t)world * sizeof *n->handles);
+        for (int64_t rank = 0; rank < world; rank++) {
+            const int64_t *row = results + rank * CAPABILITIES;
+            n->fallback_gathers = row[0] > n->fallback_gathers ? row[0] : n->fallback_gathers;
+            all_accept = all_accept && row[0] != 0 && row[1] != 0;
+            if (n->handles != NULL) {
+                n->handles[rank] = (shm_ring_handle){row[1], row[2], row[3]};
+            }
+        }
+        end_round(&n->capabilities);
+        if (all_accept) {
+            (void)pthread_mutex_lock(&n->mutex);
+            n->state = n->closed ? DECLINED : CONNECTING;
+            (void)pthread_mutex_unlock(&n->mutex);
+        } else {
+            decline(n);
+        }
+    }
+    fct_exchange_release(round);
+    return 0;
+}
+
+/* Maps the peers' rings and issues round 2. */
+static int connect_ranks(shm_negotiation *n, fct_pg *pg) {
+    shm_ring_handle *handles = n->handles;
+    n->handles = NULL;
+    /* DECLINED remains if the round cannot be issued. */
+    shm_transport *transport = set_state(n, DECLINED, NULL);
+    const int world = (int)fct_pg_world_size(pg);
+    const bool connected = transport != NULL && handles != NULL &&
+                           shm_transport_connect(transport, (int)fct_pg_rank(pg), world, handles);
+    const bool oversubscribed = available_cpus() < 2 * world;
+    const int64_t value = !connected       ? NOT_CONNECTED
+                          : oversubscribed ? CONNECTED_OVERSUBSCRIBED
+                                           : CONNECTED;
+    free(handles);
+    n->connected_after = n->gathers + n->fallback_gathers;
+    if (fct_exchange_start(pg, &value, 1, &n->connection) != 0) {
+        shm_transport_release(transport);
+        return -1;
+    }
+    shm_transport_release(set_state(n, CONNECTING, transport));
+    return 0;
+}
+
+/* Waits for round 2 and applies its results, unless another thread has done so meanwhile. */
+static int read_connection(shm_negotiation *n, fct_pg *pg) {
+    const int64_t *results = NULL;
+    fct_exchange *round = wait_for_round(n->connection, &results);
+    if (round == NULL) {
+        return -1;
+    }
+    if (get_state(n) == CONNECTING && n->connection == round) {
+        const int64_t world = fct_pg_world_size(pg);
+        int64_t smallest = CONNECTED_OVERSUBSCRIBED, largest = NOT_CONNECTED;
+        for (int64_t rank = 0; rank < world; rank++) {
+            smallest = results[rank] < smallest ? results[rank] : smallest;
+            largest = results[rank] > largest ? results[rank] : largest;
+        }
+        end_round(&n->connection);
+        if (smallest == NOT_CONNECTED) {
+            decline(n);
+        } else {
+            (void)pthread_mutex_lock(&n->mutex);
+            if (n->transport != NULL && largest == CONNECTED_OVERSUBSCRIBED) {
+                shm_transport_set_oversubscribed(n->transport);
+            }
+            n->state = n->closed ? DECLINED : ACCEPTED;
+            (void)pthread_mutex_unlock(&n->mutex);
+        }
+    }
+    fct_exchange_release(round);
+    return 0;
+}
+
+int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
+                        bool *accepted) {
+    const bool is_gather = use == FCT_USE_GATHER || use == FCT_USE_ALL_REDUCE;
+    negotiation_state state = get_state(n);
+    if (state == PENDING && n->capabilities == NULL && start_negotiation(n, pg, attach) != 0) {
+        return -1;
+    }
+    state = get_state(n);
+    if (state == PENDING && !(is_gather && n->gathers < n->fallback_gathers) &&
+        read_capabilities(n, pg) != 0) {
+        return -1;
+    }
+    state = get_state(n);
+    if (state == CONNECTING && n->connection == NULL &&
+        !(is_gather && n->gathers < n->fallback_gathers) && connect_ranks(n, pg) != 0) {
+        return -1;
+    }
+    state = get_state(n);
+    if (state == CONNECTING && n->connection != NULL && use != FCT_USE_REDUCE &&
+        !(is_gather && n->gathers < n->connected_after) && read_connection(n, pg) != 0) {
+        return -1;
+    }
+    *accepted = get_state(n) == ACCEPTED;
+    return 0;
+}

@@ -1,0 +1,80 @@
+/* The negotiation between the ranks of a process group about shared memory. */
+#ifndef FSDP_C_TRANSPORT_NEGOTIATION_H
+#define FSDP_C_TRANSPORT_NEGOTIATION_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "../bridge/group.h"
+#include "shm_transport.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Whether the collectives of one process group use shared memory. The ranks negotiate once, in two
+ * rounds. All users of the group share the object, which is counted.
+ *
+ *     pending     The results of round 1 are not read yet. In it each rank sends whether it accepts
+ *                 shared memory, the handle of its ring, and its number of parameter groups.
+ *     connecting  All ranks accept. In round 2 each rank sends whether it mapped all rings. A rank
+ *                 issues round 2 before its first gather or reduction after round 1, which is the
+ *                 same collective on all ranks.
+ *     accepted    All ranks have mapped all rings.
+ *     declined    The fallback backend, gloo, moves the data.
+ *
+ * A rank does not wait where it issues a round, because its peers may be anywhere in their
+ * programs. So gloo moves the `fallback_gathers` gathers that follow a round. That number is the
+ * largest number of parameter groups on any rank. A rank that issues one gather more has waited for
+ * an earlier one, which its peers issued after they had issued the round. */
+typedef struct shm_negotiation shm_negotiation;
+
+/* The collective for which a transport is requested. A reduce-scatter follows a gather that has
+ * been waited for, so it may wait for round 1. All-reduces count as gathers: replicated groups have
+ * nothing else. A query is not a collective. It waits for both rounds, so all ranks must make it at
+ * the same point. */
+typedef enum fct_use {
+    FCT_USE_GATHER = 0,
+    FCT_USE_REDUCE,
+    FCT_USE_ALL_REDUCE,
+    FCT_USE_QUERY,
+} fct_use;
+
+shm_negotiation *shm_negotiation_new(void); /* NULL: no memory */
+void shm_negotiation_retain(shm_negotiation *n);
+void shm_negotiation_release(shm_negotiation *n); /* NULL is allowed */
+
+/* Registers the negotiation with the process group, so that the group's end calls
+ * shm_negotiation_close. Writes false to *attached if the group does not support it. Returns -1
+ * with a Python exception. */
+typedef int (*shm_attach)(fct_pg *pg, shm_negotiation *n, bool *attached);
+
+/* Writes to *accepted whether the next collective of `pg` uses shared memory. Issues the rounds.
+ * Declines without a round if the backend is not torch's gloo. Waits run signal handlers, and an
+ * interrupted call may be repeated. A rank offers its ring only if `attach` succeeds. Idempotent
+ * until the caller counts a gather. Needs the GIL. */
+FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
+                                  bool *accepted);
+/* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
+void shm_negotiation_count_gather(shm_negotiation *n);
+/* Set by the user, on all ranks at the same point of their programs. While paused, the fallback
+ * moves all data. */
+void shm_negotiation_set_paused(shm_negotiation *n, bool paused);
+bool shm_negotiation_is_paused(const shm_negotiation *n);
+
+/* Returns a new reference to the transport of the next collective, or NULL if the fallback moves
+ * its data. Any thread may call it. */
+shm_transport *shm_negotiation_active_transport(shm_negotiation *n);
+/* Called at the end of the group, by any thread. Aborts the transport. Later collectives use the
+ * fallback, which reports the end. */
+void shm_negotiation_close(shm_negotiation *n);
+
+/* Counts a parameter group that gathers over the process group `name`. Has no effect after round 1
+ * was issued. Returns false if there is no memory. Needs the GIL. */
+bool shm_negotiation_register_user(const char *name);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

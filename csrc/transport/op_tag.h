@@ -1,0 +1,29 @@
+/* The tag of a collective: which operation a rank issues. */
+#ifndef FSDP_C_TRANSPORT_OP_TAG_H
+#define FSDP_C_TRANSPORT_OP_TAG_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum fct_op_kind {
+    FCT_OP_ALL_GATHER = 0,
+    FCT_OP_REDUCE_SCATTER,
+    FCT_OP_ALL_REDUCE,
+} fct_op_kind;
+
+/* Identifies a collective of one process group. The same collective has the same tag on all ranks.
+ * Transports do not compare tags yet. */
+typedef struct fct_op_tag {
+    fct_op_kind kind;
+    const char *group; /* FQNs of the modules, "" for the root; valid during the call */
+    uint64_t sequence; /* collectives that the caller issued before over this process group */
+} fct_op_tag;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

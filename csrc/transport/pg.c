@@ -1,0 +1,56 @@
+/* The transport of torch's process group: its own backend moves the data (gloo, NCCL, ...).
+ *
+ * The negotiation about shared memory needs the number of gathers that this transport has moved. */
+#include "pg.h"
+
+#include "group_negotiation.h"
+
+static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
+    (void)pg, (void)use;
+    *accepted = true;
+    return 0;
+}
+
+/* Counts a gather or an all-reduce that was issued. Returns `issued`, the status of the call. */
+static int count_gather(fct_pg *pg, int issued) {
+    shm_negotiation *n = issued == 0 ? fct_negotiation_find(pg) : NULL;
+    if (n != NULL) {
+        shm_negotiation_count_gather(n);
+    }
+    return issued;
+}
+
+static int all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                      bool async_op, fct_work **work) {
+    (void)tag;
+    return count_gather(pg, fct_pg_all_gather(pg, false, output, input, async_op, work));
+}
+
+static int reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                          fct_reduce_op op, double factor, bool async_op, fct_work **work) {
+    (void)tag;
+    return fct_pg_reduce_scatter(pg, false, output, input, op, factor, async_op, work);
+}
+
+static int all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
+                      double factor, bool async_op, fct_work **work) {
+    (void)tag;
+    return count_gather(pg, fct_pg_all_reduce(pg, false, tensor, op, factor, async_op, work));
+}
+
+static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
+    (void)pg, (void)shard_bytes;
+    return false;
+}
+
+const fct_transport fct_pg_transport = {
+    .name = "process group",
+    .has_chunks = false,
+    .negotiate = negotiate,
+    .all_gather = all_gather,
+    .reduce_scatter = reduce_scatter,
+    .all_reduce = all_reduce,
+    .all_gather_chunks = NULL,
+    .reduce_scatter_chunks = NULL,
+    .is_cpu_bound = is_cpu_bound,
+};

@@ -1,0 +1,80 @@
+/* The shared-memory transport: see README.md.
+ *
+ * The bridge gives each process group a second c10d backend (bridge/shm_backend.cpp). Its
+ * collectives are the operations of shm_collective.h. This table issues a collective on that
+ * backend, through the same op of namespace c10d. */
+#include "shm.h"
+
+#include "group_negotiation.h"
+
+/* Called in a negotiation that the bridge's backend ends. */
+static int attach(fct_pg *pg, shm_negotiation *n, bool *attached) {
+    return fct_pg_add_shm_backend(pg, n, attached);
+}
+
+static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
+    *accepted = false;
+    shm_negotiation *n = fct_negotiation_open(pg);
+    if (n == NULL) {
+        return -1;
+    }
+    return shm_negotiation_is_paused(n) ? 0 : shm_negotiation_run(n, pg, use, attach, accepted);
+}
+
+static int all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                      bool async_op, fct_work **work) {
+    (void)tag;
+    return fct_pg_all_gather(pg, true, output, input, async_op, work);
+}
+
+static int reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                          fct_reduce_op op, double factor, bool async_op, fct_work **work) {
+    (void)tag;
+    return fct_pg_reduce_scatter(pg, true, output, input, op, factor, async_op, work);
+}
+
+static int all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
+                      double factor, bool async_op, fct_work **work) {
+    (void)tag;
+    return fct_pg_all_reduce(pg, true, tensor, op, factor, async_op, work);
+}
+
+static int all_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks,
+                             size_t count, const fct_chunk_layout *layout, fct_work **work) {
+    (void)tag;
+    return fct_pg_gather_chunks(pg, chunks, count, layout, work);
+}
+
+static int reduce_scatter_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
+                                 fct_tensor *const *chunks, size_t count,
+                                 const fct_chunk_layout *layout, fct_reduce_op op,
+                                 fct_work **work) {
+    (void)tag;
+    return fct_pg_reduce_chunks(pg, output, chunks, count, layout, op, work);
+}
+
+static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
+    shm_negotiation *n = fct_negotiation_find(pg);
+    if (n == NULL || shm_negotiation_is_paused(n)) {
+        return false;
+    }
+    shm_transport *transport = shm_negotiation_active_transport(n);
+    if (transport == NULL) {
+        return false;
+    }
+    const bool bound = shm_transport_is_cpu_bound(transport, shard_bytes);
+    shm_transport_release(transport);
+    return bound;
+}
+
+const fct_transport fct_shm_transport = {
+    .name = "shared memory",
+    .has_chunks = true,
+    .negotiate = negotiate,
+    .all_gather = all_gather,
+    .reduce_scatter = reduce_scatter,
+    .all_reduce = all_reduce,
+    .all_gather_chunks = all_gather_chunks,
+    .reduce_scatter_chunks = reduce_scatter_chunks,
+    .is_cpu_bound = is_cpu_bound,
+};

@@ -1,0 +1,206 @@
+/* All-gathers and reduce-scatters over shared memory; see shm_collective.h.
+ *
+ * A message holds a part of each rank shard that it carries. Parts are multiples of a cache line,
+ * so no element is split between messages. The message of an all-gather has a part of this rank's
+ * shard. The message of a reduce-scatter has parts of all shards, and leaves the part of this rank
+ * uninitialized. */
+#include "shm_collective.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../kernels/ring.h"
+#include "shm_all_reduce.h"
+#include "shm_tag.h"
+
+enum { CACHE_LINE = 64 };
+
+bool shm_can_sum(int32_t dtype) {
+    return fck_ring_supports((fck_dtype)dtype) != 0;
+}
+
+/* ---- messages ---- */
+
+static size_t shards_in_message(const shm_collective *c) {
+    return c->request.kind == FCT_OP_REDUCE_SCATTER ? (size_t)c->request.world : 1;
+}
+
+/* Bytes of one rank shard in a message. */
+static size_t part_bytes(const shm_collective *c, size_t message) {
+    const size_t left = c->request.bytes - message * c->part_bytes;
+    return left < c->part_bytes ? left : c->part_bytes;
+}
+
+static size_t message_bytes(const shm_op *op, size_t message) {
+    const shm_collective *c = (const shm_collective *)op;
+    return shards_in_message(c) * part_bytes(c, message);
+}
+
+/* The bytes that a segment and the part of a message have in common. */
+typedef struct overlap {
+    size_t from;    /* byte offset in the segment */
+    size_t bytes;   /* 0: none */
+    size_t in_part; /* byte offset in the part */
+} overlap;
+
+static overlap find_overlap(const shm_collective *c, const shm_segment *segment, size_t message) {
+    const size_t part_begin = message * c->part_bytes;
+    const size_t part_end = part_begin + part_bytes(c, message);
+    const size_t segment_end = segment->begin + segment->bytes;
+    const size_t from = segment->begin > part_begin ? segment->begin : part_begin;
+    const size_t until = segment_end < part_end ? segment_end : part_end;
+    return from < until ? (overlap){from - segment->begin, until - from, from - part_begin}
+                        : (overlap){0, 0, 0};
+}
+
+static void copy_shard(const shm_collective *c, size_t message, size_t shard, char *to) {
+    for (size_t i = 0; i < c->request.segment_count; i++) {
+        const shm_segment *segment = &c->segments[i];
+        const overlap o = find_overlap(c, segment, message);
+        if (o.bytes > 0) {
+            memcpy(to + o.in_part, segment->data + shard * segment->stride + o.from, o.bytes);
+        }
+    }
+}
+
+static void write_message(shm_op *op, size_t message, char *buffer) {
+    const shm_collective *c = (const shm_collective *)op;
+    const size_t own = (size_t)c->request.rank;
+    if (c->request.kind == FCT_OP_ALL_GATHER) {
+        copy_shard(c, message, own, buffer);
+        return;
+    }
+    const size_t bytes = part_bytes(c, message);
+    for (size_t shard = 0; shard < (size_t)c->request.world; shard++) {
+        if (shard != own) {
+            copy_shard(c, message, shard, buffer + shard * bytes);
+        }
+    }
+}
+
+/* Copies the peers' data of a segment. `parts` has one entry for each rank. */
+static void gather_segment(const shm_collective *c, const shm_segment *segment, overlap o,
+                           const char *const *parts) {
+    for (int rank = 0; rank < c->request.world; rank++) {
+        if (parts[rank] != NULL) {
+            memcpy(segment->data + (size_t)rank * segment->stride + o.from, parts[rank], o.bytes);
+        }
+    }
+}
+
+/* Adds the data of all ranks into the output. Replaces this rank's entry of `parts`. */
+static void sum_segment(const shm_collective *c, const shm_segment *segment, overlap o,
+                        const char **parts) {
+    const shm_request *r = &c->request;
+    const size_t own = (size_t)r->rank;
+    const int64_t numel = (int64_t)(r->bytes / r->itemsize);
+    const int64_t first = (int64_t)((segment->begin + o.from) / r->itemsize);
+    parts[own] = segment->data + own * segment->stride + o.from;
+    const void *inputs[SHM_RING_MAX_RANKS];
+    memcpy(inputs, parts, (size_t)r->world * sizeof *parts);
+    fck_ring_sum((fck_dtype)r->dtype, r->output + segment->begin + o.from, inputs, r->world,
+                 r->world * numel, r->rank * numel + first, (int64_t)(o.bytes / r->itemsize));
+}
+
+static void read_message(shm_op *op, size_t message, const char *const *peer_data) {
+    const shm_collective *c = (const shm_collective *)op;
+    const bool sums = c->request.kind == FCT_OP_REDUCE_SCATTER;
+    const size_t own_part = sums ? (size_t)c->request.rank * part_bytes(c, message) : 0;
+    const char *parts[SHM_RING_MAX_RANKS] = {NULL};
+    for (size_t i = 0; i < c->request.segment_count; i++) {
+        const overlap o = find_overlap(c, &c->segments[i], message);
+        if (o.bytes == 0) {
+            continue;
+        }
+        for (int rank = 0; rank < c->request.world; rank++) {
+            const char *data = peer_data[rank];
+            parts[rank] = data == NULL ? NULL : data + own_part + o.in_part;
+        }
+        if (sums) {
+            sum_segment(c, &c->segments[i], o, parts);
+        } else {
+            gather_segment(c, &c->segments[i], o, parts);
+        }
+    }
+}
+
+static void describe_tag(const shm_op *op, uint32_t tag, char *text, size_t bytes) {
+    shm_tag_describe(tag, ((const shm_collective *)op)->request.dtype_name, text, bytes);
+}
+
+static const shm_op_methods shard_methods = {
+    .message_bytes = message_bytes,
+    .can_write = NULL,
+    .write = write_message,
+    .read = read_message,
+    .describe_tag = describe_tag,
+};
+
+/* ---- life ---- */
+
+static bool plan_shards(shm_collective *c) {
+    const shm_request *r = &c->request;
+    c->segments = (shm_segment *)malloc(r->segment_count * sizeof *c->segments);
+    if (c->segments == NULL) {
+        return false;
+    }
+    memcpy(c->segments, r->segments, r->segment_count * sizeof *c->segments);
+    c->part_bytes = SHM_MAX_MESSAGE / shards_in_message(c) / CACHE_LINE * CACHE_LINE;
+    c->op.methods = &shard_methods;
+    c->op.message_count = (r->bytes + c->part_bytes - 1) / c->part_bytes;
+    return true;
+}
+
+shm_collective *shm_collective_new(const shm_request *request) {
+    assert(request->world >= 2 && request->world <= SHM_RING_MAX_RANKS && request->bytes > 0);
+    assert(request->kind == FCT_OP_ALL_GATHER || shm_can_sum(request->dtype));
+    shm_collective *c = (shm_collective *)calloc(1, sizeof *c);
+    if (c == NULL) {
+        return NULL;
+    }
+    c->request = *request;
+    c->op.tag = shm_tag_make(request->kind, request->dtype, request->bytes);
+    c->op.timeout_ms = request->timeout_ms;
+    const bool planned =
+        request->kind == FCT_OP_ALL_REDUCE ? shm_all_reduce_plan(c) : plan_shards(c);
+    c->request.segments = NULL;
+    if (!planned) {
+        shm_collective_free(c);
+        return NULL;
+    }
+    return c;
+}
+
+void shm_collective_free(shm_collective *c) {
+    if (c != NULL) {
+        free(c->segments);
+        free(c->steps);
+        free(c);
+    }
+}
+
+void shm_collective_drop_segments(shm_collective *c) {
+    c->request.segment_count = 0;
+    free(c->segments);
+    c->segments = NULL;
+}
+
+shm_submit_result shm_collective_start(shm_collective *c, shm_transport *t, shm_owner owner,
+                                       char error[SHM_ERROR_BYTES]) {
+    size_t bytes = 0;
+    for (size_t message = 0; message < c->op.message_count; message++) {
+        bytes += c->op.methods->message_bytes(&c->op, message);
+    }
+    c->cpu_bound = shm_transport_is_cpu_bound(t, bytes);
+    return shm_transport_submit(t, &c->op, owner, error);
+}
+
+int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t most_ms,
+                        char error[SHM_ERROR_BYTES]) {
+    return shm_transport_wait(t, &c->op, most_ms, error);
+}
+
+bool shm_collective_is_cpu_bound(const shm_collective *c) {
+    return c->cpu_bound;
+}

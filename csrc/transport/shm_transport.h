@@ -1,0 +1,105 @@
+/* The shared-memory transport of one process group: a queue of operations over the rings of all
+ * ranks. See README.md for the protocol. */
+#ifndef FSDP_C_TRANSPORT_SHM_TRANSPORT_H
+#define FSDP_C_TRANSPORT_SHM_TRANSPORT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "shm_ring.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    SHM_MAX_MESSAGE = 1 << 20,          /* bytes of the largest message; equal on all ranks */
+    SHM_CAPACITY = 4 * SHM_MAX_MESSAGE, /* bytes of a ring for messages */
+    SHM_ERROR_BYTES = 512,              /* of the text that a failing function writes */
+};
+
+typedef struct shm_op shm_op;
+
+/* The behavior of an operation: this rank writes op->message_count messages and reads as many of
+ * each peer. Any thread may call the functions, with or without the GIL. None fails. */
+typedef struct shm_op_methods {
+    size_t (*message_bytes)(const shm_op *op, size_t message);
+    /* Whether the contents of a message are known after `messages_read` messages of each peer were
+     * read. True if `messages_read` is the number of the message or more. NULL: always true. */
+    bool (*can_write)(const shm_op *op, size_t message, size_t messages_read);
+    void (*write)(shm_op *op, size_t message, char *buffer);
+    /* `peer_data` has one entry for each rank, valid during the call. This rank's entry is NULL.
+     * Called after write() of the same message. */
+    void (*read)(shm_op *op, size_t message, const char *const *peer_data);
+    /* Writes a description of a tag to `text`, for an error message. */
+    void (*describe_tag)(const shm_op *op, uint32_t tag, char *text, size_t bytes);
+} shm_op_methods;
+
+/* The object that owns an operation, usually a c10d work. Any thread may call the functions. */
+typedef struct shm_owner {
+    void *object;
+    /* Called once, with the mutex of the transport: all messages are written and read, or `error`
+     * is not NULL. `error` is valid during the call. */
+    void (*complete)(void *object, const char *error);
+    /* Called once after complete(), without the mutex. May free the operation. */
+    void (*release)(void *object);
+} shm_owner;
+
+/* The first member of a struct that implements an operation. Set the first four fields before
+ * shm_transport_submit. The others belong to the transport. */
+struct shm_op {
+    const shm_op_methods *methods;
+    uint32_t tag; /* different tags on two ranks are a collective mismatch */
+    size_t message_count;
+    int64_t timeout_ms; /* the operation fails if it is not complete so long after its issue */
+    shm_owner owner;
+    int64_t start_ns;
+    size_t written, read; /* messages */
+    int done;             /* set with release order after complete() */
+    struct shm_op *next;
+};
+
+/* One rank's ring and its operations in order of issue. All users of a process group share it. Any
+ * thread may call the functions. */
+typedef struct shm_transport shm_transport;
+
+/* Returns a new transport with one owner, or NULL if the ring cannot be created. */
+shm_transport *shm_transport_open(void);
+void shm_transport_retain(shm_transport *t);
+void shm_transport_release(shm_transport *t); /* NULL is allowed */
+shm_ring_handle shm_transport_handle(const shm_transport *t);
+/* Maps the peers' rings. Returns false if one cannot be mapped. */
+bool shm_transport_connect(shm_transport *t, int rank, int world, const shm_ring_handle *handles);
+/* Records that the ranks have fewer than two CPUs each, so that copies in the background take CPU
+ * time from computation. Call it before the first submit. */
+void shm_transport_set_oversubscribed(shm_transport *t);
+/* Whether a collective that writes `bytes` bytes on this rank would take CPU time from computation:
+ * the ranks are oversubscribed, and the ring cannot hold all bytes at once. */
+bool shm_transport_is_cpu_bound(const shm_transport *t, size_t bytes);
+
+typedef enum shm_submit_result {
+    SHM_SUBMIT_FAILED = -1, /* `error` is written; the caller still owns the operation */
+    SHM_SUBMIT_PENDING = 0, /* messages remain: shm_transport_progress writes them */
+    SHM_SUBMIT_WRITTEN = 1, /* all messages are written */
+} shm_submit_result;
+
+/* Appends an operation and writes the messages that fit into the ring. Takes one reference of
+ * `owner.object`, which must keep `op` alive until complete(). Fails with the error of an earlier
+ * failure, after which messages cannot be matched any more. */
+shm_submit_result shm_transport_submit(shm_transport *t, shm_op *op, shm_owner owner,
+                                       char error[SHM_ERROR_BYTES]);
+/* Writes and reads messages until nothing more is possible without waiting. */
+void shm_transport_progress(shm_transport *t);
+/* Blocks until `op` is complete and returns 1. Aborts the transport when the time limit of the
+ * operation ends. Returns -1 and writes `error` in a child of fork(), or after `most_ms` if it is
+ * not 0; then the operation continues. Call it without the GIL. */
+int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error[SHM_ERROR_BYTES]);
+/* Fails all operations and every later submit, and marks the ring closed for peers. */
+void shm_transport_abort(shm_transport *t, const char *reason);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,106 @@
+/* Selects the transport of each collective; see transport.h. Owns no state: the negotiation of a
+ * process group is kept by the bridge while the group lives. */
+#include "transport.h"
+
+#include <assert.h>
+
+#include "../bridge/error.h"
+#include "../bridge/tensor.h"
+
+const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use use) {
+    if (device.type != FCT_DEVICE_CPU || !fct_pg_is_gloo(pg)) {
+        return &fct_pg_transport;
+    }
+    bool accepted = false;
+    if (fct_shm_transport.negotiate(pg, use, &accepted) != 0) {
+        return NULL;
+    }
+    return accepted ? &fct_shm_transport : &fct_pg_transport;
+}
+
+/* ---- collectives ---- */
+
+int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                   bool async_op, fct_work **work) {
+    assert(tag == NULL || tag->kind == FCT_OP_ALL_GATHER);
+    const fct_transport *t = fct_transport_select(pg, fct_tensor_device(output), FCT_USE_GATHER);
+    return t == NULL ? -1 : t->all_gather(pg, tag, output, input, async_op, work);
+}
+
+int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                       fct_reduce_op op, double factor, bool async_op, fct_work **work) {
+    assert(tag == NULL || tag->kind == FCT_OP_REDUCE_SCATTER);
+    const fct_transport *t = fct_transport_select(pg, fct_tensor_device(output), FCT_USE_REDUCE);
+    return t == NULL ? -1 : t->reduce_scatter(pg, tag, output, input, op, factor, async_op, work);
+}
+
+int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
+                   double factor, bool async_op, fct_work **work) {
+    assert(tag == NULL || tag->kind == FCT_OP_ALL_REDUCE);
+    const fct_transport *t =
+        fct_transport_select(pg, fct_tensor_device(tensor), FCT_USE_ALL_REDUCE);
+    return t == NULL ? -1 : t->all_reduce(pg, tag, tensor, op, factor, async_op, work);
+}
+
+int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
+    if (fct_fault("fct_pg_takes_chunks") != 0) {
+        return -1;
+    }
+    const fct_transport *t =
+        fct_transport_select(pg, device, gathers ? FCT_USE_GATHER : FCT_USE_REDUCE);
+    if (t == NULL) {
+        return -1;
+    }
+    *takes = false;
+    return t->has_chunks ? fct_pg_can_pass_chunks(pg, takes) : 0;
+}
+
+/* fct_pg_takes_chunks has selected the transport: the only one with chunks. */
+int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks, size_t count,
+                      const fct_chunk_layout *layout, fct_work **work) {
+    assert(count > 0 && layout->count > 0);
+    return fct_shm_transport.all_gather_chunks(pg, tag, chunks, count, layout, work);
+}
+
+int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
+                      fct_tensor *const *chunks, size_t count, const fct_chunk_layout *layout,
+                      fct_reduce_op op, fct_work **work) {
+    assert(count > 0 && layout->count > 0);
+    return fct_shm_transport.reduce_scatter_chunks(pg, tag, output, chunks, count, layout, op,
+                                                   work);
+}
+
+bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
+    return fct_shm_transport.is_cpu_bound(pg, (size_t)row_bytes);
+}
+
+/* ---- for csrc/python ---- */
+
+int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
+    if (fct_fault("fct_transport_enter") != 0) {
+        return -1;
+    }
+    const fct_device cpu = {FCT_DEVICE_CPU, -1};
+    const fct_transport *t = fct_transport_select(pg, cpu, use);
+    if (t == NULL) {
+        return -1;
+    }
+    if (t == &fct_shm_transport) {
+        return fct_pg_enter_shm(pg, use == FCT_USE_ALL_REDUCE, entered);
+    }
+    *entered = NULL;
+    shm_negotiation *n = fct_negotiation_find(pg);
+    if (use != FCT_USE_REDUCE && n != NULL) {
+        shm_negotiation_count_gather(n);
+    }
+    return 0;
+}
+
+int fct_transport_pause(fct_pg *pg, bool paused) {
+    shm_negotiation *n = fct_negotiation_open(pg);
+    if (n == NULL) {
+        return -1;
+    }
+    shm_negotiation_set_paused(n, paused);
+    return 0;
+}

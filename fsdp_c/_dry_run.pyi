@@ -1,0 +1,44 @@
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+class Event(NamedTuple):
+    """One event of a dry run. csrc/dry_run/record.h lists the kinds."""
+
+    kind: str
+    call: int
+    unit: int
+    stream: int
+    object: int
+    bytes: int
+    live: int
+    label: str | None
+
+def run(
+    units: list[dict[str, Any]],
+    states: list[dict[str, Any]],
+    calls: Sequence[tuple[Any, ...]],
+    *,
+    streams: bool = False,
+) -> tuple[list[Event], int]:
+    """Runs the calls on a model without memory, as rank 0.
+
+    Args:
+        units: The parameter groups. Keys: ``state`` (index), ``world``, ``replicas``,
+            ``post_forward_world``, ``reduce`` (dtype), ``bucket_bytes``, ``reshard_after_forward``,
+            ``reshard_after_backward``, ``unshard_in_backward``, ``reduce_grads``,
+            ``all_reduce_grads``, ``overlap``, ``offload``, ``pinned``, ``params``. Keys of a
+            parameter: ``name``, ``sizes``, ``dim``, ``dtype``, ``compute``, ``reduce``,
+            ``trained``.
+        states: The ``fully_shard`` calls in module order. Keys: ``root`` (index), ``modules``
+            (number), ``forward_prefetch``, ``backward_prefetch`` (indices).
+        calls: Names and integers: ``pre_forward``, ``post_forward``, ``pre_backward`` and
+            ``post_backward`` (state), ``backward``, ``end``, ``alloc`` (storage, bytes), ``free``
+            (storage), ``gradient`` (unit, parameter, storage or -1, bytes).
+        streams: Whether the device has streams.
+
+    Returns:
+        The events, and the most bytes of device memory that were in use.
+
+    Raises:
+        ValueError: An item is invalid. The message names it.
+    """

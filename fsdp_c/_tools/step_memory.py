@@ -1,0 +1,115 @@
+"""Computes the memory of one step over time, from the events of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .._dry_run import Event
+from . import dry_run
+from .dry_run import Call
+from .unit_bytes import Sharding
+
+KINDS = ("shards", "states", "gathered", "gradients", "activations")
+"""The kinds of memory, in this order:
+
+Sharded parameters and buffers; optimizer states; unsharded parameters and all-gather buffers;
+unsharded and sharded gradients and reduction buffers; tensors that forward saves for backward.
+"""
+
+
+class Sample(NamedTuple):
+    """Bytes by kind (in the order of :data:`KINDS`) at one moment, and the phase of the step."""
+
+    phase: str
+    unit: str
+    bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes)
+
+    def __str__(self) -> str:
+        return f"{self.phase} '{self.unit}'" if self.unit else self.phase
+
+
+@dataclass
+class Timeline:
+    """The memory of one step."""
+
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def peak(self) -> Sample:
+        return max(self.samples, key=lambda sample: sample.total)
+
+    def highest(self, kind: str) -> int:
+        """The most bytes of one kind at any time."""
+        place = KINDS.index(kind)
+        return max(sample.bytes[place] for sample in self.samples)
+
+
+BEFORE = "before the step"  # the phase of samples that add up the initial memory
+
+
+def estimate(sharding: Sharding, calls: Sequence[Call]) -> Timeline:
+    """Computes the memory of the step that consists of ``calls``."""
+    events = dry_run.run(sharding, calls)
+    return Timeline([*_samples(sharding, calls, events)])
+
+
+def _samples(sharding: Sharding, calls: Sequence[Call], events: list[Event]) -> Iterator[Sample]:
+    live = dict.fromkeys(KINDS, 0)
+    phases = _phases(sharding, calls)
+
+    def sample(phase: str, unit: str = "") -> Sample:
+        return Sample(phase, unit, tuple(live.values()))
+
+    changes = [e for e in events if e.kind in ("alloc", "free") and e.label in live]
+    before = [event for event in changes if event.call < 0]
+    for event in before:
+        live["shards"] = event.live
+        yield sample(BEFORE)
+    live["shards"] += sharding.buffers
+    yield sample(BEFORE)
+    live["states"] = 0 if sharding.offloads else sharding.optimizer
+    yield sample(BEFORE)
+    for event in changes[len(before) :]:
+        assert event.label is not None
+        live[event.label] = event.live
+        phase, unit = phases[event.call]
+        if calls[event.call].name == "end" and event.unit >= 0:
+            phase, unit = "reduction of", sharding.units[event.unit].name
+        yield sample(phase, unit)
+    if not sharding.offloads and sharding.step:
+        live["states"] += sharding.step
+        yield sample(_STEP)
+        live["states"] -= sharding.step
+        yield sample(_STEP)
+
+
+_STEP = "optimizer.step"
+_PHASES = {
+    "pre_forward": "forward of",
+    "pre_backward": "backward of",
+    "post_backward": "reduction of",
+}
+
+
+def _phases(sharding: Sharding, calls: Sequence[Call]) -> list[tuple[str, str]]:
+    """Returns the phase of the step and the unit's name for each call."""
+    first: dict[int, str] = {}
+    for unit in sharding.units:
+        first.setdefault(unit.state, unit.name)
+    phases = []
+    now = (BEFORE, "")
+    for call in calls:
+        if call.name == "backward":
+            now = ("backward of the loss", "")
+        elif call.name in _PHASES and not call.in_backward and call.arguments[0] in first:
+            now = (_PHASES[call.name], first[call.arguments[0]])
+        phases.append(now)
+        if call.name == "end":
+            now = (_STEP, "")
+    return phases

@@ -1,0 +1,320 @@
+/* Collectives over shared memory, between processes: data, errors, and the life of operations. */
+#define _GNU_SOURCE 1
+#include "transport_ranks.h"
+
+/* ---- data ---- */
+
+/* The value of an element of one rank's input: small integers, so that sums are exact. */
+static float value_of(int rank, int64_t element) {
+    return (float)((element * 7 + rank * 13) % 31);
+}
+
+static float sum_of(int world, int64_t element) {
+    float sum = 0;
+    for (int rank = 0; rank < world; rank++) {
+        sum += value_of(rank, element);
+    }
+    return sum;
+}
+
+static shm_request request_of(fct_op_kind kind, int64_t numel) {
+    return (shm_request){.kind = kind,
+                         .dtype = FCK_FLOAT32,
+                         .itemsize = sizeof(float),
+                         .rank = me.rank,
+                         .world = me.world,
+                         .bytes = (size_t)numel * sizeof(float),
+                         .timeout_ms = 60000,
+                         .dtype_name = name_dtype};
+}
+
+/* Divides a rank shard into two segments, whose data of all ranks are in separate allocations. */
+static void split(shm_segment segments[2], float *first, float *second, int64_t numel) {
+    const size_t bytes = (size_t)numel * sizeof(float), cut = bytes / 3 / 4 * 4;
+    segments[0] = (shm_segment){(char *)first, cut, 0, cut};
+    segments[1] = (shm_segment){(char *)second, bytes - cut, cut, bytes - cut};
+}
+
+/* The element of rank `rank`'s shard, in the memory of the two segments. */
+static float *element_of(const shm_segment segments[2], int rank, int64_t element) {
+    const size_t at = (size_t)element * sizeof(float);
+    const shm_segment *s = &segments[at >= segments[1].begin];
+    return (float *)(void *)(s->data + (size_t)rank * s->stride + (at - s->begin));
+}
+
+static void gather_once(int64_t numel) {
+    const size_t all = (size_t)numel * (size_t)me.world;
+    float *first = (float *)calloc(all, sizeof *first),
+          *second = (float *)calloc(all, sizeof *second);
+    shm_segment segments[2];
+    split(segments, first, second, numel);
+    for (int64_t i = 0; i < numel; i++) {
+        *element_of(segments, me.rank, i) = value_of(me.rank, i);
+    }
+    shm_request request = request_of(FCT_OP_ALL_GATHER, numel);
+    request.segments = segments;
+    request.segment_count = 2;
+    run_to_end(&request);
+    for (int rank = 0; rank < me.world; rank++) {
+        for (int64_t i = 0; i < numel; i++) {
+            require(*element_of(segments, rank, i) == value_of(rank, i));
+        }
+    }
+    free(first);
+    free(second);
+}
+
+static void reduce_scatter_once(int64_t numel) {
+    const size_t all = (size_t)numel * (size_t)me.world;
+    float *first = (float *)calloc(all, sizeof *first),
+          *second = (float *)calloc(all, sizeof *second);
+    float *output = (float *)calloc((size_t)numel, sizeof *output);
+    shm_segment segments[2];
+    split(segments, first, second, numel);
+    for (int rank = 0; rank < me.world; rank++) {
+        for (int64_t i = 0; i < numel; i++) {
+            *element_of(segments, rank, i) = value_of(me.rank, rank * numel + i);
+        }
+    }
+    shm_request request = request_of(FCT_OP_REDUCE_SCATTER, numel);
+    request.segments = segments;
+    request.segment_count = 2;
+    request.output = (char *)output;
+    run_to_end(&request);
+    for (int64_t i = 0; i < numel; i++) {
+        require(output[i] == sum_of(me.world, me.rank * numel + i));
+    }
+    free(first);
+    free(second);
+    free(output);
+}
+
+static void all_reduce_once(int64_t numel) {
+    float *tensor = (float *)calloc((size_t)numel, sizeof *tensor);
+    for (int64_t i = 0; i < numel; i++) {
+        tensor[i] = value_of(me.rank, i);
+    }
+    shm_request request = request_of(FCT_OP_ALL_REDUCE, numel);
+    request.output = (char *)tensor;
+    run_to_end(&request);
+    for (int64_t i = 0; i < numel; i++) {
+        require(tensor[i] == sum_of(me.world, i));
+    }
+    free(tensor);
+}
+
+/* One element, one message, a few messages, and more than the ring holds. */
+static void run_all_sizes(void) {
+    static const int64_t sizes[] = {1, 1000, 300001, 1500000};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        gather_once(sizes[i]);
+        reduce_scatter_once(sizes[i]);
+        all_reduce_once(sizes[i]);
+    }
+}
+
+static void collectives_of_all_sizes_have_the_expected_values(void **state) {
+    (void)state;
+    run_ranks(run_all_sizes, 2);
+    run_ranks(run_all_sizes, 3);
+}
+
+/* ---- order and completion ---- */
+
+/* Three all-reduces in flight. The last one is waited for first. */
+static void wait_in_reverse_order(void) {
+    float values[3];
+    issued ops[3];
+    for (int k = 0; k < 3; k++) {
+        values[k] = value_of(me.rank, k);
+        shm_request request = request_of(FCT_OP_ALL_REDUCE, 1);
+        request.output = (char *)&values[k];
+        require(start(&ops[k], &request) == SHM_SUBMIT_WRITTEN);
+    }
+    for (int k = 2; k >= 0; k--) {
+        require(wait_for(&ops[k], 0) == 1 && ops[k].work.error[0] == '\0');
+        require(values[k] == sum_of(me.world, k));
+    }
+    for (int k = 0; k < 3; k++) {
+        require(ops[k].work.completions == 1 && ops[k].work.releases == 1);
+        shm_collective_free(ops[k].collective);
+    }
+}
+
+static void operations_complete_in_order_of_issue_and_once(void **state) {
+    (void)state;
+    run_ranks(wait_in_reverse_order, 3);
+}
+
+/* Rank 1 issues its collective after rank 0 has polled without success. */
+static void poll_before_the_peer(void) {
+    float value = value_of(me.rank, 0);
+    shm_request request = request_of(FCT_OP_ALL_REDUCE, 1);
+    request.output = (char *)&value;
+    issued op;
+    if (me.rank == 0) {
+        require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+        shm_transport_progress(me.transport);
+        require(op.work.completions == 0);
+        require(wait_for(&op, 1) == -1 && strcmp(me.error, "Timed out waiting 1ms") == 0);
+    }
+    barrier();
+    if (me.rank != 0) {
+        require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+    }
+    require(wait_for(&op, 0) == 1 && op.work.error[0] == '\0');
+    require(value == sum_of(me.world, 0));
+    shm_collective_free(op.collective);
+}
+
+static void wait_with_a_limit_leaves_the_operation_pending(void **state) {
+    (void)state;
+    run_ranks(poll_before_the_peer, 2);
+}
+
+/* ---- failures ---- */
+
+static void issue_different_collectives(void) {
+    float values[2] = {0};
+    const shm_segment segment = {(char *)values, sizeof(float), 0, sizeof(float)};
+    shm_request request = request_of(me.rank == 0 ? FCT_OP_ALL_GATHER : FCT_OP_ALL_REDUCE, 1);
+    request.segments = &segment;
+    request.segment_count = 1;
+    request.output = (char *)values;
+    issued op, next;
+    require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+    require(wait_for(&op, 0) == 1);
+    if (me.rank == 0) {
+        require(strcmp(op.work.error,
+                       "collective mismatch: rank 0 issued all_gather of Float, up to 64 bytes per "
+                       "rank (message of 4 bytes), rank 1 issued all_reduce of Float, up to 64 "
+                       "bytes per rank (message of 4 bytes)") == 0);
+    } else {
+        require(op.work.error[0] != '\0');
+    }
+    require(start(&next, &request) == SHM_SUBMIT_FAILED);
+    require(strcmp(me.error, op.work.error) == 0 && next.work.completions == 0);
+    shm_collective_free(op.collective);
+    shm_collective_free(next.collective);
+}
+
+static void different_collectives_fail_on_all_ranks_and_later_ones_too(void **state) {
+    (void)state;
+    run_ranks(issue_different_collectives, 2);
+}
+
+static void let_one_rank_time_out(void) {
+    float value = 0;
+    shm_request request = request_of(FCT_OP_ALL_REDUCE, 1);
+    request.output = (char *)&value;
+    request.timeout_ms = 20;
+    issued op;
+    if (me.rank == 0) {
+        require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+        require(wait_for(&op, 0) == 1);
+        require(strcmp(op.work.error, "Timed out waiting 20ms for the data of other ranks") == 0);
+        shm_collective_free(op.collective);
+    }
+    barrier();
+    if (me.rank == 1) { /* rank 0 has sent its data, and its ring is closed after that */
+        request.timeout_ms = 60000;
+        require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+        require(wait_for(&op, 0) == 1 && op.work.error[0] == '\0');
+        shm_collective_free(op.collective);
+        require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+        require(wait_for(&op, 0) == 1);
+        require(strcmp(op.work.error,
+                       "Connection closed by peer: rank 0 has closed its process group or ended; "
+                       "rank 1 waits for its data") == 0);
+        shm_collective_free(op.collective);
+    }
+}
+
+static void timeout_fails_this_rank_and_later_collectives_of_peers(void **state) {
+    (void)state;
+    run_ranks(let_one_rank_time_out, 2);
+}
+
+static void end_one_rank(void) {
+    float value = 0;
+    shm_request request = request_of(FCT_OP_ALL_REDUCE, 1);
+    request.output = (char *)&value;
+    issued op;
+    if (me.rank == 1) {
+        _exit(0); /* without closing its ring */
+    }
+    require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+    require(wait_for(&op, 0) == 1);
+    require(strcmp(op.work.error,
+                   "Connection closed by peer: the process of rank 1 has ended or closed its "
+                   "process group") == 0);
+    shm_collective_free(op.collective);
+}
+
+static void end_of_a_peer_fails_the_wait(void **state) {
+    (void)state;
+    run_ranks(end_one_rank, 2);
+}
+
+static void abort_a_large_collective(void) {
+    const int64_t numel = 3000000;
+    float *tensor = (float *)calloc((size_t)numel, sizeof *tensor);
+    shm_request request = request_of(FCT_OP_ALL_REDUCE, numel);
+    request.output = (char *)tensor;
+    issued op;
+    require(start(&op, &request) == SHM_SUBMIT_PENDING);
+    shm_transport_abort(me.transport, "the test ends");
+    require(op.work.completions == 1 && strcmp(op.work.error, "the test ends") == 0);
+    require(op.work.releases == 1);
+    shm_collective_free(op.collective);
+    free(tensor);
+}
+
+static void abort_completes_pending_operations_with_the_reason(void **state) {
+    (void)state;
+    run_ranks(abort_a_large_collective, 2);
+}
+
+static void use_the_transport_in_a_forked_child(void) {
+    float value = 0;
+    shm_request request = request_of(FCT_OP_ALL_REDUCE, 1);
+    request.output = (char *)&value;
+    issued op, other;
+    require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+    const pid_t child = fork();
+    if (child == 0) {
+        require(start(&other, &request) == SHM_SUBMIT_FAILED);
+        require(strcmp(me.error, "a child of fork() cannot use its parent's process group") == 0);
+        if (op.work.completions == 0) {
+            require(wait_for(&op, 0) == -1);
+            require(strcmp(me.error,
+                           "a child of fork() cannot wait for its parent's collectives") == 0);
+        }
+        shm_transport_abort(me.transport, "by the child");
+        shm_transport_release(me.transport);
+        _exit(0);
+    }
+    int status = -1;
+    require(waitpid(child, &status, 0) == child && status == 0);
+    require(wait_for(&op, 0) == 1 && op.work.error[0] == '\0');
+    shm_collective_free(op.collective);
+}
+
+static void forked_child_cannot_use_or_close_the_transport(void **state) {
+    (void)state;
+    run_ranks(use_the_transport_in_a_forked_child, 2);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(collectives_of_all_sizes_have_the_expected_values),
+        cmocka_unit_test(operations_complete_in_order_of_issue_and_once),
+        cmocka_unit_test(wait_with_a_limit_leaves_the_operation_pending),
+        cmocka_unit_test(different_collectives_fail_on_all_ranks_and_later_ones_too),
+        cmocka_unit_test(timeout_fails_this_rank_and_later_collectives_of_peers),
+        cmocka_unit_test(end_of_a_peer_fails_the_wait),
+        cmocka_unit_test(abort_completes_pending_operations_with_the_reason),
+        cmocka_unit_test(forked_child_cannot_use_or_close_the_transport),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
