@@ -52,15 +52,15 @@ def local_group(
     params: list[torch.Tensor],
     state: dict[Any, Any],
     keys: tuple[str | None, ...],
-    seen: dict[int, tuple[Any, Any]],
-    alike: Callable[[Any, Any], bool],
+    layout_cache: dict[int, tuple[Any, Any]],
+    layouts_equal: Callable[[Any, Any], bool],
     /,
 ) -> tuple[list[Any], ...] | None: ...
 def make_dtensors(local: torch.Tensor, spec: Any, /) -> bool: ...
 def local_lists(
     lists: tuple[list[Any], ...],
-    seen: dict[int, tuple[Any, Any]],
-    alike: Callable[[Any, Any], bool],
+    layout_cache: dict[int, tuple[Any, Any]],
+    layouts_equal: Callable[[Any, Any], bool],
     /,
 ) -> tuple[list[Any], ...] | None: ...
 def has_memory(tensor: torch.Tensor, /) -> bool: ...

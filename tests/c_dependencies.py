@@ -72,6 +72,7 @@ csrc/README.md describes each module.
 
 BOUNDARY = (
     "bridge/allocator.h",
+    "bridge/device.h",
     "bridge/types.h",
     "bridge/error.h",
     "bridge/tensor.h",
@@ -106,6 +107,13 @@ INCLUDES = {
         "kernels/kernels_jit.h",
         "kernels/norm.h",
         "kernels/pool.h",
+    ),
+    "dry_run": (
+        *BOUNDARY,
+        "core/*.h",
+        "kernels/cast.h",
+        "kernels/kernels.h",
+        "transport/transport.h",
     ),
 }
 """Headers of other folders that the files of each folder of csrc include directly."""

@@ -323,7 +323,7 @@ static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,
 bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward) {
     fc_process_group *pg = select_process_group(a, post_forward);
     const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
-    /* The process group may serve other device types as well. With streams, devices copy the rows. */
+    /* The process group may serve other device types too. With streams, devices copy the rows. */
     return !a->base->comm->has_streams && pg->world > 1 && plan->valid && !plan->extended &&
            fc_process_group_is_cpu_bound(pg, plan->row_bytes);
 }

@@ -524,7 +524,7 @@ done:
 }
 
 /* Ends a backward without reduction. */
-static fc_status stash_gradients(fc_group *g) {
+static fc_status keep_gradients(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
     FC_TRY(fc_gradient_accumulate(&g->base, fc_group_base_all(&g->base)));
@@ -545,7 +545,7 @@ fc_status fc_group_post_backward(fc_group *g) {
     g->deferred =
         !reduces || (fc_group_base_is_replicated(&g->base) && !g->reducer.all_reduce_grads);
     fc_bucket_end(&g->buckets);
-    fc_status status = reduces ? reduce_remaining(g, partial) : stash_gradients(g);
+    fc_status status = reduces ? reduce_remaining(g, partial) : keep_gradients(g);
     return verify_transition(g, fc_group_check, status);
 }
 

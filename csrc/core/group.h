@@ -119,8 +119,8 @@ typedef fc_status (*fc_visit)(fc_group *g);
 /* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
 void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
                    fc_param **params, size_t count, fct_device device, int64_t world, int64_t rank);
-/* Defers the release of pending work, removes the group from its comm context's order and releases everything. Safe
- * on a zeroed struct. */
+/* Defers the release of pending work, removes the group from its comm context's order and releases
+ * everything. Safe on a zeroed struct. */
 void fc_group_fini(fc_group *g);
 /* Moves the group to another comm context of the same device. Returns FC_ESTATE while a reduction
  * of the group is in flight. */

@@ -1,5 +1,6 @@
-/* Registration of a group's parameters on the modules. A swap registers the parameter objects of one
- * sharded state on all modules that hold a parameter, or restores those of the group's own state. */
+/* Registration of a group's parameters on the modules. A swap registers the parameter objects of
+ * one sharded state on all modules that hold a parameter, or restores those of the group's own
+ * state. */
 #ifndef FSDP_C_CORE_REGISTRATION_H
 #define FSDP_C_CORE_REGISTRATION_H
 

@@ -101,8 +101,8 @@ FC_CHECK fc_status fc_state_post_backward(const fc_state *s, fc_group *g);
 FC_CHECK fc_status fc_state_reset(fc_state *s);
 
 /* Checks the invariants of the state, of its iteration and of its groups that hold between
- * transitions. Returns FC_ESTATE with a message if one is violated. Debug builds run it at the end of
- * every function above that the hooks call. */
+ * transitions. Returns FC_ESTATE with a message if one is violated. Debug builds run it at the end
+ * of every function above that the hooks call. */
 FC_CHECK fc_status fc_state_check(const fc_state *s);
 
 #endif

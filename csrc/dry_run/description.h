@@ -4,8 +4,8 @@
 #ifndef FSDP_C_DRY_RUN_DESCRIPTION_H
 #define FSDP_C_DRY_RUN_DESCRIPTION_H
 
-#include "../core/status.h"
 #include "../bridge/types.h"
+#include "../core/status.h"
 
 enum { FCD_DIMS_MAX = 64 }; /* of a parameter */
 

@@ -1,6 +1,6 @@
 /* Deferred release. The core borrows pointers to groups, states, parameters and tensors, and calls
  * foreign code (modules' own __setattr__, users' hooks) while it uses them. That code may replace
- * attributes. While any call is in progress, mod->retired keeps the former values. */
+ * attributes. While any call is in progress, mod->deferred_decrefs keeps the former values. */
 #include "deferred_decref.h"
 
 #include "../bridge/error.h"
@@ -10,13 +10,13 @@ void fcpy_calls_enter(fcpy_module *mod) {
 }
 
 void fcpy_calls_leave(fcpy_module *mod) {
-    if (--mod->calls > 0 || mod->retired == NULL) {
+    if (--mod->calls > 0 || mod->deferred_decrefs == NULL) {
         return;
     }
-    PyObject *retired = mod->retired;
-    mod->retired = NULL;
+    PyObject *deferred_decrefs = mod->deferred_decrefs;
+    mod->deferred_decrefs = NULL;
     void *error = fct_error_set_aside();
-    Py_DECREF(retired);
+    Py_DECREF(deferred_decrefs);
     fct_error_put_back(error);
 }
 
@@ -26,10 +26,10 @@ void fcpy_defer_decref(fcpy_module *mod, PyObject *obj) {
     }
     if (mod->calls > 0) {
         void *error = fct_error_set_aside();
-        if (mod->retired == NULL) {
-            mod->retired = PyList_New(0);
+        if (mod->deferred_decrefs == NULL) {
+            mod->deferred_decrefs = PyList_New(0);
         }
-        if (mod->retired == NULL || PyList_Append(mod->retired, obj) != 0) {
+        if (mod->deferred_decrefs == NULL || PyList_Append(mod->deferred_decrefs, obj) != 0) {
             Py_INCREF(obj); /* out of memory: the object leaks, because the core may use it */
         }
         fct_error_put_back(error);

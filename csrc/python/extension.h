@@ -13,7 +13,7 @@ PyObject *fcpy_get_outputs(PyObject *param, void *closure);
 int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure);
 PyObject *fcpy_get_inner(PyObject *param, void *closure);
 int fcpy_set_inner(PyObject *param, PyObject *value, void *closure);
-/* Keeps the tensors of both attributes alive until no call is in progress (retired.h). */
+/* Keeps the tensors of both attributes alive until no call is in progress (deferred_decref.h). */
 void fcpy_defer_outputs_release(fcpy_param *self);
 
 #endif

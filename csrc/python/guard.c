@@ -79,8 +79,8 @@ static bool type_has(PyTypeObject *type, PyObject *name, PyObject *expected) {
 
 /* Returns the bits of the methods that are replaced on the object, on its type or on torch's class.
  * `expected` is (torch's class, (name, descriptor, function), ...) in the order of the table. The
- * type should have the descriptor (fsdp_c/_compat/guard.py), torch's class the function. None stands
- * for a method that this torch does not have. */
+ * type should have the descriptor (fsdp_c/_compat/guard.py), torch's class the function. None
+ * stands for a method that this torch does not have. */
 static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method *table,
                                PyObject *expected) {
     uint32_t bits = 0;

@@ -422,7 +422,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(mod->group_type);
     Py_VISIT(mod->state_type);
     Py_VISIT(mod->hook_type);
-    Py_VISIT(mod->retired);
+    Py_VISIT(mod->deferred_decrefs);
 #define FCPY_VISIT(name) Py_VISIT(mod->bound.name);
     FCPY_BOUND(FCPY_VISIT)
 #undef FCPY_VISIT
@@ -439,7 +439,7 @@ static int module_clear(PyObject *module) {
 #undef FCPY_CLEAR_NAME
     fcpy_guard_clear(&mod->guard);
     Py_CLEAR(mod->no_grad_kwnames);
-    Py_CLEAR(mod->retired);
+    Py_CLEAR(mod->deferred_decrefs);
     Py_CLEAR(mod->param_type);
     Py_CLEAR(mod->comm_type);
     Py_CLEAR(mod->iteration_type);

@@ -95,7 +95,7 @@ typedef struct fcpy_module {
     bool makes_dtensors;       /* whether the extension makes DTensors; else torch does */
     fcpy_guard guard;
     size_t calls;      /* calls of the extension in progress, on all threads */
-    PyObject *retired; /* list or NULL; see deferred_decref.c */
+    PyObject *deferred_decrefs; /* list or NULL; see deferred_decref.c */
 } fcpy_module;
 
 /* One registration of a parameter in a module. */

@@ -359,8 +359,8 @@ static void progress_or_wait(shm_transport *t, const shm_op *op, int64_t most_ms
     }
 }
 
-/* The time limit of an operation starts at its issue, as in gloo. After `most_ms`, the limit of this
- * call, the operation continues. */
+/* The time limit of an operation starts at its issue, as in gloo. After `most_ms`, the limit of
+ * this call, the operation continues. */
 int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error[SHM_ERROR_BYTES]) {
     const int64_t begin_ns = now_ns();
     for (;;) {

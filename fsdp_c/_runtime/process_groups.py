@@ -210,7 +210,7 @@ class GroupCommunication(GroupCollectives):
         groups += [getattr(info, "reduce_scatter_process_group", None), replicas]
         foreign = any(g is not None and not isinstance(g, dist.ProcessGroup) for g in groups)
         elastic = replicas is not None and has_own_size(replicas)
-        hosted = fake or foreign
+        needs_fallback = fake or foreign
         memory = [
             _get_allocating_group(self._all_gather_comm, torch_group.ProcessGroupAllocAllGather),
             _get_allocating_group(
@@ -223,13 +223,13 @@ class GroupCommunication(GroupCollectives):
         for param in self.fsdp_params:
             self._param_calls |= find_overridden_methods(param, Param)
         self._uses_fallback_gather = (
-            hosted
+            needs_fallback
             or unreadable
             or self._param_calls & _C.CALL_GATHER != 0
             or not (memory[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather)
         )
         self._uses_fallback_reduce = (
-            hosted
+            needs_fallback
             or elastic
             or self._param_calls & _C.CALL_REDUCE != 0
             or not (

@@ -57,7 +57,7 @@ def check_replaced_params(model: nn.Module, groups: list[tuple[str, Any]]) -> li
         names[id(param)]
         for _, param in iterate_params(groups)
         if any(
-            all(getattr(module, slot, None) is not face for face in list_registered_params(param))
+            id(getattr(module, slot, None)) not in map(id, list_registered_params(param))
             for module, slot in iterate_slots(param)
         )
     ]

@@ -1,4 +1,5 @@
-/* Gradients before their reduction: accumulated, kept in the reduce dtype, or collected into a plan. */
+/* Gradients before their reduction: accumulated, kept in the reduce dtype, or collected into a
+ * plan. */
 #include "core/gradient.h"
 
 #include "sim_model.h"

@@ -1,5 +1,5 @@
-/* csrc/core/registration.c: which parameter objects the modules hold after a swap that succeeds, that
- * fails, and whose rollback fails. The callbacks record the state of each parameter. */
+/* csrc/core/registration.c: which parameter objects the modules hold after a swap that succeeds,
+ * that fails, and whose rollback fails. The callbacks record the state of each parameter. */
 #include "sim.h"
 
 #include <string.h>

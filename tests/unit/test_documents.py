@@ -156,6 +156,19 @@ def unknown_names_in_span(span: str, document: Path) -> Iterator[str]:
             yield f"{match[1]}()"
 
 
+OTHER_PROJECTS = {
+    # FSDP1 and DeepSpeed, in docs/migrate.md
+    *("Init()", "gradient_clipping", "offload_param", "offload_optimizer"),
+    *("zero_hpz_partition_size", "zero_to_fp32.py"),
+    # libraries, in docs/private-surface.md
+    *("nn/fsdp/fsdp2.py", "functions.py", "_tools/fsdp2_mem_tracker.py", "guards.py", "stage.py"),
+    *("fsdp2_summon_full_parameters", "is_fsdp_managed_module", "pipeline_stage.py"),
+    *("fsdp_mixin.py", "ac_compile_parallelize.py", "core_utils.py", "pre_quant_weight.py"),
+    *("engine/veomni/utils.py", "fsdp2_graph_storage.py", "monkeypatch/fsdp2_qlora.py"),
+}
+"""Names of files and functions of other projects, which user documents mention."""
+
+
 def unknown_names(text: str, document: Path) -> list[str]:
     """Returns the names in a document that do not exist, in order and without duplicates."""
     prose = FENCE.sub("", text)
@@ -165,7 +178,7 @@ def unknown_names(text: str, document: Path) -> list[str]:
     commands += [words for fence in FENCE.findall(text) for words in MAKE_LINE.findall(fence)]
     named_targets = [target for command in commands for target in command.split()]
     unknown += [f"make {target}" for target in named_targets if target not in make_targets()]
-    return list(dict.fromkeys(unknown))
+    return [name for name in dict.fromkeys(unknown) if name not in OTHER_PROJECTS]
 
 
 # ---- the tests -----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ patch, and compare the records. The patches are those of torch's own tests.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import sys
@@ -21,11 +20,10 @@ import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 import torch.testing._internal.common_fsdp as common
+from implementations import IMPLEMENTATIONS, groups_of, record_calls, run_both
 from linear_stack import batch, model_of, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPCommContext,
     FSDPParamGroup,
@@ -39,20 +37,7 @@ from fsdp_c import _C
 MIXED = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
 )
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "torch": torch.distributed.fsdp.fully_shard,
-    "fsdp_c": fsdp_c.fully_shard,
-}
 guard = importlib.import_module("fsdp_c._compat.guard")
-
-
-def groups_of(model: Any) -> list[Any]:
-    return [
-        group
-        for module in model.modules()
-        if isinstance(module, torch.distributed.fsdp.FSDPModule)
-        for group in releases.groups_of(module._get_fsdp_state())
-    ]
 
 
 def overrides_of(model: Any) -> int:
@@ -65,30 +50,12 @@ def overrides_of(model: Any) -> int:
     return found
 
 
-def run_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
-    """Returns the results of a scenario under torch's ``fully_shard`` and under that of fsdp_c."""
-    found = tuple(scenario(shard) for shard in IMPLEMENTATIONS.values())
-    return found[0], found[1]
-
-
 @pytest.fixture(autouse=True)
 def world(fake_group: int) -> int:
     return fake_group
 
 
 # ---- the patch_* helpers of torch.testing._internal.common_fsdp ----------------------------------
-
-
-def record_calls(events: list[Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``original``; each call appends its name, and the name and state of its group."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        group = args[0] if args and isinstance(args[0], FSDPParamGroup) else None
-        events.append((name, group and group._module_fqn, group and group._training_state.name))
-        return original(*args, **kwargs)
-
-    return call
 
 
 HELPERS: dict[str, Callable[[], Any]] = {
@@ -540,96 +507,3 @@ def test_method_set_on_a_group_to_prefetch_in_forward_is_called_as_in_torch() ->
     torch_result, result = run_both(scenario)
     assert result == torch_result
     assert len(result) == 2, "the prefetch, and the group's own pre-forward"
-
-
-# ---- uses of groups and states by libraries ------------------------------------------------------
-
-
-def test_group_attributes_can_be_set_and_added() -> None:
-    model = model_of(fsdp_c.fully_shard)
-    step(model)
-    for group in groups_of(model):
-        group.of_a_library = {"any": "thing"}
-        assert vars(group)["of_a_library"] is group.of_a_library
-        for state in TrainingState:
-            group._training_state = state
-            assert group._training_state is state
-        group._training_state = TrainingState.IDLE
-        assert isinstance(group, FSDPParamGroup)
-        assert all(isinstance(param, FSDPParam) for param in group.fsdp_params)
-    step(model)
-
-
-@pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
-def test_post_backward_outside_of_autograd_matches_torch() -> None:
-    def scenario(shard: Callable[..., Any]) -> list[Any]:
-        model = model_of(shard)
-        model.set_requires_gradient_sync(False)
-        step(model)
-        model.set_requires_gradient_sync(True)
-        found = [[parameter.grad for parameter in model.parameters()]]
-        for group in groups_of(model):
-            group.post_backward()
-            group._training_state = TrainingState.IDLE
-        for module in model.modules():
-            state = module._get_fsdp_state()
-            if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # since torch 2.15
-                state._state_ctx.manual_backward_finalization_active = False
-            state._root_post_backward_final_callback()
-        found.append([parameter.grad.to_local() for parameter in model.parameters()])
-        return found
-
-    torch_result, result = run_both(scenario)
-    assert result[0] == torch_result[0] == [None] * 6
-    assert all(map(torch.equal, result[1], torch_result[1]))
-
-
-@pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
-def test_state_hooks_removed_and_registered_again_match_torch() -> None:
-    def scenario(shard: Callable[..., Any]) -> list[Any]:
-        model = model_of(shard, mp_policy=MIXED)
-        seen: list[str] = []
-        for name, module in model.named_children():
-            state = module._get_fsdp_state()
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
-            state._pre_forward_hook_handle = module.register_forward_pre_hook(
-                record_calls(seen, name, state._pre_forward), prepend=True, with_kwargs=True
-            )
-            state._post_forward_hook_handle = module.register_forward_hook(
-                record_calls(seen, name, state._post_forward), always_call=True
-            )
-        for _ in range(2):
-            step(model)
-        assert seen
-        return [*seen, *(p.grad.to_local() for p in model.parameters())]
-
-    torch_result, result = run_both(scenario)
-    assert len(result) == len(torch_result) == 12 + 6
-    assert all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(result, torch_result)
-    )
-
-
-def test_state_hook_attributes_are_torchs_functions() -> None:
-    state = model_of(fsdp_c.fully_shard)._get_fsdp_state()
-    for name in ("_pre_forward", "_post_forward", "_pre_backward"):
-        assert getattr(state, name).__func__ is vars(FSDPState)[name]
-        assert getattr(state, name).__self__ is state
-
-
-@pytest.mark.parametrize("kind", ["group", "state", "param"])
-def test_objects_of_torch_keep_their_types_beside_an_fsdp_c_model(kind: str) -> None:
-    result = model_of(fsdp_c.fully_shard)  # redirects torch's functions while it exists
-    model = model_of(IMPLEMENTATIONS["torch"])
-    step(model)
-    group = groups_of(model)[0]
-    item = {"group": group, "state": model._get_fsdp_state(), "param": group.fsdp_params[0]}[kind]
-    assert type(item).__module__.startswith("torch.")
-    cls = {"group": FSDPParamGroup, "state": FSDPState, "param": FSDPParam}[kind]
-    assert type(item) is cls
-    names = [n for n, v in vars(cls).items() if callable(v) and not n.startswith("__")]
-    redirected = [n for n in names if guard.get_torch_function(cls, n) is not vars(cls)[n]]
-    assert redirected, "no function of this class is redirected: the test would check nothing"
-    assert fsdp_c.is_active(result)
