@@ -147,7 +147,7 @@ def find_cudart(nvcc: str, torch_cuda: str, torch_file: str, home: str | None) -
 
 @dataclass(frozen=True)
 class Cuda:
-    """What the CUDA kernels are built with.
+    """The compiler, the runtime and the architectures of the CUDA kernels.
 
     Attributes:
         nvcc: The path of the compiler.

@@ -109,32 +109,27 @@ TESTS = {
 }
 """Variables of tests and benchmarks only."""
 
-# Where each group of variables is read. Build files may be renamed, so all of the root's are read.
-RUN_SOURCES = ("fsdp_c/**/*.py", "fsdp_c_*.py", "fsdp_c_*/**/*.py", "csrc/**/*.c", "csrc/**/*.h",
-               "csrc/**/*.cpp", "csrc/**/*.cu")  # fmt: skip
-BUILD_SOURCES = (
-    "*.py",
-    "CMakeLists.txt",
-    "cmake/**/*",
-    "build_backend/**/*.py",
-    "csrc/**/CMakeLists.txt",
+# Files that read the variables of each group.
+RUN_SOURCES = (
+    "fsdp_c/**/*.py",
+    "fsdp_c_*/*.py",
+    *(f"csrc/**/*.{suffix}" for suffix in ("c", "cpp")),
 )
-TEST_SOURCES = ("tests/**/*.py", "tests/**/*.c", "tests/**/*.sh", "benchmarks/*.py")
+BUILD_SOURCES = ("*.py", "build_support/*.py", "CMakeLists.txt")
+TEST_SOURCES = ("tests/**/*.py", "tests/**/*.c", "benchmarks/*.py")
 
-QUOTED = re.compile(r"[\"'](FSDP_C(?:_[A-Z0-9]+)*)[\"']")
-ASSIGNED = re.compile(r"[\"'{ ](FSDP_C(?:_[A-Z0-9]+)*)(?:=|\})")
+NAME = r"FSDP_C(?:_[A-Z0-9]+)*"
+READ = re.compile(rf"(?:\(|= |environ\[)[\"']({NAME})[\"'](?!:)|\$ENV\{{({NAME})\}}")
+"""An argument, a constant or an index; not a key of a dict, which may be a variable of CMake."""
 
 
 def find_names(patterns: tuple[str, ...]) -> set[str]:
-    """Returns the names of variables in files: quoted, assigned, or ``$ENV{NAME}``."""
+    """Returns the names of variables that files read."""
     names = set()
     for pattern in patterns:
         for path in ROOT.glob(pattern):
-            if path.is_file() and "egg-info" not in str(path):
-                text = path.read_text(errors="replace")
-                names.update(QUOTED.findall(text))
-                if not path.suffix.startswith((".py", ".c", ".h")):
-                    names.update(ASSIGNED.findall(text))
+            matches = READ.finditer(path.read_text(errors="replace"))
+            names.update(match[1] or match[2] for match in matches)
     return names
 
 

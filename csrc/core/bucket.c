@@ -47,6 +47,7 @@ void fc_bucket_invalidate(fc_buckets *b) {
 }
 
 void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype) {
+    assert(p->buckets == NULL || p->buckets->base != NULL);
     if (p->buckets != NULL && p->reduce_dtype != dtype) {
         fc_bucket_invalidate(p->buckets);
     }

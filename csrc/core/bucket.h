@@ -22,7 +22,9 @@
  *
  * A gradient can arrive again after its bucket was reduced, if several recomputed segments share
  * the parameter and each runs its own backward. That gradient is reduced by itself at the end, and
- * later backwards are not eager. */
+ * later backwards are not eager.
+ *
+ * Precondition of all functions: fc_bucket_init. Buckets that are not stale have an array. */
 #ifndef FSDP_C_CORE_BUCKET_H
 #define FSDP_C_CORE_BUCKET_H
 

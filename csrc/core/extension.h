@@ -6,7 +6,10 @@
  *
  * Inputs exist from the first hook to the pack; their sizes and dtypes are kept. The tensor objects
  * of outputs and inner tensors are kept; their storages have memory only while the parameter is
- * unsharded. Memory is allocated and freed by resizing storages on the device's current stream. */
+ * unsharded. Memory is allocated and freed by resizing storages on the device's current stream.
+ *
+ * Preconditions: the struct is zeroed or was changed by these functions only. Lists of `count`
+ * tensors are not NULL unless `count` is 0, and `world` is at least 1. */
 #ifndef FSDP_C_CORE_EXTENSION_H
 #define FSDP_C_CORE_EXTENSION_H
 

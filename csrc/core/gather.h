@@ -1,6 +1,9 @@
 /* All-gather of a group's shards: pack, all-gather, copy-out. Owns the gather plans and the pending
  * gather, and decides when unsharded parameters get and lose their memory. The group controls when
- * a gather runs and which parameters are registered. */
+ * a gather runs and which parameters are registered.
+ *
+ * Preconditions: fc_gather_init. The group has a comm context in all functions that can fail.
+ * Events are passed only on devices with streams. */
 #ifndef FSDP_C_CORE_GATHER_H
 #define FSDP_C_CORE_GATHER_H
 

@@ -67,15 +67,6 @@ static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g),
 
 /* ---- life ---- */
 
-bool fc_group_is_initialized(const fc_group *g) {
-    return g->ops != NULL && g->sharded_state >= FC_SHARDED && g->sharded_state <= FC_UNSHARDED &&
-           g->training_state >= FC_FORWARD && g->training_state <= FC_IDLE;
-}
-
-bool fc_group_is_ready(const fc_group *g) {
-    return fc_group_is_initialized(g) && g->base.comm != NULL;
-}
-
 void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
                    fc_param **params, size_t count, fct_device device, int64_t world,
                    int64_t rank) {
@@ -428,11 +419,13 @@ fc_status fc_group_visit_targets(const fc_group *g, fc_visit visit) {
 
 fc_status fc_group_backward_prefetch(fc_group *g) {
     assert(fc_group_is_ready(g));
-    if (g->training_state != FC_PRE_BACKWARD || g->post_forward_indices.count == 0) {
-        return FC_OK; /* several backwards: the first one has cleared the indices */
+    fc_status status = FC_OK;
+    fc_index_stack *p = &g->post_forward_indices;
+    /* In the second of several backwards there is no index: the first one has cleared them. */
+    if (g->training_state == FC_PRE_BACKWARD && p->count > 0) {
+        status = visit_targets(g, p->items[--p->count], prefetch_by_order);
     }
-    return visit_targets(g, g->post_forward_indices.items[--g->post_forward_indices.count],
-                         prefetch_by_order);
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 /* Returns true if no other collective of this backward could be ordered differently on other

@@ -104,8 +104,14 @@ typedef struct fc_group {
 /* Preconditions of the functions below. is_initialized returns true between fc_group_init and
  * fc_group_fini: all functions except these two require it. is_ready returns true if the group also
  * has a comm context: all functions that run a transition require it. */
-bool fc_group_is_initialized(const fc_group *g);
-bool fc_group_is_ready(const fc_group *g);
+static inline bool fc_group_is_initialized(const fc_group *g) {
+    return g->ops != NULL && g->sharded_state >= FC_SHARDED && g->sharded_state <= FC_UNSHARDED &&
+           g->training_state >= FC_FORWARD && g->training_state <= FC_IDLE;
+}
+
+static inline bool fc_group_is_ready(const fc_group *g) {
+    return fc_group_is_initialized(g) && g->base.comm != NULL;
+}
 
 /* Argument of the functions that visit groups. */
 typedef fc_status (*fc_visit)(fc_group *g);

@@ -1,6 +1,9 @@
 /* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
  * They do not change within a step, except for `fallbacks` and `logs`. The modules above (gather,
- * reducer, buckets, group) own the state that changes per transition and borrow this struct. */
+ * reducer, buckets, group) own the state that changes per transition and borrow this struct.
+ *
+ * Preconditions: fc_group_base_init, except for fini, which accepts a zeroed struct. `params` is
+ * not NULL unless `count` is 0. */
 #ifndef FSDP_C_CORE_GROUP_BASE_H
 #define FSDP_C_CORE_GROUP_BASE_H
 

@@ -25,8 +25,8 @@ typedef struct fc_layout {
     int64_t padded_numel; /* outer * chunk_rows * row_numel: stored and sent by every rank */
 } fc_layout;
 
-/* Compute a * b and a + b for non-negative numbers. Return false on overflow and leave *out
- * unchanged. */
+/* Compute a * b and a + b. Return false on overflow and leave *out unchanged. Precondition: neither
+ * number is negative. */
 bool fc_size_mul(int64_t a, int64_t b, int64_t *out);
 bool fc_size_add(int64_t a, int64_t b, int64_t *out);
 

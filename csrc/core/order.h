@@ -1,6 +1,8 @@
 /* Post-forward order: the order in which groups finished their forwards. Backward prefetches in the
  * reverse order. A group that ran several forwards occurs several times. Groups are borrowed;
- * fc_order_forget must run before a group is freed. */
+ * fc_order_forget must run before a group is freed.
+ *
+ * Precondition of all functions: the struct is zeroed or was changed by these functions only. */
 #ifndef FSDP_C_CORE_ORDER_H
 #define FSDP_C_CORE_ORDER_H
 

@@ -70,8 +70,8 @@ static void end_watch(fc_param *p) {
     p->subscription = NULL;
 }
 
-/* Releases the outputs and the unsharded tensor. */
-static void release_unsharded(fc_param *p) {
+void fc_param_forget_unsharded(fc_param *p) {
+    assert(!p->aliased || p->flat != NULL);
     end_watch(p);
     replace(&p->unsharded, NULL);
     replace(&p->flat, NULL);
@@ -86,7 +86,7 @@ void fc_param_fini(fc_param *p) {
     replace(&p->post_forward_data, NULL);
     replace(&p->accumulated, NULL);
     replace(&p->partial, NULL);
-    release_unsharded(p);
+    fc_param_forget_unsharded(p);
     fc_extension_fini(&p->extension);
     free(p->local_sizes);
     p->local_sizes = NULL;
@@ -120,11 +120,6 @@ void fc_param_set_flat(fc_param *p, fct_tensor *flat) {
     assert(p->layout.world > 0);
     replace(&p->flat, flat);
     p->aliased = false;
-}
-
-void fc_param_forget_unsharded(fc_param *p) {
-    assert(p->registered_state != FC_UNSHARDED);
-    release_unsharded(p);
 }
 
 fct_dtype fc_param_compute_dtype(const fc_param *p) {

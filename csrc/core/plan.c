@@ -463,7 +463,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     bool complex = false;
     uint64_t dtypes = 0; /* a bit for each dtype of a gradient; torch has fewer than 64 */
-    int device_type = FCT_DEVICE_CPU;
+    int device_type = 0; /* of the gradients, if there are any */
     *foreign = false;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;

@@ -1,6 +1,9 @@
 /* A process group that a parameter group uses, and its collectives. If the backend fails (dead
  * peer, timeout), the message names the operation, the rank and the modules (`whose`). This module
- * has no access to parameters. */
+ * has no access to parameters.
+ *
+ * Preconditions of the collectives: the struct has a name or a handle, and *work is NULL. The
+ * functions over chunks require an open process group, which takes_chunks leaves. */
 #ifndef FSDP_C_CORE_PROCESS_GROUP_H
 #define FSDP_C_CORE_PROCESS_GROUP_H
 

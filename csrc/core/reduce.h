@@ -11,7 +11,10 @@
  * With streams, run and finish are queued together on the reduce stream. Without streams the
  * collective runs while backward continues. It is finished by the next group's reduction, by the
  * end of backward, or at once if a parameter has post-accumulate-grad hooks. A reduction that does
- * not overlap (fc_overlap) is complete before backward continues, on any device. */
+ * not overlap (fc_overlap) is complete before backward continues, on any device.
+ *
+ * Preconditions: fc_reducer_init, and the group has a comm context, except in fini. The span
+ * lies within the group's parameters. */
 #ifndef FSDP_C_CORE_REDUCE_H
 #define FSDP_C_CORE_REDUCE_H
 

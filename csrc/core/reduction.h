@@ -1,6 +1,9 @@
 /* One reduction in flight, from its collectives to the sharded gradients. The comm context holds
  * the list, oldest first. Each reduction owns its buffers and its work until it is recycled or
- * abandoned. */
+ * abandoned.
+ *
+ * Preconditions: the group of the reduction has a comm context. A reduction that is passed to
+ * append or abandon is in no list. finish runs once per reduction. */
 #ifndef FSDP_C_CORE_REDUCTION_H
 #define FSDP_C_CORE_REDUCTION_H
 

@@ -54,7 +54,8 @@ typedef struct fc_error {
     char message[512];
 } fc_error;
 
-/* Formats the message into `err`, truncated to its size, and returns `code`. `err` may be NULL. */
+/* Formats the message into `err`, truncated to its size, and returns `code`. `err` may be NULL.
+ * Precondition: `code` is not FC_OK. */
 fc_status fc_error_set(fc_error *err, fc_status code, const char *format, ...) FC_PRINTF(3, 4);
 
 #endif

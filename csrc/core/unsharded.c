@@ -26,7 +26,7 @@ static bool is_owned(const fc_gather_plan *plan, const fc_slot *slot, const fc_c
 
 fc_status fc_unsharded_alloc(fc_group_base *base, const fc_gather_plan *plan,
                              const fc_chunks *chunks) {
-    assert(plan->valid && chunks->count <= plan->chunks.count);
+    assert(plan->valid);
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
@@ -53,7 +53,7 @@ done:
 }
 
 void fc_unsharded_return(fc_group_base *base, const fc_gather_plan *plan, const fc_chunks *chunks) {
-    assert(chunks->count <= chunks->capacity);
+    assert(plan->count == 0 || plan->slots != NULL);
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         if (is_owned(plan, slot, chunks)) {

@@ -1,6 +1,8 @@
 /* Unsharded parameters of a group: their memory from copy-out to free, and the parameter objects
  * over that memory. This module owns nothing; gather.c schedules the gathers that fill the memory.
- * Memory is allocated and freed on the device's current stream. */
+ * Memory is allocated and freed on the device's current stream.
+ *
+ * Preconditions: the group has a comm context, and the plan is valid. */
 #ifndef FSDP_C_CORE_UNSHARDED_H
 #define FSDP_C_CORE_UNSHARDED_H
 

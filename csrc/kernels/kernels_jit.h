@@ -15,7 +15,8 @@ typedef int (*fck_launch)(void *function, unsigned grid_x, unsigned grid_y, unsi
                           void *stream, void **arguments, void **extra);
 
 /* Returns kernels that launch `moves` for moves and `casts` for batches with conversions. Both
- * functions must stay loaded. The setting is global to the process; a later call replaces it. */
+ * functions must stay loaded. The setting is global to the process; a later call replaces it.
+ * Precondition: no argument is NULL. */
 const fck_backend *fck_jit(fck_launch launch, void *moves, void *casts);
 
 #ifdef __cplusplus

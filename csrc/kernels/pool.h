@@ -29,7 +29,8 @@ enum { FCK_POOL_LEAST = 1 << 16 };
 
 /* Returns NULL if no memory is available. The contents are unspecified. */
 fck_block *fck_pool_take(size_t bytes);
-void fck_pool_give(fck_block *block); /* NULL is allowed */
+/* NULL is allowed. Precondition: the block was taken and not given back. */
+void fck_pool_give(fck_block *block);
 /* Begins a round (an iteration of a model). Peaks of rounds long ago no longer count. */
 void fck_pool_round(void);
 /* Returns all cached blocks to the system. */

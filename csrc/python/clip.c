@@ -1,7 +1,7 @@
 /* Gradient clipping in three functions, which are called in this order (fsdp_c/clip.py and
- * fsdp_c/_runtime/torch_clipping.py). clip_collect lists the local gradients. For contiguous float32
- * tensors on the CPU, clip_norm computes their 2-norm over all ranks and clip_scale scales them.
- * torch's operators do the rest.
+ * fsdp_c/_runtime/torch_clipping.py). clip_collect lists the local gradients. For contiguous
+ * float32 tensors on the CPU, clip_norm computes their 2-norm over all ranks and clip_scale scales
+ * them. torch's operators do the rest.
  *
  * Nothing here keeps state. A raw pointer is taken from a tensor and used at once, with the GIL
  * held, after its extent was checked against its storage. */

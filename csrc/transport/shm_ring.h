@@ -13,7 +13,10 @@
  *
  * A shm_ring is one rank's end: its own memory and its mappings of the peers' memory. One thread at
  * a time may use it. Any number of threads may call shm_ring_seq and shm_ring_wait meanwhile. Peer
- * memory is untrusted: offsets and lengths are validated before use. */
+ * memory is untrusted: offsets and lengths are validated before use.
+ *
+ * Preconditions: shm_ring_connect has succeeded in all functions below it, except for
+ * mark_closed and destroy. A rank that is passed is a peer. */
 #ifndef FSDP_C_TRANSPORT_SHM_RING_H
 #define FSDP_C_TRANSPORT_SHM_RING_H
 

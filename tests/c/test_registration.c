@@ -1,11 +1,10 @@
 /* csrc/core/registration.c: which parameter objects the modules hold after a swap that succeeds, that
  * fails, and whose rollback fails. The callbacks record the state of each parameter. */
-#include "core/registration.h"
+#include "sim.h"
 
-#include <cmocka.h>
 #include <string.h>
 
-#include "sim.h"
+#include "core/registration.h"
 
 enum { COUNT = 3 };
 

@@ -17,7 +17,7 @@ def test_evaluation_before_the_step_leaves_no_stale_weights() -> None:
 
 
 def test_torch_uses_stale_weights_after_an_evaluation_before_the_step() -> None:
-    """If this test fails, torch has changed; update tests/TORCH_BUGS.md and the README."""
+    """If this test fails, torch has changed; update tests/TORCH_BUGS.md and docs."""
     for result in returned("evaluation_before_step", "torch"):
         stale = [case for case, losses in result.items() if losses["with"] != losses["without"]]
         assert stale == [case for case in result if case != "reshard True"]

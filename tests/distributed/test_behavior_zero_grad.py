@@ -14,7 +14,7 @@ def test_zero_grad_of_module_or_optimizer_drops_deferred_gradients() -> None:
 
 
 def test_torch_reduces_gradients_that_zero_grad_has_dropped() -> None:
-    """If this test fails, torch has changed; update tests/TORCH_BUGS.md and the README."""
+    """If this test fails, torch has changed; update tests/TORCH_BUGS.md and docs."""
     for result in returned("microbatches_dropped_by_zero_grad", "torch"):
         alone = result.pop("alone")
         kept = [case for case, grads in result.items() if differences(alone, grads)]

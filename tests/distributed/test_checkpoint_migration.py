@@ -1,4 +1,4 @@
-"""The README's recipes load checkpoints of FSDP1 and DDP, and training continues equally."""
+"""The recipes of docs/migrate.md load FSDP1 and DDP checkpoints, and training continues equally."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def test_training_continues_from_fsdp1_and_ddp_checkpoints(recipe: object, tmp_p
 
 
 def test_torch_fsdp1_checkpoint_on_cpu_loses_exp_avg(tmp_path: Path) -> None:
-    """If this test fails, torch is fixed: use AdamW above and remove the warning in the README."""
+    """If this test fails, torch is fixed: use AdamW above and remove the warning in docs."""
     run_ranks(checkpoint_migration.fsdp1_saves_exp_avg_aliased_to_exp_avg_sq, 2, (str(tmp_path),))

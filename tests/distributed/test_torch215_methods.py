@@ -1,7 +1,7 @@
 """Methods that torch 2.15 adds to FSDP2, as fsdp_c provides them on earlier releases.
 
 ``workers/torch215_methods.py`` has the scenarios. torch 2.15 has the methods itself,
-so the tests are skipped there. The README names the releases.
+so the tests are skipped there. docs/compatibility.md names the releases.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Known bugs of torch's FSDP2 (tests/TORCH_BUGS.md): torch fails, and fsdp_c gives right results.
 
-If an assertion about torch fails, torch has changed: update tests/TORCH_BUGS.md and the README.
+If an assertion about torch fails, torch has changed: update tests/TORCH_BUGS.md and docs.
 Some bugs are fixed in 2.14 or 2.15; on these releases torch must be right as well. The scenarios in
 ``workers/torch_bugs*.py`` compute the expected results. Results must have equal bits, unless a test
 uses ``differences_beyond_rounding``.

@@ -123,7 +123,7 @@ class Tree:
     def build(self, *arguments: str, fails: bool = False, code: str = "", **variables: str) -> str:
         """Runs setup.py, by default ``build_ext --inplace``. Returns its output."""
         process = self.start(*(arguments or ("build_ext", "--inplace")), code=code, **variables)
-        output, _ = process.communicate(timeout=280)
+        output, _ = process.communicate(timeout=850)
         assert (process.returncode != 0) == fails, output
         return output
 
@@ -220,7 +220,7 @@ def test_undefined_function_fails_each_build(tree: Tree) -> None:
 
 def test_parallel_builds_of_one_tree_succeed(tree: Tree) -> None:
     processes = [tree.start("build_ext", "--inplace") for _ in range(2)]
-    outputs = [process.communicate(timeout=280)[0] for process in processes]
+    outputs = [process.communicate(timeout=850)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert sorted(compiled_files(output) != [] for output in outputs) == [False, True]
     assert tree.values() == RELEASE_VALUES

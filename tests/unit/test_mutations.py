@@ -46,8 +46,8 @@ MUTATIONS = {
         "parameter 0 has sharded state 3 in a group of sharded state 1",
     ),
     "failed rollback of a parameter swap is ignored": Mutation(
-        "group",
-        "restored = swap_one(g, changed, own, callbacks->swap) == 0 && restored;",
+        "registration",
+        "restored = swap_one(base, changed, own, callbacks->swap) == 0 && restored;",
         "restored = true;",
         "test_group",
         "in a group of sharded state",
@@ -57,7 +57,7 @@ MUTATIONS = {
         "    c->newest = r;\n    c->reductions++;",
         "    c->newest = r;",
         "test_reduce",
-        "reductions are in flight; 0 were counted",
+        "(c->oldest == NULL) == (c->reductions == 0)",
     ),
     "gather plan is not invalidated": Mutation(
         "group",

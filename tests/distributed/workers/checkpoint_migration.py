@@ -1,4 +1,4 @@
-"""Rank functions of test_checkpoint_migration.py: the README's recipes for old checkpoints.
+"""Rank functions of test_checkpoint_migration.py: recipes of docs/migrate.md for old checkpoints.
 
 Each function trains under FSDP1 or DDP, saves model and optimizer, and continues. Then it loads the
 files into a model of fsdp_c, continues, and compares losses and weights.

@@ -400,7 +400,7 @@ def sharded_ema(rank: int) -> None:
 
 
 def load_old_checkpoints(rank: int) -> None:
-    """The recipes of the README load full checkpoints of DDP and FSDP1."""
+    """The recipes of docs/migrate.md load full checkpoints of DDP and FSDP1."""
     full = full_values()
     plain = Net()
     plain.load_state_dict(full)

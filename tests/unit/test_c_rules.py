@@ -1,0 +1,280 @@
+"""Rules for the C code: preconditions, globals, lengths of functions, facts with one owner."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import c_sources
+import pytest
+
+CORE = c_sources.CSRC / "core"
+MAX_FUNCTION_LINES = 60
+
+# ---- preconditions -------------------------------------------------------------------------------
+
+ASSERTING = [
+    *c_sources.list_files("core", "kernels"),
+    c_sources.CSRC / "transport/shm_ring.h",
+    c_sources.CSRC / "transport/shm_ring.c",
+]
+
+NO_PRECONDITION = {
+    "fc_iteration_init": "sets every field, whatever the memory contains",
+    "fc_process_group_set": "accepts a zeroed struct, and every name",
+    "fc_process_group_fini": "accepts a zeroed struct",
+}
+"""Exported functions without an assertion, mapped to the reason why nothing can be asserted.
+
+Functions named ``*_check`` are excluded, because debug builds call them to verify invariants.
+"""
+
+
+def list_mutating_functions() -> dict[str, Path]:
+    """Maps each exported function that changes its first pointer argument to its header."""
+    return {
+        name: header
+        for header in ASSERTING
+        if header.suffix == ".h"
+        for name, parameters in c_sources.list_exported(header).items()
+        if c_sources.is_mutating(parameters) and not name.endswith("_check")
+    }
+
+
+def list_definitions() -> dict[str, list[c_sources.Function]]:
+    """Maps each function of the folders to its definitions; a build switch allows several."""
+    found: dict[str, list[c_sources.Function]] = {}
+    for path in ASSERTING:
+        for function in c_sources.list_functions(path):
+            found.setdefault(function.name, []).append(function)
+    return found
+
+
+def test_exported_mutating_functions_assert_a_precondition() -> None:
+    functions, definitions = list_mutating_functions(), list_definitions()
+    assert len(functions) > 140, "found too few functions: the test would check nothing"
+    assert [name for name in functions if name not in definitions] == []
+    without = {
+        name
+        for name in functions
+        if not any(re.search(r"\bassert\(", f.body) for f in definitions[name])
+    }
+    assert without == NO_PRECONDITION.keys()
+
+
+def test_headers_of_mutating_functions_state_preconditions() -> None:
+    headers = set(list_mutating_functions().values())
+    assert {CORE / "group.h", CORE / "gather.h"} <= headers
+    assert [h.name for h in sorted(headers) if "Precondition" not in h.read_text()] == []
+
+
+def test_mutating_function_is_found_by_its_first_pointer() -> None:
+    assert c_sources.is_mutating("fc_group *g, const fc_order *order")
+    assert c_sources.is_mutating("int64_t a, int64_t *out")
+    assert not c_sources.is_mutating("const fc_group *g, size_t *count")
+    assert not c_sources.is_mutating("int64_t a")
+
+
+# ---- debug checks --------------------------------------------------------------------------------
+
+NO_VERIFY = {
+    "fc_group_init": "there is no state before it",
+    "fc_group_fini": "there is no state after it",
+    "fc_group_invalidate": "is called while a transition runs",
+    "fc_group_check": "is the check",
+    "fc_iteration_init": "there is no state before it",
+    "fc_iteration_fini": "there is no state after it",
+    "fc_iteration_set_states": "replaces an array, also while states are cleared",
+    "fc_state_init": "there is no state before it",
+    "fc_state_fini": "there is no state after it",
+}
+"""Functions of group.h and state.h that run no transition, mapped to the reason."""
+
+
+def find_unverified_exits(module: str) -> dict[str, list[str]]:
+    """Maps each exported mutating function to its ``return`` statements without a verification."""
+    exported = c_sources.list_exported(CORE / f"{module}.h")
+    bodies = {f.name: f.body for f in c_sources.list_functions(CORE / f"{module}.c")}
+    found = {}
+    for name, parameters in exported.items():
+        if not c_sources.is_mutating(parameters) or name in NO_VERIFY:
+            continue
+        body = bodies[name]
+        exits = [e.strip() for e in re.findall(r"\breturn\b([^;]*);", body)] or [body]
+        found[name] = [e for e in exits if not re.search(r"\bverify_\w+\(", e)]
+    return found
+
+
+REFUSALS = {
+    "fc_group_set_comm": ["FC_OK", 'fc_error_set(&before->error, FC_ESTATE, "")'],
+    "fc_group_to_sharded_post_forward": ['fc_error_set(&g->base.comm->error, FC_ESTATE, "")'],
+    "fc_state_reset": ["first"],
+}
+"""Exits before anything has changed: a group that stays in its context, and refused calls."""
+
+
+@pytest.mark.parametrize("module", ["group", "state"])
+def test_every_exit_of_a_transition_verifies_invariants(module: str) -> None:
+    exits = find_unverified_exits(module)
+    assert len(exits) > 8, "found too few transitions: the test would check nothing"
+    unexpected = {
+        name: [
+            e
+            for e in found
+            if re.sub(r'""(?:\s*"")*', '""', " ".join(e.split())) not in REFUSALS.get(name, [])
+        ]
+        for name, found in exits.items()
+    }
+    assert {name: found for name, found in unexpected.items() if found} == {}
+
+
+# ---- globals -------------------------------------------------------------------------------------
+
+GLOBALS = {
+    "owned_chunks_from": "for tests: size from which a parameter gets its own chunk",
+    "compiled": "kernels that NVRTC compiled for this process; atomic",
+    "simulated": "for tests: kernels of devices that have none; atomic",
+    "hidden": "for tests: hides the kernels; atomic",
+    "cu_launch_kernel": "function of the CUDA driver, set with the compiled kernels; atomic",
+    "move_lines": "compiled CUDA kernel, one per process; atomic",
+    "cast_lines": "compiled CUDA kernel, one per process; atomic",
+    "failure": "message of the last failed launch in this thread, returned to its caller",
+    "pool": "memory pool: freed pages are reused by the whole process; guarded by its mutex",
+    "once": "registers handlers of fork() once per process",
+    "forks": "counts forks, so that a child recognizes objects of its parent; atomic",
+    "node_grads": "gradients that autograd passes to the running node of this thread",
+    "node_handles": "handles of these gradients, borrowed by the node's hook",
+    "reduces_gradients": "marks the all-reduce that this thread issues as one of gradients",
+    "faults_left": "for tests: boundary calls of this thread until one fails",
+    "group_counts": "parameter groups of each process group before its negotiation; under the GIL",
+    "fcd_now": "record of the dry run of this thread, which the boundary's functions append to",
+}
+"""Variables with static storage that can change, mapped to the reason for each.
+
+State of a model, a group or a module belongs into a struct that its owner passes.
+"""
+
+CPYTHON_TABLE = re.compile(
+    r"\bPy(?:MethodDef|GetSetDef|MemberDef|Type_Slot|Type_Spec|ModuleDef(?:_Slot)?"
+    r"|StructSequence_(?:Field|Desc)) \w+(?:\[\])?$"
+    r"|^static char \*(?:keywords|names)\[\]$"
+)
+"""Tables that CPython declares without const. They are constant."""
+
+
+def list_globals() -> dict[str, set[str]]:
+    """Maps each mutable variable with static storage to the files that define it."""
+    found: dict[str, set[str]] = {}
+    for path in c_sources.list_files():
+        for name, declaration in c_sources.list_mutable_globals(path).items():
+            if not CPYTHON_TABLE.search(declaration):
+                found.setdefault(name, set()).add(path.name)
+    return found
+
+
+def test_globals_and_thread_locals_are_listed_with_a_reason() -> None:
+    assert list_globals().keys() == GLOBALS.keys()
+
+
+def test_global_is_found_in_every_scope(tmp_path: Path) -> None:
+    source = tmp_path / "sample.cpp"
+    source.write_text("""
+// static int comment;
+typedef struct row { int field; } row;
+enum { SIZE = 3 };
+static const char *const fixed[] = {"a", "b"};
+static const row zero = {0};
+constexpr int limit = 1;
+static int declared(int x);
+static row *pointer;
+static struct { int a; } pair = { .a = 1 };
+namespace fct {
+thread_local std::vector<int> handles;
+class Work {
+    int field_ = 0;
+    static inline int members = 0;
+    int count() { static long calls; return ++calls; }
+};
+} // namespace fct
+extern "C" {
+int run(void) {
+    int local = 0;
+    for (int i = 0; i < 3; i++) { local += i; }
+    static _Atomic(int) once = 0;
+    return local;
+}
+}
+""")
+    assert c_sources.list_mutable_globals(source).keys() == {
+        "pointer",
+        "pair",
+        "handles",
+        "members",
+        "calls",
+        "once",
+    }
+    assert [(f.name, f.lines) for f in c_sources.list_functions(source)] == [
+        ("count", 1),
+        ("run", 6),
+    ]
+
+
+# ---- lengths -------------------------------------------------------------------------------------
+
+
+def test_functions_have_at_most_max_lines() -> None:
+    functions = [
+        (path.name, function.name, function.lines)
+        for path in c_sources.list_files()
+        for function in c_sources.list_functions(path)
+    ]
+    assert len(functions) > 1000, "found too few functions: the test would check nothing"
+    assert [f for f in functions if f[2] > MAX_FUNCTION_LINES] == []
+
+
+# ---- facts with one owner ------------------------------------------------------------------------
+
+TRANSPORT_WORDS = {
+    *("transport", "transports", "shm", "memfd", "futex", "doorbell", "mailbox", "board", "boards"),
+    *("ring", "rings", "segment", "segments", "socket", "sockets", "tcp", "ibverbs"),
+    *("gloo", "nccl", "mpi", "ucc", "c10d", "negotiation", "progress", "peer", "peers"),
+}
+
+
+@pytest.mark.parametrize("module", ["group", "gather", "reduce"])
+@pytest.mark.parametrize("suffix", [".c", ".h"])
+def test_modules_of_transfers_name_no_transport(module: str, suffix: str) -> None:
+    """These modules know plans and process groups. The process group selects the transport."""
+    text = (CORE / f"{module}{suffix}").read_text()
+    words = {w.lower() for w in re.findall(r"[A-Za-z][a-z0-9]*|[A-Z]+", text.replace("_", " "))}
+    assert {"fc", "status"} <= words, "found too few words: the test would check nothing"
+    assert words & TRANSPORT_WORDS == set()
+
+
+DEVICE_COMPARISON = re.compile(
+    r"device(?:_?type)?\b[\w.>\-]*\s*[!=]=\s*(?!NULL)[A-Z0-9]|\bFC[TK]_DEVICE_\w+"
+    r"|\btype\s*[!=]=|[!=]=\s*[\w.>\-]*device\w*(?:\.|->)type"
+)
+
+
+def test_core_compares_no_device_type() -> None:
+    """The bridge (device.h) and the kernels own facts of devices; the core calls functions."""
+    found = [
+        f"{path.name}: {match.group()}"
+        for path in c_sources.list_files("core")
+        for match in DEVICE_COMPARISON.finditer(c_sources.strip(path.read_text()))
+    ]
+    assert found == []
+
+
+def test_device_comparison_is_found() -> None:
+    for line in (
+        "device.type == FCT_DEVICE_CPU",
+        "base->device.type != FCT_DEVICE_MTIA",
+        "facts.device.type == device.type",
+        "if (FCT_DEVICE_CUDA == d.type)",
+        "device.type == 1",
+    ):
+        assert DEVICE_COMPARISON.search(line), line
+    for line in ("fck_backend_of(device.type) == NULL", "fct_device_is_same_type(a, b)"):
+        assert not DEVICE_COMPARISON.search(line), line
