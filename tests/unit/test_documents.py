@@ -35,6 +35,17 @@ TEST = re.compile(r"test_\w+")
 NAME = re.compile(r"_?[a-z][a-z0-9]*(?:_[a-z0-9]+)+_?")
 # Names that a document gives as missing features, or as a naming pattern.
 EXEMPT = {"get_pending_gradients", "grad_dtype", "cpu_offload_by_budget", "prefix_noun_verb"}
+OTHER_PROJECTS = {
+    # FSDP1 and DeepSpeed, in docs/migrate.md
+    *("Init()", "gradient_clipping", "offload_param", "offload_optimizer"),
+    *("zero_hpz_partition_size", "zero_to_fp32.py"),
+    # libraries, in docs/private-surface.md
+    *("nn/fsdp/fsdp2.py", "functions.py", "_tools/fsdp2_mem_tracker.py", "guards.py", "stage.py"),
+    *("fsdp2_summon_full_parameters", "is_fsdp_managed_module", "pipeline_stage.py"),
+    *("fsdp_mixin.py", "ac_compile_parallelize.py", "core_utils.py", "pre_quant_weight.py"),
+    *("engine/veomni/utils.py", "fsdp2_graph_storage.py", "monkeypatch/fsdp2_qlora.py"),
+}
+"""Names of files and functions of other projects, which user documents mention."""
 MAKE = re.compile(r"\bmake((?: [a-z][a-z-]*)+)")
 MAKE_LINE = re.compile(r"^\s*(?:\w+=\S+ )*make((?: [a-z][a-z-]*)+)", re.M)
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
@@ -96,6 +107,7 @@ def path_exists(name: str, document: Path) -> bool:
     A bare file name may be that of any source file.
     """
     of_torch = (f"/{path}".endswith(f"/{name}") for path in torch_files())
+    if document == PRIVATE_SURFACE and any(of_torch):
         return True
     for start in (ROOT, ROOT / "csrc", document.parent):
         if any(start.glob(name.rstrip("/"))):
@@ -159,23 +171,11 @@ def unknown_names_in_span(span: str, document: Path) -> Iterator[str]:
     if TEST.fullmatch(span):
         if span not in names_of_tests():
             yield span
+    elif NAME.fullmatch(span) and not is_known(span) and span not in EXEMPT:
         yield span
     for match in CALL.finditer(span):
         if not C_NAME.fullmatch(match[1]) and not is_known(match[1]):
             yield f"{match[1]}()"
-
-
-OTHER_PROJECTS = {
-    # FSDP1 and DeepSpeed, in docs/migrate.md
-    *("Init()", "gradient_clipping", "offload_param", "offload_optimizer"),
-    *("zero_hpz_partition_size", "zero_to_fp32.py"),
-    # libraries, in docs/private-surface.md
-    *("nn/fsdp/fsdp2.py", "functions.py", "_tools/fsdp2_mem_tracker.py", "guards.py", "stage.py"),
-    *("fsdp2_summon_full_parameters", "is_fsdp_managed_module", "pipeline_stage.py"),
-    *("fsdp_mixin.py", "ac_compile_parallelize.py", "core_utils.py", "pre_quant_weight.py"),
-    *("engine/veomni/utils.py", "fsdp2_graph_storage.py", "monkeypatch/fsdp2_qlora.py"),
-}
-"""Names of files and functions of other projects, which user documents mention."""
 
 
 def unknown_names(text: str, document: Path) -> list[str]:
