@@ -38,7 +38,7 @@ EXEMPT = {"get_pending_gradients", "grad_dtype", "cpu_offload_by_budget", "prefi
 OTHER_PROJECTS = {
     # FSDP1 and DeepSpeed, in docs/migrate.md
     *("Init()", "gradient_clipping", "offload_param", "offload_optimizer"),
-    *("zero_hpz_partition_size", "zero_to_fp32.py"),
+    *("zero_hpz_partition_size", "zero_to_fp32", "zero_to_fp32.py"),
     # libraries, in docs/private-surface.md
     *("nn/fsdp/fsdp2.py", "functions.py", "_tools/fsdp2_mem_tracker.py", "guards.py", "stage.py"),
     *("fsdp2_summon_full_parameters", "is_fsdp_managed_module", "pipeline_stage.py"),
