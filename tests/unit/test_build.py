@@ -40,6 +40,7 @@ FILES = {
     "csrc/core/other.c": "int fc_other(void);\nint fc_other(void) { return 0; }\n",
     "csrc/transport/ring.c": "int shm_ring_size(void);\nint shm_ring_size(void) { return 2; }\n",
     "csrc/kernels/kernels_none.c": "int fck_built(void);\nint fck_built(void) { return 0; }\n",
+    "csrc/kernels/cast_cpu.c": "int fck_cast(void);\nint fck_cast(void) { return 0; }\n",
     "csrc/kernels/kernels_cuda.cu": """
         extern "C" int cudaRuntime(void);
         extern "C" int fck_built(void) { return cudaRuntime(); }
