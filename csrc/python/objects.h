@@ -94,7 +94,7 @@ typedef struct fcpy_module {
     Py_ssize_t spec_offset;    /* of _spec, in the same way */
     bool makes_dtensors;       /* whether the extension makes DTensors; else torch does */
     fcpy_guard guard;
-    size_t calls;      /* calls of the extension in progress, on all threads */
+    size_t calls;               /* calls of the extension in progress, on all threads */
     PyObject *deferred_decrefs; /* list or NULL; see deferred_decref.c */
 } fcpy_module;
 
