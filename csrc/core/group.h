@@ -102,8 +102,9 @@ typedef struct fc_group {
 } fc_group;
 
 /* Preconditions of the functions below. is_initialized returns true between fc_group_init and
- * fc_group_fini: all functions except these two and fc_group_invalidate require it. is_ready returns
- * true if the group also has a comm context: all functions that run a transition require it. */
+ * fc_group_fini: all functions except these two and fc_group_invalidate require it. is_ready
+ * returns true if the group also has a comm context: all functions that run a transition require
+ * it. */
 static inline bool fc_group_is_initialized(const fc_group *g) {
     return g->ops != NULL && g->sharded_state >= FC_SHARDED && g->sharded_state <= FC_UNSHARDED &&
            g->training_state >= FC_FORWARD && g->training_state <= FC_IDLE;

@@ -25,10 +25,14 @@ import fsdp_c._C as _C
 Event = tuple[str, int, Any]
 """(event name, number of the state or storage, value). The events and their arguments:
 
-``alloc`` (storage, bytes), ``free`` (storage), ``grad`` (storage, (unit, parameter of the unit,
-bytes of the gradient)), ``pre_forward`` (state, whether backward runs), ``post_forward`` (state,
-storages of the output), ``pre_backward`` (state), ``post_backward`` (state), ``backward`` (starts),
-``end`` (of the step).
+- ``alloc``: storage, bytes
+- ``free``: storage
+- ``grad``: storage, (unit, parameter of the unit, bytes of the gradient)
+- ``pre_forward``: state, whether backward runs
+- ``post_forward``: state, storages of the output
+- ``pre_backward``, ``post_backward``: state
+- ``backward``: begins
+- ``end``: of the step
 """
 
 

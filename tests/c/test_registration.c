@@ -8,7 +8,7 @@
 
 enum { COUNT = 3 };
 
-/* State of the parameters that the modules hold. Bit n of `failing`: the n-th call of swap() fails. */
+/* State of the parameters that the modules hold. Bit n of `failing`: the n-th swap() fails. */
 static struct {
     fc_sharded_state held[COUNT];
     unsigned calls;

@@ -16,11 +16,12 @@ import releases
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from test_explain import Block, Model, sharded, step
+from test_explain import sharded, step
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
+from toy_models import MLPBlock, MLPModel
 
 import fsdp_c
 from fsdp_c import fully_shard
@@ -148,7 +149,7 @@ def test_forward_after_failed_final_callback_logs_warning_and_resets_state(
 
 
 def test_optimizer_created_before_sharding_logs_warning(logged: Logged) -> None:
-    model = Model()
+    model = MLPModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded(model)
     for _ in range(2):
@@ -159,7 +160,7 @@ def test_optimizer_created_before_sharding_logs_warning(logged: Logged) -> None:
 
 
 def test_optimizer_with_some_unsharded_parameters_logs_their_names(logged: Logged) -> None:
-    model = Model()
+    model = MLPModel()
     before = model.head.weight
     sharded(model)
     train(model, torch.optim.SGD([before, model.embed.weight], lr=0.1))
@@ -168,7 +169,7 @@ def test_optimizer_with_some_unsharded_parameters_logs_their_names(logged: Logge
 
 def test_optimizer_with_parameters_replaced_by_sharded_ones_logs_nothing(logged: Logged) -> None:
     """accelerate replaces an optimizer's parameters in this way."""
-    model = Model()
+    model = MLPModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["params"] = list(sharded(model).parameters())
     train(model, optimizer)
@@ -176,7 +177,7 @@ def test_optimizer_with_parameters_replaced_by_sharded_ones_logs_nothing(logged:
 
 
 def test_optimizer_after_failed_fully_shard_logs_nothing(logged: Logged) -> None:
-    model = Model()
+    model = MLPModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="scalar"):
@@ -186,7 +187,7 @@ def test_optimizer_after_failed_fully_shard_logs_nothing(logged: Logged) -> None
 
 
 def test_optimizer_created_before_replicate_logs_warning(logged: Logged) -> None:
-    model = Model()
+    model = MLPModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fsdp_c.replicate(model)
     with warnings.catch_warnings():
@@ -223,18 +224,18 @@ def test_parameter_replaced_outside_model_logs_nothing(logged: Logged) -> None:
 
 
 def test_blocks_left_in_root_unit_log_warning(logged: Logged) -> None:
-    model = fully_shard(Model())
+    model = fully_shard(MLPModel())
     step(model)  # type: ignore[arg-type]
     (line,) = logged()
     assert line.startswith("fsdp_c: 'blocks.0', 'blocks.1', 'blocks.2' are repeated layers but no")
 
 
 def test_mixed_precision_policy_on_blocks_only_logs_warning(logged: Logged) -> None:
-    class FloatOutputBlock(Block):
+    class FloatOutputBlock(MLPBlock):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).float()
 
-    model = Model()
+    model = MLPModel()
     model.blocks = nn.ModuleList(FloatOutputBlock() for _ in range(3))
     for block in model.blocks:
         fully_shard(block, mp_policy=MIXED)
@@ -247,7 +248,7 @@ def test_unit_much_larger_than_median_logs_warning(
     logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def model_with_large_head() -> Any:
-        model = Model()
+        model = MLPModel()
         model.head = nn.Linear(8, 4096)
         return sharded(model)
 
@@ -264,7 +265,7 @@ def test_unit_much_larger_than_median_logs_warning(
 
 
 def test_ddp_inside_sharded_model_logs_warning(logged: Logged) -> None:
-    model = Model()
+    model = MLPModel()
     model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
     step(sharded(model))
     assert logged()[0].startswith("fsdp_c: 'head' are DistributedDataParallel")
@@ -301,14 +302,14 @@ def test_argument_without_effect_logs_warning(
 
 def test_warning_about_second_model_is_not_repeated(logged: Logged) -> None:
     for _ in range(2):
-        step(fully_shard(Model()))  # type: ignore[arg-type]
+        step(fully_shard(MLPModel()))  # type: ignore[arg-type]
     assert len(logged()) == 1
 
 
 def test_warning_is_not_logged_on_rank_3(logged: Logged) -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    step(fully_shard(Model()))  # type: ignore[arg-type]
+    step(fully_shard(MLPModel()))  # type: ignore[arg-type]
     assert logged() == []
 
 
@@ -319,7 +320,7 @@ def test_failing_check_does_not_stop_training(
         raise OSError("the check fails")
 
     monkeypatch.setattr(lint, "check_blocks_in_root", fails)
-    step(fully_shard(Model()))  # type: ignore[arg-type]
+    step(fully_shard(MLPModel()))  # type: ignore[arg-type]
     assert logged() == []
 
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from test_explain import Block, Model, sharded
+from test_explain import sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
+from toy_models import MLPBlock, MLPModel
 from wrap_models import Transformer, bytes_of, units_of
 
 import fsdp_c
@@ -225,11 +226,11 @@ def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:
 
 
 def test_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> None:
-    model = Model(blocks=12)
+    model = MLPModel(blocks=12)
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block)
     text = str(fsdp_c.explain(sharded(model), file=io.StringIO()))
-    assert re.search(r"^blocks.0-11 +12 x Block +4 +280 ", text, re.M)
+    assert re.search(r"^blocks.0-11 +12 x MLPBlock +4 +280 ", text, re.M)
     assert "_checkpoint_wrapped_module" not in text
 
 
@@ -386,10 +387,10 @@ def test_auto_shard_logs_its_units(fake_group: int, caplog: pytest.LogCaptureFix
     )
 
 
-@pytest.mark.parametrize("policy", ["blocks", {Block}, 10**9])
+@pytest.mark.parametrize("policy", ["blocks", {MLPBlock}, 10**9])
 @pytest.mark.parametrize("bound", [1000, 2000, 10**6])
 def test_planned_units_stay_within_max_transient(policy: Any, bound: int) -> None:
-    model = Model(blocks=6)
+    model = MLPModel(blocks=6)
     kwargs: Any = {"max_transient": bound, "ranks": 8}
     try:
         wrap.plan(model, policy, **kwargs)
@@ -409,7 +410,7 @@ def test_large_max_transient_keeps_default_units() -> None:
     assert unit_names(model, max_transient=large) == unit_names(model)
 
 
-@pytest.mark.parametrize("policy", ["blocks", {Block}, 10**9])
+@pytest.mark.parametrize("policy", ["blocks", {MLPBlock}, 10**9])
 @pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
 @pytest.mark.parametrize("min_unit", [None, 2**20])
 def test_units_of_sharded_model_stay_within_max_transient(
@@ -418,7 +419,7 @@ def test_units_of_sharded_model_stay_within_max_transient(
     largest = {}
     for bound in (10**6, 2000):
         model = auto_shard(
-            Model(blocks=6), policy, max_transient=bound, min_unit=min_unit, mp_policy=mp_policy
+            MLPModel(blocks=6), policy, max_transient=bound, min_unit=min_unit, mp_policy=mp_policy
         )
         explanation = fsdp_c.explain(model, file=io.StringIO())
         largest[bound] = max(unit.transient for unit in explanation.units)
@@ -511,7 +512,7 @@ def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(ValueError, match=r"of the batch's sizes and dtypes, to see .*RuntimeError"):
-        quiet_plan(Model(), batch=torch.ones(2, 9))
+        quiet_plan(MLPModel(), batch=torch.ones(2, 9))
     assert caplog.messages == []
 
 
