@@ -89,7 +89,7 @@ def test_forward_after_failed_backward_logs_warning(logged: Logged) -> None:
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(2, 8)).sum().backward()
     (line,) = logged()
-    assert "the backward before this forward of FSDPModel did not come to its end" in line
+    assert "the backward before this forward of FSDPMLPModel did not come to its end" in line
     assert "zero_grad()" in line
     assert output.grad_fn is not None
 
@@ -236,7 +236,7 @@ def test_mixed_precision_policy_on_blocks_only_logs_warning(logged: Logged) -> N
             return super().forward(x).float()
 
     model = MLPModel()
-    model.blocks = nn.ModuleList(FloatOutputBlock() for _ in range(3))
+    model.blocks = nn.ModuleList(FloatOutputBlock(8, 16) for _ in range(3))
     for block in model.blocks:
         fully_shard(block, mp_policy=MIXED)
     step(fully_shard(model))  # type: ignore[arg-type]
