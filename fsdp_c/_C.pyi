@@ -101,6 +101,10 @@ class Param:
     orig_dtype: torch.dtype
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    _grad_dtype: torch.dtype | None
+    sharded_grad_dtype: torch.dtype | None
+    _has_sharded_grad_dtype_override: bool
+    _defers_cast: bool
     _unsharded_param: nn.Parameter
     _sharded_post_forward_param: nn.Parameter | None
     _sharded_post_forward_param_data: torch.Tensor | None

@@ -330,6 +330,16 @@ int fct_tensor_set_requires_grad(fct_tensor *t, bool value) {
     return guarded("fct_tensor_set_requires_grad", [&] { Borrowed(t)->requires_grad_(value); });
 }
 
+int fct_tensor_set_grad_dtype(fct_tensor *t, fct_dtype dtype) {
+    return guarded("fct_tensor_set_grad_dtype", [&] {
+        std::optional<at::ScalarType> value;
+        if (dtype != FCT_NO_DTYPE) {
+            value = fct::scalar_type(dtype);
+        }
+        Borrowed(t)->set_grad_dtype(value);
+    });
+}
+
 int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {
     return guarded("fct_storage_alloc", [&] {
         TORCH_CHECK(impl(t)->has_storage(), "a tensor without a storage cannot be given memory");
@@ -395,6 +405,10 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out) {
     Borrowed tensor(t);
     *out = tensor->grad().defined() ? give(std::exchange(tensor->mutable_grad(), at::Tensor()))
                                     : nullptr;
+}
+
+void fct_grad_put(fct_tensor *t, fct_tensor *grad) {
+    Borrowed(t)->mutable_grad() = *Borrowed(grad);
 }
 
 } // extern "C"

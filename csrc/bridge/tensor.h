@@ -76,6 +76,9 @@ FCT_CHECK int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src);
 FCT_CHECK int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out);
 /* requires_grad_() of a leaf. */
 FCT_CHECK int fct_tensor_set_requires_grad(fct_tensor *t, bool value);
+/* t.grad_dtype = dtype of a leaf: autograd casts the leaf's gradients to it. FCT_NO_DTYPE (None in
+ * Python): gradients keep the dtype that they are computed in. */
+FCT_CHECK int fct_tensor_set_grad_dtype(fct_tensor *t, fct_dtype dtype);
 
 /* dst[i].copy_(src[i]) for all i. One launch if the lists have one source dtype, one destination
  * dtype and equal shapes and strides, and if the device has such a kernel. */
@@ -108,10 +111,11 @@ bool fct_storage_is_shared(const fct_tensor *t);
 void fct_storage_move(fct_tensor *from, fct_tensor *to);
 
 /* .grad of a leaf. has: whether it is set. identity: an address, for comparison only. take: moves
- * it out and leaves None. *out is new, or NULL if there is none. */
+ * it out and leaves None. *out is new, or NULL if there is none. put: sets it, borrows `grad`. */
 bool fct_grad_has(const fct_tensor *t);
 const void *fct_grad_identity(const fct_tensor *t);
 void fct_grad_take(fct_tensor *t, fct_tensor **out);
+void fct_grad_put(fct_tensor *t, fct_tensor *grad);
 
 bool fct_dtype_is_floating(fct_dtype dtype);
 

@@ -2,6 +2,28 @@
  * current stream. */
 #include "gradient.h"
 
+#include <assert.h>
+
+fc_status fc_gradient_begin(const fc_group_base *base, bool reduces) {
+    assert(base->count == 0 || base->params != NULL);
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < base->count; i++) {
+        FC_TRY(fc_param_begin_grad(base->params[i], reduces));
+    }
+done:
+    return status;
+}
+
+fc_status fc_gradient_end(const fc_group_base *base) {
+    assert(base->count == 0 || base->params != NULL);
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < base->count; i++) {
+        FC_TRY(fc_param_end_grad(base->params[i]));
+    }
+done:
+    return status;
+}
+
 fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span) {
     fc_status status = FC_OK;
     void *range = fc_group_base_enter_range(base, "post_backward_accumulate");

@@ -6,6 +6,10 @@
 #include "group_base.h"
 #include "plan.h"
 
+/* At the beginning and at the end of a group's backward: fc_param_begin_grad() and
+ * fc_param_end_grad() of all parameters. `reduces`: this backward reduces its gradients. */
+FC_CHECK fc_status fc_gradient_begin(const fc_group_base *base, bool reduces);
+FC_CHECK fc_status fc_gradient_end(const fc_group_base *base);
 /* Adds the span's new gradients to those that earlier backwards without reduction have left. */
 FC_CHECK fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span);
 /* Ends a backward without reduction: all gradients stay with the parameters, in the reduce

@@ -449,6 +449,7 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     FC_TRY(fc_reduction_poll(g->base.comm));
     FC_TRY(g->ops->unshard(g, g->training_state, g->settings.unshard_async_op));
     FC_TRY(g->ops->wait_unshard(g));
+    FC_TRY(fc_gradient_begin(&g->base, g->settings.reduce_grads));
     fc_bucket_begin(&g->buckets, can_be_eager(g));
     if (default_prefetch) {
         FC_TRY(g->ops->backward_prefetch(g));
@@ -545,7 +546,10 @@ fc_status fc_group_post_backward(fc_group *g) {
     g->deferred =
         !reduces || (fc_group_base_is_replicated(&g->base) && !g->reducer.all_reduce_grads);
     fc_bucket_end(&g->buckets);
-    fc_status status = reduces ? reduce_remaining(g, partial) : keep_gradients(g);
+    fc_status status = FC_OK;
+    FC_TRY(reduces ? reduce_remaining(g, partial) : keep_gradients(g));
+    FC_TRY(fc_gradient_end(&g->base));
+done:
     return verify_transition(g, fc_group_check, status);
 }
 
@@ -591,5 +595,9 @@ fc_status fc_group_reset(fc_group *g) {
     g->backward_kind = FC_BACKWARD_PLAIN;
     g->deferred = false;
     fct_memory_trim();
-    return verify_transition(g, fc_group_check, g->ops->to_sharded(g));
+    fc_status status = FC_OK;
+    FC_TRY(fc_gradient_end(&g->base));
+    FC_TRY(g->ops->to_sharded(g));
+done:
+    return verify_transition(g, fc_group_check, status);
 }

@@ -31,6 +31,8 @@ fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *s
     p->orig_dtype = FCT_NO_DTYPE;
     p->param_dtype = FCT_NO_DTYPE;
     p->reduce_dtype = FCT_NO_DTYPE;
+    p->grad_dtype = FCT_NO_DTYPE;
+    p->sharded_grad_dtype = FCT_NO_DTYPE;
     fc_status status = fc_layout_init(&p->layout, ndim, sizes, dim, world, rank, err);
     if (status != FC_OK) {
         return status;
@@ -117,6 +119,10 @@ void fc_param_set_flat(fc_param *p, fct_tensor *flat) {
     assert(!p->aliased || p->flat != NULL);
     replace(&p->flat, flat);
     p->aliased = false;
+}
+
+fct_dtype fc_param_sharded_grad_dtype(const fc_param *p) {
+    return p->overrides_grad_dtype ? p->sharded_grad_dtype : p->orig_dtype;
 }
 
 fct_dtype fc_param_compute_dtype(const fc_param *p) {
@@ -364,6 +370,37 @@ void fc_param_free(fc_param *p) {
     fc_extension_free(&p->extension);
 }
 
+fc_status fc_param_begin_grad(fc_param *p, bool reduces) {
+    assert(!p->defers_cast || p->grad_dtype != FCT_NO_DTYPE);
+    fc_status status = FC_OK;
+    if (p->defers_cast && p->unsharded != NULL && fct_tensor_requires_grad(p->unsharded) &&
+        (reduces || fct_grad_has(p->unsharded))) {
+        FC_TRY_RAISED(fct_tensor_set_grad_dtype(p->unsharded, FCT_NO_DTYPE));
+    }
+done:
+    return status;
+}
+
+fc_status fc_param_end_grad(fc_param *p) {
+    assert(!p->defers_cast || p->grad_dtype != FCT_NO_DTYPE);
+    fc_status status = FC_OK;
+    fct_tensor *grad = NULL;
+    fct_tensor *cast = NULL;
+    if (!p->defers_cast || p->unsharded == NULL || !fct_tensor_requires_grad(p->unsharded)) {
+        return FC_OK;
+    }
+    if (fct_grad_has(p->unsharded)) {
+        fct_grad_take(p->unsharded, &grad);
+        FC_TRY_RAISED(fct_tensor_cast(grad, p->grad_dtype, &cast));
+        fct_grad_put(p->unsharded, cast);
+    }
+    FC_TRY_RAISED(fct_tensor_set_grad_dtype(p->unsharded, p->grad_dtype));
+done:
+    fct_tensor_release(cast);
+    fct_tensor_release(grad);
+    return status;
+}
+
 fc_status fc_param_accumulate_grad(fc_param *p) {
     assert(p->layout.world > 0);
     fc_status status = FC_OK;
@@ -383,8 +420,9 @@ fc_status fc_param_to_accumulated_grad(fc_param *p) {
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
     fct_tensor *cast = NULL;
-    if (p->reduce_dtype == FCT_NO_DTYPE || p->reduce_dtype == fc_param_compute_dtype(p) ||
-        p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
+    if (p->grad_dtype != FCT_NO_DTYPE || p->reduce_dtype == FCT_NO_DTYPE ||
+        p->reduce_dtype == fc_param_compute_dtype(p) || p->unsharded == NULL ||
+        !fct_grad_has(p->unsharded)) {
         return FC_OK; /* in its own dtype it stays in .grad, where users can read it, as in torch */
     }
     fct_grad_take(p->unsharded, &grad);

@@ -29,6 +29,14 @@ typedef struct fc_param {
     fct_dtype orig_dtype;
     fct_dtype param_dtype;  /* dtype of computation; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own dtype */
+    /* grad_dtype of `unsharded`, the dtype in which backwards without reduction accumulate in .grad
+     * (torch 2.15). FCT_NO_DTYPE: not set; these backwards accumulate in `accumulated`. */
+    fct_dtype grad_dtype;
+    /* dtype of the sharded gradient if the user has set grad_dtype of the sharded parameter (torch
+     * 2.15), else unused. FCT_NO_DTYPE: that of the reduction. */
+    fct_dtype sharded_grad_dtype;
+    bool overrides_grad_dtype; /* the user has set it */
+    bool defers_cast; /* during backward, gradients that need not be in grad_dtype keep theirs */
     bool aliased;   /* flat shares the shard's memory: one rank, no cast, no copy, no free */
     bool extended;  /* the shard has all-gather hooks; `extension` replaces flat */
     bool required;  /* requires_grad of `unsharded` at its registration */
@@ -80,6 +88,8 @@ void fc_param_forget_unsharded(fc_param *p);
 
 /* Returns the dtype of gathered data and of computation. */
 fct_dtype fc_param_compute_dtype(const fc_param *p);
+/* Returns the dtype of the sharded gradient. FCT_NO_DTYPE: that of the reduction. */
+fct_dtype fc_param_sharded_grad_dtype(const fc_param *p);
 /* Returns the number of tensors that are gathered for the parameter: 1, unless it is extended. */
 size_t fc_param_input_count(const fc_param *p);
 /* Checks input `i` of an extended parameter and reads its facts. It must have `numel` contiguous
@@ -125,9 +135,16 @@ FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device
 bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);
 
+/* At the beginning of a backward of the group: if the parameter defers the cast, and its gradient is
+ * reduced at the end or added to an earlier one, autograd leaves the gradient in its own dtype. */
+FC_CHECK fc_status fc_param_begin_grad(fc_param *p, bool reduces);
+/* At the end of a backward of the group: restores grad_dtype, and casts a gradient that stays in
+ * .grad to it. */
+FC_CHECK fc_status fc_param_end_grad(fc_param *p);
 /* Adds .grad of the unsharded parameter to `accumulated`, if that exists, and clears .grad. */
 FC_CHECK fc_status fc_param_accumulate_grad(fc_param *p);
-/* Moves .grad to `accumulated` and casts it to reduce_dtype, if that is set and differs. */
+/* Moves .grad to `accumulated` and casts it to reduce_dtype, if that is set and differs. With
+ * grad_dtype, .grad stays in place. */
 FC_CHECK fc_status fc_param_to_accumulated_grad(fc_param *p);
 /* Takes the partial gradient: `accumulated`, or .grad of the unsharded parameter. *grad is a new
  * reference, or NULL if there is no gradient. */

@@ -156,11 +156,11 @@ done:
     return status;
 }
 
-/* Returns the common dtype of the parameters, or FCT_NO_DTYPE if they differ. */
+/* Returns the common dtype of the sharded gradients, or FCT_NO_DTYPE if they differ. */
 static fct_dtype common_dtype(const fc_reduction *r) {
-    fct_dtype dtype = r->total > 0 ? r->params[0]->orig_dtype : FCT_NO_DTYPE;
+    fct_dtype dtype = r->total > 0 ? fc_param_sharded_grad_dtype(r->params[0]) : FCT_NO_DTYPE;
     for (size_t i = 1; i < r->total; i++) {
-        if (r->params[i]->orig_dtype != dtype) {
+        if (fc_param_sharded_grad_dtype(r->params[i]) != dtype) {
             return FCT_NO_DTYPE;
         }
     }
@@ -192,9 +192,9 @@ static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bo
     for (size_t i = 0; i < r->total; i++) {
         const fc_param *p = r->params[i];
         FC_TRY_RAISED(fct_tensor_alias(row, p->ndim, p->local_sizes, p->strides, offset, &view));
-        if (several) {
+        if (several && fc_param_sharded_grad_dtype(p) != FCT_NO_DTYPE) {
             fct_tensor *cast = NULL;
-            FC_TRY_RAISED(fct_tensor_cast(view, p->orig_dtype, &cast));
+            FC_TRY_RAISED(fct_tensor_cast(view, fc_param_sharded_grad_dtype(p), &cast));
             fct_tensor_release(view);
             view = cast;
         }

@@ -226,6 +226,12 @@ int fct_tensor_set_requires_grad(fct_tensor *t, bool value) {
     return 0;
 }
 
+int fct_tensor_set_grad_dtype(fct_tensor *t, fct_dtype dtype) {
+    (void)t;
+    (void)dtype;
+    return 0;
+}
+
 int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
     return allocate(dtype, 1, &numel, device.type == FCT_DEVICE_CPU, out);
 }
@@ -387,6 +393,12 @@ const void *fct_grad_identity(const fct_tensor *t) {
 void fct_grad_take(fct_tensor *t, fct_tensor **out) {
     *out = t->grad;
     t->grad = NULL;
+}
+
+void fct_grad_put(fct_tensor *t, fct_tensor *grad) {
+    fct_tensor_retain(grad);
+    fct_tensor_release(t->grad);
+    t->grad = grad;
 }
 
 void fcd_accumulate_grad(fct_tensor *leaf, fct_tensor *grad) {

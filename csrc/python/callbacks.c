@@ -134,7 +134,10 @@ static int set_new_grad(fcpy_param *self, fct_tensor *local) {
     if (fct_py_from_tensor(local, &tensor) != 0) {
         return -1;
     }
-    PyObject *grad = fcpy_dtensor_new(self->mod, tensor, self->spec);
+    PyObject *grad = self->core.overrides_grad_dtype
+                         ? PyObject_CallMethodOneArg((PyObject *)self,
+                                                     self->mod->names.to_sharded_dtensor, tensor)
+                         : fcpy_dtensor_new(self->mod, tensor, self->spec);
     Py_DECREF(tensor);
     if (grad == NULL) {
         return -1;

@@ -36,6 +36,7 @@
     X(_make_post_forward)                                                                          \
     X(_get_grad_inner_tensor)                                                                      \
     X(to_sharded)                                                                                  \
+    X(to_sharded_dtensor)                                                                          \
     X(to_sharded_post_forward)                                                                     \
     X(to_unsharded)                                                                                \
     X(accumulate_unsharded_grad_if_needed)                                                         \

@@ -27,7 +27,8 @@ static PyObject *param_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fcpy_param *self = (fcpy_param *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->mod = mod;
-        self->core.orig_dtype = self->core.param_dtype = self->core.reduce_dtype = FCT_NO_DTYPE;
+        self->core.orig_dtype = self->core.param_dtype = self->core.reduce_dtype =
+            self->core.grad_dtype = self->core.sharded_grad_dtype = FCT_NO_DTYPE;
     }
     return (PyObject *)self;
 }
@@ -283,6 +284,16 @@ static int set_dtype(PyObject *obj, PyObject *value, void *closure) {
     return fcpy_set_dtype(value, dtype_field(obj, closure));
 }
 
+static PyObject *get_sharded_grad_dtype(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_get_dtype(fc_param_sharded_grad_dtype(&((fcpy_param *)obj)->core));
+}
+
+static int set_sharded_grad_dtype(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    return fcpy_set_dtype(value, &((fcpy_param *)obj)->core.sharded_grad_dtype);
+}
+
 static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
     fct_dtype dtype = FCT_NO_DTYPE;
     (void)closure;
@@ -355,6 +366,17 @@ static PyGetSetDef param_getset[] = {
      PARAM_OFFSET(param_dtype)},
     {"reduce_dtype", get_dtype, set_reduce_dtype,
      "dtype of gradient reductions; None: the gradient's.", PARAM_OFFSET(reduce_dtype)},
+    {"_grad_dtype", get_dtype, set_dtype,
+     "grad_dtype of the unsharded parameter outside of backward; None: not set.",
+     PARAM_OFFSET(grad_dtype)},
+    {"sharded_grad_dtype", get_sharded_grad_dtype, set_sharded_grad_dtype,
+     "dtype of the sharded gradient; None: that of the reduction.", NULL},
+    {"_has_sharded_grad_dtype_override", fcpy_get_flag, fcpy_set_flag,
+     "Whether the user has set grad_dtype of the sharded parameter.",
+     PARAM_OFFSET(overrides_grad_dtype)},
+    {"_defers_cast", fcpy_get_flag, fcpy_set_flag,
+     "Whether gradients may keep their own dtype during backward, although _grad_dtype is wider.",
+     PARAM_OFFSET(defers_cast)},
     {"_sharding_spec", get_spec, set_spec, "DTensorSpec of the shard and of its gradient.", NULL},
     {"_param_fqn", get_fqn, set_fqn, "Fully qualified name, after lazy init.", NULL},
     {"offload_to_cpu", fcpy_get_flag, fcpy_set_flag,

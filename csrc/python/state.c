@@ -379,7 +379,7 @@ static int run_reset(fcpy_state *self) {
     if (fcpy_state_reset(self) != 0) {
         return -1;
     }
-    PyObject *none = PyObject_CallMethod((PyObject *)self, "_reset_roots_below", NULL);
+    PyObject *none = PyObject_CallMethod((PyObject *)self, "_complete_reset", NULL);
     Py_XDECREF(none);
     return none != NULL ? 0 : -1;
 }

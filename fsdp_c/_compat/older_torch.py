@@ -32,8 +32,6 @@ class ParamOfOlderTorch:
 
     is_spmd_types = False
     keep_unsharded_storage = False  # the group owns this setting
-    sharded_grad_dtype: torch.dtype | None
-    _has_sharded_grad_dtype_override = False
     _release_all_gather_outputs_after_post_all_gather = False  # Param does it: _release_outputs()
 
     mesh_info: Any

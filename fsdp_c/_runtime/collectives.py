@@ -146,7 +146,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         reduce_dtype = self._prepare_fallback_reduce(params, grads)
         comm.release_inputs(keep=comm.reduce_scatter_max_input_buffers - 1)
         hooked: list[torch.Tensor] = []
-        several = len({param.orig_dtype for param in params}) > 1
+        several = len({param.sharded_grad_dtype for param in params}) > 1
         seen: list[Any] = [CastingParam(p) for p in params] if several else [*params]
         scatter = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None

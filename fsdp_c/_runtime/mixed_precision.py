@@ -69,9 +69,7 @@ def get_compute_dtype(
     Raises:
         ValueError: The policy's function returned an object that is not a dtype or ``None``, or a
             dtype that is neither ``param_dtype`` nor the parameter's own.
-        NotImplementedError: As :func:`get_stored_dtype`.
     """
-    get_stored_dtype(param)
     override = getattr(policy, "param_dtype_override_fn", None)
     dtype = override(param) if override is not None else None
     if dtype is None:
@@ -88,19 +86,9 @@ def get_compute_dtype(
     return dtype
 
 
-def get_stored_dtype(param: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of ``param``, which is also the dtype of its reduced gradient.
-
-    Raises:
-        NotImplementedError: ``param.grad_dtype`` is another dtype. torch 2.15 supports that.
-    """
-    if getattr(param, "_has_grad_dtype_override", False) and param.grad_dtype != param.dtype:
-        raise NotImplementedError(
-            f"fsdp_c keeps gradients in the dtype of their parameter, {param.dtype}, and does not "
-            f"follow grad_dtype={param.grad_dtype}: leave it unset, and let "
-            "MixedPrecisionPolicy(reduce_dtype=...) say what gradients are reduced in"
-        )
-    return param.dtype
+def has_grad_dtype(param: torch.Tensor) -> bool:
+    """Whether the user has set ``param.grad_dtype``, which FSDP2 follows since torch 2.15."""
+    return REDUCES_AS_STORED and param._has_grad_dtype_override  # type: ignore[attr-defined]
 
 
 def check_policy(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
@@ -143,7 +131,7 @@ def get_widest_stored_dtype(params: Iterable[Any]) -> torch.dtype | None:
 
     Applies if torch reduces in the parameters' dtypes and all of them are floating-point.
     """
-    dtypes = [param.orig_dtype for param in params]
+    dtypes = [param._grad_dtype or param.orig_dtype for param in params]
     if not REDUCES_AS_STORED or not all(dtype.is_floating_point for dtype in dtypes):
         return None
     return functools.reduce(torch.promote_types, dtypes)
@@ -169,6 +157,6 @@ class CastingParam:
         setattr(self._param, name, value)
 
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        dtype = self._param.orig_dtype
+        dtype = self._param.sharded_grad_dtype or tensor.dtype
         real = tensor if dtype.is_complex else torch.real(tensor)
         return self._param.to_sharded_dtensor(real.to(dtype).contiguous())

@@ -38,7 +38,11 @@ from .._compat.guard import (
 )
 from .._compat.torch_releases import orig_param_uid
 from . import extensions
-from .mixed_precision import get_compute_dtype, get_reduce_dtype, get_stored_dtype
+from .mixed_precision import (
+    REDUCES_AS_STORED,
+    get_compute_dtype,
+    get_reduce_dtype,
+)
 from .param_shard import copy_user_attributes
 from .replaced_shard import GroupOfParam, ReplaceableShard
 
@@ -263,17 +267,41 @@ class Param(ReplaceableShard):
             self._policy_dtype = get_compute_dtype(mp_policy, self.sharded_param)
         param_dtype = self._policy_dtype
         before = self.param_dtype or self.orig_dtype
-        self.orig_dtype = self.sharded_grad_dtype = get_stored_dtype(self.sharded_param)
+        self.orig_dtype = self.sharded_param.dtype
         reduced = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # no cast for computation; reductions may be wider
             reduced = reduced and torch.promote_types(reduced, torch.complex32)
-        elif reduced == param_dtype:
+        elif reduced == param_dtype and not REDUCES_AS_STORED:
             reduced = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
         self.param_dtype, self.reduce_dtype = param_dtype, reduced
         if before is not None and before != (param_dtype or self.orig_dtype):
             self._forget_unsharded()
+        if REDUCES_AS_STORED and self.orig_dtype.is_floating_point:
+            self._init_grad_dtype()
+
+    def _init_grad_dtype(self) -> None:
+        """Sets the unsharded parameter's ``grad_dtype``, which torch has used since 2.15.
+
+        Backwards without reduction accumulate gradients in it. If it is wider than the compute
+        dtype, other backwards leave gradients in the compute dtype, and the reduction casts them.
+        Gradients that DTensor may reduce over further mesh dimensions are always cast first.
+        """
+        dtype = self.unsharded_grad_dtype
+        compute = self.param_dtype or self.orig_dtype
+        self._defers_cast = False
+        self._grad_dtype = dtype
+        self._defers_cast = (
+            dtype is not None
+            and dtype.is_floating_point
+            and compute.is_floating_point
+            and dtype.itemsize > compute.itemsize
+            and not self.may_reduce_grad_outside_dp
+        )
+        unsharded = getattr(self, "_unsharded_param", None)
+        if unsharded is not None and unsharded.grad_dtype != dtype:
+            unsharded.grad_dtype = dtype
 
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
         """Returns the unsharded parameter, a view of ``flat``. The core calls it once.
@@ -284,9 +312,10 @@ class Param(ReplaceableShard):
             whole = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
             if self._unsharded_dtensor_spec is not None:
                 whole = _from_local_no_grad(whole, self._get_unsharded_dtensor_spec(whole))
-            return self._restore_class(
-                nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
-            )
+            parameter = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+            if self._grad_dtype is not None:
+                parameter.grad_dtype = self._grad_dtype
+            return self._restore_class(parameter)
 
     def _restore_class(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns ``parameter`` with the original's class (if a plain subclass) and attributes."""
@@ -305,10 +334,13 @@ class Param(ReplaceableShard):
                 self.contiguous_sharded_post_forward_stride,
                 0,
             )
-            return nn.Parameter(
+            parameter = nn.Parameter(
                 self.to_sharded_post_forward_dtensor(rows),
                 requires_grad=self.sharded_param.requires_grad,
             )
+            if self._grad_dtype is not None:
+                parameter.grad_dtype = self.sharded_grad_dtype
+            return parameter
 
     # The core calls these at each gather of a parameter whose shard has all-gather extensions.
 

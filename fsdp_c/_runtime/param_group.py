@@ -125,7 +125,10 @@ class ParamGroup(GroupCommunication):
         # Frozen parameters count: they may be trained later.
         del self._reduce_dtype  # that of the parameters
         several = len({param._policy_dtype for param in self.fsdp_params}) > 1
-        if several or any(param.orig_dtype.is_complex for param in self.fsdp_params):
+        if several or any(
+            param.orig_dtype.is_complex or param._has_sharded_grad_dtype_override
+            for param in self.fsdp_params
+        ):
             self._reduce_dtype = self.mp_policy.reduce_dtype or get_widest_stored_dtype(
                 self.fsdp_params
             )

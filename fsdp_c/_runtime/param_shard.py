@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .._compat.guard import is_patched
 from .._compat.older_torch import ParamOfOlderTorch
 from .._compat.torch_releases import dtensor_new
 from .dtensor_specs import get_contiguous_strides, get_shared_spec, make_parameter, make_placements
+from .mixed_precision import has_grad_dtype
 
 
 def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
@@ -71,9 +73,21 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
             self.to_sharded_dtensor(local), local, param.requires_grad
         )
         self._copy_attributes(self.sharded_param)
+        self._read_grad_dtype(param)
+        if self._has_sharded_grad_dtype_override:
+            self.sharded_param.grad_dtype = self.sharded_grad_dtype
         self._adopted = self.sharded_param._local_tensor
         self._sharded_param_data = self._with_padding(padded, self._adopted)
         self._note_shard()
+
+    def _read_grad_dtype(self, param: nn.Parameter) -> None:
+        """Records ``param.grad_dtype`` if the user has set it (torch 2.15).
+
+        A replaced parameter loses it, so that an unset ``grad_dtype`` does not change the record.
+        """
+        if has_grad_dtype(param):
+            self._has_sharded_grad_dtype_override = True
+            self.sharded_grad_dtype = param.grad_dtype
 
     def _init_sharding_spec_plain(self, param: nn.Parameter, fsdp_placement: Shard) -> torch.Tensor:
         """Sets the sharding spec of a plain tensor (equal ones share it); returns ``param``."""
@@ -132,7 +146,10 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """Wraps ``tensor`` (``sharded_size``). ``DTensor.__init__`` would import dynamo."""
         _check_size(tensor, self.sharded_size)
-        return dtensor_new(DTensor, tensor, self._sharding_spec, requires_grad=tensor.requires_grad)
+        spec = self._sharding_spec
+        if spec.tensor_meta is not None and spec.tensor_meta.dtype != tensor.dtype:
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=tensor.dtype))
+        return dtensor_new(DTensor, tensor, spec, requires_grad=tensor.requires_grad)
 
     def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """Returns ``tensor``, the shard on the smaller mesh after forward, as a DTensor."""

@@ -25,7 +25,7 @@ import fsdp_c._C as _C
 
 from .._compat.guard import has_torch_constructor
 from .._compat.torch_releases import is_spmd_mesh, orig_param_uid
-from .mixed_precision import get_stored_dtype
+from .mixed_precision import has_grad_dtype
 from .param import Param, get_param_class
 
 _PER_CALL = ("mesh_info", "post_forward_mesh_info", "device", "mp_policy")
@@ -110,9 +110,13 @@ class ParamFactory:
         self, param: nn.Parameter, info: ParamModuleInfo, placement: Shard | None
     ) -> Param:
         """Returns a ``Param`` for ``param``. Its ``register()`` puts it on the modules."""
-        if not self._uses_templates or type(param) is not nn.Parameter:
+        if (
+            not self._uses_templates
+            or type(param) is not nn.Parameter
+            or has_grad_dtype(param)
+        ):
             return self._construct(param, info, placement)
-        key = (self._key, placement, param.size(), param.stride(), get_stored_dtype(param))
+        key = (self._key, placement, param.size(), param.stride(), param.dtype)
         kind = _templates.get(key)
         if kind is not None:
             return self._make_from_template(kind, param, info)

@@ -83,6 +83,7 @@ class ReplaceableShard(ParamShard):
             except BaseException:
                 self._register_sharded()  # restore the previous parameter on the module
                 raise
+            self._read_grad_dtype(self.sharded_param)
             self.sharded_param = new_param
         self._adopt_shard()
 
@@ -103,6 +104,9 @@ class ReplaceableShard(ParamShard):
             self._adopt_local(self.sharded_param._local_tensor)
             self._note_shard()
         self._sharding_spec = self.sharded_param._spec
+        self._read_grad_dtype(self.sharded_param)
+        if self._has_sharded_grad_dtype_override and not has_grad_dtype(self.sharded_param):
+            self.sharded_param.grad_dtype = self.sharded_grad_dtype
         self.init_dtype_attrs(self.mp_policy)
         group = self._get_group()
         if group is not None:

@@ -33,7 +33,7 @@ from .comm_context import CommContext
 from .hints import add_hint, format_names, get_class_name, with_hint
 from .kernels import log_kernels
 from .lint import check_model
-from .mixed_precision import check_policy, make_dtype_error
+from .mixed_precision import REDUCES_AS_STORED, check_policy, make_dtype_error
 from .serialization import refuse_deepcopy
 
 _FULLY_SHARD = os.path.dirname(torch_state.__file__) + os.sep
@@ -263,11 +263,17 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             states.append(state)
         return states
 
-    def _reset_roots_below(self) -> None:
-        """Resets the other roots below this one.
+    def _complete_reset(self) -> None:
+        """Drops reduced gradients, as torch does since 2.15, and resets the other roots below.
 
-        These are units that ran before this root, and ``fully_shard`` units below ``replicate``.
+        These roots are units that ran before this root, and ``fully_shard`` units below
+        ``replicate``.
         """
+        if REDUCES_AS_STORED:
+            for state in self._state_ctx.all_states:
+                for group in state._fsdp_param_groups:
+                    for param in group.fsdp_params:
+                        param.sharded_param.grad = None
         for root in self._modules:
             for module in root.modules():
                 state = _get_module_state(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import releases
 import torch
 from behavior import assert_same, differences, raised, returned
@@ -71,14 +72,28 @@ def test_frozen_parameters_of_dtypes_unsupported_by_gloo_are_gathered() -> None:
         assert len(result) == 9 and all(result.values()), result
 
 
-def test_gradients_of_one_backward_accumulate_in_param_dtype() -> None:
-    """From 2.15 on, torch accumulates gradients without sync in the dtype of the reduction."""
-    by_fsdp_c, by_torch = (returned("parameters_used_twice", name) for name in ("fsdp_c", "torch"))
-    for result, expected_by_torch in zip(by_fsdp_c, by_torch, strict=True):
-        assert differences(expected_by_torch.pop(0), result.pop(0)) == []
-        assert bool(differences(expected_by_torch, result)) == releases.has("2.15")
-        for waiting, grads in expected_by_torch.items():
-            torch.testing.assert_close(result[waiting], grads, rtol=2e-2, atol=2e-3)
+def test_gradients_of_parameters_used_twice_match_torch() -> None:
+    """Below 2.15, torch adds the gradients of one backward in the compute dtype.
+
+    From 2.15 on, it adds those of a first backward without sync in the reduce dtype.
+    """
+    results = assert_same("parameters_used_twice")
+    for result in results:
+        assert all(grad.dtype == torch.float32 for grads in result.values() for grad in grads)
+
+
+@pytest.mark.torch("2.15")
+def test_grad_dtype_of_parameters_is_followed_as_in_torch() -> None:
+    for result in assert_same("parameters_with_grad_dtype"):
+        assert result["wider"][0].dtype == torch.float32
+        assert result["narrower"][0].dtype == torch.bfloat16
+        assert result["any, reduced in float32"][0].dtype == torch.float32
+        assert len(result) == 9
+
+
+@pytest.mark.torch("2.15")
+def test_grad_dtype_of_unsharded_parameters_matches_torch() -> None:
+    assert_same("grad_dtype_during_a_step")
 
 
 def test_unreduced_gradients_in_reduce_dtype_are_visible_as_in_torch() -> None:

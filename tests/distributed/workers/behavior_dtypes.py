@@ -200,6 +200,76 @@ def parameters_used_twice(api: Api) -> dict[int, list[torch.Tensor]]:
     return results
 
 
+@scenario()
+def parameters_with_grad_dtype(api: Api) -> dict[str, list[torch.Tensor]]:
+    """Returns gradients and weights after two steps with ``grad_dtype`` on some parameters."""
+
+    def train(
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype | None,
+        change: str = "before",
+        mesh: Any = None,
+        **dtypes: torch.dtype,
+    ) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(Twice(), Twice()).to(dtype)
+        if change == "before":
+            model[0].norm.weight.grad_dtype = grad_dtype
+        for layer in (*model, model):
+            api.fully_shard(layer, mp_policy=MixedPrecisionPolicy(**dtypes), mesh=mesh)
+        if change == "after":
+            model[0].norm.weight.grad_dtype = grad_dtype
+        torch.manual_seed(10 + api.rank)
+        for step in range(4):
+            model.set_requires_gradient_sync(step % 2 == 1)
+            model(torch.randn(3, WIDTH, dtype=dtype)).float().square().mean().backward()
+        return [full_value(param.grad) for param in model.parameters()]
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return {
+        "wider": train(bf16, fp32),
+        "wider, set after fully_shard": train(bf16, fp32, "after"),
+        "wider, replicas": train(bf16, fp32, mesh=replicas),
+        "narrower": train(fp32, bf16),
+        "narrower, computed in bfloat16": train(fp32, bf16, param_dtype=bf16),
+        "own": train(fp32, fp32, param_dtype=bf16),
+        "any": train(bf16, None),
+        "any, reduced in float32": train(bf16, None, reduce_dtype=fp32),
+        "wider, reduced in bfloat16": train(bf16, fp32, reduce_dtype=bf16),
+    }
+
+
+@scenario()
+def grad_dtype_during_a_step(api: Api) -> list[str]:
+    """Returns ``grad_dtype`` of unsharded parameters and the dtypes of their gradients."""
+    seen: list[str] = []
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtypes in ((None, None), (bf16, None), (bf16, fp32), (None, bf16), (bf16, bf16)):
+        torch.manual_seed(3)
+        model = nn.Sequential(Twice(), Twice())
+        policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+        for layer in (*model, model):
+            api.fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+
+        def note(place: str, dtypes: Any = dtypes, model: nn.Module = model) -> None:
+            for name, param in model.named_parameters():
+                grad = param.grad.dtype if param.grad is not None else None
+                seen.append(f"{dtypes} {place} {name} {param.grad_dtype} {grad}")
+
+        for step in range(4):
+            model.set_requires_gradient_sync(step == 2)
+            loss = model(torch.ones(3, WIDTH)).float().sum()
+            note(f"after forward {step}")
+            loss.register_hook(lambda grad, step=step: note(f"in backward {step}"))
+            loss.backward()
+            note(f"after backward {step}")
+        model.reset_iter_state()
+        note("after the reset")
+    return seen
+
+
 @scenario(world=1)
 def unreduced_gradients_read_before_reduction(api: Api) -> dict[str, Any]:
     """Reads ``.grad`` of unsharded parameters before the reduction, and the reduced gradients."""
