@@ -31,7 +31,7 @@ def test_extension_patched_onto_a_plain_tensor_matches_torch() -> None:
         assert differences(by_torch["None"]["sizes"], by_fsdp_c["None"]["sizes"]) == []
 
 
-def test_extension_can_release_all_gather_outputs() -> None:
+def test_extension_hooks_can_free_memory_of_all_gather_outputs() -> None:
     """torch supports the release hook from 2.15 on."""
     for result in returned("extensions_patched_onto_tensors", "fsdp_c"):
         whole = 6 * 6

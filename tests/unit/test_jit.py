@@ -76,7 +76,7 @@ def test_nvrtc_kernels_give_gradients_bit_equal_to_torch(
         assert torch.equal(grad, torch_grad)
 
 
-def test_shard_on_dim_1_takes_as_many_launches_as_on_dim_0(
+def test_shards_on_dim_1_need_as_many_kernel_launches_as_on_dim_0(
     fake_group: int, jit_driver: ctypes.CDLL
 ) -> None:
     counts = {}

@@ -251,7 +251,7 @@ def test_table_merges_only_adjacent_units_of_equal_size() -> None:
     ]
 
 
-def test_fits_compares_peak_with_given_memory() -> None:
+def test_plan_fits_if_peak_is_below_given_memory() -> None:
     model = meta_model()
     peak = quiet_plan(model, batch=TOKENS).peak.total
     fits, fails = (quiet_plan(model, batch=TOKENS, memory=peak + by) for by in (1024, -1024))

@@ -302,22 +302,22 @@ def one_descriptor_left() -> Iterator[None]:
                 os.close(descriptor)
 
 
-OBSTACLES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+FALLBACK_REASONS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "nothing": contextlib.nullcontext,
     "gloo is chosen": gloo_only,
-    "no memory": small_file_size_limit,
-    "no way to the others": one_descriptor_left,
+    "limited file size": small_file_size_limit,
+    "no file descriptors": one_descriptor_left,
 }
 
 
-def compare_with_obstacles(rank: int, world: int) -> dict[str, tuple[int, bool]]:
-    """Maps each obstacle on the last rank to the mapped rings and whether bits equal gloo's."""
+def compare_with_fallback_reasons(rank: int, world: int) -> dict[str, tuple[int, bool]]:
+    """Maps each reason on the last rank to its number of mapped rings and equality of bits."""
     with gloo_only():
         expected = small_units(new_group())
     results = {}
-    for name, obstacle in OBSTACLES.items():
+    for name, fallback_reason in FALLBACK_REASONS.items():
         group = new_group()
-        with obstacle() if rank == world - 1 else contextlib.nullcontext():
+        with fallback_reason() if rank == world - 1 else contextlib.nullcontext():
             tensors = small_units(group)
         results[name] = mapped_rings(), are_equal(tensors, expected)
         dist.destroy_process_group(group)
