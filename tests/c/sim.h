@@ -96,15 +96,15 @@ void sim_calls_clear(void);
 typedef enum sim_fault_kind {
     SIM_NO_FAULT = 0,
     SIM_FAULT_BOUNDARY, /* a fct_ call fails */
-    SIM_FAULT_HOST,     /* an fc_callbacks callback fails */
+    SIM_FAULT_CALLBACK, /* an fc_callbacks callback fails */
     SIM_FAULT_KERNEL,   /* a kernel launch fails */
     SIM_FAULT_MEMORY,   /* the core's malloc returns NULL */
 } sim_fault_kind;
 
 typedef enum sim_fault_span {
     SIM_ONCE,
-    SIM_ALL_AFTER,  /* and every later call */
-    SIM_HOST_AFTER, /* and every later host callback */
+    SIM_ALL_AFTER,       /* and every later call */
+    SIM_CALLBACKS_AFTER, /* and every later callback of fc_callbacks */
 } sim_fault_span;
 
 /* Lets the n-th call from now on fail, of all calls that can (n >= 1). 0: no fault. */

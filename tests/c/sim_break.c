@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const spans[] = {"", " and all after it", " and all host call-backs after it"};
+static const char *const spans[] = {"", " and all after it", " and all callbacks after it"};
 
 /* Optional memory of cleanup (event pool, parking record) can be missing without an error. With
  * persistent failures the next required call reports one. */
@@ -22,7 +22,7 @@ static void check_status(sim_model *m, const sim_breakage *b, fc_status status) 
         expected = FC_ESTATE;
         break;
     case SIM_FAULT_BOUNDARY:
-    case SIM_FAULT_HOST:
+    case SIM_FAULT_CALLBACK:
         expected = FC_ERAISED;
         break;
     }

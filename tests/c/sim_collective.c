@@ -129,7 +129,7 @@ int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype
 
 /* Records a failure if rows must be in memory of a process group and are not, or are not exactly
  * that memory. */
-static void check_memory(const fct_pg *pg, const fct_tensor *row, bool whole, const char *what) {
+static void check_memory(const fct_pg *pg, const fct_tensor *row, bool is_exact, const char *what) {
     const sim_block *block = sim_tensor_block(row);
     fct_facts facts;
     fct_tensor_facts(row, &facts);
@@ -138,7 +138,7 @@ static void check_memory(const fct_pg *pg, const fct_tensor *row, bool whole, co
     }
     if (block == NULL || !block->of_group) {
         sim_fail("%s of %s in memory that is not from a process group's allocator", what, pg->name);
-    } else if (whole && facts.storage_bytes != facts.numel * facts.itemsize) {
+    } else if (is_exact && facts.storage_bytes != facts.numel * facts.itemsize) {
         sim_fail("%s of %s over a part of %lld bytes", what, pg->name,
                  (long long)facts.storage_bytes);
     }

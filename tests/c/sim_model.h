@@ -1,5 +1,5 @@
 /* A simulated model on the core, driven as csrc/python drives it. It has a root state and a
- * sequence of layers with their parameter groups, the host callbacks, autograd's order of events
+ * sequence of layers with their parameter groups, the fc_callbacks, autograd's order of events
  * and an optimizer. It also records the expected value of every parameter and gradient
  * (sim_account.c).
  *
@@ -91,12 +91,12 @@ typedef struct sim_param {
     sim_shape shape;
     char name[48];
     int64_t numel;
-    double *full;         /* values of the whole parameter */
+    double *full;         /* values of the unsharded parameter */
     double *gradient;     /* gradient of this step's backwards on rank 0, summed */
     size_t contributions; /* number of gradients in that sum */
     /* Sharded parameter over this rank's elements. Its .grad is the result. */
     fct_tensor *sharded;
-    fct_tensor *unsharded;          /* the host's reference */
+    fct_tensor *unsharded;          /* reference that Python would own */
     fct_tensor *post_forward;       /* the same for the parameter over the smaller group's shard */
     fct_tensor *replacement;        /* shard that a user has assigned; owned, or NULL */
     fc_sharded_state registered[2]; /* second slot only if tied */
@@ -187,8 +187,8 @@ size_t sim_callbacks_of(const char *name);
  * without padding. */
 int64_t sim_padded_numel(const sim_param *p, int32_t dim, int64_t world);
 int64_t sim_local_numel(const sim_param *p, int32_t dim, int64_t world, int64_t rank);
-/* Writes the padded shard of `rank`: its chunk of `whole`, then zeros. */
-void sim_shard_values(const sim_param *p, const double *whole, int32_t dim, int64_t world,
+/* Writes the padded shard of `rank`: its chunk of `full`, then zeros. */
+void sim_shard_values(const sim_param *p, const double *full, int32_t dim, int64_t world,
                       int64_t rank, double *out);
 fct_dtype sim_compute_dtype(const sim_param *p);
 /* Write the row that a rank sends in the all-gathers of a sim_group: of its shards, or of its

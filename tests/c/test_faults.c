@@ -1,4 +1,4 @@
-/* Failure injection during training: each call that can fail (boundary calls, host callbacks,
+/* Failure injection during training: each call that can fail (boundary calls, fc_callbacks,
  * kernel launches, malloc) fails in its own run. sim_break.h lists the conditions that must hold
  * afterwards. test_recovery.c covers combined failures. */
 #include "sim_break.h"

@@ -416,9 +416,9 @@ static void invalid_shard_is_named_with_reason(void **state) {
         "the shard of parameter 'lm_head.weight' changed its dtype since it was "
         "initialised: 2 elements of torch.bfloat16 in a storage of 4 bytes; expected 2 of "
         "torch.float32");
-    fct_tensor *whole = gradient_of(1, three, FCK_FLOAT32);
-    assert_int_equal(fct_tensor_alias(whole, 1, two, stride, 0, &apart), 0);
-    fct_tensor_release(whole);
+    fct_tensor *storage = gradient_of(1, three, FCK_FLOAT32);
+    assert_int_equal(fct_tensor_alias(storage, 1, two, stride, 0, &apart), 0);
+    fct_tensor_release(storage);
     expect_invalid_shard(apart,
                          "the shard of parameter 'lm_head.weight' is not contiguous: 2 elements of "
                          "torch.float32 in a storage of 12 bytes; expected 2 of torch.float32");

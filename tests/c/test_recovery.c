@@ -26,7 +26,7 @@ static void sweep_carry_on(const sim_scenario *scenario, const char *device) {
 }
 
 static void sweep_failed_rollbacks(const sim_scenario *scenario, const char *device) {
-    sweep(scenario, device, (sim_breakage){.span = SIM_HOST_AFTER, .carry_on = true});
+    sweep(scenario, device, (sim_breakage){.span = SIM_CALLBACKS_AFTER, .carry_on = true});
 }
 
 static void failed_reset_can_be_repeated(void **state) {

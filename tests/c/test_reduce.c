@@ -457,9 +457,9 @@ static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
         scenario.reduce_dtype = FCK_BFLOAT16;
         scenario.user_reduce = true;
         fixture f = begin(scenario);
-        fc_callbacks host = sim_callbacks;
-        host.reduce_hook = reduce_hook_on_user_stream;
-        core(&f)->base.callbacks = &host;
+        fc_callbacks callbacks = sim_callbacks;
+        callbacks.reduce_hook = reduce_hook_on_user_stream;
+        core(&f)->base.callbacks = &callbacks;
         user.joined = joined != 0;
         assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
         assert_int_equal(fct_stream_new(sim_device(), false, &user.stream), 0);
@@ -499,9 +499,9 @@ static void offload_copies_before_failure_are_waited_for_after_reset(void **stat
     scenario.offload = true;
     scenario.shapes[scenario.shape_count++] = (sim_shape)FLOATS;
     fixture f = begin(scenario);
-    fc_callbacks host = sim_callbacks;
-    host.set_sharded_grad = take_until_failure;
-    core(&f)->base.callbacks = &host;
+    fc_callbacks callbacks = sim_callbacks;
+    callbacks.set_sharded_grad = take_until_failure;
+    core(&f)->base.callbacks = &callbacks;
     takes_left = 1;
     assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
     compute_gradients(&f, 2.0);

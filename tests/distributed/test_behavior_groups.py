@@ -40,9 +40,9 @@ def test_partial_forwards_match_torch(name: str) -> None:
 
 def test_module_run_alone_is_not_counted_in_the_next_forward() -> None:
     for result in assert_same("group_member_run_alone_between_forwards"):
-        whole = Counter(result[4])
-        assert whole["P middle, last POST_BACKWARD"] == 1
-        assert sum(count for event, count in whole.items() if event.startswith("U middle")) == 2
+        counts = Counter(result[4])
+        assert counts["P middle, last POST_BACKWARD"] == 1
+        assert sum(count for event, count in counts.items() if event.startswith("U middle")) == 2
 
 
 def test_recomputed_modules_are_not_counted_in_the_next_forward() -> None:

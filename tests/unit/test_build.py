@@ -129,7 +129,7 @@ class Tree:
         return output
 
     def values(self, folder: str = "fsdp_c") -> list[int]:
-        """Returns what the built module computes."""
+        """Returns the results of the built module's functions."""
         code = f"import torch, sys; sys.path.insert(0, {folder!r}); import _C; print(*_C.values())"
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=self.root, env=TOOL_ENV, capture_output=True, text=True)

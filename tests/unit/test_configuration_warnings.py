@@ -324,7 +324,7 @@ def test_failing_check_does_not_stop_training(
     assert logged() == []
 
 
-def test_models_and_optimizers_are_freed_after_check(logged: Logged) -> None:
+def test_checked_models_and_optimizers_are_freed(logged: Logged) -> None:
     import gc
     import weakref
 

@@ -130,7 +130,7 @@ def test_folders_import_only_allowed_folders() -> None:
     assert find_forbidden(imports) == []
 
 
-def test_import_of_higher_layer_is_found() -> None:
+def test_find_forbidden_returns_imports_of_higher_layers() -> None:
     imports = {"_compat/a.py": {"_runtime/b.py"}, "clip.py": {"_tools/c.py", "names.py"}}
     assert find_forbidden(imports) == ["_compat/a.py -> _runtime/b.py", "clip.py -> _tools/c.py"]
 

@@ -28,8 +28,8 @@ struct Journal {
     int64_t fault_at = -1; /* index of the logged call that fails */
 
     /* Starts logging the calls from the library whose file name contains `library`, and arms the
-     * fault `what` for the call of index `at`. */
-    void log_calls(const std::string &library, const std::string &what, int64_t at);
+     * fault `name` for the call of index `at`. */
+    void log_calls(const std::string &library, const std::string &name, int64_t at);
     void report(std::string text);
     void count(const char *name);
     /* Counts a call and logs it if it comes from the logged library. `orders`: the call orders

@@ -54,9 +54,9 @@ def send_padded(param: Any, send: Callable[[torch.Tensor], Sent]) -> Callable[[t
     """Wraps ``send`` so that a smaller shard is padded to the size of the others."""
 
     def sent(shard: torch.Tensor) -> Sent:
-        whole = shard.new_zeros(param.padded_sharded_param_size)
-        whole[: len(shard)] = shard
-        return send(whole)
+        padded = shard.new_zeros(param.padded_sharded_param_size)
+        padded[: len(shard)] = shard
+        return send(padded)
 
     return sent
 

@@ -72,7 +72,7 @@ def record_steps(model: nn.Module, run: Callable[[int], Any], steps: int = 3) ->
 
 
 class HeadedModel(nn.Module):
-    """A body and a head. Without ``whole``, the caller runs the head on parts of the output."""
+    """A body and a head. Without ``with_head``, the caller runs the head on parts of the output."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -83,9 +83,9 @@ class HeadedModel(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor, whole: bool = True) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, with_head: bool = True) -> torch.Tensor:
         hidden = self.norm(self.body(self.embedding(tokens)))
-        return self.head(hidden) if whole else hidden
+        return self.head(hidden) if with_head else hidden
 
 
 def tokens(rank: int, step: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ def run_in_chunks(
     model: Any, rank: int, step: int, note: Callable[[], Any] = lambda: None
 ) -> list[Any]:
     """Runs loss and backward of the head per half of the hidden states, then the remaining one."""
-    hidden = model(tokens(rank, step), whole=False)
+    hidden = model(tokens(rank, step), with_head=False)
     results: list[Any] = [hidden.dtype]
     gradients = []
     for part in hidden.detach().float().chunk(2, dim=1):
@@ -183,8 +183,8 @@ def two_forwards_without_the_head(api: Api) -> list[Any]:
     model = shard_headed_model(api)
 
     def run(step: int) -> None:
-        first = model(tokens(api.rank, step), whole=False)
-        second = model(tokens(api.rank, step + 9), whole=False)
+        first = model(tokens(api.rank, step), with_head=False)
+        second = model(tokens(api.rank, step + 9), with_head=False)
         (first.square().sum() + second.square().sum()).backward()
 
     return record_steps(model, run)
@@ -197,9 +197,9 @@ class SeparateLast(nn.Module):
         super().__init__()
         self.first, self.middle, self.last = (nn.Linear(DIM, DIM) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, with_last: bool = True) -> torch.Tensor:
         x = self.middle(self.first(x)).relu()
-        return self.last(x) if whole else x
+        return self.last(x) if with_last else x
 
 
 @scenario()
@@ -214,7 +214,7 @@ def group_member_run_alone_between_forwards(api: Api) -> list[Any]:
         if step % 2:
             model(batch(api.rank, step)).square().mean().backward()
             return
-        hidden = model(batch(api.rank, step), whole=False)
+        hidden = model(batch(api.rank, step), with_last=False)
         part = hidden.detach().requires_grad_()
         model.last(part).square().mean().backward()
         hidden.backward(part.grad)

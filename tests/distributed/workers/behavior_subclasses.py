@@ -139,7 +139,7 @@ def wrappers_without_extensions(api: Api) -> dict[str, Any]:
 
 
 @scenario(1)
-def wrappers_without_extensions_alone(api: Api) -> list[Any]:
+def wrappers_without_extensions_on_one_rank(api: Api) -> list[Any]:
     return train_wrapped(api, Wrapping, True)
 
 

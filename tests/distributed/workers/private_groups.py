@@ -240,7 +240,7 @@ def group_unsharded_asynchronously(api: Api) -> list[Any]:
 
 
 @scenario()
-def group_unsharded_by_hand(api: Api) -> list[Any]:
+def group_unsharded_directly(api: Api) -> list[Any]:
     model: Any = shard(api, blocks_and_head())
     group = group_of(model[0])
     model._get_fsdp_state()._lazy_init()
@@ -291,7 +291,7 @@ def group_post_backward_replaced(api: Api) -> list[Any]:
     return observed
 
 
-def finish_by_hand(model: Any, each: Callable[[Any], None]) -> None:
+def finish_called_directly(model: Any, each: Callable[[Any], None]) -> None:
     """Pipeline stages do this after their last microbatch."""
     model.set_is_last_backward(True)
     model.set_reshard_after_backward(True)
@@ -313,18 +313,18 @@ def accumulate(model: Any, rank: int) -> None:
 
 
 @scenario()
-def group_post_backward_by_hand(api: Api) -> list[Any]:
+def group_post_backward_called_directly(api: Api) -> list[Any]:
     model: Any = shard(api, blocks_and_head())
     observed: list[Any] = []
     for _ in range(2):
         accumulate(model, api.rank)
-        finish_by_hand(model, lambda group: None)
+        finish_called_directly(model, lambda group: None)
         observed += [grads(model), kinds(model)]
     return observed
 
 
 @scenario()
-def group_gradients_accumulated_by_hand(api: Api) -> list[Any]:
+def group_gradients_accumulated_directly(api: Api) -> list[Any]:
     """Gradients are added to those that wait in another dtype, then reduced."""
 
     def accumulate_to_unsharded(group: Any) -> None:
@@ -339,7 +339,7 @@ def group_gradients_accumulated_by_hand(api: Api) -> list[Any]:
         accumulate(model, api.rank)
         waiting = [param.unsharded_accumulated_grad for param in group_of(model[0]).fsdp_params]
         observed.append([None if grad is None else grad.detach().clone() for grad in waiting])
-        finish_by_hand(model, accumulate_to_unsharded)
+        finish_called_directly(model, accumulate_to_unsharded)
         observed += [grads(model), kinds(model)]
     return observed
 

@@ -276,7 +276,7 @@ def hooks_wrapped_in_place(api: Api) -> list[Any]:
 
 
 @scenario()
-def hooks_called_by_hand(api: Api) -> list[Any]:
+def hooks_called_directly(api: Api) -> list[Any]:
     """A hook is called by the names of its arguments, or as the function of its owner."""
     block = api.fully_shard(ResidualBlock())
     x = batch(api.rank)

@@ -182,7 +182,7 @@ def state_prefetch_lists(api: Api) -> list[Any]:
 
 
 @scenario()
-def lazy_init_by_hand(api: Api) -> list[Any]:
+def lazy_init_called_directly(api: Api) -> list[Any]:
     """A root is initialized early, and is still resharded after forward."""
     model: Any = shard(api, blocks_and_head(1))
     state = state_of(model)

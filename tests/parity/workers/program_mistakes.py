@@ -81,7 +81,7 @@ MISTAKES = {
     "an error is missing": Mistake(
         replace_method("set_modules_to_forward_prefetch", lambda right, unit, units: None),
         "prefetch",
-        {"way": "forward", "odd": True, "count": 2},
+        {"direction": "forward", "odd": True, "count": 2},
     ),
     "a private call has no effect": Mistake(lose_call, "call_group", {"name": "unshard and wait"}),
     "a step is too long": Mistake(lengthen_sgd_steps, "optimizer", {"kind": "sgd"}),
