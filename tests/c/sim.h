@@ -160,15 +160,15 @@ typedef void (*sim_row_fn)(void *context, int64_t rank, void *row, int64_t bytes
 void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context);
 /* Sets the gradient factors of the ranks: base + k * step for rank k. The default is 1 and 1. */
 void sim_pg_weigh(const char *name, double base, double step);
-/* Requires memory of a process group's allocator for all-gathers and reduce-scatters. `gives`: the
- * group itself has an allocator. */
-void sim_pg_has_memory(const char *name, bool gives);
+/* From now on, all-gathers and reduce-scatters require memory of a process group's allocator.
+ * `has_allocator`: this process group has an allocator. */
+void sim_pg_has_memory(const char *name, bool has_allocator);
 /* Returns an allocator of the process group, whose reference it takes. */
 fct_allocator *sim_allocator_new(fct_pg *pg);
 /* While set, collectives do not complete before a wait. */
 void sim_collectives_stall(bool stall);
 /* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */
-void sim_collectives_are_cpu_bound(bool copied);
+void sim_collectives_are_cpu_bound(bool are);
 
 /* ---- autograd ---- */
 

@@ -76,7 +76,7 @@ static void repeat_step(sim_model *m, const sim_breakage *b, fc_status status) {
     check_status(m, b, status);
     sim_model_check(m, "after a failure");
     fct_error_put_back(NULL);
-    if (b->carry_on) {
+    if (b->step_before_reset) {
         sim_fault_arm(0, SIM_ONCE);
         sim_model_discard_step(m);
         (void)!sim_model_step(m);
@@ -114,7 +114,7 @@ static int broken_run(const sim_scenario *s, const char *device, const sim_break
     sim_model_free(m);
     sim_named_end("%s, on %s, where call %lld (%s) fails%s%s%s", s->name, device, (long long)b->nth,
                   name != NULL ? name : "none", spans[b->span],
-                  b->carry_on ? ", training goes on without a reset" : "",
+                  b->step_before_reset ? ", training goes on without a reset" : "",
                   b->in_reset ? ", and so does the reset" : "");
     return broken;
 }
@@ -127,7 +127,7 @@ static int64_t read_env_number(const char *name, int64_t standard) {
 /* Returns the distance between two failing calls, and the first one, which differs per scenario and
  * device. */
 static int64_t stride_of(const sim_breakage *b, int step) {
-    return (b->thin || step > 0) && getenv("SWEEP_WHOLE") == NULL ? 3 : 1;
+    return (b->every_third || step > 0) && getenv("SWEEP_WHOLE") == NULL ? 3 : 1;
 }
 
 static int64_t first_of(const char *scenario, const char *device, int64_t stride) {

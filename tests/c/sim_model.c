@@ -312,7 +312,7 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     g->core.reducer.has_hook = s->user_reduce;
     g->core.place.modules = s->modules_share_group ? 2 : 1;
     g->core.settings.reshard_after_forward =
-        !s->stay_after_forward && !(layer == 0 && s->root_stays);
+        !s->no_reshard_after_forward && !(layer == 0 && s->root_no_reshard_after_forward);
     g->core.settings.unshard_async_op = s->async_unshard;
     g->core.reducer.force_sum = s->force_sum;
     g->core.reducer.reduce_unused = s->reduce_unused;

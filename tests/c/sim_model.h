@@ -62,9 +62,9 @@ typedef struct sim_scenario {
     size_t max_reductions; /* default 1 */
     double divide_factor;  /* 0: none */
     bool force_sum;
-    bool stay_after_forward; /* reshard_after_forward=False, everywhere */
-    bool root_stays;         /* the same for the root only: the default of fully_shard */
-    bool stay_while_unsynced;
+    bool no_reshard_after_forward;      /* reshard_after_forward=False, everywhere */
+    bool root_no_reshard_after_forward; /* the same for the root only: the default of fully_shard */
+    bool no_reshard_while_unsynced;
     bool async_unshard;
     bool reduce_unused;
     fc_overlap overlap; /* overlap of reductions with later work */
@@ -73,13 +73,13 @@ typedef struct sim_scenario {
     bool recompute;     /* activation checkpointing of each layer */
     /* Before each backward a recording one runs that gives no gradients. The next backward also
      * runs through the graph that it recorded. */
-    bool doubled;
+    bool two_graphs;
     bool modules_share_group; /* module_count > 1 */
     /* No output has a hook: backward has nodes, but neither a beginning nor an end. */
-    bool unhooked;
+    bool outputs_without_hooks;
     int64_t bucket_bytes; /* size of gradient buckets in bytes; 0: one reduction */
     bool last_first;      /* autograd reaches the last parameters of a group first */
-    bool twice;           /* each parameter's gradient arrives in two parts */
+    bool split_gradients; /* each parameter's gradient arrives in two parts */
     bool offload;         /* shards and gradients are in host memory: pinned, unless `unpinned` */
     bool unpinned;
     bool memory_of_groups; /* buffers come from the process groups' allocators */
@@ -107,7 +107,7 @@ typedef struct sim_param {
 typedef struct sim_group {
     fc_group core;
     char name[24];
-    char pg_names[4][32]; /* of the links shard, scatter, replicate and post_forward */
+    char pg_names[4][32]; /* of the process groups shard, scatter, replicate and post_forward */
     sim_param params[SIM_PARAMS_MAX];
     size_t count;
     size_t hook; /* latest hook that has refreshed the group; see sim_hook.c */

@@ -119,7 +119,7 @@ static fc_status pre_forward(sim_model *m, sim_layer *layer, bool grad) {
         fc_group *g = &layer->groups[k].core;
         FC_TRY(SIM_HOOK(sim_hook_refresh(g), fc_group_pre_forward(g, &entering)));
         /* The root's input does not require grad, so it has no node. */
-        if (entering && grad && (layer != &m->layers[0] || m->scenario.unhooked)) {
+        if (entering && grad && (layer != &m->layers[0] || m->scenario.outputs_without_hooks)) {
             record(m, SIM_NODE, layer, &layer->groups[k]);
         }
     }
@@ -140,7 +140,7 @@ static fc_status post_forward(sim_model *m, sim_layer *layer, bool grad) {
         fc_group *g = &layer->groups[k].core;
         FC_TRY(SIM_HOOK(sim_hook_refresh(g), fc_group_post_forward(g)));
     }
-    if (grad && !m->scenario.unhooked) {
+    if (grad && !m->scenario.outputs_without_hooks) {
         record(m, SIM_OUTPUT, layer, NULL);
     }
     FC_TRY(fc_state_end_forward(&layer->core));
@@ -203,7 +203,7 @@ static fc_status backward_compute(sim_model *m, sim_layer *layer, bool give) {
     if (give) {
         FC_TRY(give_gradients(m, layer));
     }
-    if (give && m->scenario.twice) {
+    if (give && m->scenario.split_gradients) {
         FC_TRY(give_gradients(m, layer));
     }
 done:
@@ -259,7 +259,7 @@ done:
 
 static fc_status run_backwards(sim_model *m) {
     fc_status status = FC_OK;
-    if (m->scenario.doubled) {
+    if (m->scenario.two_graphs) {
         size_t recorded = m->tape_length;
         sim_set_recording(true);
         status = backward(m, false);
@@ -291,7 +291,7 @@ void sim_model_set_sync(sim_model *m, sim_sync sync) {
             fc_group *g = &m->layers[i].groups[k].core;
             g->settings.reduce_grads = reduce;
             g->reducer.all_reduce_grads = sync == SIM_SYNC;
-            g->settings.reshard_after_backward = reduce || !m->scenario.stay_while_unsynced;
+            g->settings.reshard_after_backward = reduce || !m->scenario.no_reshard_while_unsynced;
         }
     }
 }

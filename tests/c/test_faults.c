@@ -7,7 +7,7 @@
  * only the packing differs. In both cases every third call fails, unless SWEEP_WHOLE is set. */
 static void sweep(const sim_scenario *scenario, const char *device) {
     const bool no_kernels = scenario->device.no_kernels;
-    sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE, .thin = no_kernels},
+    sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE, .every_third = no_kernels},
               no_kernels ? 1 : SIM_BREAK_STEPS);
 }
 

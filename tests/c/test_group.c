@@ -218,7 +218,7 @@ static void parameter_is_cast_at_any_offset_in_row(void **state) {
 static void reshard_in_forward_is_skipped_without_reshard_after_forward(void **state) {
     (void)state;
     sim_scenario scenario = plain;
-    scenario.stay_after_forward = true;
+    scenario.no_reshard_after_forward = true;
     fixture f = begin(scenario);
     unshard(&f);
     f.core->training_state = FC_FORWARD;

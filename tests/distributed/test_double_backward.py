@@ -19,7 +19,7 @@ from test_torch_bugs import differences_beyond_rounding
 SCENARIOS = ("double_backward",)
 BIT_EQUAL = [
     "gradient_penalty",
-    "penalty_alone",
+    "penalty_without_loss",
     "penalty_that_always_reshards",
     "penalty_that_reshards_after_backward_only",
     "penalty_that_never_reshards",

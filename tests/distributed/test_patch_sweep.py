@@ -19,7 +19,7 @@ import pytest
 import torch
 from patch_effects import CALLED_LESS_OFTEN, NOT_CALLED
 
-pytestmark = pytest.mark.xdist_group("patch-sweep")  # they share a process and torch's outcome
+pytestmark = pytest.mark.xdist_group("patch-sweep")  # the tests share one process
 WORKER = Path(__file__).with_name("workers") / "patch_sweep.py"
 STYLES = ("plain", "wraps")
 GROUPS = 6

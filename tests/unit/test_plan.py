@@ -450,7 +450,9 @@ def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
     with pytest.raises(ValueError, match=match):
         auto_shard(model, max_transient=100_000)
     assert type(model) is LargeVocabulary and not model._forward_pre_hooks
-    with pytest.raises(ValueError, match="too small for the unit"):  # it has both tied modules
+    with pytest.raises(
+        ValueError, match="too small for the unit"
+    ):  # the unit has both tied modules
         auto_shard(LargeVocabulary(tied=True), {type(model.layers[0])}, max_transient=100_000)
 
 

@@ -59,7 +59,7 @@ def world(fake_group: int) -> int:
 # ---- types and lookups ---------------------------------------------------------------------------
 
 
-def test_objects_are_instances_of_torch_classes() -> None:
+def test_fsdp_c_objects_are_instances_of_torch_classes() -> None:
     model = model_of(fsdp_c.fully_shard)
     model(torch.ones(2, 16))
     state = model[0]._get_fsdp_state()

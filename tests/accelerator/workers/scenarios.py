@@ -26,7 +26,7 @@ from toy_models import Checkpointed
 
 TORCH_RACES = {
     "interleaved": "write by allocation",
-    "shared_context_of_the_roots_alone": "read by aten::_foreach_copy_",
+    "context_shared_by_roots_only": "read by aten::_foreach_copy_",
     "reduce_hook_on_a_stream_with_a_cast": "write by allocation",
     "offload_with_a_reduce_hook": "write by allocation",
     **direct_call_scenarios.TORCH_RACES,
@@ -337,7 +337,7 @@ def shared_context(tools: SimTools) -> Record:
 
 
 @scenario
-def shared_context_of_the_roots_alone(tools: SimTools) -> Record:
+def context_shared_by_roots_only(tools: SimTools) -> Record:
     return _two_roots(tools, share_children=False)
 
 

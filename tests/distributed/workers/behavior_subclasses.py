@@ -130,7 +130,7 @@ def wrappers_without_extensions(api: Api) -> dict[str, Any]:
         f"{kind.__name__} {name}": train_wrapped(api, kind, name != "beside tensors", **kwargs)
         for kind in (Wrapping, Traceable)
         for name, kwargs in (
-            ("alone", {}),
+            ("all parameters", {}),
             ("beside tensors", {}),
             ("kept after forward", {"reshard_after_forward": False}),
             ("mixed precision", {"mp_policy": MIXED}),

@@ -193,7 +193,7 @@ def rows_between_forward_and_backward(api: Api) -> dict[str, Any]:
 
 
 @scenario(4)
-def columns_alone(api: Api) -> str:
+def backward_with_shard_1_and_smaller_reshard_group(api: Api) -> str:
     """B4: returns the error of backward with Shard(1) and a smaller reshard group."""
     torch.manual_seed(3)
     layer = nn.Linear(8, 8, bias=False)
