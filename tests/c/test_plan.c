@@ -479,14 +479,14 @@ static void reduce_plan_of_other_dim_has_several_blocks(void **state) {
 static void non_contiguous_gradient_is_copied(void **state) {
     (void)state;
     reduction r = begin();
-    const int64_t turned_sizes[2] = {3, 5};
+    const int64_t transposed_sizes[2] = {3, 5};
     const int64_t strides[2] = {1, 5};
     fct_facts facts;
     fct_facts copied;
-    fct_tensor *turned = gradient_of(2, turned_sizes, FCK_FLOAT32);
-    collect(&r.plan, &r.matrix, sim_tensor_view(turned, 2, matrix_sizes, strides));
-    fct_tensor_facts(turned, &facts);
-    fct_tensor_release(turned);
+    fct_tensor *transposed = gradient_of(2, transposed_sizes, FCK_FLOAT32);
+    collect(&r.plan, &r.matrix, sim_tensor_view(transposed, 2, matrix_sizes, strides));
+    fct_tensor_facts(transposed, &facts);
+    fct_tensor_release(transposed);
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     fct_tensor_facts(r.plan.grads[0], &copied);
     assert_true(copied.contiguous);

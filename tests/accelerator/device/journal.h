@@ -37,7 +37,7 @@ struct Journal {
     bool log_call(const char *kind, c10::Stream stream, bool orders = true);
 
   private:
-    /* Whether the log has the calls that order streams, or the others. The fault decides. */
+    /* Whether the log has the calls that order streams, or all other calls. The fault selects. */
     bool logs_ordering_calls() const {
         return fault != "other stream" && fault != "early free";
     }

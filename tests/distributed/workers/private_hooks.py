@@ -1,4 +1,4 @@
-"""Forward hooks of FSDP2, as public code recognizes and exchanges them: docs/private-surface.md.
+"""Forward hooks of FSDP2, as public code recognizes and replaces them: docs/private-surface.md.
 
 Each scenario has the name of its row. Each returns only values that are equal under torch.
 """
@@ -324,7 +324,7 @@ def hooks_of_state_dicts(api: Api) -> list[Any]:
 
 @scenario()
 def memory_tracker(api: Api) -> list[Any]:
-    """``FSDPMemTracker`` exchanges hooks and methods of groups, and puts torch's back."""
+    """``FSDPMemTracker`` replaces hooks and methods of groups, and restores torch's."""
     model = shard(api, blocks_and_head())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = FSDPMemTracker(model, optimizer)
