@@ -87,17 +87,17 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
             sim_fail("%s of an empty tensor, or of several dtypes", what);
             return 0;
         }
-        int64_t share = (t.rows + chunks - 1) / chunks;
+        int64_t chunk_rows = (t.rows + chunks - 1) / chunks;
         for (int64_t c = 0; c < chunks; c++) {
-            int64_t left = t.rows - c * share;
-            int64_t rows = left < 0 ? 0 : left < share ? left : share;
+            int64_t rows_left = t.rows - c * chunk_rows;
+            int64_t rows = rows_left < 0 ? 0 : rows_left < chunk_rows ? rows_left : chunk_rows;
             int64_t at = c * output.columns + offset;
-            queue_assign(out, at, t.columns, tensors[i], c * share * t.columns, t.columns, rows,
+            queue_assign(out, at, t.columns, tensors[i], c * chunk_rows * t.columns, t.columns,
+                         rows, t.columns, what);
+            queue_assign(out, at + rows * t.columns, t.columns, NULL, 0, 0, chunk_rows - rows,
                          t.columns, what);
-            queue_assign(out, at + rows * t.columns, t.columns, NULL, 0, 0, share - rows, t.columns,
-                         what);
         }
-        offset += share * t.columns;
+        offset += chunk_rows * t.columns;
     }
     if (offset != output.columns || chunks != output.rows) {
         sim_fail("%s into %lld of %lld columns", what, (long long)offset,

@@ -136,7 +136,7 @@ static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
 }
 
 /* The matrix is sharded on dim 1. */
-static void pack_gradients_of_other_dim_distributes_by_block(void **state) {
+static void pack_gradients_of_nonzero_dim_distributes_by_block(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -225,7 +225,7 @@ int main(void) {
         cmocka_unit_test(pack_casts_to_compute_dtype),
         cmocka_unit_test(unpack_restores_whole_tensors),
         cmocka_unit_test(pack_gradients_distributes_rows_and_pads_with_zeros),
-        cmocka_unit_test(pack_gradients_of_other_dim_distributes_by_block),
+        cmocka_unit_test(pack_gradients_of_nonzero_dim_distributes_by_block),
         cmocka_unit_test(cast_without_kernel_uses_torch),
         cmocka_unit_test(transfer_to_small_buffer_is_refused),
     };

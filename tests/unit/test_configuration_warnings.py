@@ -313,7 +313,7 @@ def test_warning_is_not_logged_on_rank_3(logged: Logged) -> None:
     assert logged() == []
 
 
-def test_failing_check_does_not_stop_training(
+def test_failing_configuration_check_does_not_stop_training(
     logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any) -> None:

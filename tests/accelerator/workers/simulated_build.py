@@ -39,7 +39,10 @@ def library() -> Path:
 
 
 def _objects(folder: Path) -> list[Path]:
-    """Compiles one object per source. Its name contains a hash of everything it is built from."""
+    """Compiles one object per source.
+
+    An object's name contains a hash of its source, all headers, the flags, Python and torch.
+    """
     headers = "".join(path.read_text() for path in sorted(SOURCES.glob("*.h")))
     common = _digest(torch.__version__ + sys.version + " ".join(_flags()) + headers)
     object_by_source = {
