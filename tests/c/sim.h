@@ -177,8 +177,8 @@ void sim_set_in_backward(bool value);
 void sim_set_recording(bool value);
 /* Calls the notifications of the leaf, as autograd does after it has accumulated into the leaf. */
 int sim_subscriptions_run(const fct_tensor *leaf);
-/* run_at_end runs and removes the callback for the end of the backward; returns 0 if there is none.
- * drop_at_end removes it without a call. */
+/* sim_run_at_end() runs and removes the callback for the end of the backward. Returns 0 if there is
+ * no callback. sim_drop_at_end() removes the callback without a call. */
 int sim_run_at_end(void);
 void sim_drop_at_end(void);
 

@@ -16,7 +16,7 @@ import simulated
 
 class Bug(NamedTuple):
     scenario: str
-    """Name in ``SCENARIOS``."""
+    """Name in ``sim_tools.SCENARIOS``."""
     fault: str
     """Effect on the broken call: "drop", "wrong stream", "other stream" or "early free"."""
     kind: str

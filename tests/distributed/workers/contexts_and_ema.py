@@ -280,7 +280,7 @@ def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
 
 
 class LayerWithExtraState(nn.Linear):
-    """A layer with extra state, which ``set_extra_state`` accepts only if ``takes``."""
+    """A layer with extra state, which ``set_extra_state`` accepts if ``accepts_state``."""
 
     accepts_state = True
 
