@@ -145,7 +145,7 @@ fc_status sim_extend_unsharded(void *owner) {
     return sum_outputs(p, p->core.extension.inner[0].tensor) == 0 ? FC_OK : FC_ERAISED;
 }
 
-/* ---- what others send ---- */
+/* ---- inputs of the other ranks ---- */
 
 size_t sim_extended_inputs(const sim_param *p, int64_t padded, int64_t grown, fct_dtype *dtypes,
                            int64_t *numels) {

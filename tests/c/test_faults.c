@@ -4,7 +4,8 @@
 #include "sim_break.h"
 
 /* Later steps make the same calls as the first, but reuse plans, memory and events. Without kernels
- * only the packing differs. In both cases every third call fails, unless SWEEP_WHOLE is set. */
+ * only the packing differs. In later steps, and in all steps without kernels, only every third call
+ * fails, unless SWEEP_WHOLE is set. */
 static void sweep(const sim_scenario *scenario, const char *device) {
     const bool no_kernels = scenario->device.no_kernels;
     sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE, .every_third = no_kernels},

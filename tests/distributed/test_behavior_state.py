@@ -17,7 +17,7 @@ from behavior import assert_same, differences, raised, returned
         "sharded_state_dicts",
     ],
 )
-def test_scenario_matches_torch(name: str) -> None:
+def test_state_scenario_matches_torch(name: str) -> None:
     assert_same(name)
 
 

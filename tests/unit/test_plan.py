@@ -222,7 +222,7 @@ def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:
     assert 25 * 2**30 < explanation.peak.total < 60 * 2**30
 
 
-# ---- what is said --------------------------------------------------------------------------------
+# ---- printed text --------------------------------------------------------------------------------
 
 
 def test_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> None:

@@ -20,7 +20,7 @@ NAME = "simulated_device"
 FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
-def library() -> Path:
+def build_library() -> Path:
     """Returns the path of the built extension module. Recompiles objects whose source, headers,
     flags, Python or torch have changed."""
     folder = ROOT / "build/accelerator"
@@ -80,4 +80,4 @@ def _digest(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(library())
+    print(build_library())

@@ -49,12 +49,12 @@ def build() -> subprocess.Popen[bytes] | None:
 def main() -> None:
     begin = time.perf_counter()
     build_process = build()
-    kernels = kernel_library.library()
+    kernels = kernel_library.build_library()
     kernel_seconds = time.perf_counter() - begin
     if DEVICE == "sim":
         import simulated_build
 
-        simulated_build.library()
+        simulated_build.build_library()
     status = build_process.wait() if build_process is not None else 0
     seconds = time.perf_counter() - begin
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)

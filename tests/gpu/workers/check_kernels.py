@@ -123,7 +123,7 @@ def run_under_sanitizer(tool: str, rounds: int) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         skip("compute-sanitizer is not installed")
-    kernel_library.library()
+    kernel_library.build_library()
     options = ["--tool", tool, "--error-exitcode", "9"]
     command = [sys.executable, __file__, "--rounds", str(rounds)]
     command += ["--bare"] if tool == "initcheck" else []
