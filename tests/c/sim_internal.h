@@ -120,7 +120,7 @@ fct_tensor *sim_tensor_in_host(fct_dtype dtype, int32_t ndim, const int64_t *siz
 bool sim_tensor_is_of_host(const fct_tensor *t);
 bool sim_tensor_is_pinned(const fct_tensor *t);
 int sim_stream_of(const fct_tensor *t); /* stream that works on the tensor's memory */
-/* Queued on the current stream: copies `from` to `to`. One of them may be in host memory. */
+/* Queued on the current stream: copies `from` to `to`. `from` or `to` may be in host memory. */
 sim_point sim_tensor_cross(fct_tensor *to, const fct_tensor *from, const char *what);
 /* Queued on the current stream: copies `from` to `to`, or writes zeros if `from` is NULL. */
 void sim_tensor_assign(fct_tensor *to, const fct_tensor *from, const char *what);

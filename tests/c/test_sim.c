@@ -176,7 +176,7 @@ static void row_of_ranks(void *context, int64_t rank, void *row, int64_t bytes) 
 typedef struct pending_all_gather {
     fct_pg *pg;
     fct_tensor *all; /* 2 rows of 4 */
-    fct_tensor *own; /* row 1 of them */
+    fct_tensor *own; /* row 1 of `all` */
     fct_work *work;
 } pending_all_gather;
 

@@ -35,7 +35,7 @@ def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
         assert wall > 0 and (ratio == 1.0 or name != "fsdp_c")
 
 
-def test_meter_around_allocation_measures_memory_faults_and_time() -> None:
+def test_meter_measures_memory_faults_and_time_of_allocation() -> None:
     import meter
     import torch
 

@@ -100,7 +100,7 @@ class TestParityWithTorch:
         torch.testing.assert_close(by_fsdp_c, by_torch, rtol=1e-6, atol=0)
 
     def test_clip_by_norm_of_each_parameter_alone_matches_torch(self, fake_group: int) -> None:
-        """Covers the square root as well: MKL's is not correctly rounded on every machine."""
+        """Covers the square root, too: MKL's square root is not correctly rounded everywhere."""
         module = sharded_module([(8 * n, 3) for n in range(1, 60)])
         give_grads(module)
         for param in module.parameters():

@@ -229,7 +229,7 @@ def gathers_of_chunked_steps(api: Api) -> dict[str, Any]:
 
 @scenario()
 def counts_of_accumulation(api: Api) -> dict[str, Any]:
-    """Collectives of three microbatches; in the last one all or some modules synchronize."""
+    """Collectives of three microbatches. In the last microbatch, all or some modules reduce."""
     results: dict[str, Any] = {}
     for forward, backward, mode in itertools.product(
         (None, True, False), (True, False), ("all", "root", "one block")

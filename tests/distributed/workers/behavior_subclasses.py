@@ -18,7 +18,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 class Pair(TwoTensor):
-    """A TwoTensor with all-gather extensions. Results of operations are pairs as well."""
+    """A TwoTensor with all-gather extensions. Results of operations are TwoTensors, too."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
         return (self.a, self.b), None

@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 # ---- units ----
 
 
-@operation(1.2, model=LAST, unit=MANY, later=NO_YES)
-def unshard(world: World, model: int, unit: int, later: bool) -> Any:
-    """``later``: asynchronous; another operation waits for the handle, or none does."""
-    handle = world.unit(model, unit).unshard(async_op=later)
+@operation(1.2, model=LAST, unit=MANY, is_async=NO_YES)
+def unshard(world: World, model: int, unit: int, is_async: bool) -> Any:
+    """Unshards a unit. If ``is_async``, an operation ``wait`` may wait for the handle later."""
+    handle = world.unit(model, unit).unshard(async_op=is_async)
     if handle is not None:
         world.handles.append(handle)
     return handle is None
@@ -40,9 +40,9 @@ def wait(world: World, which: int) -> Any:
     return choose(world.handles, which).wait()
 
 
-@operation(1.0, model=LAST, unit=MANY, every=NO_YES)
-def reshard(world: World, model: int, unit: int, every: bool) -> None:
-    for target in world.units(model) if every else [world.unit(model, unit)]:
+@operation(1.0, model=LAST, unit=MANY, all_units=NO_YES)
+def reshard(world: World, model: int, unit: int, all_units: bool) -> None:
+    for target in world.units(model) if all_units else [world.unit(model, unit)]:
         target.reshard()
 
 
@@ -304,7 +304,7 @@ def mode(world: World, model: int, module: int, value: bool) -> None:
 
 @operation(0.6, model=LAST, how=("dict", "full", "offloaded", "sharded", "trained"), keep=NO_YES)
 def save(world: World, model: int, how: str, keep: bool) -> Any:
-    """Saves a state dict. ``keep``: without a copy."""
+    """Saves a state dict. ``keep``: saves the tensors themselves instead of copies."""
     net = world.model(model)
     if how == "dict":
         state = net.state_dict()
@@ -321,12 +321,12 @@ def save(world: World, model: int, how: str, keep: bool) -> Any:
     return state
 
 
-@operation(0.6, model=LAST, which=LAST, strict=(True, False), assign=NO_YES, less=NO_YES)
+@operation(0.6, model=LAST, which=LAST, strict=(True, False), assign=NO_YES, omit_first=NO_YES)
 def load(
-    world: World, model: int, which: int, strict: bool, assign: bool, less: bool
+    world: World, model: int, which: int, strict: bool, assign: bool, omit_first: bool
 ) -> list[list[str]]:
-    """Loads a state dict. ``less``: without the first entry."""
-    state = dict(list(choose(world.saved, which).items())[1 if less else 0 :])
+    """Loads a state dict. ``omit_first``: without the first entry."""
+    state = dict(list(choose(world.saved, which).items())[1 if omit_first else 0 :])
     target = world.model(model).load_state_dict(state, strict=strict, assign=assign)
     return [list(target.missing_keys), list(target.unexpected_keys)]
 

@@ -32,7 +32,8 @@ def label_lines(lines: list[str]) -> dict[str, str]:
 
 @dataclass
 class Mismatch:
-    """A difference: the program up to it, torch's lines before it, and both lines at it."""
+    """A difference: the program up to the operation with the difference, torch's earlier lines, and
+    the lines of torch and fsdp_c for the operation."""
 
     world: int
     program: list[Step]

@@ -60,7 +60,7 @@ def flag(name: str, wrong: Callable[..., Any], **arguments: Any) -> Mistake:
 
 MISTAKES = {
     "reshard() does nothing": Mistake(
-        replace_method("reshard", lambda right, unit: None), "reshard", {"every": True}
+        replace_method("reshard", lambda right, unit: None), "reshard", {"all_units": True}
     ),
     "a factor is off": Mistake(
         replace_method(
