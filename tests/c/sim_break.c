@@ -124,12 +124,12 @@ static int64_t read_env_number(const char *name, int64_t standard) {
     return value != NULL ? strtoll(value, NULL, 0) : standard;
 }
 
-/* Returns the distance between two failing calls, and the first one, which differs per scenario and
- * device. */
+/* Returns the distance between the numbers of two failing calls. */
 static int64_t stride_of(const sim_breakage *b, int step) {
     return (b->every_third || step > 0) && getenv("SWEEP_WHOLE") == NULL ? 3 : 1;
 }
 
+/* Returns the number of the first failing call, which differs per scenario and device. */
 static int64_t first_of(const char *scenario, const char *device, int64_t stride) {
     return 1 + (int64_t)(strlen(scenario) + strlen(device)) % stride;
 }

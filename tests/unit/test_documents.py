@@ -102,7 +102,7 @@ def torch_files() -> frozenset[str]:
 
 
 def path_exists(name: str, document: Path) -> bool:
-    """Whether the path exists below the root, csrc or the document's folder, or in torch.
+    """Returns whether the path exists below the root, csrc or the document's folder, or in torch.
 
     A bare file name may be that of any source file.
     """
@@ -116,7 +116,7 @@ def path_exists(name: str, document: Path) -> bool:
 
 
 def has_field(struct: str, field: str) -> bool:
-    """Whether a struct of csrc has the field. Fields of nested structs count."""
+    """Returns whether a struct of csrc has the field. Fields of nested structs count."""
     for text in sources().values():
         body = re.search(rf"\bstruct {struct} \{{(.*?)^\}}", text, re.M | re.S)
         if body is not None:
@@ -125,7 +125,7 @@ def has_field(struct: str, field: str) -> bool:
 
 
 def resolves(name: str) -> bool:
-    """Whether the modules and attributes of a dotted name exist."""
+    """Returns whether the modules and attributes of a dotted name exist."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -139,7 +139,7 @@ def resolves(name: str) -> bool:
 
 
 def is_known(name: str) -> bool:
-    """Whether the sources, or torch's FSDP and DistributedDataParallel, use the name."""
+    """Returns whether the sources, or torch's FSDP and DistributedDataParallel, use the name."""
     import torch.distributed.fsdp as fsdp
     from torch.nn.parallel import DistributedDataParallel
 

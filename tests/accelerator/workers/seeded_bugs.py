@@ -94,7 +94,7 @@ BUGS = {
         "plain", "early free", "allocate", ("fc_reduce_run", "call_post_backward"), "allocation"
     ),
     "the optimizer does not wait for the last reduction": Bug(
-        "half", "drop", "wait", ("fc_reduce_settle", "fc_iteration_end_backward")
+        "in_float16", "drop", "wait", ("fc_reduce_settle", "fc_iteration_end_backward")
     ),
     "the end of a reduction is recorded on another stream": Bug(
         "plain", "wrong stream", "record", ("fc_comm_record", "fc_reduce_run"), "allocation"
@@ -106,7 +106,7 @@ BUGS = {
         "plain", "other stream", "current", ("fc_transfer_unpack", "fc_group_pre_backward")
     ),
     "the end of a backward runs on a thread with another stream": Bug(
-        "half", "other stream", "current", ("fc_reduce_settle", "fc_iteration_end_backward")
+        "in_float16", "other stream", "current", ("fc_reduce_settle", "fc_iteration_end_backward")
     ),
     "a gather buffer from the process group is freed as soon as the all-gather is issued": Bug(
         "memory_from_the_group",
@@ -208,7 +208,7 @@ BUGS = {
         "allocation",
     ),
     "the handle of a manual finalization does not wait": Bug(
-        "manual_finalization_half",
+        "manual_finalization_in_float16",
         "drop",
         "wait",
         ("fc_reduce_settle", "fc_iteration_complete"),
@@ -217,7 +217,7 @@ BUGS = {
 
 
 def matches(call: call_faults.CallSite, bug: Bug) -> bool:
-    """Whether the call has the bug's kind and its stack contains ``bug.path`` in order."""
+    """Returns whether the call has the bug's kind and its stack contains ``bug.path`` in order."""
     functions = iter(call.stack)
     return call.kind == bug.kind and all(
         any(name in function for function in functions) for name in bug.path

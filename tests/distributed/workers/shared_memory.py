@@ -422,8 +422,8 @@ def record_prefetches(rank: int, world: int) -> dict[int, tuple[list[bool], bool
 
 
 def count_steps_ahead(rank: int, world: int) -> int:
-    """Steps in which rank 0 finished backward before rank 1 began it. Buckets have 4 kB, so rank 0
-    had issued two of them."""
+    """Returns the number of steps in which rank 0 ended backward before rank 1 began backward.
+    Buckets have 4 kB, so rank 0 had issued two buckets."""
     store = dist.distributed_c10d._get_default_store()
     mesh = DeviceMesh.from_group(new_group(), "cpu")
     model = fsdp_c.replicate(chain([32] * 4), mesh=mesh, bucket_cap_mb=1 / 256)
@@ -540,7 +540,7 @@ def train_until_last_rank_is_killed(rank: int, world: int) -> None:
 
 
 def train_with_stopped_rank(rank: int, world: int) -> bool:
-    """Whether training with a rank that is stopped for 0.3 s has the bits of gloo."""
+    """Returns whether training with a rank that is stopped for 0.3 s has the bits of gloo."""
     model = model_of(dist.group.WORLD, [33] * 4)
     with gloo_only():
         other = model_of(new_group(), [33] * 4)

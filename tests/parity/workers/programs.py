@@ -142,7 +142,7 @@ class Difference:
 
     @property
     def is_hang(self) -> bool:
-        """Whether a rank hung, or a collective of the rank timed out."""
+        """Returns whether a rank hung, or a collective of the rank timed out."""
         return mentions_hang(self.kind) or mentions_hang(self.text)
 
 
