@@ -3,7 +3,7 @@
 - without_kernels: torch's foreach operations replace fsdp_c's kernels, as on unsupported devices.
 - in_chunks: every parameter is a separate chunk of the collective, as large parameters are. The
   recording of collectives disables chunked collectives; test_chunks.py covers those.
-- in_buckets: every gradient is reduced separately. This changes the collectives, but no results.
+- in_buckets: every gradient is reduced separately. Buckets change the collectives, but no results.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ def _model() -> nn.Module:
 
 
 def send_before_peers_gather(rank: int, world: int) -> bool:
-    """Returns whether bits stay equal if rank 0 gathers all units and then sends a message, which its
-    peers receive before their first gather."""
+    """Returns whether bits stay equal if rank 0 gathers all units and then sends a message, which
+    its peers receive before their first gather."""
     model = _model()
     units = [model, *model]
     message = torch.zeros(1)
