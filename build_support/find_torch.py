@@ -14,8 +14,8 @@ import sysconfig
 from pathlib import Path
 
 NO_TORCH = (
-    "fsdp_c is built against the torch that is there, and there is none for {python}: install "
-    "torch first, then fsdp_c with  pip install --no-build-isolation ."
+    "fsdp_c is built against an installed torch, and {python} has none: "
+    "install torch first, then fsdp_c with  pip install --no-build-isolation ."
 )
 
 MINUTES_CXX = 0.6  # per C++ file, which includes torch's headers, with one job
@@ -89,8 +89,8 @@ def describe_build(c_files: int, cxx_files: int, kernels: str, jobs: int) -> str
     files = c_files + cxx_files
     return (
         f"fsdp_c: building for Python {python} and torch {torch.__version__}, kernels for "
-        f"{kernels}: {files} files with {jobs} compilers at a time. The first time takes about "
-        f"{max(1, round(minutes))} min, later ones what changed"
+        f"{kernels}: {files} files with {jobs} compilers at a time. The first build takes about "
+        f"{max(1, round(minutes))} min; later builds compile only changed files"
     )
 
 

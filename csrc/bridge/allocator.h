@@ -1,4 +1,4 @@
-/* Allocators of the buffers of collectives. allocator.cpp has the table of them. */
+/* Allocators of the buffers of collectives. The table is in allocator.cpp. */
 #ifndef FSDP_C_BRIDGE_ALLOCATOR_H
 #define FSDP_C_BRIDGE_ALLOCATOR_H
 

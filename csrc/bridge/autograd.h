@@ -25,19 +25,19 @@ bool fct_grad_enabled(void);
 /* Whether a dispatch mode or a jit trace is active on this thread. */
 bool fct_has_observer(void);
 bool fct_in_backward(void); /* torch._C._current_graph_task_id() != -1 on this thread */
-/* Makes one identity node for n tensors that require grad. Its name is
+/* Makes one identity node for n tensors that require grad. The name of the node is
  * "RegisterPostBackwardFunctionBackward". Each out[i] (new) is an alias of in[i] whose grad_fn is
  * the node, like the output of a torch.autograd.Function that returns its input. In backward the
  * node calls hook, then passes the gradients through. */
 FCT_CHECK int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook,
                                 fct_tensor **out);
 /* The gradients of the node whose hook runs on this thread, *count of them. NULL and 0 outside of
- * such a hook. set replaces one (borrows it). */
+ * such a hook. set_grad replaces one of them (borrows `grad`). */
 fct_tensor *const *fct_autograd_node_grads(size_t *count);
 void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
 /* Calls hook whenever the gradient of t has been computed, like Tensor.register_hook with a hook
  * that returns None. t requires grad, and may be a leaf. The owner is a Python object. A leaf holds
- * it weakly, and does not add the same hook twice. */
+ * the owner weakly, and does not add the same hook twice. */
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
 /* Calls hook each time autograd has accumulated into .grad of this leaf, on the thread that runs
  * backward, until the subscription is freed. Does not count the owner: retain and release are not

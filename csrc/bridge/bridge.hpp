@@ -33,8 +33,8 @@ inline fct_tensor *handle(c10::TensorImpl *impl) {
     return reinterpret_cast<fct_tensor *>(impl);
 }
 
-/* Returns a new reference to the caller of the boundary. */
-inline fct_tensor *give(at::Tensor &&t) {
+/* Moves the tensor's reference to the caller of the boundary. */
+inline fct_tensor *new_handle(at::Tensor &&t) {
     return handle(t.unsafeReleaseTensorImpl());
 }
 
@@ -60,8 +60,9 @@ class Borrowed {
     at::Tensor tensor_;
 };
 
-/* A scope for calls into at:: below autograd: they record no history and bump no version. */
-struct Quiet {
+/* A scope in which calls of at:: run below autograd. They record no history and bump no version
+ * counter. */
+struct BelowAutograd {
     at::AutoDispatchBelowADInplaceOrView below;
 };
 

@@ -111,7 +111,7 @@ void fct_error_explain(const char *text) {
         error = PyObject_CallOneArg(reinterpret_cast<PyObject *>(Py_TYPE(cause)), explained);
         Py_DECREF(explained);
     }
-    /* The type needs other arguments: the exception stays as it was. */
+    /* If the type's constructor needs other arguments, the exception stays unchanged. */
     if (error == nullptr || !PyExceptionInstance_Check(error)) {
         Py_XDECREF(error);
         fct_error_put_back(cause);

@@ -34,18 +34,18 @@ bool is_simple(const at::Tensor &local) {
 
 /* A tensor like `local` whose storage has a size but no memory. torch distinguishes aliases of such
  * tensors by their storages. */
-at::Tensor without_memory(const at::Tensor &local, c10::IntArrayRef sizes,
-                          c10::IntArrayRef strides) {
+at::Tensor tensor_without_memory(const at::Tensor &local, c10::IntArrayRef sizes,
+                                 c10::IntArrayRef strides) {
     const int64_t offset = local.storage_offset();
     const size_t bytes = at::detail::computeStorageNbytes(sizes, strides, local.itemsize(), offset);
     c10::Storage storage(c10::Storage::use_byte_size_t{}, bytes,
                          at::DataPtr(nullptr, local.device()), c10::GetAllocator(c10::kMeta), true);
     const c10::DispatchKeySet keys(local.options().computeDispatchKey());
-    at::Tensor made =
+    at::Tensor result =
         at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, local.dtype());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
-    made.unsafeGetTensorImpl()->set_python_dispatch(true);
-    return made;
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    result.unsafeGetTensorImpl()->set_python_dispatch(true);
+    return result;
 }
 
 } // namespace
@@ -109,17 +109,18 @@ int fct_py_from_tensor(fct_tensor *t, PyObject **out) {
 int fct_py_wrapper(const fct_tensor *local, PyObject *type, const int64_t *sizes,
                    const int64_t *strides, int64_t dims, PyObject **out) {
     return guarded("fct_py_wrapper", [&] {
-        auto *class_of = reinterpret_cast<PyTypeObject *>(type);
+        auto *wrapper_type = reinterpret_cast<PyTypeObject *>(type);
         TORCH_CHECK_TYPE(
-            PyType_IsSubtype(class_of, reinterpret_cast<PyTypeObject *>(THPVariableClass)),
+            PyType_IsSubtype(wrapper_type, reinterpret_cast<PyTypeObject *>(THPVariableClass)),
             "a wrapper's class must be a subclass of torch.Tensor");
         fct::Borrowed tensor(local);
-        PyObject *made = nullptr;
+        PyObject *wrapper = nullptr;
         if (is_simple(*tensor)) {
             const auto count = static_cast<size_t>(dims);
-            made = wrap_as(without_memory(*tensor, {sizes, count}, {strides, count}), class_of, 0);
+            wrapper = wrap_as(tensor_without_memory(*tensor, {sizes, count}, {strides, count}),
+                              wrapper_type, 0);
         }
-        *out = made;
+        *out = wrapper;
     });
 }
 

@@ -29,13 +29,14 @@ struct RankShards {
     size_t bytes = 0; /* of one rank shard */
 };
 
-/* One collective and the tensors that it uses. If the ring holds all its messages at issue, it can
- * be polled. Otherwise only wait() completes it, and its operation type is UNKNOWN, as that of
- * gloo's reduce-scatter. */
+/* One collective and the tensors that it uses. If all its messages fit into the ring at issue, the
+ * work can be polled. Otherwise only wait() completes the work, and its operation type is UNKNOWN,
+ * like that of gloo's reduce-scatter. */
 class ShmWork : public c10d::Work {
   public:
-    /* `tensors` stay alive until completion. For a reduce-scatter and an all-reduce the first one
-     * is the output, which completion divides by the number of ranks if `average` is true. */
+    /* `tensors` stay alive until completion. For a reduce-scatter and an all-reduce the first
+     * tensor is the output. If `average` is true, completion divides the output by the number of
+     * ranks. */
     ShmWork(fct_op_kind kind, std::vector<at::Tensor> tensors, bool average = false);
     ShmWork(const ShmWork &) = delete;
     ShmWork &operator=(const ShmWork &) = delete;
@@ -45,8 +46,9 @@ class ShmWork : public c10d::Work {
      * tensors without Python objects. A failed collective keeps its tensors. */
     void release_on_completion();
 
-    /* Submits the collective. Fills the fields of the request that the tensors determine: the
-     * caller sets rank, world, timeout_ms and, unless this is an all-reduce, the rank shards. */
+    /* Submits the collective. Fills the fields of the request that the tensors determine. The
+     * caller sets rank, world, timeout_ms and, unless the collective is an all-reduce, the rank
+     * shards. */
     void start(ShmTransportPtr transport, shm_request request, const RankShards &shards);
 
     /* Called by the progress thread, or by torch's functions on the caller's thread. May be called

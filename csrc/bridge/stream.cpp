@@ -64,11 +64,11 @@ fct_stream fct_stream_current(fct_device device) {
 int fct_stream_new(fct_device device, bool high_priority, fct_stream *out) {
     return guarded("fct_stream_new", [&] {
         const auto guard = guard_of(device);
-        const c10::Device where = indexed(guard, device);
+        const c10::Device torch_device = indexed(guard, device);
         try {
-            *out = pack(guard.getNewStream(where, high_priority ? -1 : 0));
+            *out = pack(guard.getNewStream(torch_device, high_priority ? -1 : 0));
         } catch (const c10::Error &) { /* some devices have only the pool */
-            *out = pack(guard.getStreamFromGlobalPool(where, high_priority));
+            *out = pack(guard.getStreamFromGlobalPool(torch_device, high_priority));
         }
     });
 }
@@ -84,9 +84,9 @@ fct_stream fct_stream_set_current(fct_stream s) {
 int fct_launch_enter(fct_device device, fct_device *before, void **native) {
     return guarded("fct_launch_enter", [&] {
         const auto guard = guard_of(device);
-        const c10::Device where = indexed(guard, device);
-        void *handle = guard.getStreamNativeHandle(guard.getStream(where));
-        *before = fct::device(guard.exchangeDevice(where));
+        const c10::Device torch_device = indexed(guard, device);
+        void *handle = guard.getStreamNativeHandle(guard.getStream(torch_device));
+        *before = fct::device(guard.exchangeDevice(torch_device));
         *native = handle;
     });
 }

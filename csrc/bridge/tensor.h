@@ -10,7 +10,7 @@ extern "C" {
 
 /* Properties of a tensor at the time of the call. */
 typedef struct fct_facts {
-    void *data;            /* address of the first element; NULL if there is no memory behind it */
+    void *data;            /* address of the first element; NULL if the tensor has no memory */
     int64_t numel;         /* elements */
     int64_t itemsize;      /* bytes per element */
     int64_t offset_bytes;  /* of data inside the storage */
@@ -24,7 +24,7 @@ typedef struct fct_facts {
 void fct_tensor_retain(fct_tensor *t);
 void fct_tensor_release(fct_tensor *t); /* NULL is allowed */
 fct_device fct_tensor_device(const fct_tensor *t);
-/* Never fails: a wrapper or a sparse tensor gives strided=false and data=NULL. */
+/* Reads the properties. For a wrapper or a sparse tensor it writes strided=false and data=NULL. */
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out);
 bool fct_tensor_requires_grad(const fct_tensor *t);
 /* Whether the caller has the only reference to the tensor, its storage and its memory. */
@@ -48,7 +48,7 @@ FCT_CHECK int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device
  * storage. */
 FCT_CHECK int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
                                const int64_t *strides, int64_t offset, fct_tensor **out);
-/* The same with another dtype. `offset` is in elements of `dtype`. */
+/* fct_tensor_alias with another dtype. `offset` is in elements of `dtype`. */
 FCT_CHECK int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim,
                                   const int64_t *sizes, const int64_t *strides, int64_t offset,
                                   fct_tensor **out);
@@ -64,15 +64,17 @@ FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
  * share one version counter. Goes through all layers of the dispatcher, without grad. */
 FCT_CHECK int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length,
                              int64_t padded, fct_tensor **local, fct_tensor **row);
-/* dst.copy_(src), which casts. dst.add_(src), which bumps dst's version. t.div_(divisor). */
+/* dst.copy_(src). Casts. */
 FCT_CHECK int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src);
+/* dst.add_(src). Bumps dst's version. */
 FCT_CHECK int fct_tensor_add(fct_tensor *dst, const fct_tensor *src);
+/* t.div_(divisor). */
 FCT_CHECK int fct_tensor_div(fct_tensor *t, double divisor);
 /* dst.copy_(src, non_blocking=True) from the host to a device, or within a device. Pinned memory of
  * src must not change before the copy is done. Releases the GIL. */
 FCT_CHECK int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src);
-/* t.to("cpu", non_blocking=...): a new CPU tensor. With non_blocking it is pinned and the copy is
- * only queued. Releases the GIL. */
+/* t.to("cpu", non_blocking=...): a new CPU tensor. With non_blocking the tensor is pinned, and the
+ * copy is only queued. Releases the GIL. */
 FCT_CHECK int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out);
 /* requires_grad_() of a leaf. */
 FCT_CHECK int fct_tensor_set_requires_grad(fct_tensor *t, bool value);
@@ -89,8 +91,8 @@ FCT_CHECK int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_t
 FCT_CHECK int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks,
                             fct_tensor *out);
 
-/* CPU buffers come from a pool (kernels/pool.h), which keeps freed memory. round: an iteration of a
- * model begins. trim: returns the free memory to the system. */
+/* CPU buffers come from a pool (kernels/pool.h), which keeps freed memory. fct_memory_round marks
+ * the beginning of a model's iteration. fct_memory_trim returns the free memory to the system. */
 void fct_memory_round(void);
 void fct_memory_trim(void);
 
@@ -107,8 +109,8 @@ bool fct_storage_is_shared(const fct_tensor *t);
 /* Moves the memory of from's storage to to's empty storage. Both are on one device. */
 void fct_storage_move(fct_tensor *from, fct_tensor *to);
 
-/* .grad of a leaf. has: whether it is set. identity: an address, for comparison only. take: moves
- * it out and leaves None. *out is new, or NULL if there is none. */
+/* .grad of a leaf. has: whether the leaf has a gradient. identity: its address, for comparison
+ * only. take: moves the gradient to *out (new; NULL if there is none) and sets .grad to None. */
 bool fct_grad_has(const fct_tensor *t);
 const void *fct_grad_identity(const fct_tensor *t);
 void fct_grad_take(fct_tensor *t, fct_tensor **out);

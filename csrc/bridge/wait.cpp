@@ -1,5 +1,5 @@
 /* Waits that run signal handlers, and works that the progress thread (transport/progress.h) waits
- * for. The thread calls no Python and never takes the GIL, not even to destroy what it holds. */
+ * for. The thread calls no Python and never takes the GIL, not even to destroy a work. */
 #include "wait.hpp"
 
 #include "bridge.hpp"
@@ -25,8 +25,8 @@ struct BackgroundWait {
 void run(void *object) {
     auto *wait = static_cast<BackgroundWait *>(object);
     try {
-        /* The only thread-local state of the issuing thread that is copied. The rest of it holds
-         * Python objects. */
+        /* Of the issuing thread's thread-local state, only these two settings are copied. The rest
+         * holds Python objects. */
         const c10::AutoGradMode no_grad(false);
         const at::AutoDispatchBelowADInplaceOrView below;
         wait->work->wait();

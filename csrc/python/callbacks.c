@@ -12,7 +12,7 @@
 #include "step.h"
 #include "transitions.h"
 
-/* Calls self.name(tensor). Returns a new reference, NULL with an exception. */
+/* Calls self.name(tensor). Returns a new reference, or NULL with an exception. */
 static PyObject *call_with_tensor(PyObject *self, PyObject *name, fct_tensor *handle) {
     PyObject *tensor = NULL;
     if (fct_py_from_tensor(handle, &tensor) != 0) {
@@ -42,32 +42,32 @@ static void call_and_report(PyObject *self, PyObject *name) {
 
 static int callback_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
     fcpy_param *self = (fcpy_param *)owner;
-    PyObject *made = call_with_tensor((PyObject *)self, self->mod->names._make_unsharded, flat);
-    if (made == NULL) {
+    PyObject *param = call_with_tensor((PyObject *)self, self->mod->names._make_unsharded, flat);
+    if (param == NULL) {
         return -1;
     }
-    fct_tensor *handle = fct_py_tensor(made);
+    fct_tensor *handle = fct_py_tensor(param);
     if (handle == NULL) {
         PyErr_SetString(PyExc_TypeError, "_make_unsharded must return a tensor");
-        Py_DECREF(made);
+        Py_DECREF(param);
         return -1;
     }
-    Py_XSETREF(self->unsharded_param, made);
+    Py_XSETREF(self->unsharded_param, param);
     *unsharded = handle;
     return 0;
 }
 
 static int callback_make_post_forward(void *owner, fct_tensor *data) {
     fcpy_param *self = (fcpy_param *)owner;
-    PyObject *made = NULL;
+    PyObject *param = NULL;
     if (data != NULL) {
-        made = call_with_tensor((PyObject *)self, self->mod->names._make_post_forward, data);
-        if (made == NULL) {
+        param = call_with_tensor((PyObject *)self, self->mod->names._make_post_forward, data);
+        if (param == NULL) {
             return -1;
         }
     }
     PyObject *old = self->post_forward_param;
-    self->post_forward_param = made;
+    self->post_forward_param = param;
     fcpy_defer_decref(self->mod, old);
     return 0;
 }
@@ -231,9 +231,9 @@ static bool callback_has_grad(void *owner) {
 
 static bool callback_needs_grad_now(void *owner) {
     PyObject *hooks = accumulate_hooks_of((const fcpy_param *)owner);
-    bool any = hooks != NULL;
+    bool has_hooks = hooks != NULL;
     Py_XDECREF(hooks);
-    return any;
+    return has_hooks;
 }
 
 static int callback_unwrap_grad(void *owner, fct_tensor *grad, fct_tensor **local) {
@@ -319,17 +319,17 @@ static int check_unsharded(const fcpy_group *self) {
 
 static int callback_copy_out(void *owner, fct_tensor **rows) {
     fcpy_group *self = (fcpy_group *)owner;
-    PyObject *made =
+    PyObject *result =
         PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._fallback_copy_out);
-    if (made == NULL || check_unsharded(self) != 0) {
-        Py_XDECREF(made);
+    if (result == NULL || check_unsharded(self) != 0) {
+        Py_XDECREF(result);
         return -1;
     }
-    *rows = fct_py_tensor(made);
+    *rows = fct_py_tensor(result);
     if (*rows != NULL) {
         fct_tensor_retain(*rows);
     }
-    Py_DECREF(made);
+    Py_DECREF(result);
     return 0;
 }
 
@@ -345,7 +345,7 @@ static void callback_drop_reduce(void *owner) {
     }
 }
 
-/* Makes two new lists: the parameters, and their gradients, which are taken from `grads`. */
+/* Makes two new lists: the parameters, and their gradients. Takes the gradients out of `grads`. */
 static int reduce_lists(fc_param *const *params, fct_tensor **grads, size_t count,
                         PyObject **param_list, PyObject **grad_list) {
     PyObject *new_params = PyList_New((Py_ssize_t)count);

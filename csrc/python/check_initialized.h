@@ -7,15 +7,15 @@
 /* Whether the group is initialized; false with RuntimeError. */
 bool fcpy_group_check_initialized(const fcpy_group *self);
 /* Whether lazy init of the group's communication context is done: by the first forward of the root,
- * or by `CommContext.lazy_init`. Before it, torch's methods fail on the first attribute that they
- * read of the context or of a parameter. Returns false with that AttributeError. */
+ * or by `CommContext.lazy_init`. Before lazy init, torch's methods fail on the first attribute that
+ * they read of the context or of a parameter. Returns false with that AttributeError. */
 bool fcpy_group_check_context(const fcpy_group *self, const char *type, const char *attribute);
 /* Sets the exception of `status`, with the message of the group's context. Returns -1. */
 int fcpy_group_raise(const fcpy_group *self, fc_status status);
 /* Whether the context is for the group's type of device; -1 with ValueError. */
 int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device);
-/* Whether the state has its contexts; false with RuntimeError. Uninitialized states and collected
- * states have none. */
+/* Whether the state has its contexts; false with RuntimeError. Uninitialized states and states that
+ * the garbage collector has cleared have none. */
 bool fcpy_state_check_initialized(const fcpy_state *self);
 /* fcpy_group_check_context for a state. */
 bool fcpy_state_check_context(const fcpy_state *self, const char *attribute);

@@ -1,10 +1,10 @@
 /* Gradient clipping in three functions, which are called in this order (fsdp_c/clip.py and
  * fsdp_c/_runtime/torch_clipping.py). clip_collect lists the local gradients. For contiguous
  * float32 tensors on the CPU, clip_norm computes their 2-norm over all ranks and clip_scale scales
- * them. torch's operators do the rest.
+ * them. torch's operators process all other gradients.
  *
- * Nothing here keeps state. A raw pointer is taken from a tensor and used at once, with the GIL
- * held, after its extent was checked against its storage. */
+ * The functions keep no state. They check the extent of a tensor against its storage, then take its
+ * address and use it at once, with the GIL held. */
 #include "clip.h"
 
 #include "../bridge/pyobject.h"
@@ -16,7 +16,7 @@
 
 /* ---- collecting ---- */
 
-/* The placement of a gradient: its mesh and the types of its placements. */
+/* The sharding of a gradient: its mesh and the types of its placements. */
 typedef struct kind {
     PyObject *mesh;       /* NULL: plain tensors */
     PyObject *placements; /* tuple */
@@ -77,23 +77,23 @@ static PyObject *local_tensor_of(const fcpy_module *mod, PyObject *grad, const k
     return k->mesh != NULL ? fcpy_dtensor_local(mod, grad) : Py_NewRef(grad);
 }
 
-/* Returns the index of `wanted` in `kinds`, a list of (mesh, placements) tuples. Appends it if it
- * is new. Returns -1 with an exception on failure. Kinds are few, so a linear search is
- * cheapest. */
-static Py_ssize_t kind_index(PyObject *kinds, const kind *wanted) {
+/* Returns the index of `key` in `kinds`, a list of (mesh, placements) tuples. Appends `key` if it
+ * is new. Returns -1 with an exception on failure. There are few kinds, so a linear search is
+ * fastest. */
+static Py_ssize_t kind_index(PyObject *kinds, const kind *key) {
     const Py_ssize_t count = PyList_GET_SIZE(kinds);
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *pair = PyList_GET_ITEM(kinds, i);
-        kind known = {PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)};
-        if (known.mesh == Py_None) {
-            known.mesh = known.placements = NULL;
+        kind entry = {PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)};
+        if (entry.mesh == Py_None) {
+            entry.mesh = entry.placements = NULL;
         }
-        if (kind_equal(&known, wanted)) {
+        if (kind_equal(&entry, key)) {
             return i;
         }
     }
-    PyObject *pair = PyTuple_Pack(2, wanted->mesh != NULL ? wanted->mesh : Py_None,
-                                  wanted->placements != NULL ? wanted->placements : Py_None);
+    PyObject *pair = PyTuple_Pack(2, key->mesh != NULL ? key->mesh : Py_None,
+                                  key->placements != NULL ? key->placements : Py_None);
     const int failed = pair == NULL ? -1 : PyList_Append(kinds, pair);
     Py_XDECREF(pair);
     return failed ? -1 : count;
@@ -121,12 +121,12 @@ done:
     return result;
 }
 
-/* Appends all gradients. `given` has gradients, or parameters, of which those without gradient are
- * skipped. A method of a tensor subclass may change the list meanwhile. */
-static int collect(const fcpy_module *mod, PyObject *given, bool are_params, PyObject *locals,
+/* Appends all gradients. `items` has gradients, or parameters, of which those without gradient are
+ * skipped. A method of a tensor subclass may change the list during the loop. */
+static int collect(const fcpy_module *mod, PyObject *items, bool are_params, PyObject *locals,
                    PyObject *kinds, PyObject *indices) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); i++) {
-        PyObject *item = Py_NewRef(PyList_GET_ITEM(given, i));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = Py_NewRef(PyList_GET_ITEM(items, i));
         PyObject *grad = are_params ? fcpy_grad_of(mod, item) : Py_NewRef(item);
         Py_DECREF(item);
         const int failed =
@@ -212,7 +212,8 @@ static int take_roots(fct_tensor *values) {
     return roots == NULL ? -1 : 0;
 }
 
-/* Reduces local norms to norms of whole gradients: squares, sums over the ranks, square roots. */
+/* Replaces local norms by the norms of whole gradients: squares them, sums over the ranks, and
+ * takes square roots. */
 static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *norms) {
     for (int64_t i = 0; i < norms->count; i++) {
         norms->values[i] *= norms->values[i];
@@ -240,8 +241,11 @@ static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
     return 0;
 }
 
-/* The arguments of clip_norm. Each step covers all gradients before the next step begins. Most of
- * its time is memory latency, which then overlaps between gradients. */
+/* The arguments of clip_norm. Each step processes all gradients before the next step begins, so
+ * that the memory latencies of different gradients overlap.
+ *
+ * The likeness of a kind is a key: clip_norm reduces the norms of kinds with equal keys together.
+ */
 typedef struct gradients {
     PyObject *tensors;   /* list of local gradients; borrowed */
     PyObject *groups;    /* for each kind: (names of process groups, likeness); owned */
@@ -250,13 +254,12 @@ typedef struct gradients {
     Py_ssize_t count;
 } gradients;
 
-/* Returns the first kind whose likeness equals that of kind `k`. Kinds of equal likeness are
- * reduced together. Returns -1 with an exception on failure. */
+/* Returns the first kind whose likeness equals that of kind `k`, or -1 with an exception. */
 static Py_ssize_t first_kind_of_equal_likeness(PyObject *groups, Py_ssize_t k) {
-    PyObject *wanted = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, k), 1);
+    PyObject *key = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, k), 1);
     for (Py_ssize_t i = 0; i < k; i++) {
-        PyObject *known = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, i), 1);
-        const int equal = PyObject_RichCompareBool(known, wanted, Py_EQ);
+        PyObject *entry = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, i), 1);
+        const int equal = PyObject_RichCompareBool(entry, key, Py_EQ);
         if (equal != 0) {
             return equal > 0 ? i : -1;
         }
@@ -302,8 +305,8 @@ static int find_reduced(gradients *g, PyObject *kind_of_each) {
     return 0;
 }
 
-/* Stores the addresses of all gradients. No Python code may run until they are used. Returns false
- * if a gradient is not contiguous float32 on the CPU. */
+/* Stores the addresses of all gradients. No Python code may run before their use. Returns false if
+ * a gradient is not contiguous float32 on the CPU. */
 static bool take_addresses(gradients *g) {
     if (g->count > PyList_GET_SIZE(g->tensors)) {
         return false;
@@ -317,7 +320,7 @@ static bool take_addresses(gradients *g) {
 }
 
 /* Reduces the norms of the gradients that are sharded over the groups of kind `k`, in one
- * message. */
+ * collective. */
 static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
                        const fck_floats *norms) {
     PyObject *names = PyTuple_GET_ITEM(PyList_GET_ITEM(g->groups, k), 0);
@@ -372,7 +375,7 @@ static int total_norm(const gradients *g, float *total) {
     return failed;
 }
 
-/* Returns a shallow copy, which other code cannot change while a collective runs. */
+/* Returns a shallow copy. Other code cannot change it while a collective runs. */
 static PyObject *copy_list(PyObject *list) {
     return PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
 }
@@ -406,7 +409,8 @@ PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nar
 
 /* ---- scaling ---- */
 
-/* Matches torch's arithmetic: number / tensor is the tensor's reciprocal times the number. */
+/* Matches torch's arithmetic: torch computes number / tensor as the tensor's reciprocal times the
+ * number. */
 static float clip_factor(double max_norm, float total) {
     const float factor = (1.0F / (total + 1e-6F)) * (float)max_norm;
     return factor > 1.0F ? 1.0F : factor; /* NaN stays NaN */
@@ -425,18 +429,18 @@ static bool are_floats(PyObject *tensors) {
 /* Scales the arrays of at most `largest` elements. Returns a new list of the other tensors. The
  * loop starts with the last array, because the norms have left the last arrays in the cache. */
 static PyObject *scale(PyObject *tensors, float factor, int64_t largest) {
-    PyObject *left = PyList_New(0);
-    for (Py_ssize_t i = PyList_GET_SIZE(tensors) - 1; left != NULL && i >= 0; i--) {
+    PyObject *unscaled = PyList_New(0);
+    for (Py_ssize_t i = PyList_GET_SIZE(tensors) - 1; unscaled != NULL && i >= 0; i--) {
         fct_tensor *tensor = fct_py_tensor(PyList_GET_ITEM(tensors, i));
         fck_floats array;
         if (floats_of(tensor, &array) && array.count <= largest) {
             fck_scale(&array, factor);
             fct_tensor_bump(tensor);
-        } else if (PyList_Append(left, PyList_GET_ITEM(tensors, i)) != 0) {
-            Py_CLEAR(left);
+        } else if (PyList_Append(unscaled, PyList_GET_ITEM(tensors, i)) != 0) {
+            Py_CLEAR(unscaled);
         }
     }
-    return left;
+    return unscaled;
 }
 
 PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
@@ -456,6 +460,6 @@ PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t na
         Py_RETURN_NONE;
     }
     const float factor = clip_factor(max_norm, (float)total);
-    PyObject *left = factor != 1.0F ? scale(args[0], factor, largest) : PyList_New(0);
-    return left == NULL ? NULL : Py_BuildValue("dN", (double)factor, left);
+    PyObject *unscaled = factor != 1.0F ? scale(args[0], factor, largest) : PyList_New(0);
+    return unscaled == NULL ? NULL : Py_BuildValue("dN", (double)factor, unscaled);
 }

@@ -44,7 +44,7 @@ void fcpy_replace(fcpy_module *mod, PyObject **slot, PyObject *value) {
     fcpy_defer_decref(mod, old);
 }
 
-/* Without memory for the capsule, the target of the pointer leaks. */
+/* If there is no memory for the capsule, the target of the pointer leaks. */
 static void defer_pointer(fcpy_module *mod, void *pointer, const char *name,
                           PyCapsule_Destructor destructor) {
     void *error = fct_error_set_aside();

@@ -125,7 +125,7 @@ static PyObject *get_pending(PyObject *obj, void *closure) {
     Py_RETURN_NONE;
 }
 
-static PyObject *get_positions(PyObject *obj, void *closure) {
+static PyObject *get_post_forward_indices(PyObject *obj, void *closure) {
     (void)closure;
     const fc_index_stack *indices = &as_group(obj)->core.post_forward_indices;
     PyObject *list = PyList_New((Py_ssize_t)indices->count);
@@ -275,8 +275,8 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
         }
         PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
     }
-    /* All ranks divide the buckets in forward. This rank may read the attribute alone, and
-     * parameters may be frozen afterwards, so this division must not stay. */
+    /* All ranks divide the buckets in forward. Only this rank may have read the attribute, and
+     * parameters may be frozen afterwards. So this function discards its division. */
     if (stale) {
         fc_bucket_invalidate(b);
     }
@@ -306,9 +306,7 @@ PyGetSetDef fcpy_group_getset[] = {
     {"is_sharded", is_state, NULL, "Whether the sharded parameters are registered.",
      (void *)FC_SHARDED},
     {"is_sharded_post_forward", is_state, NULL,
-     "Whether the parameters are resharded to a "
-     "smaller mesh.",
-     (void *)FC_SHARDED_POST_FORWARD},
+     "Whether the parameters are resharded to a smaller mesh.", (void *)FC_SHARDED_POST_FORWARD},
     {"gradient_divide_factor", get_divide_factor, set_divide_factor,
      "Divisor of the sum of gradients; None: mean.", NULL},
     {"_module_fqn", get_fqn, set_fqn,
@@ -316,7 +314,8 @@ PyGetSetDef fcpy_group_getset[] = {
     {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "dtype of the trainable parameters, or None.", (void *)offsetof(fcpy_group, orig_dtype)},
     {"_reduce_dtype", get_reduce_dtype, set_reduce_dtype,
-     "dtype in which gradients are reduced, or None. Deletion restores that of the parameters.",
+     "dtype in which gradients are reduced, or None. Deletion restores the dtype of the "
+     "parameters.",
      NULL},
     GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
     GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
@@ -340,8 +339,9 @@ PyGetSetDef fcpy_group_getset[] = {
     {"_param_calls", get_param_calls, set_param_calls,
      "Bits CALL_*: methods of FSDPParam that single parameters override.", NULL},
     {"_reduction_overlap", group_get_overlap, group_set_overlap,
-     "Whether backward continues while gradients are reduced; None: except if CPU threads copy "
-     "them.",
+     "Whether backward continues while gradients are reduced. None: it continues unless CPU "
+     "threads "
+     "copy the gradients.",
      NULL},
     GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether reductions call _run_reduce_hook()."),
     {"_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,
@@ -355,8 +355,8 @@ PyGetSetDef fcpy_group_getset[] = {
      (void *)FC_UNSHARDED},
     {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
      NULL},
-    {"_post_forward_indices", get_positions, NULL, "Indices in the post-forward order (a copy).",
-     NULL},
+    {"_post_forward_indices", get_post_forward_indices, NULL,
+     "Indices in the post-forward order (a copy).", NULL},
     GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
                "Whether hooks unshard on the current stream."),
     {"_param_group_index", get_size, NULL, "Index of the group in its unit.",

@@ -1,7 +1,6 @@
 /* Converts the lists that torch's optimizers make of a parameter group (parameters, gradients,
- * states): DTensors are replaced by their local tensors. Items with the same index belong to the
- * same parameter. Owns nothing: the caller's dict caches which pairs of specs have equal
- * layouts. */
+ * states). Local tensors replace DTensors. Items with the same index belong to the same parameter.
+ * The caller's dict caches pairs of specs with equal layouts. */
 #include "local_lists.h"
 
 #include "../bridge/pyobject.h"
@@ -187,9 +186,9 @@ static int append(conversion *c, PyObject *value, PyObject *param, PyObject *lis
 
 /* Appends the states of one parameter to the lists from index 3 on; returns as convert() does. A
  * key that is None leaves its list empty. */
-static int append_states(conversion *c, PyObject *param, PyObject *all, PyObject *keys,
+static int append_states(conversion *c, PyObject *param, PyObject *states_of_params, PyObject *keys,
                          PyObject *lists) {
-    PyObject *states = Py_XNewRef(PyDict_GetItemWithError(all, param));
+    PyObject *states = Py_XNewRef(PyDict_GetItemWithError(states_of_params, param));
     int result = PyErr_Occurred() ? -1 : 1; /* a missing state is an error only if a key needs it */
     for (Py_ssize_t i = 0; result == 1 && i < PyTuple_GET_SIZE(keys); i++) {
         PyObject *key = PyTuple_GET_ITEM(keys, i);
@@ -210,7 +209,7 @@ static int append_states(conversion *c, PyObject *param, PyObject *all, PyObject
 
 /* Appends a parameter, its gradient and its states to the lists; returns as convert() does. Skips a
  * parameter without gradient. */
-static int append_param(conversion *c, PyObject *param, PyObject *all, PyObject *keys,
+static int append_param(conversion *c, PyObject *param, PyObject *states_of_params, PyObject *keys,
                         PyObject *lists) {
     PyObject *grad = fcpy_grad_of(c->mod, param);
     int result = grad == NULL ? -1 : 1;
@@ -223,7 +222,7 @@ static int append_param(conversion *c, PyObject *param, PyObject *all, PyObject 
             result = append(c, grad, param, PyTuple_GET_ITEM(lists, 2), true);
         }
         if (result == 1) {
-            result = append_states(c, param, all, keys, lists);
+            result = append_states(c, param, states_of_params, keys, lists);
         }
     }
     Py_XDECREF(grad);

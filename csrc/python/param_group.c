@@ -1,6 +1,6 @@
 /* The ParamGroup type: wraps the core's parameter group. Owns the tuple of Params and the
- * CommContext. The cold paths (lazy init, dtypes, state-dict hooks) are in the Python subclass in
- * fsdp_c/_runtime/param_group.py. */
+ * CommContext. Code that does not run in every step (lazy init, dtypes, state-dict hooks) is in the
+ * Python subclass in fsdp_c/_runtime/param_group.py. */
 #include "param_group.h"
 
 #include "../bridge/pyobject.h"
@@ -87,8 +87,8 @@ static fc_process_group *process_group_at(fc_group_base *m, int index) {
     return groups[index];
 }
 
-/* Checks the world and rank of a process group. Buffers are laid out for its world, the
- * parameters for theirs, so the two must be equal. */
+/* Checks the world and rank of a process group against the shards of the parameters: the layouts of
+ * buffers and parameters must have the same world. */
 static int check_process_group(PyObject *params, int index, PyObject *name, long long world,
                                long long rank) {
     bool is_valid = world >= 1 && rank >= 0 && rank < world;
@@ -122,15 +122,15 @@ static int claim_params(PyObject *params, PyObject *pg_name, long long world, lo
     return 0;
 }
 
-/* Sets the process group at `index` to `group`. None: to the process group named `name`. If
- * `name` is None too, the group has none at this index. */
+/* Sets the process group at `index` to `group`, or to the process group named `name` if `group` is
+ * None. If both are None, the group has no process group at this index. */
 static int set_process_group(fcpy_group *self, int index, PyObject *name, long long world,
                              long long rank, PyObject *group) {
     const char *text = name != Py_None ? PyUnicode_AsUTF8(name) : NULL;
     if (name != Py_None && text == NULL) {
         return -1;
     }
-    /* A scatter follows gathers of another process group, which is registered. */
+    /* A scatter follows gathers over another process group, which registers this user. */
     const bool is_user = index != FCPY_PG_SCATTER;
     fct_pg *handle = NULL;
     if ((is_user && text != NULL && fct_pg_register_user(text) != 0) ||
@@ -309,7 +309,7 @@ static PyObject *group_post_forward(PyObject *obj, PyObject *args) {
     return output;
 }
 
-/* Refreshes the groups that are prefetched too. */
+/* Also refreshes the groups that backward prefetches. */
 static fc_status pre_backward(fc_group *g) {
     fcpy_group_refresh_targets((fcpy_group *)g->base.owner);
     return fc_group_pre_backward(g, true);
@@ -412,7 +412,7 @@ static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
 /* _set_memory(gather, reduce) */
 static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
     PyObject *sources[2] = {NULL, NULL};
-    fct_allocator *made[2] = {NULL, NULL};
+    fct_allocator *allocators[2] = {NULL, NULL};
     if (!fcpy_group_check_initialized(as_group(obj)) ||
         !PyArg_ParseTuple(args, "OO", &sources[0], &sources[1])) {
         return NULL;
@@ -429,12 +429,12 @@ static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
                          sources[i]);
         }
         if (!is_pair || !PyArg_ParseTuple(sources[i], "sO", &name, &group) ||
-            fct_py_allocator(name, group, &made[i]) != 0) {
-            fct_allocator_free(made[0]);
+            fct_py_allocator(name, group, &allocators[i]) != 0) {
+            fct_allocator_free(allocators[0]);
             return NULL;
         }
     }
-    fc_group_base_set_memory(&as_group(obj)->core.base, made[0], made[1]);
+    fc_group_base_set_memory(&as_group(obj)->core.base, allocators[0], allocators[1]);
     Py_RETURN_NONE;
 }
 
@@ -488,8 +488,8 @@ static PyMethodDef group_methods[] = {
      "post_forward(module, input, output) -> output: reshards and records the group in the "
      "post-forward order."},
     {"_register_post_backward_hook", group_insert_node, METH_VARARGS,
-     "_register_post_backward_hook(args, kwargs) -> (args, kwargs): inserts the post-backward "
-     "node above the tensors that require grad."},
+     "_register_post_backward_hook(args, kwargs) -> (args, kwargs): passes the tensors that "
+     "require grad through the post-backward node."},
     {"finalize_backward", group_finalize, METH_NOARGS,
      "Waits for reductions and drops an unused all-gather."},
     {"_reset_iter_state", group_reset, METH_NOARGS,

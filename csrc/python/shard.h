@@ -1,4 +1,4 @@
-/* A Param's shard: creation, and detection of replaced shards. */
+/* The shard of a Param: its creation, and the detection that users have replaced it. */
 #ifndef FSDP_C_PYTHON_SHARD_H
 #define FSDP_C_PYTHON_SHARD_H
 
@@ -6,7 +6,7 @@
 
 /* fc_callbacks.refresh_shard */
 int fcpy_shard_refresh(void *param);
-/* Param._cut(tensor, dim) -> local tensor; Param._note_shard() */
+/* Param._cut(tensor, dim) -> local tensor, and Param._note_shard(). */
 PyObject *fcpy_shard_cut(PyObject *param, PyObject *args);
 PyObject *fcpy_shard_note(PyObject *param, PyObject *unused);
 /* _C.count_step(optimizer, args, kwargs) */

@@ -1,7 +1,8 @@
 /* The State type. step.c has the work of its hooks, hook.c the callables that modules call.
  *
- * A state owns tuples of its groups and prefetch targets, from which the core's arrays are made. It
- * also owns references to the contexts that it shares with the other states under the root. */
+ * A state owns tuples of its groups and prefetch targets. The core has arrays of the same items. A
+ * state also owns references to the contexts that it shares with the other states under the root.
+ */
 #include "state.h"
 
 #include "attributes.h"
@@ -99,19 +100,20 @@ static void state_dealloc(PyObject *obj) {
 
 /* ---- State: attributes ---- */
 
-/* Replaces a tuple and the core's array of the same items. Takes `fresh`; NULL returns -1. */
+/* Replaces a tuple and the core's array of the same items. Takes `new_tuple`. Returns -1 if it is
+ * NULL. */
 static int replace_tuple(const fcpy_state *self, PyObject **tuple, void **array, size_t *count,
-                         PyObject *fresh, size_t offset) {
-    void *made = fresh != NULL ? fcpy_core_array(fresh, offset) : NULL;
-    if (made == NULL) {
-        Py_XDECREF(fresh);
+                         PyObject *new_tuple, size_t offset) {
+    void *new_array = new_tuple != NULL ? fcpy_core_array(new_tuple, offset) : NULL;
+    if (new_array == NULL) {
+        Py_XDECREF(new_tuple);
         return -1;
     }
     PyObject *old = *tuple;
     void *old_array = *array;
-    *tuple = fresh;
-    *array = made;
-    *count = (size_t)PyTuple_GET_SIZE(fresh);
+    *tuple = new_tuple;
+    *array = new_array;
+    *count = (size_t)PyTuple_GET_SIZE(new_tuple);
     fcpy_defer_free(self->mod, old_array);
     fcpy_defer_decref(self->mod, old);
     return 0;
@@ -125,14 +127,14 @@ static PyObject *get_groups(PyObject *obj, void *closure) {
 static int set_groups(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_state *self = as_state(obj);
-    PyObject *fresh = fcpy_tuple_of(value, self->mod->group_type, "_fsdp_param_groups");
-    for (Py_ssize_t i = 0; fresh != NULL && i < PyTuple_GET_SIZE(fresh); i++) {
-        if (!fcpy_group_check_initialized((fcpy_group *)PyTuple_GET_ITEM(fresh, i))) {
-            Py_CLEAR(fresh);
+    PyObject *new_tuple = fcpy_tuple_of(value, self->mod->group_type, "_fsdp_param_groups");
+    for (Py_ssize_t i = 0; new_tuple != NULL && i < PyTuple_GET_SIZE(new_tuple); i++) {
+        if (!fcpy_group_check_initialized((fcpy_group *)PyTuple_GET_ITEM(new_tuple, i))) {
+            Py_CLEAR(new_tuple);
         }
     }
     return replace_tuple(self, &self->groups, (void **)&self->core.groups, &self->core.group_count,
-                         fresh, offsetof(fcpy_group, core));
+                         new_tuple, offsetof(fcpy_group, core));
 }
 
 static PyObject *get_prefetch(PyObject *obj, void *closure) {
@@ -143,13 +145,13 @@ static PyObject *get_prefetch(PyObject *obj, void *closure) {
 static int set_prefetch(PyObject *obj, PyObject *value, void *closure) {
     fcpy_state *self = as_state(obj);
     fc_state *core = &self->core;
-    PyObject *fresh = fcpy_tuple_of(value, self->mod->state_type, "the states to prefetch");
+    PyObject *new_tuple = fcpy_tuple_of(value, self->mod->state_type, "the states to prefetch");
     if (closure == NULL) {
         return replace_tuple(self, &self->forward_prefetch, (void **)&core->forward_prefetch,
-                             &core->forward_prefetch_count, fresh, offsetof(fcpy_state, core));
+                             &core->forward_prefetch_count, new_tuple, offsetof(fcpy_state, core));
     }
     return replace_tuple(self, &self->backward_prefetch, (void **)&core->backward_prefetch,
-                         &core->backward_prefetch_count, fresh, offsetof(fcpy_state, core));
+                         &core->backward_prefetch_count, new_tuple, offsetof(fcpy_state, core));
 }
 
 static PyObject *get_iteration(PyObject *obj, void *closure) {
@@ -164,10 +166,10 @@ static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
         PyErr_SetString(PyExc_TypeError, "_state_ctx must be an IterationContext");
         return -1;
     }
-    fc_iteration *before = self->core.iteration;
-    if (before != NULL && before->forward_root == &self->core) {
+    fc_iteration *old_iteration = self->core.iteration;
+    if (old_iteration != NULL && old_iteration->forward_root == &self->core) {
         /* An iteration may point only to states that own a reference to it. */
-        before->forward_root = NULL;
+        old_iteration->forward_root = NULL;
     }
     self->core.iteration = &((fcpy_iteration *)value)->core;
     fcpy_replace(self->mod, &self->iteration, value);
@@ -249,9 +251,7 @@ static PyGetSetDef state_getset[] = {
     {"_fsdp_param_groups", get_groups, set_groups, "List of the state's ParamGroups (a copy).",
      NULL},
     {"_state_ctx", get_iteration, set_iteration,
-     "IterationContext shared by the states under one "
-     "root.",
-     NULL},
+     "IterationContext shared by the states under one root.", NULL},
     {"_comm_ctx", get_comm, set_comm, "CommContext shared by the states under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the state.", NULL},
     {"_is_root", get_is_root, set_is_root, "Whether this is the root; None before lazy init.",
@@ -266,9 +266,7 @@ static PyGetSetDef state_getset[] = {
     {"_states_to_forward_prefetch", get_prefetch, set_prefetch,
      "States to unshard after this state's unshard in forward.", NULL},
     {"_states_to_backward_prefetch", get_prefetch, set_prefetch,
-     "States to unshard after this "
-     "state's unshard in backward.",
-     (void *)1},
+     "States to unshard after this state's unshard in backward.", (void *)1},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -1,7 +1,7 @@
 /* The work of a state's hooks during a training step: before and after forward, at the first
  * gradient of an output, in the post-backward node and at the end of backward. Each is one C call,
  * without Python frames on the common path. An overridden or patched method is called where torch
- * would call it. Each hook reads once which methods are (transitions.h). Owns nothing. */
+ * would call it. Each hook detects overridden methods once, at its entry (transitions.h). */
 #include "step.h"
 
 #include <time.h>
@@ -145,26 +145,26 @@ static PyObject *current_grads(void) {
     return tuple;
 }
 
-/* The backward of torch's node is patched: node_backward(group, grads) calls it and returns the
- * gradients to continue with. */
+/* Runs a patched backward of torch's node: node_backward(group, grads) calls it and returns the
+ * gradients that replace `grads`. */
 static int run_patched_node(fcpy_group *group) {
     int result = -1;
     PyObject *grads = current_grads();
-    PyObject *changed = grads != NULL
-                            ? PyObject_CallFunctionObjArgs(group->mod->bound.node_backward,
-                                                           (PyObject *)group, grads, NULL)
-                            : NULL;
-    if (changed == NULL) {
+    PyObject *new_grads = grads != NULL
+                              ? PyObject_CallFunctionObjArgs(group->mod->bound.node_backward,
+                                                             (PyObject *)group, grads, NULL)
+                              : NULL;
+    if (new_grads == NULL) {
         goto done;
     }
-    if (!PyTuple_Check(changed) || PyTuple_GET_SIZE(changed) != PyTuple_GET_SIZE(grads)) {
+    if (!PyTuple_Check(new_grads) || PyTuple_GET_SIZE(new_grads) != PyTuple_GET_SIZE(grads)) {
         PyErr_SetString(PyExc_RuntimeError,
                         "RegisterPostBackwardFunction.backward must return None and one gradient "
                         "for each it was given");
         goto done;
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(changed); i++) {
-        fct_tensor *grad = fct_py_tensor(PyTuple_GET_ITEM(changed, i));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(new_grads); i++) {
+        fct_tensor *grad = fct_py_tensor(PyTuple_GET_ITEM(new_grads, i));
         if (grad != NULL) {
             fct_autograd_node_set_grad((size_t)i, grad);
         }
@@ -172,7 +172,7 @@ static int run_patched_node(fcpy_group *group) {
     result = 0;
 done:
     Py_XDECREF(grads);
-    Py_XDECREF(changed);
+    Py_XDECREF(new_grads);
     return result;
 }
 
@@ -234,7 +234,7 @@ static int call_post_backward(void *owner) {
     return run_untraced(((fcpy_group *)owner)->mod, run_post_backward, owner);
 }
 
-static int run_buckets(void *owner) {
+static int run_reduce_buckets(void *owner) {
     fcpy_group *group = (fcpy_group *)owner;
     fcpy_group_refresh(group);
     fc_status status = fc_group_reduce_buckets(&group->core);
@@ -248,7 +248,7 @@ int fcpy_param_grad_arrived(void *owner) {
     }
     fcpy_group *group = (fcpy_group *)param->core.buckets->base->owner;
     Py_INCREF(group);
-    int result = run_untraced(group->mod, run_buckets, group);
+    int result = run_untraced(group->mod, run_reduce_buckets, group);
     Py_DECREF(group);
     return result;
 }
@@ -404,8 +404,8 @@ static bool follows_a_lost_backward(const fcpy_state *self) {
     return fc_iteration_is_lost(&iteration->core);
 }
 
-/* Resets the states after a backward that has raised. Without the reset its units would treat the
- * forward as a recomputation and never train again. */
+/* Resets the states after a backward that has raised. Without the reset, the states would treat
+ * each later forward as a recomputation, and no gradients would be reduced again. */
 static int recover_from_lost_backward(fcpy_state *self) {
     if (drop_result(PyObject_CallOneArg(self->mod->bound.warn_lost_backward, (PyObject *)self)) !=
         0) {
@@ -445,8 +445,8 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
 
 /* ---- after forward ---- */
 
-/* Registers hooks on the outputs' gradients. Returns a new reference to the output to continue
- * with. */
+/* Registers hooks on the outputs' gradients. Returns a new reference to `output`, or to the result
+ * of an overridden method. */
 static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
     const fct_hook hook = {self, call_pre_backward, fcpy_retain, fcpy_release};
     /* Within functorch's transforms, requires_grad of an output may be false although it has a
@@ -462,8 +462,8 @@ static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
     return output;
 }
 
-/* Runs post-forward of the state's groups. Steals output; returns a new reference to the output to
- * continue with. */
+/* Runs post-forward of the state's groups. Steals output. Returns a new reference to `output`, or
+ * to the result of an overridden method. */
 static PyObject *leave_groups(fcpy_state *self, PyObject *module, PyObject *input,
                               PyObject *output) {
     fcpy_state_refresh_groups(self);

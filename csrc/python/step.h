@@ -4,10 +4,10 @@
 
 #include "objects.h"
 
-/* Pre-forward of a group: unshards it and puts the post-backward node above the arguments. */
+/* Pre-forward of a group: unshards it and passes the arguments through the post-backward node. */
 int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs);
-/* Puts the post-backward node above the arguments: the core's, or torch's node under functorch and
- * where its class is patched. Returns -1 and sets an exception on failure. */
+/* Passes the arguments through the post-backward node. Uses torch's node under functorch and while
+ * its class is patched, else the core's. Returns -1 with an exception on failure. */
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs);
 
 /* Runs lazy init if it has not run, then begins an iteration unless one has begun. May replace args
@@ -15,7 +15,7 @@ int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs)
 int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwargs);
 /* Resets the state of the iteration, for all states of the root. */
 int fcpy_state_reset(fcpy_state *self);
-/* The work at the first gradient of an output, and at the end of a backward. */
+/* The work of the hooks at the first gradient of an output, and at the end of a backward. */
 int fcpy_state_pre_backward(fcpy_state *self);
 int fcpy_state_end_backward(fcpy_state *self);
 /* The work of the forward hooks. fcpy_state_pre_forward returns 0 and may replace args and kwargs

@@ -1,7 +1,8 @@
 /* The negotiation of the shared-memory transport; see negotiation.h.
  *
  * Owns the counts of parameter groups by group name. The GIL guards them, and the fields of a
- * negotiation, except for `state` and `transport`: the end of the group may come on any thread. */
+ * negotiation. The mutex guards `state`, `transport` and `closed`, because any thread may end the
+ * group. */
 #define _GNU_SOURCE 1 /* sched_getaffinity */
 #include "negotiation.h"
 
@@ -27,12 +28,13 @@ struct shm_negotiation {
     negotiation_state state;
     shm_transport *transport; /* NULL if declined */
     bool paused;
-    bool closed;              /* shm_negotiation_close was called */
-    int64_t gathers;          /* that gloo has moved */
-    int64_t fallback_gathers; /* that gloo moves after each round; while pending, this rank's own */
-    int64_t connected_after;  /* the value of `gathers` at which round 2 may be waited for */
+    bool closed;     /* shm_negotiation_close was called */
+    int64_t gathers; /* that gloo has moved */
+    int64_t
+        fallback_gathers; /* that gloo moves after each round; while pending, this rank's number */
+    int64_t connected_after;    /* the value of `gathers` at which round 2 may be waited for */
     fct_exchange *capabilities; /* round 1; NULL: not issued, or read */
-    fct_exchange *connection;   /* round 2, likewise */
+    fct_exchange *connection;   /* round 2; NULL: not issued, or read */
     shm_ring_handle *handles;   /* of all ranks, from round 1 until the rings are mapped */
 };
 
@@ -72,13 +74,13 @@ bool shm_negotiation_register_user(const char *name) {
 /* Removes the count of a process group and returns it; at least 1. */
 static int64_t take_count(const char *name) {
     group_count **at = find_count(name);
-    group_count *found = *at;
-    if (found == NULL) {
+    group_count *entry = *at;
+    if (entry == NULL) {
         return 1;
     }
-    const int64_t count = found->count;
-    *at = found->next;
-    free(found);
+    const int64_t count = entry->count;
+    *at = entry->next;
+    free(entry);
     return count;
 }
 
@@ -256,11 +258,11 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
         bool all_accept = true;
         n->handles = (shm_ring_handle *)malloc((size_t)world * sizeof *n->handles);
         for (int64_t rank = 0; rank < world; rank++) {
-            const int64_t *row = results + rank * CAPABILITIES;
-            n->fallback_gathers = row[0] > n->fallback_gathers ? row[0] : n->fallback_gathers;
-            all_accept = all_accept && row[0] != 0 && row[1] != 0;
+            const int64_t *values = results + rank * CAPABILITIES;
+            n->fallback_gathers = values[0] > n->fallback_gathers ? values[0] : n->fallback_gathers;
+            all_accept = all_accept && values[0] != 0 && values[1] != 0;
             if (n->handles != NULL) {
-                n->handles[rank] = (shm_ring_handle){row[1], row[2], row[3]};
+                n->handles[rank] = (shm_ring_handle){values[1], values[2], values[3]};
             }
         }
         end_round(&n->capabilities);
@@ -280,7 +282,7 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
 static int connect_ranks(shm_negotiation *n, fct_pg *pg) {
     shm_ring_handle *handles = n->handles;
     n->handles = NULL;
-    /* DECLINED remains if the round cannot be issued. */
+    /* The state stays DECLINED if the round cannot be issued. */
     shm_transport *transport = set_state(n, DECLINED, NULL);
     const int world = (int)fct_pg_world_size(pg);
     const bool connected = transport != NULL && handles != NULL &&

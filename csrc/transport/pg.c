@@ -1,6 +1,6 @@
 /* The transport of torch's process group: its own backend moves the data (gloo, NCCL, ...).
  *
- * The negotiation about shared memory needs the number of gathers that this transport has moved. */
+ * Counts its gathers, because the negotiation about shared memory needs the number. */
 #include "pg.h"
 
 #include "group_negotiation.h"

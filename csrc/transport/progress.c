@@ -3,8 +3,8 @@
  * A process group has at most one progress thread. The first task starts it, and it runs one task
  * after the other, in order of issue.
  *
- * Invariants: the thread and its callers share ownership of what both use, so either may end first.
- * The thread never takes the GIL: a thread that takes the GIL while the interpreter finalizes would
+ * Invariants: the handle and the thread share ownership of the queue, so either may end first. The
+ * thread never takes the GIL: a thread that takes the GIL while the interpreter finalizes would
  * terminate the process. A task becomes done once, under its mutex. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "progress.h"
@@ -118,7 +118,8 @@ static void run_task(progress_task *task) {
     (void)pthread_mutex_lock(&task->mutex);
     task->done = true;
     (void)pthread_mutex_unlock(&task->mutex);
-    (void)pthread_cond_broadcast(&task->changed); /* unlocked, so that a woken thread gets it */
+    (void)pthread_cond_broadcast(
+        &task->changed); /* after the unlock: a woken thread takes the mutex at once */
     progress_task_release(task);
 }
 

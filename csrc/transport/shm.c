@@ -7,7 +7,7 @@
 
 #include "group_negotiation.h"
 
-/* Called in a negotiation that the bridge's backend ends. */
+/* Adds the shared-memory backend to the group. Its end closes the negotiation; see shm_attach. */
 static int attach(fct_pg *pg, shm_negotiation *n, bool *attached) {
     return fct_pg_add_shm_backend(pg, n, attached);
 }

@@ -28,8 +28,8 @@ static size_t shards_in_message(const shm_collective *c) {
 
 /* Bytes of one rank shard in a message. */
 static size_t part_bytes(const shm_collective *c, size_t message) {
-    const size_t left = c->request.bytes - message * c->part_bytes;
-    return left < c->part_bytes ? left : c->part_bytes;
+    const size_t remaining = c->request.bytes - message * c->part_bytes;
+    return remaining < c->part_bytes ? remaining : c->part_bytes;
 }
 
 static size_t message_bytes(const shm_op *op, size_t message) {
@@ -66,14 +66,14 @@ static void copy_shard(const shm_collective *c, size_t message, size_t shard, ch
 
 static void write_message(shm_op *op, size_t message, char *buffer) {
     const shm_collective *c = (const shm_collective *)op;
-    const size_t own = (size_t)c->request.rank;
+    const size_t own_rank = (size_t)c->request.rank;
     if (c->request.kind == FCT_OP_ALL_GATHER) {
-        copy_shard(c, message, own, buffer);
+        copy_shard(c, message, own_rank, buffer);
         return;
     }
     const size_t bytes = part_bytes(c, message);
     for (size_t shard = 0; shard < (size_t)c->request.world; shard++) {
-        if (shard != own) {
+        if (shard != own_rank) {
             copy_shard(c, message, shard, buffer + shard * bytes);
         }
     }
@@ -93,10 +93,10 @@ static void gather_segment(const shm_collective *c, const shm_segment *segment, 
 static void sum_segment(const shm_collective *c, const shm_segment *segment, overlap o,
                         const char **parts) {
     const shm_request *r = &c->request;
-    const size_t own = (size_t)r->rank;
+    const size_t own_rank = (size_t)r->rank;
     const int64_t numel = (int64_t)(r->bytes / r->itemsize);
     const int64_t first = (int64_t)((segment->begin + o.from) / r->itemsize);
-    parts[own] = segment->data + own * segment->stride + o.from;
+    parts[own_rank] = segment->data + own_rank * segment->stride + o.from;
     const void *inputs[SHM_RING_MAX_RANKS];
     memcpy(inputs, parts, (size_t)r->world * sizeof *parts);
     fck_ring_sum((fck_dtype)r->dtype, r->output + segment->begin + o.from, inputs, r->world,

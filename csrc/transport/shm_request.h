@@ -43,7 +43,7 @@ typedef struct shm_range {
 typedef struct shm_step {
     bool is_sum;
     shm_range part;
-    size_t after; /* messages that must be read before it can be written */
+    size_t after; /* messages that must be read before this message can be written */
 } shm_step;
 
 /* The state of a collective. shm_collective.c and shm_all_reduce.c use the fields. */

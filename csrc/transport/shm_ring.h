@@ -6,17 +6,17 @@
  * it. A ring is full only while some peer is behind its owner. So a rank that waits for free memory
  * must keep reading, or two ranks that wait for each other deadlock.
  *
- * The memory is an anonymous file (memfd), which the kernel frees with its last user. Peers open it
- * by pid and file descriptor (shm_ring_handle), and compare a random token. The owner holds a lock
- * on its file while it lives. The kernel drops the lock when the process ends, so peers can test
- * it.
+ * The memory is an anonymous file (memfd), which the kernel frees with its last user. Peers open
+ * the file by pid and descriptor (shm_ring_handle), and compare a random token. The owner holds a
+ * lock on its file. The kernel drops the lock when the process ends, so peers can test whether the
+ * owner lives.
  *
- * A shm_ring is one rank's end: its own memory and its mappings of the peers' memory. One thread at
- * a time may use it. Any number of threads may call shm_ring_seq and shm_ring_wait meanwhile. Peer
- * memory is untrusted: offsets and lengths are validated before use.
+ * A shm_ring contains the rank's own memory and the mappings of the peers' memory. One thread at a
+ * time may use it. At the same time any number of threads may call shm_ring_seq and shm_ring_wait.
+ * Peer memory is untrusted: offsets and lengths are validated before use.
  *
- * Preconditions: shm_ring_connect has succeeded in all functions below it, except for
- * mark_closed and destroy. A rank that is passed is a peer. */
+ * Preconditions: shm_ring_connect has succeeded in all functions below it, except for mark_closed
+ * and destroy. The argument `rank` is the rank of a peer. */
 #ifndef FSDP_C_TRANSPORT_SHM_RING_H
 #define FSDP_C_TRANSPORT_SHM_RING_H
 
@@ -63,7 +63,7 @@ void shm_ring_destroy(shm_ring *ring);
  * slowest peer has not released enough. A second call before shm_ring_commit replaces the
  * reservation. */
 char *shm_ring_reserve(shm_ring *ring, size_t bytes);
-/* Publishes the reserved message and wakes waiting peers. Readers compare the tag. */
+/* Publishes the reserved message with a tag, and wakes waiting peers. */
 void shm_ring_commit(shm_ring *ring, uint32_t tag);
 
 typedef enum shm_ring_peek_result {
@@ -79,7 +79,7 @@ shm_ring_peek_result shm_ring_peek(shm_ring *ring, int rank, shm_ring_message *m
 /* Releases the memory of one message of each peer. The caller has peeked all of them. */
 void shm_ring_release(shm_ring *ring);
 
-/* The peer with the most unreleased messages of this rank. Returns -1 if there are none. */
+/* Returns the peer with the most unreleased messages of this rank, or -1 if all are released. */
 int shm_ring_slowest_reader(const shm_ring *ring);
 /* Whether a peer has marked its ring closed or its process has ended. Makes a system call, unlike
  * shm_ring_peek, which detects only the mark. */

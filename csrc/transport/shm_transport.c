@@ -2,13 +2,13 @@
  *
  * shm_transport_submit copies this rank's data into its ring. shm_transport_progress and waits read
  * the peers' rings. An operation that fits into the ring needs no background thread: submit writes
- * all of it. The rest of a larger one is written while peers read, by any thread that waits for the
- * transport. The progress thread waits for such an operation (progress.h). Messages are written and
- * read in order of issue. Without a waiting thread no system call is made.
+ * all of it. Threads that wait for the transport write the rest of a larger operation while peers
+ * read. The progress thread waits for such an operation (progress.h). Messages are written and read
+ * in order of issue. Without a waiting thread no system call is made.
  *
  * A reader compares the tag and the size of each message with its own, and reports a mismatch.
  * After a mismatch, a timeout or the end of a rank, messages cannot be matched any more. All later
- * operations fail on every rank, as over gloo's connections. */
+ * operations fail on every rank, like operations over gloo's connections. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "shm_transport.h"
 
@@ -211,18 +211,19 @@ enum { NO_PEER = -1, FAILED = -2 };
 
 static void describe_mismatch(const shm_transport *t, const shm_op *op, size_t bytes, int rank,
                               const shm_ring_message *message, char error[SHM_ERROR_BYTES]) {
-    char own[128], other[128];
-    op->methods->describe_tag(op, op->tag, own, sizeof own);
-    op->methods->describe_tag(op, message->tag, other, sizeof other);
+    char own_text[128], peer_text[128];
+    op->methods->describe_tag(op, op->tag, own_text, sizeof own_text);
+    op->methods->describe_tag(op, message->tag, peer_text, sizeof peer_text);
     (void)snprintf(error, SHM_ERROR_BYTES,
                    "collective mismatch: rank %d issued %s (message of %zu bytes), rank %d issued "
                    "%s (message of %zu bytes)",
-                   t->rank, own, bytes, rank, other, message->bytes);
+                   t->rank, own_text, bytes, rank, peer_text, message->bytes);
 }
 
 /* Returns the first rank after this one whose next message is not committed, or NO_PEER. Writes the
- * peers' data to peer_data if it is not NULL. Returns FAILED and writes `error` if the message will
- * not come, is corrupt or belongs to another collective. Caller holds `mutex`. */
+ * peers' data to peer_data if it is not NULL. Returns FAILED and writes `error` if the peer has
+ * closed its ring, or if the message is corrupt or belongs to another collective. Caller holds
+ * `mutex`. */
 static int find_missing_peer(const shm_transport *t, const shm_op *op, const char **peer_data,
                              char error[SHM_ERROR_BYTES]) {
     const size_t bytes = op->methods->message_bytes(op, op->read);
@@ -255,15 +256,15 @@ static int find_missing_peer(const shm_transport *t, const shm_op *op, const cha
     return NO_PEER;
 }
 
-/* Reads one message of each peer and completes the first operation if it was the last one. Returns
- * false if there is no operation, or if a message is not committed. Adds completed operations to
- * *finished. Caller holds `mutex`. */
+/* Reads one message of each peer and completes the first operation if that was its last message.
+ * Returns false if there is no operation, or if a message is not committed. Adds completed
+ * operations to *finished. Caller holds `mutex`. */
 static bool read_next(shm_transport *t, shm_op **finished) {
     shm_op *op = t->first;
     if (op == NULL) {
         return false;
     }
-    bool done = false;
+    bool progressed = false;
     if (op->read < op->written) {
         const char *peer_data[SHM_RING_MAX_RANKS] = {NULL};
         char error[SHM_ERROR_BYTES];
@@ -277,7 +278,7 @@ static bool read_next(shm_transport *t, shm_op **finished) {
         op->methods->read(op, op->read, peer_data);
         shm_ring_release(t->ring);
         op->read++;
-        done = true;
+        progressed = true;
     }
     if (op->read == op->message_count && t->writing != op) {
         t->first = op->next;
@@ -285,9 +286,9 @@ static bool read_next(shm_transport *t, shm_op **finished) {
         op->next = NULL;
         complete(op, NULL);
         *finished = op;
-        done = true;
+        progressed = true;
     }
-    return done;
+    return progressed;
 }
 
 static bool advance(shm_transport *t) {
@@ -296,10 +297,10 @@ static bool advance(shm_transport *t) {
     }
     shm_op *finished = NULL;
     (void)pthread_mutex_lock(&t->mutex);
-    const bool moved = write_next(t) || read_next(t, &finished);
+    const bool progressed = write_next(t) || read_next(t, &finished);
     (void)pthread_mutex_unlock(&t->mutex);
     release_owners(finished);
-    return moved;
+    return progressed;
 }
 
 void shm_transport_progress(shm_transport *t) {
@@ -349,7 +350,7 @@ static void check_peers(shm_transport *t, uint32_t seen_seq) {
  * most `most_ms`. */
 static void progress_or_wait(shm_transport *t, const shm_op *op, int64_t most_ms) {
     const uint32_t seen_seq = shm_ring_seq(t->ring);
-    /* Another thread may do the last step while this one waits for the mutex: check `op`. */
+    /* Another thread may complete `op` while this thread waits for the mutex. */
     if (advance(t) || is_done(op)) {
         return;
     }
@@ -374,8 +375,8 @@ int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error
             return -1;
         }
         const int64_t time_ns = now_ns();
-        int64_t left_ms = op->timeout_ms - (time_ns - op->start_ns) / 1000000;
-        if (left_ms <= 0) {
+        int64_t remaining_ms = op->timeout_ms - (time_ns - op->start_ns) / 1000000;
+        if (remaining_ms <= 0) {
             (void)snprintf(error, SHM_ERROR_BYTES,
                            "Timed out waiting %" PRId64 "ms for the data of other ranks",
                            op->timeout_ms);
@@ -383,14 +384,14 @@ int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error
             return 1;
         }
         if (most_ms != 0) {
-            const int64_t own_ms = most_ms - (time_ns - begin_ns) / 1000000;
-            left_ms = own_ms < left_ms ? own_ms : left_ms;
-            if (left_ms <= 0) {
+            const int64_t call_ms = most_ms - (time_ns - begin_ns) / 1000000;
+            remaining_ms = call_ms < remaining_ms ? call_ms : remaining_ms;
+            if (remaining_ms <= 0) {
                 (void)snprintf(error, SHM_ERROR_BYTES, "Timed out waiting %" PRId64 "ms", most_ms);
                 return -1;
             }
         }
-        progress_or_wait(t, op, left_ms < SLICE_MS ? left_ms : SLICE_MS);
+        progress_or_wait(t, op, remaining_ms < SLICE_MS ? remaining_ms : SLICE_MS);
     }
 }
 

@@ -16,7 +16,7 @@ extern "C" {
 enum {
     SHM_MAX_MESSAGE = 1 << 20,          /* bytes of the largest message; equal on all ranks */
     SHM_CAPACITY = 4 * SHM_MAX_MESSAGE, /* bytes of a ring for messages */
-    SHM_ERROR_BYTES = 512,              /* of the text that a failing function writes */
+    SHM_ERROR_BYTES = 512,              /* size of the buffer for an error message */
 };
 
 typedef struct shm_op shm_op;
@@ -25,8 +25,8 @@ typedef struct shm_op shm_op;
  * each peer. Any thread may call the functions, with or without the GIL. None fails. */
 typedef struct shm_op_methods {
     size_t (*message_bytes)(const shm_op *op, size_t message);
-    /* Whether the contents of a message are known after `messages_read` messages of each peer were
-     * read. True if `messages_read` is the number of the message or more. NULL: always true. */
+    /* Whether write() can produce a message after `messages_read` messages of each peer were read.
+     * Must return true if `messages_read` >= `message`. NULL: always true. */
     bool (*can_write)(const shm_op *op, size_t message, size_t messages_read);
     void (*write)(shm_op *op, size_t message, char *buffer);
     /* `peer_data` has one entry for each rank, valid during the call. This rank's entry is NULL.
@@ -39,8 +39,8 @@ typedef struct shm_op_methods {
 /* The object that owns an operation, usually a c10d work. Any thread may call the functions. */
 typedef struct shm_owner {
     void *object;
-    /* Called once, with the mutex of the transport: all messages are written and read, or `error`
-     * is not NULL. `error` is valid during the call. */
+    /* Called once, with the mutex of the transport, after all messages are written and read, or
+     * with an error message after a failure. `error` is valid during the call; NULL: no failure. */
     void (*complete)(void *object, const char *error);
     /* Called once after complete(), without the mutex. May free the operation. */
     void (*release)(void *object);
@@ -52,7 +52,7 @@ struct shm_op {
     const shm_op_methods *methods;
     uint32_t tag; /* different tags on two ranks are a collective mismatch */
     size_t message_count;
-    int64_t timeout_ms; /* the operation fails if it is not complete so long after its issue */
+    int64_t timeout_ms; /* from the issue; then the operation fails if it is not complete */
     shm_owner owner;
     int64_t start_ns;
     size_t written, read; /* messages */
@@ -85,8 +85,8 @@ typedef enum shm_submit_result {
 } shm_submit_result;
 
 /* Appends an operation and writes the messages that fit into the ring. Takes one reference of
- * `owner.object`, which must keep `op` alive until complete(). Fails with the error of an earlier
- * failure, after which messages cannot be matched any more. */
+ * `owner.object`, which must keep `op` alive until complete(). After the first failure of the
+ * transport every submit fails with the same error. */
 shm_submit_result shm_transport_submit(shm_transport *t, shm_op *op, shm_owner owner,
                                        char error[SHM_ERROR_BYTES]);
 /* Writes and reads messages until nothing more is possible without waiting. */

@@ -30,9 +30,10 @@ FCT_CHECK int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *
 FCT_CHECK int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor,
                              fct_reduce_op op, double factor, bool async_op, fct_work **work);
 
-/* Whether the transport of `device` supports separate chunks, and no observer of the c10d ops
- * (dispatch mode, profiler) needs one packed buffer. `gathers`: for an all-gather. The first
- * all-gathers of a group use packed buffers. The result may differ between ranks. */
+/* Writes to *takes whether the next all-gather (`gathers`) or reduce-scatter may take separate
+ * chunks. That requires a transport with chunks, and no observer of the c10d ops (dispatch mode,
+ * profiler) that needs one packed buffer. The first all-gathers of a group use packed buffers. The
+ * result may differ between ranks. */
 FCT_CHECK int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes);
 /* An in-place all-gather. Chunks are 1-D and contiguous, and contain this rank's parts. The work is
  * new and keeps references to the chunks. `layout` is not used after the call. Requires that
@@ -44,8 +45,8 @@ FCT_CHECK int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *c
 FCT_CHECK int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                                 fct_tensor *const *chunks, size_t count,
                                 const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work);
-/* Whether a gather of rank shards of `row_bytes` bytes, issued now, takes CPU time from
- * computation: see fct_work_is_cpu_bound. Returns the same on all ranks at the same point of their
+/* Whether a gather that is issued now, with rank shards of `row_bytes` bytes, takes CPU time from
+ * computation; see fct_work_is_cpu_bound. The result is equal on all ranks after the same
  * collectives. */
 bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes);
 
@@ -56,9 +57,9 @@ const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use
 
 /* ---- for csrc/python ---- */
 
-/* Between enter and leave the collectives of the group itself use the selected transport, for any
- * caller. `use` is the collective that follows. *entered is for fct_pg_leave_shm. It is NULL if the
- * group uses its own backend. */
+/* Between enter and leave, collectives that any caller issues on the group use the selected
+ * transport. `use` is the collective that follows. *entered is the argument of fct_pg_leave_shm,
+ * NULL if the group uses its own backend. */
 FCT_CHECK int fct_transport_enter(fct_pg *pg, fct_use use, void **entered);
 /* Pauses or resumes shared memory for a group. All ranks must call it at the same point of their
  * programs. */
