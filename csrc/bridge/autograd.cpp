@@ -419,7 +419,7 @@ int fct_autograd_at_end(const fct_hook *hook) {
 
 int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
     return guarded("fct_cast_differentiable",
-                   [&] { *out = fct::give(Borrowed(t)->to(fct::scalar_type(dtype))); });
+                   [&] { *out = fct::new_handle(Borrowed(t)->to(fct::scalar_type(dtype))); });
 }
 
 bool fct_functorch_hooked(void) {

@@ -240,7 +240,7 @@ int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim, c
 int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
     return guarded("fct_tensor_contiguous", [&] {
         const BelowAutograd below_autograd;
-        *out = give(Borrowed(t)->resolve_conj().resolve_neg().contiguous());
+        *out = new_handle(Borrowed(t)->resolve_conj().resolve_neg().contiguous());
     });
 }
 
