@@ -19,10 +19,11 @@ typedef struct fct_work fct_work; /* a c10d::Work; one owner */
  */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
-/* Each issues one asynchronous collective; csrc/transport calls them. `shm`: whether the group's
- * shared-memory backend (fct_pg_add_shm_backend) moves the data, not its own backend. *work is new,
- * or NULL if the backend finished at once. The tensors are 1-D and contiguous. The backend keeps
- * references to them until it is done. `factor` is used only for FCT_PREMUL_SUM. */
+/* Each function issues one asynchronous collective. csrc/transport calls the functions. `shm`:
+ * whether the group's shared-memory backend (fct_pg_add_shm_backend) moves the data, not its own
+ * backend. *work is new, or NULL if the backend finished at once. The tensors are 1-D and
+ * contiguous. The backend keeps references to the tensors until the collective is complete.
+ * `factor` is used only for FCT_PREMUL_SUM. */
 FCT_CHECK int fct_pg_all_gather(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,
                                 bool async_op, fct_work **work);
 FCT_CHECK int fct_pg_reduce_scatter(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,
@@ -69,12 +70,12 @@ FCT_CHECK int fct_work_wait(fct_work *work);
  */
 bool fct_work_done(fct_work *work);
 /* Whether the work takes CPU time from computation. That requires three conditions: the work copies
- * through shared memory, it is larger than the ring, and the ranks have fewer than two CPUs each.
- */
+ * through shared memory, its data is larger than the ring, and the ranks have fewer than two CPUs
+ * each. */
 bool fct_work_is_cpu_bound(const fct_work *work);
 void fct_work_release(fct_work *work); /* NULL is allowed */
 /* Sets whether all-reduces of this thread reduce buffers of gradients. The shared-memory backend
- * forwards all others to gloo. Returns the previous value. */
+ * forwards all other all-reduces to gloo. Returns the previous value. */
 bool fct_set_gradient_all_reduce(bool gradients);
 
 /* Adds the shared-memory backend to the group under an unused type. The group calls only its

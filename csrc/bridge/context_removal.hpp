@@ -12,9 +12,9 @@
 namespace fct {
 
 /* Removes the copy of Python's context variables from the thread-local state during its life. Since
- * torch 2.13 every backward stores one there, and gloo's works copy the state. gloo's threads would
- * need the GIL to destroy their works. A thread that waits for the GIL while the interpreter
- * finalizes ends the process by std::terminate. */
+ * torch 2.13 every backward stores the variables there, and gloo's works copy the state. gloo's
+ * threads would need the GIL to destroy their works. A thread that waits for the GIL while the
+ * interpreter finalizes ends the process by std::terminate. */
 class ScopedContextRemoval {
   public:
     ScopedContextRemoval(const ScopedContextRemoval &) = delete;

@@ -10,7 +10,7 @@ extern "C" {
 
 /* For tests: the n-th fallible boundary call of this thread from now on fails with
  * RuntimeError("injected fault ..."). 0 disarms. fct_fault_left() returns the remaining calls (0:
- * disarmed or fired). The counter is thread-local. While it is armed, fct_work_done() returns
+ * disarmed or fired). The counter is thread-local. While a fault is armed, fct_work_done() returns
  * false, so that the order of calls does not depend on timing. */
 void fct_fault_arm(int64_t n);
 int64_t fct_fault_left(void);

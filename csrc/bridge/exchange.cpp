@@ -1,7 +1,7 @@
 /* The part of the boundary that the negotiation of transports uses: properties of a process group,
  * the object that csrc/transport keeps for it, and all-gathers of integers.
  *
- * Owns the table of these objects. The GIL guards it. */
+ * Owns the table of the objects. The GIL guards the table. */
 #include "context_removal.hpp"
 #include "group.hpp"
 

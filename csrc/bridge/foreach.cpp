@@ -1,6 +1,6 @@
-/* torch's foreach operations, for devices without kernels in csrc/kernels. Each is one launch if
- * torch has a kernel for the list, as on CUDA, else one for each tensor. torch's FSDP2 uses the
- * same operations. */
+/* torch's foreach operations, for devices without kernels in csrc/kernels. An operation is one
+ * kernel launch if torch has a kernel for the list, like on CUDA. Otherwise it is one launch for
+ * each tensor. torch's FSDP2 uses the same operations. */
 #include "bridge.hpp"
 #include "tensor.h"
 

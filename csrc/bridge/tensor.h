@@ -43,8 +43,8 @@ bool fct_tensor_is_like(const fct_tensor *t, const fct_tensor *other);
 /* New 1-D tensor of `numel` uninitialized elements, allocated on the device's current stream. Not
  * an inference tensor, even in inference mode. */
 FCT_CHECK int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out);
-/* New tensor aliasing base's storage, with base's dtype and its own version counter, no autograd
- * relation. `offset` is in elements from the start of the storage. Fails if the alias exceeds the
+/* New tensor aliasing base's storage, with base's dtype, its own version counter and no autograd
+ * history. `offset` is in elements from the start of the storage. Fails if the alias exceeds the
  * storage. */
 FCT_CHECK int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
                                const int64_t *strides, int64_t offset, fct_tensor **out);
@@ -52,7 +52,7 @@ FCT_CHECK int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64
 FCT_CHECK int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim,
                                   const int64_t *sizes, const int64_t *strides, int64_t offset,
                                   fct_tensor **out);
-/* New contiguous copy of t, or a new reference to t if it is contiguous. */
+/* New contiguous copy of t, or a new reference to t if t is contiguous. */
 FCT_CHECK int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out);
 /* New tensor of `dtype` with t's values, or a new reference to t if it has the dtype. A cast from
  * complex to real takes the real parts. */
@@ -61,7 +61,8 @@ FCT_CHECK int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
 /* Copies t.narrow(dim, start, length) to new memory, padded with zeros to `padded` along `dim`.
  * *local: new, the copy without padding. *row: new, all of the memory, 1-D. Both are views that
- * share one version counter. Goes through all layers of the dispatcher, without grad. */
+ * share one version counter. Unlike the functions above, the call runs through all dispatch keys,
+ * with grad mode off. */
 FCT_CHECK int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length,
                              int64_t padded, fct_tensor **local, fct_tensor **row);
 /* dst.copy_(src). Casts. */
@@ -79,15 +80,16 @@ FCT_CHECK int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **
 /* requires_grad_() of a leaf. */
 FCT_CHECK int fct_tensor_set_requires_grad(fct_tensor *t, bool value);
 
-/* dst[i].copy_(src[i]) for all i. One launch if the lists have one source dtype, one destination
- * dtype and equal shapes and strides, and if the device has such a kernel. */
+/* dst[i].copy_(src[i]) for all i. Launches one kernel if the device has one for the list. That
+ * requires one source dtype, one destination dtype, and equal shapes and strides. */
 FCT_CHECK int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t count);
 /* Splits a 2-D tensor along dim 1 into parts of `sizes` and copies them to out[i]. Each out[i] is
  * [rows, sizes[i]], contiguous, of the same dtype. */
 FCT_CHECK int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,
                              size_t count);
 /* torch._chunk_cat along dim 0: row c of out holds chunk c of each tensor, padded with zeros. The
- * tensors are 2-D, not empty, of one dtype. out: [chunks, sum of padded sizes]. Casts. */
+ * tensors are 2-D and not empty, and have one dtype. The shape of out is [chunks, sum of padded
+ * sizes]. Casts. */
 FCT_CHECK int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks,
                             fct_tensor *out);
 
@@ -99,14 +101,14 @@ void fct_memory_trim(void);
 /* Allocates `nbytes` bytes of uninitialized memory for the empty storage of t, from the storage's
  * own allocator. No-op if the storage has that size. */
 FCT_CHECK int fct_storage_alloc(fct_tensor *t, int64_t nbytes);
-/* Frees the storage's memory. The size becomes 0. No-op if it is 0. */
+/* Frees the storage's memory. The size becomes 0. No-op if the size is 0. */
 void fct_storage_free(fct_tensor *t);
 /* Whether fct_storage_free is allowed: false if an array (numpy()) or another process shares the
  * memory. */
 bool fct_storage_can_free(const fct_tensor *t);
 /* Whether another tensor refers to the storage of t. */
 bool fct_storage_is_shared(const fct_tensor *t);
-/* Moves the memory of from's storage to to's empty storage. Both are on one device. */
+/* Moves the memory of the storage of `from` to the empty storage of `to`, on the same device. */
 void fct_storage_move(fct_tensor *from, fct_tensor *to);
 
 /* .grad of a leaf. has: whether the leaf has a gradient. identity: its address, for comparison

@@ -25,8 +25,8 @@ struct BackgroundWait {
 void run(void *object) {
     auto *wait = static_cast<BackgroundWait *>(object);
     try {
-        /* Of the issuing thread's thread-local state, only these two settings are copied. The rest
-         * holds Python objects. */
+        /* The thread-local state of the issuing thread also contains Python objects, so only these
+         * two settings are copied. */
         const c10::AutoGradMode no_grad(false);
         const at::AutoDispatchBelowADInplaceOrView below;
         wait->work->wait();

@@ -1,4 +1,4 @@
-/* Conversions, getters and setters that several types share. Owns nothing. */
+/* Conversions, getters and setters that several types share. */
 #include "attributes.h"
 
 #include "../bridge/pyobject.h"

@@ -1,4 +1,4 @@
-/* Checks the calling thread before a state's forward or backward. Owns nothing.
+/* Checks the calling thread before a state's forward or backward.
  *
  * A second thread would use the parameters that the first has gathered, and free them. Therefore
  * one thread at a time may be in the forward or backward of a state. Threads may follow one

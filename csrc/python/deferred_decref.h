@@ -8,8 +8,8 @@
  * while the core holds borrowed pointers. */
 void fcpy_calls_enter(fcpy_module *mod);
 void fcpy_calls_leave(fcpy_module *mod);
-/* Releases the former value of an attribute when no call is in progress. Takes the reference; NULL
- * is allowed. */
+/* Releases the former value of an attribute when no call is in progress. Takes the reference. `obj`
+ * may be NULL. */
 void fcpy_defer_decref(fcpy_module *mod, PyObject *obj);
 /* Stores a new reference to `value` (or NULL) in *slot and defers the release of the former value.
  * A finalizer that the release runs reads the new value. */

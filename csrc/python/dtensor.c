@@ -1,5 +1,5 @@
 /* Implements dtensor.h. DTensor stores its fields in slots (__slots__). If a release of torch does
- * not, fields are read by name and torch makes new objects. Owns nothing. */
+ * not, fields are read by name and torch makes new objects. */
 #include "dtensor.h"
 
 #include "../bridge/pyobject.h"

@@ -1,8 +1,7 @@
 /* All-gather extensions. A parameter's shard may be a tensor subclass that defines two hooks. The
  * first returns the inputs of the all-gather. The second makes the unsharded parameter from its
  * outputs. The Python subclass of Param calls the hooks, because it has the code for their
- * signatures. The core holds the tensors (core/extension.h); Python receives them as new lists.
- * Owns nothing. */
+ * signatures. The core holds the tensors (core/extension.h); Python receives them as new lists. */
 #include "extension.h"
 
 #include "../bridge/pyobject.h"
@@ -113,8 +112,8 @@ static bool is_flat(const fc_param *p, const fct_tensor *tensor) {
            facts.numel == p->flat_numel && facts.dtype == fc_param_compute_dtype(p);
 }
 
-/* Sets the outputs of a gather by Python code. If there is one output and is_flat() is true, it
- * becomes the core's flat tensor. */
+/* Sets the outputs of a gather by Python code. A single output for which is_flat() is true becomes
+ * the core's flat tensor. */
 int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
     fcpy_param *self = (fcpy_param *)param;
     fc_param *p = &self->core;

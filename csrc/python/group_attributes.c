@@ -1,4 +1,4 @@
-/* Getters and setters of the ParamGroup type. Owns nothing. */
+/* Getters and setters of the ParamGroup type. */
 #include "group_attributes.h"
 
 #include "../core/bucket.h"

@@ -179,8 +179,8 @@ static PyObject *hook_repr(PyObject *obj) {
     return PyObject_Repr(hook_shown(obj));
 }
 
-/* Copies and pickles a method as an attribute of its state. copy returns the same function. pickle
- * stores a function by name and rejects it if it cannot be imported by that name. */
+/* Copies and pickles a method as an attribute of its state. copy.copy returns the same function.
+ * pickle stores a function by name and rejects it if it cannot be imported by that name. */
 static PyObject *hook_reduce_ex(PyObject *obj, PyObject *protocol) {
     PyObject *shown = hook_shown(obj);
     if (PyFunction_Check(shown)) {

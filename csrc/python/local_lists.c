@@ -95,8 +95,8 @@ static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **l
     return status;
 }
 
-/* Sets *converted to a new list of the converted values; returns as convert() does. Items are read
- * one by one, because convert() may run Python code that changes the lists. */
+/* Sets *converted to a new list of the converted values. Returns the status of convert(). Items are
+ * read one by one, because convert() may run Python code that changes the lists. */
 static int convert_list(conversion *c, PyObject *values, PyObject **converted) {
     Py_ssize_t count = PyList_GET_SIZE(values);
     int result = 1;
@@ -168,7 +168,7 @@ static bool is_plain(PyObject *local) {
     return facts.strided && !fc_dtype_is_complex(facts.dtype);
 }
 
-/* Appends the converted value; returns as convert() does. With `require_plain`, returns 0 for
+/* Appends the converted value. Returns the status of convert(). With `require_plain`, returns 0 for
  * sparse and complex tensors. */
 static int append(conversion *c, PyObject *value, PyObject *param, PyObject *list,
                   bool require_plain) {
@@ -184,8 +184,8 @@ static int append(conversion *c, PyObject *value, PyObject *param, PyObject *lis
     return result;
 }
 
-/* Appends the states of one parameter to the lists from index 3 on; returns as convert() does. A
- * key that is None leaves its list empty. */
+/* Appends the states of one parameter to the lists from index 3 on. Returns the status of
+ * convert(). A key that is None leaves its list empty. */
 static int append_states(conversion *c, PyObject *param, PyObject *states_of_params, PyObject *keys,
                          PyObject *lists) {
     PyObject *states = Py_XNewRef(PyDict_GetItemWithError(states_of_params, param));
@@ -207,8 +207,8 @@ static int append_states(conversion *c, PyObject *param, PyObject *states_of_par
     return result;
 }
 
-/* Appends a parameter, its gradient and its states to the lists; returns as convert() does. Skips a
- * parameter without gradient. */
+/* Appends a parameter, its gradient and its states to the lists. Returns the status of convert().
+ * Skips a parameter without gradient. */
 static int append_param(conversion *c, PyObject *param, PyObject *states_of_params, PyObject *keys,
                         PyObject *lists) {
     PyObject *grad = fcpy_grad_of(c->mod, param);

@@ -194,7 +194,7 @@ typedef struct fcpy_state {
     PyObject *modules_to_run;    /* set: modules of the state that have not run in this forward */
     PyObject *is_root;           /* None, True or False */
     fct_dtype input_dtype;       /* forward inputs are cast to it; FCT_NO_DTYPE: no cast */
-    fct_dtype output_dtype;      /* the same for outputs */
+    fct_dtype output_dtype;      /* forward outputs are cast to it; FCT_NO_DTYPE: no cast */
     bool moves_inputs;           /* as the root, the state moves its inputs to the device */
     bool entering;               /* a pre-forward is running */
     unsigned long thread;        /* thread that entered the latest forward */

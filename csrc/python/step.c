@@ -1,7 +1,8 @@
 /* The work of a state's hooks during a training step: before and after forward, at the first
- * gradient of an output, in the post-backward node and at the end of backward. Each is one C call,
- * without Python frames on the common path. An overridden or patched method is called where torch
- * would call it. Each hook detects overridden methods once, at its entry (transitions.h). */
+ * gradient of an output, in the post-backward node and at the end of backward. Each hook is one C
+ * call, without Python frames unless methods are overridden. An overridden or patched method is
+ * called where torch would call it. Each hook detects overridden methods once, at its entry
+ * (transitions.h). */
 #include "step.h"
 
 #include <time.h>
@@ -511,8 +512,8 @@ static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
     return output;
 }
 
-/* Calls complete_partial for all such states at the end of the iteration's forward, innermost
- * first. Steals output. */
+/* Calls complete_partial for all states with modules that did not run, at the end of the
+ * iteration's forward, innermost state first. Steals output. */
 static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
     if ((root->replaced & FCPY_STATE_COMPLETE) != 0) {
         Py_SETREF(output, PyObject_CallMethod((PyObject *)root, "_force_complete_incomplete_states",

@@ -1,16 +1,16 @@
 /* Selects which transitions and operations of a group Python code performs; see transitions.h.
  *
  * A group without replaced methods runs fc_group_transitions. Otherwise fcpy_group.ops has a
- * dispatch function for each overridden method and the core's function for each other one. Owns
- * nothing. */
+ * dispatch function for each overridden method and the core's function for each other method. */
 #include "transitions.h"
 
 #include "guard.h"
 
 /* ---- transitions ---- */
 
-/* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. It is user code,
- * which may patch further methods. As in torch, they are then called in the same transition. */
+/* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. The method is user
+ * code and may patch further methods. Like in torch, the same transition then calls the patched
+ * methods. */
 static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
     PyObject *self = (PyObject *)g->base.owner;
     const char *name = fcpy_group_method(bit);

@@ -1,7 +1,6 @@
 /* Traversal of forward arguments and outputs. Common structures are traversed in C: a tensor, or a
  * tuple or dict of tensors and plain scalars. Nested structures are passed to the bound Python
- * functions, which also support namedtuples, dataclasses and other containers. Owns nothing between
- * calls. */
+ * functions, which also support namedtuples, dataclasses and other containers. */
 #include "tree.h"
 
 #include "../bridge/pyobject.h"

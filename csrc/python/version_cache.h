@@ -7,7 +7,7 @@
 #include <Python.h>
 #include <stdbool.h>
 
-/* The overrides of one object, and the version tags of the type and dict they were read from. */
+/* The overrides of one object, and the version tags of its type and dict when they were read. */
 typedef struct fcpy_version_cache {
     uint64_t type_tag;
     uint64_t dict_tag;

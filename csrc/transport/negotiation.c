@@ -146,7 +146,7 @@ static negotiation_state get_state(shm_negotiation *n) {
     return state;
 }
 
-/* Sets the state and the transport, and takes the reference of the latter. After the end of the
+/* Sets the state and the transport, and takes the reference to the transport. After the end of the
  * group the state remains DECLINED. Returns the reference that the caller must release. */
 static shm_transport *set_state(shm_negotiation *n, negotiation_state state,
                                 shm_transport *transport) {

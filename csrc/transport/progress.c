@@ -1,7 +1,7 @@
 /* Progress threads, for collectives that cannot be polled; see progress.h.
  *
- * A process group has at most one progress thread. The first task starts it, and it runs one task
- * after the other, in order of issue.
+ * A process group has at most one progress thread. The first task starts the thread, which runs the
+ * tasks one after the other, in order of issue.
  *
  * Invariants: the handle and the thread share ownership of the queue, so either may end first. The
  * thread never takes the GIL: a thread that takes the GIL while the interpreter finalizes would

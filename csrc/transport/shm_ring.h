@@ -76,7 +76,7 @@ typedef enum shm_ring_peek_result {
 /* Reads the header of the first unreleased message of `rank`. Validates each field against the
  * capacity. Writes *message only for SHM_RING_READY. */
 shm_ring_peek_result shm_ring_peek(shm_ring *ring, int rank, shm_ring_message *message);
-/* Releases the memory of one message of each peer. The caller has peeked all of them. */
+/* Releases the memory of one message of each peer. The caller has peeked these messages. */
 void shm_ring_release(shm_ring *ring);
 
 /* Returns the peer with the most unreleased messages of this rank, or -1 if all are released. */

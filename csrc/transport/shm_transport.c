@@ -3,8 +3,8 @@
  * shm_transport_submit copies this rank's data into its ring. shm_transport_progress and waits read
  * the peers' rings. An operation that fits into the ring needs no background thread: submit writes
  * all of it. Threads that wait for the transport write the rest of a larger operation while peers
- * read. The progress thread waits for such an operation (progress.h). Messages are written and read
- * in order of issue. Without a waiting thread no system call is made.
+ * read. The progress thread waits for operations that are larger than the ring (progress.h).
+ * Messages are written and read in order of issue. Without a waiting thread no system call is made.
  *
  * A reader compares the tag and the size of each message with its own, and reports a mismatch.
  * After a mismatch, a timeout or the end of a rank, messages cannot be matched any more. All later
@@ -150,8 +150,8 @@ static shm_op *fail_all(shm_transport *t, const char *error) {
 
 /* ---- writing ---- */
 
-/* Writes one message. Returns false if all are written, if the ring is full, or if peers' messages
- * must be read first. Caller holds `mutex`. */
+/* Writes one message. Returns false if all messages are written, if the ring is full, or if peers'
+ * messages must be read first. Caller holds `mutex`. */
 static bool write_next(shm_transport *t) {
     shm_op *op = t->writing;
     if (op == NULL ||
@@ -325,7 +325,7 @@ static int find_late_peer(const shm_transport *t, char error[SHM_ERROR_BYTES]) {
                                   : shm_ring_slowest_reader(t->ring);
 }
 
-/* Fails all operations if the rank that the first one waits for has ended. */
+/* Fails all operations if the rank for which the first operation waits has ended. */
 static void check_peers(shm_transport *t, uint32_t seen_seq) {
     char error[SHM_ERROR_BYTES];
     shm_op *finished = NULL;
@@ -346,8 +346,8 @@ static void check_peers(shm_transport *t, uint32_t seen_seq) {
     release_owners(finished);
 }
 
-/* Does one step of progress. If none is possible and `op` is not complete, waits for a peer, for at
- * most `most_ms`. */
+/* Writes or reads one message. If that is not possible and `op` is not complete, waits for a peer,
+ * for at most `most_ms`. */
 static void progress_or_wait(shm_transport *t, const shm_op *op, int64_t most_ms) {
     const uint32_t seen_seq = shm_ring_seq(t->ring);
     /* Another thread may complete `op` while this thread waits for the mutex. */

@@ -21,8 +21,9 @@ enum {
 
 typedef struct shm_op shm_op;
 
-/* The behavior of an operation: this rank writes op->message_count messages and reads as many of
- * each peer. Any thread may call the functions, with or without the GIL. None fails. */
+/* The behavior of an operation: this rank writes op->message_count messages and reads the same
+ * number of messages of each peer. Any thread may call the functions, with or without the GIL. The
+ * functions cannot fail. */
 typedef struct shm_op_methods {
     size_t (*message_bytes)(const shm_op *op, size_t message);
     /* Whether write() can produce a message after `messages_read` messages of each peer were read.
@@ -46,13 +47,13 @@ typedef struct shm_owner {
     void (*release)(void *object);
 } shm_owner;
 
-/* The first member of a struct that implements an operation. Set the first four fields before
- * shm_transport_submit. The others belong to the transport. */
+/* The first member of a struct that implements an operation. The caller sets the first four fields
+ * before shm_transport_submit. The transport sets the other fields. */
 struct shm_op {
     const shm_op_methods *methods;
     uint32_t tag; /* different tags on two ranks are a collective mismatch */
     size_t message_count;
-    int64_t timeout_ms; /* from the issue; then the operation fails if it is not complete */
+    int64_t timeout_ms; /* time from the issue after which an incomplete operation fails */
     shm_owner owner;
     int64_t start_ns;
     size_t written, read; /* messages */
@@ -60,8 +61,8 @@ struct shm_op {
     struct shm_op *next;
 };
 
-/* One rank's ring and its operations in order of issue. All users of a process group share it. Any
- * thread may call the functions. */
+/* One rank's ring and its operations in order of issue. All users of a process group share the
+ * object. Any thread may call the functions. */
 typedef struct shm_transport shm_transport;
 
 /* Returns a new transport with one owner, or NULL if the ring cannot be created. */
@@ -69,7 +70,7 @@ shm_transport *shm_transport_open(void);
 void shm_transport_retain(shm_transport *t);
 void shm_transport_release(shm_transport *t); /* NULL is allowed */
 shm_ring_handle shm_transport_handle(const shm_transport *t);
-/* Maps the peers' rings. Returns false if one cannot be mapped. */
+/* Maps the peers' rings. Returns false if a ring cannot be mapped. */
 bool shm_transport_connect(shm_transport *t, int rank, int world, const shm_ring_handle *handles);
 /* Records that the ranks have fewer than two CPUs each, so that copies in the background take CPU
  * time from computation. Call it before the first submit. */
@@ -92,8 +93,9 @@ shm_submit_result shm_transport_submit(shm_transport *t, shm_op *op, shm_owner o
 /* Writes and reads messages until nothing more is possible without waiting. */
 void shm_transport_progress(shm_transport *t);
 /* Blocks until `op` is complete and returns 1. Aborts the transport when the time limit of the
- * operation ends. Returns -1 and writes `error` in a child of fork(), or after `most_ms` if it is
- * not 0; then the operation continues. Call it without the GIL. */
+ * operation ends. Returns -1 and writes `error` in a child of fork(), or after `most_ms`
+ * milliseconds (0: no limit). After -1 the operation continues. The caller does not hold the GIL.
+ */
 int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error[SHM_ERROR_BYTES]);
 /* Fails all operations and every later submit, and marks the ring closed for peers. */
 void shm_transport_abort(shm_transport *t, const char *reason);

@@ -1,9 +1,9 @@
 /* Transports move the data of collectives between ranks. The core calls the functions of this
  * header; each call selects the transport of the process group and calls its table.
  *
- * Every collective is one op of namespace c10d, whichever transport moves the data, so
- * CommDebugMode, the flight recorder and tests count the same ops. All functions need the GIL. The
- * conventions of bridge/types.h apply. */
+ * Every collective is one op of namespace c10d, with every transport. So CommDebugMode, the flight
+ * recorder and tests count the same ops. All functions need the GIL. The conventions of
+ * bridge/types.h apply. */
 #ifndef FSDP_C_TRANSPORT_TRANSPORT_H
 #define FSDP_C_TRANSPORT_TRANSPORT_H
 
@@ -18,15 +18,17 @@ extern "C" {
 
 /* ---- collectives ---- */
 
-/* Each issues one asynchronous collective. `tag` is not used after the call; NULL is allowed. *work
- * is new, or NULL if the backend finished at once. The tensors are 1-D and contiguous. The backend
- * keeps references to them until it is done. `factor` is used only for FCT_PREMUL_SUM. */
+/* Each function issues one asynchronous collective. `tag` is not used after the call; NULL is
+ * allowed. *work is new, or NULL if the backend finished at once. The tensors are 1-D and
+ * contiguous. The backend keeps references to the tensors until the collective is complete.
+ * `factor` is used only for FCT_PREMUL_SUM. */
 FCT_CHECK int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                              fct_tensor *input, bool async_op, fct_work **work);
 FCT_CHECK int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                                  fct_tensor *input, fct_reduce_op op, double factor, bool async_op,
                                  fct_work **work);
-/* All-reduces a buffer of gradients. fct_sum_over_ranks (bridge/collective.h) reduces others. */
+/* All-reduces a buffer of gradients. fct_sum_over_ranks (bridge/collective.h) reduces other values.
+ */
 FCT_CHECK int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor,
                              fct_reduce_op op, double factor, bool async_op, fct_work **work);
 
@@ -61,8 +63,8 @@ const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use
  * transport. `use` is the collective that follows. *entered is the argument of fct_pg_leave_shm,
  * NULL if the group uses its own backend. */
 FCT_CHECK int fct_transport_enter(fct_pg *pg, fct_use use, void **entered);
-/* Pauses or resumes shared memory for a group. All ranks must call it at the same point of their
- * programs. */
+/* Pauses or resumes shared memory for a group. All ranks must call the function at the same point
+ * of their programs. */
 FCT_CHECK int fct_transport_pause(fct_pg *pg, bool paused);
 
 #ifdef __cplusplus
