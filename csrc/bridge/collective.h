@@ -10,10 +10,10 @@ extern "C" {
 
 typedef struct fct_work fct_work; /* a c10d::Work; one owner */
 
-/* Every collective goes through the ProcessGroup's method, and so through the dispatcher ops of
- * namespace c10d. One call is one op, also over shared memory. So CommDebugMode, the flight
- * recorder and tests count the same ops. Complex tensors are passed as pairs of real numbers.
- * Gathers pass dtypes that the backend does not support as bytes.
+/* Every collective calls the ProcessGroup's method, which calls a dispatcher op of namespace c10d.
+ * One collective is one op, even over shared memory. So CommDebugMode, the flight recorder and
+ * tests count the same ops. Complex tensors are passed as pairs of real numbers. Gathers pass
+ * dtypes that the backend does not support as bytes.
  *
  * A rank shard ("row" in names) is the elements of a collective's buffer that belong to one rank.
  */
@@ -38,13 +38,13 @@ FCT_CHECK int fct_sum_over_ranks(fct_pg *pg, fct_tensor *tensor, fct_work **work
 
 /* Consecutive elements of a rank shard, and their place in this rank's memory. */
 typedef struct fct_run {
-    size_t chunk;   /* index of the tensor that holds them */
+    size_t chunk;   /* index of the tensor that contains the elements */
     int64_t offset; /* in elements, in each rank's part of that tensor */
     int64_t numel;
 } fct_run;
-/* A rank shard as a sequence of runs. Chunk k holds parts of all rank shards, in rank order, of one
- * size. The layout is private to this rank: the transport sends shards in element order, so peers
- * may have other layouts. */
+/* A rank shard as a sequence of runs. Chunk k contains equally large parts of all rank shards, in
+ * rank order. The layout is private to this rank: the transport sends shards in element order, so
+ * peers may have other layouts. */
 typedef struct fct_chunk_layout {
     const fct_run *runs;
     size_t count;

@@ -17,7 +17,7 @@ int64_t fct_fault_left(void);
 /* The fault point of a fallible function outside of this folder. Returns 0, or -1 with the injected
  * fault. */
 FCT_CHECK int fct_fault(const char *function);
-/* Sets MemoryError. */
+/* Raises MemoryError. */
 void fct_error_no_memory(void);
 
 /* Takes the pending exception (NULL: none) before a clean-up that may fail. fct_error_put_back

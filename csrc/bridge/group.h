@@ -1,4 +1,4 @@
-/* Process groups: handles, and what csrc/transport needs of them. */
+/* Handles of process groups, and the functions that csrc/transport needs. */
 #ifndef FSDP_C_BRIDGE_GROUP_H
 #define FSDP_C_BRIDGE_GROUP_H
 

@@ -1,9 +1,9 @@
 /* Types and conventions of the boundary between the C layers and libtorch.
  *
- * The headers (.h) of this folder are valid C11 and include no header of torch or Python. Each one
- * declares opaque handles and functions of one topic. The .cpp files are the only real
- * implementation; tests/c/ has a simulated one. Headers of C++ (.hpp) are private to this folder.
- * csrc/core includes all of these headers except pyobject.h.
+ * The headers (.h) of this folder are valid C11 and include no header of torch or Python. Each
+ * header declares opaque handles and functions of one topic. The .cpp files implement them for
+ * libtorch; csrc/dry_run and tests/c contain simulated implementations. Headers of C++ (.hpp) are
+ * private to this folder. csrc/core includes all of these headers except pyobject.h.
  *
  * Conventions
  *   - An `int` result is 0, or -1 with a Python exception set. Functions with another result

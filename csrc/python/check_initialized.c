@@ -1,4 +1,4 @@
-/* Checks whether an object is initialized, and sets the exceptions of objects that are not. An
+/* Checks whether an object is initialized, and sets the exceptions for uninitialized objects. An
  * object has no core struct before __init__, and after the garbage collector has cleared it. */
 #include "check_initialized.h"
 

@@ -1,4 +1,4 @@
-/* Checks whether an object is initialized, and sets the exceptions of objects that are not. */
+/* Checks whether an object is initialized, and sets the exceptions for uninitialized objects. */
 #ifndef FSDP_C_PYTHON_CHECK_INITIALIZED_H
 #define FSDP_C_PYTHON_CHECK_INITIALIZED_H
 
@@ -12,7 +12,7 @@ bool fcpy_group_check_initialized(const fcpy_group *self);
 bool fcpy_group_check_context(const fcpy_group *self, const char *type, const char *attribute);
 /* Sets the exception of `status`, with the message of the group's context. Returns -1. */
 int fcpy_group_raise(const fcpy_group *self, fc_status status);
-/* Whether the context is for the group's type of device; -1 with ValueError. */
+/* Returns 0 if the context is for the group's type of device, else -1 with ValueError. */
 int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device);
 /* Whether the state has its contexts; false with RuntimeError. Uninitialized states and states that
  * the garbage collector has cleared have none. */

@@ -9,16 +9,16 @@
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"device", NULL};
     PyObject *device = NULL;
-    fct_device parsed;
+    fct_device torch_device;
     fcpy_module *mod = fcpy_module_of(type);
     if (mod == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O", keywords, &device) ||
-        fct_py_device(device, &parsed) != 0) {
+        fct_py_device(device, &torch_device) != 0) {
         return NULL;
     }
     fcpy_comm *self = (fcpy_comm *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->mod = mod;
-        fc_comm_init(&self->core, parsed);
+        fc_comm_init(&self->core, torch_device);
     }
     return (PyObject *)self;
 }

@@ -155,12 +155,12 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     long long world = 0;
     long long rank = 0;
     Py_ssize_t module_count = 1;
-    fct_device parsed;
+    fct_device torch_device;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOLLn", keywords, &list,
                                      self->mod->comm_type, &comm, &device, &pg_name, &world, &rank,
                                      &module_count) ||
-        fct_py_device(device, &parsed) != 0 ||
-        fcpy_group_check_device(&((fcpy_comm *)comm)->core, parsed) != 0) {
+        fct_py_device(device, &torch_device) != 0 ||
+        fcpy_group_check_device(&((fcpy_comm *)comm)->core, torch_device) != 0) {
         return -1;
     }
     PyObject *tuple = fcpy_tuple_of(list, self->mod->param_type, "params");
@@ -178,7 +178,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     fc_group_init(&self->core, self, &fcpy_callbacks, &((fcpy_comm *)comm)->core,
-                  (fc_param **)params, (size_t)PyTuple_GET_SIZE(tuple), parsed, world, rank);
+                  (fc_param **)params, (size_t)PyTuple_GET_SIZE(tuple), torch_device, world, rank);
     self->core.place.modules = (size_t)module_count;
     self->params = tuple;
     Py_INCREF(comm);

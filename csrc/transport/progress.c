@@ -118,8 +118,8 @@ static void run_task(progress_task *task) {
     (void)pthread_mutex_lock(&task->mutex);
     task->done = true;
     (void)pthread_mutex_unlock(&task->mutex);
-    (void)pthread_cond_broadcast(
-        &task->changed); /* after the unlock: a woken thread takes the mutex at once */
+    /* After the unlock, so that a woken thread can take the mutex at once. */
+    (void)pthread_cond_broadcast(&task->changed);
     progress_task_release(task);
 }
 

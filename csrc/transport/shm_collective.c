@@ -196,9 +196,9 @@ shm_submit_result shm_collective_start(shm_collective *c, shm_transport *t, shm_
     return shm_transport_submit(t, &c->op, owner, error);
 }
 
-int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t most_ms,
+int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t max_ms,
                         char error[SHM_ERROR_BYTES]) {
-    return shm_transport_wait(t, &c->op, most_ms, error);
+    return shm_transport_wait(t, &c->op, max_ms, error);
 }
 
 bool shm_collective_is_cpu_bound(const shm_collective *c) {

@@ -22,7 +22,7 @@ void shm_collective_drop_segments(shm_collective *c);
 shm_submit_result shm_collective_start(shm_collective *c, shm_transport *t, shm_owner owner,
                                        char error[SHM_ERROR_BYTES]);
 /* See shm_transport_wait. */
-int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t most_ms,
+int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t max_ms,
                         char error[SHM_ERROR_BYTES]);
 /* The result of shm_transport_is_cpu_bound at shm_collective_start. */
 bool shm_collective_is_cpu_bound(const shm_collective *c);

@@ -347,22 +347,22 @@ static void check_peers(shm_transport *t, uint32_t seen_seq) {
 }
 
 /* Writes or reads one message. If that is not possible and `op` is not complete, waits for a peer,
- * for at most `most_ms`. */
-static void progress_or_wait(shm_transport *t, const shm_op *op, int64_t most_ms) {
+ * for at most `max_ms`. */
+static void progress_or_wait(shm_transport *t, const shm_op *op, int64_t max_ms) {
     const uint32_t seen_seq = shm_ring_seq(t->ring);
     /* Another thread may complete `op` while this thread waits for the mutex. */
     if (advance(t) || is_done(op)) {
         return;
     }
-    shm_ring_wait(t->ring, seen_seq, most_ms);
+    shm_ring_wait(t->ring, seen_seq, max_ms);
     if (shm_ring_seq(t->ring) == seen_seq) {
         check_peers(t, seen_seq);
     }
 }
 
-/* The time limit of an operation starts at its issue, as in gloo. After `most_ms`, the limit of
- * this call, the operation continues. */
-int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error[SHM_ERROR_BYTES]) {
+/* The time limit of an operation starts at its issue, as in gloo. After `max_ms`, the limit of this
+ * call, the operation continues. */
+int shm_transport_wait(shm_transport *t, shm_op *op, int64_t max_ms, char error[SHM_ERROR_BYTES]) {
     const int64_t begin_ns = now_ns();
     for (;;) {
         shm_transport_progress(t);
@@ -383,11 +383,11 @@ int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error
             shm_transport_abort(t, error);
             return 1;
         }
-        if (most_ms != 0) {
-            const int64_t call_ms = most_ms - (time_ns - begin_ns) / 1000000;
+        if (max_ms != 0) {
+            const int64_t call_ms = max_ms - (time_ns - begin_ns) / 1000000;
             remaining_ms = call_ms < remaining_ms ? call_ms : remaining_ms;
             if (remaining_ms <= 0) {
-                (void)snprintf(error, SHM_ERROR_BYTES, "Timed out waiting %" PRId64 "ms", most_ms);
+                (void)snprintf(error, SHM_ERROR_BYTES, "Timed out waiting %" PRId64 "ms", max_ms);
                 return -1;
             }
         }

@@ -93,10 +93,10 @@ shm_submit_result shm_transport_submit(shm_transport *t, shm_op *op, shm_owner o
 /* Writes and reads messages until nothing more is possible without waiting. */
 void shm_transport_progress(shm_transport *t);
 /* Blocks until `op` is complete and returns 1. Aborts the transport when the time limit of the
- * operation ends. Returns -1 and writes `error` in a child of fork(), or after `most_ms`
+ * operation ends. Returns -1 and writes `error` in a child of fork(), or after `max_ms`
  * milliseconds (0: no limit). After -1 the operation continues. The caller does not hold the GIL.
  */
-int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error[SHM_ERROR_BYTES]);
+int shm_transport_wait(shm_transport *t, shm_op *op, int64_t max_ms, char error[SHM_ERROR_BYTES]);
 /* Fails all operations and every later submit, and marks the ring closed for peers. */
 void shm_transport_abort(shm_transport *t, const char *reason);
 
