@@ -17,9 +17,9 @@ using ShmTransportPtr = std::shared_ptr<shm_transport>;
 
 /* The memory of all rank shards on this rank. */
 struct RankShards {
-    /* From one tensor [ranks, elements] whose last dimension is contiguous. */
+    /* Takes one tensor [ranks, elements] whose last dimension is contiguous. */
     static RankShards of_tensor(const at::Tensor &tensor);
-    /* From chunks [ranks, elements], see fct_chunk_layout in collective.h. Throws if the runs do
+    /* Takes chunks [ranks, elements]; see fct_chunk_layout in collective.h. Throws if the runs do
      * not cover the chunks in order. */
     static RankShards of_chunks(const std::vector<at::Tensor> &chunks,
                                 const fct_chunk_layout &layout);
@@ -42,8 +42,8 @@ class ShmWork : public c10d::Work {
     ShmWork &operator=(const ShmWork &) = delete;
     ~ShmWork() override;
 
-    /* Releases the tensors on completion, on any thread, instead of with this object. Requires
-     * tensors without Python objects. A failed collective keeps its tensors. */
+    /* Makes completion release the tensors, on any thread. By default the destructor releases them.
+     * Requires tensors without Python objects. A failed collective keeps its tensors. */
     void release_on_completion();
 
     /* Submits the collective. Fills the fields of the request that the tensors determine. The
@@ -67,8 +67,8 @@ class ShmWork : public c10d::Work {
     const bool average_;
     int64_t world_ = 0;
     bool release_on_completion_ = false;
-    ShmTransportPtr transport_; /* set by start(), as the next member */
-    shm_collective *collective_ = nullptr;
+    ShmTransportPtr transport_;            /* set by start() */
+    shm_collective *collective_ = nullptr; /* set by start() */
 };
 
 } // namespace fct

@@ -4,14 +4,15 @@
 
 #include "objects.h"
 
-/* Returns a list of objects of `type` as a new tuple; NULL with TypeError. The error message calls
- * the list `name`. */
+/* Checks that `list` is a list of objects of `type`. Returns its items as a new tuple, or NULL with
+ * TypeError. The error message calls the list `name`. */
 PyObject *fcpy_tuple_of(PyObject *list, PyTypeObject *type, const char *name);
 /* Returns an array with the address of each item's core struct, `offset` bytes into the object. The
- * caller frees it with free(). NULL with MemoryError on failure. */
+ * caller frees the array with free(). Returns NULL with MemoryError on failure. */
 void *fcpy_core_array(PyObject *tuple, size_t offset);
+/* fcpy_training_state and fcpy_sharded_state return a member of torch's enum; new reference. */
 PyObject *fcpy_training_state(const fcpy_module *mod, fc_training_state state);
-/* Returns -1 with TypeError if obj is no TrainingState. */
+/* Returns -1 with TypeError if obj is not a TrainingState. */
 int fcpy_parse_training_state(const fcpy_module *mod, PyObject *obj, fc_training_state *out);
 PyObject *fcpy_sharded_state(const fcpy_module *mod, fc_sharded_state state);
 /* Sets *target to the truth of `value`. Returns -1 with AttributeError on deletion. */

@@ -12,7 +12,7 @@
 
 /* Converts a sequence of tensors to an array of handles. *handles is a new array (PyMem_Free); the
  * handles are borrowed from *items, a new reference. `raise` sets the exception for an item that is
- * no tensor. */
+ * not a tensor. */
 static int parse_tensors(PyObject *value, void (*raise)(PyObject *item), PyObject **items,
                          fct_tensor ***handles) {
     PyObject *list = PySequence_List(value);

@@ -63,8 +63,8 @@ static void set_grouped(PyObject *params, bool grouped) {
     }
 }
 
-/* Marks the Params as members of a group. Each must be initialized and in no group, because its
- * core struct stores its position. Returns -1 with ValueError otherwise, with none marked. */
+/* Marks the Params as members of a group. Each Param must be initialized and in no group, because
+ * its core struct stores its position. On failure returns -1 with ValueError and marks none. */
 static int mark_params(PyObject *params) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
         fcpy_param *param = (fcpy_param *)PyTuple_GET_ITEM(params, i);
@@ -109,8 +109,8 @@ static int check_process_group(PyObject *params, int index, PyObject *name, long
     return is_valid ? 0 : -1;
 }
 
-/* Marks the Params as members of the group, after check_process_group. Returns -1 with an exception
- * and none marked on failure. */
+/* Marks the Params as members of the group, after check_process_group. On failure returns -1 with
+ * an exception and marks none. */
 static int claim_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
     if (mark_params(params) != 0) {
         return -1;
@@ -208,7 +208,7 @@ static void group_dealloc(PyObject *obj) {
     fcpy_group *self = as_group(obj);
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
-    /* Detach the core struct first. None of the group's methods may run now. */
+    /* Detach the core struct first: from now on no method of the group may run. */
     self->core.gather.pending.uses_fallback = false;
     fc_group_fini(&self->core);
     if (self->weakrefs != NULL) {
@@ -327,7 +327,8 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
             return NULL;
         }
     }
-    /* In torch a group of one rank reads its parameters before the streams. */
+    /* In torch, the first missing attribute is that of a parameter if the group has one rank, else
+     * a stream of the context. */
     const bool one_rank = as_group(obj)->core.base.shard.world == 1;
     return fcpy_group_check_context(as_group(obj), one_rank ? "FSDPParam" : "FSDPCommContext",
                                     one_rank ? "param_dtype" : "all_gather_copy_in_stream")
@@ -466,17 +467,17 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
 static PyMethodDef group_methods[] = {
     {"_set_process_group", group_set_process_group, METH_VARARGS,
      "_set_process_group(kind, name, world, rank, group=None): sets the process group for 'shard', "
-     "'scatter', 'replicate' or 'post_forward' collectives. group None: look it up by name; name "
-     "None: no process group."},
+     "'scatter', 'replicate' or 'post_forward' collectives. If group is None, it is looked up by "
+     "name. If name is None too, the group has no process group for them."},
     {"_set_memory", group_set_memory, METH_VARARGS,
      "_set_memory(gather, reduce): sets the allocators of the buffers of all-gathers and of "
      "reduce-scatters: (name, process group), or None for torch's allocator."},
     {"_set_unit", group_set_unit, METH_VARARGS,
      "_set_unit(unit, index, siblings): sets the State of the fully_shard call, and the group's "
-     "index among its groups."},
+     "index among the groups of that State."},
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,
-     "unshard(async_op=False): starts the all-gather, unless one is in flight or the group is "
-     "unsharded."},
+     "unshard(async_op=False): starts the all-gather, unless an all-gather is in flight or the "
+     "group is unsharded."},
     {"reshard", group_reshard, METH_NOARGS,
      "Registers the sharded parameters and frees the unsharded ones."},
     {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() in any training state."},
@@ -495,7 +496,7 @@ static PyMethodDef group_methods[] = {
     {"_reset_iter_state", group_reset, METH_NOARGS,
      "Resets the group to sharded and idle, and drops partial gradients."},
     {"_invalidate", group_invalidate, METH_NOARGS,
-     "Marks the transfer plan as stale; the next unshard builds a new one."},
+     "Marks the gather plan as stale; the next unshard makes a new plan."},
     {"_check", group_check, METH_NOARGS,
      "Raises RuntimeError if an invariant is violated (for tests)."},
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
@@ -504,8 +505,8 @@ static PyMethodDef group_methods[] = {
     {"wait_for_unshard", group_wait, METH_NOARGS,
      "Waits for unshard() and registers the unsharded parameters."},
     {"pre_forward", group_pre_forward, METH_VARARGS,
-     "pre_forward(module, args, kwargs) -> (args, kwargs): unshards and inserts the post-backward "
-     "node."},
+     "pre_forward(module, args, kwargs) -> (args, kwargs): unshards, and passes the tensors that "
+     "require grad through the post-backward node."},
     {"_backward_prefetch", group_backward_prefetch, METH_NOARGS,
      "Unshards the group that backward is expected to reach next."},
     {"pre_backward", group_pre_backward, METH_VARARGS,

@@ -10,16 +10,17 @@ int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs)
  * its class is patched, else the core's. Returns -1 with an exception on failure. */
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs);
 
-/* Runs lazy init if it has not run, then begins an iteration unless one has begun. May replace args
- * and kwargs (owned). */
+/* Runs lazy init if it has not run, then begins an iteration if none has begun. May replace *args
+ * and *kwargs, which are owned references. */
 int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwargs);
 /* Resets the state of the iteration, for all states of the root. */
 int fcpy_state_reset(fcpy_state *self);
 /* The work of the hooks at the first gradient of an output, and at the end of a backward. */
 int fcpy_state_pre_backward(fcpy_state *self);
 int fcpy_state_end_backward(fcpy_state *self);
-/* The work of the forward hooks. fcpy_state_pre_forward returns 0 and may replace args and kwargs
- * (owned). fcpy_state_post_forward returns a new reference to the output. */
+/* The work of the forward hooks. fcpy_state_pre_forward returns 0 and may replace *args and
+ * *kwargs, which are owned references. fcpy_state_post_forward returns a new reference to the
+ * output. */
 int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs);
 PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *input,
                                   PyObject *output);

@@ -14,8 +14,8 @@ typedef struct fcpy_flat {
     Py_ssize_t count;
 } fcpy_flat;
 
-/* Returns 1 for a leaf that is no tensor, 2 for a tensor, 0 for an object that Python has to
- * traverse. */
+/* Returns 1 for a leaf that is not a tensor, 2 for a tensor, and 0 for an object that only Python
+ * code can traverse. */
 static int leaf_kind(PyObject *item) {
     if (item == Py_None || PyBool_Check(item) || PyLong_CheckExact(item) ||
         PyFloat_CheckExact(item) || PyUnicode_CheckExact(item)) {

@@ -4,7 +4,8 @@
  * the peers' rings. An operation that fits into the ring needs no background thread: submit writes
  * all of it. Threads that wait for the transport write the rest of a larger operation while peers
  * read. The progress thread waits for operations that are larger than the ring (progress.h).
- * Messages are written and read in order of issue. Without a waiting thread no system call is made.
+ * Messages are written and read in order of issue. The transport makes no system call while no
+ * thread waits.
  *
  * A reader compares the tag and the size of each message with its own, and reports a mismatch.
  * After a mismatch, a timeout or the end of a rank, messages cannot be matched any more. All later
@@ -36,8 +37,8 @@ struct shm_transport {
     char error[SHM_ERROR_BYTES]; /* of the first failure */
 };
 
-/* Number of forks between the first process and this one. A child inherits its parent's objects,
- * but must not use its parent's rings. */
+/* Number of forks between the first process and this process. A child inherits its parent's
+ * objects, but must not use its parent's rings. */
 static atomic_uint forks;
 
 static void count_fork(void) {
