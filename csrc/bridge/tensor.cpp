@@ -97,8 +97,8 @@ void check_alias(const c10::TensorImpl *base, int64_t itemsize, c10::IntArrayRef
 /* The alias has the base's key set, so it is an inference tensor if the base is one. The
  * constructor removes Python keys. An alias of a conjugate view has the unconjugated values of the
  * memory. */
-c10::TensorImpl *alias(c10::TensorImpl *base, caffe2::TypeMeta dtype, int32_t ndim,
-                       const int64_t *sizes, const int64_t *strides, int64_t offset) {
+c10::TensorImpl *make_alias(c10::TensorImpl *base, caffe2::TypeMeta dtype, int32_t ndim,
+                            const int64_t *sizes, const int64_t *strides, int64_t offset) {
     const c10::IntArrayRef shape(sizes, static_cast<size_t>(ndim));
     const c10::IntArrayRef steps(strides, static_cast<size_t>(ndim));
     check_alias(base, static_cast<int64_t>(dtype.itemsize()), shape, steps, offset);
@@ -225,7 +225,8 @@ void fct_memory_trim(void) {
 int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
                      const int64_t *strides, int64_t offset, fct_tensor **out) {
     return guarded("fct_tensor_alias", [&] {
-        *out = fct::handle(alias(impl(base), impl(base)->dtype(), ndim, sizes, strides, offset));
+        *out =
+            fct::handle(make_alias(impl(base), impl(base)->dtype(), ndim, sizes, strides, offset));
     });
 }
 
@@ -233,7 +234,7 @@ int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim, c
                         const int64_t *strides, int64_t offset, fct_tensor **out) {
     return guarded("fct_tensor_alias_as", [&] {
         const caffe2::TypeMeta type = c10::scalarTypeToTypeMeta(fct::scalar_type(dtype));
-        *out = fct::handle(alias(impl(base), type, ndim, sizes, strides, offset));
+        *out = fct::handle(make_alias(impl(base), type, ndim, sizes, strides, offset));
     });
 }
 

@@ -203,7 +203,7 @@ static bool callback_requires_grad(void *owner) {
     return sharded != NULL && fct_tensor_requires_grad(sharded);
 }
 
-static int callback_require_grad(void *owner, bool value) {
+static int callback_set_requires_grad(void *owner, bool value) {
     fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
     return sharded != NULL ? fct_tensor_set_requires_grad(sharded, value) : 0;
 }
@@ -346,8 +346,8 @@ static void callback_drop_reduce(void *owner) {
 }
 
 /* Makes two new lists: the parameters, and their gradients. Takes the gradients out of `grads`. */
-static int reduce_lists(fc_param *const *params, fct_tensor **grads, size_t count,
-                        PyObject **param_list, PyObject **grad_list) {
+static int make_reduce_lists(fc_param *const *params, fct_tensor **grads, size_t count,
+                             PyObject **param_list, PyObject **grad_list) {
     PyObject *new_params = PyList_New((Py_ssize_t)count);
     PyObject *new_grads = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; new_params != NULL && new_grads != NULL && i < count; i++) {
@@ -379,7 +379,7 @@ static int callback_reduce(void *owner, fc_param *const *params, fct_tensor **gr
     PyObject *param_list = NULL;
     PyObject *grad_list = NULL;
     self->has_reduced = true;
-    if (reduce_lists(params, grads, count, &param_list, &grad_list) != 0) {
+    if (make_reduce_lists(params, grads, count, &param_list, &grad_list) != 0) {
         return -1;
     }
     PyObject *result =
@@ -405,7 +405,7 @@ const fc_callbacks fcpy_callbacks = {
     .swap = callback_swap,
     .swap_by_method = callback_swap_by_override,
     .requires_grad = callback_requires_grad,
-    .require_grad = callback_require_grad,
+    .require_grad = callback_set_requires_grad,
     .shard_version = callback_shard_version,
     .refresh_shard = fcpy_shard_refresh,
     .set_sharded_grad = callback_set_sharded_grad,

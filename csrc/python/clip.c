@@ -49,7 +49,7 @@ static bool kind_equal(const kind *a, const kind *b) {
 
 /* Sets *out to the kind of a DTensor, with new references. Both fields are NULL for a plain
  * tensor. */
-static int kind_of(const fcpy_module *mod, PyObject *grad, kind *out) {
+static int read_kind(const fcpy_module *mod, PyObject *grad, kind *out) {
     out->mesh = out->placements = NULL;
     const int is_dtensor = PyObject_IsInstance(grad, mod->bound.dtensor_class);
     if (is_dtensor <= 0) {
@@ -105,7 +105,7 @@ static int collect_gradient(const fcpy_module *mod, PyObject *grad, PyObject *lo
     int result = -1;
     kind grad_kind = {NULL, NULL};
     PyObject *local = NULL, *index = NULL;
-    if (kind_of(mod, grad, &grad_kind) != 0) {
+    if (read_kind(mod, grad, &grad_kind) != 0) {
         goto done;
     }
     local = local_tensor_of(mod, grad, &grad_kind);
@@ -123,8 +123,8 @@ done:
 
 /* Appends all gradients. `items` has gradients, or parameters, of which those without gradient are
  * skipped. A method of a tensor subclass may change the list during the loop. */
-static int collect(const fcpy_module *mod, PyObject *items, bool are_params, PyObject *locals,
-                   PyObject *kinds, PyObject *indices) {
+static int collect_gradients(const fcpy_module *mod, PyObject *items, bool are_params,
+                             PyObject *locals, PyObject *kinds, PyObject *indices) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
         PyObject *item = Py_NewRef(PyList_GET_ITEM(items, i));
         PyObject *grad = are_params ? fcpy_grad_of(mod, item) : Py_NewRef(item);
@@ -153,7 +153,7 @@ PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t 
     PyObject *locals = PyList_New(0), *kinds = PyList_New(0), *indices = PyList_New(0);
     PyObject *result = NULL;
     if (locals != NULL && kinds != NULL && indices != NULL &&
-        collect(mod, args[0], are_params != 0, locals, kinds, indices) == 0) {
+        collect_gradients(mod, args[0], are_params != 0, locals, kinds, indices) == 0) {
         result = PyTuple_Pack(3, locals, kinds, indices);
     }
     Py_XDECREF(locals);
@@ -166,7 +166,7 @@ PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* Sets *out to the elements of a tensor. Returns false if the kernels cannot process them: they
  * need contiguous float32 in host memory. */
-static bool floats_of(fct_tensor *tensor, fck_floats *out) {
+static bool get_floats(fct_tensor *tensor, fck_floats *out) {
     fct_facts facts;
     if (tensor == NULL) {
         return false;
@@ -201,7 +201,7 @@ static int all_reduce(const char *group, fct_tensor *values) {
 
 /* Takes square roots in place, with the operator that torch uses. On some processors (AMD) the
  * roots of MKL differ from sqrtf in the last bit. */
-static int take_roots(fct_tensor *values) {
+static int compute_square_roots(fct_tensor *values) {
     PyObject *tensor = NULL;
     if (fct_py_from_tensor(values, &tensor) != 0) {
         return -1;
@@ -224,7 +224,7 @@ static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *
             return -1;
         }
     }
-    return take_roots(buffer);
+    return compute_square_roots(buffer);
 }
 
 /* Makes a tensor for `count` norms. *norms points to its elements. */
@@ -233,7 +233,7 @@ static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
     if (fct_tensor_empty(count, FCK_FLOAT32, cpu, buffer) != 0) {
         return -1;
     }
-    if (!floats_of(*buffer, norms)) {
+    if (!get_floats(*buffer, norms)) {
         PyErr_SetString(PyExc_SystemError, "fsdp_c: a new tensor has no memory");
         fct_tensor_release(*buffer);
         return -1;
@@ -255,7 +255,7 @@ typedef struct gradients {
 } gradients;
 
 /* Returns the first kind whose likeness equals that of kind `k`, or -1 with an exception. */
-static Py_ssize_t first_kind_of_equal_likeness(PyObject *groups, Py_ssize_t k) {
+static Py_ssize_t find_kind_of_equal_likeness(PyObject *groups, Py_ssize_t k) {
     PyObject *key = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, k), 1);
     for (Py_ssize_t i = 0; i < k; i++) {
         PyObject *entry = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, i), 1);
@@ -280,7 +280,7 @@ static int check_groups(PyObject *groups) {
 }
 
 /* Fills g->reduced from the index of each tensor's kind. */
-static int find_reduced(gradients *g, PyObject *kind_of_each) {
+static int fill_reduced(gradients *g, PyObject *kind_of_each) {
     const Py_ssize_t kinds = PyList_GET_SIZE(g->groups);
     for (Py_ssize_t i = 0; i < g->count; i++) {
         const Py_ssize_t k = PyLong_AsSsize_t(PyList_GET_ITEM(kind_of_each, i));
@@ -294,7 +294,7 @@ static int find_reduced(gradients *g, PyObject *kind_of_each) {
         g->reduced[i] = k;
     }
     for (Py_ssize_t k = 1; k < kinds; k++) {
-        const Py_ssize_t first = first_kind_of_equal_likeness(g->groups, k);
+        const Py_ssize_t first = find_kind_of_equal_likeness(g->groups, k);
         if (first < 0) {
             return -1;
         }
@@ -307,12 +307,12 @@ static int find_reduced(gradients *g, PyObject *kind_of_each) {
 
 /* Stores the addresses of all gradients. No Python code may run before their use. Returns false if
  * a gradient is not contiguous float32 on the CPU. */
-static bool take_addresses(gradients *g) {
+static bool store_addresses(gradients *g) {
     if (g->count > PyList_GET_SIZE(g->tensors)) {
         return false;
     }
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        if (!floats_of(fct_py_tensor(PyList_GET_ITEM(g->tensors, i)), &g->arrays[i])) {
+        if (!get_floats(fct_py_tensor(PyList_GET_ITEM(g->tensors, i)), &g->arrays[i])) {
             return false;
         }
     }
@@ -357,7 +357,7 @@ static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
 }
 
 /* Computes the total norm over all ranks. The caller has just stored the addresses in `g`. */
-static int total_norm(const gradients *g, float *total) {
+static int compute_total_norm(const gradients *g, float *total) {
     fct_tensor *buffer = NULL;
     fck_floats norms;
     if (norms_new(g->count, &buffer, &norms) != 0) {
@@ -394,10 +394,10 @@ PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nar
     float total;
     if (g.groups == NULL || g.arrays == NULL || g.reduced == NULL) {
         PyErr_NoMemory();
-    } else if (check_groups(g.groups) == 0 && find_reduced(&g, args[1]) == 0) {
-        if (count == 0 || !take_addresses(&g)) {
+    } else if (check_groups(g.groups) == 0 && fill_reduced(&g, args[1]) == 0) {
+        if (count == 0 || !store_addresses(&g)) {
             result = Py_NewRef(Py_None);
-        } else if (total_norm(&g, &total) == 0) {
+        } else if (compute_total_norm(&g, &total) == 0) {
             result = PyFloat_FromDouble((double)total);
         }
     }
@@ -419,7 +419,7 @@ static float clip_factor(double max_norm, float total) {
 static bool are_floats(PyObject *tensors) {
     fck_floats array;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
-        if (!floats_of(fct_py_tensor(PyList_GET_ITEM(tensors, i)), &array)) {
+        if (!get_floats(fct_py_tensor(PyList_GET_ITEM(tensors, i)), &array)) {
             return false;
         }
     }
@@ -428,12 +428,12 @@ static bool are_floats(PyObject *tensors) {
 
 /* Scales the arrays of at most `largest` elements. Returns a new list of the other tensors. The
  * loop starts with the last array, because the norms have left the last arrays in the cache. */
-static PyObject *scale(PyObject *tensors, float factor, int64_t largest) {
+static PyObject *scale_arrays(PyObject *tensors, float factor, int64_t largest) {
     PyObject *unscaled = PyList_New(0);
     for (Py_ssize_t i = PyList_GET_SIZE(tensors) - 1; unscaled != NULL && i >= 0; i--) {
         fct_tensor *tensor = fct_py_tensor(PyList_GET_ITEM(tensors, i));
         fck_floats array;
-        if (floats_of(tensor, &array) && array.count <= largest) {
+        if (get_floats(tensor, &array) && array.count <= largest) {
             fck_scale(&array, factor);
             fct_tensor_bump(tensor);
         } else if (PyList_Append(unscaled, PyList_GET_ITEM(tensors, i)) != 0) {
@@ -460,6 +460,6 @@ PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t na
         Py_RETURN_NONE;
     }
     const float factor = clip_factor(max_norm, (float)total);
-    PyObject *unscaled = factor != 1.0F ? scale(args[0], factor, largest) : PyList_New(0);
+    PyObject *unscaled = factor != 1.0F ? scale_arrays(args[0], factor, largest) : PyList_New(0);
     return unscaled == NULL ? NULL : Py_BuildValue("dN", (double)factor, unscaled);
 }

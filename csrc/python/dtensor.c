@@ -93,7 +93,8 @@ static int64_t parse_ints_of(PyObject *obj, PyObject *name, int64_t *values) {
 
 /* Does the work of torch's function without its argument parser and its attribute lookups. Leaves
  * *dtensor NULL if torch's function has to make the object. */
-static int try_make(const fcpy_module *mod, PyObject *local, PyObject *spec, PyObject **dtensor) {
+static int try_make_dtensor(const fcpy_module *mod, PyObject *local, PyObject *spec,
+                            PyObject **dtensor) {
     int64_t sizes[MAX_DIMS];
     int64_t strides[MAX_DIMS];
     const fct_tensor *tensor = fcpy_is_plain_tensor(mod, local) ? fct_py_tensor(local) : NULL;
@@ -119,17 +120,17 @@ static int try_make(const fcpy_module *mod, PyObject *local, PyObject *spec, PyO
     return 0;
 }
 
-static PyObject *make_by_torch(const fcpy_module *mod, PyObject *local, PyObject *spec) {
+static PyObject *make_with_torch(const fcpy_module *mod, PyObject *local, PyObject *spec) {
     PyObject *const args[] = {mod->bound.dtensor_class, local, spec, Py_False};
     return PyObject_Vectorcall(mod->bound.dtensor_new, args, 3, mod->no_grad_kwnames);
 }
 
 PyObject *fcpy_dtensor_new(const fcpy_module *mod, PyObject *local, PyObject *spec) {
     PyObject *dtensor = NULL;
-    if (mod->makes_dtensors && try_make(mod, local, spec, &dtensor) != 0) {
+    if (mod->makes_dtensors && try_make_dtensor(mod, local, spec, &dtensor) != 0) {
         return NULL;
     }
-    return dtensor != NULL ? dtensor : make_by_torch(mod, local, spec);
+    return dtensor != NULL ? dtensor : make_with_torch(mod, local, spec);
 }
 
 bool fcpy_dtensor_try(const fcpy_module *mod, PyObject *local, PyObject *spec) {
@@ -137,8 +138,8 @@ bool fcpy_dtensor_try(const fcpy_module *mod, PyObject *local, PyObject *spec) {
     PyObject *from_extension = NULL;
     if (mod->local_offset >= 0 && mod->spec_offset >= 0 &&
         PyCFunction_Check(mod->bound.dtensor_new) &&
-        try_make(mod, local, spec, &from_extension) == 0 && from_extension != NULL) {
-        from_torch = make_by_torch(mod, local, spec);
+        try_make_dtensor(mod, local, spec, &from_extension) == 0 && from_extension != NULL) {
+        from_torch = make_with_torch(mod, local, spec);
     }
     const bool equal = from_torch != NULL &&
                        fct_tensor_is_like(fct_py_tensor(from_extension), fct_py_tensor(from_torch));

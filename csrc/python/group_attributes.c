@@ -72,7 +72,7 @@ static PyObject *get_sharded(PyObject *obj, void *closure) {
     return fcpy_sharded_state(as_group(obj)->mod, as_group(obj)->core.sharded_state);
 }
 
-static PyObject *is_state(PyObject *obj, void *closure) {
+static PyObject *get_is_state(PyObject *obj, void *closure) {
     return PyBool_FromLong((uintptr_t)as_group(obj)->core.sharded_state == (uintptr_t)closure);
 }
 
@@ -303,9 +303,9 @@ PyGetSetDef fcpy_group_getset[] = {
     {"comm_ctx", get_comm, set_comm, "CommContext shared by the groups under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the group.", NULL},
     {"_sharded_state", get_sharded, NULL, "ShardedState of the group.", NULL},
-    {"is_sharded", is_state, NULL, "Whether the sharded parameters are registered.",
+    {"is_sharded", get_is_state, NULL, "Whether the sharded parameters are registered.",
      (void *)FC_SHARDED},
-    {"is_sharded_post_forward", is_state, NULL,
+    {"is_sharded_post_forward", get_is_state, NULL,
      "Whether the parameters are resharded to a smaller mesh.", (void *)FC_SHARDED_POST_FORWARD},
     {"gradient_divide_factor", get_divide_factor, set_divide_factor,
      "Divisor of the sum of gradients; None: mean.", NULL},
@@ -351,7 +351,7 @@ PyGetSetDef fcpy_group_getset[] = {
     GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
                "Whether backward reshards at its end."),
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
-    {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.",
+    {"is_unsharded", get_is_state, NULL, "Whether the unsharded parameters are registered.",
      (void *)FC_UNSHARDED},
     {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
      NULL},

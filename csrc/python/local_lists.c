@@ -170,8 +170,8 @@ static bool is_plain(PyObject *local) {
 
 /* Appends the converted value. Returns the status of convert(). With `require_plain`, returns 0 for
  * sparse and complex tensors. */
-static int append(conversion *c, PyObject *value, PyObject *param, PyObject *list,
-                  bool require_plain) {
+static int append_converted(conversion *c, PyObject *value, PyObject *param, PyObject *list,
+                            bool require_plain) {
     PyObject *local = NULL;
     int result = convert(c, value, param, &local);
     if (result == 1 && require_plain && !is_plain(local)) {
@@ -199,7 +199,7 @@ static int append_states(conversion *c, PyObject *param, PyObject *states_of_par
         PyObject *value = has_states ? Py_XNewRef(PyDict_GetItemWithError(states, key)) : NULL;
         result = PyErr_Occurred() ? -1 : value != NULL && fct_py_is_tensor(value);
         if (result == 1) {
-            result = append(c, value, param, PyTuple_GET_ITEM(lists, i + 3), false);
+            result = append_converted(c, value, param, PyTuple_GET_ITEM(lists, i + 3), false);
         }
         Py_XDECREF(value);
     }
@@ -216,10 +216,10 @@ static int append_param(conversion *c, PyObject *param, PyObject *states_of_para
     if (result == 1 && grad != Py_None) {
         result = PyList_Append(PyTuple_GET_ITEM(lists, 0), param) == 0 ? 1 : -1;
         if (result == 1) {
-            result = append(c, param, param, PyTuple_GET_ITEM(lists, 1), true);
+            result = append_converted(c, param, param, PyTuple_GET_ITEM(lists, 1), true);
         }
         if (result == 1) {
-            result = append(c, grad, param, PyTuple_GET_ITEM(lists, 2), true);
+            result = append_converted(c, grad, param, PyTuple_GET_ITEM(lists, 2), true);
         }
         if (result == 1) {
             result = append_states(c, param, states_of_params, keys, lists);

@@ -257,7 +257,7 @@ GROUP_TRANSITION(group_wait, fc_group_wait_unshard)
 GROUP_TRANSITION(group_reshard, fc_group_reshard)
 GROUP_TRANSITION(group_to_sharded, fc_group_to_sharded)
 GROUP_TRANSITION(group_to_unsharded, fc_group_to_unsharded)
-GROUP_TRANSITION(group_to_forward, fc_group_to_sharded_post_forward)
+GROUP_TRANSITION(group_to_post_forward, fc_group_to_sharded_post_forward)
 GROUP_TRANSITION(group_reset, fc_group_reset)
 GROUP_TRANSITION(group_complete, fc_group_complete_reductions)
 GROUP_TRANSITION(group_check, fc_group_check)
@@ -483,7 +483,7 @@ static PyMethodDef group_methods[] = {
     {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() in any training state."},
     {"_to_unsharded", group_to_unsharded, METH_NOARGS,
      "Registers the unsharded parameters, which the caller has gathered."},
-    {"_to_sharded_post_forward", group_to_forward, METH_NOARGS,
+    {"_to_sharded_post_forward", group_to_post_forward, METH_NOARGS,
      "Registers the parameters of the smaller mesh and keeps their data."},
     {"post_forward", group_post_forward, METH_VARARGS,
      "post_forward(module, input, output) -> output: reshards and records the group in the "

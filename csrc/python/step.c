@@ -88,14 +88,14 @@ static int call_end_backward(void *owner) {
 }
 
 /* autograd releases a callback after it has called it, or when it abandons the backward. */
-static void retain_end(void *owner) {
+static void retain_end_callback(void *owner) {
     fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
     iteration->core.callbacks++;
     iteration->was_awaited = false;
     fcpy_retain(owner);
 }
 
-static void release_end(void *owner) {
+static void release_end_callback(void *owner) {
     fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
     if (iteration != NULL &&
         iteration->core.callbacks > 0) { /* else the context was replaced or collected */
@@ -105,7 +105,7 @@ static void release_end(void *owner) {
 }
 
 int fcpy_state_pre_backward(fcpy_state *self) {
-    const fct_hook at_end = {self, call_end_backward, retain_end, release_end};
+    const fct_hook at_end = {self, call_end_backward, retain_end_callback, release_end_callback};
     if (fcpy_check_backward_thread(self) != 0) {
         return -1;
     }
@@ -181,7 +181,7 @@ done:
  * gradients of the group's outputs and of its inputs. */
 static int run_pre_double_backward(void *owner) {
     fcpy_state *self = (fcpy_state *)((fcpy_group *)owner)->unit;
-    const fct_hook at_end = {self, call_end_backward, retain_end, release_end};
+    const fct_hook at_end = {self, call_end_backward, retain_end_callback, release_end_callback};
     if (self == NULL || !fcpy_state_check_initialized(self)) {
         return self == NULL ? 0 : -1; /* NULL: the model was freed */
     }
@@ -497,7 +497,7 @@ static PyObject *leave_forward(fcpy_state *self, PyObject *module, PyObject *inp
 
 /* Ends the forward of a multi-module state of which some modules did not run, and casts the output.
  * Steals output; returns a new reference. */
-static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
+static PyObject *complete_partial_forward(fcpy_state *state, PyObject *output) {
     fcpy_log(state->mod, Py_None, "force_complete_post_forward");
     fcpy_state_refresh(state);
     output = leave_forward(state, Py_None, Py_None, output);
@@ -512,9 +512,9 @@ static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
     return output;
 }
 
-/* Calls complete_partial for all states with modules that did not run, at the end of the
+/* Calls complete_partial_forward for all states with modules that did not run, at the end of the
  * iteration's forward, innermost state first. Steals output. */
-static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
+static PyObject *complete_partial_forwards(fcpy_state *root, PyObject *output) {
     if ((root->replaced & FCPY_STATE_COMPLETE) != 0) {
         Py_SETREF(output, PyObject_CallMethod((PyObject *)root, "_force_complete_incomplete_states",
                                               "(O)", output));
@@ -524,7 +524,7 @@ static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
     for (Py_ssize_t i = PyTuple_GET_SIZE(states); output != NULL && i-- > 0;) {
         fcpy_state *state = (fcpy_state *)PyTuple_GET_ITEM(states, i);
         if (state != root && PySet_GET_SIZE(state->modules_to_run) > 0) {
-            output = complete_partial(state, output);
+            output = complete_partial_forward(state, output);
         }
     }
     return output;
@@ -542,7 +542,7 @@ PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *
     Py_INCREF(output);
     output = leave_forward(self, module, input, output);
     if (output != NULL && self->core.iteration->forward_root == &self->core) {
-        output = complete_partials(self, output);
+        output = complete_partial_forwards(self, output);
     }
     if (output == NULL) {
         return NULL;

@@ -1,14 +1,14 @@
-/* Traversal of forward arguments and outputs. Common structures are traversed in C: a tensor, or a
- * tuple or dict of tensors and plain scalars. Nested structures are passed to the bound Python
- * functions, which also support namedtuples, dataclasses and other containers. */
+/* Traversal of forward arguments and outputs. C code traverses the common structures: a tensor, or
+ * a tuple or dict of tensors and plain scalars. Bound Python functions traverse nested structures,
+ * and also support namedtuples, dataclasses and other containers. */
 #include "tree.h"
 
 #include "../bridge/pyobject.h"
 #include "attributes.h"
 
-enum { MAX_FLAT = 64 };
+enum { MAX_FLAT = 64 }; /* tensors in args and kwargs */
 
-/* The chosen tensors of a flat structure. */
+/* The chosen tensors of flat args and kwargs: none of their items is a container. */
 typedef struct fcpy_flat {
     PyObject *tensors[MAX_FLAT]; /* borrowed */
     Py_ssize_t count;
@@ -24,7 +24,7 @@ static int leaf_kind(PyObject *item) {
     return fct_py_is_tensor(item) ? 2 : 0;
 }
 
-static bool needs_node(PyObject *tensor) {
+static bool requires_grad(PyObject *tensor) {
     return fct_tensor_requires_grad(fct_py_tensor(tensor));
 }
 
@@ -40,11 +40,11 @@ typedef bool (*choose_fn)(PyObject *tensor, fct_dtype dtype);
 
 static bool choose_grad(PyObject *tensor, fct_dtype dtype) {
     (void)dtype;
-    return needs_node(tensor);
+    return requires_grad(tensor);
 }
 
-/* Collects the chosen tensors of args, then of kwargs. Returns false if a container is nested, or
- * if there are more than MAX_FLAT tensors. */
+/* Collects the chosen tensors of args, then of kwargs. Returns false if args and kwargs are not
+ * flat, or if they have more than MAX_FLAT tensors. */
 static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct_dtype dtype,
                          fcpy_flat *flat) {
     flat->count = 0;
@@ -212,8 +212,8 @@ PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) 
 /* ---- the post-backward node ---- */
 
 /* Passes `count` tensors through one node. Stores new references in `outputs`. */
-static int through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize_t count,
-                        PyObject **outputs) {
+static int pass_through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize_t count,
+                             PyObject **outputs) {
     int result = -1;
     fct_tensor **in = (fct_tensor **)PyMem_Calloc(2 * (size_t)count, sizeof *in);
     if (in == NULL) {
@@ -271,9 +271,9 @@ static int insert_with_python(fcpy_module *mod, const fct_hook *hook, PyObject *
         result = 0;
         goto done;
     }
-    list = PyList_New(count); /* through_node() fills in the items */
-    if (list == NULL ||
-        through_node(hook, &PyTuple_GET_ITEM(tensors, 0), count, &PyList_GET_ITEM(list, 0)) != 0) {
+    list = PyList_New(count); /* pass_through_node() fills in the items */
+    if (list == NULL || pass_through_node(hook, &PyTuple_GET_ITEM(tensors, 0), count,
+                                          &PyList_GET_ITEM(list, 0)) != 0) {
         goto done;
     }
     iterator = PyObject_GetIter(list);
@@ -299,7 +299,7 @@ int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, Py
     if (flat.count == 0) {
         return 0;
     }
-    if (through_node(hook, flat.tensors, flat.count, replacements) != 0) {
+    if (pass_through_node(hook, flat.tensors, flat.count, replacements) != 0) {
         return -1;
     }
     int result = replace_flat(args, kwargs, choose_grad, FCT_NO_DTYPE, replacements);
@@ -309,7 +309,8 @@ int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, Py
 
 /* ---- pre-backward hooks on outputs ---- */
 
-static int hook_tensor(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *tensor) {
+static int register_hook(fcpy_module *mod, PyObject *state, const fct_hook *hook,
+                         PyObject *tensor) {
     fct_tensor *handle = fct_py_tensor(tensor);
     if (fct_tensor_is_view(handle)) {
         PyObject *warned = PyObject_CallOneArg(mod->bound.warn_view_output, state);
@@ -324,7 +325,7 @@ static int hook_tensor(fcpy_module *mod, PyObject *state, const fct_hook *hook, 
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output) {
     int kind = leaf_kind(output);
     if (kind != 0) {
-        return kind == 2 && needs_node(output) ? hook_tensor(mod, state, hook, output) : 0;
+        return kind == 2 && requires_grad(output) ? register_hook(mod, state, hook, output) : 0;
     }
     PyObject *tensors = collect_tensors(mod, output);
     if (tensors == NULL) {
@@ -332,7 +333,7 @@ int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, P
     }
     int result = 0;
     for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(tensors); i++) {
-        result = hook_tensor(mod, state, hook, PyTuple_GET_ITEM(tensors, i));
+        result = register_hook(mod, state, hook, PyTuple_GET_ITEM(tensors, i));
     }
     Py_DECREF(tensors);
     return result;

@@ -72,7 +72,7 @@ bool shm_negotiation_register_user(const char *name) {
 }
 
 /* Removes the count of a process group and returns it; at least 1. */
-static int64_t take_count(const char *name) {
+static int64_t remove_count(const char *name) {
     group_count **at = find_count(name);
     group_count *entry = *at;
     if (entry == NULL) {
@@ -225,7 +225,7 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
         decline(n);
         return 0;
     }
-    const int64_t count = take_count(fct_pg_name(pg));
+    const int64_t count = remove_count(fct_pg_name(pg));
     n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
     int64_t values[CAPABILITIES] = {0};
     if (accepts_shared_memory()) {

@@ -135,7 +135,7 @@ static void queue_release(task_queue *queue) {
 }
 
 /* Returns the first task, which it removes, or NULL if the queue is closed and empty. */
-static progress_task *take_task(task_queue *queue) {
+static progress_task *pop_task(task_queue *queue) {
     (void)pthread_mutex_lock(&queue->mutex);
     while (queue->first == NULL && !queue->closed) {
         (void)pthread_cond_wait(&queue->changed, &queue->mutex);
@@ -151,7 +151,7 @@ static progress_task *take_task(task_queue *queue) {
 
 static void *run_queue(void *argument) {
     task_queue *queue = (task_queue *)argument;
-    for (progress_task *task = take_task(queue); task != NULL; task = take_task(queue)) {
+    for (progress_task *task = pop_task(queue); task != NULL; task = pop_task(queue)) {
         run_task(task);
     }
     queue_release(queue);

@@ -23,7 +23,7 @@ static int64_t min_of(int64_t a, int64_t b) {
 
 /* ---- ranges ---- */
 
-static shm_range share_in(const shm_collective *c, shm_range part, int64_t rank) {
+static shm_range share_of_rank(const shm_collective *c, shm_range part, int64_t rank) {
     const int64_t world = c->request.world;
     const int64_t share = (part.end - part.begin + world - 1) / world;
     const int64_t begin = min_of(part.begin + rank * share, part.end);
@@ -32,7 +32,7 @@ static shm_range share_in(const shm_collective *c, shm_range part, int64_t rank)
 
 /* The elements of a part that this rank sums. */
 static shm_range summed_range(const shm_collective *c, shm_range part) {
-    return c->sums_whole ? part : share_in(c, part, c->request.rank);
+    return c->sums_whole ? part : share_of_rank(c, part, c->request.rank);
 }
 
 static char *address_of(const shm_collective *c, int64_t element) {
@@ -49,7 +49,7 @@ static size_t byte_count(const shm_collective *c, int64_t begin, int64_t end) {
 static size_t message_bytes(const shm_op *op, size_t message) {
     const shm_collective *c = (const shm_collective *)op;
     const shm_step *step = &c->steps[message];
-    const shm_range range = step->is_sum ? share_in(c, step->part, 0) : step->part;
+    const shm_range range = step->is_sum ? share_of_rank(c, step->part, 0) : step->part;
     return byte_count(c, range.begin, range.end);
 }
 
@@ -101,7 +101,7 @@ static void read_message(shm_op *op, size_t message, const char *const *peer_dat
     }
     for (int rank = 0; rank < c->request.world; rank++) {
         if (rank != c->request.rank) {
-            const shm_range share = share_in(c, step->part, rank);
+            const shm_range share = share_of_rank(c, step->part, rank);
             memcpy(address_of(c, share.begin), peer_data[rank],
                    byte_count(c, share.begin, share.end));
         }

@@ -1,11 +1,11 @@
 /* The queue of collectives over rings in shared memory; see shm_transport.h and README.md.
  *
- * shm_transport_submit copies this rank's data into its ring. shm_transport_progress and waits read
- * the peers' rings. An operation that fits into the ring needs no background thread: submit writes
- * all of it. Threads that wait for the transport write the rest of a larger operation while peers
- * read. The progress thread waits for operations that are larger than the ring (progress.h).
- * Messages are written and read in order of issue. The transport makes no system call while no
- * thread waits.
+ * shm_transport_submit copies this rank's data into its ring. shm_transport_progress and
+ * shm_transport_wait read the peers' rings. An operation that fits into the ring needs no
+ * background thread: submit writes all of it. Threads that wait for the transport write the rest of
+ * a larger operation while peers read. The progress thread waits for operations that are larger
+ * than the ring (progress.h). Messages are written and read in order of issue. The transport makes
+ * no system call while no thread waits.
  *
  * A reader compares the tag and the size of each message with its own, and reports a mismatch.
  * After a mismatch, a timeout or the end of a rank, messages cannot be matched any more. All later
@@ -22,7 +22,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { SLICE_MS = 100 };
+enum { SLICE_MS = 100 }; /* the longest sleep before peers are checked */
 
 struct shm_transport {
     atomic_uint owners;
@@ -228,8 +228,8 @@ static void describe_mismatch(const shm_transport *t, const shm_op *op, size_t b
 static int find_missing_peer(const shm_transport *t, const shm_op *op, const char **peer_data,
                              char error[SHM_ERROR_BYTES]) {
     const size_t bytes = op->methods->message_bytes(op, op->read);
-    for (int hop = 1; hop < t->world; hop++) {
-        const int rank = (t->rank + hop) % t->world;
+    for (int distance = 1; distance < t->world; distance++) {
+        const int rank = (t->rank + distance) % t->world;
         shm_ring_message message;
         switch (shm_ring_peek(t->ring, rank, &message)) {
         case SHM_RING_EMPTY:
@@ -258,8 +258,8 @@ static int find_missing_peer(const shm_transport *t, const shm_op *op, const cha
 }
 
 /* Reads one message of each peer and completes the first operation if that was its last message.
- * Returns false if there is no operation, or if a message is not committed. Adds completed
- * operations to *finished. Caller holds `mutex`. */
+ * Returns false if there is no operation, or if a message is not committed. Sets *finished to the
+ * list of operations that the call completed. Caller holds `mutex`. */
 static bool read_next(shm_transport *t, shm_op **finished) {
     shm_op *op = t->first;
     if (op == NULL) {
@@ -292,6 +292,7 @@ static bool read_next(shm_transport *t, shm_op **finished) {
     return progressed;
 }
 
+/* Writes or reads one message. Returns false if neither is possible now. */
 static bool advance(shm_transport *t) {
     if (is_forked_child(t)) {
         return false;
@@ -315,8 +316,8 @@ static bool is_done(const shm_op *op) {
     return __atomic_load_n(&op->done, __ATOMIC_ACQUIRE) != 0;
 }
 
-/* A rank that the first operation waits for, NO_PEER, or FAILED with `error`. Caller holds `mutex`.
- */
+/* Returns a rank for which the first operation waits, NO_PEER, or FAILED with `error`. Caller holds
+ * `mutex`. */
 static int find_late_peer(const shm_transport *t, char error[SHM_ERROR_BYTES]) {
     const shm_op *op = t->first;
     if (op == NULL) {
