@@ -178,8 +178,8 @@ static bool is_logging(fcpy_guard *guard) {
     if (guard->log_cache == NULL) {
         return false;
     }
-    void *error =
-        fct_error_set_aside(); /* clean-up code calls this function with an exception set */
+    /* Clean-up code calls this function with an exception set. */
+    void *error = fct_error_set_aside();
     PyObject *answer = PyObject_CallNoArgs(guard->log_enabled);
     guard->log = answer != NULL && PyObject_IsTrue(answer) == 1;
     Py_XDECREF(answer);

@@ -100,8 +100,8 @@ static int set_forward_root(PyObject *obj, PyObject *value, void *closure) {
                         "iter_forward_root must be a state whose _state_ctx this is");
         return -1;
     }
-    self->core.forward_root =
-        &((fcpy_state *)value)->core; /* borrowed: the destructor of the state resets the field */
+    /* Borrowed: the destructor of the state resets the field. */
+    self->core.forward_root = &((fcpy_state *)value)->core;
     return 0;
 }
 

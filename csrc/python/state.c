@@ -100,8 +100,8 @@ static void state_dealloc(PyObject *obj) {
 
 /* ---- State: attributes ---- */
 
-/* Replaces a tuple and the core's array of the same items. Takes `new_tuple`. Returns -1 if it is
- * NULL. */
+/* Replaces a tuple and the core's array of the same items. Takes `new_tuple`. Returns -1 if
+ * `new_tuple` is NULL. */
 static int replace_tuple(const fcpy_state *self, PyObject **tuple, void **array, size_t *count,
                          PyObject *new_tuple, size_t offset) {
     void *new_array = new_tuple != NULL ? fcpy_core_array(new_tuple, offset) : NULL;
@@ -109,13 +109,13 @@ static int replace_tuple(const fcpy_state *self, PyObject **tuple, void **array,
         Py_XDECREF(new_tuple);
         return -1;
     }
-    PyObject *old = *tuple;
+    PyObject *old_tuple = *tuple;
     void *old_array = *array;
     *tuple = new_tuple;
     *array = new_array;
     *count = (size_t)PyTuple_GET_SIZE(new_tuple);
     fcpy_defer_free(self->mod, old_array);
-    fcpy_defer_decref(self->mod, old);
+    fcpy_defer_decref(self->mod, old_tuple);
     return 0;
 }
 
@@ -137,6 +137,7 @@ static int set_groups(PyObject *obj, PyObject *value, void *closure) {
                          new_tuple, offsetof(fcpy_group, core));
 }
 
+/* `closure` is NULL for the states to prefetch in forward, else those to prefetch in backward. */
 static PyObject *get_prefetch(PyObject *obj, void *closure) {
     return PySequence_List(closure == NULL ? as_state(obj)->forward_prefetch
                                            : as_state(obj)->backward_prefetch);
@@ -168,7 +169,7 @@ static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
     }
     fc_iteration *old_iteration = self->core.iteration;
     if (old_iteration != NULL && old_iteration->forward_root == &self->core) {
-        /* An iteration may point only to states that own a reference to it. */
+        /* forward_root may only be a state that owns a reference to the iteration. */
         old_iteration->forward_root = NULL;
     }
     self->core.iteration = &((fcpy_iteration *)value)->core;
@@ -227,6 +228,7 @@ static PyObject *get_modules_to_run(PyObject *obj, void *closure) {
     return fcpy_or_none(as_state(obj)->modules_to_run);
 }
 
+/* `closure` is NULL for the dtype of inputs, else the dtype of outputs. */
 static PyObject *get_cast(PyObject *obj, void *closure) {
     return fcpy_get_dtype(closure == NULL ? as_state(obj)->input_dtype
                                           : as_state(obj)->output_dtype);
@@ -333,7 +335,7 @@ static PyObject *run_initialized(fcpy_state *self, int (*run)(fcpy_state *self),
     return result;
 }
 
-static int raise_status(const fcpy_state *self, fc_status status) {
+static int check_status(const fcpy_state *self, fc_status status) {
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
 
@@ -350,7 +352,7 @@ static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
 
 static int run_finalize(fcpy_state *self) {
     fcpy_state_refresh_iteration(self);
-    return raise_status(self, fc_iteration_finalize(self->core.iteration));
+    return check_status(self, fc_iteration_finalize(self->core.iteration));
 }
 
 static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
@@ -360,7 +362,7 @@ static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
 
 static int run_complete(fcpy_state *self) {
     fcpy_state_refresh_iteration(self);
-    return raise_status(self, fc_iteration_complete(self->core.iteration, self->core.comm));
+    return check_status(self, fc_iteration_complete(self->core.iteration, self->core.comm));
 }
 
 static PyObject *state_complete(PyObject *obj, PyObject *unused) {
@@ -397,13 +399,14 @@ static PyMethodDef state_methods[] = {
     {"_complete_finalization", state_complete, METH_NOARGS,
      "Waits for all reductions and ends the iteration."},
     {"_reset_iter_state", state_reset, METH_NOARGS,
-     "Recovers after an exception in forward or backward; root only."},
+     "Resets all states under the root after an exception in forward or backward. Only for the "
+     "root."},
     {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
      "Callback at the end of a backward."},
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"_root_pre_forward", state_root_pre_forward, METH_VARARGS,
      "_root_pre_forward(module, args, kwargs) -> (args, kwargs): begins an iteration; later calls "
-     "within it do nothing."},
+     "in the iteration have no effect."},
     {"_pre_backward", state_pre_backward, METH_O,
      "_pre_backward(grad) -> grad: unshards for backward."},
     {NULL, NULL, 0, NULL},

@@ -29,8 +29,8 @@ static fcpy_group *group_at(const fcpy_state *self, size_t index) {
 
 /* ---- callbacks of autograd ---- */
 
-/* Calls `run` with dynamo disabled, as in forward: the backward may be part of a compiled
- * function. */
+/* Calls `run` with dynamo disabled, because the backward may be part of a compiled function.
+ * autograd calls the functions call_*, which pass the function run_* of the same name. */
 static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) {
     PyObject *dynamo_callback = fcpy_dynamo_pause(mod);
     fcpy_calls_enter(mod);
@@ -62,8 +62,8 @@ int fcpy_state_reset(fcpy_state *self) {
 
 int fcpy_state_end_backward(fcpy_state *self) {
     fcpy_log(self->mod, Py_None, "root_post_backward");
-    if (reset_modules_to_run(self) !=
-        0) { /* of modules that were called on their own after the forward */
+    /* Calls of single modules after the forward have filled the sets again. */
+    if (reset_modules_to_run(self) != 0) {
         return -1;
     }
     fcpy_state_refresh_iteration(self);
@@ -87,7 +87,8 @@ static int call_end_backward(void *owner) {
     return run_untraced(((fcpy_state *)owner)->mod, run_end_backward, owner);
 }
 
-/* autograd releases a callback after it has called it, or when it abandons the backward. */
+/* The iteration counts the end-of-backward callbacks that autograd holds. autograd releases a
+ * callback after the call, or when autograd abandons the backward. */
 static void retain_end_callback(void *owner) {
     fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
     iteration->core.callbacks++;
@@ -97,8 +98,8 @@ static void retain_end_callback(void *owner) {
 
 static void release_end_callback(void *owner) {
     fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
-    if (iteration != NULL &&
-        iteration->core.callbacks > 0) { /* else the context was replaced or collected */
+    /* Otherwise the iteration was replaced, or the garbage collector has cleared the state. */
+    if (iteration != NULL && iteration->core.callbacks > 0) {
         iteration->core.callbacks--;
     }
     fcpy_release(owner);
@@ -161,7 +162,7 @@ static int run_patched_node(fcpy_group *group) {
     if (!PyTuple_Check(new_grads) || PyTuple_GET_SIZE(new_grads) != PyTuple_GET_SIZE(grads)) {
         PyErr_SetString(PyExc_RuntimeError,
                         "RegisterPostBackwardFunction.backward must return None and one gradient "
-                        "for each it was given");
+                        "for each gradient that it receives");
         goto done;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(new_grads); i++) {
@@ -394,6 +395,8 @@ static void await_autograd(fcpy_iteration *iteration) {
     }
 }
 
+/* Whether the latest backward is lost: autograd has released its end-of-backward callback without
+ * calling it, because the backward has raised. */
 static bool follows_a_lost_backward(const fcpy_state *self) {
     fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
     if (!iteration->core.callback_counted || fct_in_backward()) {
