@@ -1,4 +1,4 @@
-# The development commands. Each one builds its prerequisites first, starting from a bare clone.
+# The development commands. Each command builds its prerequisites first, even in a new clone.
 #
 #   make demo    train a small GPT on two processes, with plots           make lint      check style and types
 #   make test    C and Python tests                                       make format    apply the code style
@@ -9,7 +9,7 @@
 #   make gpu            correctness and speed on a GPU, in ten minutes
 #   make docs           the documentation site in build/docs
 #   make accelerator    all tests on the simulated accelerator, then its measurements
-#   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on fsdp_c
+#   make test-clients   unmodified accelerate, transformers, Lightning, ... on torch's FSDP2 and on fsdp_c
 #
 # VENV=dir uses an existing environment and installs missing packages into it. The default, .venv, is created at the
 # first use.
@@ -122,14 +122,14 @@ test-assert: build
 		-o pythonpath="$(TESTS_PATH)" $(ASSERT_TESTS:%=$(CURDIR)/%)
 
 # Excludes fault sweeps, tests on four ranks, most parity settings, and tests that start interpreters (the example,
-# the command line, the drop-in).
+# the command line, the mode FSDP_C=1).
 test-fast: build
 	@$(MAKE) -C tests/c fast
 	FSDP_C_PARITY_COUNT=20 FSDP_C_PARITY_LAUNCHES=gloo2 $(PY) -m pytest $(PYTEST_ARGS) \
 		$(NOT_FAST:%=--ignore=tests/unit/test_%.py) tests/unit \
 		tests/distributed/test_behavior_*.py tests/parity/test_parity.py -k 'not smaller_mesh and not on_four and not cuda'
 
-# Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 260 settings and the cheap
+# Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 260 settings and the fast
 # scripts.
 parity: build
 	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity
@@ -147,7 +147,7 @@ test-c:
 test-for: build
 	$(PY) tests/find_tests.py --run $(FILE)
 
-# Runs each case of real libraries on torch's FSDP2 and with FSDP_C=1. The libraries have their own environment, with
+# Runs each test case of these libraries on torch's FSDP2 and with FSDP_C=1. The libraries have their own environment, with
 # the torch that the extension is built against. fsdp_c is not installed there; the tests create its entry point.
 # CLIENTS_ARGS="-k peft" selects cases.
 test-clients: build $(CLIENTS_STAMP)
@@ -226,7 +226,7 @@ $(DOCS_STAMP): docs/requirements.txt
 
 # ---- wheels -----------------------------------------------------------------------------------------------
 
-# By default for the torch of $(VENV). For the torch of other environments:
+# Builds wheels for the torch of $(VENV). For the torch of other environments:
 #   make wheels WHEEL_PYTHONS="a/bin/python b/bin/python"
 # For releases of torch, each in a new environment (a CUDA build of torch is a download of gigabytes):
 #   make wheels WHEELS="2.13.0 2.14.1"

@@ -29,8 +29,8 @@ struct Attachment {
     std::shared_ptr<void> object;
 };
 
-/* Returns the group's entry of the table, and adds the entry if there is none. Its address is
- * constant while the group lives. */
+/* Returns the group's entry of the table, and adds the entry if there is none. The address of the
+ * entry is constant while the group lives. */
 std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
     static auto *const table = new std::unordered_map<const c10d::ProcessGroup *, Attachment>();
     for (auto it = table->begin(); it != table->end();) {

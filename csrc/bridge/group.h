@@ -22,7 +22,7 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device);
 int64_t fct_pg_world_size(const fct_pg *pg);
 int64_t fct_pg_rank(const fct_pg *pg);
 const char *fct_pg_name(const fct_pg *pg); /* valid while the caller owns the handle */
-/* Whether the CPU backend calls itself gloo. */
+/* Whether the name of the CPU backend is gloo. */
 bool fct_pg_is_gloo(fct_pg *pg);
 /* Whether the CPU backend is torch's gloo and not a wrapper with the same name. */
 bool fct_pg_has_plain_gloo(const fct_pg *pg);

@@ -12,7 +12,7 @@
 namespace {
 
 /* THPVariable_Wrap(tensor, type) if this torch release exports it, else NULL without an exception.
- */
+ * The argument 0 prefers the overload with `int`, which exists only if the expression is valid. */
 template <typename Tensor>
 auto wrap_as(const Tensor &tensor, PyTypeObject *type, int)
     -> decltype(THPVariable_Wrap(tensor, type)) {
@@ -27,7 +27,8 @@ template <typename Tensor> PyObject *wrap_as(const Tensor &, PyTypeObject *, lon
     return nullptr;
 }
 
-bool is_simple(const at::Tensor &local) {
+/* Whether `local` is plain; see fct_py_wrapper. */
+bool is_plain(const at::Tensor &local) {
     return local.layout() == c10::kStrided && !local.requires_grad() && !local.is_conj() &&
            !local.is_neg();
 }
@@ -115,7 +116,7 @@ int fct_py_wrapper(const fct_tensor *local, PyObject *type, const int64_t *sizes
             "a wrapper's class must be a subclass of torch.Tensor");
         fct::Borrowed tensor(local);
         PyObject *wrapper = nullptr;
-        if (is_simple(*tensor)) {
+        if (is_plain(*tensor)) {
             const auto count = static_cast<size_t>(dims);
             wrapper = wrap_as(tensor_without_memory(*tensor, {sizes, count}, {strides, count}),
                               wrapper_type, 0);
@@ -138,12 +139,12 @@ int fct_py_grad(PyObject *param, PyObject **out) {
 int fct_py_set_grad(PyObject *param, PyObject *grad) {
     return guarded("fct_py_set_grad", [&] {
         TORCH_CHECK_TYPE(fct_py_is_tensor(param), "the parameter must be a torch.Tensor");
-        const bool none = grad == nullptr || grad == Py_None;
-        TORCH_CHECK_TYPE(none || fct_py_is_tensor(grad),
+        const bool is_none = grad == nullptr || grad == Py_None;
+        TORCH_CHECK_TYPE(is_none || fct_py_is_tensor(grad),
                          "the gradient must be a torch.Tensor or None");
         const at::Tensor &tensor = THPVariable_Unpack(param);
         at::Tensor old; /* destroyed last, because its destructor may run Python code */
-        if (none) {
+        if (is_none) {
             if (tensor.grad().defined()) {
                 old = std::exchange(tensor.mutable_grad(), at::Tensor());
             }
