@@ -74,7 +74,7 @@ extern "C" {
 
 int fct_py_allocator(const char *name, PyObject *group, fct_allocator **out) {
     return guarded("fct_py_allocator", [&] {
-        *out = new fct_allocator{find_allocator(name), fct::open_object(group)};
+        *out = new fct_allocator{find_allocator(name), fct::open_handle(group)};
     });
 }
 

@@ -82,7 +82,7 @@ BackendKind backend_kind(fct_pg *pg, c10::DeviceType type) {
     return pg->kinds[index];
 }
 
-Handle open_object(PyObject *obj) {
+Handle open_handle(PyObject *obj) {
     auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
     auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
     return {open(std::move(group), std::move(object)), &fct_pg_release};
@@ -101,7 +101,7 @@ int fct_pg_resolve(const char *name, fct_pg **out) {
 }
 
 int fct_py_pg(PyObject *obj, fct_pg **out) {
-    return guarded("fct_py_pg", [&] { *out = fct::open_object(obj).release(); });
+    return guarded("fct_py_pg", [&] { *out = fct::open_handle(obj).release(); });
 }
 
 void fct_pg_release(fct_pg *pg) {

@@ -14,7 +14,7 @@
 
 namespace fct {
 
-/* The behavior class of a backend. */
+/* The kind of a backend: the dtypes that it supports, and how its works are waited for. */
 enum class BackendKind : uint8_t { unknown = 0, gloo, nccl_like, fake, python, other };
 
 constexpr size_t kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES);
@@ -35,13 +35,13 @@ struct fct_pg {
 
 namespace fct {
 
-/* The behavior class of the backend that serves a device type. */
+/* Returns the kind of the backend for a device type. */
 BackendKind backend_kind(fct_pg *pg, c10::DeviceType type);
 
 using Handle = std::unique_ptr<fct_pg, decltype(&fct_pg_release)>;
 
-/* Returns the handle of a ProcessGroup object. Handles of one group are shared. */
-Handle open_object(PyObject *obj);
+/* Returns the handle of a ProcessGroup object. Users of one group share its handle. */
+Handle open_handle(PyObject *obj);
 
 } // namespace fct
 

@@ -42,7 +42,7 @@ FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
 /* Whether the interpreter finalizes. At that time modules are cleared, and code runs only in
  * __del__. */
 bool fct_py_ending(void);
-/* A handle of a ProcessGroup object. Handles of one group are shared. */
+/* Returns the handle of a ProcessGroup object. Users of one group share its handle. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* A new reference to the ProcessGroup that has the shared-memory backend of `pg` as its CPU
  * backend. */

@@ -99,7 +99,8 @@ static Py_ssize_t kind_index(PyObject *kinds, const kind *key) {
     return failed ? -1 : count;
 }
 
-/* Appends one gradient, its kind if it is new, and the index of its kind to the three lists. */
+/* Appends the local tensor of a gradient to `locals`, and the index of its kind to `indices`.
+ * Appends the kind to `kinds` if it is new. */
 static int collect_gradient(const fcpy_module *mod, PyObject *grad, PyObject *locals,
                             PyObject *kinds, PyObject *indices) {
     int result = -1;
@@ -227,8 +228,8 @@ static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *
     return compute_square_roots(buffer);
 }
 
-/* Makes a tensor for `count` norms. *norms points to its elements. */
-static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
+/* Allocates a tensor for `count` norms. *norms points to its elements. */
+static int allocate_norms(int64_t count, fct_tensor **buffer, fck_floats *norms) {
     const fct_device cpu = {FCT_DEVICE_CPU, -1};
     if (fct_tensor_empty(count, FCK_FLOAT32, cpu, buffer) != 0) {
         return -1;
@@ -247,10 +248,10 @@ static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
  * The likeness of a kind is a key: clip_norm reduces the norms of kinds with equal keys together.
  */
 typedef struct gradients {
-    PyObject *tensors;   /* list of local gradients; borrowed */
-    PyObject *groups;    /* for each kind: (names of process groups, likeness); owned */
-    fck_floats *arrays;  /* the elements of each tensor */
-    Py_ssize_t *reduced; /* for each tensor: the first kind with the likeness of its kind */
+    PyObject *tensors;        /* list of local gradients; borrowed */
+    PyObject *groups;         /* for each kind: (names of process groups, likeness); owned */
+    fck_floats *arrays;       /* the elements of each tensor */
+    Py_ssize_t *merged_kinds; /* for each tensor: the first kind with the likeness of its kind */
     Py_ssize_t count;
 } gradients;
 
@@ -279,11 +280,11 @@ static int check_groups(PyObject *groups) {
     return 0;
 }
 
-/* Fills g->reduced from the index of each tensor's kind. */
-static int fill_reduced(gradients *g, PyObject *kind_of_each) {
+/* Fills g->merged_kinds from the index of each tensor's kind. */
+static int fill_merged_kinds(gradients *g, PyObject *kind_indices) {
     const Py_ssize_t kinds = PyList_GET_SIZE(g->groups);
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        const Py_ssize_t k = PyLong_AsSsize_t(PyList_GET_ITEM(kind_of_each, i));
+        const Py_ssize_t k = PyLong_AsSsize_t(PyList_GET_ITEM(kind_indices, i));
         if (k == -1 && PyErr_Occurred()) {
             return -1;
         }
@@ -291,7 +292,7 @@ static int fill_reduced(gradients *g, PyObject *kind_of_each) {
             PyErr_SetString(PyExc_IndexError, "clip_norm got the index of no kind");
             return -1;
         }
-        g->reduced[i] = k;
+        g->merged_kinds[i] = k;
     }
     for (Py_ssize_t k = 1; k < kinds; k++) {
         const Py_ssize_t first = find_kind_of_equal_likeness(g->groups, k);
@@ -299,7 +300,7 @@ static int fill_reduced(gradients *g, PyObject *kind_of_each) {
             return -1;
         }
         for (Py_ssize_t i = 0; first != k && i < g->count; i++) {
-            g->reduced[i] = g->reduced[i] == k ? first : g->reduced[i];
+            g->merged_kinds[i] = g->merged_kinds[i] == k ? first : g->merged_kinds[i];
         }
     }
     return 0;
@@ -326,7 +327,7 @@ static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
     PyObject *names = PyTuple_GET_ITEM(PyList_GET_ITEM(g->groups, k), 0);
     int64_t count = 0;
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        count += g->reduced[i] == k;
+        count += g->merged_kinds[i] == k;
     }
     if (PyTuple_GET_SIZE(names) == 0 || count == 0) {
         return 0;
@@ -336,19 +337,19 @@ static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
     }
     fct_tensor *selected_buffer = NULL;
     fck_floats selected;
-    if (norms_new(count, &selected_buffer, &selected) != 0) {
+    if (allocate_norms(count, &selected_buffer, &selected) != 0) {
         return -1;
     }
     int64_t at = 0;
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        if (g->reduced[i] == k) {
+        if (g->merged_kinds[i] == k) {
             selected.values[at++] = norms->values[i];
         }
     }
     const int failed = reduce_norms(names, selected_buffer, &selected);
     at = 0;
     for (Py_ssize_t i = 0; i < g->count && !failed; i++) {
-        if (g->reduced[i] == k) {
+        if (g->merged_kinds[i] == k) {
             norms->values[i] = selected.values[at++];
         }
     }
@@ -356,11 +357,12 @@ static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
     return failed;
 }
 
-/* Computes the total norm over all ranks. The caller has just stored the addresses in `g`. */
+/* Computes the total norm over all ranks. Requires a successful call of store_addresses()
+ * immediately before. */
 static int compute_total_norm(const gradients *g, float *total) {
     fct_tensor *buffer = NULL;
     fck_floats norms;
-    if (norms_new(g->count, &buffer, &norms) != 0) {
+    if (allocate_norms(g->count, &buffer, &norms) != 0) {
         return -1;
     }
     fck_norms(g->arrays, (size_t)g->count, norms.values);
@@ -375,7 +377,7 @@ static int compute_total_norm(const gradients *g, float *total) {
     return failed;
 }
 
-/* Returns a shallow copy. Other code cannot change it while a collective runs. */
+/* Returns a shallow copy, so that other code cannot change the list while a collective runs. */
 static PyObject *copy_list(PyObject *list) {
     return PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
 }
@@ -392,9 +394,9 @@ PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nar
                    PyMem_New(Py_ssize_t, count + 1), count};
     PyObject *result = NULL;
     float total;
-    if (g.groups == NULL || g.arrays == NULL || g.reduced == NULL) {
+    if (g.groups == NULL || g.arrays == NULL || g.merged_kinds == NULL) {
         PyErr_NoMemory();
-    } else if (check_groups(g.groups) == 0 && fill_reduced(&g, args[1]) == 0) {
+    } else if (check_groups(g.groups) == 0 && fill_merged_kinds(&g, args[1]) == 0) {
         if (count == 0 || !store_addresses(&g)) {
             result = Py_NewRef(Py_None);
         } else if (compute_total_norm(&g, &total) == 0) {
@@ -403,7 +405,7 @@ PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nar
     }
     Py_XDECREF(g.groups);
     PyMem_Free(g.arrays);
-    PyMem_Free(g.reduced);
+    PyMem_Free(g.merged_kinds);
     return result;
 }
 
@@ -416,6 +418,7 @@ static float clip_factor(double max_norm, float total) {
     return factor > 1.0F ? 1.0F : factor; /* NaN stays NaN */
 }
 
+/* Whether the kernels can process all tensors. */
 static bool are_floats(PyObject *tensors) {
     fck_floats array;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
