@@ -51,8 +51,8 @@ typedef struct fct_chunk_layout {
     int64_t row_numel;
 } fct_chunk_layout;
 
-/* Whether collectives of the group may take separate chunks. False if the group is a Python class,
- * or if an observer of the c10d ops (dispatch mode, profiler) needs one packed buffer. */
+/* Whether collectives of the group may take separate chunks. Writes false if the group is a Python
+ * class, or if an observer of the c10d ops (dispatch mode, profiler) needs one packed buffer. */
 FCT_CHECK int fct_pg_can_pass_chunks(fct_pg *pg, bool *can);
 /* Collectives of separate chunks on the shared-memory backend; see transport/transport.h. */
 FCT_CHECK int fct_pg_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
@@ -66,8 +66,8 @@ FCT_CHECK int fct_pg_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *c
  * between slices, at most 0.2 s after the signal. If a handler raises, the function returns -1 and
  * the work still runs. An error of the collective is raised with torch's exception type. */
 FCT_CHECK int fct_work_wait(fct_work *work);
-/* Whether the work has completed, with or without an error. True if the backend cannot be polled.
- */
+/* Whether the work has completed, with or without an error. Also returns true if the backend cannot
+ * be polled. */
 bool fct_work_done(fct_work *work);
 /* Whether the work takes CPU time from computation. That requires three conditions: the work copies
  * through shared memory, its data is larger than the ring, and the ranks have fewer than two CPUs

@@ -31,7 +31,7 @@ bool fct_tensor_requires_grad(const fct_tensor *t);
 bool fct_tensor_is_sole(const fct_tensor *t);
 /* t._base is not None */
 bool fct_tensor_is_view(const fct_tensor *t);
-/* The version counter. 0 for inference tensors. */
+/* Returns the version counter, or 0 for inference tensors. */
 uint32_t fct_tensor_version(const fct_tensor *t);
 /* Bumps the version after a write through a raw pointer. No-op for inference tensors. */
 void fct_tensor_bump(fct_tensor *t);

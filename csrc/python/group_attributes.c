@@ -340,8 +340,7 @@ PyGetSetDef fcpy_group_getset[] = {
      "Bits CALL_*: methods of FSDPParam that single parameters override.", NULL},
     {"_reduction_overlap", group_get_overlap, group_set_overlap,
      "Whether backward continues while gradients are reduced. None: it continues unless CPU "
-     "threads "
-     "copy the gradients.",
+     "threads copy the gradients.",
      NULL},
     GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether reductions call _run_reduce_hook()."),
     {"_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,

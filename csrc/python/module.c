@@ -173,7 +173,7 @@ static PyObject *module_direct_group(PyObject *module, PyObject *group) {
     return shm_group;
 }
 
-static const char entered_name[] = "fsdp_c._C.direct";
+static const char shm_scope_name[] = "fsdp_c._C.direct";
 
 static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     (void)module;
@@ -199,7 +199,7 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     if (entered == NULL) {
         Py_RETURN_NONE;
     }
-    PyObject *capsule = PyCapsule_New(entered, entered_name, NULL);
+    PyObject *capsule = PyCapsule_New(entered, shm_scope_name, NULL);
     if (capsule == NULL) {
         fct_pg_leave_shm(entered);
     }
@@ -217,7 +217,7 @@ static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
     if (capsule == Py_None) {
         Py_RETURN_NONE;
     }
-    void *entered = PyCapsule_GetPointer(capsule, entered_name);
+    void *entered = PyCapsule_GetPointer(capsule, shm_scope_name);
     if (entered == NULL || PyCapsule_SetName(capsule, "left") != 0) { /* a second call fails */
         return NULL;
     }
@@ -257,20 +257,20 @@ static PyMethodDef module_methods[] = {
     {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
      "bind(**objects): stores the Python functions and classes that the extension calls."},
     {"clip_collect", (PyCFunction)(void (*)(void))fcpy_clip_collect, METH_FASTCALL,
-     "clip_collect(tensors, are_params): returns (local gradients, kinds, index of each "
-     "gradient's kind). A kind is (mesh, placements), (None, None) for plain tensors. tensors are "
-     "gradients, or parameters, of which those without gradient are skipped."},
+     "clip_collect(tensors, are_params): returns (local gradients, kinds, index of each gradient's "
+     "kind). A kind is (mesh, placements), or (None, None) for plain tensors. If are_params is "
+     "true, tensors are parameters, and parameters without gradient are skipped. Otherwise tensors "
+     "are gradients."},
     {"clip_norm", (PyCFunction)(void (*)(void))fcpy_clip_norm, METH_FASTCALL,
      "clip_norm(gradients, indices, groups): returns the total 2-norm over all ranks of local "
-     "gradients. None if the list is empty or a gradient is not contiguous float32 on the CPU. "
-     "groups has (names of process groups, likeness) for each kind. The likeness is a key; kinds "
-     "with equal keys are reduced together."},
+     "gradients. Returns None if the list is empty or a gradient is not contiguous float32 on the "
+     "CPU. groups has (names of process groups, likeness) for each kind. The likeness is a key; "
+     "kinds with equal keys are reduced together."},
     {"clip_scale", (PyCFunction)(void (*)(void))fcpy_clip_scale, METH_FASTCALL,
      "clip_scale(gradients, max_norm, total, largest, all_or_none): scales local gradients. "
-     "Returns (factor, gradients that were not scaled). The latter have more than largest "
-     "elements, "
-     "or are not contiguous float32 on the CPU. With all_or_none, scales nothing and returns None "
-     "if a gradient is not contiguous float32 on the CPU."},
+     "Returns (factor, gradients that were not scaled). Gradients are not scaled if they have more "
+     "than largest elements, or are not contiguous float32 on the CPU. With all_or_none, scales "
+     "nothing and returns None if a gradient is not contiguous float32 on the CPU."},
     {"count_step", (PyCFunction)(void (*)(void))fcpy_count_step, METH_FASTCALL,
      "count_step(optimizer, args, kwargs): post-hook of optimizer.step(); bumps the version "
      "counters of the local tensors of its DTensors."},
@@ -279,32 +279,30 @@ static PyMethodDef module_methods[] = {
      "unpatched methods and functions of torch's classes and modules."},
     {"local_lists", (PyCFunction)(void (*)(void))fcpy_local_lists, METH_FASTCALL,
      "local_lists(lists, layout_cache, layouts_equal): returns new lists with local tensors in "
-     "place of DTensors. The first list has the parameters. None if the layout of an item differs "
-     "from that of its parameter. layouts_equal(spec, spec) compares layouts; the dict "
+     "place of DTensors. The first list has the parameters. Returns None if the layout of an item "
+     "differs from that of its parameter. layouts_equal(spec, spec) compares layouts; the dict "
      "layout_cache keeps its results."},
     {"local_group", (PyCFunction)(void (*)(void))fcpy_local_group, METH_FASTCALL,
      "local_group(params, state, keys, layout_cache, layouts_equal): converts the optimizer group "
-     "as local_lists does. Returns a list of the parameters with gradients, then the lists of "
-     "their local tensors, of the gradients, and of state[param][key] for each key. A key of None "
-     "gives an empty list. None if a state is missing, a layout differs, or a parameter or "
+     "like local_lists. Returns a list of the parameters with gradients, then the lists of their "
+     "local tensors, of the gradients, and of state[param][key] for each key. For a key of None "
+     "the list is empty. Returns None if a state is missing, a layout differs, or a parameter or "
      "gradient is complex or sparse."},
     {"kernels_of", module_kernels_of, METH_O,
      "kernels_of(device): returns the name of the kernels that pack and unpack on this "
      "torch.device: 'cpu', 'cuda', or 'torch' for torch's multi-tensor operations."},
     {"use_jit", module_use_jit, METH_VARARGS,
-     "use_jit(launch, moves, casts): sets the kernels of CUDA devices to two functions that the "
-     "driver has loaded. launch is the address of cuLaunchKernel. All three must stay valid. "
-     "launch 0 removes the kernels."},
+     "use_jit(launch, moves, casts): sets the kernels of CUDA devices. launch is the address of "
+     "cuLaunchKernel, moves and casts are two functions that the driver has loaded. The addresses "
+     "must stay valid. A launch of 0 removes the kernels."},
     {"direct_group", module_direct_group, METH_O,
      "direct_group(group): returns the ProcessGroup whose backend moves the data of a group "
-     "through "
-     "shared memory; None if the group's own backend moves it. All ranks must call it at the same "
-     "point."},
+     "through shared memory. Returns None if the group's own backend moves the data. All ranks "
+     "must call it at the same point."},
     {"enter_direct", module_enter_direct, METH_VARARGS,
      "enter_direct(group, use): begins a section in which the group's collectives use shared "
-     "memory, "
-     "if the ranks have agreed on it. use is 0 for gathers, 1 for reduce-scatters, 2 for this "
-     "thread's all-reduces of gradients. Returns the argument for leave_direct."},
+     "memory, if the ranks have agreed on it. use is 0 for gathers, 1 for reduce-scatters, 2 for "
+     "this thread's all-reduces of gradients. Returns the argument for leave_direct."},
     {"set_gradient_all_reduce", module_set_gradient_all_reduce, METH_O,
      "set_gradient_all_reduce(rows): sets whether the all-reduces of this thread reduce buffers of "
      "gradients. Returns the previous value."},
@@ -341,15 +339,15 @@ static PyObject *module_chunks_from(PyObject *self, PyObject *value) {
 static PyMethodDef testing_methods[] = {
     {"fault_arm", module_fault_arm, METH_O,
      "fault_arm(n): makes the n-th fallible call into torch from now on, on this thread, raise "
-     "RuntimeError. 0 disarms."},
+     "RuntimeError. 0 disarms the fault."},
     {"fault_left", module_fault_left, METH_NOARGS,
      "fault_left(): returns the remaining count of fault_arm; 0 if disarmed or fired."},
     {"kernels", module_kernels, METH_VARARGS,
      "kernels(type=0): returns a capsule with the kernels (fck_backend in kernels.h) of a device "
      "type, given by torch's number. 0 is the CPU."},
     {"simulate_kernels", module_simulate_kernels, METH_O,
-     "simulate_kernels(capsule or None): sets the kernels of devices that have none. The "
-     "capsule's memory must stay valid."},
+     "simulate_kernels(capsule or None): sets the kernels of all devices without kernels of their "
+     "own. The capsule's memory must stay valid."},
     {"hide_kernels", module_hide_kernels, METH_O,
      "hide_kernels(on): sets whether torch's multi-tensor operations replace all kernels, in all "
      "threads."},
