@@ -40,7 +40,7 @@ def print_banner(text: str) -> None:
 
 
 def codes_of(listing: str) -> list[int]:
-    """Parses the output of ``nvcc --list-gpu-code``: 90 for sm_90, nothing for sm_90a."""
+    """Parses the output of ``nvcc --list-gpu-code``: 90 for sm_90. Ignores sm_90a."""
     return sorted({int(code) for code in re.findall(r"\bsm_(\d+)\b", listing)})
 
 
@@ -83,7 +83,7 @@ def arch_options(nvcc: str, torch_flags: str) -> list[str]:
     """Returns the architecture options for this ``nvcc``.
 
     ``FSDP_C_CUDA_ARCH`` sets nvcc's ``-arch``. Without it, ``TORCH_CUDA_ARCH_LIST`` selects the
-    architectures, or else torch's architecture flags do.
+    architectures. Without both, torch's architecture flags select them.
 
     Raises:
         RuntimeError: ``nvcc`` supports no architecture that the kernels support.
@@ -98,10 +98,10 @@ def arch_options(nvcc: str, torch_flags: str) -> list[str]:
     chosen = choose(requested, supported)
     if not chosen:
         raise RuntimeError(f"{nvcc} knows no architecture from sm_{FIRST} on: {supported}")
-    left_out = [f"sm_{arch}" for arch in requested if arch not in chosen]
-    if left_out:
+    excluded = [f"sm_{arch}" for arch in requested if arch not in chosen]
+    if excluded:
         print(
-            f"fsdp_c: no CUDA kernels for {', '.join(left_out)}: {nvcc} or the kernels do not "
+            f"fsdp_c: no CUDA kernels for {', '.join(excluded)}: {nvcc} or the kernels do not "
             "support them"
         )
     return options(chosen)
@@ -110,7 +110,7 @@ def arch_options(nvcc: str, torch_flags: str) -> list[str]:
 def find_nvcc(torch_cuda: str | None, home: str | None) -> str | None:
     """Returns an nvcc that can build kernels for a torch of CUDA ``torch_cuda``, or None.
 
-    The extension links the CUDA runtime dynamically and so uses the copy that torch has loaded.
+    The extension links the CUDA runtime dynamically and uses the copy that torch has loaded.
     Therefore nvcc and torch need the same major version.
     """
     if torch_cuda is None or os.environ.get("FSDP_C_NO_CUDA", "") not in ("", "0"):

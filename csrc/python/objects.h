@@ -100,8 +100,8 @@ typedef struct fcpy_module {
 
 /* A (module, name) pair under which a module holds a parameter. */
 typedef struct fcpy_slot {
-    PyObject *module;     /* used if the module has its own __setattr__ */
-    PyObject *parameters; /* module._parameters; NULL: use setattr */
+    PyObject *module;     /* registration calls setattr() on it if `parameters` is NULL */
+    PyObject *parameters; /* module._parameters, or NULL */
     PyObject *name;       /* interned */
 } fcpy_slot;
 
@@ -115,7 +115,7 @@ typedef struct fcpy_param {
     PyObject *spec;               /* DTensorSpec of shard and gradient */
     struct {                      /* the tensors that hold the core's shard; see shard.c */
         PyObject *local;          /* sharded_param._local_tensor, owned; NULL: not valid */
-        const void *storage;      /* its storage; compared only, never dereferenced */
+        const void *storage;      /* storage of `local`; compared only, never dereferenced */
         const void *wrapper;      /* storage of sharded_param; compared only */
     } shard_identity;
     PyObject *fqn; /* str or NULL */
@@ -157,7 +157,7 @@ enum {
     FCPY_PROCESS_GROUPS
 };
 
-/* `params` is a tuple, because the collector empties lists while their owners are still alive. */
+/* `params` is a tuple, because the garbage collector empties lists while their owners are alive. */
 typedef struct fcpy_group {
     PyObject_HEAD
     fc_group core;
