@@ -19,11 +19,11 @@ typedef struct fct_work fct_work; /* a c10d::Work; one owner */
  */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
-/* Each function issues one asynchronous collective. csrc/transport calls the functions. `shm`:
- * whether the group's shared-memory backend (fct_pg_add_shm_backend) moves the data, not its own
- * backend. *work is new, or NULL if the backend finished at once. The tensors are 1-D and
- * contiguous. The backend keeps references to the tensors until the collective is complete.
- * `factor` is used only for FCT_PREMUL_SUM. */
+/* Each function issues one asynchronous collective. csrc/transport calls the functions. `shm`
+ * selects the group's shared-memory backend (fct_pg_add_shm_backend) instead of its own backend.
+ * *work is new, or NULL if the backend finished at once. The tensors are 1-D and contiguous. The
+ * backend keeps references to the tensors until the collective is complete. `factor` is used only
+ * for FCT_PREMUL_SUM. */
 FCT_CHECK int fct_pg_all_gather(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,
                                 bool async_op, fct_work **work);
 FCT_CHECK int fct_pg_reduce_scatter(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,
@@ -78,9 +78,9 @@ void fct_work_release(fct_work *work); /* NULL is allowed */
  * forwards all other all-reduces to gloo. Returns the previous value. */
 bool fct_set_gradient_all_reduce(bool gradients);
 
-/* Adds the shared-memory backend to the group under an unused type. The group calls only its
- * shutdown() and abort(), which close the negotiation. Writes false to *added if the CPU backend is
- * not gloo. */
+/* Adds the shared-memory backend to the group, under a backend type that the group does not use.
+ * The group calls only the backend's shutdown() and abort(), which close the negotiation. Writes
+ * false to *added if the CPU backend is not gloo. */
 struct shm_negotiation;
 FCT_CHECK int fct_pg_add_shm_backend(fct_pg *pg, struct shm_negotiation *negotiation, bool *added);
 /* Between enter and leave, collectives that any caller issues on the group use the shared-memory

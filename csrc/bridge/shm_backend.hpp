@@ -12,9 +12,9 @@
 
 namespace fct {
 
-/* Registers a ShmBackend with the group under an unused type. The group calls only its shutdown()
- * and abort(), which close the negotiation. Returns false if the CPU backend is not gloo. Needs the
- * GIL. */
+/* Registers a ShmBackend with the group, under a backend type that the group does not use. The
+ * group calls only the backend's shutdown() and abort(), which close the negotiation. Returns false
+ * if the CPU backend is not gloo. Needs the GIL. */
 bool add_shm_backend(c10d::ProcessGroup &group, shm_negotiation *negotiation);
 
 /* A new group with the name and ranks of `group` and a ShmBackend for the CPU. */

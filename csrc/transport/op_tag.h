@@ -1,4 +1,4 @@
-/* The tag of a collective: which operation a rank issues. */
+/* The tag of a collective, which identifies the operation that a rank issues. */
 #ifndef FSDP_C_TRANSPORT_OP_TAG_H
 #define FSDP_C_TRANSPORT_OP_TAG_H
 
