@@ -18,7 +18,7 @@ bool fct_py_is_tensor(struct _object *obj); /* type(obj) is torch.Tensor or a su
 fct_tensor *fct_py_tensor(struct _object *obj);
 /* The address of the storage of a torch.Tensor object, for comparison only. */
 const void *fct_py_storage(struct _object *tensor);
-/* New reference to the Python object of t. Creates the object if t has none. */
+/* New reference to the Python object of t. Creates the object if it does not exist. */
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
 /* A new wrapper of `type`, a subclass of torch.Tensor with __torch_dispatch__. It has the given
  * sizes and strides, and local's dtype, device and offset, without memory and gradient. Writes NULL

@@ -25,7 +25,8 @@ make_shm_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group, shm_negotiat
  * ranks. ShmBackend forwards all other all-reduces to the fallback. Returns the previous value. */
 bool set_gradient_all_reduce(bool gradients);
 
-/* See fct_pg_gather_chunks and fct_pg_reduce_chunks. `shm_group` was made by make_shm_group(). */
+/* See fct_pg_gather_chunks and fct_pg_reduce_chunks. `shm_group` is a result of make_shm_group().
+ */
 c10::intrusive_ptr<c10d::Work> gather_chunks(c10d::ProcessGroup &shm_group,
                                              const std::vector<at::Tensor> &chunks,
                                              const fct_chunk_layout &layout);
@@ -38,7 +39,8 @@ c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &shm_group,
 bool is_cpu_bound(const c10d::Work &work);
 
 /* A scope in which the CPU backend of `group` itself is the ShmBackend of `shm_group`. Used where
- * dispatch modes or Python functions receive the group. Needs the GIL at both ends. */
+ * dispatch modes or Python functions receive the group. Construction and destruction need the GIL.
+ */
 class ScopedShmBackend {
   public:
     ScopedShmBackend(c10::intrusive_ptr<c10d::ProcessGroup> group,

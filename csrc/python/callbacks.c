@@ -144,8 +144,8 @@ static int set_new_grad(fcpy_param *self, fct_tensor *local) {
     return result;
 }
 
-/* Returns the dict of post-accumulate-grad hooks; new reference. NULL without an exception if there
- * are none. */
+/* Returns a new reference to the dict of post-accumulate-grad hooks, or NULL without an exception
+ * if there are no hooks. */
 static PyObject *accumulate_hooks_of(const fcpy_param *self) {
     if (self->sharded_param == NULL) {
         return NULL;

@@ -25,7 +25,8 @@ PyObject *fcpy_dtensor_new(const fcpy_module *mod, PyObject *local, PyObject *sp
  * the two are equal. If so, the extension may make all DTensors. */
 bool fcpy_dtensor_try(const fcpy_module *mod, PyObject *local, PyObject *spec);
 /* Returns param.grad of any tensor; new reference, NULL with an exception. torch's getter checks
- * every subclass for __torch_function__. fsdp_c skips the check for DTensor, which has none. */
+ * every subclass for __torch_function__. fsdp_c skips the check for DTensor, which does not define
+ * it. */
 PyObject *fcpy_grad_of(const fcpy_module *mod, PyObject *param);
 
 #endif

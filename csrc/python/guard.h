@@ -67,7 +67,7 @@ enum {
  * type. */
 uint32_t fcpy_group_overrides(fcpy_group *self);
 uint32_t fcpy_state_overrides(fcpy_state *self);
-/* Returns the name of the group method with this bit; NULL if there is none. */
+/* Returns the name of the group method with this bit, or NULL if there is no such method. */
 const char *fcpy_group_method(uint32_t bit);
 
 /* Detects patched functions of torch's modules and the level of torch's logger. Updates guard->bits

@@ -41,7 +41,8 @@ static int compare_with_cache(const conversion *c, PyObject *spec, PyObject *par
     return answer;
 }
 
-/* Returns 1 if both specs place equal elements at equal offsets, else 0; -1 with an exception. */
+/* Returns 1 if both specs place equal elements at equal offsets, else 0. Returns -1 with an
+ * exception on failure. */
 static int compare_specs(conversion *c, PyObject *spec, PyObject *param_spec) {
     if (spec == c->last[0] && param_spec == c->last[1]) {
         return 1;
@@ -64,7 +65,7 @@ static int compare_dtensor_specs(conversion *c, PyObject *value, PyObject *param
     return answer;
 }
 
-/* Returns whether `value` is a tensor of at least one dimension; -1 with an exception. */
+/* Returns whether `value` is a tensor of at least one dimension, or -1 with an exception. */
 static int is_shaped(const conversion *c, PyObject *value) {
     if (!fct_py_is_tensor(value)) {
         return 0;
@@ -229,7 +230,7 @@ static int append_param(conversion *c, PyObject *param, PyObject *states_of_para
     return result;
 }
 
-/* Returns a tuple of `count` new lists; NULL with an exception. */
+/* Returns a tuple of `count` new lists, or NULL with an exception. */
 static PyObject *new_lists(Py_ssize_t count) {
     PyObject *lists = PyTuple_New(count);
     for (Py_ssize_t i = 0; lists != NULL && i < count; i++) {

@@ -206,7 +206,7 @@ typedef struct fcpy_state {
 
 /* The module's name. Its address identifies the module. */
 extern const char fcpy_module_name[];
-/* Returns the module state of a type or of one of its bases; NULL with TypeError. */
+/* Returns the module state of a type or of one of its bases, or NULL with TypeError. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 
 #endif

@@ -56,7 +56,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* Marks the Params of the tuple as members of a group, or of none. */
+/* Marks the Params of the tuple as members of a group, or as members of no group. */
 static void set_grouped(PyObject *params, bool grouped) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
         ((fcpy_param *)PyTuple_GET_ITEM(params, i))->grouped = grouped;
@@ -64,7 +64,7 @@ static void set_grouped(PyObject *params, bool grouped) {
 }
 
 /* Marks the Params as members of a group. Each Param must be initialized and in no group, because
- * its core struct stores its position. On failure returns -1 with ValueError and marks none. */
+ * its core struct stores its position. On failure returns -1 with ValueError and marks no Param. */
 static int mark_params(PyObject *params) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
         fcpy_param *param = (fcpy_param *)PyTuple_GET_ITEM(params, i);
@@ -110,7 +110,7 @@ static int check_process_group(PyObject *params, int index, PyObject *name, long
 }
 
 /* Marks the Params as members of the group, after check_process_group. On failure returns -1 with
- * an exception and marks none. */
+ * an exception and marks no Param. */
 static int claim_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
     if (mark_params(params) != 0) {
         return -1;

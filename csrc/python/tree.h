@@ -16,10 +16,11 @@ int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, Py
  * views. */
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output);
 
-/* Replaces *args and *kwargs by the items of a 2-tuple (stolen). Returns -1 if `pair` is NULL or
- * not a 2-tuple. */
+/* Replaces *args and *kwargs by the items of a 2-tuple. Steals `pair`. Returns -1 if `pair` is NULL
+ * or not a 2-tuple. */
 int fcpy_unpack_pair(PyObject *pair, PyObject **args, PyObject **kwargs);
-/* Returns a new 2-tuple of args and kwargs, which are stolen; NULL if `failed`. */
+/* Returns a new 2-tuple of args and kwargs, or NULL if `failed` is not 0. Steals args and kwargs.
+ */
 PyObject *fcpy_pack_pair(int failed, PyObject *args, PyObject *kwargs);
 
 #endif

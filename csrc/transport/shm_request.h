@@ -12,7 +12,7 @@ extern "C" {
 /* Consecutive bytes of a rank shard, and their place in this rank's memory. A rank shard is the
  * elements that belong to one rank. */
 typedef struct shm_segment {
-    char *data;    /* of rank 0's shard */
+    char *data;    /* address of the bytes of rank 0's shard */
     size_t stride; /* bytes from one rank's data to the next rank's */
     size_t begin;  /* byte offset in a rank shard */
     size_t bytes;
