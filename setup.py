@@ -7,8 +7,8 @@ in build/compile_commands.json.
 
 Environment:
     FSDP_C_DEBUG=1        -O0 -g and assertions
-    FSDP_C_ASSERT=1       assertions in the C files. The C++ files are those of the release build,
-                          so that the build takes seconds after it (`make test-assert`)
+    FSDP_C_ASSERT=1       assertions in the C files. The C++ files are those of the release build.
+                          After a release build this takes seconds (`make test-assert`)
     FSDP_C_SANITIZE=1     AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`)
     FSDP_C_NO_CUDA=1      no CUDA kernels
     FSDP_C_LENIENT=1      compiler warnings are not errors, for untested compilers

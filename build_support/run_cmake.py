@@ -91,13 +91,13 @@ def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> 
     Deletes the directory first if the compilers or their flags have changed.
 
     Raises:
-        SystemExit: CMake failed. It has printed the reason.
+        SystemExit: CMake failed and has printed the reason.
     """
     compilers = find_compilers()
     environment = os.environ | compilers
-    cached = json.dumps({name: environment.get(name) for name in CACHED})
+    compiler_settings = json.dumps({name: environment.get(name) for name in CACHED})
     record = directory / "compilers.json"
-    if not record.is_file() or record.read_text() != cached:
+    if not record.is_file() or record.read_text() != compiler_settings:
         shutil.rmtree(directory, ignore_errors=True)
     settings = {
         **definitions,
@@ -110,7 +110,7 @@ def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> 
     if subprocess.run(command, env=environment).returncode:
         record.unlink(missing_ok=True)
         raise SystemExit("fsdp_c: CMake failed; its messages are above")
-    record.write_text(cached)
+    record.write_text(compiler_settings)
 
 
 def compile_targets(directory: Path, targets: Sequence[str], jobs: int, *options: str) -> bool:

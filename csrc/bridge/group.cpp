@@ -1,7 +1,7 @@
-/* Handles of process groups, and the behavior of their backends.
+/* Handles of process groups, and the kinds of their backends.
  *
- * A group is resolved once, by name, and its handle caches the behavior of its backends. A group
- * that is a Python class is called through its Python methods: calls from C++ do not reach its
+ * A group is resolved once, by name, and its handle caches the kinds of its backends. A group that
+ * is a Python class is called through its Python methods: calls from C++ do not reach its
  * overrides. */
 #include "group.hpp"
 
@@ -41,8 +41,9 @@ Handles &handles() {
     return *table;
 }
 
-/* Returns the handle of `group`, new or shared. `object` is the Python object of the group. */
-fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
+/* Returns the handle of `group`, and creates it at the first call. `object` is the Python object of
+ * the group. */
+fct_pg *get_handle(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
     const auto entry = handles().find(group.get());
     if (entry != handles().end()) {
         entry->second->owners++;
@@ -85,7 +86,7 @@ BackendKind backend_kind(fct_pg *pg, c10::DeviceType type) {
 Handle open_handle(PyObject *obj) {
     auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
     auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
-    return {open(std::move(group), std::move(object)), &fct_pg_release};
+    return {get_handle(std::move(group), std::move(object)), &fct_pg_release};
 }
 
 } // namespace fct
@@ -96,7 +97,7 @@ int fct_pg_resolve(const char *name, fct_pg **out) {
     return guarded("fct_pg_resolve", [&] {
         auto group = c10d::resolve_process_group(name);
         pybind11::object object = pybind11::cast(group);
-        *out = open(std::move(group), std::move(object));
+        *out = get_handle(std::move(group), std::move(object));
     });
 }
 

@@ -1,6 +1,6 @@
-/* The Hook type: the callable in a module's forward (pre-)hooks. A call runs the core. Owns its
- * state and, if the state has several modules, the set of those modules. Also owns `shown`, the
- * callable that torch registers: a method bound to the state, or a function around it.
+/* The Hook type: the callable in a module's forward (pre-)hooks. A call runs the functions of
+ * step.c. Owns its state and, if the state has several modules, the set of those modules. Also owns
+ * `shown`, the callable that torch registers: a method bound to the state, or a function around it.
  *
  * Attributes, comparisons, hash and repr are those of `shown`, so that programs that search for
  * torch's hooks find this hook. Under torch.compile dynamo breaks the graph at the hook and calls
@@ -97,7 +97,7 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
     fcpy_hook *self = (fcpy_hook *)callable;
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
     if (count != 3 || (kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0)) {
-        /* not called by nn.Module: torch's callable checks the arguments */
+        /* nn.Module is not the caller. torch's callable checks the arguments. */
         return PyObject_Vectorcall(self->shown, args, nargsf, kwnames);
     }
     fcpy_module *mod = self->state->mod;
@@ -198,7 +198,7 @@ static int hook_traverse(PyObject *obj, visitproc visit, void *arg) {
 }
 
 static int hook_clear(PyObject *obj) {
-    (void)obj; /* the state breaks the cycle: a hook must keep its state */
+    (void)obj; /* a hook must keep its state, so the state breaks the cycle */
     return 0;
 }
 
