@@ -117,7 +117,7 @@ static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
     return fcpy_set_text(self->mod, value, &self->fqn, &self->core.base.name);
 }
 
-static PyObject *get_pending(PyObject *obj, void *closure) {
+static PyObject *get_all_gather_result(PyObject *obj, void *closure) {
     (void)closure;
     if (as_group(obj)->core.gather.pending.active) {
         Py_RETURN_TRUE;
@@ -155,7 +155,7 @@ static PyObject *get_partial(PyObject *obj, void *closure) {
     Py_RETURN_NONE;
 }
 
-/* Accepts None only, and drops the tensors. */
+/* Accepts only None, and drops the partial gradients. */
 static int set_partial(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     const fc_group *g = &as_group(obj)->core;
@@ -257,17 +257,17 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
     (void)closure;
     fcpy_group *self = (fcpy_group *)obj;
     fc_buckets *b = &self->core.buckets;
-    bool stale = b->mode == FC_BUCKETS_STALE;
+    bool was_stale = b->mode == FC_BUCKETS_STALE;
     fc_status status = fc_bucket_cut(b);
     if (status != FC_OK) {
         (void)fcpy_raise(status, NULL);
         return NULL;
     }
-    bool cut = b->mode != FC_BUCKETS_STALE;
-    size_t count = cut ? b->count : 1;
+    bool is_divided = b->mode != FC_BUCKETS_STALE;
+    size_t count = is_divided ? b->count : 1;
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        fc_span span = cut ? b->items[i].span : fc_group_base_all(&self->core.base);
+        fc_span span = is_divided ? b->items[i].span : fc_group_base_all(&self->core.base);
         PyObject *pair = Py_BuildValue("(nn)", (Py_ssize_t)span.first, (Py_ssize_t)span.end);
         if (pair == NULL) {
             Py_CLEAR(list);
@@ -277,7 +277,7 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
     }
     /* All ranks divide the buckets in forward. Only this rank may have read the attribute, and
      * parameters may be frozen afterwards. So this function discards its division. */
-    if (stale) {
+    if (was_stale) {
         fc_bucket_invalidate(b);
     }
     return list;
@@ -308,7 +308,7 @@ PyGetSetDef fcpy_group_getset[] = {
     {"is_sharded_post_forward", get_is_state, NULL,
      "Whether the parameters are resharded to a smaller mesh.", (void *)FC_SHARDED_POST_FORWARD},
     {"gradient_divide_factor", get_divide_factor, set_divide_factor,
-     "Divisor of the sum of gradients; None: mean.", NULL},
+     "Divisor of the sum of gradients. None: reductions compute the mean.", NULL},
     {"_module_fqn", get_fqn, set_fqn,
      "Fully qualified names of the group's modules, after lazy init.", NULL},
     {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
@@ -352,19 +352,19 @@ PyGetSetDef fcpy_group_getset[] = {
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"is_unsharded", get_is_state, NULL, "Whether the unsharded parameters are registered.",
      (void *)FC_UNSHARDED},
-    {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
-     NULL},
+    {"_all_gather_result", get_all_gather_result, NULL,
+     "True while an all-gather is in flight, else None.", NULL},
     {"_post_forward_indices", get_post_forward_indices, NULL,
      "Indices in the post-forward order (a copy).", NULL},
     GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
                "Whether hooks unshard on the current stream."),
-    {"_param_group_index", get_size, NULL, "Index of the group in its unit.",
-     GROUP_OFFSET(place.index)},
-    {"_num_param_groups", get_size, NULL, "Number of groups of its unit.",
+    {"_param_group_index", get_size, NULL,
+     "Index of the group among the groups of the fully_shard call.", GROUP_OFFSET(place.index)},
+    {"_num_param_groups", get_size, NULL, "Number of groups of the fully_shard call.",
      GROUP_OFFSET(place.siblings)},
     {"_partial_reduce_output", get_partial, set_partial,
-     "True while gradients are reduce-scattered but not all-reduced, else None; setting None "
-     "drops them.",
+     "True while gradients are reduce-scattered but not all-reduced, else None. Setting None "
+     "drops the gradients.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -16,11 +16,11 @@ static void defer_slots_free(fcpy_module *mod, fcpy_slot *slots, Py_ssize_t coun
 }
 
 static void replace_slots(fcpy_param *self, fcpy_slot *slots, Py_ssize_t count) {
-    fcpy_slot *old = self->slots;
+    fcpy_slot *old_slots = self->slots;
     Py_ssize_t old_count = self->slot_count;
     self->slots = slots;
     self->slot_count = count;
-    defer_slots_free(self->mod, old, old_count);
+    defer_slots_free(self->mod, old_slots, old_count);
 }
 
 void fcpy_slots_clear(fcpy_param *self) {

@@ -89,6 +89,7 @@ int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
         return fct_pg_enter_shm(pg, use == FCT_USE_ALL_REDUCE, entered);
     }
     *entered = NULL;
+    /* The caller issues the gather through torch, so pg.c does not count it. */
     shm_negotiation *n = fct_negotiation_find(pg);
     if (use != FCT_USE_REDUCE && n != NULL) {
         shm_negotiation_count_gather(n);
