@@ -9,8 +9,8 @@ static inline bool fct_device_is_same_type(fct_device a, fct_device b) {
     return a.type == b.type;
 }
 
-/* Returns true if the collectives of the device support ReduceOp.AVG. torch's FSDP2 sums on MTIA.
- */
+/* Returns true if the collectives of the device support ReduceOp.AVG. torch's FSDP2 uses SUM on
+ * MTIA. */
 static inline bool fct_device_has_average(fct_device device) {
     return device.type != FCT_DEVICE_MTIA;
 }
