@@ -33,9 +33,9 @@ namespace {
 thread_local autograd::variable_list *node_grads = nullptr;
 thread_local std::vector<fct_tensor *> node_handles;
 
-/* Compiled autograd calls compiled_args of every node and hook before it runs. It does not run
- * end-of-backward callbacks, so torch's FSDP2 continues with unreduced gradients. fsdp_c raises
- * instead. */
+/* Compiled autograd calls compiled_args of every node and hook before it runs. Compiled autograd
+ * does not run end-of-backward callbacks, so torch's FSDP2 continues with unreduced gradients.
+ * fsdp_c raises instead. */
 [[noreturn]] void refuse_to_compile() {
     const pybind11::gil_scoped_acquire gil;
     PyErr_SetString(PyExc_NotImplementedError,
