@@ -2,7 +2,7 @@
  * header is included, so the same code serves CUDA, XPU and out-of-tree devices.
  *
  * A stream is a value (id and device). torch owns the streams and never frees them. An event counts
- * its owners. It may be recorded repeatedly. */
+ * its owners, and may be recorded repeatedly. */
 #include "stream.h"
 
 #include "bridge.hpp"

@@ -1,6 +1,7 @@
 /* Deferred release. The core borrows pointers to groups, states, parameters and tensors, and calls
- * foreign code (modules' own __setattr__, users' hooks) while it uses them. That code may replace
- * attributes. While any call is in progress, mod->deferred_decrefs keeps the former values. */
+ * foreign code (modules' own __setattr__, users' hooks) while the core uses them. That code may
+ * replace attributes. While any call is in progress, mod->deferred_decrefs keeps the former values.
+ */
 #include "deferred_decref.h"
 
 #include "../bridge/error.h"

@@ -15,8 +15,9 @@ extern "C" {
 /* Whether the collectives of one process group use shared memory. The ranks negotiate once, in two
  * rounds. All users of the group share the object, which is reference-counted.
  *
- *     pending     The results of round 1 are not read yet. In round 1 each rank sends whether it accepts
- *                 shared memory, the handle of its ring, and its number of parameter groups.
+ *     pending     The results of round 1 are not read yet. In round 1 each rank sends whether it
+ *                 accepts shared memory, the handle of its ring, and its number of parameter
+ *                 groups.
  *     connecting  All ranks accept. In round 2 each rank sends whether it mapped all rings. A rank
  *                 issues round 2 before its first gather or reduction after round 1, which is the
  *                 same collective on all ranks.
@@ -46,8 +47,8 @@ void shm_negotiation_retain(shm_negotiation *n);
 void shm_negotiation_release(shm_negotiation *n); /* NULL is allowed */
 
 /* Registers the negotiation with the process group, so that the group's end calls
- * shm_negotiation_close. Writes false to *attached if the group does not support it. Returns -1
- * with a Python exception. */
+ * shm_negotiation_close. Writes false to *attached if the process group does not support a
+ * negotiation. Returns -1 with a Python exception. */
 typedef int (*shm_attach)(fct_pg *pg, shm_negotiation *n, bool *attached);
 
 /* Writes to *accepted whether the next collective of `pg` uses shared memory. Issues the rounds.

@@ -1,6 +1,7 @@
 /* The transport of torch's process group: its own backend moves the data (gloo, NCCL, ...).
  *
- * Counts its gathers, because the negotiation about shared memory needs the number. */
+ * This transport counts its gathers, because the negotiation about shared memory needs their
+ * number. */
 #include "pg.h"
 
 #include "group_negotiation.h"

@@ -15,8 +15,8 @@
  * time may use it. At the same time any number of threads may call shm_ring_seq and shm_ring_wait.
  * Peer memory is untrusted: offsets and lengths are validated before use.
  *
- * Preconditions: shm_ring_connect has succeeded in all functions below it, except for mark_closed
- * and destroy. The argument `rank` is the rank of a peer. */
+ * Precondition of all functions below shm_ring_connect, except for mark_closed and destroy:
+ * shm_ring_connect has succeeded. The argument `rank` is the rank of a peer. */
 #ifndef FSDP_C_TRANSPORT_SHM_RING_H
 #define FSDP_C_TRANSPORT_SHM_RING_H
 
@@ -55,8 +55,8 @@ int shm_ring_connect(shm_ring *ring, int rank, int world_size, const shm_ring_ha
 /* Marks the ring closed: this rank commits no more messages. Wakes waiting peers. No-op in a child
  * of fork(). */
 void shm_ring_mark_closed(shm_ring *ring);
-/* Marks the ring closed and unmaps all memory. A child of fork() that destroys its parent's ring
- * does not mark it closed. NULL is allowed. */
+/* Marks the ring closed and unmaps all memory. In a child of fork(), unmaps the memory only. NULL
+ * is allowed. */
 void shm_ring_destroy(shm_ring *ring);
 
 /* Reserves memory for the next message of `bytes` bytes, at most the capacity. Returns NULL if the
