@@ -1,7 +1,7 @@
 /* Collectives and their works.
  *
- * A group (group.hpp) written in C++ is called through the methods of ProcessGroup, and so through
- * the c10d ops. A group that is a Python class is called through its Python methods, like in
+ * A group (group.hpp) written in C++ is called through the methods of ProcessGroup, which call the
+ * c10d ops. A group that is a Python class is called through its Python methods, like in
  * torch.distributed. The GIL is released while a collective is issued and while a work is waited
  * for.
  *
@@ -98,8 +98,8 @@ at::Tensor as_real(const at::Tensor &tensor) {
     return at::view_as_real(tensor).view(-1);
 }
 
-/* The form of a gather's tensor: bytes if the backend does not support the dtype, else as_real().
- */
+/* A gather's tensor in a form that the backend supports: bytes if it does not support the dtype,
+ * else the result of as_real(). */
 at::Tensor as_supported(fct_pg *pg, const at::Tensor &tensor) {
     if (is_unsupported(backend_kind(pg, tensor.device().type()), tensor.scalar_type())) {
         const at::AutoDispatchBelowADInplaceOrView below;

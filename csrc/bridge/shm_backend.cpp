@@ -1,12 +1,13 @@
 /* A c10d backend that moves the data of a process group through the shared memory of one host.
  *
- * torch's gloo backend gathers into a temporary buffer and copies that to the output. Its
- * reduce-scatter copies the input, all-reduces all of it and takes a slice. ShmBackend writes each
- * rank's data to shared memory once (csrc/transport), and the peers read it from there. A reduction
- * adds in the order of gloo's ring (kernels/ring.h), so the bits are equal to gloo's.
+ * torch's gloo backend gathers into a temporary buffer and copies the buffer to the output. Its
+ * reduce-scatter copies the input, all-reduces the whole copy and takes a slice. ShmBackend writes
+ * each rank's data to shared memory once (csrc/transport), and the peers read the data there. A
+ * reduction adds in the order of gloo's ring (kernels/ring.h), so the bits are equal to gloo's.
  *
  * ShmBackend belongs to a process group of its own, which only this extension holds. Collectives
- * are the same ops of namespace c10d, so dispatch modes, patches and profilers see the same calls.
+ * are the same ops of namespace c10d, so dispatch modes, patches and profilers observe the same
+ * calls.
  *
  * All ranks of a group must use the same backend for a collective. They negotiate once whether they
  * use ShmBackend, and from which collective on (transport/negotiation.h). After that the choice
@@ -14,8 +15,8 @@
  * if its ranks span hosts, or if a rank has no shared memory.
  *
  * A collective that is larger than the ring makes progress only inside wait(). The progress thread
- * of the group waits for it (transport/progress.h). Its operation type is UNKNOWN, like that of
- * gloo's reduce-scatter. */
+ * of the group waits for such a collective (transport/progress.h). Its work has the operation type
+ * UNKNOWN, like gloo's reduce-scatter. */
 #include "shm_backend.hpp"
 
 #include "shm_work.hpp"
@@ -92,7 +93,7 @@ class ShmBackend : public c10d::Backend {
         return start(std::move(work), std::move(transport), {});
     }
 
-    /* Each chunk is 1-D and holds data of all ranks, in rank order. */
+    /* Each chunk is 1-D and contains data of all ranks, in rank order. */
     WorkPtr gather_chunks(const Tensors &chunks, const fct_chunk_layout &layout) {
         const Tensors parts = view_by_rank(chunks);
         auto work = c10::make_intrusive<ShmWork>(FCT_OP_ALL_GATHER, parts);
@@ -205,7 +206,7 @@ class ShmBackend : public c10d::Backend {
         return {shm_negotiation_active_transport(negotiation_), &shm_transport_release};
     }
 
-    /* Throws without a transport: gloo has no collectives of separate chunks. */
+    /* Throws if there is no transport, because gloo has no collectives of separate chunks. */
     ShmTransportPtr require_transport() const {
         auto transport = active_transport();
         TORCH_CHECK(transport, "the process group has ended");

@@ -28,8 +28,8 @@ static int drop_result(PyObject *result) {
     return result != NULL ? 0 : -1;
 }
 
-/* For callbacks that cannot fail: reports an exception with sys.unraisablehook and clears it. Keeps
- * a pending exception. */
+/* Calls self.name() in a callback that cannot fail. Reports an exception of the call with
+ * sys.unraisablehook. Does not change a pending exception. */
 static void call_and_report(PyObject *self, PyObject *name) {
     void *error = fct_error_set_aside();
     if (drop_result(PyObject_CallMethodNoArgs(self, name)) != 0) {

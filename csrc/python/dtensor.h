@@ -9,10 +9,10 @@
 bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj);
 /* type(obj) is torch.Tensor, the base class of DTensor. */
 bool fcpy_is_plain_tensor(const fcpy_module *mod, PyObject *obj);
-/* Finds the offsets of the slots. bind() calls it. */
+/* Finds the offsets of the slots. Called by bind(). */
 void fcpy_dtensor_find_slots(fcpy_module *mod);
 /* Returns obj._local_tensor, borrowed, without running code. Returns NULL if obj is NULL or not a
- * DTensor, or if only an attribute lookup can read it. Sets no exception. */
+ * DTensor, or if only an attribute lookup can read the field. Sets no exception. */
 PyObject *fcpy_dtensor_peek(const fcpy_module *mod, PyObject *obj);
 /* Return obj._local_tensor and obj._spec of an instance of DTensor or of a subclass; new
  * references, NULL with an exception. */

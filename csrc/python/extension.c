@@ -1,7 +1,8 @@
 /* All-gather extensions. A parameter's shard may be a tensor subclass that defines two hooks. The
- * first returns the inputs of the all-gather. The second makes the unsharded parameter from its
- * outputs. The Python subclass of Param calls the hooks, because it has the code for their
- * signatures. The core holds the tensors (core/extension.h); Python receives them as new lists. */
+ * first hook returns the inputs of the all-gather. The second makes the unsharded parameter from
+ * the outputs of the all-gather. The Python subclass of Param calls the hooks, because it has the
+ * code for their signatures. The core holds the tensors (core/extension.h); Python receives them as
+ * new lists. */
 #include "extension.h"
 
 #include "../bridge/pyobject.h"
@@ -40,7 +41,7 @@ static int parse_tensors(PyObject *value, void (*raise)(PyObject *item), PyObjec
     return 0;
 }
 
-/* Calls `set` with the tensors of a sequence. */
+/* Calls `set` with the tensors of the sequence `value`. */
 static fc_status set_tensors(fc_extension *e, PyObject *value, void (*raise)(PyObject *item),
                              fc_status (*set)(fc_extension *e, fct_tensor *const *tensors,
                                               size_t count)) {

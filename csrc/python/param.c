@@ -326,7 +326,7 @@ static PyGetSetDef param_getset[] = {
     {"sharded_param", get_sharded_param, set_sharded_param,
      "The DTensor parameter that is registered while sharded.", NULL},
     {"_sharded_param_data", get_sharded_data, set_sharded_data,
-     "1-D tensor of padded_numel elements: this rank's shard with its padding, as gathers send it.",
+     "1-D tensor of padded_numel elements: the padded shard that this rank sends in gathers.",
      NULL},
     {"_unsharded_param", get_unsharded_param, set_unsharded_param,
      "The parameter used for computation, after the first unshard.", NULL},
@@ -339,7 +339,8 @@ static PyGetSetDef param_getset[] = {
     {"_sharded_post_forward_param", get_post_forward_param, NULL,
      "The parameter registered while resharded to a smaller mesh, or None.", NULL},
     {"is_dtensor", get_is_dtensor, set_is_dtensor,
-     "Whether the parameter was a DTensor: its gradients are passed to _get_grad_inner_tensor().",
+     "Whether the parameter was a DTensor. If so, gradients are passed to "
+     "_get_grad_inner_tensor().",
      NULL},
     {"unsharded_accumulated_grad", get_accumulated, set_accumulated,
      "Gradient in the reduce dtype accumulated by backwards that did not reduce, or None.", NULL},
@@ -415,7 +416,7 @@ static PyMethodDef param_methods[] = {
      "Registers sharded_param under the (module, name) pairs of _set_slots()."},
     {"_drop_grad", drop_grad, METH_NOARGS, "Drops the gradients that wait for a later reduction."},
     {"_forget_unsharded", forget_unsharded, METH_NOARGS,
-     "Drops the unsharded parameter; only while sharded."},
+     "Drops the unsharded parameter. Only valid while sharded."},
     {"_cut", fcpy_shard_cut, METH_VARARGS,
      "_cut(tensor, dim): makes sharded_param and _sharded_param_data of this rank's rows of a "
      "plain tensor. Returns the local tensor. May be called once."},
@@ -444,8 +445,8 @@ static PyType_Slot param_slots[] = {
     {Py_tp_members, param_members},
     {Py_tp_doc,
      "Param(sizes, dim, world, rank, forward=None): one parameter of shape `sizes`, sharded on "
-     "`dim` over `world` ranks. Between forward and backward it is sharded on dim 0 over "
-     "`forward` = (world, rank)."},
+     "`dim` over `world` ranks. Between forward and backward the parameter is "
+     "sharded on dim 0 over `forward` = (world, rank)."},
     {0, NULL},
 };
 

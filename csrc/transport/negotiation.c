@@ -29,9 +29,9 @@ struct shm_negotiation {
     shm_transport *transport; /* NULL if declined */
     bool paused;
     bool closed;     /* shm_negotiation_close was called */
-    int64_t gathers; /* that gloo has moved */
-    int64_t
-        fallback_gathers; /* that gloo moves after each round; while pending, this rank's number */
+    int64_t gathers; /* number of gathers that gloo has moved */
+    /* Gathers that gloo moves after each round. While pending, the number of this rank. */
+    int64_t fallback_gathers;
     int64_t connected_after;    /* the value of `gathers` at which round 2 may be waited for */
     fct_exchange *capabilities; /* round 1; NULL: not issued, or read */
     fct_exchange *connection;   /* round 2; NULL: not issued, or read */
@@ -71,7 +71,7 @@ bool shm_negotiation_register_user(const char *name) {
     return true;
 }
 
-/* Removes the count of a process group and returns it; at least 1. */
+/* Removes the count of a process group and returns it. Returns 1 if there is no count. */
 static int64_t remove_count(const char *name) {
     group_count **at = find_count(name);
     group_count *entry = *at;
@@ -91,8 +91,8 @@ static bool is_set(const char *variable) {
     return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
-/* Whether this rank accepts shared memory. The user can veto it. A debug level and a flight
- * recorder veto it, because they observe gloo's own collectives. */
+/* Whether this rank accepts shared memory. The user can veto shared memory. A debug level and a
+ * flight recorder also veto it, because they observe gloo's own collectives. */
 static bool accepts_shared_memory(void) {
     const char *choice = getenv("FSDP_C_TRANSPORT");
     return (choice == NULL || strcmp(choice, "gloo") != 0) && !fct_c10d_is_debugged() &&

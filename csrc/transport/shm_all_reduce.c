@@ -1,9 +1,10 @@
 /* All-reduces in shared memory; see shm_all_reduce.h.
  *
  * If the ring can hold the tensors of all ranks, each rank writes its whole tensor and sums the
- * tensors of all ranks. This needs one message phase and no thread. A larger tensor is divided into
- * parts. Each rank sums a share of each part, and then the ranks exchange the sums. The next part
- * is sent before the sums of the previous one, so that ranks need not run in lockstep:
+ * tensors of all ranks. This case needs one phase of messages and no thread. A larger tensor is
+ * divided into parts. Each rank sums a share of each part, and then the ranks exchange the sums.
+ * The next part is sent before the sums of the previous part, so that ranks need not run in
+ * lockstep:
  *
  *     part 0, part 1, sums of 0, part 2, sums of 1, ...
  *

@@ -276,7 +276,8 @@ int shm_ring_peer_has_ended(const shm_ring *ring, int rank) {
            (fcntl(view->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK);
 }
 
-/* The sum of counters that only grow. Up to 2^32 increments, each increment changes the sum. */
+/* Returns the sum of counters that only grow. Up to 2^32 increments, each increment changes the
+ * sum. */
 uint32_t shm_ring_seq(const shm_ring *ring) {
     uint32_t seq = 0;
     for (int peer = 0; peer < ring->world_size; peer++) {
@@ -331,8 +332,8 @@ void shm_ring_wait(shm_ring *ring, uint32_t seen_seq, int64_t ms) {
 
 /* ---- writing ---- */
 
-/* The largest number of this rank's messages that a peer has not released. Writes that peer to
- * *slowest if the pointer is not NULL and the number is not 0. */
+/* Returns the largest number of this rank's messages that a peer has not released. Writes that peer
+ * to *slowest if `slowest` is not NULL and the number is not 0. */
 static uint32_t count_unread(const shm_ring *ring, int *slowest) {
     const uint32_t committed =
         atomic_load_explicit(&ring->own.page->committed, memory_order_relaxed);
