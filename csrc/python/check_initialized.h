@@ -7,8 +7,8 @@
 /* Whether the group is initialized. If not, sets RuntimeError. */
 bool fcpy_group_check_initialized(const fcpy_group *self);
 /* Whether lazy init of the group's communication context is done. The first forward of the root or
- * `CommContext.lazy_init` does it. Before lazy init, torch's methods fail on the first attribute
- * that they read of the context or of a parameter. If lazy init is not done, sets that
+ * `CommContext.lazy_init` runs lazy init. Before lazy init, torch's methods fail on the first
+ * attribute that they read of the context or of a parameter. If lazy init is not done, sets that
  * AttributeError. */
 bool fcpy_group_check_context(const fcpy_group *self, const char *type, const char *attribute);
 /* Sets the exception of `status`, with the message of the group's context. Returns -1. */

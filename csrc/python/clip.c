@@ -47,7 +47,7 @@ static bool kind_equal(const kind *a, const kind *b) {
     return true;
 }
 
-/* Sets *out to the kind of a DTensor, with new references. Both fields are NULL for a plain
+/* Sets *out to the kind of a gradient, with new references. Both fields are NULL for a plain
  * tensor. */
 static int read_kind(const fcpy_module *mod, PyObject *grad, kind *out) {
     out->mesh = out->placements = NULL;
@@ -122,8 +122,9 @@ done:
     return result;
 }
 
-/* Appends all gradients. `items` has gradients, or parameters, of which those without gradient are
- * skipped. A method of a tensor subclass may change the list during the loop. */
+/* Appends all gradients. `items` are gradients, or parameters if `are_params` is true. Skips
+ * parameters without gradient. A method of a tensor subclass may change the list during the loop.
+ */
 static int collect_gradients(const fcpy_module *mod, PyObject *items, bool are_params,
                              PyObject *locals, PyObject *kinds, PyObject *indices) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
@@ -200,7 +201,7 @@ static int all_reduce(const char *group, fct_tensor *values) {
     return failed;
 }
 
-/* Takes square roots in place, with the operator that torch uses. On some processors (AMD) the
+/* Computes square roots in place, with the operator that torch uses. On some processors (AMD) the
  * roots of MKL differ from sqrtf in the last bit. */
 static int compute_square_roots(fct_tensor *values) {
     PyObject *tensor = NULL;
@@ -320,8 +321,8 @@ static bool store_addresses(gradients *g) {
     return true;
 }
 
-/* Reduces the norms of the gradients that are sharded over the groups of kind `k`, in one
- * collective. */
+/* Reduces the norms of the gradients that are sharded over the groups of kind `k`, with one
+ * collective for each process group. */
 static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
                        const fck_floats *norms) {
     PyObject *names = PyTuple_GET_ITEM(PyList_GET_ITEM(g->groups, k), 0);

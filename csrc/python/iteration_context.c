@@ -68,13 +68,13 @@ static int set_all_states(PyObject *obj, PyObject *value, void *closure) {
         Py_XDECREF(new_states);
         return -1;
     }
-    PyObject *old = self->all_states;
+    PyObject *old_tuple = self->all_states;
     void *old_states = (void *)self->core.states;
     self->core.states = NULL;
     fc_iteration_set_states(&self->core, (fc_state **)states, (size_t)PyTuple_GET_SIZE(new_states));
     self->all_states = new_states;
     fcpy_defer_free(self->mod, old_states);
-    fcpy_defer_decref(self->mod, old);
+    fcpy_defer_decref(self->mod, old_tuple);
     return 0;
 }
 

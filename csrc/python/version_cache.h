@@ -7,7 +7,8 @@
 #include <Python.h>
 #include <stdbool.h>
 
-/* The overrides of one object, and the version tags of its type and dict when they were read. */
+/* The overrides of one object, and the version tags of its type and dict at the time of the read.
+ */
 typedef struct fcpy_version_cache {
     uint64_t type_tag;
     uint64_t dict_tag;
