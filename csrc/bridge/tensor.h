@@ -24,7 +24,7 @@ typedef struct fct_facts {
 void fct_tensor_retain(fct_tensor *t);
 void fct_tensor_release(fct_tensor *t); /* NULL is allowed */
 fct_device fct_tensor_device(const fct_tensor *t);
-/* Reads the properties. For a wrapper or a sparse tensor it writes strided=false and data=NULL. */
+/* Reads the properties. Writes strided=false and data=NULL for a wrapper or a sparse tensor. */
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out);
 bool fct_tensor_requires_grad(const fct_tensor *t);
 /* Whether the caller has the only reference to the tensor, its storage and its memory. */
@@ -60,9 +60,9 @@ FCT_CHECK int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 /* New tensor of zeros, like t in shape, dtype and device. */
 FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
 /* Copies t.narrow(dim, start, length) to new memory, padded with zeros to `padded` along `dim`.
- * *local: new, the copy without padding. *row: new, all of the memory, 1-D. Both are views that
- * share one version counter. Unlike the functions above, the call runs through all dispatch keys,
- * with grad mode off. */
+ * *local: new, the copy without padding. *row: new, the whole memory, 1-D. The two tensors are
+ * views that share one version counter. Unlike the functions above, the call runs through all
+ * dispatch keys, with grad mode off. */
 FCT_CHECK int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length,
                              int64_t padded, fct_tensor **local, fct_tensor **row);
 /* dst.copy_(src). Casts. */
@@ -80,7 +80,7 @@ FCT_CHECK int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **
 /* requires_grad_() of a leaf. */
 FCT_CHECK int fct_tensor_set_requires_grad(fct_tensor *t, bool value);
 
-/* dst[i].copy_(src[i]) for all i. Launches one kernel if the device has one for the list. That
+/* dst[i].copy_(src[i]) for all i. Launches one kernel if the device has a kernel for the list. That
  * requires one source dtype, one destination dtype, and equal shapes and strides. */
 FCT_CHECK int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t count);
 /* Splits a 2-D tensor along dim 1 into parts of `sizes` and copies them to out[i]. Each out[i] is
@@ -111,8 +111,9 @@ bool fct_storage_is_shared(const fct_tensor *t);
 /* Moves the memory of the storage of `from` to the empty storage of `to`, on the same device. */
 void fct_storage_move(fct_tensor *from, fct_tensor *to);
 
-/* .grad of a leaf. has: whether the leaf has a gradient. identity: its address, for comparison
- * only. take: moves the gradient to *out (new; NULL if there is none) and sets .grad to None. */
+/* .grad of a leaf. has: whether the leaf has a gradient. identity: the address of the gradient, for
+ * comparison only. take: moves the gradient to *out (new; NULL if there is none) and sets .grad to
+ * None. */
 bool fct_grad_has(const fct_tensor *t);
 const void *fct_grad_identity(const fct_tensor *t);
 void fct_grad_take(fct_tensor *t, fct_tensor **out);

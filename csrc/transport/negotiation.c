@@ -1,6 +1,6 @@
 /* The negotiation of the shared-memory transport; see negotiation.h.
  *
- * Owns the counts of parameter groups by group name. The GIL guards them, and the fields of a
+ * Owns the counts of parameter groups by group name. The GIL guards the counts and most fields of a
  * negotiation. The mutex guards `state`, `transport` and `closed`, because any thread may end the
  * group. */
 #define _GNU_SOURCE 1 /* sched_getaffinity */
@@ -151,15 +151,15 @@ static negotiation_state get_state(shm_negotiation *n) {
 static shm_transport *set_state(shm_negotiation *n, negotiation_state state,
                                 shm_transport *transport) {
     (void)pthread_mutex_lock(&n->mutex);
-    shm_transport *old = n->transport;
+    shm_transport *released = n->transport;
     if (n->closed) {
-        old = transport;
+        released = transport;
     } else {
         n->state = state;
         n->transport = transport;
     }
     (void)pthread_mutex_unlock(&n->mutex);
-    return old;
+    return released;
 }
 
 static void decline(shm_negotiation *n) {
@@ -246,7 +246,8 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
     return fct_exchange_start(pg, values, CAPABILITIES, &n->capabilities);
 }
 
-/* Waits for round 1 and applies its results, unless another thread has done so meanwhile. */
+/* Waits for round 1 and applies its results, unless another thread has applied them during the
+ * wait. */
 static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
     const int64_t *results = NULL;
     fct_exchange *round = wait_for_round(n->capabilities, &results);
@@ -301,7 +302,8 @@ static int connect_ranks(shm_negotiation *n, fct_pg *pg) {
     return 0;
 }
 
-/* Waits for round 2 and applies its results, unless another thread has done so meanwhile. */
+/* Waits for round 2 and applies its results, unless another thread has applied them during the
+ * wait. */
 static int read_connection(shm_negotiation *n, fct_pg *pg) {
     const int64_t *results = NULL;
     fct_exchange *round = wait_for_round(n->connection, &results);
