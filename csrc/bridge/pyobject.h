@@ -20,10 +20,11 @@ fct_tensor *fct_py_tensor(struct _object *obj);
 const void *fct_py_storage(struct _object *tensor);
 /* New reference to the Python object of t. Creates the object if it does not exist. */
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
-/* A new wrapper of `type`, a subclass of torch.Tensor with __torch_dispatch__. It has the given
- * sizes and strides, and local's dtype, device and offset, without memory and gradient. Writes NULL
- * to *out, without an exception, if this torch release does not export the constructor, or if
- * `local` is not plain (for example, requires grad). Then the caller uses torch's own function. */
+/* A new wrapper of `type`, a subclass of torch.Tensor with __torch_dispatch__. The wrapper has the
+ * given sizes and strides, and local's dtype, device and offset, without memory and gradient.
+ * Writes NULL to *out, without an exception, if this torch release does not export the constructor,
+ * or if `local` is not plain (for example, requires grad). Then the caller uses torch's own
+ * function. */
 FCT_CHECK int fct_py_wrapper(const fct_tensor *local, struct _object *type, const int64_t *sizes,
                              const int64_t *strides, int64_t dims, struct _object **out);
 /* torch.Tensor.grad of param, even if the class of param overrides `grad`. New reference; None if
@@ -33,7 +34,7 @@ FCT_CHECK int fct_py_grad(struct _object *param, struct _object **out);
  * `grad` sets None. */
 FCT_CHECK int fct_py_set_grad(struct _object *param, struct _object *grad);
 /* Borrows the dict of param's post-accumulate-grad hooks. Returns NULL without an exception if
- * there is none. Does not call __torch_function__. */
+ * param has no hooks. Does not call __torch_function__. */
 struct _object *fct_py_grad_hooks(struct _object *param);
 /* Conversions of torch.dtype objects. fct_py_dtype returns FCT_NO_DTYPE for None, and -2 with a
  * TypeError for other objects. */

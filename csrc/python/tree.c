@@ -28,6 +28,7 @@ static bool requires_grad(PyObject *tensor) {
     return fct_tensor_requires_grad(fct_py_tensor(tensor));
 }
 
+/* Whether the tensor has a floating-point dtype other than `excluded`. */
 static bool is_floating(PyObject *tensor, fct_dtype excluded) {
     fct_facts facts;
     fct_tensor_facts(fct_py_tensor(tensor), &facts);
