@@ -243,7 +243,7 @@ def case_adamw8bit_uneven(report: Report) -> None:
     set_state_dict(fresh, other, model_state_dict=weights, optim_state_dict=state)
     report.record("loaded", [list(state.values()) for state in other.state.values()])
     train(report, fresh, other, steps=1, width=128)
-    report.model(fresh)
+    report.record_model(fresh)
 
 
 if __name__ == "__main__":
