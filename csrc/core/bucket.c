@@ -1,6 +1,6 @@
 /* Buckets of a group; see bucket.h. Owns the array of buckets. A gradient notification
- * (fct_grad_subscription) belongs to its parameter. It ends with the tensor that it observes, or
- * with the group.
+ * (fct_grad_subscription) belongs to its parameter. The notification is freed with the tensor that
+ * it observes, or by fc_bucket_fini.
  *
  * This file uses no stream. In an eager backward its functions run in autograd's thread. */
 #include "bucket.h"
@@ -11,7 +11,8 @@
 
 #include "plan.h"
 
-/* While one reduction waits for its collective, the next one can be packed. */
+/* Reductions in flight if a group has several buckets: one waits for its collective while the next
+ * one is packed. */
 enum { IN_FLIGHT = 2 };
 
 void fc_bucket_init(fc_buckets *b, fc_group_base *base) {
@@ -54,7 +55,7 @@ void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype) {
     p->reduce_dtype = dtype;
 }
 
-bool fc_bucket_several(const fc_buckets *b) {
+bool fc_bucket_has_several(const fc_buckets *b) {
     return b->mode != FC_BUCKETS_STALE && b->count > 1;
 }
 
@@ -111,7 +112,7 @@ fc_status fc_bucket_cut(fc_buckets *b) {
 
 /* In a sharded group early reductions would keep the gathered parameters longer. */
 static bool can_reduce_early(const fc_buckets *b) {
-    return fc_bucket_several(b) && b->base->shard.world == 1;
+    return fc_bucket_has_several(b) && b->base->shard.world == 1;
 }
 
 fc_status fc_bucket_subscribe(fc_buckets *b) {
@@ -185,7 +186,7 @@ void fc_bucket_end(fc_buckets *b) {
 
 size_t fc_bucket_in_flight(const fc_buckets *b) {
     size_t wanted = b->base->comm->max_reductions;
-    return fc_bucket_several(b) && wanted < IN_FLIGHT ? IN_FLIGHT : wanted;
+    return fc_bucket_has_several(b) && wanted < IN_FLIGHT ? IN_FLIGHT : wanted;
 }
 
 /* ---- invariants ---- */

@@ -43,7 +43,7 @@ void fc_gather_invalidate(fc_gather *a) {
 
 /* ---- abandon ---- */
 
-/* Parks memory that the backend may still use and resets the pending gather. */
+/* Defers the release of memory that the backend may still use, and resets the pending gather. */
 static void clear_pending(fc_gather *a) {
     fc_group_base *base = a->base;
     if (!a->pending.active) {
@@ -56,7 +56,7 @@ static void clear_pending(fc_gather *a) {
         fc_comm_defer_release(base->comm, a->pending.work, a->pending.buffer, NULL);
         fc_comm_put_event(base->comm, a->pending.done);
     }
-    fc_chunks_drop(&a->chunks); /* a work that is still running holds them */
+    fc_chunks_drop(&a->chunks); /* a Work that is still running holds references to the chunks */
     memset(&a->pending, 0, sizeof a->pending);
 }
 

@@ -512,7 +512,7 @@ done:
 static fc_status reduce_remaining(fc_group *g, bool partial) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;
-    if (!fc_bucket_several(b) || g->reducer.has_hook ||
+    if (!fc_bucket_has_several(b) || g->reducer.has_hook ||
         fc_group_base_uses_fallback(&g->base, FC_FALLBACK_REDUCE)) {
         return reduce_span(g, fc_group_base_all(&g->base), true, partial);
     }

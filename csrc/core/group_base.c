@@ -1,5 +1,5 @@
-/* Fixed parts of a group; see members.h. Owns the array of parameters, the resolved process groups
- * and the references to allocators. */
+/* Fixed parts of a group; see group_base.h. Owns the array of parameters, the resolved process
+ * groups and the references to allocators. */
 #include "group_base.h"
 
 #include <assert.h>

@@ -8,7 +8,7 @@
 #include "layout.h"
 #include "status.h"
 
-/* Sharded state of a parameter: which of its three parameter objects the modules hold. */
+/* Sharded state of a parameter: selects which of the three parameter objects the modules hold. */
 typedef enum fc_sharded_state {
     FC_SHARDED = 1,
     FC_SHARDED_POST_FORWARD = 2, /* resharded to a smaller group between forward and backward */
@@ -18,10 +18,12 @@ typedef enum fc_sharded_state {
 struct fc_buckets;
 
 typedef struct fc_param {
-    void *owner;                   /* host object; borrowed, outlives the use of the struct */
-    const char *name;              /* for messages; borrowed from the owner, may be NULL */
+    /* the Python object Param (fcd_param in a dry run); borrowed, outlives the struct */
+    void *owner;
+    /* FQN for error messages; borrowed from the owner, may be NULL */
+    const char *name;
     fc_layout layout;              /* of the shard */
-    fc_layout post_forward_layout; /* of the smaller group's shard; world 0: not used */
+    fc_layout post_forward_layout; /* of the smaller group's shard; world 0: no smaller group */
     int32_t ndim;
     int64_t *local_sizes; /* [ndim] this rank's shard; owned, allocated together with strides */
     int64_t *strides;     /* [ndim] of the shard, contiguous */
@@ -31,7 +33,7 @@ typedef struct fc_param {
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own dtype */
     bool aliased;   /* flat shares the shard's memory: one rank, no cast, no copy, no free */
     bool extended;  /* the shard has all-gather hooks; `extension` replaces flat */
-    bool required;  /* requires_grad of `unsharded` at its registration */
+    bool required;  /* requires_grad of `unsharded` when it was created */
     bool offloaded; /* shard and gradient are in host memory; always true without streams */
     bool pinned;    /* that host memory is pinned */
     /* Registered on the modules; 0: unknown after a failed swap. */
@@ -105,12 +107,12 @@ FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool
 /* Makes flat an alias of the shard, again if the shard was replaced. Precondition:
  * fc_param_can_alias(). */
 FC_CHECK fc_status fc_param_alias_flat(fc_param *p);
-/* Moves the memory of `landing`, which holds the gathered parts of all ranks, to flat. Creates flat
- * if necessary. Afterwards `landing` has no memory. fc_param_return_flat() moves the memory
- * back. */
-FC_CHECK fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *landing,
+/* Moves the memory of `gathered`, which holds the parts of all ranks, to flat. Creates flat if
+ * necessary. Afterwards `gathered` has no memory. fc_param_return_flat() moves the memory back to
+ * it. */
+FC_CHECK fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *gathered,
                                        fc_error *err);
-void fc_param_return_flat(fc_param *p, fct_tensor *landing);
+void fc_param_return_flat(fc_param *p, fct_tensor *gathered);
 /* Creates flat if it is missing or an alias, and allocates its memory. On failure flat has no
  * memory. */
 FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,

@@ -426,7 +426,7 @@ static bool has_single_group(const fc_iteration *it) {
  * it. */
 static void classify_backward(fc_state *s) {
     fc_group *g = s->group_count == 1 ? s->groups[0] : NULL;
-    if (g != NULL && g->backward_kind != FC_BACKWARD_DOUBLE && fc_bucket_several(&g->buckets)) {
+    if (g != NULL && g->backward_kind != FC_BACKWARD_DOUBLE && fc_bucket_has_several(&g->buckets)) {
         bool alone = !s->iteration->records && has_single_group(s->iteration);
         g->backward_kind = alone ? FC_BACKWARD_SOLE_GROUP : FC_BACKWARD_PLAIN;
     }

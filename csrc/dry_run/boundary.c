@@ -39,7 +39,7 @@ fcd_storage *fcd_storage_new(int64_t bytes, fcd_purpose purpose, bool on_host) {
     storage->on_host = on_host && fcd_now->has_streams;
     storage->purpose = storage->on_host ? FCD_HOST : purpose;
     fcd_now->storages++;
-    fcd_note_memory(storage->purpose, storage->number, bytes);
+    fcd_append_memory_event(storage->purpose, storage->number, bytes);
     return storage;
 }
 
@@ -47,16 +47,16 @@ void fcd_storage_release(fcd_storage *storage) {
     if (storage == NULL || --storage->refs > 0) {
         return;
     }
-    fcd_note_memory(storage->purpose, storage->number, -storage->bytes);
+    fcd_append_memory_event(storage->purpose, storage->number, -storage->bytes);
     fcd_now->storages--;
     free(storage);
 }
 
 void fcd_storage_reassign(fcd_storage *storage, int64_t bytes, fcd_purpose purpose) {
-    fcd_note_memory(storage->purpose, storage->number, -storage->bytes);
+    fcd_append_memory_event(storage->purpose, storage->number, -storage->bytes);
     storage->bytes = bytes;
     storage->purpose = purpose;
-    fcd_note_memory(storage->purpose, storage->number, bytes);
+    fcd_append_memory_event(storage->purpose, storage->number, bytes);
 }
 
 /* The address of a storage, for the arithmetic and the comparisons of the core. */
@@ -262,7 +262,7 @@ int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
     if (allocate(t->dtype, t->ndim, t->dims, t->storage->on_host, out) != 0) {
         return -1;
     }
-    fcd_note(FCD_COPY, -1, 0, bytes_of(*out), NULL);
+    fcd_append_event(FCD_COPY, -1, 0, bytes_of(*out), NULL);
     return 0;
 }
 
@@ -275,7 +275,7 @@ int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
     if (allocate(dtype, t->ndim, t->dims, t->storage->on_host, out) != 0) {
         return -1;
     }
-    fcd_note(FCD_CAST, -1, 0, bytes_of(*out), NULL);
+    fcd_append_event(FCD_CAST, -1, 0, bytes_of(*out), NULL);
     return 0;
 }
 
@@ -283,32 +283,32 @@ int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out) {
     if (allocate(t->dtype, t->ndim, t->dims, t->storage->on_host, out) != 0) {
         return -1;
     }
-    fcd_note(FCD_FILL, -1, 0, bytes_of(*out), NULL);
+    fcd_append_event(FCD_FILL, -1, 0, bytes_of(*out), NULL);
     return 0;
 }
 
 int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
     (void)src;
-    fcd_note(FCD_COPY, -1, 0, bytes_of(dst), NULL);
+    fcd_append_event(FCD_COPY, -1, 0, bytes_of(dst), NULL);
     return 0;
 }
 
 int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
     (void)src;
     dst->version++;
-    fcd_note(FCD_ADD, -1, 0, bytes_of(dst), NULL);
+    fcd_append_event(FCD_ADD, -1, 0, bytes_of(dst), NULL);
     return 0;
 }
 
 int fct_tensor_div(fct_tensor *t, double divisor) {
     (void)divisor;
-    fcd_note(FCD_DIVIDE, -1, 0, bytes_of(t), NULL);
+    fcd_append_event(FCD_DIVIDE, -1, 0, bytes_of(t), NULL);
     return 0;
 }
 
 int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src) {
     (void)src;
-    fcd_note(FCD_UPLOAD, -1, 0, bytes_of(dst), NULL);
+    fcd_append_event(FCD_UPLOAD, -1, 0, bytes_of(dst), NULL);
     return 0;
 }
 
@@ -317,7 +317,7 @@ int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out) {
     if (allocate(t->dtype, t->ndim, t->dims, true, out) != 0) {
         return -1;
     }
-    fcd_note(FCD_DOWNLOAD, -1, 0, bytes_of(*out), NULL);
+    fcd_append_event(FCD_DOWNLOAD, -1, 0, bytes_of(*out), NULL);
     return 0;
 }
 
@@ -327,7 +327,7 @@ int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t coun
     for (size_t i = 0; i < count; i++) {
         bytes += bytes_of(dst[i]);
     }
-    fcd_note(FCD_COPY, -1, 0, bytes, NULL);
+    fcd_append_event(FCD_COPY, -1, 0, bytes, NULL);
     return 0;
 }
 
@@ -336,7 +336,7 @@ int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *con
     (void)sizes;
     (void)out;
     (void)count;
-    fcd_note(FCD_UNPACK, -1, 0, bytes_of(rows), NULL);
+    fcd_append_event(FCD_UNPACK, -1, 0, bytes_of(rows), NULL);
     return 0;
 }
 
@@ -344,7 +344,7 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
     (void)tensors;
     (void)count;
     (void)chunks;
-    fcd_note(FCD_PACK_GRADIENTS, -1, 0, bytes_of(out), NULL);
+    fcd_append_event(FCD_PACK_GRADIENTS, -1, 0, bytes_of(out), NULL);
     return 0;
 }
 

@@ -20,10 +20,10 @@
 #include "boundary.h"
 
 /* A callback for the end of backward. */
-typedef struct fcd_end {
+typedef struct fcd_end_callback {
     fct_hook hook;
-    struct fcd_end *next;
-} fcd_end;
+    struct fcd_end_callback *next;
+} fcd_end_callback;
 
 /* ---- process groups ---- */
 
@@ -113,7 +113,7 @@ static int issue(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger, fct_
     }
     made->number = fcd_now->works_made++;
     fcd_now->works++;
-    fcd_note(kind, pg->unit, made->number, bytes_of(larger), pg->role);
+    fcd_append_event(kind, pg->unit, made->number, bytes_of(larger), pg->role);
     *work = made;
     return 0;
 }
@@ -172,7 +172,7 @@ int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
 }
 
 int fct_work_wait(fct_work *work) {
-    fcd_note(FCD_WAIT_WORK, -1, work->number, 0, NULL);
+    fcd_append_event(FCD_WAIT_WORK, -1, work->number, 0, NULL);
     return 0;
 }
 
@@ -251,29 +251,29 @@ int fct_event_new(fct_device device, fct_event **out) {
 }
 
 /* Records an event of a stream that may not be the current one. */
-static void note_on(fcd_kind kind, const fct_event *e, fct_stream s) {
+static void append_event_on(fcd_kind kind, const fct_event *e, fct_stream s) {
     const int64_t current = fcd_now->stream;
     fcd_now->stream = s.id;
-    fcd_note(kind, -1, e->number, 0, NULL);
+    fcd_append_event(kind, -1, e->number, 0, NULL);
     fcd_now->stream = current;
 }
 
 int fct_event_record(fct_event *e, fct_stream s) {
     e->recorded = true;
-    note_on(FCD_RECORD_EVENT, e, s);
+    append_event_on(FCD_RECORD_EVENT, e, s);
     return 0;
 }
 
 int fct_event_wait(fct_event *e, fct_stream s) {
     if (e->recorded) {
-        note_on(FCD_WAIT_EVENT, e, s);
+        append_event_on(FCD_WAIT_EVENT, e, s);
     }
     return 0;
 }
 
 int fct_event_synchronize(fct_event *e) {
     if (e->recorded) {
-        fcd_note(FCD_SYNCHRONIZE_EVENT, -1, e->number, 0, NULL);
+        fcd_append_event(FCD_SYNCHRONIZE_EVENT, -1, e->number, 0, NULL);
     }
     return 0;
 }
@@ -332,12 +332,12 @@ void fct_grad_subscription_free(fct_grad_subscription *subscription) {
 }
 
 int fct_autograd_at_end(const fct_hook *hook) {
-    fcd_end *end = (fcd_end *)calloc(1, sizeof *end);
+    fcd_end_callback *end = (fcd_end_callback *)calloc(1, sizeof *end);
     if (end == NULL) {
         return fcd_fail("out of memory for a callback");
     }
     end->hook = *hook;
-    fcd_end **link = &fcd_now->ends;
+    fcd_end_callback **link = &fcd_now->end_callbacks;
     while (*link != NULL) {
         link = &(*link)->next;
     }
@@ -347,16 +347,16 @@ int fct_autograd_at_end(const fct_hook *hook) {
 }
 
 static fct_hook take_end(void) {
-    fcd_end *end = fcd_now->ends;
+    fcd_end_callback *end = fcd_now->end_callbacks;
     const fct_hook hook = end->hook;
-    fcd_now->ends = end->next;
+    fcd_now->end_callbacks = end->next;
     free(end);
     return hook;
 }
 
-int fcd_run_ends(void) {
+int fcd_run_end_callbacks(void) {
     int result = 0;
-    while (result == 0 && fcd_now->ends != NULL) {
+    while (result == 0 && fcd_now->end_callbacks != NULL) {
         const fct_hook hook = take_end();
         result = hook.call(hook.owner);
         hook.release(hook.owner);
@@ -364,8 +364,8 @@ int fcd_run_ends(void) {
     return result;
 }
 
-void fcd_drop_ends(void) {
-    while (fcd_now->ends != NULL) {
+void fcd_drop_end_callbacks(void) {
+    while (fcd_now->end_callbacks != NULL) {
         const fct_hook hook = take_end();
         hook.release(hook.owner);
     }
@@ -416,7 +416,7 @@ static const char *pack(const fck_segment *segments, size_t count, void *stream)
     for (size_t i = 0; i < count; i++) {
         bytes += segments[i].count * fc_dtype_size(segments[i].dst_dtype);
     }
-    fcd_note(FCD_PACK, -1, 0, bytes, NULL);
+    fcd_append_event(FCD_PACK, -1, 0, bytes, NULL);
     return NULL;
 }
 
@@ -429,7 +429,7 @@ static const char *unpack(const void *rows, int64_t row_bytes, int64_t world,
     for (size_t i = 0; i < count; i++) {
         bytes += world * columns[i].blocks * columns[i].bytes;
     }
-    fcd_note(FCD_UNPACK, -1, 0, bytes, NULL);
+    fcd_append_event(FCD_UNPACK, -1, 0, bytes, NULL);
     return NULL;
 }
 
@@ -439,7 +439,7 @@ static const char *pack_gradients(const fck_gradient *gradients, size_t count, i
     (void)count;
     (void)dst;
     (void)stream;
-    fcd_note(FCD_PACK_GRADIENTS, -1, 0, world * row_numel * fc_dtype_size(dst_dtype), NULL);
+    fcd_append_event(FCD_PACK_GRADIENTS, -1, 0, world * row_numel * fc_dtype_size(dst_dtype), NULL);
     return NULL;
 }
 

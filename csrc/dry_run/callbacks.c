@@ -45,7 +45,7 @@ static int make_post_forward(void *owner, fct_tensor *data) {
 
 static int swap(void *owner, fc_sharded_state state) {
     const fcd_param *p = (const fcd_param *)owner;
-    fcd_note(FCD_REGISTER, -1, (int64_t)state, 0, p->description->name);
+    fcd_append_event(FCD_REGISTER, -1, (int64_t)state, 0, p->description->name);
     return 0;
 }
 
@@ -62,7 +62,7 @@ static int set_sharded_grad(void *owner, fct_tensor *local) {
     fcd_param *p = (fcd_param *)owner;
     fct_facts facts;
     fct_tensor_facts(local, &facts);
-    fcd_note(FCD_GRADIENT, -1, 0, facts.numel * facts.itemsize, p->description->name);
+    fcd_append_event(FCD_GRADIENT, -1, 0, facts.numel * facts.itemsize, p->description->name);
     if (p->grad != NULL) {
         return fct_tensor_add(p->grad, local);
     }

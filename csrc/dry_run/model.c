@@ -219,7 +219,7 @@ static void fini_param(fcd_param *p) {
 
 void fcd_model_fini(fcd_model *m) {
     const size_t state_count = m->prepared ? m->description->state_count : 0;
-    fcd_drop_ends();
+    fcd_drop_end_callbacks();
     fcd_release_deferred();
     for (size_t i = 0; i < m->unit_count; i++) {
         fc_group_fini(&m->units[i].core);

@@ -32,7 +32,7 @@ void fcd_record_init(fcd_record *r, bool has_streams) {
 }
 
 void fcd_record_fini(fcd_record *r) {
-    assert(fcd_now == r && r->ends == NULL && r->deferred_count == 0);
+    assert(fcd_now == r && r->end_callbacks == NULL && r->deferred_count == 0);
     free((void *)r->deferred);
     free(r->events);
     for (size_t i = 0; i < r->label_count; i++) {
@@ -91,11 +91,12 @@ static void note(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes, int
     }
 }
 
-void fcd_note(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes, const char *label) {
+void fcd_append_event(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes,
+                      const char *label) {
     note(kind, unit, object, bytes, 0, label);
 }
 
-void fcd_note_memory(fcd_purpose purpose, int64_t storage, int64_t bytes) {
+void fcd_append_memory_event(fcd_purpose purpose, int64_t storage, int64_t bytes) {
     fcd_record *r = fcd_now;
     assert(r != NULL);
     if (bytes == 0) {
@@ -145,13 +146,13 @@ void fcd_enter_range(const char *name) {
     fcd_range range = {.unit = number != NULL ? (int32_t)strtol(number + 1, NULL, 10) : -1};
     range.label = intern(r, label, strcspn(label, " "));
     r->ranges[r->range_count++] = range;
-    fcd_note(FCD_ENTER, -1, 0, 0, range.label);
+    fcd_append_event(FCD_ENTER, -1, 0, 0, range.label);
 }
 
 void fcd_leave_range(void) {
     fcd_record *r = fcd_now;
     assert(r != NULL && r->range_count > 0);
-    fcd_note(FCD_LEAVE, -1, 0, 0, r->ranges[r->range_count - 1].label);
+    fcd_append_event(FCD_LEAVE, -1, 0, 0, r->ranges[r->range_count - 1].label);
     r->range_count--;
 }
 

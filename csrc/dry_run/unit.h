@@ -6,7 +6,7 @@
 #include "../core/group.h"
 #include "description.h"
 
-/* A parameter. The owner of core.owner is this struct. */
+/* A parameter. core.owner points to this struct. */
 typedef struct fcd_param {
     fc_param core;
     const fcd_param_description *description;
@@ -25,7 +25,7 @@ typedef struct fcd_unit {
     char replicate_name[FCD_NAME_MAX];
     char post_forward_name[FCD_NAME_MAX];
     fcd_param *params; /* [count] owned */
-    size_t count;      /* of initialized parameters */
+    size_t count;      /* number of initialized parameters */
 } fcd_unit;
 
 #endif
