@@ -1,6 +1,7 @@
-/* Callbacks of the core into the layer above it (csrc/python; a fake in tests/c), for operations
- * that need Python objects. `param` is fc_param.owner and `group` is fc_group.owner. A callback
- * that returns int returns 0, or -1 with a Python exception set. The caller holds the GIL. */
+/* Callbacks of the core for operations that need Python objects. csrc/python, csrc/dry_run and the
+ * simulator of tests/c implement them. `param` is fc_param.owner and `group` is fc_group.owner. A
+ * callback that returns int returns 0, or -1 with a Python exception set. The caller holds the GIL.
+ */
 #ifndef FSDP_C_CORE_CALLBACKS_H
 #define FSDP_C_CORE_CALLBACKS_H
 
@@ -32,9 +33,9 @@ typedef struct fc_callbacks {
      * gather to fc_param.extension. Returns FC_ENOMEM or FC_ERAISED on failure. */
     fc_status (*extend_inputs)(void *param);
     /* Replaces make_unsharded() for extended parameters. Runs after each gather, when the outputs
-     * of the whole group are complete. It updates the unsharded parameter from its outputs. The
-     * first call creates the parameter and passes it and the inner tensors to fc_param. Returns
-     * FC_ENOMEM or FC_ERAISED on failure. */
+     * of the whole group are complete. The callback updates the unsharded parameter from its
+     * outputs. The first call creates the parameter and passes the parameter and its inner tensors
+     * to fc_param. Returns FC_ENOMEM or FC_ERAISED on failure. */
     fc_status (*extend_unsharded)(void *param);
     /* Creates the parameter that is registered after a reshard to the smaller group, over `data`
      * (1-D, this rank's padded rows of the post-forward layout). The owner keeps it until the next
@@ -44,7 +45,7 @@ typedef struct fc_callbacks {
      * parameter. Fails only if a module's own __setattr__ raises. A swap to the registered state
      * never fails. */
     int (*swap)(void *param, fc_sharded_state state);
-    /* The same through a method that the user has overridden. Called only if
+    /* Performs swap() through a method that the user has overridden. Called only if
      * FC_FALLBACK_SWAP is set. */
     int (*swap_by_method)(void *param, fc_sharded_state state);
     /* Returns requires_grad of the sharded parameter. The core keeps no handle of that object,
@@ -52,13 +53,13 @@ typedef struct fc_callbacks {
     bool (*requires_grad)(void *param);
     /* Sets requires_grad of the sharded parameter. */
     int (*require_grad)(void *param, bool value);
-    /* Returns a number that grows with every write to the sharded parameter which its own version
-     * counter records. The counter of sharded_data records all other writes. May be NULL: only
+    /* Returns the version counter of the sharded parameter, which grows with writes to the
+     * parameter object. The counter of sharded_data records all other writes. May be NULL: only
      * sharded_data is checked. Never fails. */
     uint32_t (*shard_version)(void *param);
-    /* Runs before a gather. If the user has replaced the shard of the parameter, it passes the new
-     * one to fc_param. Fails if the replacement does not fit the parameter. May be NULL: shards are
-     * never replaced. */
+    /* Runs before a gather. If the user has replaced the shard of the parameter, the callback
+     * passes the new shard to fc_param. Fails if the replacement does not fit the parameter. May be
+     * NULL: shards are never replaced. */
     int (*refresh_shard)(void *param);
     /* Sets .grad of the sharded parameter or adds to it, then runs the post-accumulate-grad hooks.
      * Borrows `local`, this rank's shard of the reduced gradient. */
@@ -69,8 +70,8 @@ typedef struct fc_callbacks {
     /* Returns true if user code must run as soon as the gradient is reduced (post-accumulate-grad
      * hooks). */
     bool (*needs_grad_now)(void *param);
-    /* Called when autograd has accumulated into the unsharded parameter. It calls
-     * fc_bucket_arrived, and fc_group_reduce_buckets if that returns true. */
+    /* Called when autograd has accumulated into the unsharded parameter. The callback calls
+     * fc_bucket_arrived, and fc_group_reduce_buckets if fc_bucket_arrived returns true. */
     int (*grad_arrived)(void *param);
     /* Writes the plain local tensor of a DTensor gradient to *local, as a new reference. */
     int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
@@ -79,16 +80,16 @@ typedef struct fc_callbacks {
     int (*accumulate_grad)(void *param);
     int (*to_accumulated_grad)(void *param);
     int (*collect_grad)(void *param, fct_tensor **local);
-    /* Runs the user's all-reduce hook, which changes the reduced row in place before it is divided
-     * and handed out. Called only for groups with has_hook. */
+    /* Runs the user's all-reduce hook, which changes the reduced row in place before the row is
+     * divided and its views become gradients. Called only for groups with has_hook. */
     int (*reduce_hook)(void *group, fct_tensor *row);
 
     /* Starts a gather. Called only if FC_FALLBACK_GATHER is set. `overlaps`: on the context's
      * gather streams, if there are any. */
     int (*gather)(void *group, bool async_op, bool overlaps);
     /* Waits for the gather, allocates, copies out and passes each fc_param its unsharded tensor.
-     * *rows is a new reference to the gathered buffer, which the core keeps as long as its own. It
-     * is NULL if the buffer can be freed at once. */
+     * *rows is a new reference to the gathered buffer, or NULL if the buffer can be freed at once.
+     * The core keeps *rows as long as it would keep its own gather buffer. */
     int (*copy_out)(void *group, fct_tensor **rows);
     /* Discards a gather without waiting. Never fails. */
     void (*drop_gather)(void *group);

@@ -5,8 +5,8 @@
  *   - after its collective is complete (devices without streams), or
  *   - after the stream that reuses its memory waits for an event that was recorded after the last
  *     use (devices with streams).
- * If a wait is abandoned (signal, exception, reset), the Work and its buffers stay here.
- * fc_comm_collect releases them when the backend has completed the Work. */
+ * If a wait is abandoned (signal, exception, reset), the context keeps the Work and its buffers.
+ * fc_comm_collect releases both after the backend has completed the Work. */
 #ifndef FSDP_C_CORE_COMM_CTX_H
 #define FSDP_C_CORE_COMM_CTX_H
 
@@ -44,7 +44,8 @@ typedef struct fc_comm_ctx {
     struct fc_reduction *oldest;
     struct fc_reduction *newest;
     size_t reductions;
-    size_t max_reductions;       /* allowed in flight when the next one starts; at least 1 */
+    /* reductions that may be in flight when the next one starts; at least 1 */
+    size_t max_reductions;
     fct_event *last_reduced;     /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* end of the latest reduction on all_reduce_stream */
     /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. */
@@ -68,12 +69,13 @@ void fc_comm_fini(fc_comm_ctx *c);
  * the event; NULL is allowed. */
 FC_CHECK fc_status fc_comm_get_event(fc_comm_ctx *c, fct_event **out);
 void fc_comm_put_event(fc_comm_ctx *c, fct_event *e);
-/* Moves the count of one taken event: it came from `from` and will be returned to `to`. Both
- * contexts have the same device. */
+/* Moves one event between the counts events_out: the event was taken from `from` and will be
+ * returned to `to`. Both contexts have the same device. */
 void fc_comm_transfer_event(fc_comm_ctx *from, fc_comm_ctx *to);
 /* Takes an event from the pool and records it on `s`. */
 FC_CHECK fc_status fc_comm_record(fc_comm_ctx *c, fct_stream s, fct_event **out);
-/* The same into a slot. The slot's previous event (or NULL) returns to the pool. */
+/* Like fc_comm_record, and stores the event in the slot. The slot's previous event (or NULL)
+ * returns to the pool. */
 FC_CHECK fc_status fc_comm_record_into(fc_comm_ctx *c, fct_stream s, fct_event **slot);
 /* Stores the event in a second slot for another waiter. The slot's previous event (or NULL) returns
  * to the pool. */
@@ -83,7 +85,7 @@ void fc_comm_share_event(fc_comm_ctx *c, fct_event *e, fct_event **slot);
 FC_CHECK fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot);
 /* Makes `waiter` wait for all work queued on `other` so far. */
 FC_CHECK fc_status fc_comm_order_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
-/* The same for cleanup: failures are ignored and a pending exception is preserved. */
+/* Like fc_comm_order_streams, for cleanup: ignores failures and preserves a pending exception. */
 void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
 /* Makes the current stream wait for all streams of the context, and these for the current stream.
  * Call it before freeing memory whose users are unknown. */
@@ -99,9 +101,9 @@ void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied);
 /* Makes the gather streams wait for the copy-out, then releases the kept gather buffer. */
 FC_CHECK fc_status fc_comm_release_kept(fc_comm_ctx *c);
 
-/* Keeps a row whose cast runs on another stream than the row's, and releases the row before the
- * last. Two rows stay, so that a reduce-scatter does not wait for an all-reduce. Takes both
- * arguments; on failure it does not take the row. */
+/* Keeps a row whose cast runs on another stream than the row's. At most two rows are kept, so that
+ * a reduce-scatter does not wait for an all-reduce. A third call releases the oldest row. Takes
+ * both arguments; on failure it does not take the row. */
 FC_CHECK fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done);
 /* Makes the reduce stream wait for the casts, then releases both rows. */
 FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);

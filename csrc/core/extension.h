@@ -47,7 +47,7 @@ FC_CHECK fc_status fc_extension_set_inputs(fc_extension *e, fct_tensor *const *i
                                            size_t count);
 /* Releases the input tensors. Their sizes and dtypes are kept. */
 void fc_extension_drop_inputs(fc_extension *e);
-/* Store the tensors that were gathered into and those that the second hook created. Take new
+/* Store the outputs of the gather, or the inner tensors that the second hook created. Take new
  * references. Return FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_extension_set_outputs(fc_extension *e, fct_tensor *const *outputs,
                                             size_t count);

@@ -1,9 +1,9 @@
-/* Transfers on devices without kernels of fsdp_c, with torch's multi-tensor operations. They issue
- * the same operations as torch's FSDP2, and never more of them. Data moves between tensor aliases,
- * which the torch boundary checks; no address is read here.
+/* Transfers on devices without kernels of fsdp_c, with torch's multi-tensor operations. These
+ * functions issue the same operations as torch's FSDP2, and at most as many. Data moves between
+ * tensor aliases, which the torch boundary checks; no address is read here.
  *
- * Preconditions: the plan is valid (laid out) and packed, `world` is at least 1, and `start` is
- * not negative. */
+ * Preconditions: the plan is valid (laid out) and packed, `world` is at least 1, and `start` is not
+ * negative. */
 #ifndef FSDP_C_CORE_FOREACH_H
 #define FSDP_C_CORE_FOREACH_H
 

@@ -65,7 +65,7 @@ static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g),
     return status;
 }
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
                    fc_param **params, size_t count, fct_device device, int64_t world,
@@ -370,8 +370,8 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
     return verify_transition(g, check_registration_and_memory, status);
 }
 
-/* Prefetches by the post-forward order. CPU-bound gathers are not prefetched: that gains no time
- * and holds the parameters of one more unit. */
+/* Prefetches by the post-forward order. A CPU-bound gather is not prefetched: the prefetch saves no
+ * time and keeps one more unit unsharded. */
 static fc_status prefetch_by_order(fc_group *g) {
     const bool post_forward = g->sharded_state == FC_SHARDED_POST_FORWARD;
     return fc_gather_is_cpu_bound(&g->gather, post_forward) ? FC_OK
@@ -379,7 +379,8 @@ static fc_status prefetch_by_order(fc_group *g) {
 }
 
 /* For a fully_shard call with several groups: the second-to-last group in backward order prefetches
- * all groups of the preceding unit. They overlap with the reduction of the unit's first group. */
+ * all groups of the preceding unit. These gathers overlap with the reduction of the unit's first
+ * group. */
 static fc_status visit_preceding_unit(const fc_group *g, size_t position, fc_visit visit) {
     fc_status status = FC_OK;
     const fc_order *order = &g->base.comm->order;
@@ -421,7 +422,7 @@ fc_status fc_group_backward_prefetch(fc_group *g) {
     assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
     fc_index_stack *p = &g->post_forward_indices;
-    /* In the second of several backwards there is no index: the first one has cleared them. */
+    /* The second backward through a forward has no index: the first has removed it. */
     if (g->training_state == FC_PRE_BACKWARD && p->count > 0) {
         status = visit_targets(g, p->items[--p->count], prefetch_by_order);
     }
@@ -477,7 +478,7 @@ static fc_status reshard_in_backward(fc_group *g) {
 }
 
 /* Accumulates and collects the gradients of a span, then issues their reduction. `leaves`: this
- * backward needs no parameter of the group any more, so it reshards first to free memory. */
+ * backward needs no parameter of the group any more, so the group reshards first to free memory. */
 static fc_status reduce_span(fc_group *g, fc_span span, bool leaves, bool partial) {
     fc_status status = FC_OK;
     fc_reducer *reducer = &g->reducer;
@@ -491,7 +492,7 @@ static fc_status reduce_span(fc_group *g, fc_span span, bool leaves, bool partia
     FC_TRY(limit_reductions(g));
     FC_TRY(fc_reduce_run(reducer, span, partial));
 done:
-    fc_reduce_plan_drop_grads(&reducer->plan); /* after a failure they are lost */
+    fc_reduce_plan_drop_grads(&reducer->plan); /* after a failure the gradients are lost */
     fct_profile_exit(range);
     return status;
 }

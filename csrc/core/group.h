@@ -42,15 +42,18 @@ typedef enum fc_training_state {
 /* Kind of the backward that runs now, with regard to this group. */
 typedef enum fc_backward_kind {
     FC_BACKWARD_PLAIN,
-    FC_BACKWARD_SOLE_GROUP, /* no other group is reduced in it, and it records no graph */
-    FC_BACKWARD_DOUBLE,     /* it runs through a graph that a recording backward created */
-    FC_BACKWARD_UNTRACKED   /* it recorded a graph without a later hook: parameters stay */
+    FC_BACKWARD_SOLE_GROUP, /* no other group is reduced, and the backward records no graph */
+    /* runs through a graph that a backward with create_graph=True recorded */
+    FC_BACKWARD_DOUBLE,
+    /* recorded a graph that no later hook enters: the parameters stay unsharded */
+    FC_BACKWARD_UNTRACKED
 } fc_backward_kind;
 
 struct fc_group;
 
 /* Transitions that other transitions call. The caller of a transition may set another table before
- * the call. Its entries run methods that the user has overridden, or the functions below. */
+ * the call. The entries of a table run methods that the user has overridden, or the functions
+ * below. */
 typedef struct fc_transitions {
     fc_status (*unshard)(struct fc_group *g, fc_training_state pass, bool async_op);
     fc_status (*wait_unshard)(struct fc_group *g);
@@ -65,7 +68,7 @@ extern const fc_transitions fc_group_transitions;
 
 /* Position of the group among the groups of one fully_shard call. */
 typedef struct fc_place {
-    const void *unit; /* identifies the call; only compared; NULL: no other groups */
+    const void *unit; /* identifies the call; compared, never dereferenced; NULL: no other groups */
     size_t index;     /* index of this group among the groups of the call */
     size_t siblings;  /* number of groups of the call; at least 1 */
     size_t modules;   /* number of modules of the call */
@@ -94,9 +97,9 @@ typedef struct fc_group {
     fc_training_state training_state;
     fc_backward_kind backward_kind;
     uint64_t grads_before; /* fingerprint of the gradients at the start of a recording backward */
-    /* In the post-forward order; one per forward without its backward. */
+    /* Indices in the post-forward order: one for each forward whose backward has not run. */
     fc_index_stack post_forward_indices;
-    bool deferred; /* a backward has left its gradients for a later reduction */
+    bool deferred; /* a backward has left gradients for a later reduction */
     fc_buckets buckets;
     fc_reducer reducer;
 } fc_group;
@@ -164,11 +167,13 @@ FC_CHECK fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch);
 FC_CHECK fc_status fc_group_post_backward(fc_group *g);
 /* Runs when autograd reaches the post-backward node. Nodes of a double backward normally run before
  * those of the forward's graph. On devices with their own autograd threads, whose sequence numbers
- * start again, they may run later. There a doubled group waits for the end of backward. */
+ * start again, they may run later. On these devices a group in a double backward waits for the end
+ * of backward. */
 FC_CHECK fc_status fc_group_leave_backward(fc_group *g);
 /* Reduces the next buckets as far as they are complete. */
 FC_CHECK fc_status fc_group_reduce_buckets(fc_group *g);
-/* Unshards for a pass that will reach the group later. */
+/* Starts the gather for a pass that will reach the group later, under the profiler range of a
+ * prefetch. */
 FC_CHECK fc_status fc_group_prefetch(fc_group *g, fc_training_state pass);
 /* Prefetches the group (or groups) that precede this one in the post-forward order. */
 FC_CHECK fc_status fc_group_backward_prefetch(fc_group *g);

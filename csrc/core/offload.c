@@ -48,8 +48,8 @@ done:
     return status;
 }
 
-/* Copies the shard to the device, without a cast. A shard that the user has moved there is not
- * copied. */
+/* Copies the shard to the device, without a cast. A shard that the user has moved to the device is
+ * not copied. */
 static fc_status stage_shard(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts facts;

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Ensures space for one more than `count` items of `size` bytes. Returns the array, or NULL without
- * memory. */
+/* Grows the array to hold at least count + 1 items of `size` bytes. Returns the array, or NULL
+ * without memory. */
 static void *grow(void *items, size_t count, size_t *capacity, size_t size) {
     if (count < *capacity) {
         return items;

@@ -96,7 +96,7 @@ static bool is_real(fct_dtype dtype) {
 
 /* Returns true if a split plan gives the parameter its own chunk: it has one block per rank, and
  * every transport can sum its dtype. */
-static bool deserves_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
+static bool can_own_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
     return world > 1 && layout->outer == 1 && layout->padded_numel > 0 && is_real(dtype) &&
            layout->padded_numel * world >= owned_chunks_from / fc_dtype_size(dtype);
 }
@@ -208,7 +208,7 @@ static void choose_owners(fc_gather_plan *plan, fc_param *const *params) {
         const fc_param *p = params[slot->param];
         slot->owns_chunk =
             can_split && slot->numel * plan->world == p->flat_numel &&
-            deserves_chunk(layout_of(p, plan->post_forward), slot->compute, plan->world);
+            can_own_chunk(layout_of(p, plan->post_forward), slot->compute, plan->world);
         plan->chunks.owners += slot->owns_chunk ? 1 : 0;
     }
 }
@@ -451,7 +451,7 @@ static void choose_owned_gradients(fc_reduce_plan *plan) {
     plan->chunks.owners = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
-        plan->slots[i].owns_chunk = deserves_chunk(layout, plan->dtype, layout->world);
+        plan->slots[i].owns_chunk = can_own_chunk(layout, plan->dtype, layout->world);
         plan->chunks.owners += plan->slots[i].owns_chunk ? 1 : 0;
     }
 }

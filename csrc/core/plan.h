@@ -1,5 +1,5 @@
 /* Transfer plans: the memory layout of a group's transfers, computed once and reused by every step.
- * A plan holds no address, and its users do not change it.
+ * A plan holds no address. Transfers do not change a plan.
  *
  * A gather plan arranges the data that one rank sends: the inputs of the group's parameters, in
  * order. An ordinary parameter has one input, its padded shard. An extended parameter (extension.h)
@@ -46,7 +46,7 @@ typedef struct fc_slot {
 /* One tensor of a transfer. */
 typedef struct fc_chunk {
     int64_t numel; /* elements of the plan's dtype in each rank's part */
-    bool owned;    /* it holds exactly one parameter */
+    bool owned;    /* the chunk holds exactly one parameter */
 } fc_chunk;
 
 /* The chunks of a plan and the row that they form. Owns its arrays. */
@@ -63,13 +63,13 @@ typedef struct fc_chunk_list {
 
 typedef struct fc_gather_plan {
     bool valid;
-    bool post_forward; /* of the smaller group's shards, which forward left */
+    bool post_forward; /* plan of the smaller group's shards */
     bool native;       /* the kernels support every cast; otherwise torch's copies pack */
     bool casts;        /* some compute dtype differs from the dtype of the shard */
     bool extended;     /* some parameters are extended */
     bool from_host;    /* some shards are offloaded to host memory */
     fct_dtype dtype;
-    int device_type;   /* its kernels cast */
+    int device_type;   /* device type whose kernels cast */
     int64_t align;     /* alignment of slots and rows, in bytes */
     int64_t world;     /* ranks of the collective */
     int64_t row_numel; /* elements of dtype in a row */

@@ -14,7 +14,7 @@
 #include "divide.h"
 #include "reduction.h"
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 void fc_reducer_init(fc_reducer *d, fc_group_base *base) {
     assert(base != NULL && base->callbacks != NULL);
@@ -94,7 +94,7 @@ static fc_reduction *new_reduction(fc_reducer *d, fc_span span) {
     if (r == NULL) {
         return NULL;
     }
-    r->hooked = d->has_hook;
+    r->has_hook = d->has_hook;
     r->count = plan->count;
     r->total = plan->count;
     r->keep_partial = fc_group_base_is_replicated(d->base) && !d->all_reduce_grads;
@@ -133,7 +133,7 @@ static fc_status issue_reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_d
     if (divide->before != 1.0 && r->input != NULL && plan->row_numel > 0) {
         FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
-    /* Parameters may keep the row. It must then be memory of the reduce stream. */
+    /* If parameters keep the row, the row must be memory of the reduce stream. */
     bool stays = r->keep_partial && base->comm->has_streams;
     if ((base->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel && !stays) {
         r->output = r->input; /* one rank: the row is the result */
@@ -158,7 +158,7 @@ static fc_status issue_reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_d
         FC_TRY(reduce_scatter(d, r, divide, part));
     }
 done:
-    fc_chunks_drop(&d->chunks); /* the work holds them */
+    fc_chunks_drop(&d->chunks); /* the Work holds references to the chunks */
     fct_tensor_release(part);
     return status;
 }
@@ -187,7 +187,7 @@ static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fc
     if (fc_group_base_is_replicated(base) && !r->keep_partial) {
         FC_TRY(fc_reduction_merge_partials(r)); /* on this stream, which owns the partial rows */
     }
-    if (r->elsewhere) {
+    if (r->on_other_stream) {
         FC_TRY(fc_comm_order_streams(c, c->all_reduce_stream, *stream));
         *stream = c->all_reduce_stream;
         (void)fct_stream_set_current(*stream);
@@ -201,7 +201,7 @@ done:
 }
 
 /* Records the event of queued copies to host memory after a failure, so that the next wait includes
- * them. */
+ * these copies. */
 static void record_sent(fc_reducer *d, fct_stream stream) {
     void *error = fct_error_set_aside();
     (void)!fc_comm_record_into(d->base->comm, stream, &d->sent);
@@ -209,40 +209,41 @@ static void record_sent(fc_reducer *d, fct_stream stream) {
 }
 
 /* Queues the whole reduction on the reduce stream and, from the all-reduce on, on the all-reduce
- * stream. All later waits share one event at its end. */
+ * stream. All later waits share the event at the end of the reduction. */
 static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
     fc_group_base *base = d->base;
     fc_status status = FC_OK;
     fc_comm_ctx *c = base->comm;
     fct_stream compute = fct_stream_current(base->device);
     fct_stream stream = c->streams_ready ? c->reduce_stream : compute;
-    r->elsewhere =
-        c->streams_ready && !r->keep_partial && (r->hooked || fc_group_base_is_replicated(base));
+    r->on_other_stream =
+        c->streams_ready && !r->keep_partial && (r->has_hook || fc_group_base_is_replicated(base));
     FC_TRY(fc_comm_order_streams(c, stream, compute));
     (void)fct_stream_set_current(stream);
     FC_TRY(issue_reduce_scatter(d, r, divide));
     FC_TRY(fc_reduction_wait(r));
     bool alone = r->output == r->input; /* later work uses memory of the current stream */
     if (!alone) {
-        FC_TRY(fc_comm_record(c, stream, &r->scattered));
+        FC_TRY(fc_comm_record(c, stream, &r->input_done));
     }
     FC_TRY(continue_on_stream(r, divide, &stream));
     FC_TRY(fc_comm_record_into(c, stream, &d->reduced));
     if (alone) {
-        fc_comm_share_event(c, d->reduced, &r->scattered);
+        fc_comm_share_event(c, d->reduced, &r->input_done);
     }
-    fc_comm_share_event(c, d->reduced, r->elsewhere ? &c->last_all_reduced : &c->last_reduced);
-    if (r->sends) {
+    fc_comm_share_event(c, d->reduced,
+                        r->on_other_stream ? &c->last_all_reduced : &c->last_reduced);
+    if (r->copies_to_host) {
         fc_comm_share_event(c, d->reduced, &d->sent);
     }
-    if (r->output != NULL && r->elsewhere) {
+    if (r->output != NULL && r->on_other_stream) {
         fct_event *cast = NULL;
         fc_comm_share_event(c, d->reduced, &cast);
         FC_TRY(fc_comm_keep_row(c, r->output, cast));
         r->output = NULL;
     }
 done:
-    if (status != FC_OK && r->sends) {
+    if (status != FC_OK && r->copies_to_host) {
         record_sent(d, stream);
     }
     (void)fct_stream_set_current(compute);
@@ -277,9 +278,9 @@ static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
     return fc_divide_split(&rule);
 }
 
-/* Decides whether large gradients get their own chunks. Conditions: some are large enough, the
- * kernels cast them, and the process group takes chunks. Devices with streams, and the process
- * group's allocator, use one buffer. */
+/* Decides whether large gradients get their own chunks. Conditions: at least one gradient is large
+ * enough, the kernels cast all of them, and the process group takes chunks. Devices with streams,
+ * and the process group's allocator, use one buffer. */
 static fc_status choose_split(fc_reducer *d, const fc_divide *divide) {
     const fc_group_base *base = d->base;
     fc_status status = FC_OK;
@@ -401,7 +402,8 @@ done:
     return status;
 }
 
-/* Returns the dtype of the reduction; for partial rows alone it is their own. */
+/* Returns the dtype of the reduction. A reduction of partial rows only has the dtype of these rows.
+ */
 static fct_dtype reduction_dtype(const fc_reducer *d, const fc_reduction *r) {
     if (d->plan.count > 0) {
         return d->plan.dtype;

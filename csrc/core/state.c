@@ -72,7 +72,7 @@ static fc_status verify_state(const fc_state *s, fc_status status) {
     return status;
 }
 
-/* The same for all states of the iteration. */
+/* Runs verify_state for all states of the iteration. */
 static fc_status verify_iteration(const fc_iteration *it, fc_status status) {
 #ifndef NDEBUG
     for (size_t i = 0; i < it->count; i++) {
@@ -88,8 +88,8 @@ static fc_status verify_iteration(const fc_iteration *it, fc_status status) {
 
 /* ---- visits ---- */
 
-/* The groups of each state in the order of the array; the groups of one state in their order, or
- * from the last to the first. */
+/* Visits the groups of each state, in the order of the array. `reverse`: visits the groups of one
+ * state from the last to the first. */
 static fc_status visit_states(struct fc_state *const *states, size_t count, bool reverse,
                               fc_visit visit) {
     fc_status status = FC_OK;
@@ -150,14 +150,15 @@ static uint64_t grad_fingerprint(const fc_group *g) {
 }
 
 /* Returns true if a recording backward entered the group, did not reach its post-backward node and
- * gave none of its parameters a gradient. It computed gradients of inner tensors. The next backward
- * can enter the graph that it recorded without a hook. */
+ * gave none of its parameters a gradient. Such a backward computed gradients of inner tensors. The
+ * next backward can enter its recorded graph without a hook. */
 static bool entered_untracked(const fc_group *g) {
     return g->training_state == FC_PRE_BACKWARD && grad_fingerprint(g) == g->grads_before;
 }
 
 /* Runs the post-backward of a group that autograd did not reach, because no input requires grad. If
- * the next backward may need the parameters without a hook, they stay unsharded until its end. */
+ * the next backward may need the parameters without a hook, the parameters stay unsharded until the
+ * end of that backward. */
 static fc_status finish_group(fc_group *g, bool records) {
     if (records && entered_untracked(g)) {
         g->backward_kind = FC_BACKWARD_UNTRACKED;
@@ -204,15 +205,16 @@ static fc_status end_backward_in_comm(fc_comm_ctx *c, bool last) {
     return status == FC_OK && last ? fc_comm_release_rows(c) : status;
 }
 
-/* Clears the order after a backward that the caller completes. Otherwise the next backward would
- * prefetch groups without an outstanding backward. */
+/* Removes groups without an outstanding backward from the order, so that the next backward does not
+ * prefetch them. Used if the caller completes backwards (fc_iteration.manual). */
 static fc_status prune_order_in_comm(fc_comm_ctx *c, bool unused) {
     (void)unused;
     prune_order(&c->order);
     return FC_OK;
 }
 
-/* First and last step of a reset in one context: before the groups release memory, and after. */
+/* Resets one context. `after` false: the first step, before the groups release memory. `after`
+ * true: the last step. */
 static fc_status reset_comm(fc_comm_ctx *c, bool after) {
     if (!after) {
         return fc_comm_quiesce(c);
@@ -422,8 +424,8 @@ static bool has_single_group(const fc_iteration *it) {
     return groups == 1;
 }
 
-/* Classifies the backward for a state whose only group has several buckets. Other groups do not use
- * it. */
+/* Sets backward_kind for a state whose only group has several buckets. Other groups do not read
+ * that field. */
 static void classify_backward(fc_state *s) {
     fc_group *g = s->group_count == 1 ? s->groups[0] : NULL;
     if (g != NULL && g->backward_kind != FC_BACKWARD_DOUBLE && fc_bucket_has_several(&g->buckets)) {
@@ -486,7 +488,7 @@ fc_status fc_state_reset(fc_state *s) {
     fc_iteration *it = s->iteration;
     fc_status first = visit_comms(it, s->comm, reset_comm, false);
     if (first != FC_OK) {
-        return first; /* no memory may be released; the next reset can still do so */
+        return first; /* streams may still use the memory; the next reset can release it */
     }
     for (size_t i = 0; i < it->count; i++) {
         fc_state *state = it->states[i];

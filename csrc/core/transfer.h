@@ -1,4 +1,4 @@
-/* Memory transfers of a plan: with the device's kernels if there are any, otherwise with torch's
+/* Memory transfers of a plan: with fsdp_c's kernels if the device has them, otherwise with torch's
  * multi-tensor operations (foreach.h). All work is queued on the device's current stream. Every raw
  * pointer is checked when it is read, and none is kept. */
 #ifndef FSDP_C_CORE_TRANSFER_H

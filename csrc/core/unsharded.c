@@ -154,22 +154,22 @@ done:
 
 /* ---- invariants ---- */
 
-static fc_status check_memory(const fc_group_base *base, size_t i, bool is, bool kept) {
+static fc_status check_memory(const fc_group_base *base, size_t i, bool unsharded, bool kept) {
     const fc_param *p = base->params[i];
     fct_facts facts = {0};
     int64_t bytes = fc_extension_bytes(&p->extension);
-    if (is && p->flat == NULL && p->unsharded == NULL) {
+    if (unsharded && p->flat == NULL && p->unsharded == NULL) {
         return fc_error_set(&base->comm->error, FC_ESTATE,
                             "unsharded, but a parameter has no unsharded tensor");
     }
-    if (p->aliased || kept || (is && p->flat == NULL)) {
+    if (p->aliased || kept || (unsharded && p->flat == NULL)) {
         return FC_OK;
     }
     if (p->flat != NULL) {
         fct_tensor_facts(p->flat, &facts);
         bytes += facts.storage_bytes;
     }
-    bool expected = is && facts.numel > 0;
+    bool expected = unsharded && facts.numel > 0;
     if ((bytes != 0) != expected) {
         return fc_error_set(&base->comm->error, FC_ESTATE,
                             "parameter %zu holds %lld bytes while %s", i, (long long)bytes,
@@ -178,10 +178,10 @@ static fc_status check_memory(const fc_group_base *base, size_t i, bool is, bool
     return FC_OK;
 }
 
-fc_status fc_unsharded_check(const fc_group_base *base, bool is, bool kept) {
+fc_status fc_unsharded_check(const fc_group_base *base, bool unsharded, bool kept) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < base->count; i++) {
-        FC_TRY(check_memory(base, i, is, kept));
+        FC_TRY(check_memory(base, i, unsharded, kept));
     }
 done:
     return status;

@@ -65,7 +65,7 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
     return device.type == FCT_DEVICE_CUDA;
 }
 
-/* The dry run has no allocators besides that of tensors, so no group has a handle of one. */
+/* The dry run allocates only tensors, so no group has an allocator of its own. */
 
 void fct_allocator_free(fct_allocator *allocator) {
     assert(allocator == NULL);
@@ -145,7 +145,7 @@ int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_re
     return issue(FCD_ALL_REDUCE, pg, tensor, work);
 }
 
-/* Not called: no plan is split. */
+/* Never called, because no plan of the dry run is split. */
 int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks, size_t count,
                       const fct_chunk_layout *layout, fct_work **work) {
     (void)tag;

@@ -80,7 +80,7 @@ static bool needs_grad_now(void *owner) {
     return false;
 }
 
-/* A failure is returned by fcd_model_call(), which ran the notification. */
+/* fcd_model_call() runs the notification and returns its failure. */
 static int grad_arrived(void *owner) {
     fcd_param *p = (fcd_param *)owner;
     if (!fc_bucket_arrived(&p->core)) {

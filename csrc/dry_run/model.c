@@ -99,7 +99,7 @@ done:
     return status;
 }
 
-/* Gives the state its groups. A unit's place is its position among the units of the state. */
+/* Fills the array of the state's groups, and sets the position of each group among them. */
 static fc_status collect_groups(fcd_model *m, size_t index) {
     const fcd_description *d = m->description;
     fc_state *state = &m->states[index];
@@ -133,7 +133,7 @@ static fc_status collect_prefetch(fcd_model *m, const int32_t *targets, size_t c
     return FC_OK;
 }
 
-/* Gives the iteration of a root its states, in order. */
+/* Sets the states of a root's iteration, in order. */
 static fc_status collect_states(fcd_model *m, size_t root) {
     const fcd_description *d = m->description;
     size_t count = 0;

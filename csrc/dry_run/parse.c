@@ -54,7 +54,7 @@ static int refuse(const char *path, const char *key, const char *expected, PyObj
     return -1;
 }
 
-/* Reads an int in [least, most]. Returns -1 without an exception if `value` is none. */
+/* Reads an int in [least, most]. Returns -1 without an exception if `value` is not such an int. */
 static int read_int(PyObject *value, int64_t least, int64_t most, int64_t *out) {
     int overflow = 0;
     if (!PyLong_CheckExact(value)) {
@@ -84,8 +84,8 @@ static int read_dtype(PyObject *value, fct_dtype *out) {
     return -1;
 }
 
-/* Reads a list or tuple of ints to an array of its own. Returns -1 on failure, with an exception
- * only if there is no memory. */
+/* Reads a list or tuple of ints to a new array, which `p` owns. Returns -1 on failure, with an
+ * exception only if there is no memory. */
 static int read_list(fcd_parsed *p, const field *f, PyObject *value, char *out) {
     const bool wide = f->kind == INT64_LIST;
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
@@ -109,7 +109,7 @@ static int read_list(fcd_parsed *p, const field *f, PyObject *value, char *out) 
         }
     }
     memcpy(out + f->offset, (const void *)&array, sizeof array);
-    if (wide) { /* of fcd_param_description: the number of dimensions */
+    if (wide) { /* a list of int64 is fcd_param_description.sizes, whose length is the int32 ndim */
         *(int32_t *)(void *)(out + f->count_offset) = (int32_t)count;
     } else {
         *(size_t *)(void *)(out + f->count_offset) = (size_t)count;
@@ -183,8 +183,8 @@ static int check_keys(const field *fields, size_t count, PyObject *dict, const c
     return 0;
 }
 
-/* Reads the keys of a dict to the struct `out`, whose values before are the defaults. `other` is a
- * key that the caller reads. */
+/* Reads the values of a dict to the struct `out`. A missing key leaves the previous value, which is
+ * the default. `other` is one more allowed key, which the caller reads. */
 static int read_fields(fcd_parsed *p, const field *fields, size_t count, PyObject *dict,
                        const char *other, void *out, const char *path) {
     if (!PyDict_CheckExact(dict)) {

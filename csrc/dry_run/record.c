@@ -1,5 +1,5 @@
-/* The record of a dry run; see record.h. Owns the events and the names of ranges. Memory that is
- * missing for an event is reported by `failed`, because the callers cannot fail. */
+/* The record of a dry run; see record.h. Owns the events and the names of ranges. If there is no
+ * memory for an event, the record sets `failed`, because the callers cannot fail. */
 #include "record.h"
 
 #include <assert.h>

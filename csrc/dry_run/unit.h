@@ -1,5 +1,5 @@
-/* A unit of a dry run and its parameters: those of the core, and the tensors that csrc/python keeps
- * beside them. */
+/* A unit of a dry run and its parameters: the structs of the core, and the tensors that csrc/python
+ * would keep for them. */
 #ifndef FSDP_C_DRY_RUN_UNIT_H
 #define FSDP_C_DRY_RUN_UNIT_H
 

@@ -4,8 +4,8 @@
  *
  * The caller owns all memory and has checked it (offset + extent <= storage bytes). CPU kernels
  * keep no pointer after they return. CUDA kernels use the memory until the work queued on `stream`
- * is done. They copy the descriptor arrays before the launch returns, so the caller may reuse these
- * at once.
+ * is done. They copy the descriptor arrays before the launch returns, so the caller may reuse the
+ * arrays at once.
  *
  * Casts round to nearest even, as torch's casts do. NaN stays NaN. CUDA casts reject addresses that
  * are not multiples of the element size. Moves accept any address. */
@@ -81,13 +81,13 @@ typedef struct fck_backend {
 } fck_backend;
 
 /* The CPU kernels and the CUDA kernels; neither returns NULL. If the extension was built without
- * nvcc, fck_cuda_built() is 0 and each CUDA function fails with a message that states this. */
+ * nvcc, fck_cuda_built() is 0 and each CUDA function fails with a message that names the remedy. */
 const fck_backend *fck_cpu(void);
 const fck_backend *fck_cuda(void);
 int fck_cuda_built(void);
 
-/* Returns the kernels for a device of torch's type `device_type`. NULL if there are none: torch's
- * multi-tensor operations do the work then. */
+/* Returns the kernels for a device of torch's type `device_type`, or NULL if there are none.
+ * Callers then use torch's multi-tensor operations. */
 enum { FCK_DEVICE_CPU = 0, FCK_DEVICE_CUDA = 1 };
 const fck_backend *fck_backend_of(int device_type);
 /* Returns the alignment of slots and rows in bytes, on devices of torch's type `device_type`. On
@@ -96,8 +96,8 @@ static inline int64_t fck_row_alignment(int device_type) {
     return device_type == FCK_DEVICE_CUDA ? 16 : 1;
 }
 
-/* Whether the kernels of the device type can pack elements of `src` as `dst`. Without kernels, only
- * equal types can. */
+/* Returns 1 if the kernels of the device type can pack elements of `src` as `dst`. Without kernels,
+ * only equal types can. */
 int fck_can_cast(int device_type, fck_dtype src, fck_dtype dst);
 
 /* Sets the CUDA kernels that were compiled at run time, for an extension that was built without

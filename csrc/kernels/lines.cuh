@@ -25,7 +25,7 @@ struct bfloat16_bits {
 };
 
 /* widen() converts to the intermediate type: double for double, else float. narrow() converts from
- * there to the target. The 16-bit types always go through float, as in torch. */
+ * the intermediate type to the target. The 16-bit types always go through float, as in torch. */
 __device__ inline float widen(half_bits value) {
     return fck_float_of_half(value.bits);
 }

@@ -2,10 +2,10 @@
  * each, which for small gradients is most of the clipping.
  *
  * The order of each sum is that of torch's x86 builds (2.13). There are eight partial sums; element
- * i is added to sum i % 8. The eight are then added in turn, and after them the remaining elements.
- * The last one to three of these are added with fused multiply-add. On x86 a norm therefore equals
- * torch's bit for bit; elsewhere it is as accurate as torch's. tests/unit/test_clip.py compares
- * them.
+ * i is added to sum i % 8. The eight sums are then added in order, and after them the remaining
+ * elements. The last one to three of these are added with fused multiply-add. On x86 a norm
+ * therefore equals torch's bit for bit; elsewhere it is as accurate as torch's.
+ * tests/unit/test_clip.py compares both.
  *
  * Each addition of such a sum depends on the one before. Therefore four arrays are summed side by
  * side. When one ends, the next takes its place. */
@@ -25,8 +25,8 @@ typedef struct lanes {
     half low, high;
 } lanes;
 
-/* An array that is being summed. `blocks` blocks of LANES elements, from `at` on, are not summed
- * yet. */
+/* State of the sum of one array. `blocks` blocks of LANES elements, beginning at `at`, are not
+ * summed yet. */
 typedef struct lane_sums {
     const fck_floats *array;
     float *norm;

@@ -31,7 +31,7 @@ enum { FCK_POOL_LEAST = 1 << 16 };
 fck_block *fck_pool_take(size_t bytes);
 /* NULL is allowed. Precondition: the block was taken and not given back. */
 void fck_pool_give(fck_block *block);
-/* Begins a round (an iteration of a model). Peaks of rounds long ago no longer count. */
+/* Begins a round (an iteration of a model). Only the peaks of the latest rounds count. */
 void fck_pool_round(void);
 /* Returns all cached blocks to the system. */
 void fck_pool_trim(void);

@@ -36,7 +36,7 @@ static struct {
 #endif
 };
 
-/* ---- fork: the child has only the forking thread and must find_block the mutex free ---- */
+/* ---- fork: the child has only the forking thread, so the mutex must be unlocked in it ---- */
 
 static void lock_before_fork(void) {
     (void)pthread_mutex_lock(&pool.mutex);

@@ -1,9 +1,9 @@
 /* Sums in the order of a ring all-reduce.
  *
  * A ring all-reduce divides the buffer into as many blocks as there are ranks. Block b starts on
- * rank b - 1 and travels down through the ranks. Each rank adds its own values to the received
- * ones, and rank b has the complete sum. Sums of floating-point numbers depend on this order, so
- * this file adds in the same order.
+ * rank b - 1 and is sent to the next lower rank at each hop. Each rank adds its own values to the
+ * received ones, and rank b has the complete sum. Sums of floating-point numbers depend on this
+ * order, so this file adds in the same order.
  *
  * A block is a whole number of segments. Segments are divided as in gloo: at most a mebibyte each,
  * at least two per rank. tests/distributed/test_direct.py compares the results with gloo. Each hop
@@ -24,8 +24,8 @@ enum {
 };
 
 /* Adds `bytes` bytes of a rank's own elements (`row`) to the received ones (`sum`). If both are
- * NaN, the result is the rank's own NaN, as in gloo. The loop computes it as that NaN plus itself,
- * because compilers may swap operands. */
+ * NaN, the result is the rank's own NaN, as in gloo. The loop adds that NaN to itself, because
+ * compilers may swap the operands of an addition. */
 typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
 
 #define ADD_LOOP(name, type, bits)                                                                 \
@@ -65,8 +65,8 @@ static void add_through_float(fck_spoke spoke, void *sum, const void *row, int64
     loops->from_float[spoke](received, sum, bytes / 2);
 }
 
-/* Rewrites the NaNs of a sum as gloo writes them: the bits in `kept` stay, the others are those of
- * `none`. */
+/* Rewrites the NaNs of a sum as gloo writes them: bits in `kept` stay, and all other bits are those
+ * of `none`. */
 static void rewrite_nans(void *sum, int64_t bytes, uint16_t infinity, uint16_t kept,
                          uint16_t none) {
     unsigned char *to = (unsigned char *)sum;
