@@ -74,14 +74,15 @@ static size_t assign_buckets(const fc_group_base *base, int64_t limit, fc_bucket
     size_t end = base->count;
     int64_t bytes = 0;
     for (size_t i = base->count; i-- > 0;) {
-        int64_t sent = gradient_bytes(base, base->params[i]);
-        if (sent == 0 && end == i + 1 && count > 0) { /* frozen parameters join the bucket before */
+        int64_t grad_bytes = gradient_bytes(base, base->params[i]);
+        if (grad_bytes == 0 && end == i + 1 &&
+            count > 0) { /* frozen parameters join the bucket before */
             base->params[i]->bucket = count - 1;
             items[count - 1].span.first = end = i;
             continue;
         }
         base->params[i]->bucket = count;
-        bytes += sent;
+        bytes += grad_bytes;
         if (bytes >= limit || i == 0) {
             items[count++].span = (fc_span){i, end};
             end = i;
@@ -185,8 +186,8 @@ void fc_bucket_end(fc_buckets *b) {
 }
 
 size_t fc_bucket_in_flight(const fc_buckets *b) {
-    size_t wanted = b->base->comm->max_reductions;
-    return fc_bucket_has_several(b) && wanted < IN_FLIGHT ? IN_FLIGHT : wanted;
+    size_t max_in_flight = b->base->comm->max_reductions;
+    return fc_bucket_has_several(b) && max_in_flight < IN_FLIGHT ? IN_FLIGHT : max_in_flight;
 }
 
 /* ---- invariants ---- */

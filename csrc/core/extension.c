@@ -126,14 +126,15 @@ static bool fits(const fc_kept_tensor *output, int64_t numel, fct_dtype dtype) {
     return facts.numel == numel && facts.dtype == dtype;
 }
 
-static fc_status refuse_over_others(const fc_kept_tensor *output, const char *name, fc_error *err) {
+static fc_status refuse_shared_output(const fc_kept_tensor *output, const char *name,
+                                      fc_error *err) {
     if (output->tensor == NULL || !fct_storage_is_shared(output->tensor)) {
         return FC_OK;
     }
     return fc_error_set(err, FC_ESTATE,
                         "parameter '%s': fsdp_pre_all_gather returned inputs of other sizes or "
-                        "dtypes than before, but what fsdp_post_all_gather made of those lies over "
-                        "the memory that they were gathered into",
+                        "dtypes than before, but a tensor that fsdp_post_all_gather created lies "
+                        "over the memory that they were gathered into",
                         name != NULL ? name : "?");
 }
 
@@ -144,7 +145,7 @@ static fc_status match_count(fc_extension *e, const char *name, fc_error *err) {
         return FC_OK;
     }
     for (size_t i = e->input_count; i < e->output_count; i++) {
-        fc_status status = refuse_over_others(&e->outputs[i], name, err);
+        fc_status status = refuse_shared_output(&e->outputs[i], name, err);
         if (status != FC_OK) {
             return status;
         }
@@ -182,7 +183,7 @@ fc_status fc_extension_alloc(fc_extension *e, int64_t world, fct_device device, 
         const int64_t numel = world * e->inputs[i].numel; /* the plan has checked the product */
         if (!fits(output, numel, e->inputs[i].dtype)) {
             fct_tensor *made = NULL;
-            FC_TRY(refuse_over_others(output, name, err));
+            FC_TRY(refuse_shared_output(output, name, err));
             FC_TRY_RAISED(fct_tensor_empty(numel, e->inputs[i].dtype, device, &made));
             fct_tensor_release(output->tensor);
             *output = (fc_kept_tensor){.tensor = made, .bytes = bytes_of(made)};

@@ -216,16 +216,16 @@ static fc_status make_chunks(fc_gather *gather, fc_pending_gather *pending) {
     for (size_t i = 0; i < plan->chunks.count; i++) {
         const fc_chunk *chunk = &plan->chunks.chunks[i];
         const int64_t numel = plan->world * chunk->numel;
-        fct_tensor *made = NULL;
+        fct_tensor *tensor = NULL;
         if (pending->split) {
-            FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, base->device, &made));
+            FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, base->device, &tensor));
         } else {
-            FC_TRY(fc_group_base_buffer(base, base->gather_memory, numel, plan->dtype, &made));
+            FC_TRY(fc_group_base_buffer(base, base->gather_memory, numel, plan->dtype, &tensor));
         }
-        fc_chunks_add(&gather->chunks, made);
+        fc_chunks_add(&gather->chunks, tensor);
         if (!chunk->owned) {
-            fct_tensor_retain(made);
-            pending->buffer = made;
+            fct_tensor_retain(tensor);
+            pending->buffer = tensor;
         }
     }
 done:

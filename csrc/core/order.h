@@ -1,6 +1,6 @@
-/* Post-forward order: the order in which groups finished their forwards. Backward prefetches in the
- * reverse order. A group that ran several forwards occurs several times. Groups are borrowed;
- * fc_order_forget must run before a group is freed.
+/* Post-forward order: the order in which groups finished their forwards. Backward prefetches groups
+ * in the reverse order. A group that ran several forwards occurs several times. Groups are
+ * borrowed; fc_order_forget must run before a group is freed.
  *
  * Precondition of all functions: the struct is zeroed or was changed by these functions only. */
 #ifndef FSDP_C_CORE_ORDER_H
@@ -31,6 +31,7 @@ FC_CHECK fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *
 void fc_order_forget(fc_order *o, const struct fc_group *group);
 void fc_order_fini(fc_order *o);
 
+/* Pushes an index in the order. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_index_stack_push(fc_index_stack *p, size_t position);
 void fc_index_stack_fini(fc_index_stack *p);
 

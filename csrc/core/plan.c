@@ -314,8 +314,8 @@ bool fc_gather_plan_fits(const fc_gather_plan *plan, fc_param *const *params, si
     size_t at = 0;
     for (size_t i = 0; i < count; i++) {
         for (size_t k = 0; fits && k < fc_param_input_count(params[i]); k++) {
-            const fc_slot now = describe_slot(plan, i, params[i], k);
-            fits = is_same_input(&plan->slots[at++], &now);
+            const fc_slot current = describe_slot(plan, i, params[i], k);
+            fits = is_same_input(&plan->slots[at++], &current);
         }
     }
     return fits;

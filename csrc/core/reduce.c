@@ -333,24 +333,24 @@ static fc_status make_owned_chunk(fc_reducer *d, size_t i, const fc_divide *divi
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
     const fc_layout *layout = &plan->params[i]->layout;
-    fct_tensor *made = NULL;
+    fct_tensor *tensor = NULL;
     if (can_send_in_place(plan, i, divide)) {
-        FC_TRY(alias_gradient(plan, i, &made));
+        FC_TRY(alias_gradient(plan, i, &tensor));
     } else {
         FC_TRY_RAISED(fct_tensor_empty(layout->world * layout->padded_numel, plan->dtype,
-                                       base->device, &made));
+                                       base->device, &tensor));
         FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, plan->slots[i].chunk, layout->world,
-                                          made, &base->comm->error));
+                                          tensor, &base->comm->error));
         if (divide->before != 1.0) {
-            FC_TRY_RAISED(fct_tensor_div(made, divide->before));
+            FC_TRY_RAISED(fct_tensor_div(tensor, divide->before));
         }
     }
     fct_tensor_release(plan->grads[i]);
     plan->grads[i] = NULL;
-    *chunk = made;
+    *chunk = tensor;
     return FC_OK;
 done:
-    fct_tensor_release(made);
+    fct_tensor_release(tensor);
     return status;
 }
 

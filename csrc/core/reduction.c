@@ -222,7 +222,7 @@ fc_status fc_reduction_finish(fc_reduction *r) {
     assert(!r->finished && r->count <= r->total);
     fc_status status = FC_OK;
     fct_tensor *row = NULL;
-    fct_dtype wanted = common_dtype(r);
+    fct_dtype grad_dtype = common_dtype(r);
     FC_TRY(fc_reduction_wait(r));
     if (r->keep_partial) {
         FC_TRY(fc_reduction_merge_partials(r));
@@ -235,18 +235,18 @@ fc_status fc_reduction_finish(fc_reduction *r) {
     if (r->divide_after != 1.0) {
         FC_TRY_RAISED(fct_tensor_div(r->output, r->divide_after));
     }
-    if (wanted != FCT_NO_DTYPE) {
-        FC_TRY_RAISED(fct_tensor_cast(r->output, wanted, &row));
+    if (grad_dtype != FCT_NO_DTYPE) {
+        FC_TRY_RAISED(fct_tensor_cast(r->output, grad_dtype, &row));
     } else {
         row = r->output;
         fct_tensor_retain(row);
     }
     if (!r->base->comm->has_streams ||
-        (row == r->output && wanted != FCT_NO_DTYPE && !r->on_other_stream)) {
+        (row == r->output && grad_dtype != FCT_NO_DTYPE && !r->on_other_stream)) {
         fct_tensor_release(r->output);
         r->output = NULL;
     }
-    FC_TRY(distribute_gradients(r, row, wanted == FCT_NO_DTYPE));
+    FC_TRY(distribute_gradients(r, row, grad_dtype == FCT_NO_DTYPE));
     r->finished = true;
 done:
     fct_tensor_release(row);

@@ -347,19 +347,19 @@ done:
 fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     assert(fct_device_is_same_type(s->device, s->comm->device));
     fc_status status = FC_OK;
-    fct_event *now = NULL;
+    fct_event *event = NULL;
     if (s->iteration->forward_root != NULL) {
         goto done;
     }
     if (s->comm->streams_ready && after_compute) {
-        FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &now));
-        FC_TRY(make_gathers_wait(s, now));
+        FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &event));
+        FC_TRY(make_gathers_wait(s, event));
     }
     s->iteration->forward_root = s;
     s->iteration->order_mark = s->comm->order.count;
     fct_memory_round();
 done:
-    fc_comm_put_event(s->comm, now);
+    fc_comm_put_event(s->comm, event);
     return verify_state(s, status);
 }
 

@@ -110,8 +110,8 @@ static void release_all(fct_tensor **tensors, size_t count) {
 static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params,
                                  fck_segment *segments, fct_tensor ***casts, fc_error *err) {
     fc_status status = FC_OK;
-    fct_tensor **made = (fct_tensor **)calloc(plan->count, sizeof *made);
-    if (made == NULL) {
+    fct_tensor **cast_tensors = (fct_tensor **)calloc(plan->count, sizeof *cast_tensors);
+    if (cast_tensors == NULL) {
         return FC_ENOMEM;
     }
     for (size_t i = 0; i < plan->count; i++) {
@@ -120,17 +120,17 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
         if (fits_kernel(plan, s)) {
             continue;
         }
-        FC_TRY_RAISED(
-            fct_tensor_cast(fc_slot_input(plan, &plan->slots[i], params), s->dst_dtype, &made[i]));
-        FC_TRY(buffer_facts(made[i], s->count * fc_dtype_size(s->dst_dtype), &facts, err));
+        FC_TRY_RAISED(fct_tensor_cast(fc_slot_input(plan, &plan->slots[i], params), s->dst_dtype,
+                                      &cast_tensors[i]));
+        FC_TRY(buffer_facts(cast_tensors[i], s->count * fc_dtype_size(s->dst_dtype), &facts, err));
         s->src = facts.data;
         s->src_dtype = s->dst_dtype;
         s->itemsize = (int32_t)facts.itemsize;
     }
-    *casts = made;
+    *casts = cast_tensors;
     return FC_OK;
 done:
-    release_all(made, plan->count);
+    release_all(cast_tensors, plan->count);
     return status;
 }
 
@@ -299,8 +299,8 @@ done:
  * needed. */
 static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts) {
     fc_status status = FC_OK;
-    fct_tensor **made = (fct_tensor **)calloc(plan->count, sizeof *made);
-    if (made == NULL) {
+    fct_tensor **cast_tensors = (fct_tensor **)calloc(plan->count, sizeof *cast_tensors);
+    if (cast_tensors == NULL) {
         return FC_ENOMEM;
     }
     for (size_t i = 0; i < plan->count; i++) {
@@ -308,13 +308,13 @@ static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts)
         fct_tensor_facts(plan->grads[i], &facts);
         if (plan->params[i]->layout.outer > 0 &&
             fck_can_cast(facts.device.type, facts.dtype, plan->dtype) == 0) {
-            FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &made[i]));
+            FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &cast_tensors[i]));
         }
     }
-    *casts = made;
+    *casts = cast_tensors;
     return FC_OK;
 done:
-    release_all(made, plan->count);
+    release_all(cast_tensors, plan->count);
     return status;
 }
 

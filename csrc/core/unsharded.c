@@ -99,15 +99,15 @@ fc_status fc_unsharded_make(fc_group_base *base, bool extends) {
         if (extends && p->extended) {
             FC_TRY(base->callbacks->extend_unsharded(p->owner));
         } else if (p->unsharded == NULL) {
-            fct_tensor *made = NULL;
-            FC_TRY_RAISED(base->callbacks->make_unsharded(p->owner, p->flat, &made));
-            fc_param_set_unsharded(p, made);
+            fct_tensor *unsharded = NULL;
+            FC_TRY_RAISED(base->callbacks->make_unsharded(p->owner, p->flat, &unsharded));
+            fc_param_set_unsharded(p, unsharded);
         }
-        bool wanted = base->callbacks->requires_grad(p->owner);
-        if (fct_tensor_requires_grad(p->unsharded) != wanted) {
-            FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
+        bool requires_grad = base->callbacks->requires_grad(p->owner);
+        if (fct_tensor_requires_grad(p->unsharded) != requires_grad) {
+            FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, requires_grad));
         }
-        p->required = wanted;
+        p->required = requires_grad;
     }
 done:
     return status;
@@ -142,10 +142,11 @@ fc_status fc_unsharded_record_requirements(fc_group_base *base) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];
-        bool wanted = p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
-        if (wanted != p->required) {
-            FC_TRY_RAISED(base->callbacks->require_grad(p->owner, wanted));
-            p->required = wanted;
+        bool requires_grad =
+            p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
+        if (requires_grad != p->required) {
+            FC_TRY_RAISED(base->callbacks->require_grad(p->owner, requires_grad));
+            p->required = requires_grad;
         }
     }
 done:

@@ -107,14 +107,14 @@ static int64_t bytes_of(const fct_tensor *t) {
 
 /* Records a collective over the larger of its buffers. */
 static int issue(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger, fct_work **work) {
-    fct_work *made = (fct_work *)calloc(1, sizeof *made);
-    if (made == NULL) {
+    fct_work *new_work = (fct_work *)calloc(1, sizeof *new_work);
+    if (new_work == NULL) {
         return fcd_fail("out of memory for a fake work");
     }
-    made->number = fcd_now->works_made++;
+    new_work->number = fcd_now->works_made++;
     fcd_now->works++;
-    fcd_append_event(kind, pg->unit, made->number, bytes_of(larger), pg->role);
-    *work = made;
+    fcd_append_event(kind, pg->unit, new_work->number, bytes_of(larger), pg->role);
+    *work = new_work;
     return 0;
 }
 

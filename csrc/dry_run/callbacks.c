@@ -15,7 +15,7 @@ static int make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded)
     fcd_param *p = (fcd_param *)owner;
     const fcd_param_description *d = p->description;
     int64_t strides[FCD_DIMS_MAX];
-    fct_tensor *made = NULL;
+    fct_tensor *tensor = NULL;
     fct_facts facts;
     int64_t stride = 1;
     for (int32_t i = d->ndim - 1; i >= 0; i--) {
@@ -24,12 +24,12 @@ static int make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded)
     }
     fct_tensor_facts(flat, &facts);
     if (fct_tensor_alias(flat, d->ndim, d->sizes, strides, facts.offset_bytes / facts.itemsize,
-                         &made) != 0 ||
-        fct_tensor_set_requires_grad(made, p->requires_grad) != 0) {
+                         &tensor) != 0 ||
+        fct_tensor_set_requires_grad(tensor, p->requires_grad) != 0) {
         return -1;
     }
-    replace(&p->unsharded, made);
-    *unsharded = made;
+    replace(&p->unsharded, tensor);
+    *unsharded = tensor;
     return 0;
 }
 

@@ -28,8 +28,8 @@ static PyStructSequence_Desc event_description = {
 };
 
 static PyObject *make_event(PyTypeObject *type, const fcd_event *e) {
-    PyObject *made = PyStructSequence_New(type);
-    if (made == NULL) {
+    PyObject *event = PyStructSequence_New(type);
+    if (event == NULL) {
         return NULL;
     }
     PyObject *const values[] = {
@@ -44,13 +44,13 @@ static PyObject *make_event(PyTypeObject *type, const fcd_event *e) {
     };
     bool complete = true;
     for (Py_ssize_t i = 0; i < (Py_ssize_t)(sizeof values / sizeof values[0]); i++) {
-        PyStructSequence_SetItem(made, i, values[i]);
+        PyStructSequence_SetItem(event, i, values[i]);
         complete = complete && values[i] != NULL;
     }
     if (!complete) {
-        Py_CLEAR(made);
+        Py_CLEAR(event);
     }
-    return made;
+    return event;
 }
 
 static PyObject *make_events(PyTypeObject *type, const fcd_record *r) {

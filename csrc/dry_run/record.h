@@ -9,15 +9,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* X(enumerator, name). Every event has a call, a unit and a stream. Its kind gives other fields:
+/* X(enumerator, name). Every event has a call, a unit and a stream. The kind of an event determines
+ * its other fields:
  *
  *   - alloc, free: object is the storage. bytes is the size. label is the purpose.
  *   - enter, leave: label is the name of torch's profiler range, without "FSDP::".
  *   - pack, unpack, pack_gradients: bytes that the kernel writes.
  *   - copy, cast, add, divide, fill: bytes that the operation writes.
  *   - upload, download: bytes copied from, and to, host memory.
- *   - all_gather, reduce_scatter, all_reduce: object is the work. bytes of the larger buffer. label
- *     is the process group: shard, replicate or smaller.
+ *   - all_gather, reduce_scatter, all_reduce: object is the work. bytes is the size of the larger
+ *     buffer. label is the process group: shard, replicate or smaller.
  *   - wait_work: object is the work.
  *   - record_event, wait_event, synchronize_event: object is the event. A wait is for the latest
  *     record_event of that event.
@@ -55,8 +56,9 @@ typedef enum fcd_kind {
         FCD_KIND_COUNT
 } fcd_kind;
 
-/* Purposes of memory: sharded parameters; unsharded parameters and buffers of all-gathers;
- * gradients and buffers of reductions; tensors of the model itself; host memory of a device. */
+/* Purposes of memory, in order: sharded parameters; unsharded parameters and all-gather buffers;
+ * gradients and reduction buffers; activations and other tensors of the model; host memory of a
+ * device with streams. */
 #define FCD_PURPOSE_LIST(X)                                                                        \
     X(FCD_SHARDS, "shards")                                                                        \
     X(FCD_GATHERED, "gathered")                                                                    \
@@ -98,7 +100,7 @@ typedef struct fcd_record {
     int64_t live[FCD_PURPOSE_COUNT];
     int64_t device_live; /* sum of all purposes but FCD_HOST */
     int64_t device_peak; /* maximum of device_live so far */
-    /* Objects of the boundary that exist now. A run releases all of them. */
+    /* Numbers of boundary objects that exist. A dry run releases all of its objects. */
     size_t tensors, storages, works, stream_events, groups, subscriptions;
     /* State of the simulated device and of simulated autograd. */
     bool has_streams;
@@ -106,7 +108,8 @@ typedef struct fcd_record {
     bool grad_enabled;
     int32_t call;
     fcd_purpose purpose; /* purpose of the device memory that the running call allocates */
-    int64_t stream;      /* current */
+    int64_t stream;      /* current stream */
+    /* Numbers of objects created so far, from which new objects get their numbers. */
     int64_t streams_made, storages_made, works_made, events_made;
     fcd_range ranges[FCD_RANGES_MAX]; /* profiler ranges that are open, outermost first */
     size_t range_count;
@@ -136,13 +139,14 @@ size_t fcd_record_objects(const fcd_record *r);
  * `unit` is at least 0. */
 void fcd_append_event(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes,
                       const char *label);
-/* Counts the bytes of an allocation (negative: of a free) and appends its event. Zero bytes are not
- * recorded. */
+/* Counts the bytes of an allocation (negative: of a free) and appends its event. A call with 0
+ * bytes has no effect. */
 void fcd_append_memory_event(fcd_purpose purpose, int64_t storage, int64_t bytes);
-/* Opens a profiler range. `name` is torch's name with the group's name "#N" of unit N. */
+/* Opens a profiler range. `name` is torch's name of the range, such as "FSDP::all_gather (#3)" for
+ * unit 3. */
 void fcd_enter_range(const char *name);
 void fcd_leave_range(void);
-/* Stores the message of a failure and returns -1. */
+/* Stores the message of a failure in the record and returns -1. */
 int fcd_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 #endif
