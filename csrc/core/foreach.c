@@ -63,7 +63,8 @@ static fc_status view_1d(const fct_tensor *base, fct_dtype dtype, int64_t numel,
                                                                                  : FC_ERAISED;
 }
 
-/* Creates a 2-D view of `rows` rows of `numel` elements, with a stride of `pitch`. */
+/* Creates a 2-D view of `rows` rows of `numel` elements, `pitch` elements apart, from element
+ * `offset` of the storage. */
 static fc_status view_2d(const fct_tensor *base, fct_dtype dtype, int64_t rows, int64_t numel,
                          int64_t pitch, int64_t offset, fct_tensor **out) {
     const int64_t sizes[2] = {rows, numel};
@@ -106,7 +107,7 @@ static fc_status add_copy(fc_foreach *f, fct_dtype from, const fct_tensor *sourc
                           int64_t source_offset, fct_dtype to, const fct_tensor *target,
                           int64_t target_offset, int64_t numel) {
     fc_status status = FC_OK;
-    size_t i = append(f, ((int64_t)from << 32) + to); /* key: one operation per value */
+    size_t i = append(f, ((int64_t)from << 32) + to); /* copy_all groups entries by this key */
     FC_TRY(view_1d(source, from, numel, source_offset, &f->src[i]));
     FC_TRY(view_1d(target, to, numel, target_offset, &f->dst[i]));
 done:
@@ -141,7 +142,7 @@ done:
     return status;
 }
 
-/* Appends the copy of a slot's input to `at` bytes into the storage of `target`. */
+/* Appends the copy of a slot's input to the storage of `target`, at byte `at`. */
 static fc_status add_input(fc_foreach *f, const fc_gather_plan *plan, const fc_slot *slot,
                            fc_param *const *params, const fct_tensor *target, int64_t at,
                            fc_error *err) {
@@ -151,14 +152,14 @@ static fc_status add_input(fc_foreach *f, const fc_gather_plan *plan, const fc_s
     const fct_tensor *source = fc_slot_input(plan, slot, params);
     int32_t size = fc_dtype_size(slot->compute);
     bool casts = slot->source != slot->compute;
-    bool apart = at % size != 0 ||
-                 (fc_dtype_is_complex(slot->source) && !fc_dtype_is_complex(slot->compute));
+    bool needs_tensor_cast = at % size != 0 || (fc_dtype_is_complex(slot->source) &&
+                                                !fc_dtype_is_complex(slot->compute));
     FC_TRY(fc_slot_input_facts(plan, slot, params, &facts, err));
-    if (casts && !apart) {
+    if (casts && !needs_tensor_cast) {
         return add_copy(f, slot->source, source, facts.offset_bytes / facts.itemsize, slot->compute,
                         target, at / size, slot->numel);
     }
-    if (casts) { /* the target is not aligned to its dtype, or only real parts are kept */
+    if (casts) { /* the target is not aligned to its dtype, or the cast keeps only real parts */
         FC_TRY_RAISED(fct_tensor_cast(fc_slot_input(plan, slot, params), slot->compute, &cast));
         source = cast;
         fct_tensor_facts(cast, &facts);
@@ -209,7 +210,7 @@ static fc_status unpack_blocks(const fc_gather_plan *plan, const fc_slot *slot,
 
 /* Extra memory that the split writes besides the outputs, in elements per row. */
 typedef struct extra_sizes {
-    /* total of the slots with several blocks, which are copied on from the extra memory */
+    /* elements of slots with several blocks; unpack_blocks copies them from here to the outputs */
     int64_t blocks;
     int64_t gap; /* widest gap between two slots; never read */
 } extra_sizes;
@@ -327,10 +328,12 @@ done:
 
 /* Distribution of the gradients to the rows. */
 typedef struct distribution {
-    fct_dtype dtype; /* common dtype of the gradients; the plan's if they differ */
+    /* common dtype of the gradients; the plan's dtype if they have several dtypes */
+    fct_dtype dtype;
     /* every gradient is sharded on a dim other than 0: no temporary is needed */
     bool direct;
-    fct_tensor *temporary; /* gradients that are cast or transposed first; may be NULL */
+    /* copies of the gradients that are cast or transposed first; NULL: none */
+    fct_tensor *temporary;
 } distribution;
 
 static fct_dtype tensor_dtype(const fct_tensor *t) {

@@ -49,8 +49,9 @@ done:
     return status;
 }
 
-/* Last step of a transition, also of one that returns early or fails. Debug builds abort if `check`
- * fails; the status is passed through. A group without a context has run no transition. */
+/* Runs as the last step of a transition, also if the transition returns early or fails. Returns
+ * `status`. Debug builds abort if `check` fails. A group without a context has run no transition.
+ */
 static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g), fc_status status) {
 #ifndef NDEBUG
     if (g->base.comm != NULL && check(g) != FC_OK) {
@@ -106,21 +107,21 @@ void fc_group_fini(fc_group *g) {
 
 fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
     assert(fc_group_is_initialized(g));
-    fc_comm_ctx *before = g->base.comm;
-    if (before == comm) {
+    fc_comm_ctx *previous = g->base.comm;
+    if (previous == comm) {
         return FC_OK;
     }
-    if (before != NULL && fc_reduction_has(before, &g->base)) {
-        return fc_error_set(&before->error, FC_ESTATE,
+    if (previous != NULL && fc_reduction_has(previous, &g->base)) {
+        return fc_error_set(&previous->error, FC_ESTATE,
                             "a parameter group cannot change its communication context while its "
                             "gradients are being reduced");
     }
-    if (before != NULL) {
-        fc_order_forget(&before->order, g);
+    if (previous != NULL) {
+        fc_order_forget(&previous->order, g);
         fc_reducer_forget_event(&g->reducer);
         fc_gather_forget_event(&g->gather);
         if (g->gather.pending.done != NULL) { /* a pending gather moves to the new context */
-            fc_comm_transfer_event(before, comm);
+            fc_comm_transfer_event(previous, comm);
         }
     }
     g->post_forward_indices.count = 0;
@@ -146,7 +147,8 @@ static fc_status repair_registration(fc_group *g) {
     return g->registration_dirty ? swap_all(g, g->sharded_state) : FC_OK;
 }
 
-/* Copies a requires_grad that the user has changed on unsharded parameters. */
+/* Copies requires_grad from unsharded parameters to the sharded parameters, if the user has changed
+ * it. */
 static fc_status copy_requires_grad(fc_group *g) {
     return g->sharded_state == FC_UNSHARDED ? fc_unsharded_record_requirements(&g->base) : FC_OK;
 }
@@ -240,7 +242,7 @@ done:
 
 /* ---- unshard ---- */
 
-/* Only in forward does the copy-in of the next group overlap with the copy-out of this one. */
+/* Only in forward does the copy-in of the next group overlap with the copy-out of this group. */
 static fc_stream_mode stream_mode_for_pass(fc_training_state pass) {
     if (pass == FC_FORWARD) {
         return FC_STREAM_DEFERRED;
@@ -248,14 +250,14 @@ static fc_stream_mode stream_mode_for_pass(fc_training_state pass) {
     return pass == FC_PRE_BACKWARD ? FC_STREAM_OVERLAP : FC_STREAM_DIRECT;
 }
 
-/* Sets the training state to the pass meanwhile, because hooks of extended parameters read it as in
- * torch. */
+/* Sets the training state to `pass` during the gather, because hooks of extended parameters read
+ * the state, as in torch. */
 static fc_status gather_in_pass(fc_group *g, fc_training_state pass, bool async_op) {
-    const fc_training_state before = g->training_state;
+    const fc_training_state previous = g->training_state;
     g->training_state = pass;
     fc_status status = fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD,
                                        async_op, stream_mode_for_pass(pass));
-    g->training_state = g->training_state == pass ? before : g->training_state;
+    g->training_state = g->training_state == pass ? previous : g->training_state;
     return status;
 }
 
@@ -273,12 +275,13 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
         if (current) {
             goto done;
         }
-        /* An unused prefetch, followed by an optimizer step. */
+        /* An optimizer step has changed the shards since an unused prefetch. */
         fc_gather_abandon(&g->gather);
     }
     if (g->sharded_state != FC_SHARDED) {
         if (between_steps && !current) {
-            /* An optimizer step after an evaluation that left the group unsharded. */
+            /* An optimizer step has changed the shards since an evaluation left the group
+             * unsharded. */
             FC_TRY(fc_group_to_sharded(g));
         } else if (g->sharded_state == FC_UNSHARDED) {
             status = repair_registration(g);
@@ -414,17 +417,17 @@ static fc_status visit_targets(const fc_group *g, size_t position, fc_visit visi
 }
 
 fc_status fc_group_visit_targets(const fc_group *g, fc_visit visit) {
-    const fc_index_stack *p = &g->post_forward_indices;
-    return p->count > 0 ? visit_targets(g, p->items[p->count - 1], visit) : FC_OK;
+    const fc_index_stack *indices = &g->post_forward_indices;
+    return indices->count > 0 ? visit_targets(g, indices->items[indices->count - 1], visit) : FC_OK;
 }
 
 fc_status fc_group_backward_prefetch(fc_group *g) {
     assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
-    fc_index_stack *p = &g->post_forward_indices;
+    fc_index_stack *indices = &g->post_forward_indices;
     /* The second backward through a forward has no index: the first has removed it. */
-    if (g->training_state == FC_PRE_BACKWARD && p->count > 0) {
-        status = visit_targets(g, p->items[--p->count], prefetch_by_order);
+    if (g->training_state == FC_PRE_BACKWARD && indices->count > 0) {
+        status = visit_targets(g, indices->items[--indices->count], prefetch_by_order);
     }
     return verify_transition(g, check_registration_and_memory, status);
 }

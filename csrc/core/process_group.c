@@ -31,17 +31,18 @@ fc_status fc_process_group_register_users(const fc_process_group *pg, size_t mor
     return FC_OK;
 }
 
-/* Prefixes the message of the pending exception with operation, modules and rank. */
+/* Prefixes the message of the pending exception with operation, modules and rank. Returns
+ * FC_ERAISED. */
 static fc_status add_context(const fc_process_group *pg, const char *modules,
                              fc_operation operation) {
     static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce"};
     char text[512];
-    bool named = modules != NULL && modules[0] != '\0';
-    (void)snprintf(text, sizeof text,
-                   "%s of %s%s%s failed on rank %lld of %lld of process group '%s'",
-                   names[operation], named ? "parameter group '" : "the root's parameter group",
-                   named ? modules : "", named ? "'" : "", (long long)pg->rank,
-                   (long long)pg->world, pg->name != NULL ? pg->name : "?");
+    bool has_modules = modules != NULL && modules[0] != '\0';
+    (void)snprintf(
+        text, sizeof text, "%s of %s%s%s failed on rank %lld of %lld of process group '%s'",
+        names[operation], has_modules ? "parameter group '" : "the root's parameter group",
+        has_modules ? modules : "", has_modules ? "'" : "", (long long)pg->rank,
+        (long long)pg->world, pg->name != NULL ? pg->name : "?");
     fct_error_explain(text);
     return FC_ERAISED;
 }
@@ -94,9 +95,9 @@ done:
 
 bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes) {
     assert(row_bytes >= 0);
-    void *before = fct_error_set_aside();
+    void *pending_exception = fct_error_set_aside();
     const bool open = fc_process_group_open(pg) == FC_OK;
-    fct_error_put_back(before);
+    fct_error_put_back(pending_exception);
     return open && fct_gather_is_cpu_bound(pg->handle, row_bytes);
 }
 

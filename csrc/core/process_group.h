@@ -20,7 +20,8 @@ typedef struct fc_process_group {
 
 typedef enum fc_operation { FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE } fc_operation;
 
-/* Changes which process group the struct refers to. `name` is borrowed; NULL: none. */
+/* Releases the handle and sets the process group by name. `name` is borrowed; NULL: no process
+ * group. */
 void fc_process_group_set(fc_process_group *pg, const char *name, int64_t world, int64_t rank);
 /* Releases the handle. The struct refers to no process group afterwards. */
 void fc_process_group_fini(fc_process_group *pg);
@@ -42,8 +43,8 @@ FC_CHECK fc_status fc_process_group_all_reduce(fc_process_group *pg, const char 
                                                fct_tensor *tensor, fct_reduce_op op, bool async_op,
                                                fct_work **work);
 /* Returns true if an all-gather of `row_bytes` per rank is CPU-bound: the processors that compute
- * also copy the rows. See transport/transport.h. Opens the process group; returns false if that
- * fails. */
+ * also copy the rows. See transport/transport.h. Opens the process group; returns false on failure
+ * and preserves a pending exception. */
 bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes);
 /* All-gather and reduce-scatter over separate chunks; see transport/transport.h. takes_chunks opens
  * the process group and writes to *takes whether the transport supports chunks. */

@@ -54,32 +54,32 @@ typedef struct fc_reducer {
 } fc_reducer;
 
 /* Borrows `base`, which must outlive the reducer. */
-void fc_reducer_init(fc_reducer *d, fc_group_base *base);
+void fc_reducer_init(fc_reducer *reducer, fc_group_base *base);
 /* Discards the reductions in flight and releases everything. */
-void fc_reducer_fini(fc_reducer *d);
+void fc_reducer_fini(fc_reducer *reducer);
 
 /* Returns the dtype in which the group's gradients are reduced. FCT_NO_DTYPE: their own dtype. */
-fct_dtype fc_reducer_dtype(const fc_reducer *d);
+fct_dtype fc_reducer_dtype(const fc_reducer *reducer);
 
 /* Returns the reducer's events to the comm context. Call it before the group changes its
  * context. */
-void fc_reducer_forget_event(fc_reducer *d);
+void fc_reducer_forget_event(fc_reducer *reducer);
 
 /* Reduces the gradients of the span that were collected into d->plan, and removes them from it.
  * Parameters with a partial row are reduced even without a gradient. `order_compute`: the current
  * stream waits for the result (partial group backward). On failure the gradients are lost and
  * nothing is in flight. */
-FC_CHECK fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute);
+FC_CHECK fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute);
 /* Makes the current stream wait for the reducer's latest reduction. */
-FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *d);
+FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *reducer);
 /* Ends a backward: the current stream waits for all reductions of the context, and for the work of
  * the fallback's reduce(). */
-FC_CHECK fc_status fc_reduce_settle(fc_reducer *d);
+FC_CHECK fc_status fc_reduce_settle(fc_reducer *reducer);
 /* Drops gradients and partial results. Call it after a failure. */
-void fc_reduce_reset(fc_reducer *d);
+void fc_reduce_reset(fc_reducer *reducer);
 
 /* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is
  * violated. */
-FC_CHECK fc_status fc_reduce_check(const fc_reducer *d);
+FC_CHECK fc_status fc_reduce_check(const fc_reducer *reducer);
 
 #endif

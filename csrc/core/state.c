@@ -55,8 +55,8 @@ done:
     return status;
 }
 
-/* Last step of a hook's work, also if it returns early or fails. Debug builds abort if an invariant
- * is violated; the status is passed through. */
+/* Runs as the last step of a hook, also if the hook returns early or fails. Returns `status`. Debug
+ * builds abort if an invariant is violated. */
 static fc_status verify_state(const fc_state *s, fc_status status) {
 #ifndef NDEBUG
     for (size_t i = 0; i < s->group_count; i++) {

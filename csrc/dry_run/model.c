@@ -194,7 +194,7 @@ fc_status fcd_model_init(fcd_model *m, const fcd_description *description, size_
         }
         fc_state_init(&m->states[i], root, &root->iteration, &root->comm, device);
     }
-    m->prepared = true;
+    m->states_initialized = true;
     for (size_t i = 0; i < description->unit_count; i++) {
         FC_TRY(init_unit(m, i));
     }
@@ -218,7 +218,7 @@ static void fini_param(fcd_param *p) {
 }
 
 void fcd_model_fini(fcd_model *m) {
-    const size_t state_count = m->prepared ? m->description->state_count : 0;
+    const size_t state_count = m->states_initialized ? m->description->state_count : 0;
     fcd_drop_end_callbacks();
     fcd_release_deferred();
     for (size_t i = 0; i < m->unit_count; i++) {

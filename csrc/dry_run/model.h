@@ -19,8 +19,8 @@ typedef struct fcd_model {
     fc_state *states;  /* [state_count] owned */
     fcd_root *roots;   /* [state_count] owned; entries of other states than roots are not used */
     size_t unit_count; /* number of initialized units */
-    bool prepared;     /* roots and states are initialized */
-    fcd_storage **storages; /* [storage_count] of the model's own tensors; NULL: not allocated */
+    bool states_initialized; /* roots and states are initialized */
+    fcd_storage **storages;  /* [storage_count] of the model's own tensors; NULL: not allocated */
     size_t storage_count;
     fc_error error;
 } fcd_model;

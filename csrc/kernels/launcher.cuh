@@ -47,7 +47,7 @@ class launcher {
         if (tiles > GRID_MAX) {
             return TOO_LARGE;
         }
-        if (batch_.count == BATCH || tiles > GRID_MAX - batch_.tiles) {
+        if (batch_.count == BATCH_JOBS || tiles > GRID_MAX - batch_.tiles) {
             if (const char *failure = flush()) {
                 return failure;
             }
