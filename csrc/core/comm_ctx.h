@@ -24,12 +24,12 @@ typedef struct fc_deferred_release {
     struct fc_deferred_release *next;
 } fc_deferred_release;
 
-/* A buffer whose consumer is queued. It is kept until the streams that reuse its memory wait for
- * `copied`. */
-typedef struct fc_kept_gather {
+/* A buffer whose last use is queued. The buffer is kept until the stream that reuses its memory
+ * waits for `copied`. */
+typedef struct fc_kept_buffer {
     fct_tensor *buffer;
     fct_event *copied;
-} fc_kept_gather;
+} fc_kept_buffer;
 
 typedef struct fc_comm_ctx {
     fct_device device;
@@ -39,7 +39,7 @@ typedef struct fc_comm_ctx {
     fct_stream gather_stream;
     fct_stream reduce_stream;
     fct_stream all_reduce_stream;
-    fc_kept_gather kept;
+    fc_kept_buffer kept;
     /* Reductions in flight, oldest first. reduction.c owns the list. */
     struct fc_reduction *oldest;
     struct fc_reduction *newest;
@@ -49,7 +49,7 @@ typedef struct fc_comm_ctx {
     fct_event *last_reduced;     /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* end of the latest reduction on all_reduce_stream */
     /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. */
-    fc_kept_gather kept_rows[2];
+    fc_kept_buffer kept_rows[2];
     fc_order order;
     fc_deferred_release *deferred;
     fct_event **free_events;

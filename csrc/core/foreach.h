@@ -9,8 +9,8 @@
 
 #include "plan.h"
 
-/* Argument lists of one operation. They are empty between two calls; only the memory is kept.
- * Initialize the struct with zeros. */
+/* Argument lists of one operation. The lists are empty between two calls; only their memory is
+ * kept. Initialize the struct with zeros. */
 typedef struct fc_foreach {
     fct_tensor **dst; /* [capacity] counted, or NULL */
     fct_tensor **src; /* [capacity] counted, or NULL */

@@ -49,9 +49,8 @@ done:
     return status;
 }
 
-/* Runs as the last step of a transition, also if the transition returns early or fails. Returns
- * `status`. Debug builds abort if `check` fails. A group without a context has run no transition.
- */
+/* Last step of every transition, also of a failed transition. Returns `status`. Debug builds abort
+ * if `check` fails. A group without a context has run no transition. */
 static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g), fc_status status) {
 #ifndef NDEBUG
     if (g->base.comm != NULL && check(g) != FC_OK) {
@@ -147,8 +146,7 @@ static fc_status repair_registration(fc_group *g) {
     return g->registration_dirty ? swap_all(g, g->sharded_state) : FC_OK;
 }
 
-/* Copies requires_grad from unsharded parameters to the sharded parameters, if the user has changed
- * it. */
+/* Copies requires_grad from the unsharded parameters to the sharded parameters. */
 static fc_status copy_requires_grad(fc_group *g) {
     return g->sharded_state == FC_UNSHARDED ? fc_unsharded_record_requirements(&g->base) : FC_OK;
 }
@@ -382,8 +380,7 @@ static fc_status prefetch_by_order(fc_group *g) {
 }
 
 /* For a fully_shard call with several groups: the second-to-last group in backward order prefetches
- * all groups of the preceding unit. These gathers overlap with the reduction of the unit's first
- * group. */
+ * all groups of the preceding unit. The gathers overlap the reduction of the first group. */
 static fc_status visit_preceding_unit(const fc_group *g, size_t position, fc_visit visit) {
     fc_status status = FC_OK;
     const fc_order *order = &g->base.comm->order;
@@ -403,7 +400,8 @@ done:
     return status;
 }
 
-/* Calls `visit` for the groups that `g` prefetches. Its forward ended at `position`. */
+/* Calls `visit` for the groups that `g` prefetches. `position`: index in the post-forward order of
+ * the forward whose backward runs. */
 static fc_status visit_targets(const fc_group *g, size_t position, fc_visit visit) {
     const fc_order *order = &g->base.comm->order;
     if (position == 0 || position > order->count) {
@@ -432,8 +430,7 @@ fc_status fc_group_backward_prefetch(fc_group *g) {
     return verify_transition(g, check_registration_and_memory, status);
 }
 
-/* Returns true if no other collective of this backward could be ordered differently on other
- * ranks. */
+/* Returns true if eager reductions have the same order among all collectives on every rank. */
 static bool can_be_eager(const fc_group *g) {
     return g->backward_kind == FC_BACKWARD_SOLE_GROUP && g->settings.reduce_grads &&
            !g->reducer.reduce_unused && !g->reducer.has_hook &&
@@ -476,24 +473,26 @@ static fc_status limit_reductions(fc_group *g) {
 }
 
 static fc_status reshard_in_backward(fc_group *g) {
-    bool stays = !g->settings.reshard_after_backward || g->backward_kind == FC_BACKWARD_UNTRACKED;
-    return stays ? FC_OK : g->ops->reshard(g);
+    bool keeps_unsharded =
+        !g->settings.reshard_after_backward || g->backward_kind == FC_BACKWARD_UNTRACKED;
+    return keeps_unsharded ? FC_OK : g->ops->reshard(g);
 }
 
-/* Accumulates and collects the gradients of a span, then issues their reduction. `leaves`: this
- * backward needs no parameter of the group any more, so the group reshards first to free memory. */
-static fc_status reduce_span(fc_group *g, fc_span span, bool leaves, bool partial) {
+/* Accumulates and collects the gradients of a span, then issues their reduction. `reshards_first`:
+ * the group reshards before the reduction to free memory, because this backward needs its
+ * parameters no more. */
+static fc_status reduce_span(fc_group *g, fc_span span, bool reshards_first, bool order_compute) {
     fc_status status = FC_OK;
     fc_reducer *reducer = &g->reducer;
     void *range = NULL;
     FC_TRY(fc_gradient_accumulate(&g->base, span));
     range = fc_group_base_enter_range(&g->base, "post_backward_reshard");
     FC_TRY(fc_gradient_collect(&g->base, span, reducer->reduce_unused, &reducer->plan));
-    FC_TRY(leaves ? reshard_in_backward(g) : FC_OK);
+    FC_TRY(reshards_first ? reshard_in_backward(g) : FC_OK);
     fct_profile_exit(range);
     range = NULL;
     FC_TRY(limit_reductions(g));
-    FC_TRY(fc_reduce_run(reducer, span, partial));
+    FC_TRY(fc_reduce_run(reducer, span, order_compute));
 done:
     fc_reduce_plan_drop_grads(&reducer->plan); /* after a failure the gradients are lost */
     fct_profile_exit(range);
@@ -511,23 +510,23 @@ done:
     return verify_transition(g, fc_group_check, status);
 }
 
-/* Reduces all remaining gradients. User code that replaces the reduction, or reads its rows, gets
- * the gradients of the whole group at once. */
-static fc_status reduce_remaining(fc_group *g, bool partial) {
+/* Reduces all remaining gradients. If user code replaces the reduction or reads reduced rows, all
+ * gradients of the group are reduced at once. */
+static fc_status reduce_remaining(fc_group *g, bool order_compute) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;
     if (!fc_bucket_has_several(b) || g->reducer.has_hook ||
         fc_group_base_uses_fallback(&g->base, FC_FALLBACK_REDUCE)) {
-        return reduce_span(g, fc_group_base_all(&g->base), true, partial);
+        return reduce_span(g, fc_group_base_all(&g->base), true, order_compute);
     }
     for (size_t i = 0; i < b->count; i++) {
-        FC_TRY(reduce_span(g, b->items[i].span, i == 0, partial));
+        FC_TRY(reduce_span(g, b->items[i].span, i == 0, order_compute));
     }
 done:
     return status;
 }
 
-/* Ends a backward without reduction. */
+/* Accumulates the gradients and reshards, without a reduction. */
 static fc_status keep_gradients(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
@@ -542,14 +541,14 @@ done:
 
 fc_status fc_group_post_backward(fc_group *g) {
     assert(fc_group_is_ready(g));
-    bool partial = g->place.modules > 1 && g->training_state == FC_FORWARD;
+    bool order_compute = g->place.modules > 1 && g->training_state == FC_FORWARD;
     bool reduces = g->settings.reduce_grads;
     fc_group_base_log(&g->base, "post_backward");
     g->training_state = FC_POST_BACKWARD;
     g->deferred =
         !reduces || (fc_group_base_is_replicated(&g->base) && !g->reducer.all_reduce_grads);
     fc_bucket_end(&g->buckets);
-    fc_status status = reduces ? reduce_remaining(g, partial) : keep_gradients(g);
+    fc_status status = reduces ? reduce_remaining(g, order_compute) : keep_gradients(g);
     return verify_transition(g, fc_group_check, status);
 }
 

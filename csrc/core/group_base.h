@@ -1,6 +1,7 @@
 /* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
- * They do not change within a step, except for `fallbacks` and `logs`. The modules above (gather,
- * reducer, buckets, group) own the state that changes per transition and borrow this struct.
+ * These parts do not change within a step, except for `fallbacks` and `logs`. The modules above
+ * (gather, reducer, buckets, group) own the state that changes per transition and borrow this
+ * struct.
  *
  * Preconditions: fc_group_base_init, except for fini, which accepts a zeroed struct. `params` is
  * not NULL unless `count` is 0. */
@@ -53,13 +54,12 @@ void fc_group_base_fini(fc_group_base *base);
 fc_span fc_group_base_all(const fc_group_base *base);
 /* Returns the process group that issues reduce-scatters. Borrowed. */
 fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
-/* Opens the process groups that only a reduction uses. Backward may run in another thread than
- * forward. Ranks that are threads of one process cannot resolve their process groups in that
- * thread. */
+/* Opens the process groups that only a reduction uses, in forward's thread. If ranks are threads of
+ * one process, process groups cannot be resolved in backward's thread. */
 FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
 /* Takes both allocators, which may be NULL. */
 void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce);
-/* Writes to *has whether `memory` (one of the two fields above) serves the group's device. The
+/* Writes to *has whether `memory` (gather_memory or reduce_memory) serves the group's device. The
  * allocator is queried at each call, as in torch. */
 FC_CHECK fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *memory,
                                             bool *has);

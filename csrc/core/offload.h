@@ -25,8 +25,8 @@ FC_CHECK fc_status fc_offload_stage(const fc_gather_plan *plan, fc_param *const 
                                     fct_device device, fc_error *err);
 /* Releases the staged copies. */
 void fc_offload_unstage(const fc_gather_plan *plan, fc_param *const *params);
-/* Queues the upload of each shard in turn and casts it into its flat tensor: the unshard of a group
- * of one rank. */
+/* Queues the upload of each shard and casts the shard into its flat tensor. Used for groups of one
+ * rank. */
 FC_CHECK fc_status fc_offload_fill(const fc_gather_plan *plan, fc_param *const *params,
                                    fct_device device, fc_error *err);
 

@@ -257,7 +257,7 @@ done:
 
 /* Completes an earlier reduction of the group whose partial rows are not in fc_param.partial yet.
  */
-static fc_status complete_earlier(fc_reducer *reducer) {
+static fc_status complete_partial_reduction(fc_reducer *reducer) {
     fc_group_base *base = reducer->base;
     for (const fc_reduction *r = base->comm->oldest; r != NULL; r = r->next) {
         if (r->base == base && r->keep_partial && !r->finished) {
@@ -267,7 +267,7 @@ static fc_status complete_earlier(fc_reducer *reducer) {
     return FC_OK;
 }
 
-static fc_divide split_division(fc_reducer *reducer, fct_dtype dtype) {
+static fc_divide compute_divide(fc_reducer *reducer, fct_dtype dtype) {
     fc_group_base *base = reducer->base;
     const fc_process_group *pg = fc_group_base_scatter_group(base);
     const fc_divide_rule rule = {
@@ -426,7 +426,7 @@ static fc_status issue_collectives(fc_reducer *reducer, fc_reduction *r, bool or
         FC_TRY(fc_process_group_open(fc_group_base_scatter_group(base)));
     }
     reducer->plan.dtype = reduction_dtype(reducer, r);
-    const fc_divide divide = split_division(reducer, reducer->plan.dtype);
+    const fc_divide divide = compute_divide(reducer, reducer->plan.dtype);
     FC_TRY(pack(reducer, r, &divide));
     r->divide_after = divide.after;
     if (base->comm->has_streams) {
@@ -471,8 +471,8 @@ static fc_status start_reduction(fc_reducer *reducer, fc_span span, bool order_c
     fc_status status = FC_OK;
     fc_comm_ctx *c = base->comm;
     fc_reduction *r = NULL;
-    FC_TRY(complete_earlier(reducer));
-    /* Later buckets of a backward do not wait for earlier ones. */
+    FC_TRY(complete_partial_reduction(reducer));
+    /* Only the first bucket of a backward waits for the group's previous reduction. */
     if (span.end == base->count) {
         FC_TRY(fc_comm_wait_and_put(c, &reducer->reduced));
     }
@@ -568,8 +568,8 @@ void fc_reduce_reset(fc_reducer *reducer) {
     if (base->callbacks->drop_reduce != NULL) {
         base->callbacks->drop_reduce(base->owner);
     }
-    return_event(reducer,
-                 &reducer->reduced); /* `sent` stays: the next end of a backward waits for it */
+    /* `sent` stays: the next end of a backward waits for that event */
+    return_event(reducer, &reducer->reduced);
 }
 
 /* ---- invariants ---- */

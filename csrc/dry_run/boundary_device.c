@@ -346,7 +346,7 @@ int fct_autograd_at_end(const fct_hook *hook) {
     return 0;
 }
 
-static fct_hook take_end(void) {
+static fct_hook take_end_callback(void) {
     fcd_end_callback *end = fcd_now->end_callbacks;
     const fct_hook hook = end->hook;
     fcd_now->end_callbacks = end->next;
@@ -357,7 +357,7 @@ static fct_hook take_end(void) {
 int fcd_run_end_callbacks(void) {
     int result = 0;
     while (result == 0 && fcd_now->end_callbacks != NULL) {
-        const fct_hook hook = take_end();
+        const fct_hook hook = take_end_callback();
         result = hook.call(hook.owner);
         hook.release(hook.owner);
     }
@@ -366,7 +366,7 @@ int fcd_run_end_callbacks(void) {
 
 void fcd_drop_end_callbacks(void) {
     while (fcd_now->end_callbacks != NULL) {
-        const fct_hook hook = take_end();
+        const fct_hook hook = take_end_callback();
         hook.release(hook.owner);
     }
 }
