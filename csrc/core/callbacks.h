@@ -23,11 +23,11 @@ typedef enum fc_fallback {
 typedef struct fc_callbacks {
     /* Creates the unsharded parameter over `flat` (1-D, world * padded_numel elements, allocated
      * storage). Called once per parameter, and again if `flat` was replaced. *unsharded is
-     * borrowed. The callback's owner keeps it alive until the next call or the end of the
-     * parameter. */
+     * borrowed. The owner of the callback keeps *unsharded alive until the next call or the end of
+     * the parameter. */
     int (*make_unsharded)(void *param, fct_tensor *flat, fct_tensor **unsharded);
-    /* For parameters with all-gather extensions (fc_param.extended). Both may be NULL if there are
-     * none.
+    /* For parameters with all-gather extensions (fc_param.extended). Both callbacks may be NULL if
+     * no parameter is extended.
      *
      * extend_inputs runs before a gather, on the stream of the pack. It passes the inputs of this
      * gather to fc_param.extension. Returns FC_ENOMEM or FC_ERAISED on failure. */
@@ -38,8 +38,8 @@ typedef struct fc_callbacks {
      * to fc_param. Returns FC_ENOMEM or FC_ERAISED on failure. */
     fc_status (*extend_unsharded)(void *param);
     /* Creates the parameter that is registered after a reshard to the smaller group, over `data`
-     * (1-D, this rank's padded rows of the post-forward layout). The owner keeps it until the next
-     * call. `data` NULL releases it and never fails. */
+     * (1-D, this rank's padded rows of the post-forward layout). The owner keeps that parameter
+     * until the next call. A call with `data` NULL releases the parameter and never fails. */
     int (*make_post_forward)(void *param, fct_tensor *data);
     /* Registers the parameter object of `state` on every module that holds the
      * parameter. Fails only if a module's own __setattr__ raises. A swap to the registered state
@@ -54,12 +54,12 @@ typedef struct fc_callbacks {
     /* Sets requires_grad of the sharded parameter. */
     int (*require_grad)(void *param, bool value);
     /* Returns the version counter of the sharded parameter, which grows with writes to the
-     * parameter object. The counter of sharded_data records all other writes. May be NULL: only
-     * sharded_data is checked. Never fails. */
+     * parameter object. The counter of sharded_data records all other writes. If NULL, only the
+     * counter of sharded_data is checked. Never fails. */
     uint32_t (*shard_version)(void *param);
     /* Runs before a gather. If the user has replaced the shard of the parameter, the callback
      * passes the new shard to fc_param. Fails if the replacement does not fit the parameter. May be
-     * NULL: shards are never replaced. */
+     * NULL if shards are never replaced. */
     int (*refresh_shard)(void *param);
     /* Sets .grad of the sharded parameter or adds to it, then runs the post-accumulate-grad hooks.
      * Borrows `local`, this rank's shard of the reduced gradient. */
@@ -84,8 +84,8 @@ typedef struct fc_callbacks {
      * divided and its views become gradients. Called only for groups with has_hook. */
     int (*reduce_hook)(void *group, fct_tensor *row);
 
-    /* Starts a gather. Called only if FC_FALLBACK_GATHER is set. `overlaps`: on the context's
-     * gather streams, if there are any. */
+    /* Starts a gather. Called only if FC_FALLBACK_GATHER is set. `overlaps`: the gather runs on the
+     * context's gather streams. */
     int (*gather)(void *group, bool async_op, bool overlaps);
     /* Waits for the gather, allocates, copies out and passes each fc_param its unsharded tensor.
      * *rows is a new reference to the gathered buffer, or NULL if the buffer can be freed at once.
@@ -93,7 +93,7 @@ typedef struct fc_callbacks {
     int (*copy_out)(void *group, fct_tensor **rows);
     /* Discards a gather without waiting. Never fails. */
     void (*drop_gather)(void *group);
-    /* Discards the partial results of reduce(). May be NULL: there are none. Never fails. */
+    /* Discards the partial results of reduce(). May be NULL if reduce() keeps none. Never fails. */
     void (*drop_reduce)(void *group);
     /* Frees the memory of an unsharded parameter. Never fails. Called only if FC_FALLBACK_FREE is
      * set. */
@@ -104,8 +104,8 @@ typedef struct fc_callbacks {
      * caller. */
     int (*reduce)(void *group, fc_param *const *params, fct_tensor **grads, size_t count,
                   bool order_compute);
-    /* Makes the current stream wait for the work of reduce(). May be NULL: reduce() queues
-     * nothing. */
+    /* Makes the current stream wait for the work of reduce(). May be NULL if reduce() queues no
+     * work. */
     int (*finalize)(void *group);
 
     /* Logs the debug line "FSDP::label (modules)". Called only if fc_group_base.logs is set. Never

@@ -96,7 +96,8 @@ typedef struct fc_group {
     /* Training state. */
     fc_training_state training_state;
     fc_backward_kind backward_kind;
-    uint64_t grads_before; /* fingerprint of the gradients at the start of a recording backward */
+    /* fingerprint of the gradients at the start of a backward with create_graph=True */
+    uint64_t grads_before;
     /* Indices in the post-forward order: one for each forward whose backward has not run. */
     fc_index_stack post_forward_indices;
     bool deferred; /* a backward has left gradients for a later reduction */
@@ -194,8 +195,8 @@ FC_CHECK fc_status fc_group_complete_reductions(fc_group *g);
 FC_CHECK fc_status fc_group_reset(fc_group *g);
 
 /* Checks the invariants of the group and of its parts that hold between transitions. Returns
- * FC_ESTATE with a message if one is violated. Debug builds run it at the end of every transition,
- * also of one that returns early or fails. */
+ * FC_ESTATE with a message if one is violated. Debug builds run this check at the end of every
+ * transition, also of a failed transition. */
 FC_CHECK fc_status fc_group_check(fc_group *g);
 
 #endif

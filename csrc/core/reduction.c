@@ -183,16 +183,16 @@ done:
     return status;
 }
 
-/* Passes each parameter its view of the reduced row. `several`: the parameters have different
+/* Passes each parameter its view of the reduced row. `cast_views`: the parameters have different
  * dtypes, so each view is cast. */
-static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bool several) {
+static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bool cast_views) {
     fc_status status = FC_OK;
     fct_tensor *view = NULL;
     int64_t offset = 0;
     for (size_t i = 0; i < r->total; i++) {
         const fc_param *p = r->params[i];
         FC_TRY_RAISED(fct_tensor_alias(row, p->ndim, p->local_sizes, p->strides, offset, &view));
-        if (several) {
+        if (cast_views) {
             fct_tensor *cast = NULL;
             FC_TRY_RAISED(fct_tensor_cast(view, p->orig_dtype, &cast));
             fct_tensor_release(view);
@@ -253,15 +253,17 @@ done:
     return status;
 }
 
-/* Removes the reduction from the list before finishing it. User hooks run in fc_reduction_finish. A
- * hook may discard all reductions (reset) or call this function again (another backward). */
+/* Removes each reduction from the list before fc_reduction_finish. A user hook that runs in
+ * fc_reduction_finish may discard all reductions (reset) or call this function again (another
+ * backward). */
 fc_status fc_reduction_recycle(fc_comm_ctx *c, size_t keep) {
     assert((c->oldest == NULL) == (c->reductions == 0));
     while (c->reductions > keep) {
         fc_reduction *r = pop_oldest(c);
         fc_status status = r->finished ? FC_OK : fc_reduction_finish(r);
         if (status != FC_OK) {
-            fc_reduction_abandon(r); /* its gradients are lost: a second attempt is not possible */
+            /* the gradients are lost, because a second attempt is not possible */
+            fc_reduction_abandon(r);
             return status;
         }
         if (r->input_done != NULL) {

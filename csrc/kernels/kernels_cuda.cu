@@ -24,7 +24,7 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
     failure = launched == earlier ? "an operation before it has failed: " : "";
     failure += cudaGetErrorString(launched);
     if (launched != earlier) {
-        cudaGetLastError(); /* cleared, so that torch does not report it again */
+        cudaGetLastError(); /* clears the error, so that torch does not report it again */
     }
     return failure.c_str();
 }
