@@ -4,9 +4,10 @@
  *   shard --first hook--> inputs --gather--> outputs --second hook--> unsharded parameter
  *                                                                     over inner tensors
  *
- * Inputs exist from the first hook to the pack; their sizes and dtypes are kept. The tensor objects
- * of outputs and inner tensors are kept; their storages have memory only while the parameter is
- * unsharded. Memory is allocated and freed by resizing storages on the device's current stream.
+ * Inputs exist from the first hook to the pack. Their sizes and dtypes are kept after the pack. The
+ * tensor objects of outputs and inner tensors are kept; their storages have memory only while the
+ * parameter is unsharded. Memory is allocated and freed by resizing storages on the device's
+ * current stream.
  *
  * Preconditions: the struct is zeroed or was changed by these functions only. Lists of `count`
  * tensors are not NULL unless `count` is 0, and `world` is at least 1. */
@@ -26,11 +27,11 @@ typedef struct fc_input {
 /* A tensor that is kept while its memory is allocated and freed. */
 typedef struct fc_kept_tensor {
     fct_tensor *tensor; /* counted */
-    int64_t bytes;      /* size of its storage while that has memory */
+    int64_t bytes;      /* size of the storage while the tensor has memory */
 } fc_kept_tensor;
 
 typedef struct fc_extension {
-    fc_input *inputs; /* [input_count] of the latest gather */
+    fc_input *inputs; /* [input_count] inputs of the latest gather */
     size_t input_count;
     fc_kept_tensor *outputs; /* [output_count] 1-D; each holds one input of all ranks */
     size_t output_count;

@@ -10,82 +10,81 @@
 
 /* ---- init and fini ---- */
 
-void fc_gather_init(fc_gather *gather, fc_group_base *base) {
+void fc_gather_init(fc_gather *a, fc_group_base *base) {
     assert(base != NULL && base->callbacks != NULL);
-    memset(gather, 0, sizeof *gather);
-    gather->base = base;
+    memset(a, 0, sizeof *a);
+    a->base = base;
 }
 
-void fc_gather_forget_event(fc_gather *gather) {
-    assert(gather->resharded == NULL || gather->base->comm != NULL);
-    if (gather->base->comm != NULL) {
-        fc_comm_put_event(gather->base->comm, gather->resharded);
+void fc_gather_forget_event(fc_gather *a) {
+    assert(a->resharded == NULL || a->base->comm != NULL);
+    if (a->base->comm != NULL) {
+        fc_comm_put_event(a->base->comm, a->resharded);
     }
-    gather->resharded = NULL;
+    a->resharded = NULL;
 }
 
-void fc_gather_fini(fc_gather *gather) {
-    assert(gather->pending.active || gather->pending.work == NULL);
-    fc_gather_abandon(gather);
-    fc_gather_forget_event(gather);
-    fc_gather_plan_fini(&gather->plan);
-    fc_gather_plan_fini(&gather->post_forward_plan);
-    fc_transfer_fini(&gather->transfer);
-    fc_chunks_fini(&gather->chunks);
-    memset(gather, 0, sizeof *gather);
+void fc_gather_fini(fc_gather *a) {
+    assert(a->pending.active || a->pending.work == NULL);
+    fc_gather_abandon(a);
+    fc_gather_forget_event(a);
+    fc_gather_plan_fini(&a->plan);
+    fc_gather_plan_fini(&a->post_forward_plan);
+    fc_transfer_fini(&a->transfer);
+    fc_chunks_fini(&a->chunks);
+    memset(a, 0, sizeof *a);
 }
 
-void fc_gather_invalidate(fc_gather *gather) {
-    assert(!gather->plan.valid || gather->plan.count == 0 || gather->plan.slots != NULL);
-    gather->plan.valid = false;
-    gather->post_forward_plan.valid = false;
+void fc_gather_invalidate(fc_gather *a) {
+    assert(!a->plan.valid || a->plan.count == 0 || a->plan.slots != NULL);
+    a->plan.valid = false;
+    a->post_forward_plan.valid = false;
 }
 
 /* ---- abandon ---- */
 
 /* Defers the release of memory that the backend may still use, and resets the pending gather. */
-static void clear_pending(fc_gather *gather) {
-    fc_group_base *base = gather->base;
-    if (!gather->pending.active) {
+static void clear_pending(fc_gather *a) {
+    fc_group_base *base = a->base;
+    if (!a->pending.active) {
         return;
     }
-    if (gather->pending.uses_fallback) {
+    if (a->pending.uses_fallback) {
         base->callbacks->drop_gather(base->owner);
     }
     if (base->comm != NULL) {
-        fc_comm_defer_release(base->comm, gather->pending.work, gather->pending.buffer, NULL);
-        fc_comm_put_event(base->comm, gather->pending.done);
+        fc_comm_defer_release(base->comm, a->pending.work, a->pending.buffer, NULL);
+        fc_comm_put_event(base->comm, a->pending.done);
     }
-    fc_chunks_drop(
-        &gather->chunks); /* a Work that is still running holds references to the chunks */
-    memset(&gather->pending, 0, sizeof gather->pending);
+    fc_chunks_drop(&a->chunks); /* a Work that is still running holds references to the chunks */
+    memset(&a->pending, 0, sizeof a->pending);
 }
 
-void fc_gather_abandon(fc_gather *gather) {
-    assert(gather->pending.active || gather->pending.work == NULL);
-    fc_group_base *base = gather->base;
-    if (gather->pending.active && base->comm != NULL && base->comm->streams_ready) {
+void fc_gather_abandon(fc_gather *a) {
+    assert(a->pending.active || a->pending.work == NULL);
+    fc_group_base *base = a->base;
+    if (a->pending.active && base->comm != NULL && base->comm->streams_ready) {
         fct_stream current = fct_stream_current(base->device);
         fc_comm_settle_streams(base->comm, current, base->comm->gather_stream);
         fc_comm_settle_streams(base->comm, base->comm->copy_in_stream, current);
     }
-    clear_pending(gather);
+    clear_pending(a);
 }
 
-fc_status fc_gather_can_free(const fc_gather *gather) {
-    return gather->keep_storage ? FC_OK : fc_unsharded_can_free(gather->base);
+fc_status fc_gather_can_free(const fc_gather *a) {
+    return a->keep_storage ? FC_OK : fc_unsharded_can_free(a->base);
 }
 
-void fc_gather_free(fc_gather *gather) {
-    assert(gather->base->count == 0 || gather->base->params != NULL);
-    if (!gather->keep_storage) {
-        fc_unsharded_free(gather->base);
+void fc_gather_free(fc_gather *a) {
+    assert(a->base->count == 0 || a->base->params != NULL);
+    if (!a->keep_storage) {
+        fc_unsharded_free(a->base);
     }
 }
 
-fc_status fc_gather_refresh_replaced_shards(fc_gather *gather) {
-    assert(gather->base->comm != NULL);
-    const fc_group_base *base = gather->base;
+fc_status fc_gather_refresh_replaced_shards(fc_gather *a) {
+    assert(a->base->comm != NULL);
+    const fc_group_base *base = a->base;
     for (size_t i = 0; base->callbacks->refresh_shard != NULL && i < base->count; i++) {
         if (base->callbacks->refresh_shard(base->params[i]->owner) != 0) {
             return FC_ERAISED;
@@ -111,8 +110,8 @@ static void drop_inputs(const fc_group_base *base) {
 }
 
 /* Runs fsdp_pre_all_gather of extended parameters, on the stream of the pack. */
-static fc_status run_input_hooks(fc_gather *gather, const fct_stream *pack_stream) {
-    const fc_group_base *base = gather->base;
+static fc_status run_input_hooks(fc_gather *a, const fct_stream *pack_stream) {
+    const fc_group_base *base = a->base;
     fc_status status = FC_OK;
     fct_stream previous = {0};
     if (pack_stream != NULL) {
@@ -124,7 +123,7 @@ static fc_status run_input_hooks(fc_gather *gather, const fct_stream *pack_strea
         }
     }
 done:
-    gather->plan.valid = gather->plan.valid && status == FC_OK; /* some inputs may be new */
+    a->plan.valid = a->plan.valid && status == FC_OK; /* some inputs may be new */
     if (pack_stream != NULL) {
         (void)fct_stream_set_current(previous);
     }
@@ -132,18 +131,18 @@ done:
 }
 
 /* Return the process group and the plan of the shards, or those of the smaller group's shards. */
-static fc_process_group *select_process_group(const fc_gather *gather, bool post_forward) {
-    return post_forward ? &gather->base->post_forward : &gather->base->shard;
+static fc_process_group *select_process_group(const fc_gather *a, bool post_forward) {
+    return post_forward ? &a->base->post_forward : &a->base->shard;
 }
 
-static fc_gather_plan *select_plan(fc_gather *gather, bool post_forward) {
-    return post_forward ? &gather->post_forward_plan : &gather->plan;
+static fc_gather_plan *select_plan(fc_gather *a, bool post_forward) {
+    return post_forward ? &a->post_forward_plan : &a->plan;
 }
 
 /* Builds the plan if it is not valid. `extended`: also if the inputs have changed. */
-static fc_status update_plan(fc_gather *gather, bool post_forward, int64_t world, bool extended) {
-    const fc_group_base *base = gather->base;
-    fc_gather_plan *plan = select_plan(gather, post_forward);
+static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, bool extended) {
+    const fc_group_base *base = a->base;
+    fc_gather_plan *plan = select_plan(a, post_forward);
     bool fits = plan->valid && ((!extended && !plan->extended) ||
                                 fc_gather_plan_fits(plan, base->params, base->count));
     return fits ? FC_OK
@@ -153,24 +152,24 @@ static fc_status update_plan(fc_gather *gather, bool post_forward, int64_t world
 
 /* Opens the process group, runs fsdp_pre_all_gather, updates the plan and orders the streams. With
  * one rank fsdp_pre_all_gather runs at copy-out instead. */
-static fc_status prepare_gather(fc_gather *gather, bool post_forward, const fct_stream *pack_stream,
+static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_stream *pack_stream,
                                 fc_pending_gather *pending) {
-    fc_group_base *base = gather->base;
+    fc_group_base *base = a->base;
     fc_status status = FC_OK;
-    pending->pg = select_process_group(gather, post_forward);
-    pending->plan = select_plan(gather, post_forward);
+    pending->pg = select_process_group(a, post_forward);
+    pending->plan = select_plan(a, post_forward);
     if (pending->pg->world > 1) {
         FC_TRY(fc_process_group_open(pending->pg));
     }
     FC_TRY(fc_group_base_open_reduction(base));
     if (pending->extended && pending->pg->world > 1) {
-        FC_TRY(run_input_hooks(gather, pack_stream));
+        FC_TRY(run_input_hooks(a, pack_stream));
     }
     if (!pending->extended || pending->pg->world > 1) {
-        FC_TRY(update_plan(gather, post_forward, pending->pg->world, pending->extended));
+        FC_TRY(update_plan(a, post_forward, pending->pg->world, pending->extended));
     }
-    FC_TRY(fc_comm_gather_streams_wait(base->comm, gather->resharded));
-    fc_gather_forget_event(gather);
+    FC_TRY(fc_comm_gather_streams_wait(base->comm, a->resharded));
+    fc_gather_forget_event(a);
     fc_comm_collect(base->comm);
 done:
     return status;
@@ -189,11 +188,11 @@ static fc_status view_own_row(const fc_pending_gather *pending, fct_tensor **row
 /* Decides whether large parameters get their own chunks. Conditions: at least one parameter is
  * large enough, the process group takes chunks, and keep_storage is not set. Devices with streams,
  * and the process group's allocator, use one buffer. */
-static fc_status choose_split(const fc_gather *gather, fc_pending_gather *pending) {
-    const fc_group_base *base = gather->base;
+static fc_status choose_split(const fc_gather *a, fc_pending_gather *pending) {
+    const fc_group_base *base = a->base;
     fc_status status = FC_OK;
     bool packed = base->comm->has_streams || !fc_gather_plan_can_split(pending->plan) ||
-                  gather->keep_storage || fck_backend_of(base->device.type) == NULL;
+                  a->keep_storage || fck_backend_of(base->device.type) == NULL;
     pending->split = false;
     if (!packed) {
         FC_TRY(fc_group_base_has_memory(base, base->gather_memory, &packed));
@@ -208,11 +207,11 @@ done:
 }
 
 /* Allocates the plan's chunks on the current stream. pending->buffer is the packed chunk. */
-static fc_status make_chunks(fc_gather *gather, fc_pending_gather *pending) {
-    const fc_group_base *base = gather->base;
+static fc_status make_chunks(fc_gather *a, fc_pending_gather *pending) {
+    const fc_group_base *base = a->base;
     fc_status status = FC_OK;
     const fc_gather_plan *plan = pending->plan;
-    FC_TRY(fc_chunks_begin(&gather->chunks, plan->chunks.count));
+    FC_TRY(fc_chunks_begin(&a->chunks, plan->chunks.count));
     for (size_t i = 0; i < plan->chunks.count; i++) {
         const fc_chunk *chunk = &plan->chunks.chunks[i];
         const int64_t numel = plan->world * chunk->numel;
@@ -222,7 +221,7 @@ static fc_status make_chunks(fc_gather *gather, fc_pending_gather *pending) {
         } else {
             FC_TRY(fc_group_base_buffer(base, base->gather_memory, numel, plan->dtype, &tensor));
         }
-        fc_chunks_add(&gather->chunks, tensor);
+        fc_chunks_add(&a->chunks, tensor);
         if (!chunk->owned) {
             fct_tensor_retain(tensor);
             pending->buffer = tensor;
@@ -234,31 +233,31 @@ done:
 
 /* Packs offloaded shards that need a cast into a separate row before the gather buffer is
  * allocated. The staged copies and the buffer are then never allocated at the same time. */
-static fc_status pack_offloaded(fc_gather *gather, const fc_gather_plan *plan, fct_tensor **row) {
-    fc_group_base *base = gather->base;
+static fc_status pack_offloaded(fc_gather *a, const fc_gather_plan *plan, fct_tensor **row) {
+    fc_group_base *base = a->base;
     fc_status status = FC_OK;
     FC_TRY_RAISED(fct_tensor_empty(plan->row_numel, plan->dtype, base->device, row));
-    FC_TRY(fc_transfer_pack(&gather->transfer, plan, base->params, row, 0, &base->comm->error));
+    FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, row, 0, &base->comm->error));
 done:
     return status;
 }
 
 /* Allocates the chunks and packs this rank's parts, on the current stream. */
-static fc_status pack(fc_gather *gather, fc_pending_gather *pending) {
-    fc_group_base *base = gather->base;
+static fc_status pack(fc_gather *a, fc_pending_gather *pending) {
+    fc_group_base *base = a->base;
     fc_status status = FC_OK;
     fct_tensor *row = NULL;
     fct_tensor *part = NULL;
     const fc_gather_plan *plan = pending->plan;
     const int64_t rank = pending->pg->rank;
     if (!plan->from_host || !plan->casts) {
-        FC_TRY(make_chunks(gather, pending));
-        FC_TRY(fc_transfer_pack(&gather->transfer, plan, base->params, gather->chunks.tensors, rank,
+        FC_TRY(make_chunks(a, pending));
+        FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, a->chunks.tensors, rank,
                                 &base->comm->error));
         return FC_OK;
     }
-    FC_TRY(pack_offloaded(gather, plan, &row));
-    FC_TRY(make_chunks(gather, pending));
+    FC_TRY(pack_offloaded(a, plan, &row));
+    FC_TRY(make_chunks(a, pending));
     FC_TRY(view_own_row(pending, &part));
     FC_TRY_RAISED(fct_tensor_copy(part, row));
 done:
@@ -268,14 +267,14 @@ done:
 }
 
 /* Issues the collective over the chunks. */
-static fc_status all_gather(fc_gather *gather, fc_pending_gather *pending, bool async_op) {
-    const fc_group_base *base = gather->base;
+static fc_status all_gather(fc_gather *a, fc_pending_gather *pending, bool async_op) {
+    const fc_group_base *base = a->base;
     fc_status status = FC_OK;
     fct_tensor *input = NULL;
     const fct_chunk_layout layout = fc_chunk_list_layout(&pending->plan->chunks);
     if (pending->split) {
-        return fc_process_group_gather_chunks(pending->pg, base->name, gather->chunks.tensors,
-                                              gather->chunks.count, &layout, &pending->work);
+        return fc_process_group_gather_chunks(pending->pg, base->name, a->chunks.tensors,
+                                              a->chunks.count, &layout, &pending->work);
     }
     FC_TRY(view_own_row(pending, &input));
     FC_TRY(fc_process_group_all_gather(pending->pg, base->name, pending->buffer, input, async_op,
@@ -287,16 +286,16 @@ done:
 
 /* Packs on the current stream and issues the collective on `gather_stream` (NULL: the current
  * stream). */
-static fc_status issue_gather(fc_gather *gather, bool async_op, const fct_stream *gather_stream,
+static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gather_stream,
                               fc_pending_gather *pending) {
-    fc_group_base *base = gather->base;
+    fc_group_base *base = a->base;
     fc_status status = FC_OK;
-    FC_TRY(pack(gather, pending));
+    FC_TRY(pack(a, pending));
     if (gather_stream != NULL) {
         FC_TRY(fc_comm_order_streams(base->comm, *gather_stream, fct_stream_current(base->device)));
         (void)fct_stream_set_current(*gather_stream);
     }
-    FC_TRY(all_gather(gather, pending, async_op));
+    FC_TRY(all_gather(a, pending, async_op));
     if (gather_stream != NULL) {
         FC_TRY(fc_process_group_wait(pending->pg, base->name, FC_ALL_GATHER, &pending->work));
     }
@@ -310,31 +309,30 @@ done:
 /* Runs the callback gather(), which uses torch's functions. The plan is built all the same:
  * fc_gather_is_cpu_bound() must return the same value on every rank, even if only this rank uses
  * the fallback. */
-static fc_status callback_gather(fc_gather *gather, bool post_forward, bool async_op,
+static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,
                                  fc_stream_mode mode) {
-    const fc_group_base *base = gather->base;
-    const fc_process_group *pg = select_process_group(gather, post_forward);
+    const fc_group_base *base = a->base;
+    const fc_process_group *pg = select_process_group(a, post_forward);
     if (pg->world > 1 && !any_extended(base)) {
-        (void)!update_plan(gather, post_forward, pg->world, false);
+        (void)!update_plan(a, post_forward, pg->world, false);
     }
     return base->callbacks->gather(base->owner, async_op, mode != FC_STREAM_DIRECT) == 0
                ? FC_OK
                : FC_ERAISED;
 }
 
-bool fc_gather_is_cpu_bound(const fc_gather *gather, bool post_forward) {
-    fc_process_group *pg = select_process_group(gather, post_forward);
-    const fc_gather_plan *plan = post_forward ? &gather->post_forward_plan : &gather->plan;
+bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward) {
+    fc_process_group *pg = select_process_group(a, post_forward);
+    const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
     /* On devices with streams the device copies the rows, even if the process group also has a CPU
      * backend. */
-    return !gather->base->comm->has_streams && pg->world > 1 && plan->valid && !plan->extended &&
+    return !a->base->comm->has_streams && pg->world > 1 && plan->valid && !plan->extended &&
            fc_process_group_is_cpu_bound(pg, plan->row_bytes);
 }
 
-fc_status fc_gather_start(fc_gather *gather, bool post_forward, bool async_op,
-                          fc_stream_mode mode) {
-    assert(!gather->pending.active && mode <= FC_STREAM_DEFERRED);
-    fc_group_base *base = gather->base;
+fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_stream_mode mode) {
+    assert(!a->pending.active && mode <= FC_STREAM_DEFERRED);
+    fc_group_base *base = a->base;
     fc_status status = FC_OK;
     fc_pending_gather pending = {.active = true, .async_op = async_op};
     void *range = NULL;
@@ -342,35 +340,35 @@ fc_status fc_gather_start(fc_gather *gather, bool post_forward, bool async_op,
     const bool overlaps = base->comm->streams_ready && !async_op && mode != FC_STREAM_DIRECT;
     if (fc_group_base_uses_fallback(base, FC_FALLBACK_GATHER)) {
         range = fc_group_base_enter_range(base, "all_gather");
-        FC_TRY(callback_gather(gather, post_forward, async_op, mode));
+        FC_TRY(callback_gather(a, post_forward, async_op, mode));
         pending.uses_fallback = true;
-        gather->pending = pending;
+        a->pending = pending;
         goto done;
     }
     pending.extended = any_extended(base);
     if (pending.extended && base->shard.world > 1) { /* as in torch, the range includes the hooks */
         range = fc_group_base_enter_range(base, "all_gather");
     }
-    FC_TRY(prepare_gather(gather, post_forward, overlaps ? &base->comm->copy_in_stream : NULL,
-                          &pending));
+    FC_TRY(
+        prepare_gather(a, post_forward, overlaps ? &base->comm->copy_in_stream : NULL, &pending));
     if (pending.pg->world == 1 || pending.plan->row_bytes == 0) {
-        gather->pending = pending; /* nothing to send: the copy-out reads the shards */
+        a->pending = pending; /* nothing to send: the copy-out reads the shards */
         goto done;
     }
-    FC_TRY(choose_split(gather, &pending));
+    FC_TRY(choose_split(a, &pending));
     if (range == NULL) {
         range = fc_group_base_enter_range(base, "all_gather");
     }
     if (overlaps) {
         fct_stream previous = fct_stream_set_current(base->comm->copy_in_stream);
-        status = issue_gather(gather, async_op, &base->comm->gather_stream, &pending);
+        status = issue_gather(a, async_op, &base->comm->gather_stream, &pending);
         (void)fct_stream_set_current(previous);
     } else {
-        status = issue_gather(gather, async_op, NULL, &pending);
+        status = issue_gather(a, async_op, NULL, &pending);
     }
-    gather->pending = pending;
+    a->pending = pending;
     if (status != FC_OK) {
-        fc_gather_abandon(gather);
+        fc_gather_abandon(a);
     }
 done:
     if (pending.extended) {
@@ -383,16 +381,15 @@ done:
 
 /* ---- wait and copy out ---- */
 
-fc_status fc_gather_await(fc_gather *gather) {
-    assert(gather->pending.active);
-    fc_group_base *base = gather->base;
+fc_status fc_gather_await(fc_gather *a) {
+    assert(a->pending.active);
+    fc_group_base *base = a->base;
     fc_status status = FC_OK;
-    if (gather->pending.done != NULL) {
-        FC_TRY_RAISED(fct_event_wait(gather->pending.done, fct_stream_current(base->device)));
+    if (a->pending.done != NULL) {
+        FC_TRY_RAISED(fct_event_wait(a->pending.done, fct_stream_current(base->device)));
     }
-    FC_TRY(fc_process_group_wait(gather->pending.pg, base->name, FC_ALL_GATHER,
-                                 &gather->pending.work));
-    if (!gather->pending.active) { /* a signal handler has reset the group */
+    FC_TRY(fc_process_group_wait(a->pending.pg, base->name, FC_ALL_GATHER, &a->pending.work));
+    if (!a->pending.active) { /* a signal handler has reset the group */
         return fc_error_set(&base->comm->error, FC_ESTATE,
                             "the group was reset while its all-gather was waited for");
     }
@@ -400,22 +397,22 @@ done:
     return status;
 }
 
-static fc_status fill_unsharded(fc_gather *gather) {
-    fc_group_base *base = gather->base;
+static fc_status fill_unsharded(fc_gather *a) {
+    fc_group_base *base = a->base;
     fc_status status = FC_OK;
-    fc_gather_plan *plan = gather->pending.plan;
-    if (gather->pending.uses_fallback) {
+    fc_gather_plan *plan = a->pending.plan;
+    if (a->pending.uses_fallback) {
         fct_tensor *rows = NULL;
         FC_TRY_RAISED(base->callbacks->copy_out(base->owner, &rows));
-        fct_tensor_release(gather->pending.buffer);
-        gather->pending.buffer = rows;
+        fct_tensor_release(a->pending.buffer);
+        a->pending.buffer = rows;
         return FC_OK;
     }
-    const bool post_forward = plan == &gather->post_forward_plan;
-    const bool extended = gather->pending.extended;
-    const int64_t world = gather->pending.pg->world;
+    const bool post_forward = plan == &a->post_forward_plan;
+    const bool extended = a->pending.extended;
+    const int64_t world = a->pending.pg->world;
     if (extended && world == 1) {
-        FC_TRY(run_input_hooks(gather, NULL));
+        FC_TRY(run_input_hooks(a, NULL));
     } else if (world == 1 && !post_forward) {
         bool aliased = false;
         FC_TRY(fc_unsharded_alias(base, &aliased));
@@ -423,25 +420,24 @@ static fc_status fill_unsharded(fc_gather *gather) {
             return FC_OK;
         }
     }
-    FC_TRY(update_plan(gather, post_forward, world, extended));
-    if (gather->pending.split && fc_gather_plan_can_split(plan)) {
+    FC_TRY(update_plan(a, post_forward, world, extended));
+    if (a->pending.split && fc_gather_plan_can_split(plan)) {
         /* update_plan may have built the plan again, packed */
         fc_gather_plan_set_split(plan, true);
     }
     if (world > 1 && plan->row_bytes > 0 &&
-        (gather->pending.split != plan->chunks.split ||
-         gather->chunks.count != plan->chunks.count)) {
+        (a->pending.split != plan->chunks.split || a->chunks.count != plan->chunks.count)) {
         return fc_error_set(&base->comm->error, FC_EASSERT,
                             "parameters were changed while they were gathered");
     }
-    FC_TRY(fc_unsharded_alloc(base, plan, &gather->chunks));
+    FC_TRY(fc_unsharded_alloc(base, plan, &a->chunks));
     if (world == 1) {
-        FC_TRY(fc_transfer_fill(&gather->transfer, plan, base->params, base->device,
-                                &base->comm->error));
+        FC_TRY(
+            fc_transfer_fill(&a->transfer, plan, base->params, base->device, &base->comm->error));
         drop_inputs(base);
-    } else if (gather->pending.buffer != NULL) {
-        FC_TRY(fc_transfer_unpack(&gather->transfer, plan, base->params, plan->chunks.count - 1,
-                                  gather->pending.buffer, &base->comm->error));
+    } else if (a->pending.buffer != NULL) {
+        FC_TRY(fc_transfer_unpack(&a->transfer, plan, base->params, plan->chunks.count - 1,
+                                  a->pending.buffer, &base->comm->error));
     }
 done:
     return status;
@@ -450,41 +446,41 @@ done:
 /* Undoes a failed copy-out: frees the unsharded memory and keeps the gathered rows for another
  * attempt. The gather of extended parameters is discarded, because their hooks run once per gather.
  */
-static void undo_copy_out(fc_gather *gather) {
-    if (gather->pending.split) {
-        fc_unsharded_return(gather->base, gather->pending.plan, &gather->chunks);
+static void undo_copy_out(fc_gather *a) {
+    if (a->pending.split) {
+        fc_unsharded_return(a->base, a->pending.plan, &a->chunks);
     }
-    fc_gather_free(gather);
-    if (gather->pending.extended) {
-        drop_inputs(gather->base);
-        fc_gather_abandon(gather);
+    fc_gather_free(a);
+    if (a->pending.extended) {
+        drop_inputs(a->base);
+        fc_gather_abandon(a);
     }
 }
 
-fc_status fc_gather_copy_out(fc_gather *gather) {
-    assert(gather->pending.active && gather->pending.work == NULL);
+fc_status fc_gather_copy_out(fc_gather *a) {
+    assert(a->pending.active && a->pending.work == NULL);
     fc_status status = FC_OK;
     void *pause = fct_functorch_pause();
-    FC_TRY(fill_unsharded(gather));
-    FC_TRY(fc_unsharded_make(gather->base, gather->pending.extended));
+    FC_TRY(fill_unsharded(a));
+    FC_TRY(fc_unsharded_make(a->base, a->pending.extended));
 done:
     if (status != FC_OK) {
-        undo_copy_out(gather);
+        undo_copy_out(a);
     }
     fct_functorch_resume(pause);
     return status;
 }
 
-fc_status fc_gather_end_copy_out(fc_gather *gather, fc_stream_mode mode, fct_event **copied) {
+fc_status fc_gather_end_copy_out(fc_gather *a, fc_stream_mode mode, fct_event **copied) {
     assert(mode <= FC_STREAM_DEFERRED && *copied == NULL);
-    fc_group_base *base = gather->base;
+    fc_group_base *base = a->base;
     fc_status status = FC_OK;
     fct_event *end = NULL;
-    if (!base->comm->has_streams || gather->pending.buffer == NULL) {
+    if (!base->comm->has_streams || a->pending.buffer == NULL) {
         return FC_OK;
     }
     FC_TRY(fc_comm_record(base->comm, fct_stream_current(base->device), &end));
-    if (!gather->pending.async_op && mode == FC_STREAM_DEFERRED) {
+    if (!a->pending.async_op && mode == FC_STREAM_DEFERRED) {
         *copied = end;
         end = NULL;
     } else {
@@ -495,47 +491,46 @@ done:
     return status;
 }
 
-void fc_gather_complete(fc_gather *gather, fct_event *copied) {
-    assert(copied == NULL || gather->base->comm->has_streams);
+void fc_gather_complete(fc_gather *a, fct_event *copied) {
+    assert(copied == NULL || a->base->comm->has_streams);
     if (copied != NULL) {
-        fc_comm_keep_gather(gather->base->comm, gather->pending.buffer, copied);
-        gather->pending.buffer = NULL;
+        fc_comm_keep_gather(a->base->comm, a->pending.buffer, copied);
+        a->pending.buffer = NULL;
     }
-    gather->pending.uses_fallback = false; /* copy_out() has released the fallback's gather */
-    clear_pending(gather);
+    a->pending.uses_fallback = false; /* copy_out() has released the fallback's gather */
+    clear_pending(a);
 }
 
-void fc_gather_undo_copy_out(fc_gather *gather, fct_event *copied) {
-    assert(copied == NULL || gather->base->comm->has_streams);
-    fc_comm_put_event(gather->base->comm, copied);
-    undo_copy_out(gather);
-    if (gather->pending.uses_fallback) {
-        fc_gather_abandon(gather); /* the callback copy_out() runs once per gather */
+void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
+    assert(copied == NULL || a->base->comm->has_streams);
+    fc_comm_put_event(a->base->comm, copied);
+    undo_copy_out(a);
+    if (a->pending.uses_fallback) {
+        fc_gather_abandon(a); /* the callback copy_out() runs once per gather */
     }
 }
 
 /* ---- shards of the smaller group ---- */
 
-fc_status fc_gather_keep_post_forward(fc_gather *gather) {
-    assert(gather->base->post_forward.name != NULL);
+fc_status fc_gather_keep_post_forward(fc_gather *a) {
+    assert(a->base->post_forward.name != NULL);
     fc_status status = FC_OK;
-    fc_group_base *base = gather->base;
+    fc_group_base *base = a->base;
     for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];
         FC_TRY(fc_param_keep_post_forward(p, base->device, &base->comm->error));
         FC_TRY_RAISED(base->callbacks->make_post_forward(p->owner, p->post_forward_data));
     }
     if (base->comm->has_streams) {
-        FC_TRY(
-            fc_comm_record_into(base->comm, fct_stream_current(base->device), &gather->resharded));
+        FC_TRY(fc_comm_record_into(base->comm, fct_stream_current(base->device), &a->resharded));
     }
 done:
     return status;
 }
 
-void fc_gather_drop_post_forward(fc_gather *gather) {
-    assert(gather->base->count == 0 || gather->base->params != NULL);
-    const fc_group_base *base = gather->base;
+void fc_gather_drop_post_forward(fc_gather *a) {
+    assert(a->base->count == 0 || a->base->params != NULL);
+    const fc_group_base *base = a->base;
     for (size_t i = 0; i < base->count; i++) {
         (void)base->callbacks->make_post_forward(base->params[i]->owner, NULL);
         fc_param_drop_post_forward(base->params[i]);
@@ -544,22 +539,21 @@ void fc_gather_drop_post_forward(fc_gather *gather) {
 
 /* ---- invariants ---- */
 
-fc_status fc_gather_check(const fc_gather *gather, bool unsharded) {
+fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
     fc_status status = FC_OK;
-    const fc_pending_gather *pending = &gather->pending;
-    fc_error *error = &gather->base->comm->error;
+    const fc_pending_gather *pending = &a->pending;
+    fc_error *error = &a->base->comm->error;
     if (pending->active && unsharded) {
         return fc_error_set(error, FC_ESTATE, "a gather is in flight while the group is unsharded");
     }
     if (!pending->active && (pending->buffer != NULL || pending->work != NULL ||
-                             pending->done != NULL || gather->chunks.count > 0)) {
+                             pending->done != NULL || a->chunks.count > 0)) {
         return fc_error_set(error, FC_ESTATE,
                             "an inactive gather holds a buffer, chunks, work or event");
     }
-    FC_TRY(fc_gather_plan_check(&gather->plan, gather->base->params, gather->base->count, error));
-    FC_TRY(fc_gather_plan_check(&gather->post_forward_plan, gather->base->params,
-                                gather->base->count, error));
-    FC_TRY(fc_unsharded_check(gather->base, unsharded, gather->keep_storage));
+    FC_TRY(fc_gather_plan_check(&a->plan, a->base->params, a->base->count, error));
+    FC_TRY(fc_gather_plan_check(&a->post_forward_plan, a->base->params, a->base->count, error));
+    FC_TRY(fc_unsharded_check(a->base, unsharded, a->keep_storage));
 done:
     return status;
 }

@@ -50,59 +50,58 @@ typedef struct fc_gather {
 } fc_gather;
 
 /* Borrows `base`, which must outlive the gather. */
-void fc_gather_init(fc_gather *gather, fc_group_base *base);
+void fc_gather_init(fc_gather *a, fc_group_base *base);
 /* Abandons a pending gather and releases everything. */
-void fc_gather_fini(fc_gather *gather);
+void fc_gather_fini(fc_gather *a);
 /* Returns the event `resharded` to the comm context. Call it before the group changes its
  * context. */
-void fc_gather_forget_event(fc_gather *gather);
+void fc_gather_forget_event(fc_gather *a);
 /* Marks the plans as invalid after a shard or dtype was replaced. The next start builds them
  * again. */
-void fc_gather_invalidate(fc_gather *gather);
+void fc_gather_invalidate(fc_gather *a);
 
 /* Adopts shards that users have replaced. Call it before each unshard. Fails if a replacement does
  * not fit its parameter. */
-FC_CHECK fc_status fc_gather_refresh_replaced_shards(fc_gather *gather);
+FC_CHECK fc_status fc_gather_refresh_replaced_shards(fc_gather *a);
 /* Packs this rank's row and issues the collective. `post_forward`: from the smaller group's shards.
  * On failure nothing is pending. */
-FC_CHECK fc_status fc_gather_start(fc_gather *gather, bool post_forward, bool async_op,
+FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op,
                                    fc_stream_mode mode);
 /* Returns true if the gather would be CPU-bound (fc_process_group_is_cpu_bound), so that
  * prefetching has no benefit. */
-bool fc_gather_is_cpu_bound(const fc_gather *gather, bool post_forward);
+bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward);
 /* Makes the gathered rows visible to the current stream; on the CPU, to the caller. */
-FC_CHECK fc_status fc_gather_await(fc_gather *gather);
+FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Performs all steps of the unshard that can fail before the swap: memory, contents, parameter
  * objects. On failure no unsharded parameter holds memory. If a parameter is extended, the gather
  * is then discarded, because its hooks run once per gather. */
-FC_CHECK fc_status fc_gather_copy_out(fc_gather *gather);
+FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
 /* Orders the next use of the buffer after the copy-out. This function is the last step that can
  * fail. *copied is set if the mode leaves the wait to the next group. */
-FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *gather, fc_stream_mode mode,
-                                          fct_event **copied);
+FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_stream_mode mode, fct_event **copied);
 /* Frees the unsharded memory after a failure of fc_gather_end_copy_out or of a later step. The
  * gathered rows stay if they can be copied out again. Takes `copied`. */
-void fc_gather_undo_copy_out(fc_gather *gather, fct_event *copied);
+void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied);
 /* Ends the gather. Frees its buffer, or keeps the buffer until the event `copied` if `copied` is
  * not NULL. Takes `copied`. */
-void fc_gather_complete(fc_gather *gather, fct_event *copied);
+void fc_gather_complete(fc_gather *a, fct_event *copied);
 /* Discards the pending gather without a wait. With streams, the stream that allocated the buffer
  * waits for the work that uses it. */
-void fc_gather_abandon(fc_gather *gather);
+void fc_gather_abandon(fc_gather *a);
 
 /* can_free: see fc_unsharded_can_free(). free frees the memory of the unsharded parameters, unless
  * keep_storage is set. */
-FC_CHECK fc_status fc_gather_can_free(const fc_gather *gather);
-void fc_gather_free(fc_gather *gather);
+FC_CHECK fc_status fc_gather_can_free(const fc_gather *a);
+void fc_gather_free(fc_gather *a);
 
 /* Copies this rank's part for the smaller group of each parameter. The callbacks create parameters
  * over these copies. After a failure some parameters may exist: call fc_gather_drop_post_forward.
  */
-FC_CHECK fc_status fc_gather_keep_post_forward(fc_gather *gather);
-void fc_gather_drop_post_forward(fc_gather *gather);
+FC_CHECK fc_status fc_gather_keep_post_forward(fc_gather *a);
+void fc_gather_drop_post_forward(fc_gather *a);
 
 /* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is
  * violated. `unsharded`: the modules hold the unsharded parameters. */
-FC_CHECK fc_status fc_gather_check(const fc_gather *gather, bool unsharded);
+FC_CHECK fc_status fc_gather_check(const fc_gather *a, bool unsharded);
 
 #endif

@@ -106,21 +106,21 @@ void fc_group_fini(fc_group *g) {
 
 fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
     assert(fc_group_is_initialized(g));
-    fc_comm_ctx *previous = g->base.comm;
-    if (previous == comm) {
+    fc_comm_ctx *before = g->base.comm;
+    if (before == comm) {
         return FC_OK;
     }
-    if (previous != NULL && fc_reduction_has(previous, &g->base)) {
-        return fc_error_set(&previous->error, FC_ESTATE,
+    if (before != NULL && fc_reduction_has(before, &g->base)) {
+        return fc_error_set(&before->error, FC_ESTATE,
                             "a parameter group cannot change its communication context while its "
                             "gradients are being reduced");
     }
-    if (previous != NULL) {
-        fc_order_forget(&previous->order, g);
+    if (before != NULL) {
+        fc_order_forget(&before->order, g);
         fc_reducer_forget_event(&g->reducer);
         fc_gather_forget_event(&g->gather);
         if (g->gather.pending.done != NULL) { /* a pending gather moves to the new context */
-            fc_comm_transfer_event(previous, comm);
+            fc_comm_transfer_event(before, comm);
         }
     }
     g->post_forward_indices.count = 0;
@@ -251,11 +251,11 @@ static fc_stream_mode stream_mode_for_pass(fc_training_state pass) {
 /* Sets the training state to `pass` during the gather, because hooks of extended parameters read
  * the state, as in torch. */
 static fc_status gather_in_pass(fc_group *g, fc_training_state pass, bool async_op) {
-    const fc_training_state previous = g->training_state;
+    const fc_training_state before = g->training_state;
     g->training_state = pass;
     fc_status status = fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD,
                                        async_op, stream_mode_for_pass(pass));
-    g->training_state = g->training_state == pass ? previous : g->training_state;
+    g->training_state = g->training_state == pass ? before : g->training_state;
     return status;
 }
 

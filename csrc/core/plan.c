@@ -1,6 +1,6 @@
 /* Transfer plans; see plan.h. Plans own their arrays and borrow parameters. A gather plan is built
  * again after a change of a parameter's dtype or data. A reduce plan is laid out in each backward,
- * because the set of gradients can change; that costs a few additions per parameter.
+ * because the set of gradients can change. The layout costs a few additions per parameter.
  *
  * This file uses no stream and reads no tensor contents. */
 #include "plan.h"
@@ -11,7 +11,8 @@
 
 #include "../bridge/stream.h"
 
-/* In bytes. Below this size a copy is cheaper than another message. */
+/* Minimum size of a parameter with its own chunk. Below this size a copy is cheaper than another
+ * message. */
 static int64_t owned_chunks_from = 1 << 18;
 
 void fc_chunks_from(int64_t bytes) {
@@ -63,7 +64,7 @@ static void chunk_list_begin_split(fc_chunk_list *list) {
     list->row_numel = 0;
 }
 
-/* Appends `numel` elements of the row to a chunk and returns their offset in it. */
+/* Appends `numel` elements of the row to a chunk and returns their offset in the chunk. */
 static int64_t chunk_list_append(fc_chunk_list *list, size_t chunk, bool owned, int64_t numel) {
     assert(list->split && chunk <= list->capacity);
     fc_chunk *c = &list->chunks[chunk];
@@ -94,8 +95,8 @@ static bool is_real(fct_dtype dtype) {
            dtype == FCK_BFLOAT16;
 }
 
-/* Returns true if a split plan gives the parameter its own chunk: it has one block per rank, and
- * every transport can sum its dtype. */
+/* Returns true if a split plan gives the parameter its own chunk: the parameter has one block per
+ * rank, and every transport can sum its dtype. */
 static bool can_own_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
     return world > 1 && layout->outer == 1 && layout->padded_numel > 0 && is_real(dtype) &&
            layout->padded_numel * world >= owned_chunks_from / fc_dtype_size(dtype);
@@ -155,12 +156,12 @@ static fc_slot describe_slot(const fc_gather_plan *plan, size_t param, const fc_
                     .source = plan->post_forward ? compute : p->orig_dtype,
                     .compute = compute};
     if (p->extended) {
-        const fc_input *given = &p->extension.inputs[input];
+        const fc_input *extension_input = &p->extension.inputs[input];
         slot.input = input;
         slot.extended = true;
-        slot.outer = given->numel == layout->padded_numel ? layout->outer : 1;
-        slot.numel = given->numel;
-        slot.source = slot.compute = given->dtype;
+        slot.outer = extension_input->numel == layout->padded_numel ? layout->outer : 1;
+        slot.numel = extension_input->numel;
+        slot.source = slot.compute = extension_input->dtype;
     }
     return slot;
 }
@@ -267,7 +268,7 @@ done:
     return status;
 }
 
-/* Returns the common dtype of all slots, or bytes (uint8) if they differ. */
+/* Returns the common dtype of all slots, or uint8 (bytes) if the slots have several dtypes. */
 static fct_dtype common_dtype(const fc_gather_plan *plan) {
     bool uniform = plan->count > 0;
     for (size_t i = 1; i < plan->count; i++) {
@@ -311,11 +312,11 @@ static bool is_same_input(const fc_slot *a, const fc_slot *b) {
 
 bool fc_gather_plan_fits(const fc_gather_plan *plan, fc_param *const *params, size_t count) {
     bool fits = plan->valid && plan->count == count_inputs(params, count);
-    size_t at = 0;
+    size_t index = 0;
     for (size_t i = 0; i < count; i++) {
         for (size_t k = 0; fits && k < fc_param_input_count(params[i]); k++) {
             const fc_slot current = describe_slot(plan, i, params[i], k);
-            fits = is_same_input(&plan->slots[at++], &current);
+            fits = is_same_input(&plan->slots[index++], &current);
         }
     }
     return fits;
@@ -462,8 +463,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     bool complex = false;
-    uint64_t dtypes = 0; /* a bit for each dtype of a gradient; torch has fewer than 64 */
-    int device_type = 0; /* of the gradients, if there are any */
+    uint64_t dtypes = 0; /* one bit per dtype of a gradient; torch has fewer than 64 dtypes */
+    int device_type = 0; /* device type of the gradients */
     *foreign = false;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
@@ -474,8 +475,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
             *foreign = status == FC_OK;
             return status;
         }
-        fct_dtype both = i == 0 ? facts.dtype : fc_dtype_wider(grad_dtype, facts.dtype);
-        if (both == FCT_NO_DTYPE && reduce_dtype == FCT_NO_DTYPE) {
+        fct_dtype common = i == 0 ? facts.dtype : fc_dtype_wider(grad_dtype, facts.dtype);
+        if (common == FCT_NO_DTYPE && reduce_dtype == FCT_NO_DTYPE) {
             return fc_error_set(
                 err, FC_EASSERT,
                 "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
@@ -483,7 +484,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         }
         dtypes |= UINT64_C(1) << facts.dtype;
         device_type = facts.device.type;
-        grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
+        grad_dtype = common != FCT_NO_DTYPE ? common : grad_dtype;
         complex = complex || fc_dtype_is_complex(facts.dtype);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {

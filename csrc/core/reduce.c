@@ -182,7 +182,7 @@ done:
 }
 
 /* Queues the work after the reduce-scatter. With replicas or a user's hook this work runs on the
- * all-reduce stream, as in torch, so that the next reduce-scatter does not wait for it. */
+ * all-reduce stream, as in torch. The next reduce-scatter then does not wait for this work. */
 static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fct_stream *stream) {
     fc_group_base *base = r->base;
     fc_status status = FC_OK;

@@ -27,9 +27,10 @@ typedef struct fc_reduction {
     double divide_after;
     bool has_hook;        /* callbacks->reduce_hook must be called */
     bool on_other_stream; /* work after the reduce-scatter runs on another stream than the row's */
-    bool keep_partial;    /* no all-reduce in this backward: parameters keep their parts */
-    bool copies_to_host;  /* copies of gradients to host memory are queued */
-    bool finished;        /* gradients were passed on; only the input is kept */
+    /* no all-reduce in this backward: parameters keep their parts in fc_param.partial */
+    bool keep_partial;
+    bool copies_to_host; /* copies of gradients to host memory are queued */
+    bool finished;       /* parameters have their gradients; only the input is kept */
     struct fc_reduction *next;
 } fc_reduction;
 
@@ -44,15 +45,15 @@ FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
  * keep_partial, it adds the row's parts to the partial rows instead. */
 FC_CHECK fc_status fc_reduction_merge_partials(fc_reduction *r);
 /* Waits for the collective, scales, casts and passes each parameter its gradient. r->output stays
- * set if another stream uses the row, or if a cast of the row was queued. Views of gradients that
- * were added to others are released at once. */
+ * set if another stream uses the row, or if a cast of the row was queued. If a gradient is added to
+ * an existing .grad, its view is released at once. */
 FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
 /* Returns true if user code must run on the result before backward continues. A hook may issue
  * collectives, so it must run at the same point on all ranks. A poll completes at different points
  * on different ranks. */
 bool fc_reduction_must_finish_now(const fc_reduction *r);
-/* Takes `r`. Defers the release of memory that the backend may still use and releases the rest,
- * ordered after the streams that used it. */
+/* Takes `r`. Defers the release of memory that the backend may still use. Releases all other
+ * memory, ordered after the streams that used that memory. */
 void fc_reduction_abandon(fc_reduction *r);
 
 /* Takes `r` and appends it as the newest reduction in flight. */

@@ -40,22 +40,22 @@ static fc_status reserve(fc_transfer *t, size_t count, size_t size) {
 /* Arguments of a kernel launch. */
 typedef struct launch {
     fct_device device;
-    fct_device previous_device; /* current device before the launch; used on devices with streams */
+    fct_device before; /* current device before the launch; used on devices with streams */
     void *stream;
 } launch;
 
 static fc_status begin_launch(fct_device device, launch *l) {
-    *l = (launch){.device = device, .previous_device = device, .stream = NULL};
+    *l = (launch){.device = device, .before = device, .stream = NULL};
     if (!fct_device_has_streams(device)) {
         return FC_OK;
     }
-    return fct_launch_enter(device, &l->previous_device, &l->stream) == 0 ? FC_OK : FC_ERAISED;
+    return fct_launch_enter(device, &l->before, &l->stream) == 0 ? FC_OK : FC_ERAISED;
 }
 
 /* Ends the launch. `failure`: error message of the kernel, or NULL. */
 static fc_status end_launch(const launch *l, const char *failure, fc_error *err) {
     if (fct_device_has_streams(l->device)) {
-        fct_launch_leave(l->previous_device);
+        fct_launch_leave(l->before);
     }
     return failure == NULL ? FC_OK
                            : fc_error_set(err, FC_ESTATE, "a copy kernel failed: %s", failure);

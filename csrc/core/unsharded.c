@@ -79,10 +79,10 @@ fc_status fc_unsharded_can_free(const fc_group_base *base) {
 
 void fc_unsharded_free(fc_group_base *base) {
     assert(base->count == 0 || base->params != NULL);
-    bool watched = fc_group_base_uses_fallback(base, FC_FALLBACK_FREE);
+    bool notifies = fc_group_base_uses_fallback(base, FC_FALLBACK_FREE);
     for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];
-        if (watched && !p->aliased) {
+        if (notifies && !p->aliased) {
             base->callbacks->free_unsharded(p->owner);
         }
         fc_param_free(p);

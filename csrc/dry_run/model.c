@@ -1,4 +1,4 @@
-/* The model of a dry run on the core: its set-up and release. Owns the roots, states, units and
+/* Initializes and releases the model of a dry run on the core. Owns the roots, states, units and
  * parameters of the core, and the storages of the model's own tensors. step.c runs the calls. */
 #include "model.h"
 
@@ -43,18 +43,19 @@ done:
 }
 
 static void init_process_groups(fcd_unit *unit, const fcd_unit_description *u, size_t index) {
-    fc_group_base *m = &unit->core.base;
+    fc_group_base *base = &unit->core.base;
     (void)snprintf(unit->name, sizeof unit->name, "#%zu", index);
     (void)snprintf(unit->shard_name, sizeof unit->shard_name, "%zu shard", index);
     (void)snprintf(unit->replicate_name, sizeof unit->replicate_name, "%zu replicate", index);
     (void)snprintf(unit->post_forward_name, sizeof unit->post_forward_name, "%zu smaller", index);
-    m->name = unit->name;
-    fc_process_group_set(&m->shard, unit->shard_name, u->world, 0);
+    base->name = unit->name;
+    fc_process_group_set(&base->shard, unit->shard_name, u->world, 0);
     if (u->replicas > 1) {
-        fc_process_group_set(&m->replicate, unit->replicate_name, u->replicas, 0);
+        fc_process_group_set(&base->replicate, unit->replicate_name, u->replicas, 0);
     }
     if (u->post_forward_world > 0) {
-        fc_process_group_set(&m->post_forward, unit->post_forward_name, u->post_forward_world, 0);
+        fc_process_group_set(&base->post_forward, unit->post_forward_name, u->post_forward_world,
+                             0);
     }
 }
 

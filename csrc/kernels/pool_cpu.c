@@ -126,8 +126,8 @@ static fck_block *find_block(size_t bytes) {
 }
 
 /* Returns the limit of bytes in use plus cached bytes. The limit is above the peak of bytes in use,
- * because block sizes alternate within a step (gathers in forward, gradients at the end of
- * backward). */
+ * because block sizes alternate within a step. Forward allocates gathers, the end of backward
+ * allocates gradients. */
 static uint64_t max_pool_bytes(void) {
     const uint64_t peak = pool.facts.peak_bytes, slack = peak / SLACK;
     return peak + (slack > LEAST_SLACK ? slack : LEAST_SLACK);
