@@ -12,7 +12,7 @@ typedef struct fcd_param {
     const fcd_param_description *description;
     fct_tensor *unsharded; /* counted references, or NULL */
     fct_tensor *post_forward;
-    fct_tensor *grad; /* of the sharded parameter */
+    fct_tensor *grad; /* .grad of the sharded parameter */
     bool requires_grad;
 } fcd_param;
 
@@ -21,7 +21,7 @@ enum { FCD_NAME_MAX = 40 };
 typedef struct fcd_unit {
     fc_group core;
     char name[FCD_NAME_MAX];       /* "#N", which fcd_enter_range() reads */
-    char shard_name[FCD_NAME_MAX]; /* names of its process groups, for fct_pg_resolve() */
+    char shard_name[FCD_NAME_MAX]; /* names of the unit's process groups, for fct_pg_resolve() */
     char replicate_name[FCD_NAME_MAX];
     char post_forward_name[FCD_NAME_MAX];
     fcd_param *params; /* [count] owned */

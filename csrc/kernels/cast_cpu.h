@@ -22,6 +22,7 @@
 
 typedef void (*fck_loop)(const void *src, void *dst, int64_t count);
 
+/* Castable types other than float32, as indices of the loops that convert to and from float32. */
 typedef enum fck_spoke {
     FCK_SPOKE_HALF,
     FCK_SPOKE_DOUBLE,

@@ -1,5 +1,5 @@
 /* Sums the buffers of several ranks in the order in which a ring all-reduce adds them. Functions
- * take raw pointers, like kernels.h, and keep no state. */
+ * take raw pointers, like those of kernels.h, and keep no state. */
 #ifndef FSDP_C_KERNELS_RING_H
 #define FSDP_C_KERNELS_RING_H
 
