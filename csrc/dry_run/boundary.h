@@ -24,16 +24,17 @@ fcd_storage *fcd_storage_new(int64_t bytes, fcd_purpose purpose, bool on_host);
 void fcd_storage_release(fcd_storage *storage);
 /* Frees the storage's bytes and allocates `bytes` for another purpose. */
 void fcd_storage_reassign(fcd_storage *storage, int64_t bytes, fcd_purpose purpose);
-/* Creates a contiguous tensor over the storage, which it retains. Returns NULL on failure. */
+/* Creates a contiguous tensor over the storage and takes a reference to the storage. Returns NULL
+ * on failure. */
 fct_tensor *fcd_tensor_over(fcd_storage *storage, fct_dtype dtype, int32_t ndim,
                             const int64_t *sizes);
-/* Sets .grad of a leaf as autograd does, or adds to it. Takes `grad`. */
+/* Sets .grad of a leaf, or adds to .grad, as autograd does. Takes `grad`. */
 void fcd_accumulate_grad(fct_tensor *leaf, fct_tensor *grad);
 /* Takes a reference and releases it at the end of the call, like csrc/python, whose objects live
  * until the hook returns. NULL is allowed. */
 void fcd_defer_release(fct_tensor *t);
 void fcd_release_deferred(void);
-/* Calls the notifications of the leaf, as autograd does after it has accumulated into it. Returns
+/* Calls the notifications of the leaf, as autograd does after a gradient was accumulated. Returns
  * 0, or the first result that is not 0. */
 int fcd_run_subscriptions(const fct_tensor *leaf);
 /* Adds and removes notifications; called by fct_autograd_subscribe() and

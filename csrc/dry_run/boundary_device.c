@@ -30,10 +30,11 @@ typedef struct fcd_end_callback {
 struct fct_pg {
     size_t refs;
     int32_t unit;
-    const char *role; /* borrowed from the unit, which outlives the events */
+    /* part of the unit's name string; borrowed from the unit, which outlives the events */
+    const char *role;
 };
 
-/* A name is "3 shard": the number of the unit, and the role of the group. */
+/* Parses a name such as "3 shard": the number of the unit, and the role of the process group. */
 int fct_pg_resolve(const char *name, fct_pg **out) {
     fct_pg *pg = (fct_pg *)calloc(1, sizeof *pg);
     if (pg == NULL) {
@@ -105,8 +106,9 @@ static int64_t bytes_of(const fct_tensor *t) {
     return facts.numel * facts.itemsize;
 }
 
-/* Records a collective over the larger of its buffers. */
-static int issue(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger, fct_work **work) {
+/* Records a collective. `larger` is the larger one of its buffers. */
+static int issue_collective(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger,
+                            fct_work **work) {
     fct_work *new_work = (fct_work *)calloc(1, sizeof *new_work);
     if (new_work == NULL) {
         return fcd_fail("out of memory for a fake work");
@@ -123,7 +125,7 @@ int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_te
     (void)tag;
     (void)input;
     (void)async_op;
-    return issue(FCD_ALL_GATHER, pg, output, work);
+    return issue_collective(FCD_ALL_GATHER, pg, output, work);
 }
 
 int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
@@ -133,7 +135,7 @@ int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fc
     (void)op;
     (void)factor;
     (void)async_op;
-    return issue(FCD_REDUCE_SCATTER, pg, input, work);
+    return issue_collective(FCD_REDUCE_SCATTER, pg, input, work);
 }
 
 int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
@@ -142,7 +144,7 @@ int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_re
     (void)op;
     (void)factor;
     (void)async_op;
-    return issue(FCD_ALL_REDUCE, pg, tensor, work);
+    return issue_collective(FCD_ALL_REDUCE, pg, tensor, work);
 }
 
 /* Never called, because no plan of the dry run is split. */

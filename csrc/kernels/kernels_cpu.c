@@ -1,10 +1,10 @@
-/* The CPU kernels. They run in the calling thread and are finished when they return; `stream` is
- * ignored. They allocate nothing and keep no state. They start no threads, because the ranks share
+/* The CPU kernels. The kernels run in the calling thread, complete before they return, and ignore
+ * `stream`. They allocate nothing and keep no state. They start no threads, because the ranks share
  * the machine's cores. A call that rejects its arguments has written nothing.
  *
  * Invariant: a segment or gradient with nothing to copy is never dereferenced, so its pointers may
- * be NULL. Moves use memcpy and conversions use the loops of cast_cpu.h. Both accept any
- * address. */
+ * be NULL. Moves use memcpy and conversions use the loops of cast_cpu.h. Moves and conversions
+ * accept any address. */
 #include "kernels.h"
 
 #include <assert.h>
@@ -25,7 +25,8 @@ static fck_spoke index_of_type(fck_dtype dtype) {
                                   : FCK_SPOKE_BFLOAT16;
 }
 
-/* Converts block by block through float32. Neither type is float32, and the two differ. */
+/* Converts block by block through float32. Precondition: the two types differ, and neither type is
+ * float32. */
 static void cast_through_float(const fck_loops *loops, const unsigned char *src,
                                fck_dtype src_dtype, unsigned char *dst, fck_dtype dst_dtype,
                                int64_t count) {
