@@ -1,6 +1,6 @@
-/* Process groups, collectives, streams, events, kernels, autograd and profiler of the dry run: the
- * rest of csrc/bridge and kernels/kernels.h that the core calls. Collectives complete at once
- * and move nothing. The rank is 0; the sizes of all ranks are equal.
+/* Implements the process groups, collectives, streams, events, autograd and profiler of csrc/bridge
+ * and the kernels of kernels/kernels.h for the dry run. Collectives complete at once and move
+ * nothing. The rank is 0, and all ranks have equal sizes.
  *
  * The dry run's device keeps buffers packed: fct_pg_takes_chunks() returns false. */
 #include "boundary_device.h"
@@ -204,7 +204,7 @@ void fct_work_release(fct_work *work) {
 /* ---- streams and events ---- */
 
 struct fct_event {
-    size_t owners;
+    size_t references;
     int64_t number;
     bool recorded;
 };
@@ -245,14 +245,14 @@ int fct_event_new(fct_device device, fct_event **out) {
     if (e == NULL) {
         return fcd_fail("out of memory for a fake event");
     }
-    e->owners = 1;
+    e->references = 1;
     e->number = fcd_now->events_made++;
     fcd_now->stream_events++;
     *out = e;
     return 0;
 }
 
-/* Records an event of a stream that may not be the current one. */
+/* Records an event of stream `s`, which may differ from the current stream. */
 static void append_event_on(fcd_kind kind, const fct_event *e, fct_stream s) {
     const int64_t current = fcd_now->stream;
     fcd_now->stream = s.id;
@@ -281,20 +281,20 @@ int fct_event_synchronize(fct_event *e) {
 }
 
 void fct_event_share(fct_event *e) {
-    e->owners++;
+    e->references++;
 }
 
 bool fct_event_unshare(fct_event *e) {
-    if (e->owners == 1) {
+    if (e->references == 1) {
         return false;
     }
-    e->owners--;
+    e->references--;
     return true;
 }
 
 void fct_event_free(fct_event *e) {
     if (e != NULL) {
-        assert(e->owners == 1);
+        assert(e->references == 1);
         fcd_now->stream_events--;
         free(e);
     }

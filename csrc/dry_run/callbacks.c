@@ -1,14 +1,14 @@
-/* The callbacks of the core (core/callbacks.h) for the parameters of a dry run. They keep the
- * tensors that csrc/python keeps, and record registrations and gradients. */
+/* The callbacks of the core (core/callbacks.h) for the parameters of a dry run. These callbacks
+ * keep the tensors that csrc/python would keep, and record registrations and gradients. */
 #include "callbacks.h"
 
 #include "boundary.h"
 #include "unit.h"
 
 static void replace(fct_tensor **slot, fct_tensor *value) {
-    fct_tensor *before = *slot;
+    fct_tensor *previous = *slot;
     *slot = value;
-    fct_tensor_release(before);
+    fct_tensor_release(previous);
 }
 
 static int make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {

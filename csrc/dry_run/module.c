@@ -9,14 +9,14 @@ typedef struct fcd_module {
 /* ---- results ---- */
 
 static PyStructSequence_Field event_fields[] = {
-    {"kind", "What the core did, such as 'alloc' or 'all_gather'."},
-    {"call", "Index of the call that ran; -1: the set-up of the model."},
+    {"kind", "Operation of the core, such as 'alloc' or 'all_gather'."},
+    {"call", "Index of the running call; -1: initialization of the model."},
     {"unit", "Index of the unit; -1: none."},
-    {"stream", "Number of the stream; 0: the stream that computes."},
+    {"stream", "Number of the stream; 0: the compute stream."},
     {"object", "Number of the storage, work or event; for 'register' the sharded state."},
     {"bytes", "Bytes that were allocated, freed, written or sent."},
-    {"live", "For 'alloc' and 'free': bytes of the purpose that are in use afterwards."},
-    {"label", "Purpose of memory, name of a profiler range or of a parameter; None: nothing."},
+    {"live", "For 'alloc' and 'free': bytes of the same purpose in use afterwards."},
+    {"label", "Purpose of memory, name of a profiler range or of a parameter; None: no label."},
     {NULL, NULL},
 };
 
@@ -153,9 +153,8 @@ static PyObject *module_run(PyObject *module, PyObject *args, PyObject *kwargs) 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))module_run, METH_VARARGS | METH_KEYWORDS,
      "run(units, states, calls, *, streams=False)\n--\n\n"
-     "Runs the calls on a model without memory. Returns its events, and the most bytes of device\n"
-     "memory that were in use. Raises ValueError, which names the item, if the description is\n"
-     "invalid."},
+     "Runs the calls on a model without memory. Returns its events, and the peak of device memory\n"
+     "in bytes. Raises ValueError with the name of the item if the description is invalid."},
     {NULL, NULL, 0, NULL},
 };
 
