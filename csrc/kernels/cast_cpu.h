@@ -3,9 +3,9 @@
  * sets.
  *
  * Each set converts float16, float64 and bfloat16 to and from float32. The remaining pairs go
- * through float32 in blocks (kernels_cpu.c). The AVX2 loops are compiled for that instruction set
- * whatever the build flags are. Therefore only fck_loops_best() may return them, after it has
- * checked the processor. Every loop accepts any address, because a storage offset need not be a
+ * through float32 in blocks (kernels_cpu.c). The AVX2 loops are compiled for AVX2 and F16C,
+ * independent of the build flags. Therefore only fck_loops_best() may return these loops, after a
+ * check of the processor. Every loop accepts any address, because a storage offset need not be a
  * multiple of the element size. */
 #ifndef FSDP_C_KERNELS_CAST_CPU_H
 #define FSDP_C_KERNELS_CAST_CPU_H
