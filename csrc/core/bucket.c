@@ -67,8 +67,8 @@ static int64_t gradient_bytes(const fc_group_base *base, const fc_param *p) {
     return base->callbacks->requires_grad(p->owner) ? p->layout.numel * fc_dtype_size(dtype) : 0;
 }
 
-/* Assigns the parameters to buckets, last ones first, and returns the number of buckets. `items`
- * has space for one bucket per parameter. */
+/* Assigns the parameters to buckets, from the last parameter to the first, and returns the number
+ * of buckets. `items` has space for one bucket per parameter. */
 static size_t assign_buckets(const fc_group_base *base, int64_t limit, fc_bucket *items) {
     size_t count = 0;
     size_t end = base->count;
@@ -76,7 +76,7 @@ static size_t assign_buckets(const fc_group_base *base, int64_t limit, fc_bucket
     for (size_t i = base->count; i-- > 0;) {
         int64_t grad_bytes = gradient_bytes(base, base->params[i]);
         if (grad_bytes == 0 && end == i + 1 &&
-            count > 0) { /* frozen parameters join the bucket before */
+            count > 0) { /* frozen parameters join the previous bucket */
             base->params[i]->bucket = count - 1;
             items[count - 1].span.first = end = i;
             continue;

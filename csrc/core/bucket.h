@@ -11,8 +11,8 @@
  *     +-----------------+------------------- LATE <------------+
  *
  * In an eager backward a bucket is reduced when all of its gradients have arrived and all earlier
- * buckets are reduced. The order of collectives is therefore the same on every rank, whatever
- * autograd's order is. The remaining buckets are reduced at the end of the module's backward.
+ * buckets are reduced. The order of collectives is therefore the same on every rank, independent of
+ * autograd's order. The remaining buckets are reduced at the end of the module's backward.
  *
  * A backward is not eager if
  *   - the group is sharded or has only one bucket,
@@ -73,7 +73,7 @@ void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype);
 FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);
 /* Returns true if there are several buckets and they are not stale. */
 bool fc_bucket_has_several(const fc_buckets *b);
-/* Cuts the buckets. In a replicated group with several buckets it also registers one autograd
+/* Cuts the buckets. In a replicated group with several buckets, also registers one autograd
  * notification per parameter. Call it in forward, after the group was unsharded. */
 FC_CHECK fc_status fc_bucket_subscribe(fc_buckets *b);
 /* Starts the group's backward. `eager` is true if no condition outside of this module prevents an

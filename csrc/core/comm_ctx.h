@@ -90,9 +90,9 @@ void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other)
 /* Makes the current stream wait for all streams of the context, and these for the current stream.
  * Call it before freeing memory whose users are unknown. */
 FC_CHECK fc_status fc_comm_quiesce(fc_comm_ctx *c);
-/* Makes later work on the gather streams wait for `e`. Only the copy-in stream waits: it owns the
- * buffers' memory, and each gather on the gather stream follows its copy-in. Does nothing before
- * the streams are ready. */
+/* Makes later work on the gather streams wait for `e`. Only the copy-in stream waits, because the
+ * buffers are its memory and each gather follows its copy-in. Does nothing before the streams are
+ * ready. */
 FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e);
 
 /* Keeps a gather buffer whose copy-out is queued, until fc_comm_release_kept. Takes both
@@ -113,8 +113,8 @@ FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);
 FC_CHECK fc_status fc_comm_check(fc_comm_ctx *c);
 
 /* Keeps the work and the buffers until the backend has completed the work. Takes all arguments;
- * NULL is allowed. Never fails: without memory for the record it relies on the backend's own
- * references. */
+ * NULL is allowed. Never fails: without memory for the record, only the backend's own references
+ * keep the buffers. */
 void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fct_tensor *second);
 void fc_comm_collect(fc_comm_ctx *c); /* Releases deferred collectives that are complete. */
 

@@ -328,7 +328,7 @@ done:
 
 /* Distribution of the gradients to the rows. */
 typedef struct distribution {
-    /* common dtype of the gradients; the plan's dtype if they have several dtypes */
+    /* common dtype of the gradients, or the plan's dtype */
     fct_dtype dtype;
     /* every gradient is sharded on a dim other than 0: no temporary is needed */
     bool direct;

@@ -1,6 +1,6 @@
 /* Transfers on devices without kernels of fsdp_c, with torch's multi-tensor operations. These
- * functions issue the same operations as torch's FSDP2, and at most as many. Data moves between
- * tensor aliases, which the torch boundary checks; no address is read here.
+ * functions issue at most the operations of torch's FSDP2. Data moves between tensor aliases, which
+ * the torch boundary checks; no address is read here.
  *
  * Preconditions: the plan is valid (laid out) and packed, `world` is at least 1, and `start` is not
  * negative. */

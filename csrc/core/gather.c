@@ -139,7 +139,7 @@ static fc_gather_plan *select_plan(fc_gather *a, bool post_forward) {
     return post_forward ? &a->post_forward_plan : &a->plan;
 }
 
-/* Builds the plan if it is not valid. `extended`: also if the inputs have changed. */
+/* Builds the plan if the plan is not valid. `extended`: also if the inputs have changed. */
 static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, bool extended) {
     const fc_group_base *base = a->base;
     fc_gather_plan *plan = select_plan(a, post_forward);
@@ -306,7 +306,7 @@ done:
     return status;
 }
 
-/* Runs the callback gather(), which uses torch's functions. The plan is built all the same:
+/* Runs the callback gather(), which uses torch's functions. Also builds the plan, because
  * fc_gather_is_cpu_bound() must return the same value on every rank, even if only this rank uses
  * the fallback. */
 static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,

@@ -18,7 +18,8 @@
 typedef enum fc_stream_mode {
     FC_STREAM_DIRECT,  /* on the current stream */
     FC_STREAM_OVERLAP, /* on the context's gather streams, which wait for the copy-out at once */
-    FC_STREAM_DEFERRED /* on the gather streams; they wait only when the next group waits */
+    /* on the gather streams, which wait for the copy-out when the next group waits */
+    FC_STREAM_DEFERRED
 } fc_stream_mode;
 
 /* A pending all-gather, from fc_gather_start to fc_gather_complete or fc_gather_abandon. */

@@ -55,9 +55,10 @@ typedef struct fc_param {
     fct_tensor *partial;     /* HSDP: padded_numel elements, not all-reduced yet */
     /* Owned by bucket.c. The subscription exists only in groups with several buckets. */
     fct_grad_subscription *subscription; /* notification of the gradient of `unsharded` */
-    struct fc_buckets *buckets;          /* of the group, after they were cut; borrowed */
-    size_t bucket;                       /* index of the parameter's bucket */
-    bool awaited;                        /* no gradient so far in this backward */
+    /* buckets of the group, after the buckets were cut; borrowed */
+    struct fc_buckets *buckets;
+    size_t bucket; /* index of the parameter's bucket */
+    bool awaited;  /* no gradient so far in this backward */
 } fc_param;
 
 /* Zeroes the struct and computes the layout: dimension `dim` split over `world` ranks. Borrows
@@ -84,15 +85,15 @@ void fc_param_forget_unsharded(fc_param *p);
 fct_dtype fc_param_compute_dtype(const fc_param *p);
 /* Returns the number of tensors that are gathered for the parameter: 1, unless it is extended. */
 size_t fc_param_input_count(const fc_param *p);
-/* Checks input `i` of an extended parameter and reads its facts. It must have `numel` contiguous
- * elements of `dtype`. */
+/* Checks input `i` of an extended parameter and writes its metadata to *facts. The input must have
+ * `numel` contiguous elements of `dtype`. */
 FC_CHECK fc_status fc_param_input_facts(const fc_param *p, size_t i, int64_t numel, fct_dtype dtype,
                                         fct_facts *facts, fc_error *err);
 /* Returns the tensor that is gathered for a parameter that is not extended: its shard, or the
  * staged device copy. `post_forward`: the smaller group's shard, in the compute dtype. Borrowed. */
 fct_tensor *fc_param_shard(const fc_param *p, bool post_forward);
-/* Checks the shard and reads its facts. It must have padded_numel contiguous elements inside its
- * storage, of orig_dtype (`post_forward`: of the compute dtype). */
+/* Checks the shard and writes its metadata to *facts. The shard must have padded_numel contiguous
+ * elements inside its storage, of orig_dtype (`post_forward`: of the compute dtype). */
 FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *facts,
                                         fc_error *err);
 /* Copies this rank's part of flat into a new post_forward_data. For an extended parameter its only
@@ -108,8 +109,7 @@ FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool
  * fc_param_can_alias(). */
 FC_CHECK fc_status fc_param_alias_flat(fc_param *p);
 /* Moves the memory of `gathered`, which holds the parts of all ranks, to flat. Creates flat if
- * necessary. Afterwards `gathered` has no memory. fc_param_return_flat() moves the memory back to
- * it. */
+ * necessary. Afterwards `gathered` has no memory. fc_param_return_flat() moves the memory back. */
 FC_CHECK fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *gathered,
                                        fc_error *err);
 void fc_param_return_flat(fc_param *p, fct_tensor *gathered);
@@ -122,7 +122,7 @@ FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts
 FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device,
                                           fc_error *err);
 /* can_free returns true if the memory can be freed. free frees the memory of flat, outputs and
- * inner tensors and keeps the tensors. If other tensors share the memory, it releases the tensors
+ * inner tensors and keeps the tensors. If other tensors share the memory, free releases the tensors
  * instead. */
 bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);

@@ -11,7 +11,7 @@
 
 #include "../bridge/stream.h"
 
-/* Minimum size of a parameter with its own chunk. Below this size a copy is cheaper than another
+/* Minimum size of a parameter with its own chunk. Below this size a copy costs less than one more
  * message. */
 static int64_t owned_chunks_from = 1 << 18;
 
@@ -166,8 +166,8 @@ static fc_slot describe_slot(const fc_gather_plan *plan, size_t param, const fc_
     return slot;
 }
 
-/* Checks that the slot fits at the end of the row, `offset`, without overflow. Writes the new end
- * to *end and updates the plan's flags. */
+/* Checks that the slot can be appended to a row of `offset` bytes without overflow. Writes the new
+ * size of the row to *end and updates the plan's flags. */
 static fc_status append_slot(fc_gather_plan *plan, fc_slot *slot, const fc_param *p, int64_t offset,
                              int64_t *end, fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
@@ -387,8 +387,9 @@ void fc_reduce_plan_fini(fc_reduce_plan *plan) {
     memset(plan, 0, sizeof *plan);
 }
 
-/* Checks one gradient and reads its facts. A gradient that is not contiguous is replaced by a
- * contiguous copy. For a tensor subclass without own memory facts->strided is false. */
+/* Checks one gradient and writes its metadata to *facts. A gradient that is not contiguous is
+ * replaced by a contiguous copy. For a tensor subclass without own memory facts->strided is false.
+ */
 static fc_status check_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts, fc_error *err) {
     fc_status status = FC_OK;
     const fc_param *p = plan->params[i];

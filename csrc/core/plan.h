@@ -2,25 +2,25 @@
  * A plan holds no address. Transfers do not change a plan.
  *
  * A gather plan arranges the data that one rank sends: the inputs of the group's parameters, in
- * order. An ordinary parameter has one input, its padded shard. An extended parameter (extension.h)
- * has the inputs that its hook returned, which may differ at each gather. The inputs of one rank in
- * this order are its row. If all inputs have one dtype, the row has that dtype. Otherwise the row's
- * dtype is uint8 (bytes).
+ * order. A parameter without extension has one input, its padded shard. An extended parameter
+ * (extension.h) has the inputs that its hook returned, which may differ at each gather. The inputs
+ * of one rank in this order are its row. If all inputs have one dtype, the row has that dtype.
+ * Otherwise the row's dtype is uint8 (bytes).
  *
  * Memory is a list of chunks. Each chunk is one tensor that holds a part of every rank's row, rank
  * after rank; a slot gives the chunk and the offset of an input. A packed plan has one chunk, the
  * gather buffer. A split plan (CPU only) gives every large parameter its own chunk, which becomes
  * its unsharded memory without a copy. The other inputs share one more chunk, the packed tail. The
  * runs (fct_run) of a plan list the parts of a row in order, each with its chunk and offset. The
- * transport sends a row in row order, so ranks with packed and with split plans can take part in
- * one collective.
+ * transport sends the parts in this order, so ranks with packed and with split plans can take part
+ * in one collective.
  *
  * On CUDA slots and rows start at multiples of 16 bytes, so that vector loads stay aligned after a
  * small parameter. The bytes between two slots are undefined. The layout does not depend on the
  * available kernels, so all ranks have the same layout.
  *
- * A reduce plan describes, without gaps, the gradients that exist in this backward, in the reduce
- * dtype. */
+ * A reduce plan lays out the gradients that exist in this backward, in the reduce dtype and without
+ * gaps. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
@@ -51,7 +51,7 @@ typedef struct fc_chunk {
     bool owned;    /* the chunk holds exactly one parameter */
 } fc_chunk;
 
-/* The chunks of a plan and the row that they form. Owns its arrays. */
+/* The chunks of a plan and the order of a row in these chunks. Owns its arrays. */
 typedef struct fc_chunk_list {
     bool split;       /* large parameters have their own chunks */
     fc_chunk *chunks; /* [capacity + 1] owned chunks in row order, then the packed chunk */
@@ -100,7 +100,7 @@ typedef struct fc_reduce_plan {
     size_t capacity;
 } fc_reduce_plan;
 
-/* Builds the plan from the parameters' layouts and dtypes. `post_forward`: from their post-forward
+/* Builds the plan from the parameters' layouts and dtypes. `post_forward`: uses the post-forward
  * layouts. Returns FC_ENOMEM, FC_EASSERT or FC_EVALUE on failure. */
 FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                         int64_t world, bool post_forward, fct_device device,
@@ -115,7 +115,7 @@ void fc_gather_plan_fini(fc_gather_plan *plan);
  * copied to (output). Borrowed. */
 fct_tensor *fc_slot_input(const fc_gather_plan *plan, const fc_slot *slot, fc_param *const *params);
 fct_tensor *fc_slot_output(const fc_slot *slot, fc_param *const *params);
-/* Checks the input of a slot and reads its facts; see fc_param_shard_facts(). */
+/* Checks the input of a slot and writes its metadata to *facts; see fc_param_shard_facts(). */
 FC_CHECK fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
                                        fc_param *const *params, fct_facts *facts, fc_error *err);
 /* Sets the size in bytes from which a parameter gets its own chunk, for plans that are built later.
@@ -137,8 +137,8 @@ FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity)
  * *foreign and lays out nothing if a gradient is a tensor subclass without memory, which only
  * torch's functions can read.
  *
- * `reduce_dtype` FCT_NO_DTYPE: the widest dtype of the gradients; FC_EASSERT if there is none. For
- * complex gradients a real reduce dtype is the dtype of their parts. */
+ * `reduce_dtype` FCT_NO_DTYPE: the widest dtype of the gradients; returns FC_EASSERT if there is
+ * none. For complex gradients a real reduce dtype is the dtype of their parts. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);
 /* Releases the collected gradients. The arrays are kept. */

@@ -1,5 +1,5 @@
 /* A process group that a parameter group uses, and its collectives. If the backend fails (dead
- * peer, timeout), the message names the operation, the rank and the modules. This module has no
+ * peer, timeout), the message names the operation, the rank and the modules. This file has no
  * access to parameters.
  *
  * Preconditions of the collectives: the struct has a name or a handle, and *work is NULL. The

@@ -418,7 +418,7 @@ static fct_dtype reduction_dtype(const fc_reducer *reducer, const fc_reduction *
     return facts.dtype;
 }
 
-/* Issues the collectives. With streams it also queues the steps that finish the reduction. */
+/* Issues the collectives. With streams, also queues the steps that finish the reduction. */
 static fc_status issue_collectives(fc_reducer *reducer, fc_reduction *r, bool order_compute) {
     fc_group_base *base = reducer->base;
     fc_status status = FC_OK;

@@ -9,12 +9,13 @@
  * (fc_param.partial) until a backward that all-reduces.
  *
  * With streams, run and finish are queued together on the reduce stream. Without streams the
- * collective runs while backward continues. It is finished by the next group's reduction, by the
- * end of backward, or at once if a parameter has post-accumulate-grad hooks. A reduction that does
- * not overlap (fc_overlap) is complete before backward continues, on any device.
+ * collective runs while backward continues. The next group's reduction or the end of backward
+ * finishes the reduction. If a parameter has post-accumulate-grad hooks, the reduction is finished
+ * before backward continues. A reduction that does not overlap (fc_overlap) is complete before
+ * backward continues, on any device.
  *
- * Preconditions: fc_reducer_init, and the group has a comm context, except in fini. The span
- * lies within the group's parameters. */
+ * Preconditions: fc_reducer_init, and the group has a comm context, except in fini. The span lies
+ * within the group's parameters. */
 #ifndef FSDP_C_CORE_REDUCE_H
 #define FSDP_C_CORE_REDUCE_H
 
@@ -39,7 +40,7 @@ typedef struct fc_reducer {
     fc_group_base *base; /* borrowed */
     fc_reduce_plan plan; /* of the collected gradients */
     fc_transfer transfer;
-    fc_chunks chunks;   /* packed, until the collective holds them */
+    fc_chunks chunks;   /* packed chunks, until the Work holds references to them */
     fct_event *reduced; /* end of the latest reduction; only with streams */
     fct_event *sent;    /* end of the latest queued copies to host memory */
     /* Settings of the user. */
@@ -65,10 +66,10 @@ fct_dtype fc_reducer_dtype(const fc_reducer *reducer);
  * context. */
 void fc_reducer_forget_event(fc_reducer *reducer);
 
-/* Reduces the gradients of the span that were collected into d->plan, and removes them from it.
- * Parameters with a partial row are reduced even without a gradient. `order_compute`: the current
- * stream waits for the result (partial group backward). On failure the gradients are lost and
- * nothing is in flight. */
+/* Reduces the gradients of the span that were collected into reducer->plan, and removes them from
+ * the plan. Parameters with a partial row are reduced even without a gradient. `order_compute`: the
+ * current stream waits for the result (partial group backward). On failure the gradients are lost
+ * and nothing is in flight. */
 FC_CHECK fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute);
 /* Makes the current stream wait for the reducer's latest reduction. */
 FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *reducer);

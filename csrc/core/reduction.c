@@ -156,7 +156,8 @@ done:
     return status;
 }
 
-/* Returns the common dtype of the parameters, or FCT_NO_DTYPE if they differ. */
+/* Returns the common dtype of the parameters, or FCT_NO_DTYPE if the parameters have several
+ * dtypes. */
 static fct_dtype common_dtype(const fc_reduction *r) {
     fct_dtype dtype = r->total > 0 ? r->params[0]->orig_dtype : FCT_NO_DTYPE;
     for (size_t i = 1; i < r->total; i++) {

@@ -42,15 +42,15 @@ int64_t fc_reduction_row_numel(const fc_reduction *r);
  * collective. */
 FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
 /* Adds the partial rows of earlier backwards to the row and clears the partial rows. With
- * keep_partial, it adds the row's parts to the partial rows instead. */
+ * keep_partial, adds the row's parts to the partial rows instead. */
 FC_CHECK fc_status fc_reduction_merge_partials(fc_reduction *r);
 /* Waits for the collective, scales, casts and passes each parameter its gradient. r->output stays
  * set if another stream uses the row, or if a cast of the row was queued. If a gradient is added to
  * an existing .grad, its view is released at once. */
 FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
 /* Returns true if user code must run on the result before backward continues. A hook may issue
- * collectives, so it must run at the same point on all ranks. A poll completes at different points
- * on different ranks. */
+ * collectives, so the hook must run at the same point on all ranks. A poll completes at different
+ * points on different ranks. */
 bool fc_reduction_must_finish_now(const fc_reduction *r);
 /* Takes `r`. Defers the release of memory that the backend may still use. Releases all other
  * memory, ordered after the streams that used that memory. */

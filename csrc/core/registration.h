@@ -9,8 +9,9 @@
 /* Registers the parameters of `state` on all modules. On failure the swap restores the parameters
  * of `own`, the group's sharded state, even after an earlier incomplete swap.
  *
- * *dirty: modules may hold parameters of another state than `own`. A failed restore sets it, and a
- * successful swap clears it. Returns FC_ERAISED on failure. Precondition: both states are valid. */
+ * *dirty: modules may hold parameters of another state than `own`. A failed restore sets *dirty,
+ * and a successful swap clears *dirty. Returns FC_ERAISED on failure. Precondition: both states are
+ * valid. */
 FC_CHECK fc_status fc_registration_swap(fc_group_base *base, fc_sharded_state own,
                                         fc_sharded_state state, bool *dirty);
 

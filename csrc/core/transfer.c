@@ -73,7 +73,8 @@ static fc_status check_extent(const fct_facts *facts, int64_t bytes, fc_error *e
     return FC_OK;
 }
 
-/* Reads the facts of a buffer and checks that it holds `bytes` bytes of contiguous memory. */
+/* Writes the metadata of a buffer to *facts and checks that the buffer holds `bytes` bytes of
+ * contiguous memory. */
 static fc_status read_buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts *facts,
                                    fc_error *err) {
     fct_tensor_facts(buffer, facts);
@@ -153,7 +154,8 @@ done:
     return status;
 }
 
-/* Reads the facts of an input. Fails if the input is on another device type than the kernel. */
+/* Writes the metadata of an input to *facts. Fails if the input is on another device type than the
+ * kernel. */
 static fc_status read_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
                                   fc_param *const *params, fct_device device, fct_facts *facts,
                                   fc_error *err) {

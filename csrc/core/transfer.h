@@ -1,6 +1,6 @@
 /* Memory transfers of a plan: with fsdp_c's kernels if the device has them, otherwise with torch's
  * multi-tensor operations (foreach.h). All work is queued on the device's current stream. Every raw
- * pointer is checked when it is read, and none is kept. */
+ * pointer is checked when it is read, and no pointer is kept. */
 #ifndef FSDP_C_CORE_TRANSFER_H
 #define FSDP_C_CORE_TRANSFER_H
 

@@ -5,7 +5,7 @@
 
 #include "record.h"
 
-/* run runs and removes the callbacks for the end of backward. It returns 0, or the first result
+/* run runs and removes the callbacks for the end of backward. run returns 0, or the first result
  * that is not 0. drop removes the callbacks without a call. */
 int fcd_run_end_callbacks(void);
 void fcd_drop_end_callbacks(void);

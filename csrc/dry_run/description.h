@@ -33,7 +33,7 @@ typedef struct fcd_unit_description {
     bool unshard_in_backward;
     bool reduce_grads;
     bool all_reduce_grads;
-    bool overlap; /* reductions overlap with backward, unless they are CPU-bound */
+    bool overlap; /* reductions overlap with backward, except CPU-bound reductions */
     bool offload; /* shards and gradients are in host memory */
     bool pinned;
     const fcd_param_description *params; /* [count] borrowed */

@@ -55,7 +55,7 @@ static int set_value_error(const char *path, const char *key, const char *expect
     return -1;
 }
 
-/* Reads an int in [least, most]. Returns -1 without an exception if `value` is not such an int. */
+/* Reads an int in [min, max]. Returns -1 without an exception if `value` is not such an int. */
 static int read_int(PyObject *value, int64_t min, int64_t max, int64_t *out) {
     int overflow = 0;
     if (!PyLong_CheckExact(value)) {

@@ -65,7 +65,7 @@ static const fck_loops fck_loops_portable = {
 #define FCK_AVX2 __attribute__((target("avx2,f16c")))
 
 /* Defines `name`, which converts `step` elements at a time with `convert(from, to)` and the
- * remaining ones with `tail`. */
+ * remaining elements with `tail`. */
 #define FCK_AVX2_LOOP(name, source_size, target_size, step, convert, tail)                         \
     FCK_AVX2 static void name(const void *src, void *dst, int64_t count) {                         \
         const unsigned char *from = (const unsigned char *)src;                                    \

@@ -2,10 +2,10 @@
  * pack gradients into a reduce-scatter buffer. A row is one rank's part of such a buffer. Kernels
  * take raw pointers and a stream handle; they use neither torch nor Python.
  *
- * The caller owns all memory and has checked it (offset + extent <= storage bytes). CPU kernels
- * keep no pointer after they return. CUDA kernels use the memory until the work queued on `stream`
- * is done. They copy the descriptor arrays before the launch returns, so the caller may reuse the
- * arrays at once.
+ * The caller owns all memory and has checked all extents (offset + extent <= storage bytes). CPU
+ * kernels keep no pointer after they return. CUDA kernels use the memory until the work queued on
+ * `stream` is done. CUDA kernels copy the descriptor arrays before the launch returns, so the
+ * caller may reuse the arrays at once.
  *
  * Casts round to nearest even, as torch's casts do. NaN stays NaN. CUDA casts reject addresses that
  * are not multiples of the element size. Moves accept any address. */

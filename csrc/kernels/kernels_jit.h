@@ -16,8 +16,8 @@ typedef int (*fck_launch)(void *function, unsigned grid_x, unsigned grid_y, unsi
                           void *stream, void **arguments, void **extra);
 
 /* Returns the backend that launches the loaded functions through `launch`: `moves` for batches
- * without casts and `casts` for the others. Both functions must stay loaded. Each call replaces
- * these three addresses for the whole process. Precondition: no argument is NULL. */
+ * without casts and `casts` for batches with casts. Both functions must stay loaded. Each call
+ * replaces these three addresses for the whole process. Precondition: no argument is NULL. */
 const fck_backend *fck_jit(fck_launch launch, void *moves, void *casts);
 
 #ifdef __cplusplus

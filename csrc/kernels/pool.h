@@ -2,8 +2,8 @@
  * mapping costs a page fault for every page that is written. The pool keeps freed blocks and reuses
  * a block for a request of about the same size.
  *
- * Bound: bytes in use plus cached bytes exceed the recent peak of bytes in use by at most an eighth
- * or 16 MiB, whichever is more. The memory of a process therefore stays close to its peak. Any
+ * Bound: bytes in use plus cached bytes exceed the recent peak of bytes in use by at most the
+ * larger of an eighth and 16 MiB. The memory of a process therefore stays close to its peak. Any
  * thread may call these functions. There is one pool per process. */
 #ifndef FSDP_C_KERNELS_POOL_H
 #define FSDP_C_KERNELS_POOL_H
