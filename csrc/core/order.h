@@ -13,7 +13,7 @@
 struct fc_group;
 
 typedef struct fc_order {
-    struct fc_group **items; /* NULL entries belong to groups that were freed */
+    struct fc_group **items; /* NULL: the group was freed or has no outstanding backward */
     size_t count;
     size_t capacity;
 } fc_order;
@@ -27,7 +27,7 @@ typedef struct fc_index_stack {
 
 /* Appends the group and writes its index to *position. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *position);
-/* Replaces every entry of `group` with NULL. Positions of other groups stay valid. */
+/* Replaces every entry of `group` with NULL. The indices of other groups stay valid. */
 void fc_order_forget(fc_order *o, const struct fc_group *group);
 void fc_order_fini(fc_order *o);
 

@@ -11,16 +11,16 @@
 /* Memory that tensors share. */
 typedef struct fcd_storage {
     size_t refs;
-    int64_t number;
-    int64_t bytes; /* 0: freed */
-    bool on_host;  /* host memory of a device with streams */
+    int64_t number; /* identifies the storage in events */
+    int64_t bytes;  /* 0: freed */
+    bool on_host;   /* host memory of a device with streams */
     fcd_purpose purpose;
 } fcd_storage;
 
 /* Returns NULL with the record's error set if there is no memory. Release with
  * fcd_storage_release(). `on_host`: host memory of a device with streams. */
 fcd_storage *fcd_storage_new(int64_t bytes, fcd_purpose purpose, bool on_host);
-/* Releases one reference. The last one frees the storage. NULL is allowed. */
+/* Releases one reference. The last release frees the storage. NULL is allowed. */
 void fcd_storage_release(fcd_storage *storage);
 /* Frees the storage's bytes and allocates `bytes` for another purpose. */
 void fcd_storage_reassign(fcd_storage *storage, int64_t bytes, fcd_purpose purpose);
@@ -33,6 +33,7 @@ void fcd_accumulate_grad(fct_tensor *leaf, fct_tensor *grad);
 /* Takes a reference and releases it at the end of the call, like csrc/python, whose objects live
  * until the hook returns. NULL is allowed. */
 void fcd_defer_release(fct_tensor *t);
+/* Releases the deferred references. Runs at the end of each call. */
 void fcd_release_deferred(void);
 /* Calls the notifications of the leaf, as autograd does after a gradient was accumulated. Returns
  * 0, or the first result that is not 0. */

@@ -10,7 +10,7 @@
 #include "boundary_device.h"
 #include "callbacks.h"
 
-/* ---- set-up ---- */
+/* ---- init ---- */
 
 static fc_status init_param(fcd_param *p, const fcd_unit_description *u, size_t index,
                             fc_error *error) {
@@ -168,7 +168,7 @@ done:
     return status;
 }
 
-static fc_status allocate(fcd_model *m, size_t storages) {
+static fc_status allocate_arrays(fcd_model *m, size_t storages) {
     const fcd_description *d = m->description;
     m->units = (fcd_unit *)calloc(d->unit_count + 1, sizeof *m->units);
     m->states = (fc_state *)calloc(d->state_count + 1, sizeof *m->states);
@@ -186,7 +186,7 @@ fc_status fcd_model_init(fcd_model *m, const fcd_description *description, size_
     fc_status status = FC_OK;
     memset(m, 0, sizeof *m);
     m->description = description;
-    FC_TRY(allocate(m, storages));
+    FC_TRY(allocate_arrays(m, storages));
     for (size_t i = 0; i < description->state_count; i++) {
         fcd_root *root = &m->roots[description->states[i].root];
         if (root == &m->roots[i]) {
@@ -209,7 +209,7 @@ done:
     return status;
 }
 
-/* ---- release ---- */
+/* ---- fini ---- */
 
 static void fini_param(fcd_param *p) {
     fc_param_fini(&p->core);

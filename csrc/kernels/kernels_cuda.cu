@@ -12,8 +12,8 @@
 static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream) {
     void *arguments[] = {&batch};
     const auto kernel = casts ? fck_cast_lines : fck_move_lines;
-    /* A pending error of an earlier CUDA call. Its caller must report it, so it is not cleared
-     * here. */
+    /* Reads a pending error without clearing it, because the caller of the failed CUDA call must
+     * report that error. */
     const cudaError_t earlier = cudaPeekAtLastError();
     const cudaError_t launched = cudaLaunchKernel(kernel, dim3(batch.tiles), dim3(THREADS),
                                                   arguments, 0, static_cast<cudaStream_t>(stream));
