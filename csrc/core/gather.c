@@ -1,8 +1,8 @@
 /* All-gather of a group; see gather.h. Owns the plans, the chunks and the pending gather.
  *
- * Streams: copy-in and all-gather run on the context's gather streams, or on the current stream in
- * the direct mode. Copy-out always runs on the current stream. A buffer is reused only after the
- * gather streams wait for its copy-out. */
+ * Streams: copy-in and all-gather run on the context's gather streams, or on the current stream
+ * with FC_STREAM_DIRECT. Copy-out always runs on the current stream. A buffer is reused only after
+ * the gather streams wait for its copy-out. */
 #include "gather.h"
 
 #include <assert.h>
@@ -123,7 +123,7 @@ static fc_status run_input_hooks(fc_gather *a, const fct_stream *pack_stream) {
         }
     }
 done:
-    a->plan.valid = a->plan.valid && status == FC_OK; /* some inputs may be new */
+    a->plan.valid = a->plan.valid && status == FC_OK; /* a failed hook may leave new inputs */
     if (pack_stream != NULL) {
         (void)fct_stream_set_current(previous);
     }

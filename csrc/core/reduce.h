@@ -1,5 +1,5 @@
 /* Gradient reduction: pack, divide, reduce-scatter, all-reduce, divide, cast, views, accumulate.
- * Owns the plan of the collected gradients. The comm context owns the reductions in flight.
+ * Owns the plan plan of the collected gradients. The comm context owns the reductions in flight.
  *
  *   run:    grads --pack--> input --(pre-divide)--> reduce-scatter --> row
  *           row (+ partial rows) --> all-reduce, with replicas (HSDP)
@@ -24,16 +24,16 @@
 #include "plan.h"
 #include "transfer.h"
 
-/* Whether backward continues while a reduction is in flight. */
+/* Selects whether backward continues while a reduction is in flight. */
 typedef enum fc_overlap {
-    FC_OVERLAP_UNLESS_CPU_BOUND = 0, /* not if CPU-bound: that saves no time and costs memory */
+    FC_OVERLAP_UNLESS_CPU_BOUND = 0, /* overlap of a CPU-bound reduction saves no time */
     FC_OVERLAP_ALWAYS,
     FC_OVERLAP_NEVER,
 } fc_overlap;
 
-/* The value of fc_reducer.common_dtype for a group whose parameters own the reduce dtype. A group
- * whose parameters have different policies needs one dtype for their common buffer. FCT_NO_DTYPE:
- * the widest dtype of the gradients. */
+/* Value of fc_reducer.common_dtype: the group uses fc_param.reduce_dtype. If the parameters have
+ * different policies, common_dtype is the dtype of their common buffer. FCT_NO_DTYPE: the widest
+ * dtype of the gradients. */
 #define FC_DTYPE_OF_PARAMS (-2)
 
 typedef struct fc_reducer {
@@ -44,12 +44,12 @@ typedef struct fc_reducer {
     fct_event *reduced; /* end of the latest reduction; only with streams */
     fct_event *sent;    /* end of the latest queued copies to host memory */
     /* Settings of the user. */
-    fct_dtype common_dtype; /* replaces the reduce dtype of the parameters; see below */
+    fct_dtype common_dtype; /* replaces fc_param.reduce_dtype; see FC_DTYPE_OF_PARAMS */
     double divide_factor;   /* replaces the number of ranks if has_divide_factor */
     bool has_divide_factor;
     bool force_sum;
     bool all_reduce_grads; /* false, with replicas: only reduce-scatter */
-    bool reduce_unused;    /* zeros for parameters without a gradient */
+    bool reduce_unused;    /* parameters without a gradient contribute zeros */
     bool has_hook;         /* callbacks->reduce_hook must be called */
     fc_overlap overlap;
 } fc_reducer;
@@ -68,8 +68,8 @@ void fc_reducer_forget_event(fc_reducer *reducer);
 
 /* Reduces the gradients of the span that were collected into reducer->plan, and removes them from
  * the plan. Parameters with a partial row are reduced even without a gradient. `order_compute`: the
- * current stream waits for the result (partial group backward). On failure the gradients are lost
- * and nothing is in flight. */
+ * current stream waits for the result. Used if backward begins before all modules of the group have
+ * run forward. On failure the gradients are lost and nothing is in flight. */
 FC_CHECK fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute);
 /* Makes the current stream wait for the reducer's latest reduction. */
 FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *reducer);

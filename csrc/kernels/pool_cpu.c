@@ -17,8 +17,8 @@ enum {
     HUGE_FROM = 4 << 20,
     ROUNDS = 8, /* rounds whose peaks count; a step may contain rounds of several models */
     WASTE = 8,  /* a block serves requests of at least (1 - 1/WASTE) of its size */
-    SLACK = 8,  /* allowance above the peak: 1/SLACK of it, */
-    LEAST_SLACK = 16 << 20, /* but at least this many bytes */
+    SLACK = 8,  /* allowance above the peak: peak/SLACK bytes */
+    LEAST_SLACK = 16 << 20, /* smallest allowance in bytes */
 };
 
 static struct {
