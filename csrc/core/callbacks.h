@@ -1,7 +1,7 @@
 /* Callbacks of the core for operations that need Python objects. csrc/python, csrc/dry_run and the
- * simulator of tests/c implement them. `param` is fc_param.owner and `group` is fc_group.owner. A
- * callback that returns int returns 0, or -1 with a Python exception set. The caller holds the GIL.
- */
+ * simulator of tests/c implement them. `param` is fc_param.owner and `group` is
+ * fc_group_base.owner. A callback that returns int returns 0, or -1 with a Python exception set.
+ * The caller holds the GIL. */
 #ifndef FSDP_C_CORE_CALLBACKS_H
 #define FSDP_C_CORE_CALLBACKS_H
 

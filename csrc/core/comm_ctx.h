@@ -39,19 +39,19 @@ typedef struct fc_comm_ctx {
     fct_stream gather_stream;
     fct_stream reduce_stream;
     fct_stream all_reduce_stream;
-    fc_kept_buffer kept;
+    fc_kept_buffer kept; /* buffer of the latest FC_STREAM_DEFERRED gather */
     /* Reductions in flight, oldest first. reduction.c owns the list. */
     struct fc_reduction *oldest;
     struct fc_reduction *newest;
     size_t reductions;
-    /* reductions that may be in flight when the next one starts; at least 1 */
+    /* reductions that may be in flight when another reduction starts; at least 1 */
     size_t max_reductions;
     fct_event *last_reduced;     /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* end of the latest reduction on all_reduce_stream */
     /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. */
     fc_kept_buffer kept_rows[2];
     fc_order order;
-    fc_deferred_release *deferred;
+    fc_deferred_release *deferred; /* list; owned */
     fct_event **free_events;
     size_t free_event_count;
     size_t events_out; /* events taken from the pool and not returned */
@@ -87,8 +87,8 @@ FC_CHECK fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot);
 FC_CHECK fc_status fc_comm_order_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
 /* Like fc_comm_order_streams, for cleanup: ignores failures and preserves a pending exception. */
 void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
-/* Makes the current stream wait for all streams of the context, and these for the current stream.
- * Call it before freeing memory whose users are unknown. */
+/* Makes the current stream wait for all streams of the context. Then makes all streams of the
+ * context wait for the current stream. Call it before freeing memory whose users are unknown. */
 FC_CHECK fc_status fc_comm_quiesce(fc_comm_ctx *c);
 /* Makes later work on the gather streams wait for `e`. Only the copy-in stream waits, because the
  * buffers are its memory and each gather follows its copy-in. Does nothing before the streams are
@@ -103,7 +103,7 @@ FC_CHECK fc_status fc_comm_release_kept(fc_comm_ctx *c);
 
 /* Keeps a row whose cast runs on another stream than the row's. At most two rows are kept, so that
  * a reduce-scatter does not wait for an all-reduce. A third call releases the oldest row. Takes
- * both arguments; on failure it does not take the row. */
+ * both arguments; on failure the caller keeps the row. */
 FC_CHECK fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done);
 /* Makes the reduce stream wait for the casts, then releases both rows. */
 FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);

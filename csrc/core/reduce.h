@@ -1,5 +1,5 @@
 /* Gradient reduction: pack, divide, reduce-scatter, all-reduce, divide, cast, views, accumulate.
- * Owns the plan plan of the collected gradients. The comm context owns the reductions in flight.
+ * Owns the plan of the collected gradients. The comm context owns the reductions in flight.
  *
  *   run:    grads --pack--> input --(pre-divide)--> reduce-scatter --> row
  *           row (+ partial rows) --> all-reduce, with replicas (HSDP)
@@ -38,7 +38,7 @@ typedef enum fc_overlap {
 
 typedef struct fc_reducer {
     fc_group_base *base; /* borrowed */
-    fc_reduce_plan plan; /* of the collected gradients */
+    fc_reduce_plan plan; /* plan of the collected gradients */
     fc_transfer transfer;
     fc_chunks chunks;   /* packed chunks, until the Work holds references to them */
     fct_event *reduced; /* end of the latest reduction; only with streams */
