@@ -14,13 +14,13 @@
 typedef struct fc_reduction {
     /* borrowed; its owner calls fc_reduction_discard before it frees the group */
     fc_group_base *base;
-    fc_param **params; /* [total] in the order of the row; allocated behind the struct */
-    size_t count;      /* parameters with a gradient */
-    size_t total;      /* count, plus the parameters that only have a partial row */
-    fct_tensor *input;
-    fct_tensor *output;
-    fct_work *work;
-    bool all_reducing; /* `work` is the all-reduce */
+    fc_param **params;  /* [total] in the order of the row; allocated behind the struct */
+    size_t count;       /* parameters with a gradient */
+    size_t total;       /* count, plus the parameters that only have a partial row */
+    fct_tensor *input;  /* packed gradients of all ranks; NULL: no packed chunk */
+    fct_tensor *output; /* this rank's row */
+    fct_work *work;     /* collective in flight; NULL: none */
+    bool all_reducing;  /* `work` is the all-reduce */
     /* End of the input's last use, on the reduce stream; with one rank and replicas on the
      * all-reduce stream. */
     fct_event *input_done;
