@@ -35,8 +35,8 @@ typedef struct fc_param {
     bool extended;  /* the shard has all-gather hooks; `extension` replaces flat */
     bool required;  /* requires_grad of `unsharded` when it was created */
     bool offloaded; /* shard and gradient are in host memory; always true without streams */
-    bool pinned;    /* that host memory is pinned */
-    /* Registered on the modules; 0: unknown after a failed swap. */
+    bool pinned;    /* the host memory of shard and gradient is pinned */
+    /* State whose parameter object is registered on the modules; 0: unknown after a failed swap. */
     fc_sharded_state registered_state;
     /* The unsharded parameter is a DTensor; callbacks->unwrap_grad reads its gradients. */
     bool wrapped;
@@ -65,13 +65,14 @@ typedef struct fc_param {
  * `owner`. Returns FC_EASSERT or FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes,
                                  int32_t dim, int64_t world, int64_t rank, fc_error *err);
-/* Enables resharding to a smaller group between forward and backward. `sizes` are those passed to
- * init; dim 0 is split over `world` ranks. Call it before the first unshard. */
+/* Enables resharding to a smaller group between forward and backward. `sizes` are the sizes passed
+ * to fc_param_init; dim 0 is split over `world` ranks. Call it before the first unshard. */
 FC_CHECK fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes, int64_t world,
                                               int64_t rank, fc_error *err);
 void fc_param_fini(fc_param *p); /* Releases everything. Safe on a zeroed struct. */
 
-/* Each setter takes a new reference to its argument and releases the old one. NULL is allowed. */
+/* Each setter takes a new reference to its argument and releases the previous tensor. NULL is
+ * allowed. */
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data);
 void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
 void fc_param_set_partial(fc_param *p, fct_tensor *row);
@@ -83,7 +84,8 @@ void fc_param_forget_unsharded(fc_param *p);
 
 /* Returns the dtype of gathered data and of computation. */
 fct_dtype fc_param_compute_dtype(const fc_param *p);
-/* Returns the number of tensors that are gathered for the parameter: 1, unless it is extended. */
+/* Returns the number of tensors that are gathered for the parameter: 1, unless the parameter is
+ * extended. */
 size_t fc_param_input_count(const fc_param *p);
 /* Checks input `i` of an extended parameter and writes its metadata to *facts. The input must have
  * `numel` contiguous elements of `dtype`. */

@@ -1,7 +1,7 @@
 /* Scalar conversions between float and the two 16-bit types, on bit patterns. The vector loops
- * (cast_cpu.h) must match them bit for bit. These functions also convert the elements that remain
- * after a vector loop, and all elements on processors without AVX2 and F16C. On a GPU these
- * functions call the hardware conversion.
+ * (cast_cpu.h) must give the same results bit for bit. These functions also convert the elements
+ * that remain after a vector loop, and all elements on processors without AVX2 and F16C. On a GPU
+ * these functions call the hardware conversion.
  *
  * Rounding is to nearest even. Subnormal values are rounded with integer arithmetic, so the result
  * does not depend on the thread's flush-to-zero setting. Conversions between 16-bit types and
