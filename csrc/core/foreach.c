@@ -193,7 +193,7 @@ done:
 
 /* ---- unpack ---- */
 
-/* Returns the slot's size in elements of the row, which are bytes if the dtypes differ. */
+/* Returns the slot's size in elements of plan->dtype. */
 static int64_t slot_units(const fc_gather_plan *plan, const fc_slot *slot) {
     return slot->numel * fc_dtype_size(slot->compute) / fc_dtype_size(plan->dtype);
 }

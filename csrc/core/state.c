@@ -278,9 +278,8 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
             if (!g->deferred || !g->settings.reduce_grads) {
                 continue;
             }
-            if (fc_group_base_is_replicated(
-                    /* the partial rows must be in fc_param.partial before post_backward */
-                    &g->base)) {
+            /* the partial rows must be in fc_param.partial before post_backward */
+            if (fc_group_base_is_replicated(&g->base)) {
                 FC_TRY(fc_reduction_recycle(g->base.comm, 0));
             }
             FC_TRY(g->ops->post_backward(g));
