@@ -4,10 +4,10 @@
  *   shard --first hook--> inputs --gather--> outputs --second hook--> unsharded parameter
  *                                                                     over inner tensors
  *
- * Inputs exist from the first hook to the pack. Their sizes and dtypes are kept after the pack. The
- * tensor objects of outputs and inner tensors are kept; their storages have memory only while the
- * parameter is unsharded. Memory is allocated and freed by resizing storages on the device's
- * current stream.
+ * The first hook is fsdp_pre_all_gather, the second hook is fsdp_post_all_gather. Inputs exist from
+ * the first hook to the pack. Their sizes and dtypes are kept after the pack. The tensor objects of
+ * outputs and inner tensors are kept; their storages have memory only while the parameter is
+ * unsharded. Memory is allocated and freed by resizing storages on the device's current stream.
  *
  * Preconditions: the struct is zeroed or was changed by these functions only. Lists of `count`
  * tensors are not NULL unless `count` is 0, and `world` is at least 1. */
