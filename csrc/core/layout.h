@@ -31,8 +31,8 @@ bool fc_size_mul(int64_t a, int64_t b, int64_t *out);
 bool fc_size_add(int64_t a, int64_t b, int64_t *out);
 
 /* Computes the layout. Returns FC_EASSERT with a message if ndim < 1, dim is not in [0, ndim), a
- * size is negative, or rank is not in [0, world). The same holds if a dim other than 0 is not
- * divisible by world, or if a product overflows. */
+ * size is negative, or rank is not in [0, world). Also returns FC_EASSERT if a dim other than 0 is
+ * not divisible by world, or if a product overflows. */
 FC_CHECK fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes,
                                   int32_t dim, int64_t world, int64_t rank, fc_error *err);
 

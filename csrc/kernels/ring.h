@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* Returns 1 if elements of the type can be summed here: the floating-point types of kernels.h. */
+/* Returns 1 if fck_ring_sum supports the type: the floating-point types of kernels.h. */
 int fck_ring_supports(fck_dtype dtype);
 
 /* Computes `count` elements of gloo's ring all-reduce over a buffer of `total` elements, from
