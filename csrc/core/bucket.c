@@ -75,8 +75,8 @@ static size_t assign_buckets(const fc_group_base *base, int64_t limit, fc_bucket
     int64_t bytes = 0;
     for (size_t i = base->count; i-- > 0;) {
         int64_t grad_bytes = gradient_bytes(base, base->params[i]);
-        if (grad_bytes == 0 && end == i + 1 &&
-            count > 0) { /* frozen parameters join the previous bucket */
+        /* frozen parameters join the previous bucket */
+        if (grad_bytes == 0 && end == i + 1 && count > 0) {
             base->params[i]->bucket = count - 1;
             items[count - 1].span.first = end = i;
             continue;
@@ -111,7 +111,8 @@ fc_status fc_bucket_cut(fc_buckets *b) {
     return fc_process_group_register_users(&b->base->replicate, b->count > 0 ? b->count - 1 : 0);
 }
 
-/* In a sharded group early reductions would keep the gathered parameters longer. */
+/* Returns true if a backward can be eager. Early reductions in a sharded group would keep the
+ * gathered parameters longer. */
 static bool can_reduce_early(const fc_buckets *b) {
     return fc_bucket_has_several(b) && b->base->shard.world == 1;
 }
