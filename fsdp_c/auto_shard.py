@@ -21,7 +21,7 @@ from ._auto_shard.checks import find_mixed_requires_grad
 from ._auto_shard.unit import Unit
 from ._auto_shard.unit_order import list_owned_params
 from ._runtime.hints import add_hint
-from ._runtime.transaction import Snapshot
+from ._runtime.transaction import ModuleSnapshot
 from .fully_shard import fully_shard
 from .policies import Policy
 from .wrap import ShardKwargs, plan_units
@@ -121,7 +121,7 @@ def auto_shard(
                 raise ValueError(message)
             warnings.warn(message, stacklevel=2)
     tensors = (*model.parameters(), *model.buffers())
-    snapshot = Snapshot(model.modules(), tensors) if keep_originals else None
+    snapshot = ModuleSnapshot(model.modules(), tensors) if keep_originals else None
     owned = list_owned_params(model, units)
     text = f"{type(model).__name__}: {_format_summary(units, owned)}"
     try:

@@ -14,7 +14,7 @@ import fsdp_c._C as _C
 from ._runtime import fsdp_units, kernels, lint
 from ._runtime.fsdp_units import require_module
 from ._tools import model_checks, unit_bytes
-from ._tools.fake_step import Trace, record
+from ._tools.fake_step import Trace, record_events
 from ._tools.optimizer_memory import count_state_bytes, measure_optimizer
 from ._tools.report import Explanation, make_explanation
 
@@ -69,7 +69,7 @@ def explain(
         *lint.check_large_units(model, groups),
         *lint.check_data_parallel(model),
     ]
-    layout = unit_bytes.layout_of(model)
+    layout = unit_bytes.make_sharded_layout(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
     explanation = make_explanation(
         title=fsdp_units.get_original_class(model).__name__,
@@ -105,11 +105,11 @@ def record_step(
     else:
         args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     dtypes = layout.dtypes
-    return record(
+    return record_events(
         model,
-        layout.modules_of_states,
+        layout.state_modules,
         lambda param: dtypes.get(id(param), param.dtype),
-        layout.places,
+        layout.param_indices,
         args,
         kwargs,
         loss,
@@ -129,7 +129,7 @@ def _make_sharding(
     return unit_bytes.Sharding(
         units=tuple(layout.units),
         states=tuple(layout.states),
-        buffers=unit_bytes.other_bytes(model, layout.dtypes),
+        buffers=unit_bytes.count_bytes_outside_units(model, layout.dtypes),
         optimizer=states,
         step=step,
         streams=not on_cpu,
@@ -143,7 +143,7 @@ def compute_optimizer_cost(
     trained = [(unit.world, param) for unit in layout.units for param in unit.trained]
     if not trained:
         return 0, 0
-    shards = [param.padded(world) * param.own.itemsize for world, param in trained]
-    cost = measure_optimizer(optimizer, trained[0][1].own, on_cpu)
+    shards = [param.padded_numel(world) * param.orig_dtype.itemsize for world, param in trained]
+    cost = measure_optimizer(optimizer, trained[0][1].orig_dtype, on_cpu)
     step = cost.step * (sum(shards) if cost.whole else max(shards))
     return int(cost.states * sum(shards)), int(step)

@@ -82,13 +82,13 @@ def plan(
         ranks=shape[1],
         **kwargs,
     )
-    layout = unit_bytes.layout_for(model, units, shape)
+    layout = unit_bytes.make_planned_layout(model, units, shape)
     on_cpu = _parse_device_type(device) == "cpu"
     states, step = compute_optimizer_cost(optimizer, layout, on_cpu)
     sharding = unit_bytes.Sharding(
         units=tuple(layout.units),
         states=tuple(layout.states),
-        buffers=unit_bytes.other_bytes(model, layout.dtypes),
+        buffers=unit_bytes.count_bytes_outside_units(model, layout.dtypes),
         optimizer=states,
         step=step,
         streams=not on_cpu,

@@ -40,7 +40,7 @@ from .param_group import ParamGroup
 from .param_template import ParamFactory
 from .serialization import add_methods, refuse_deepcopy
 from .state import State
-from .transaction import Snapshot, Transaction
+from .transaction import ModuleSnapshot, Transaction
 
 
 class WrapperApi(NamedTuple):
@@ -92,7 +92,7 @@ def shard_modules(
     split = meshes.split(params)
     infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
     holders = [m for info in infos.values() for m in (info.module, *info.shared_modules)]
-    transaction.set_snapshot(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
+    transaction.set_snapshot(ModuleSnapshot([*modules, *managed, *holders], [*params, *buffers]))
     _move_states_to_device(params, buffers, device)
     state = api.state_class()
     _store_state(api, state, modules)

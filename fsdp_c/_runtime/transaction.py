@@ -17,7 +17,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-class Snapshot:
+class ModuleSnapshot:
     """A copy of modules' class, attributes, parameters, buffers and hooks.
 
     Tensors are kept by reference, because sharding does not write to the original parameters. The
@@ -53,9 +53,9 @@ class Transaction:
     """Holds the snapshot of a running call, and restores it if the call fails."""
 
     def __init__(self) -> None:
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ModuleSnapshot | None = None
 
-    def set_snapshot(self, snapshot: Snapshot) -> None:
+    def set_snapshot(self, snapshot: ModuleSnapshot) -> None:
         """Sets the snapshot that :meth:`rollback` restores."""
         self._snapshot = snapshot
 

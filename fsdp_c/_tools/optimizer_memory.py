@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .fake_step import Storages, Trace
+from .fake_step import StorageRecorder, Trace
 
 OptimizerArgument: TypeAlias = "str | Optimizer | Callable[..., Optimizer] | None"
 
@@ -124,18 +124,18 @@ def _measure_step(
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     trace = Trace()
-    storages = Storages(trace)
+    storages = StorageRecorder(trace)
     kept = [value for state in optimizer.state.values() for value in state.values()]
     kept += [*parameters, *(parameter.grad for parameter in parameters)]
-    storages.forget([value for value in kept if isinstance(value, torch.Tensor)])
+    storages.exclude([value for value in kept if isinstance(value, torch.Tensor)])
     with storages:
         optimizer.step()
-    alive, total, peak = {}, 0, 0
-    for what, which, value in trace.events:
-        if what == "alloc":
-            alive[which] = value
+    live, total, peak = {}, 0, 0
+    for name, storage, value in trace.events:
+        if name == "alloc":
+            live[storage] = value
             total += value
         else:
-            total -= alive.pop(which)
+            total -= live.pop(storage)
         peak = max(peak, total)
     return peak, optimizer, [*parameters]
