@@ -42,7 +42,8 @@ def explain(
             tensors. ``None``: the report has no activations.
         loss: Returns the loss of the output, for backward. ``None``: the output's ``loss``, or else
             the sum of its tensors. A float32 cross entropy may determine the peak.
-        memory: The bytes of one rank, as a number or as ``"80GiB"``, for a verdict.
+        memory: The memory of one rank in bytes, or as ``"80GiB"``: the report compares it with the
+            peak.
         file: The output file. ``None``: standard output.
 
     Returns:

@@ -148,7 +148,7 @@ def _log_installation() -> None:
     global _has_logged
     if not _has_logged:
         _has_logged = True
-        names = redirect.redirected()
+        names = redirect.list_redirected()
         logger.info("fsdp_c %s replaces %s", __version__, ", ".join(names) or "nothing yet")
 
 

@@ -30,7 +30,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import fsdp_c._C as _C
-from fsdp_c_autoload.redirect import Redirection, copy_of
+from fsdp_c_autoload.redirect import Redirection, copy_function
 
 from . import patches
 from .originals import find_expected, find_original, get_codes, is_from_torch, is_torch_function
@@ -131,7 +131,7 @@ def _redirect(
     """
 
     function = inspect.unwrap(_originals[torch_class, name])
-    original = copy_of(function)
+    original = copy_function(function)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, own_class):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsdp_c_autoload.redirect import reachable
+from fsdp_c_autoload.redirect import iterate_wrapped
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NO_GRAD = os.path.join(_TORCH, "utils", "_contextlib.py")
@@ -64,7 +64,7 @@ def is_torch_function(function: Any, module: str, qualname: str) -> bool:
 
 def find_original(found: Any, module: str, qualname: str) -> FunctionType | None:
     """Returns torch's own function, ``found`` or the function that the wrapper ``found`` holds."""
-    for function in reachable(found):
+    for function in iterate_wrapped(found):
         if is_torch_function(function, module, qualname):
             return function
     return None
@@ -76,7 +76,7 @@ def find_undecorated(module: ModuleType, name: str) -> Any:
     Raises:
         AttributeError: The module's attribute does not lead to torch's function.
     """
-    for function in reachable(getattr(module, name)):
+    for function in iterate_wrapped(getattr(module, name)):
         code = getattr(function, "__code__", None)
         if code is not None and (code.co_name, code.co_filename) == (name, _get_code_file(module)):
             return function
@@ -106,7 +106,7 @@ def is_from_torch(found: Any) -> bool:
 
 def find_expected(module: ModuleType, name: str) -> Any:
     """Returns torch's object of that name in the module; ``None``: no object there leads to it."""
-    for function in reachable(vars(module).get(name)):
+    for function in iterate_wrapped(vars(module).get(name)):
         if is_from_torch(function) and getattr(function, "__name__", None) == name:
             return function
     return None

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import fsdp_c._C as _C
-from fsdp_c_autoload.redirect import Redirection, find_torchs
+from fsdp_c_autoload.redirect import Redirection, find_torch_function
 
 from .env import is_env_enabled
 from .grad_norm import (
@@ -239,7 +239,7 @@ def redirect() -> None:
         return
     module = sys.modules[_MODULE]
     for name, replacement in _REPLACEMENTS.items():
-        function = find_torchs(module, name)
+        function = find_torch_function(module, name)
         if function is not None:
             _redirected[name] = Redirection(function, replacement)
 
