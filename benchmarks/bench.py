@@ -193,7 +193,7 @@ def bandwidth_section(result: Result, folder: Path) -> Iterator[str]:
 
 
 def output_section(result: Result, _: Path) -> Iterator[str]:
-    """The benchmark's output as printed, for benchmarks without tables or plots of their own."""
+    """The benchmark's output as printed, for benchmarks without separate tables or plots."""
     yield f"## {result.name}"
     yield ""
     yield f"```\n{result.output}\n```"

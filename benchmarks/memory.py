@@ -6,7 +6,7 @@ square weights below a root without parameters, resharded after forward. The inp
 After two warm-up steps, one step runs under torch's profiler, which records the address of every
 allocation and free of the CPU allocator.
 
-An allocation that is still alive after backward is persistent (the sharded gradients); all others
+An allocation that is still live after backward is persistent (the sharded gradients); all others
 are transient. The result is the highest sum of transient bytes during forward and during backward,
 divided by a unit. A unit is the bytes of one group's full parameters in the compute dtype (fp32, or
 bf16 when mixed). Sharded parameters exist before the step and are not counted. Activations are
@@ -97,15 +97,15 @@ def _peaks(events: list[Any]) -> dict[str, int]:
     [backward] = [event.start_time_ns for event in events if event.name == BACKWARD]
     events = [event for event in events if event.tag == _EventType.Allocation]
     peaks = {"forward": 0, "backward": 0, "kept": 0}
-    alive: dict[int, int] = {}
+    live: dict[int, int] = {}
     total = 0
     for event, transient in zip(events, _freed_later(events), strict=True):
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size < 0:
-            # Memory allocated before the profile is not in ``alive``; its free is ignored.
-            total -= alive.pop(address, 0)
+            # Memory allocated before the profile is not in ``live``; its free is ignored.
+            total -= live.pop(address, 0)
         elif transient:
-            alive[address] = size
+            live[address] = size
             total += size
         else:
             peaks["kept"] += size

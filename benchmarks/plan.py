@@ -140,9 +140,9 @@ def jobs() -> Iterator[Job]:
                 )
     gpt, few, mixed = gpts["gpt"], lambda: gpt_batch(2), policies["mixed"]
     for reshard in (True, False, 4):
-        kept = {"reshard_after_forward": reshard}
-        yield Job(f"gpt, reshard {reshard}", gpt, few, kept)
-        yield Job(f"gpt, mixed, reshard {reshard}", gpt, few, kept | mixed)
+        settings = {"reshard_after_forward": reshard}
+        yield Job(f"gpt, reshard {reshard}", gpt, few, settings)
+        yield Job(f"gpt, mixed, reshard {reshard}", gpt, few, settings | mixed)
     for hsdp in ({}, mixed):
         yield Job(f"gpt, hsdp, {'mixed' if hsdp else 'fp32'}", gpt, few, hsdp, hsdp=True)
     yield Job("gpt, one unit", gpt, few, policy=10**9)
@@ -193,15 +193,15 @@ def _is_scratch(alloc: Any, free: Any) -> bool:
 
 def _peak(events: list[Any]) -> int:
     total = peak = 0
-    alive: set[int] = set()
+    live: set[int] = set()
     for event in events:
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:
-            alive.add(address)
-        elif address not in alive:
+            live.add(address)
+        elif address not in live:
             continue  # allocated before the profile began
         else:
-            alive.discard(address)
+            live.discard(address)
         total += size
         peak = max(peak, total)
     return peak

@@ -29,8 +29,10 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
 
 
 def fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
-    """Creates a 1-D mesh on a fake process group, whose collectives complete at once and move no
-    data. This process is rank 0."""
+    """Creates a 1-D mesh on a fake process group. This process is rank 0.
+
+    Its collectives complete immediately and move no data.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)

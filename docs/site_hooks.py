@@ -38,13 +38,13 @@ def find_site_path(repository_path: str) -> str:
     return f"{COPIES}/{repository_path}{suffix}"
 
 
-def rewrite_links(markdown: str, repository_path: str, found: set[str]) -> str:
+def rewrite_links(markdown: str, repository_path: str, linked: set[str]) -> str:
     """Changes links to files of the repository into links inside of the site.
 
     Args:
         markdown: The text of a document. Fenced code is not changed.
         repository_path: The document's path from the root of the repository.
-        found: Receives the paths of the linked files outside of docs/.
+        linked: Receives the paths of the linked files outside of docs/.
     """
     start = posixpath.dirname(find_site_path(repository_path))
 
@@ -56,7 +56,7 @@ def rewrite_links(markdown: str, repository_path: str, found: set[str]) -> str:
         if not (ROOT / path).is_file():
             return match[0]  # mkdocs reports it
         if not path.startswith("docs/"):
-            found.add(path)
+            linked.add(path)
         return f"{opening}{posixpath.relpath(find_site_path(path), start or '.')}{anchor})"
 
     pieces, end = [], 0
@@ -68,16 +68,16 @@ def rewrite_links(markdown: str, repository_path: str, found: set[str]) -> str:
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the linked files of the repository, and those that they link to."""
-    found = set(PAGES)
+    linked = set(PAGES)
     for page in files.documentation_pages():
-        rewrite_links(page.content_string, f"docs/{page.src_uri}", found)
-    done: set[str] = set()
-    while missing := sorted(found - done):
+        rewrite_links(page.content_string, f"docs/{page.src_uri}", linked)
+    copied: set[str] = set()
+    while missing := sorted(linked - copied):
         for path in missing:
-            done.add(path)
+            copied.add(path)
             text = (ROOT / path).read_text()
             if path.endswith(".md"):
-                text = rewrite_links(text, path, found)
+                text = rewrite_links(text, path, linked)
             files.append(File.generated(config, find_site_path(path), content=text))
     return files
 

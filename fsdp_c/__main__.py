@@ -130,9 +130,9 @@ def _hide_own_frames(show: Hook) -> Hook:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        own = (__file__, "<frozen runpy>", runpy.__file__)
+        launcher_files = (__file__, "<frozen runpy>", runpy.__file__)
         script = traceback
-        while script is not None and script.tb_frame.f_code.co_filename in own:
+        while script is not None and script.tb_frame.f_code.co_filename in launcher_files:
             script = script.tb_next
         if script is not None or isinstance(error, SyntaxError):  # else fsdp_c raised it
             error, traceback = error.with_traceback(script), script

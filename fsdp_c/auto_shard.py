@@ -1,4 +1,4 @@
-"""``auto_shard``: shards a whole model by one call, following a policy.
+"""``auto_shard``: shards a model in one call, following a policy.
 
 The call plans the units (``wrap.py``), then calls ``fully_shard`` on each unit and on the root. If
 one of these calls fails, the changes of all calls are rolled back.

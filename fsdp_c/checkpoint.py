@@ -83,15 +83,15 @@ def load_full_state_dict(
         source, rename, shared_file, targets, ranks, lambda: find_tqdm(progress)
     )
     keys = match_names(model, targets, header, strict, ranks)
-    wanted = {name: facts for name, facts in header.tensors.items() if name in targets}
-    destinations = agree_on_destinations(model, {name: targets[name] for name in wanted}, ranks)
+    loaded = {name: facts for name, facts in header.tensors.items() if name in targets}
+    destinations = agree_on_destinations(model, {name: targets[name] for name in loaded}, ranks)
     if shared_file:
-        failure = read_own_rows(reader, wanted, destinations)
+        failure = read_own_rows(reader, loaded, destinations)
     else:
         devices = (destination.local.device for destination in destinations.values())
         device = ranks.choose_device(next(devices, torch.device("cpu")))
         limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
-        buckets = plan_buckets(wanted, destinations, limit)
+        buckets = plan_buckets(loaded, destinations, limit)
         with show_progress(progress, ranks, buckets) as advance:
             failure = stream_buckets(reader, destinations, buckets, ranks, device, advance)
     if failure is None:

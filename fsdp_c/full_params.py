@@ -140,15 +140,15 @@ class FullParams(Mapping[str, torch.Tensor]):
             for unit in self._units
             for i, param in enumerate(unit.params)
         }
-        found: dict[str, tuple[_Unit | None, int]] = {}
+        positions: dict[str, tuple[_Unit | None, int]] = {}
         for name, param in model.named_parameters():
             if id(param) not in position:
                 position[id(param)] = (None, len(self._plain))
                 self._plain.append(param)
-            found[clean_tensor_name(name)] = position[id(param)]
+            positions[clean_tensor_name(name)] = position[id(param)]
         self._places: dict[str, tuple[_Unit | None, int]] = {}
         for unit in (*self._units, None):  # by units, as they are gathered
-            self._places |= {name: place for name, place in found.items() if place[0] is unit}
+            self._places |= {name: place for name, place in positions.items() if place[0] is unit}
         mesh = next((unit.mesh for unit in self._units if unit.params), None)
         self._has_values = (
             not rank0_only or mesh is None or dist.get_rank() == _get_first_rank(mesh)
@@ -228,22 +228,22 @@ class _Unit:
             if tensor is not None and self._target is not None:
                 tensor = tensor.to(self._target)
             full.append(None if tensor is None else nn.Parameter(tensor, shard.requires_grad))
-        for param, whole in zip(self.params, full):
-            if whole is not None:
-                _register_param(param, whole)
+        for param, full_param in zip(self.params, full):
+            if full_param is not None:
+                _register_param(param, full_param)
         self._full = full
-        self._versions = [0 if whole is None else whole._version for whole in full]
+        self._versions = [0 if full_param is None else full_param._version for full_param in full]
 
     @torch.no_grad()
     def close(self, write: bool) -> Exception | None:
         """Registers all shards, and copies changes to them. Returns the first failure, or None."""
         failure: Exception | None = None
-        for i, whole in enumerate(self._full):
-            if whole is None:
+        for i, full_param in enumerate(self._full):
+            if full_param is None:
                 continue
             param, now = self.params[i], self.get_registered(i)
             _register_param(param, param.sharded_param)
-            changed = now is not whole or whole._version != self._versions[i]
+            changed = now is not full_param or full_param._version != self._versions[i]
             if write and changed:
                 try:
                     _write_back(param.sharded_param, now)
@@ -277,10 +277,10 @@ def _gather_full(
         cut = _find_shard_dim(shard)
         if cut is None:
             moved: Any = shard if shard.device == device else shard.to(device)
-            whole = moved.full_tensor()
+            full_param = moved.full_tensor()
             if not rank0_only or dist.get_rank() == _get_first_rank(shard.device_mesh):
-                own = whole.data_ptr() == shard._local_tensor.data_ptr()
-                full[i] = whole.clone() if own else whole
+                shares_memory = full_param.data_ptr() == shard._local_tensor.data_ptr()
+                full[i] = full_param.clone() if shares_memory else full_param
         else:
             key = (shard.device_mesh, cut, shard.dtype)
             together.setdefault(key, []).append(i)
@@ -346,24 +346,26 @@ def _gather_rows(
 def _join_rows(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:
     """Returns the full tensor from gathered shards of shape (ranks, elements)."""
     dim, chunk = _get_chunk(shard, mesh_dim)
-    rest = [n for i, n in enumerate(shard.shape) if i != dim]
-    whole = rows.reshape(rows.shape[0] * chunk, *rest)[: shard.shape[dim]]
+    other_sizes = [n for i, n in enumerate(shard.shape) if i != dim]
+    full_param = rows.reshape(rows.shape[0] * chunk, *other_sizes)[: shard.shape[dim]]
     # A copy, so that the gathered memory of all parameters can be freed.
-    return whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    return full_param.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def _write_back(shard: DTensor, whole: Any) -> None:
-    """Copies this rank's part of ``whole`` to the shard."""
-    if isinstance(whole, DTensor) or not isinstance(whole, torch.Tensor):
-        raise ValueError(f"full_params expects a plain tensor to write back, not {type(whole)}")
-    if whole.shape != shard.shape:
+def _write_back(shard: DTensor, full_param: Any) -> None:
+    """Copies this rank's part of ``full_param`` to the shard."""
+    if isinstance(full_param, DTensor) or not isinstance(full_param, torch.Tensor):
         raise ValueError(
-            f"full_params cannot write back a parameter of shape {tuple(whole.shape)} where "
+            f"full_params expects a plain tensor to write back, not {type(full_param)}"
+        )
+    if full_param.shape != shard.shape:
+        raise ValueError(
+            f"full_params cannot write back a parameter of shape {tuple(full_param.shape)} where "
             f"{tuple(shard.shape)} was"
         )
     local = shard._local_tensor
     if local.numel() > 0:
         mine = distribute_tensor(
-            whole.to(local.device), shard.device_mesh, shard.placements, src_data_rank=None
+            full_param.to(local.device), shard.device_mesh, shard.placements, src_data_rank=None
         )
         local.copy_(mine._local_tensor)

@@ -25,7 +25,7 @@ def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterat
     parameters of the root without a call of ``forward``. Gradients are disabled.
 
     Args:
-        model: The whole model (its outermost FSDP module).
+        model: The root of the model, an FSDP module.
         methods: With ``keep_full=False``, the methods that gather parameters as ``forward`` does.
             Default: ``generate``.
         keep_full: ``False`` gathers units for each of their forwards, as in training, for models

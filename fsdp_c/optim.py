@@ -121,8 +121,8 @@ class _Acceleration:
         ]
         # Runs before the user's post hooks, so that they read the same states as with torch.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
-        own = functools.partial(_init_group, weakref.ref(optimizer), weakref.ref(self))
-        vars(optimizer)["_init_group"] = own
+        init_group = functools.partial(_init_group, weakref.ref(optimizer), weakref.ref(self))
+        vars(optimizer)["_init_group"] = init_group
 
     def undo(self, optimizer: Optimizer) -> None:
         self._settle(optimizer)
@@ -143,10 +143,10 @@ class _Acceleration:
             result, params, local = recipe.result, filled[0], filled[1:]
         else:
             result = self._init_group(optimizer, group, *lists)
-            made = None if needs_torch else _get_local_lists(lists)
-            if made is None:
+            local_lists = None if needs_torch else _get_local_lists(lists)
+            if local_lists is None:
                 return result
-            params, local = lists[0], made
+            params, local = lists[0], local_lists
             self._recipes.learn(optimizer, group, lists, result)
         if self._keeps_buffers and group["momentum"] != 0:
             pairs = zip(local[0], params)
@@ -174,8 +174,12 @@ class _Acceleration:
         for local, param in self._taken:  # SGD stores momentum under the tensors in its list
             buffer = optimizer.state.pop(local, {}).get("momentum_buffer")
             state = optimizer.state[param]
-            kept = state.get("momentum_buffer")
-            if buffer is None or not isinstance(kept, DTensor) or kept._local_tensor is not buffer:
+            momentum = state.get("momentum_buffer")
+            if (
+                buffer is None
+                or not isinstance(momentum, DTensor)
+                or momentum._local_tensor is not buffer
+            ):
                 state["momentum_buffer"] = buffer if buffer is None else _make_like(param, buffer)
         self._taken.clear()
 

@@ -169,8 +169,8 @@ def _run_callable(
             wrapped = sum(visit(child, recurse) for child in inner)
         if module is root or is_bare_container(module):
             return wrapped
-        rest = numel - wrapped
-        selected = recurse and policy(module=module, recurse=False, nonwrapped_numel=rest)
+        unwrapped = numel - wrapped
+        selected = recurse and policy(module=module, recurse=False, nonwrapped_numel=unwrapped)
         if selected or isinstance(module, always):
             units[module] = numel
             return numel

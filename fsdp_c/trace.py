@@ -67,14 +67,14 @@ def trace(model: nn.Module) -> Iterator[StepTrace]:
                 raise
             if devices - {"cpu", "meta"}:
                 torch.accelerator.synchronize()
-    own = trace_spans.make_spans(_read_events(profiler))
-    result.ranks = _gather_spans(own) if together else [_shift_spans(own, _find_start(own))]
+    spans = trace_spans.make_spans(_read_events(profiler))
+    result.ranks = _gather_spans(spans) if together else [_shift_spans(spans, _find_start(spans))]
     result._closed = True
 
 
 def _choose_activities(devices: set[str]) -> list[ProfilerActivity]:
-    known = {"cuda": "CUDA", "xpu": "XPU"}
-    names = ["CPU", *(known[device] for device in sorted(devices) if device in known)]
+    labels = {"cuda": "CUDA", "xpu": "XPU"}
+    names = ["CPU", *(labels[device] for device in sorted(devices) if device in labels)]
     supported = torch.profiler.supported_activities()
     return [a for a in (getattr(ProfilerActivity, name) for name in names) if a in supported]
 
@@ -108,14 +108,14 @@ def _shift_spans(rank: list[Span], zero: int) -> list[Span]:
     return [span._replace(begin=span.begin - zero, end=span.end - zero) for span in rank]
 
 
-def _gather_spans(own: list[Span]) -> list[list[Span]]:
+def _gather_spans(spans: list[Span]) -> list[list[Span]]:
     """Returns all ranks' spans, in nanoseconds since the start of the first rank.
 
     Clocks of hosts differ. Each host's times are shifted, so that the first rank of each host
     leaves the barrier at time 0.
     """
     machine = socket.gethostname()
-    parts = object_collectives.gather_objects((machine, _find_start(own), own))
+    parts = object_collectives.gather_objects((machine, _find_start(spans), spans))
     starts: dict[str, int] = {}
     for where, start, _ in parts:
         starts[where] = min(start, starts.get(where, start))

@@ -214,8 +214,10 @@ def _apply_full_precision(
     result = []
     for unit in units:
         if unit.modules[0] in overridden:
-            own = next((p.dtype for p in unit.modules[0].parameters()), torch.float32)
-            policy = MixedPrecisionPolicy(param_dtype=own, output_dtype=dtypes[unit.modules[0]])
+            own_dtype = next((p.dtype for p in unit.modules[0].parameters()), torch.float32)
+            policy = MixedPrecisionPolicy(
+                param_dtype=own_dtype, output_dtype=dtypes[unit.modules[0]]
+            )
             unit = replace(unit, kwargs=unit.kwargs | {"mp_policy": policy})
         result.append(unit)
     return result

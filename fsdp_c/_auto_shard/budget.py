@@ -48,8 +48,8 @@ def split_unit(
 
     Returns an empty list if the unit is small enough.
     """
-    taken = {p for module in others for p in module.parameters()}
-    size_of = SizeCounter(ignored_params | taken, mp_policy, ranks)
+    claimed = {p for module in others for p in module.parameters()}
+    size_of = SizeCounter(ignored_params | claimed, mp_policy, ranks)
     if size_of({p for module in modules for p in module.parameters()}) <= budget:
         return []
     return [unit for module in modules for unit in split_by_budget(module, budget, others, size_of)]
@@ -87,33 +87,33 @@ def split_by_budget(
         total = size_of(module.parameters())
         if total <= budget or is_sealed(module):
             return total
-        rest, parts = list_parts(module)
-        rest += sum(part.size for part in parts)
+        remaining, parts = list_parts(module)
+        remaining += sum(part.size for part in parts)
         for part in sorted(parts, key=lambda part: -part.size):
-            if rest <= budget:
+            if remaining <= budget:
                 break
             units.append(part.modules)
-            rest -= part.size
-        return rest
+            remaining -= part.size
+        return remaining
 
     def list_parts(module: nn.Module) -> tuple[int, list[_UnitCandidate]]:
         """Returns the bytes of the module's own parameters, and the parts that may become units."""
-        own = size_of(module.parameters(recurse=False))
+        own_size = size_of(module.parameters(recurse=False))
         parts: list[_UnitCandidate] = []
         for child in module.children():
             if child in ignored_modules:
                 continue
             if is_bare_container(child):
                 more, inside = list_parts(child)
-                own += more
+                own_size += more
                 parts += inside
             else:
-                rest = shrink(child)
-                if rest > 0:
-                    parts.append(_UnitCandidate(rest, (child,)))
+                remaining = shrink(child)
+                if remaining > 0:
+                    parts.append(_UnitCandidate(remaining, (child,)))
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             parts = _join_neighbors(parts, budget)
-        return own, parts
+        return own_size, parts
 
     shrink(root)
     return units

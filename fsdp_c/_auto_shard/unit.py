@@ -14,7 +14,7 @@ Kwargs = dict[str, Any]
 class Unit:
     """Modules that ``fully_shard`` is called on together, and its arguments.
 
-    ``names`` are the modules' names from the root; the root's name is empty. ``regathers`` tells
+    ``names`` are the modules' names from the root; the root's name is empty. ``regathers`` states
     whether backward needs the parameters. Backward of an embedding does not.
     """
 

@@ -84,8 +84,10 @@ def merge_tied(
             units = [both if unit is first else unit for unit in units if unit is not second]
             outcome = "the two become one unit"
             changed = {first, second}
-        rest = sum(p.numel() for p, holders in owners.items() if len(changed & holders.keys()) == 1)
-        if rest > shared.numel():
+        unshared = sum(
+            p.numel() for p, holders in owners.items() if len(changed & holders.keys()) == 1
+        )
+        if unshared > shared.numel():
             warnings.warn(f"{tied}: {outcome}", stacklevel=4)
 
 

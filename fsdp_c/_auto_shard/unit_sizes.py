@@ -27,13 +27,13 @@ def split_large_units(
     A unit that cannot be split stays as large as it is.
     """
     result: list[Unit] = []
-    taken = {module for unit in units for module in unit.modules}
+    claimed = {module for unit in units for module in unit.modules}
     for unit in units:
         inside = {m for module in unit.modules for m in module.modules()}
         policy = unit.kwargs.get("mp_policy")
         params = {p for module in unit.modules for p in module.parameters()}
         budget = max(1, int(max_transient / _estimate_transient_per_byte(params, policy, ranks)))
-        others = ((taken - set(unit.modules)) & inside) | ignored_modules
+        others = ((claimed - set(unit.modules)) & inside) | ignored_modules
         parts = split_unit(unit.modules, budget, others, ignored_params, policy, ranks)
         result += [
             replace(unit, modules=part, names=tuple(names[m] for m in part), regathers=True)

@@ -40,7 +40,8 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         path: A ``.safetensors`` file.
 
     Raises:
-        ValueError: the file is not what its header says, or the header does not cover it.
+        ValueError: the size of the file does not match its header, or the header does not cover the
+            file.
         OSError: it cannot be opened.
         ImportError: the safetensors library is not installed.
     """
@@ -69,10 +70,10 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
             text = file.read(length)
 
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            found = dict(pairs)
-            if len(found) < len(pairs):
+            result = dict(pairs)
+            if len(result) < len(pairs):
                 raise self._make_error("a name is in its header twice")
-            return found
+            return result
 
         json.loads(text, object_pairs_hook=unique)
 
@@ -109,13 +110,13 @@ class SafetensorsIndex(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = Path(path)
-        places = _read_index(path)
-        files = {name: SafetensorsFile(path.parent / name) for name in sorted(set(places.values()))}
+        index = _read_index(path)
+        files = {name: SafetensorsFile(path.parent / name) for name in sorted(set(index.values()))}
         self._files: dict[str, SafetensorsFile] = {}
-        for name, place in sorted(places.items(), key=lambda item: item[1]):
-            if name not in files[place]:
-                raise ValueError(f"{path} places '{name}' in {place}, which does not have it")
-            self._files[name] = files[place]
+        for name, file_name in sorted(index.items(), key=lambda item: item[1]):
+            if name not in files[file_name]:
+                raise ValueError(f"{path} places '{name}' in {file_name}, which does not have it")
+            self._files[name] = files[file_name]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._files[name][name]
@@ -134,15 +135,15 @@ class SafetensorsIndex(Mapping[str, torch.Tensor]):
 def _read_index(path: Path) -> dict[str, str]:
     """Returns the map from tensor names to file names in the index at ``path``."""
     try:
-        places = dict(json.loads(path.read_bytes())["weight_map"])
+        index = dict(json.loads(path.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path} is not an index of safetensors files") from None
-    for name, place in places.items():
-        if not isinstance(place, str) or not place or "\0" in place:
-            raise ValueError(f"{path} places '{name}' in {place!r}, which is no name of a file")
-        if PurePath(place).is_absolute() or ".." in PurePath(place).parts:
-            raise ValueError(f"{path} places '{name}' in {place!r}, which is not in its folder")
-    return places
+    for name, file_name in index.items():
+        if not isinstance(file_name, str) or not file_name or "\0" in file_name:
+            raise ValueError(f"{path} places '{name}' in {file_name!r}, which is no name of a file")
+        if PurePath(file_name).is_absolute() or ".." in PurePath(file_name).parts:
+            raise ValueError(f"{path} places '{name}' in {file_name!r}, which is not in its folder")
+    return index
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | SafetensorsIndex:
@@ -155,11 +156,11 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | Safetens
     """
     path = Path(path)
     if path.is_dir():
-        found = [
+        result = [
             *sorted(path.glob("*.safetensors.index.json")),
             *sorted(path.glob("*.safetensors")),
         ]
-        if not found:
+        if not result:
             raise FileNotFoundError(f"no safetensors file in {path}")
-        path = found[0]
+        path = result[0]
     return SafetensorsIndex(path) if path.suffix == ".json" else SafetensorsFile(path)

@@ -48,33 +48,33 @@ def get_release(version: str) -> str:
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 
-def format_build_command(found: Build | None) -> str:
+def format_build_command(build: Build | None) -> str:
     """Returns the command that rebuilds the extension."""
-    source = found.source if found is not None else str(BUILD_RECORD.parents[1])
+    source = build.source if build is not None else str(BUILD_RECORD.parents[1])
     if not (Path(source) / "setup.py").is_file():
         source = "PATH/TO/A/CLONE/OF/fsdp_c"
     options = "--no-build-isolation --no-deps --force-reinstall"
     return f"{sys.executable} -m pip install {options} {source}"
 
 
-def find_mismatch(found: Build | None, has_extension: bool) -> str | None:
+def find_mismatch(build: Build | None, has_extension: bool) -> str | None:
     """Returns one sentence with the mismatch and the command that fixes it, or ``None``."""
     clone = BUILD_RECORD.parents[1]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if found is not None and get_release(found.torch) != get_release(torch.__version__):
+    if build is not None and get_release(build.torch) != get_release(torch.__version__):
         return (
-            f"fsdp_c was built for torch {found.torch} and this is torch {torch.__version__}: "
-            f"build it again with  {format_build_command(found)}"
+            f"fsdp_c was built for torch {build.torch} and this is torch {torch.__version__}: "
+            f"build it again with  {format_build_command(build)}"
         )
     if not has_extension:
-        if found is None and (clone / "setup.py").is_file():
+        if build is None and (clone / "setup.py").is_file():
             return (
                 f"this is the source of fsdp_c, in {clone}: to use what pip has installed, leave "
                 f"that folder (cd ..); to build here, run  {sys.executable} -m pip install "
                 f"--no-build-isolation --no-deps -e {clone}"
             )
-        other = f", but for Python {found.python}" if found and found.python != python else ""
-        command = format_build_command(found)
+        other = f", but for Python {build.python}" if build and build.python != python else ""
+        command = format_build_command(build)
         return f"fsdp_c has no extension for Python {python}{other}: build it with  {command}"
     return None
 

@@ -150,17 +150,17 @@ class StateOfOlderTorch:
         return _state._get_module_fsdp_state(module)
 
     def _validate_no_duplicate_params(self) -> None:
-        seen = set()
+        visited = set()
         for state in self._state_ctx.all_states:
             for group in state._fsdp_param_groups:
                 for param in group.fsdp_params:
-                    if param._orig_param_uid in seen:
+                    if param._orig_param_uid in visited:
                         raise ValueError(
                             f"Parameter '{param._param_fqn}' is shared with a parameter already "
                             "managed by another FSDP group: put both modules into one, "
                             "fully_shard([module_a, module_b])"
                         )
-                    seen.add(param._orig_param_uid)
+                    visited.add(param._orig_param_uid)
 
 
 def register_group_hooks(torch_state: Any, state: Any) -> Any:

@@ -62,9 +62,9 @@ def is_torch_function(function: Any, module: str, qualname: str) -> bool:
     return file.startswith(folder) or file == _NO_GRAD
 
 
-def find_original(found: Any, module: str, qualname: str) -> FunctionType | None:
-    """Returns torch's own function, ``found`` or the function that the wrapper ``found`` holds."""
-    for function in iterate_wrapped(found):
+def find_original(candidate: Any, module: str, qualname: str) -> FunctionType | None:
+    """Returns torch's function: ``candidate``, or the function that ``candidate`` wraps."""
+    for function in iterate_wrapped(candidate):
         if is_torch_function(function, module, qualname):
             return function
     return None
@@ -95,12 +95,12 @@ def _get_code_file(module: ModuleType) -> str | None:
 # ---- attributes of modules -----------------------------------------------------------------------
 
 
-def is_from_torch(found: Any) -> bool:
+def is_from_torch(candidate: Any) -> bool:
     """Whether torch defines the function, the class, or the class of the object."""
-    code = getattr(found, "__code__", None)
+    code = getattr(candidate, "__code__", None)
     if code is not None:
         return bool(code.co_filename.startswith(_TORCH))
-    maker = found if isinstance(found, (BuiltinFunctionType, type)) else type(found)
+    maker = candidate if isinstance(candidate, (BuiltinFunctionType, type)) else type(candidate)
     return str(maker.__module__).partition(".")[0] == "torch"
 
 

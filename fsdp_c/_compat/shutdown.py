@@ -30,9 +30,9 @@ def _is_running(thread: str) -> bool:
 
 
 def _has_running_threads() -> bool:
-    own = str(threading.get_native_id())
+    own_thread = str(threading.get_native_id())
     try:
-        return any(thread != own and _is_running(thread) for thread in os.listdir(THREADS))
+        return any(thread != own_thread and _is_running(thread) for thread in os.listdir(THREADS))
     except OSError:  # no Linux
         return False
 

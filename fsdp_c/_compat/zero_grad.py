@@ -8,8 +8,8 @@ backward, and so do the two functions here:
 - :func:`add_zero_grad` gives a class ``FSDP<Name>`` a method ``zero_grad``. A module around a
   sharded module, or inside one, keeps torch's method and torch's behavior.
 - ``torch.optim.Optimizer.zero_grad`` is wrapped while a sharded model is alive or fsdp_c is
-  installed. torch calls no hook in it, and an optimizer does not know which of its parameters are
-  sharded.
+  installed. torch calls no hook in it, and an optimizer has no record of which of its parameters
+  are sharded.
 """
 
 from __future__ import annotations

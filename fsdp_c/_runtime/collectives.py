@@ -147,7 +147,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         comm.release_inputs(keep=comm.reduce_scatter_max_input_buffers - 1)
         hooked: list[torch.Tensor] = []
         several = len({param.orig_dtype for param in params}) > 1
-        seen: list[Any] = [CastingParam(p) for p in params] if several else [*params]
+        torch_params: list[Any] = [CastingParam(p) for p in params] if several else [*params]
         scatter = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
         reduced = replicas if self.all_reduce_grads else None
@@ -155,8 +155,8 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             use_transport(group, self.device, scatter),
             use_all_reduce_transport(reduced, self.device, scatter),
         ):
-            kept = torch_group.foreach_reduce(  # type: ignore[call-arg]
-                seen,
+            results = torch_group.foreach_reduce(  # type: ignore[call-arg]
+                torch_params,
                 grads,
                 group,  # type: ignore[arg-type]
                 comm.reduce_scatter_stream,
@@ -174,7 +174,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             )
         # foreach_reduce returns: input, its event, a stream (some releases), event of the whole
         # reduction, all-reduced tensor, its event, partial reduce output.
-        row, _, partial = kept[-3:]
+        row, _, partial = results[-3:]
         if partial is not None:
             self._keep_partials(params, partial)
         offloaded = [p.grad_offload_event for p in params if p.grad_offload_event is not None]
@@ -182,9 +182,9 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             self._offloaded = offloaded[-1]
         if self.device.type == "cpu":
             return
-        comm.keep_input(kept[0], kept[1])
+        comm.keep_input(results[0], results[1])
         # The reduced tensor must live until its cast has run on its stream.
-        self._fallback_events.append((kept[-4], row, hooked))
+        self._fallback_events.append((results[-4], row, hooked))
         if order_compute or len(self._fallback_events) > 1:
             self._fallback_finalize()
 

@@ -59,8 +59,8 @@ class CommContext(_C.CommContext, FSDPCommContext):
             self.device_handle.current_stream().wait_event(self._inputs[0][1])
             del self._inputs[0]
 
-    def _stream(self, which: int) -> Any:
-        numbers = self._stream_numbers(which)
+    def _stream(self, role: int) -> Any:
+        numbers = self._stream_numbers(role)
         if numbers is None:
             return self.device_handle.current_stream()
         kind = getattr(self.device_handle, "Stream", torch.Stream)

@@ -50,10 +50,10 @@ def get_units(model: nn.Module, caller: str) -> list[Any]:
 
 def get_groups(state: Any) -> list[Any]:
     """Returns the parameter groups of a state of torch or fsdp_c. torch 2.11 has at most one."""
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:
-        found = [state._fsdp_param_group]
-    return [group for group in found if group is not None]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def reshard_all(model: nn.Module) -> None:

@@ -91,10 +91,10 @@ def clip_any(
     groups = [_get_shard_groups(mesh, placements) for mesh, placements in kinds]
     first: dict[_GroupKey, _Groups] = {}
     groups = [first.setdefault(_make_group_key(group), group) for group in groups]
-    whole = tensors
+    gradients = tensors
     if any(_is_partial(placements) for _, placements in kinds):
-        whole = [_sum_partial(param.grad) for param in params if param.grad is not None]
-    total = _compute_total_norm(whole, groups, kind_of, norm_type, foreach)
+        gradients = [_sum_partial(param.grad) for param in params if param.grad is not None]
+    total = _compute_total_norm(gradients, groups, kind_of, norm_type, foreach)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise make_nonfinite_error(norm_type)
     _scale_grads(tensors, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
@@ -169,13 +169,13 @@ def _choose_foreach(
 def _reduce_norms(
     norms: torch.Tensor, groups: list[_Groups], kind_of: list[int], norm_type: float
 ) -> torch.Tensor:
-    """Reduces norms of local shards to norms of whole tensors: (n,) -> (n,), in place."""
+    """Reduces norms of local shards to norms of full tensors: (n,) -> (n,), in place."""
     if all(group == groups[0] for group in groups):
         return _all_reduce_norms(norms, groups[0], norm_type)
     for over in dict.fromkeys(groups):
-        own = [i for i, kind in enumerate(kind_of) if groups[kind] == over]
-        if own:
-            indices = torch.tensor(own, device=norms.device)
+        members = [i for i, kind in enumerate(kind_of) if groups[kind] == over]
+        if members:
+            indices = torch.tensor(members, device=norms.device)
             norms[indices] = _all_reduce_norms(norms[indices], over, norm_type)
     return norms
 
@@ -196,8 +196,8 @@ def _all_reduce_norms(norms: torch.Tensor, groups: _Groups, norm_type: float) ->
 
 def _scale_grads(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
     # Other devices would need a synchronization to read the factor. Fake tensors have no values.
-    known = factor.device.type == "cpu" and type(factor) is torch.Tensor and not is_tracing()
-    if known and factor.item() == 1.0:
+    is_cheap = factor.device.type == "cpu" and type(factor) is torch.Tensor and not is_tracing()
+    if is_cheap and factor.item() == 1.0:
         return
     parts = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
     for (device, _), ((part,), _) in parts.items():
@@ -216,16 +216,16 @@ class PerMeshCache:
 
     def __init__(self, find: Callable[[DeviceMesh, Any], Any]) -> None:
         self._find = find
-        self._known: dict[tuple[int, Any], tuple[weakref.ref[DeviceMesh], Any]] = {}
+        self._cache: dict[tuple[int, Any], tuple[weakref.ref[DeviceMesh], Any]] = {}
 
     def __call__(self, mesh: DeviceMesh, placements: Any) -> Any:
         key = (id(mesh), placements)  # the same object: an equal mesh may have other groups
-        known = self._known.get(key)
-        if known is None or known[0]() is not mesh:
-            alive = {k: entry for k, entry in self._known.items() if entry[0]() is not None}
-            known = (weakref.ref(mesh), self._find(mesh, placements))
-            self._known = {**alive, key: known}
-        return known[1]
+        cached = self._cache.get(key)
+        if cached is None or cached[0]() is not mesh:
+            live = {k: entry for k, entry in self._cache.items() if entry[0]() is not None}
+            cached = (weakref.ref(mesh), self._find(mesh, placements))
+            self._cache = {**live, key: cached}
+        return cached[1]
 
 
 def _find_group_names(mesh: DeviceMesh, placements: Any) -> GroupNames | None:

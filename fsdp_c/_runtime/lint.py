@@ -129,15 +129,15 @@ def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
         for param in group.fsdp_params
         for module, _ in iterate_slots(param)
     }
-    left = [
+    missed = [
         name
         for name, layer in _iterate_repeated_layers(model)
         if any(id(module) in of_root for module in layer.modules())
     ]
-    if not left:
+    if not missed:
         return []
     return [
-        f"{format_names(left)} are repeated layers but no units: their parameters are gathered "
+        f"{format_names(missed)} are repeated layers but no units: their parameters are gathered "
         "with the root's and stay unsharded through forward and backward. Call fully_shard on each "
         "before the root"
     ]
@@ -149,16 +149,16 @@ def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
     if state is None:
         return []
     of_root = {id(group) for group in state._fsdp_param_groups}
-    wanted = {group.mp_policy.param_dtype for _, group in groups if id(group) not in of_root}
-    own = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
-    if state._mp_policy.param_dtype is not None or not own or wanted - {None} != wanted:
+    inner = {group.mp_policy.param_dtype for _, group in groups if id(group) not in of_root}
+    outer = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
+    if state._mp_policy.param_dtype is not None or not outer or inner - {None} != inner:
         return []
     names = get_param_names(model, groups)
-    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in wanted))
+    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in inner))
     return [
-        f"the blocks compute in {dtypes}, but {format_names([names[id(param)] for param in own])} "
+        f"the blocks compute in {dtypes}, but {format_names([names[id(p)] for p in outer])} "
         "in the root in full precision: pass mp_policy to the root's fully_shard, too"
-    ] * bool(wanted)
+    ] * bool(inner)
 
 
 def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:

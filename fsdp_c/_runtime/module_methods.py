@@ -37,7 +37,7 @@ def _set_reduce_scatter_unused_params(
 def _set_reduce_scatter_max_input_buffers(
     self: Any, max_input_buffers: int, *, recurse: bool = True
 ) -> None:
-    """Sets how many reduce-scatter inputs may be alive at once.
+    """Sets how many reduce-scatter inputs may be allocated at the same time.
 
     Raises:
         TypeError: ``max_input_buffers`` is not an int.

@@ -69,19 +69,19 @@ class Nvrtc:
             chosen = (ctypes.c_char_p * len(options))(*options)
             if self.lib.nvrtcCompileProgram(program, len(options), chosen) != 0:
                 raise RuntimeError(self._log(program))
-            return self._result(program, "CUBIN")
+            return self._get_output(program, "CUBIN")
         finally:
             self.lib.nvrtcDestroyProgram(ctypes.byref(program))
 
-    def _result(self, program: ctypes.c_void_p, what: str) -> bytes:
+    def _get_output(self, program: ctypes.c_void_p, output: str) -> bytes:
         size = ctypes.c_size_t()
-        self._check(getattr(self.lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        self._check(getattr(self.lib, f"nvrtcGet{output}Size")(program, ctypes.byref(size)))
         text = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self.lib, f"nvrtcGet{what}")(program, text))
+        self._check(getattr(self.lib, f"nvrtcGet{output}")(program, text))
         return text.raw
 
     def _log(self, program: ctypes.c_void_p) -> str:
-        return self._result(program, "ProgramLog").rstrip(b"\0").decode()
+        return self._get_output(program, "ProgramLog").rstrip(b"\0").decode()
 
 
 def find_libraries() -> list[Path]:

@@ -158,8 +158,8 @@ class Param(ReplaceableShard):
         if forward is not None:
             rows = -(-self._orig_size[0] // forward[0])
             start = min(forward[1] * rows, self._orig_size[0])
-            kept = min(rows, self._orig_size[0] - start)
-            self.sharded_post_forward_size = torch.Size((kept, *self._orig_size[1:]))
+            own_rows = min(rows, self._orig_size[0] - start)
+            self.sharded_post_forward_size = torch.Size((own_rows, *self._orig_size[1:]))
             self.contiguous_sharded_post_forward_stride = make_contiguous_strides_for(
                 self.sharded_post_forward_size
             )
@@ -281,11 +281,13 @@ class Param(ReplaceableShard):
         Inference mode is off, because later training forwards reuse the parameter.
         """
         with torch.inference_mode(False), torch.no_grad():
-            whole = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
+            unsharded = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
             if self._unsharded_dtensor_spec is not None:
-                whole = _from_local_no_grad(whole, self._get_unsharded_dtensor_spec(whole))
+                unsharded = _from_local_no_grad(
+                    unsharded, self._get_unsharded_dtensor_spec(unsharded)
+                )
             return self._restore_class(
-                nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+                nn.Parameter(unsharded, requires_grad=self.sharded_param.requires_grad)
             )
 
     def _restore_class(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -341,9 +343,9 @@ class Param(ReplaceableShard):
 
 def get_param_class() -> type[Param]:
     """Returns ``Param``, or a class derived from it and a subclass that replaced ``FSDPParam``."""
-    found = getattr(torch_group, "FSDPParam", FSDPParam)
-    is_subclass = isinstance(found, type) and issubclass(found, FSDPParam)
-    return _make_subclass(found) if is_subclass and found is not FSDPParam else Param
+    param_class = getattr(torch_group, "FSDPParam", FSDPParam)
+    is_subclass = isinstance(param_class, type) and issubclass(param_class, FSDPParam)
+    return _make_subclass(param_class) if is_subclass and param_class is not FSDPParam else Param
 
 
 @functools.cache

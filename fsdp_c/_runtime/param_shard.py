@@ -26,7 +26,7 @@ def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a wrapper subclass without memory of its own."""
+    """Whether ``tensor`` is a wrapper subclass without own storage."""
     return type(tensor) is not torch.Tensor and (
         is_traceable_wrapper_subclass(tensor) or not _C.has_memory(tensor)
     )

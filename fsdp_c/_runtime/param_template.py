@@ -116,9 +116,9 @@ class ParamFactory:
         kind = _templates.get(key)
         if kind is not None:
             return self._make_from_template(kind, param, info)
-        made = self._construct(param, info, placement)
-        vars(made)["_template"] = _templates[key] = _Template(made, self._world, self._rank)
-        return made
+        result = self._construct(param, info, placement)
+        vars(result)["_template"] = _templates[key] = _Template(result, self._world, self._rank)
+        return result
 
     def _construct(
         self, param: nn.Parameter, info: ParamModuleInfo, placement: Shard | None
@@ -130,21 +130,21 @@ class ParamFactory:
     def _make_from_template(
         self, kind: _Template, param: nn.Parameter, info: ParamModuleInfo
     ) -> Param:
-        made = Param.__new__(Param)
-        _C.Param.__init__(made, *kind.layout)
-        notes = vars(made)
-        notes.update(kind.facts)
-        notes.update(self._call_attributes)
+        result = Param.__new__(Param)
+        _C.Param.__init__(result, *kind.layout)
+        own_attributes = vars(result)
+        own_attributes.update(kind.facts)
+        own_attributes.update(self._call_attributes)
         attributes = dict(vars(param))
-        notes.update(
+        own_attributes.update(
             _template=kind,
             _module_info=info,
             _orig_attributes=attributes,
             _orig_param_uid=orig_param_uid(param),
         )
-        made._sharding_spec = kind.spec
-        made.orig_dtype, made.param_dtype, made.reduce_dtype = kind.dtypes
-        notes["_adopted"] = made._cut(param, kind.dim)
+        result._sharding_spec = kind.spec
+        result.orig_dtype, result.param_dtype, result.reduce_dtype = kind.dtypes
+        own_attributes["_adopted"] = result._cut(param, kind.dim)
         if attributes:
-            made._copy_attributes(made.sharded_param)
-        return made
+            result._copy_attributes(result.sharded_param)
+        return result

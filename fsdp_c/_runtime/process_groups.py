@@ -198,7 +198,7 @@ class GroupCommunication(GroupCollectives):
         """Chooses for gather and reduce between the core and torch's functions (fallback)."""
         for param in self.fsdp_params:
             param._extended = has_extensions(param)
-        # Only torch's code reads tensor subclasses that have no memory of their own.
+        # Only torch's code reads tensor subclasses that have no storage.
         unreadable = any(
             not param._extended and not _C.has_memory(param._sharded_param_data)
             for param in self.fsdp_params

@@ -42,8 +42,8 @@ _TRACERS = tuple(getattr(_TorchDispatchModeKey, name) for name in ("FAKE", "PROX
 
 def _is_input_device(device: torch.device) -> bool:
     """Whether the root moves its arguments to ``device``, as DistributedDataParallel does."""
-    own = torch._C._get_privateuse1_backend_name()
-    return device.type in ("cuda", "hpu", "xpu", "mtia", own)
+    custom_backend = torch._C._get_privateuse1_backend_name()
+    return device.type in ("cuda", "hpu", "xpu", "mtia", custom_backend)
 
 
 def _disable_functorch() -> contextlib.AbstractContextManager[Any]:
@@ -155,16 +155,16 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         handles = (self._pre_forward_hook_handle, self._post_forward_hook_handle)
         if group is not None:
             handles = handles[0].handles
-        made: dict[int, _C.Hook] = {}
+        new_hooks: dict[int, _C.Hook] = {}
         for module in self._modules:
             for post, hooks in enumerate((module._forward_pre_hooks, module._forward_hooks)):
                 for key in [handle.id for handle in handles if handle.id in hooks]:
                     shown = hooks[key]
                     if not _is_hook(shown, self._post_forward if post else self._pre_forward):
                         continue
-                    if id(shown) not in made:
-                        made[id(shown)] = _C.Hook(self, bool(post), shown, group)
-                    hooks[key] = made[id(shown)]
+                    if id(shown) not in new_hooks:
+                        new_hooks[id(shown)] = _C.Hook(self, bool(post), shown, group)
+                    hooks[key] = new_hooks[id(shown)]
 
     def _inputs_to_device(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -65,7 +65,7 @@ def set_keep_unsharded_storage(self: Any, keep: bool, *, recurse: bool = True) -
     """Sets whether the memory of unsharded parameters is kept when they are resharded.
 
     Their ``data_ptr()`` is then the same in all steps, as CUDA graphs require. The cost is the
-    memory of all unsharded parameters. ``False`` frees memory that is not in use at once.
+    memory of all unsharded parameters. ``False`` immediately frees memory that is not in use.
 
     Args:
         keep: Whether to keep the memory, which the next unshard allocates.

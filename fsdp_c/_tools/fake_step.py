@@ -65,19 +65,19 @@ class StorageRecorder(TorchDispatchMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._trace = trace
-        self._known: dict[int, Any] = {}
+        self._numbers: dict[int, Any] = {}
         self._count = 0
 
     def exclude(self, tensors: Sequence[torch.Tensor]) -> None:
         """Excludes the storages of ``tensors``, which exist before the step."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._known[storage._cdata] = (-1, weakref.ref(storage))
+            self._numbers[storage._cdata] = (-1, weakref.ref(storage))
 
     def get_number(self, tensor: torch.Tensor) -> int:
         """Returns the index of the tensor's storage; -1 if the storage existed before the step."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        return known[0] if known is not None else -1
+        entry = self._numbers.get(tensor.untyped_storage()._cdata)
+        return entry[0] if entry is not None else -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -92,15 +92,15 @@ class StorageRecorder(TorchDispatchMode):
     def _record_storage(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known:
+        if key in self._numbers:
             return
         number, self._count = self._count, self._count + 1
 
         def on_free(_: Any) -> None:
-            del self._known[key]
+            del self._numbers[key]
             self._trace.add_event("free", number)
 
-        self._known[key] = (number, weakref.ref(storage, on_free))
+        self._numbers[key] = (number, weakref.ref(storage, on_free))
         self._trace.add_event("alloc", number, storage.nbytes())
 
 

@@ -133,13 +133,13 @@ def _format_shares(ranks: list[list[Span]]) -> str:
         for span in rank:
             if span.lane == trace_spans.COMPUTE:
                 total[span.kind] += span.length
-    whole = max(span.end for rank in ranks for span in rank)
-    parts = [(total[kind] / len(ranks) / whole, kind) for kind in _ORDER]
+    duration = max(span.end for rank in ranks for span in rank)
+    parts = [(total[kind] / len(ranks) / duration, kind) for kind in _ORDER]
     text = ", ".join(
         f"{share:.0%} {kind}".replace("%", " %") for share, kind in parts if share >= 0.005
     )
     count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    return f"{_format_ms(whole)} on {count}: {text}"
+    return f"{_format_ms(duration)} on {count}: {text}"
 
 
 def _format_communication(ranks: list[list[Span]]) -> str:

@@ -41,8 +41,8 @@ def draw_timeline(axes: Any, title: str, ranks: list[list[Span]], legend: bool =
     left_out = len(ranks) - len(shown)
     more = f" ({left_out} more ranks are not shown)" if left_out else ""
     width = axes.figure.get_figwidth()
-    whole = (title + more).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
-    axes.set_title("\n".join(textwrap.wrap(whole, int(9.3 * width))), fontsize=10.5,
+    full_title = (title + more).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
+    axes.set_title("\n".join(textwrap.wrap(full_title, int(9.3 * width))), fontsize=10.5,
                    loc="left")  # fmt: skip
     _draw_rows(axes, shown, _list_lanes(shown), width)
     if legend:
@@ -74,8 +74,8 @@ def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: floa
     axes.tick_params(axis="y", length=0)
 
 
-def _draw_lane(axes: Any, y: float, found: list[Span], last: float, width: float) -> None:
-    for depth, span in _stack_spans(found):
+def _draw_lane(axes: Any, y: float, spans: list[Span], last: float, width: float) -> None:
+    for depth, span in _stack_spans(spans):
         begin, length = span.begin / 1e6, span.length / 1e6
         place, tall = (y - 0.4, 0.8) if depth is None else (y - 0.4 + 0.4 * depth, 0.38)
         axes.broken_barh(
@@ -100,21 +100,21 @@ def _choose_label(unit: str, capacity: float) -> str:
     return next((text for text in (unit, short) if text and len(text) + 1 <= capacity), "")
 
 
-def _stack_spans(found: list[Span]) -> list[tuple[int | None, Span]]:
+def _stack_spans(spans: list[Span]) -> list[tuple[int | None, Span]]:
     """Assigns overlapping spans to two half rows; None for a span that uses the full row."""
     placed: list[tuple[int | None, Span]] = []
-    for i, span in enumerate(found):
-        near = found[max(0, i - 3) : i] + found[i + 1 : i + 4]
+    for i, span in enumerate(spans):
+        near = spans[max(0, i - 3) : i] + spans[i + 1 : i + 4]
         alone = all(other.end <= span.begin or span.end <= other.begin for other in near)
         placed.append((None if alone else i % 2, span))
     return placed
 
 
-def _draw_legend(axes: Any, found: list[Span]) -> None:
+def _draw_legend(axes: Any, spans: list[Span]) -> None:
     """Draws the legend below the picture, with the kinds that occur."""
     from matplotlib.patches import Patch
 
-    kinds = [kind for kind in _COLORS if any(span.kind == kind for span in found)]
+    kinds = [kind for kind in _COLORS if any(span.kind == kind for span in spans)]
     patches = [Patch(color=_COLORS[kind], label=kind) for kind in kinds]
     axes.legend(
         handles=patches, loc="upper center", ncols=len(patches), frameon=False, fontsize=9,

@@ -319,11 +319,11 @@ def _find_device_waits(compute: list[Span], collectives: list[Span]) -> Iterator
     collectives = sorted(collectives, key=lambda collective: collective.begin)
     for before, after in pairwise(compute):
         pause = before._replace(kind="", begin=before.end, end=after.begin)
-        pieces = (
+        parts = (
             _cut_span(pause, [collective], WAITS[collective.lane]) for collective in collectives
         )
-        taken = pause.begin
-        for piece in chain.from_iterable(pieces):
-            if piece.kind and piece.end > taken:
-                yield piece._replace(begin=max(taken, piece.begin))
-                taken = piece.end
+        covered_end = pause.begin
+        for part in chain.from_iterable(parts):
+            if part.kind and part.end > covered_end:
+                yield part._replace(begin=max(covered_end, part.begin))
+                covered_end = part.end
