@@ -427,19 +427,19 @@ class Run:
 
     def compare(self) -> list[str]:
         """Compare step times of both implementations and plot them. Return lines to print."""
-        sides = {}
+        runs = {}
         for impl in ("torch", "fsdp_c"):
             args = argparse.Namespace(**vars(self.args) | {"impl": impl})
             try:
                 model = build_model(args, self.device, self.mesh)
             except UsageError as error:
                 return [f"Not compared      {error}"]
-            sides[impl] = compare.Side(model, self._make_step(model))
-        compare.side_by_side(sides, self.args.compare)
-        traces = {impl: side.trace for impl, side in sides.items()}
+            runs[impl] = compare.ImplementationRun(model, self._make_step(model))
+        compare.measure_in_turns(runs, self.args.compare)
+        traces = {impl: run.trace for impl, run in runs.items()}
         traces["fsdp_c"].save(self.args.out / "step.json")
         if RANK == 0:
-            seconds = {impl: side.seconds for impl, side in sides.items()}
+            seconds = {impl: run.seconds for impl, run in runs.items()}
             plots.draw_comparison(self.args.out / "steps.png", seconds=seconds, traces=traces)
         return [f"One step          {traces['fsdp_c'].summary()}"]
 

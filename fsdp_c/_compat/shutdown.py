@@ -42,7 +42,7 @@ def wait_for_threads() -> None:
 
     Threads that wait for the GIL get it during the pauses. A thread that will need the GIL later is
     still running or runnable. Two consecutive checks must find no such thread: a thread that starts
-    to wait for the GIL during a check, which holds it, looks asleep.
+    to wait for the GIL during a check sleeps, because the check holds the GIL.
     """
     begin = time.monotonic()
     quiet = 0

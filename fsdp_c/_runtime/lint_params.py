@@ -49,7 +49,7 @@ def _record_registration(module: nn.Module, name: str, parameter: nn.Parameter) 
         _replaced_slots[id(module), name] = (weakref.ref(fsdp_param), id(parameter))
 
 
-def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # a compiled step inlines its hooks, and this code would break the graph
     if _replaced_slots:
@@ -68,7 +68,7 @@ patches.apply_with_first_model(
 )
 patches.apply_with_first_model(
     "optimizer step pre hook: lint",
-    lambda: patches.add_hook(register_optimizer_step_pre_hook, _check_before_step),
+    lambda: patches.add_hook(register_optimizer_step_pre_hook, _before_step),
 )
 
 

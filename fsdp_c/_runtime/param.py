@@ -85,7 +85,7 @@ class Param(ReplaceableShard):
         device: The device of unsharded parameters, and of shards that are not offloaded.
         shard_placement_fn: Returns the dimension to shard. ``None``: dimension 0.
         mp_policy: Dtypes for computation and reduction.
-        offload_policy: Whether shards live on the CPU.
+        offload_policy: Whether shards are in CPU memory.
 
     The constructor copies this rank's shard. :meth:`register` puts it on the modules. torch's own
     code makes the sharding specs of parallel DTensors and runs the all-gather extensions.

@@ -48,7 +48,7 @@ class ParamGroup(GroupCommunication):
             dimension to keep a larger shard, ``None`` to stay unsharded.
         device: Device of collectives and unsharded parameters.
         mp_policy: Mixed precision.
-        offload_policy: Whether shards live on the CPU.
+        offload_policy: Whether shards are in CPU memory.
         comm_ctx: Communication context of the state until lazy init shares the root's.
     """
 

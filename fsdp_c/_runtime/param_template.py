@@ -57,7 +57,7 @@ class _Template:
 
 
 _templates: weakref.WeakValueDictionary[Any, _Template] = weakref.WeakValueDictionary()
-"""Maps keys to the templates of living parameters."""
+"""Maps keys to the templates of live parameters."""
 
 
 def _make_placement_fn(placement: Shard | None) -> Callable[[nn.Parameter], Shard] | None:

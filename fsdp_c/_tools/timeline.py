@@ -84,13 +84,13 @@ class StepTrace:
     def __str__(self) -> str:
         """Returns the summary, and a table of milliseconds by unit, averaged over the ranks."""
         if not self._closed:
-            return f"a trace that {'an exception has ended' if self._left else 'is still open'}"
+            return f"a trace that {'an exception has ended' if self._raised else 'is still open'}"
         if not self._has_units():
             return "a trace without steps"
         return f"{self.summary()}\n{_format_table(self.seconds())}"
 
     _closed = False
-    _left = False  # by an exception
+    _raised = False  # whether an exception left the block
 
     def _has_units(self) -> bool:
         return any(span.unit for rank in self.ranks for span in rank)
@@ -99,8 +99,8 @@ class StepTrace:
         if not self._closed:
             raise RuntimeError(
                 "nothing was traced: an exception has left the with-block"
-                if self._left
-                else "the trace is still open: ask it after the with-block"
+                if self._raised
+                else "the trace is still open: read it after the with-block"
             )
         if not self._has_units():
             raise RuntimeError(
