@@ -3,8 +3,8 @@
 Method. ``--ranks`` processes shard a model of ``--params`` parameters layer by layer. Rank 0 has
 the full state dict. The two functions load it in turns, torch's with the options
 ``full_state_dict`` and ``broadcast_from_rank0``. Before the rounds, the script checks that both set
-the weights to those of the state dict. It reports minima over the rounds on rank 0 in milliseconds:
-wall time, and CPU time of the calling thread.
+the weights to those of the state dict. The script reports minima over the rounds on rank 0 in
+milliseconds: wall time, and CPU time of the calling thread.
 
     python benchmarks/load.py [--params 500] [--width 16 64 256] [--ranks 2] [--rounds 5]
 """

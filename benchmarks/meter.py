@@ -23,7 +23,7 @@ MIB = 2**20
 class Cost(NamedTuple):
     """Wall and CPU milliseconds (of all threads), page faults, and the peak in MiB above the start.
 
-    The peak is that of resident memory. It is ``None`` if the kernel does not allow a reset.
+    The peak is that of resident memory, and ``None`` if the kernel does not allow a reset.
     """
 
     wall: float

@@ -8,9 +8,9 @@ peak is the memory before the step (shards, buffers, optimizer states) plus the 
 allocations in the step.
 
 Scratch memory of kernels is subtracted: memory that one operator allocates itself and frees before
-it returns. It depends on the processor and is not part of any tensor, so an estimate cannot include
-it. oneDNN's bf16 kernels took 1.3 MiB beside 25.5 MiB on one machine. One column has the peak with
-scratch memory. The fake group makes all steps equal, so one measured step is enough.
+it returns. Scratch memory depends on the processor and belongs to no tensor, so the estimate
+excludes it. oneDNN's bf16 kernels took 1.3 MiB beside 25.5 MiB on one machine. One column has the
+peak with scratch memory. The fake group makes all steps equal, so one measured step is enough.
 
     python benchmarks/plan.py [--only WORD] [--json FILE]
 """

@@ -2,24 +2,24 @@
 
 Method. ``--ranks`` gloo processes with one thread each train four models. In every round, each
 implementation makes one step after a barrier. The script reads the clocks after backward and again
-after the optimizer's step, both from the same start. It reports medians over the rounds on rank 0
-of
+after the optimizer's step, both from the same start. The script reports medians over the rounds on
+rank 0 of
 
 - wall and CPU milliseconds (of all threads of the process),
 - page faults (``ru_minflt``).
 
 A second pass measures peaks: resident memory (``VmHWM``, reset before) above the value at the
 beginning of the step. Before each step, the C library and fsdp_c return their free memory to the
-kernel. It would hide a peak, and returning it costs page faults, so times come from the first pass.
-Memory that an implementation keeps between steps (DDP's buckets) is not part of a peak.
+kernel. Free memory would hide a peak. Its return costs page faults, so times come from the first
+pass. Memory that an implementation keeps between steps (DDP's buckets) is not part of a peak.
 
 ``bare`` does not communicate. ``torch`` is torch's FSDP2. ``shared`` is
 fsdp_c with neighboring units that share collectives (``auto_shard(min_unit=)``); only ``deep`` has
-it. Gradients are ``None`` before each step. The optimizer is AdamW with torch's defaults, and SGD
-for ``wide``, because AdamW's states would fill the memory of a small machine. With fsdp_c the
-optimizer is accelerated, as it is under ``FSDP_C=1``. Each model trains for as many rounds as fit
-into ``--seconds``. Finally, one step each of torch and fsdp_c runs while another process samples
-resident memory.
+this implementation. Gradients are ``None`` before each step. The optimizer is AdamW with torch's
+defaults, and SGD for ``wide``, because AdamW's states would fill the memory of a small machine.
+With fsdp_c the optimizer is accelerated, as it is under ``FSDP_C=1``. Each model trains for as many
+rounds as fit into ``--seconds``. Finally, one step each of torch and fsdp_c runs while another
+process samples resident memory.
 
     python benchmarks/steps.py [--models small wide ...] [--seconds N] [--ranks N] [--json FILE]
 """

@@ -40,8 +40,8 @@ def discard_all(folder: Path) -> None:
 def read_run(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the history stored in the checkpoint ``path``.
 
-    Raises CheckpointError if it is not a checkpoint, or if ``settings`` differ from the stored
-    ones, since the resumed run would then have other losses than an uninterrupted one.
+    Raises CheckpointError if ``path`` is not a checkpoint. Also raises if ``settings`` differ from
+    the stored settings, since the resumed run would then have other losses.
     """
     try:
         run = json.loads((path / RUN_FILE).read_text())

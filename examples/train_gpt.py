@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out --resume
 
 The text is the source of Python's standard library. ``--impl`` selects the ``fully_shard`` of
-fsdp_c or of torch. Nothing else depends on it, and ``losses.json`` is equal bit by bit. Without
-torchrun the script runs as one process. It writes into the output folder:
+fsdp_c or of torch. No other setting depends on ``--impl``, and ``losses.json`` is equal bit by bit.
+Without torchrun the script runs as one process. The script writes into the output folder:
 
     losses.json     loss and gradient norm of every step and validation losses as hexadecimal
                     floats, and a digest of the final weights; comparable with cmp

@@ -1,4 +1,4 @@
-"""Types of the extension module. Its docstrings and csrc/README.md describe their meaning."""
+"""Types of the extension module. The docstrings of the module and csrc/README.md describe them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self

@@ -168,7 +168,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main() -> None:
-    """Runs the script or command that the command line names. Its exceptions propagate."""
+    """Runs the script or command of the command line. Exceptions of the script propagate."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="", file=sys.stdout if arguments else sys.stderr)

@@ -30,8 +30,8 @@ def explain(
 ) -> Explanation:
     """Prints a model's units, the memory of a step, and warnings about likely mistakes.
 
-    The function does not change, initialize or compute anything, and issues no collectives. It can
-    be called at any time after sharding.
+    The function does not change, initialize or compute anything, and issues no collectives. Call
+    it at any time after sharding.
 
     Args:
         model: The root: a module that ``fully_shard`` or ``replicate`` was applied to, or a module

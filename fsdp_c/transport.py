@@ -56,8 +56,8 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
 
     A unit with more than ``bucket_cap_mb`` MiB of gradients, in the reduce dtype, is reduced in
     buckets. Each bucket has its own collective, and the last parameters come first. A reduction
-    then needs memory for one or two buckets instead of the entire unit. This lowers the peak of
-    units that hold embeddings and heads. A parameter is never split.
+    then needs memory for one or two buckets instead of the entire unit. Buckets lower the peak
+    of units that hold embeddings and heads. A parameter is never split.
 
     The default of ``fully_shard`` is 1024 MiB. Smaller units use a single collective, as in torch.
     ``replicate`` has a separate default and reduces each bucket as soon as it is full. Results
@@ -85,15 +85,16 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
 
     With overlap, as in torch, a unit's gradients are reduced while the next unit's are computed, so
     the gradients of two units are allocated at the same time. Without overlap, backward waits for
-    each reduction. Its peak has one unit's gradients less, and it takes longer by the reductions.
-    The results are bit-equal. Ranks may have different settings.
+    each reduction. The peak then has one unit's gradients less, and backward takes longer by the
+    reductions. The results are bit-equal. Ranks may have different settings.
 
     Args:
         model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
             contains it.
         overlap: ``True`` or ``False``. ``None``, the default, overlaps unless the processors that
-            compute would also copy the data. That holds for reductions of more than 4 MiB, over all
-            ranks, through the shared memory of a host with fewer than two processors per rank.
+            compute would also copy the data. This condition holds for reductions of more than 4
+            MiB, over all ranks, through the shared memory of a host with fewer than two processors
+            per rank.
 
     Raises:
         ValueError: ``model`` has no sharded module.

@@ -1,7 +1,7 @@
 """``plan``: the units that ``auto_shard`` would make of a model.
 
 Planning runs the policy, orders the units, merges units with tied weights and validates the
-arguments. It does not change the model.
+arguments. Planning does not change the model.
 """
 
 from __future__ import annotations

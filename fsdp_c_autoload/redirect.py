@@ -5,8 +5,9 @@ attributes, ``__wrapped__``, signature and source stay as they are, so code that
 function earlier is redirected too. An import hook redirects functions of modules that are not
 imported yet.
 
-``autoload`` imports this module before torch is complete and before fsdp_c is imported. So this
-module imports neither. ``fsdp_c.install`` registers its changes in ``fsdp_c/_compat/patches.py``.
+``autoload`` imports this module before torch is complete and before fsdp_c is imported. This
+module therefore imports neither. ``fsdp_c.install`` registers its changes in
+``fsdp_c/_compat/patches.py``.
 """
 
 from __future__ import annotations

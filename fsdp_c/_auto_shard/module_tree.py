@@ -37,8 +37,9 @@ def is_sealed(module: nn.Module) -> bool:
 def find_repeated_blocks(root: nn.Module, ignored_modules: set[nn.Module]) -> list[nn.Module]:
     """Returns the repeated layers of ``root``, in post-order.
 
-    These are two or more elements of one class in a ``ModuleList`` or ``Sequential``. The outermost
-    ones are selected, so experts inside a layer do not become units. The first of three searches
+    Repeated layers are two or more elements of one class in a ``ModuleList`` or ``Sequential``.
+    Only the outermost are selected, so experts inside a layer do not become units. The first of
+    three searches
     with a result decides: modules with children and equal parameter names and shapes, modules with
     children, modules without children.
 

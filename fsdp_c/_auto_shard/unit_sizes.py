@@ -91,7 +91,8 @@ def _estimate_transient_per_byte(
 ) -> float:
     """Returns the temporary bytes of a unit per byte that it gathers.
 
-    They are the larger of parameters with gather buffer, and gradients with reduction buffers.
+    The result is the larger of two sums: parameters with gather buffer, and gradients with
+    reduction buffers.
     """
     reduced = 0.0
     for param in params:

@@ -18,13 +18,13 @@ PARTLY_LOADED = "The model is partly loaded; load again before using it"
 @torch.no_grad()
 def read_own_rows(
     reader: Reader | None,
-    wanted: dict[str, tuple[torch.dtype, torch.Size]],
+    tensors: dict[str, tuple[torch.dtype, torch.Size]],
     destinations: dict[str, Destination],
 ) -> Exception | None:
     """Reads this rank's rows from the file. Returns the failure, or None."""
     assert reader is not None
     try:
-        for name in wanted:
+        for name in tensors:
             copy_all(list(iterate_copies(reader[name], 0, destinations[name])))
     except Exception as error:
         return _make_partial_load_error("this rank", error)

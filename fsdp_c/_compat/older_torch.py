@@ -26,8 +26,8 @@ from .torch_releases import raise_unsupported
 class ParamOfOlderTorch:
     """Members of ``FSDPParam`` that depend on the release.
 
-    They describe the sharded and unsharded DTensors, were removed by torch 2.15, or are set by
-    torch's constructor, which ``Param`` does not call.
+    Some members describe the sharded and unsharded DTensors. torch 2.15 removed some of them.
+    torch's constructor, which ``Param`` does not call, sets the others.
     """
 
     is_spmd_types = False
@@ -44,12 +44,12 @@ class ParamOfOlderTorch:
 
     @property
     def _sharding_spec_by_dtype(self) -> dict[torch.dtype, DTensorSpec]:
-        """torch's cache of specs. It is always empty, because the core makes the gradients."""
+        """torch's cache of specs; always empty, because the core makes the gradients."""
         return {}
 
     @_sharding_spec_by_dtype.setter
     def _sharding_spec_by_dtype(self, value: dict[torch.dtype, DTensorSpec]) -> None:
-        """Does nothing: torch's constructor assigns it."""
+        """Does nothing. torch's constructor assigns this attribute."""
 
     @property
     def unsharded_accumulated_grad_data(self) -> torch.Tensor:

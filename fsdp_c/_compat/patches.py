@@ -10,8 +10,8 @@ A change has a scope, which determines how long it stays:
 - ``Scope.MODELS``: sharded models need it to train. Present from the first sharded model on, while
   fsdp_c is installed or a sharded model is alive.
 - ``Scope.EXIT``: torch's threads need it at the end of the process, also without a live model.
-  Present from the first training step on. :func:`uninstall` marks it as no longer needed. It is
-  undone then, or, if a model is alive, with the last live model.
+  Present from the first training step on. :func:`uninstall` undoes the change or, if a
+  model is alive, marks it: the change is then undone when the last model is freed.
 
 "Installed" and "a sharded model is alive" are independent::
 
@@ -58,7 +58,7 @@ Undo = Callable[[], bool]
 
 
 class Scope(enum.Enum):
-    """How long a change stays: see the module's docstring."""
+    """The lifetime of a change: see the module's docstring."""
 
     INSTALL = enum.auto()
     MODELS = enum.auto()
@@ -72,7 +72,7 @@ class _Lease:
 
 
 Change = Callable[[], Undo]
-"""Makes a change and returns its undo. It must neither shard a model nor call this module."""
+"""Makes a change and returns its undo. Must neither shard a model nor call this module."""
 
 _lock = threading.Lock()  # held while changes are made or undone
 _changes: dict[Hashable, tuple[Scope, Undo]] = {}  # in the order in which they were made

@@ -1,9 +1,9 @@
 """Functions and types of FSDP2 that differ between torch releases, under one name each.
 
 torch's own version is used if it exists, else a replacement. The module detects a release by the
-names that torch defines or by the code of its modules (``originals.py``). It does not read
-attributes of functions, because libraries replace functions before fsdp_c is imported. Everything
-here runs at import or during init.
+names that torch defines or by the code of its modules (``originals.py``). The module does not
+read attributes of functions, because libraries replace functions before fsdp_c is imported. All of
+its functions run at import or during init.
 
 ``older_torch.py`` has the members of torch's classes that older releases lack, and
 ``_runtime/module_methods.py`` the methods of modules. ``_runtime/torch215_methods.py`` and

@@ -86,7 +86,8 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
     def _copy_out_forward(self, gathered: Any) -> None:
         """Copies out an all-gather over the smaller mesh.
 
-        Its shards may differ in size from the whole mesh's, but they fit into the same outputs.
+        Shards of the smaller mesh may differ in size from shards of the full mesh, but their
+        all-gather fits into the same outputs.
         """
         if gathered.all_gather_event is not None:
             self.device_handle.current_stream().wait_event(gathered.all_gather_event)

@@ -122,7 +122,7 @@ class CommContext(_C.CommContext, FSDPCommContext):
     ) -> tuple[Any, Any]:
         """Returns the copy-in and gather streams of a gather by torch's functions.
 
-        These are the context's streams if the gather may overlap, else the current stream twice.
+        Returns the context's streams if the gather may overlap, else the current stream twice.
         """
         if not async_op and training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
             return self.gather_streams

@@ -1,7 +1,7 @@
 """Shards parameters and registers states on modules, for ``fully_shard`` and ``replicate``.
 
-:func:`shard_modules` takes a snapshot before its first change. Its caller restores the snapshot
-when it raises.
+:func:`shard_modules` takes a snapshot before its first change. The caller restores the
+snapshot if ``shard_modules`` raises.
 """
 
 from __future__ import annotations

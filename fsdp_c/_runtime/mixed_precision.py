@@ -35,8 +35,8 @@ else:
 
         Attributes:
             param_dtype_override_fn: A function that ``fully_shard`` calls once for each parameter.
-                It returns ``None`` or ``param_dtype`` for parameters that compute in
-                ``param_dtype``. It returns the parameter's own dtype to leave it uncast, for
+                ``None`` or ``param_dtype``: the parameter computes in ``param_dtype``. The
+                parameter's own dtype: no cast, for
                 example ``lambda param: torch.float32 if param.ndim == 1 else None``. The results
                 must be equal on all ranks. Forward inputs are always cast to ``param_dtype``. A
                 unit still uses one gather, and one reduction in ``reduce_dtype`` or in the widest

@@ -1,6 +1,7 @@
 """Adds methods of newer torch releases to the classes ``FSDP<Name>`` of sharded modules.
 
-These are the methods that this torch's ``FSDPModule`` lacks, and those of ``torch215_methods.py``.
+Added are the methods that the installed torch's ``FSDPModule`` lacks, and the methods of
+``torch215_methods.py``.
 """
 
 from __future__ import annotations

@@ -211,10 +211,11 @@ class Param(ReplaceableShard):
 
     @sharded_state.setter
     def sharded_state(self, value: ShardedState) -> None:
-        """Does nothing: torch's functions assign it per parameter, but the group owns the state."""
+        """Does nothing: torch's functions assign a state per parameter, but the group owns it."""
 
     # The core calls the next three methods inside its own transition, if one of them is overridden.
-    # They then register this parameter only. The core frees memory after all are registered.
+    # In that case, a method registers only its own parameter. The core frees memory after all are
+    # registered.
 
     def to_sharded(self) -> None:
         """Calls ``_to_sharded()`` of the group: its parameters change together."""

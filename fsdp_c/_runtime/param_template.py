@@ -109,7 +109,7 @@ class ParamFactory:
     def __call__(
         self, param: nn.Parameter, info: ParamModuleInfo, placement: Shard | None
     ) -> Param:
-        """Returns a ``Param`` for ``param``. Its ``register()`` puts it on the modules."""
+        """Returns a ``Param`` for ``param``. The caller registers it on the modules."""
         if not self._uses_templates or type(param) is not nn.Parameter:
             return self._construct(param, info, placement)
         key = (self._key, placement, param.size(), param.stride(), get_stored_dtype(param))

@@ -1,6 +1,6 @@
 """``GroupCommunication``: meshes, process groups, custom collectives and hooks of a group.
 
-It passes process groups to the core, and chooses between the core and torch's functions.
+The class passes process groups to the core, and chooses between the core and torch's functions.
 """
 
 from __future__ import annotations

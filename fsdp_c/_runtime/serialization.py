@@ -1,7 +1,7 @@
 """Remedies for failing copies, pickles and loads of sharded modules.
 
-``init.py`` adds these methods to the class ``FSDP<Name>`` of a module. They call the next method
-in the class hierarchy, and add a note to torch's exceptions.
+``init.py`` adds these methods to the class ``FSDP<Name>`` of a module. Each method calls
+the next method in the class hierarchy, and adds a note to torch's exceptions.
 """
 
 from __future__ import annotations

@@ -215,8 +215,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
     def _check_mutations(self) -> None:
         """Refuses ``allow_mutation_on_saved_tensors`` for parameters that are freed after forward.
 
-        That context identifies saved tensors by address and clones them when a write to the address
-        occurs. A clone of freed memory crashes the process.
+        The context identifies saved tensors by address, and clones a saved tensor when its address
+        is written. A clone of freed memory crashes the process.
         """
         for state in self._list_all_states():
             stays = state is self and state._auto_reshard_after_forward
@@ -264,9 +264,10 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         return states
 
     def _reset_roots_below(self) -> None:
-        """Resets the other roots below this one.
+        """Resets the other roots below this root.
 
-        These are units that ran before this root, and ``fully_shard`` units below ``replicate``.
+        Other roots are units that ran before this root, and ``fully_shard`` units below
+        ``replicate``.
         """
         for root in self._modules:
             for module in root.modules():

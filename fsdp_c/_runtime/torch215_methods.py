@@ -1,8 +1,8 @@
 """Methods of torch 2.15's ``FSDPModule``, for fsdp_c's states on all releases.
 
-``module_methods.py`` adds them to the class that ``fully_shard`` makes for a module. torch's
+``module_methods.py`` adds the methods to the class that ``fully_shard`` makes for a module. torch's
 ``FSDPModule`` is unchanged. Modules that torch's own ``fully_shard`` sharded may share the class.
-They use torch's method, if torch has it.
+Such modules use torch's method, if torch has it.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ def _get_root_state(module: Any, method: str) -> State:
 def set_keep_unsharded_storage(self: Any, keep: bool, *, recurse: bool = True) -> None:
     """Sets whether the memory of unsharded parameters is kept when they are resharded.
 
-    Their ``data_ptr()`` is then the same in all steps, as CUDA graphs require. The cost is the
-    memory of all unsharded parameters. ``False`` immediately frees memory that is not in use.
+    If ``keep`` is set, the ``data_ptr()`` of unsharded parameters is the same in all steps, as CUDA
+    graphs require. The cost is the memory of all unsharded parameters. ``False`` immediately frees
+    memory that is not in use.
 
     Args:
         keep: Whether to keep the memory, which the next unshard allocates.
-        recurse: Whether to set it for all FSDP modules below, too.
+        recurse: Whether to change the setting of all FSDP modules below, too.
 
     Raises:
         RuntimeError: A module was sharded by torch's ``fully_shard``.

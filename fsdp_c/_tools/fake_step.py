@@ -105,7 +105,7 @@ class StorageRecorder(TorchDispatchMode):
 
 
 class _StateInputs(torch.autograd.Function):
-    """Identity on the inputs of a state. Its backward records the end of the state's backward."""
+    """Identity on the inputs of a state. ``backward`` records the end of the state's backward."""
 
     @staticmethod
     def forward(ctx: Any, trace: Trace, state: int, *tensors: torch.Tensor) -> Any:
@@ -130,7 +130,7 @@ def record_events(
     """Records the events of one forward and backward of ``model``.
 
     Args:
-        model: The model, on any device, sharded or not. It is restored afterwards.
+        model: The model, on any device, sharded or not. The function restores it at the end.
         states: The modules whose forward and backward are recorded.
         dtype_of: Function that returns the compute dtype of a parameter.
         param_indices: Maps the ``id`` of a parameter to (unit, index in the unit).

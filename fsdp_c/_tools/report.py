@@ -35,7 +35,8 @@ class UnitReport:
 
     Sizes are bytes on this rank. ``gathers``, ``reduce_scatters`` and ``all_reduces`` count the
     collectives of one forward and one backward that reaches the unit. ``transient`` is the memory
-    that the unit uses temporarily beyond its shards. It is the larger of two values: unsharded
+    that the unit uses temporarily beyond its shards. ``transient`` is the larger of two values:
+        unsharded
     parameters and gather buffer, or gradients with input and output of the reduction.
     """
 
