@@ -16,7 +16,7 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from ranks import Times, model_of, side_by_side, start_ranks, two_clocks
+from ranks import Times, format_times, make_model, measure_in_turns, start_ranks
 from report import write_json
 
 from fsdp_c import clip_grad_norm_, fully_shard
@@ -36,10 +36,10 @@ def main() -> None:
     results = {width: measure(options, width) for width in options.width}
     if dist.get_rank() == 0:
         print(f"clip_grad_norm_, {options.params} parameters, {options.ranks} ranks: ms")
-        print(two_clocks("width", results))
+        print(format_times("width", results))
         print("torch's function after fsdp_c.install()")
         installed = {w: {**times, "fsdp_c": times["installed"]} for w, times in results.items()}
-        print(two_clocks("width", installed))
+        print(format_times("width", installed))
         write_json(options.json, "clip", {"ms": results, **vars(options)})
     dist.destroy_process_group()
 
@@ -47,7 +47,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
     """Returns milliseconds of one call by implementation, for layers of (width, width)."""
     torch.manual_seed(0)
-    model = model_of(options.params, width)
+    model = make_model(options.params, width)
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
         "fsdp_c": clip_with_fsdp_c,
         "installed": clip_with_installed_function,
     }
-    times = side_by_side(calls, options.rounds, restore)
+    times = measure_in_turns(calls, options.rounds, restore)
     expected = totals["torch"].full_tensor()
     assert torch.equal(expected, totals["installed"].full_tensor())
     assert options.ranks > 2 or torch.equal(expected, totals["fsdp_c"])

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from report import POLICIES, FullyShard, fake_mesh, implementations, table, write_json
+from report import POLICIES, FullyShard, fake_mesh, format_table, implementations, write_json
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD_SIZE = 8
@@ -161,7 +161,7 @@ def fit(points: dict[int, float]) -> tuple[float, float]:
     return mean_y - slope * mean_x, slope
 
 
-def ratio(row: dict[str, float]) -> float | None:
+def compute_ratio(row: dict[str, float]) -> float | None:
     """Returns torch's cost divided by fsdp_c's, None if fsdp_c was not measured."""
     return row["torch"] / row["fsdp_c"] if "fsdp_c" in row else None
 
@@ -207,17 +207,21 @@ def report(
     print(f"{title}: us of CPU time per group and step above the bare model")
     shown = [params for params in rows if params in SHOWN] or list(rows)
     lines = [
-        [params, *(rows[params].get(k) for k in ("bare", "torch", "fsdp_c")), ratio(rows[params])]
+        [
+            params,
+            *(rows[params].get(k) for k in ("bare", "torch", "fsdp_c")),
+            compute_ratio(rows[params]),
+        ]
         for params in shown
     ]
-    print(table(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], lines))
+    print(format_table(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], lines))
     fits = {name: fit({n: row[name] for n, row in rows.items()}) for name in implementations}
     for name, (fixed, slope) in fits.items():
         print(f"{name}: {fixed:.1f} us per group + {slope:.2f} us per parameter")
     print()
     return {
         "us_per_group_step": rows,
-        "ratio": {params: ratio(row) for params, row in rows.items()},
+        "ratio": {params: compute_ratio(row) for params, row in rows.items()},
         "fit": {name: {"fixed_us": f, "us_per_param": s} for name, (f, s) in fits.items()},
     }
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from report import POLICIES, FullyShard, fake_mesh, implementations, table, write_json
+from report import POLICIES, FullyShard, fake_mesh, format_table, implementations, write_json
 from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -41,7 +41,7 @@ Peaks = dict[str, float]
 """Peak transient units in "forward" and "backward", and persistent units ("kept")."""
 
 
-def side_of(params: int) -> int:
+def compute_side(params: int) -> int:
     """Rows and columns of a weight: a multiple of the world size, so that shards have no
     padding."""
     return round((ELEMENTS / params) ** 0.5 / WORLD_SIZE) * WORLD_SIZE
@@ -49,7 +49,7 @@ def side_of(params: int) -> int:
 
 def measure(shard: FullyShard, mesh: DeviceMesh, precision: str, groups: int, params: int) -> Peaks:
     """Returns the peaks of one implementation in units."""
-    side, policy = side_of(params), POLICIES[precision]
+    side, policy = compute_side(params), POLICIES[precision]
     model = nn.Sequential(
         *(
             nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(params)))
@@ -71,18 +71,18 @@ def measure(shard: FullyShard, mesh: DeviceMesh, precision: str, groups: int, pa
         step()
         model.zero_grad(set_to_none=True)
     unit = params * side * side * (policy.param_dtype or torch.float32).itemsize
-    return {name: value / unit for name, value in peaks_of(step).items()}
+    return {name: value / unit for name, value in measure_peaks(step).items()}
 
 
-def peaks_of(step: Callable[[], object]) -> dict[str, int]:
+def measure_peaks(step: Callable[[], object]) -> dict[str, int]:
     """Calls ``step``, which must record the ranges FORWARD and BACKWARD. Returns its transient
     peaks and persistent memory in bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    return _peaks(sorted(_events(profiler), key=lambda event: event.start_time_ns))
+    return _compute_peaks(sorted(_read_events(profiler), key=lambda event: event.start_time_ns))
 
 
-def _events(profiler: profile) -> Iterator[Any]:
+def _read_events(profiler: profile) -> Iterator[Any]:
     """Yields all events of the profile, including nested ones."""
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:
@@ -91,7 +91,7 @@ def _events(profiler: profile) -> Iterator[Any]:
         yield event
 
 
-def _peaks(events: list[Any]) -> dict[str, int]:
+def _compute_peaks(events: list[Any]) -> dict[str, int]:
     """Returns peak transient bytes by phase, and persistent bytes. ``events`` are sorted by
     time."""
     [backward] = [event.start_time_ns for event in events if event.name == BACKWARD]
@@ -99,7 +99,7 @@ def _peaks(events: list[Any]) -> dict[str, int]:
     peaks = {"forward": 0, "backward": 0, "kept": 0}
     live: dict[int, int] = {}
     total = 0
-    for event, transient in zip(events, _freed_later(events), strict=True):
+    for event, transient in zip(events, _find_freed(events), strict=True):
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size < 0:
             # Memory allocated before the profile is not in ``live``; its free is ignored.
@@ -114,7 +114,7 @@ def _peaks(events: list[Any]) -> dict[str, int]:
     return peaks
 
 
-def _freed_later(events: list[Any]) -> list[bool]:
+def _find_freed(events: list[Any]) -> list[bool]:
     """Returns for each event whether its address is freed before it is allocated again."""
     results = []
     freed: set[int] = set()
@@ -153,7 +153,9 @@ def main() -> None:
                 quotient = torch_value / fsdp_c_value if fsdp_c_value else None
                 lines.append([precision, str(params), phase, torch_value, fsdp_c_value, quotient])
     print("peak transient memory, in units of one group's full parameters")
-    print(table(["precision", "parameters", "phase", "torch", "fsdp_c", "torch/fsdp_c"], lines))
+    print(
+        format_table(["precision", "parameters", "phase", "torch", "fsdp_c", "torch/fsdp_c"], lines)
+    )
     write_json(options.json, "memory", results)
 
 

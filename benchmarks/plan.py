@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from memory import _events
-from report import fake_mesh, table, write_json
+from memory import _read_events
+from report import fake_mesh, format_table, write_json
 from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -85,13 +85,13 @@ class Mlp(nn.Sequential):
         )
 
 
-def loss_of(output: torch.Tensor) -> torch.Tensor:
+def compute_loss(output: torch.Tensor) -> torch.Tensor:
     """Cross-entropy over the last dimension, as for a language model."""
     rows = output.flatten(0, -2).float()
     return nn.functional.cross_entropy(rows, torch.zeros(rows.size(0), dtype=torch.long))
 
 
-def gpt_batch(size: int) -> torch.Tensor:
+def make_gpt_batch(size: int) -> torch.Tensor:
     return torch.zeros(size, 64, dtype=torch.long)
 
 
@@ -124,7 +124,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def jobs() -> Iterator[Job]:
+def list_jobs() -> Iterator[Job]:
     """Yields the settings. Each is one row of the printed table."""
     gpts = {
         "gpt": lambda: Gpt(256, 6, 1000),
@@ -136,9 +136,12 @@ def jobs() -> Iterator[Job]:
         for precision, shard in policies.items():
             for size in (1, 16):
                 yield Job(
-                    f"{name}, {precision}, batch {size}", model, lambda n=size: gpt_batch(n), shard
+                    f"{name}, {precision}, batch {size}",
+                    model,
+                    lambda n=size: make_gpt_batch(n),
+                    shard,
                 )
-    gpt, few, mixed = gpts["gpt"], lambda: gpt_batch(2), policies["mixed"]
+    gpt, few, mixed = gpts["gpt"], lambda: make_gpt_batch(2), policies["mixed"]
     for reshard in (True, False, 4):
         settings = {"reshard_after_forward": reshard}
         yield Job(f"gpt, reshard {reshard}", gpt, few, settings)
@@ -162,7 +165,7 @@ def measure_step(step: Callable[[], object]) -> tuple[int, int]:
     the kernels' scratch memory."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    events = [event for event in _events(profiler) if event.tag == _EventType.Allocation]
+    events = [event for event in _read_events(profiler) if event.tag == _EventType.Allocation]
     events.sort(key=lambda event: event.start_time_ns)
     freed: dict[int, int] = {}
     scratch: set[int] = set()  # indices of events
@@ -173,7 +176,7 @@ def measure_step(step: Callable[[], object]) -> tuple[int, int]:
         elif address in freed and _is_scratch(event, events[freed[address]]):
             scratch |= {index, freed.pop(address)}
     without = [event for index, event in enumerate(events) if index not in scratch]
-    return _peak(without), _peak(events)
+    return _compute_peak(without), _compute_peak(events)
 
 
 def _is_scratch(alloc: Any, free: Any) -> bool:
@@ -191,7 +194,7 @@ def _is_scratch(alloc: Any, free: Any) -> bool:
     )
 
 
-def _peak(events: list[Any]) -> int:
+def _compute_peak(events: list[Any]) -> int:
     total = peak = 0
     live: set[int] = set()
     for event in events:
@@ -225,11 +228,11 @@ def run(job: Job, flat: Any, hybrid: Any) -> Measurement:
     fsdp_c.auto_shard(model, job.policy, mesh=mesh, **job.shard)
     optimizer, batch = job.optimizer(model.parameters()), job.batch()
     begin = time.perf_counter()
-    estimate = fsdp_c.explain(model, optimizer, batch=batch, loss=loss_of, file=io.StringIO())
+    estimate = fsdp_c.explain(model, optimizer, batch=batch, loss=compute_loss, file=io.StringIO())
     seconds = time.perf_counter() - begin
 
     def step() -> None:
-        loss_of(model(batch)).backward()
+        compute_loss(model(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -257,7 +260,7 @@ def main() -> None:
     flat = fake_mesh(8)
     hybrid = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     rows, errors = [], []
-    for job in jobs():
+    for job in list_jobs():
         if options.only not in job.name:
             continue
         measurement = run(job, flat, hybrid)
@@ -269,7 +272,7 @@ def main() -> None:
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     titles = ["job", "estimated, MiB", "measured", "error", "with scratch", "peak in", "seconds"]
-    print(table(titles, rows))
+    print(format_table(titles, rows))
     worst = max(errors, key=abs)
     within = sum(abs(error) <= BOUND for error in errors)
     print(f"{within} of {len(errors)} within {BOUND:.0%}; the worst is off by {worst:+.1%}")

@@ -34,9 +34,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from memory import BACKWARD, FORWARD, peaks_of
-from ranks import STORE, model_of, start_ranks
-from report import fake_mesh, table, write_json
+from memory import BACKWARD, FORWARD, measure_peaks
+from ranks import STORE, make_model, start_ranks
+from report import fake_mesh, format_table, write_json
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -101,7 +101,7 @@ def gpt(options: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], t
 def small(_: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """A model with 500 small parameters, on an input of (4, 64)."""
     x = torch.randn(4, 64)
-    return model_of(500, 64), lambda model: model(x).square().mean()
+    return make_model(500, 64), lambda model: model(x).square().mean()
 
 
 MODELS = {"gpt": gpt, "small": small}
@@ -138,7 +138,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             run.step()
             run.clear_gradients()
         unit = sum(parameter.numel() * parameter.element_size() for parameter in run.parameters)
-        peaks = {key: value / unit for key, value in peaks_of(run.step).items()}
+        peaks = {key: value / unit for key, value in measure_peaks(run.step).items()}
         if name == "ddp":
             peaks = {key: value + 1.0 * (key != "kept") for key, value in peaks.items()}
         peaks_by_name[name] = peaks
@@ -164,12 +164,12 @@ def show_steps(options: argparse.Namespace) -> None:
             millions = sum(parameter.numel() for parameter in runs["bare"].parameters) / 1e6
             print(f"ms of a step on {options.ranks} gloo ranks; gpt: {millions:.1f} M parameters")
     if dist.get_rank() == 0:
-        print(table(["model", "median", "min", "median/fsdp_c"], rows), flush=True)
+        print(format_table(["model", "median", "min", "median/fsdp_c"], rows), flush=True)
     results["memory"] = peaks = measure_memory(options)
     if dist.get_rank() == 0:
         print("\npeak transient memory of the gpt above bare, in units of its parameters' bytes")
         lines = [[name, peak["forward"], peak["backward"]] for name, peak in peaks.items()]
-        print(table(["", "forward", "backward"], lines), flush=True)
+        print(format_table(["", "forward", "backward"], lines), flush=True)
         write_json(options.json, "replicate", {**results, **vars(options)})
 
 
@@ -179,7 +179,7 @@ def show_one_process(options: argparse.Namespace) -> None:
     runs = measure_steps(options, "small", ("bare", "torch", "fsdp_c"))
     bare = min(runs["bare"].times)
     print("\nhost time: ms of CPU of a step above the bare model's, 500 parameters")
-    print(table(["", "ms"], [[name, min(run.times) - bare] for name, run in runs.items()]))
+    print(format_table(["", "ms"], [[name, min(run.times) - bare] for name, run in runs.items()]))
 
 
 def main() -> None:

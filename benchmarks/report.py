@@ -52,20 +52,20 @@ def implementations() -> dict[str, FullyShard]:
     return functions
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Formats rows as text. The first column is left-aligned, the others are right-aligned."""
-    cells = [[cell(value) for value in row] for row in (titles, *rows)]
+    cells = [[format_cell(value) for value in row] for row in (titles, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
     lines = []
     for row in cells:
         padded = [row[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        padded += [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(padded))
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
 
-def cell(value: object) -> str:
+def format_cell(value: object) -> str:
     """Formats a float with two decimals, and None as "-"."""
     if value is None:
         return "-"

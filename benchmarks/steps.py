@@ -42,7 +42,7 @@ import torch.nn as nn
 from host import WIDTH, Group
 from meter import Cost, Meter, give_back, memory_over
 from ranks import start_ranks
-from report import implementations, table, write_json
+from report import format_table, implementations, write_json
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -79,7 +79,9 @@ def gpt(config: GPTConfig, batch: int) -> Job:
     return Job(model, list(model.blocks), lambda model: next_byte_loss(model(tokens), tokens))
 
 
-def chain(units: list[nn.Module], x: torch.Tensor, optimizer: Any = torch.optim.AdamW) -> Job:
+def make_chain_job(
+    units: list[nn.Module], x: torch.Tensor, optimizer: Any = torch.optim.AdamW
+) -> Job:
     """A model that applies the units one after the other."""
     return Job(nn.Sequential(*units), units, lambda model: model(x).square().mean(), optimizer)
 
@@ -87,11 +89,11 @@ def chain(units: list[nn.Module], x: torch.Tensor, optimizer: Any = torch.optim.
 JOBS: dict[str, Callable[[], Job]] = {
     "small": lambda: gpt(GPTConfig(), 8),
     "medium": lambda: gpt(GPTConfig(layers=8, width=512, heads=8), 1),
-    "wide": lambda: chain(
+    "wide": lambda: make_chain_job(
         [nn.Linear(4096, 4096) for _ in range(6)], torch.randn(16, 4096), torch.optim.SGD
     ),
-    "deep": lambda: chain([Group(5) for _ in range(200)], torch.ones(WIDTH)),
-    "tiny": lambda: chain([Group(2) for _ in range(2)], torch.ones(WIDTH)),
+    "deep": lambda: make_chain_job([Group(5) for _ in range(200)], torch.ones(WIDTH)),
+    "tiny": lambda: make_chain_job([Group(2) for _ in range(2)], torch.ones(WIDTH)),
 }
 """Models by name; ``tiny`` is for testing this script."""
 WITH_SHARED = ("deep", "tiny")
@@ -157,15 +159,15 @@ class Timed:
         self.loss(self.model).backward()
         self.optimizer.step()
 
-    def medians(self) -> dict[str, dict[str, float | None]]:
+    def compute_medians(self) -> dict[str, dict[str, float | None]]:
         medians = {}
         for kind, costs in self.costs.items():
-            medians[kind] = _medians(costs[WARM_UP:])
-            medians[kind]["peak"] = _medians(self.peaks[kind])["peak"]
+            medians[kind] = _compute_medians(costs[WARM_UP:])
+            medians[kind]["peak"] = _compute_medians(self.peaks[kind])["peak"]
         return medians
 
 
-def _medians(costs: list[Cost]) -> dict[str, float | None]:
+def _compute_medians(costs: list[Cost]) -> dict[str, float | None]:
     medians: dict[str, float | None] = {"least_wall": min(cost.wall for cost in costs)}
     for field in Cost._fields:
         values = [getattr(cost, field) for cost in costs]
@@ -197,7 +199,7 @@ def measure(kind: str, seconds: float) -> dict[str, Any]:
         "title": f"{TITLES[kind]}, {sum(p.numel() for p in parameters) / 1e6:.3g} M parameters",
         "optimizer": type(runs["bare"].optimizer).__name__,
         "rounds": rounds,
-        "costs": {name: run.medians() for name, run in runs.items()},
+        "costs": {name: run.compute_medians() for name, run in runs.items()},
         "memory": {name: runs[name].sample_memory() for name in ("torch", "fsdp_c")},
     }
 
@@ -209,7 +211,7 @@ def _broadcast_from_rank_0(number: int) -> int:
     return int(value)
 
 
-def rows_of(result: dict[str, Any], kind: str) -> list[list[object]]:
+def make_rows(result: dict[str, Any], kind: str) -> list[list[object]]:
     """Returns a row of ``COLUMNS`` per implementation; ``kind`` is "without" or "with"."""
     costs = {name: medians[kind] for name, medians in result["costs"].items()}
     fsdp_c_wall = costs["fsdp_c"]["wall"]
@@ -244,7 +246,7 @@ def main() -> None:
             for optimizer in ("without", "with"):
                 title = f"{result['title']}: {optimizer} {result['optimizer']}"
                 print(f"{title}, {result['rounds']} rounds")
-                print(table(COLUMNS, rows_of(result, optimizer)), end="\n\n", flush=True)
+                print(format_table(COLUMNS, make_rows(result, optimizer)), end="\n\n", flush=True)
         gc.collect()
     if dist.get_rank() == 0:
         write_json(options.json, "steps", {"ranks": options.ranks, "models": results})

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from meter import give_back, peak, reset_peak, resident
 from ranks import start_ranks
-from report import POLICIES, FullyShard, implementations, table, write_json
+from report import POLICIES, FullyShard, format_table, implementations, write_json
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_c
@@ -120,7 +120,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("peak resident memory of a step, in units of one group's full parameters")
         titles = ["precision", "phase", "torch", "fsdp_c", "torch/fsdp_c", OVERLAP]
-        print(table(titles, lines))
+        print(format_table(titles, lines))
         write_json(options.json, "units", results)
     dist.destroy_process_group()
 

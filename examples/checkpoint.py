@@ -25,7 +25,7 @@ class CheckpointError(Exception):
     """There is no checkpoint to resume from, or it belongs to a different run."""
 
 
-def newest(folder: Path) -> Path | None:
+def find_newest(folder: Path) -> Path | None:
     """Return the complete checkpoint with the highest step in ``folder``, None if there is none."""
     complete = [p for p in folder.glob("step_" + 6 * "[0-9]") if (p / RUN_FILE).is_file()]
     return max(complete, default=None, key=lambda p: p.name)

@@ -24,7 +24,7 @@ PHASE_COLORS = {
 TRAIN_COLOR, VALIDATION_COLOR = "#0072B2", "#D55E00"
 
 
-def rolling(values: Sequence[float], window: int, reduce: str = "mean") -> np.ndarray:
+def compute_rolling_mean(values: Sequence[float], window: int, reduce: str = "mean") -> np.ndarray:
     """Return the mean or median over the last ``window`` values at each index."""
     function = np.mean if reduce == "mean" else np.median
     return np.array([function(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))])
@@ -73,7 +73,9 @@ def _draw_loss(
             steps, train, color=TRAIN_COLOR, alpha=0.3, linewidth=0.8, label="training, each step"
         )
     label = "training" if window == 1 else f"training, mean of the last {window} steps"
-    axes.plot(steps, rolling(train, window), color=TRAIN_COLOR, linewidth=2, label=label)
+    axes.plot(
+        steps, compute_rolling_mean(train, window), color=TRAIN_COLOR, linewidth=2, label=label
+    )
     if validation:
         at, losses = zip(*sorted(validation.items()), strict=True)
         axes.plot(
@@ -100,7 +102,7 @@ def _draw_phases(
     total = sum(float(np.median(seconds)) for seconds in phases.values())
     for name, seconds in phases.items():
         median = float(np.median(seconds))
-        layers.append(rolling(seconds, window, "median") * 1e3)
+        layers.append(compute_rolling_mean(seconds, window, "median") * 1e3)
         labels.append(f"{name}: {median * 1e3:.1f} ms ({median / total:.0%})")
     colors = [PHASE_COLORS[name] for name in phases]
     axes.stackplot(steps, layers, labels=labels, colors=colors, linewidth=0)

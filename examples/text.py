@@ -32,7 +32,7 @@ class TextError(Exception):
     """The text cannot be used: not found, or too short for the requested batches."""
 
 
-def python_files(root: Path) -> Iterator[Path]:
+def list_python_files(root: Path) -> Iterator[Path]:
     """Yield the ``.py`` files below ``root`` in a sorted, machine-independent order."""
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         folders = path.relative_to(root).parts[:-1]
@@ -57,7 +57,7 @@ def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     train, validation = bytearray(), bytearray()
-    for index, path in enumerate(python_files(root)):
+    for index, path in enumerate(list_python_files(root)):
         remaining = max_bytes - len(train) - len(validation)
         if remaining <= 0:
             break

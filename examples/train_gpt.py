@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that prints errors on rank 0 only."""
 
     def error(self, message: str) -> NoReturn:
-        fail(f"{message} (see --help)")
+        exit_with_error(f"{message} (see --help)")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -145,7 +145,7 @@ def print_on_rank_0(*lines: str) -> None:
         print(*lines, sep="\n", flush=True)
 
 
-def fail(message: str) -> NoReturn:
+def exit_with_error(message: str) -> NoReturn:
     """Exit with one error message. All ranks call this, since all have the same arguments."""
     if RANK == 0:
         print(f"train_gpt: error: {message}", file=sys.stderr, flush=True)
@@ -228,7 +228,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def full(value: Tensor) -> Tensor:
+def gather_full_tensor(value: Tensor) -> Tensor:
     """Return the full tensor of a tensor that may be sharded. Every rank must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -274,7 +274,7 @@ def weights_digest(model: nn.Module) -> str:
     # forward without backward. state_dict() always returns the sharded fp32 parameters.
     for name, parameter in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(full(parameter).cpu().numpy().tobytes())
+        digest.update(gather_full_tensor(parameter).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -317,7 +317,7 @@ class Run:
         self.position = 0  # windows consumed by all ranks together
         self.folder = args.out / CHECKPOINTS
         if args.resume:
-            self._resume(args.resume)
+            self._load_checkpoint(args.resume)
         elif RANK == 0:
             checkpoint.discard_all(self.folder)
 
@@ -329,12 +329,12 @@ class Run:
         environment = {"ranks": self.ranks, "device": self.device.type, "text": corpus.digest[:16]}
         return training | model | environment
 
-    def _resume(self, path: Path) -> None:
+    def _load_checkpoint(self, path: Path) -> None:
         if str(path) == "newest":
-            newest = checkpoint.newest(self.folder)
-            if newest is None:
+            find_newest = checkpoint.find_newest(self.folder)
+            if find_newest is None:
                 raise checkpoint.CheckpointError(f"no checkpoint to resume from in {self.folder}")
-            path = newest
+            path = find_newest
         self.history = History(**checkpoint.read_run(path, self.settings))
         self.step, self.position = checkpoint.load(path, self.model, self.optimizer)
         print_on_rank_0(f"Resumed {path} after step {self.step}.")
@@ -364,7 +364,7 @@ class Run:
                     self.history.validation[str(self.step)] = self.validate().hex()
                 if last or self.step % args.save_every == 0:
                     self._save()
-                bar.set_postfix_str(self._losses(), refresh=False)
+                bar.set_postfix_str(self._format_losses(), refresh=False)
                 bar.update()
 
     def _train_step(self) -> None:
@@ -377,7 +377,7 @@ class Run:
         with history.timed("backward", device):
             loss.backward()
         with history.timed("optimizer", device):
-            norm = full(nn.utils.clip_grad_norm_(model.parameters(), self.args.clip))
+            norm = gather_full_tensor(nn.utils.clip_grad_norm_(model.parameters(), self.args.clip))
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.args.steps, self.args.lr)
             self.optimizer.step()
@@ -408,13 +408,13 @@ class Run:
             history=asdict(self.history),
         )
 
-    def _losses(self) -> str:
+    def _format_losses(self) -> str:
         text = f"loss {float.fromhex(self.history.train[-1]):.3f}"
         if self.history.validation:
-            text += f", validation {self._last_validation():.3f}"
+            text += f", validation {self._get_last_validation():.3f}"
         return text
 
-    def _last_validation(self) -> float:
+    def _get_last_validation(self) -> float:
         return float.fromhex(list(self.history.validation.values())[-1])
 
     def sample(self) -> str:
@@ -472,7 +472,7 @@ class Run:
             "impl": args.impl,
             "settings": self.settings,
             "final_loss": train[-1],
-            "final_validation_loss": self._last_validation(),
+            "final_validation_loss": self._get_last_validation(),
             "tokens_per_second": tokens / seconds,
             "peak_memory_mib": peaks,
             "training_seconds": seconds,
@@ -535,7 +535,7 @@ def main() -> None:
         try:
             execute(args)
         except (UsageError, TextError, checkpoint.CheckpointError) as error:
-            fail(str(error))
+            exit_with_error(str(error))
         except Exception:
             # After Ctrl-C, a rank's collective can fail before the rank gets its own signal.
             time.sleep(0.5)
@@ -546,7 +546,7 @@ def main() -> None:
         # exits meanwhile aborts. fsdp_c waits for these threads at exit, torch does not.
         time.sleep(0.05)
     except KeyboardInterrupt:
-        saved = checkpoint.newest(args.out / CHECKPOINTS)
+        saved = checkpoint.find_newest(args.out / CHECKPOINTS)
         hint = f"Continue after {saved.name} with --resume." if saved else ""
         print_on_rank_0("", "Interrupted. " + hint)
         # Skip the usual shutdown, which would wait for interrupted collectives.

@@ -112,12 +112,12 @@ class _Acceleration:
         self._keeps_buffers = kind is torch.optim.SGD
         self._init_group: Any = kind._init_group  # type: ignore[attr-defined]
         self._recipes = _Recipes()
-        self._taken: list[tuple[torch.Tensor, DTensor]] = []
-        self._undecided: list[dict[str, Any]] = []
+        self._sgd_params: list[tuple[torch.Tensor, DTensor]] = []
+        self._groups_with_changed_foreach: list[dict[str, Any]] = []
         self._hooks = [
-            optimizer.register_step_pre_hook(self._settle),
-            optimizer.register_step_post_hook(self._settle),
-            optimizer.register_state_dict_pre_hook(self._settle, prepend=True),
+            optimizer.register_step_pre_hook(self._restore_after_step),
+            optimizer.register_step_post_hook(self._restore_after_step),
+            optimizer.register_state_dict_pre_hook(self._restore_after_step, prepend=True),
         ]
         # Runs before the user's post hooks, so that they read the same states as with torch.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ class _Acceleration:
         vars(optimizer)["_init_group"] = init_group
 
     def undo(self, optimizer: Optimizer) -> None:
-        self._settle(optimizer)
+        self._restore_after_step(optimizer)
         for hook in self._hooks:
             hook.remove()
         vars(optimizer).pop("_init_group", None)
@@ -138,7 +138,7 @@ class _Acceleration:
         """
         needs_torch = _needs_torch(optimizer, group)
         recipe = None if needs_torch or any(lists) else self._recipes.find(optimizer, group)
-        filled = None if recipe is None else recipe.lists(optimizer, group)
+        filled = None if recipe is None else recipe.make_local_lists(optimizer, group)
         if recipe is not None and filled is not None:
             result, params, local = recipe.result, filled[0], filled[1:]
         else:
@@ -150,28 +150,30 @@ class _Acceleration:
             self._recipes.learn(optimizer, group, lists, result)
         if self._keeps_buffers and group["momentum"] != 0:
             pairs = zip(local[0], params)
-            self._taken += [(mine, p) for mine, p in pairs if mine is not p]
+            self._sgd_params += [
+                (local_tensor, p) for local_tensor, p in pairs if local_tensor is not p
+            ]
         if group.get("foreach") is None and not group.get("fused"):
             # torch's default for DTensors is the for-loop implementation.
             group["foreach"] = False
-            self._undecided.append(group)
+            self._groups_with_changed_foreach.append(group)
         for to, values in zip(lists, local, strict=True):
             to[:] = values
         return result
 
-    def _settle(self, optimizer: Optimizer, *_: Any) -> None:
+    def _restore_after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Restores the optimizer after a step, and before a step or checkpoint if a step failed.
 
         A compiled step makes no such changes, so the trace contains only this test.
         """
-        if self._undecided or self._taken:
+        if self._groups_with_changed_foreach or self._sgd_params:
             self._restore_state(optimizer)
 
     def _restore_state(self, optimizer: Optimizer) -> None:
-        for group in self._undecided:
+        for group in self._groups_with_changed_foreach:
             group["foreach"] = None
-        self._undecided.clear()
-        for local, param in self._taken:  # SGD stores momentum under the tensors in its list
+        self._groups_with_changed_foreach.clear()
+        for local, param in self._sgd_params:  # SGD stores momentum under the tensors in its list
             buffer = optimizer.state.pop(local, {}).get("momentum_buffer")
             state = optimizer.state[param]
             momentum = state.get("momentum_buffer")
@@ -181,7 +183,7 @@ class _Acceleration:
                 or momentum._local_tensor is not buffer
             ):
                 state["momentum_buffer"] = buffer if buffer is None else _make_like(param, buffer)
-        self._taken.clear()
+        self._sgd_params.clear()
 
 
 def _init_group(
@@ -191,9 +193,9 @@ def _init_group(
     *lists: Any,
     **named: Any,
 ) -> Any:
-    optimizer, mine = of(), acceleration()
-    assert optimizer is not None and mine is not None
-    return mine.fill(optimizer, group, (*lists, *named.values()))
+    optimizer, local_tensor = of(), acceleration()
+    assert optimizer is not None and local_tensor is not None
+    return local_tensor.fill(optimizer, group, (*lists, *named.values()))
 
 
 def _needs_torch(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -231,7 +233,9 @@ class _Recipe(NamedTuple):
     keys: tuple[str | None, ...]
     result: Any
 
-    def lists(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[list[Any], ...] | None:
+    def make_local_lists(
+        self, optimizer: Optimizer, group: dict[str, Any]
+    ) -> tuple[list[Any], ...] | None:
         """Returns the parameters with gradients, then all lists, as local tensors.
 
         Returns None if a state is missing or has another layout, or a tensor is sparse or complex.

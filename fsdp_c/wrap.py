@@ -70,7 +70,7 @@ def plan(
     ranks: int | None = None,
     **fully_shard_kwargs: Unpack[ShardKwargs],
 ) -> list[Unit]:
-    """Returns the units that :func:`auto_shard` would make, in order, the root last.
+    """Returns the units that :func:`auto_shard` would make, inner units before outer units.
 
     Does not change the model, and needs no process group. ``ranks`` is the number of ranks to shard
     over. Arguments and exceptions are those of :func:`auto_shard`.
@@ -113,8 +113,10 @@ def plan_units(
     }
     if ignored_params:
         kwargs = kwargs | {"ignored_params": ignored_params}
-    mixed = getattr(kwargs.get("mp_policy"), "param_dtype", None) is not None
-    overridden = _find_instances(model, full_precision_classes, ignored_modules) if mixed else {}
+    has_param_dtype = getattr(kwargs.get("mp_policy"), "param_dtype", None) is not None
+    overridden = (
+        _find_instances(model, full_precision_classes, ignored_modules) if has_param_dtype else {}
+    )
     always = full_precision_classes if overridden else ()
     selected = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always)
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
@@ -179,7 +181,7 @@ def _is_embedding_or_head(unit: Unit) -> bool:
 
 
 def _tune_embedding_or_head(unit: Unit) -> Unit:
-    """Returns the unit; for an embedding or a head with its settings for backward and reshard."""
+    """Returns the unit. Embeddings and heads get other settings for backward and resharding."""
     if not _is_embedding_or_head(unit):
         return unit
     module, kwargs = unit.modules[0], unit.kwargs

@@ -176,7 +176,7 @@ def lease() -> object:
                 for key, change in _model_changes.items():
                     _apply(Scope.MODELS, key, change)
                 current = _Lease()
-                _lease = weakref.ref(current, _lease_ended)
+                _lease = weakref.ref(current, _on_lease_end)
             except BaseException:
                 _is_check_due = True  # undoes the changes made so far
                 raise
@@ -218,7 +218,7 @@ def _hold_lock() -> Iterator[None]:
         _check_if_due()
 
 
-def _lease_ended(ended: weakref.ref[_Lease]) -> None:
+def _on_lease_end(ended: weakref.ref[_Lease]) -> None:
     """Called at the end of a lease, in any thread and at any point of the program."""
     global _is_check_due
     if sys.is_finalizing():

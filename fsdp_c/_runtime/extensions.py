@@ -27,13 +27,13 @@ def leave_inference_mode(function: Callable[..., Result]) -> Callable[..., Resul
     """Decorator that leaves inference mode, because training may use the tensors made inside."""
 
     @functools.wraps(function)
-    def outside(*args: Any) -> Result:
+    def call_outside(*args: Any) -> Result:
         if not torch.is_inference_mode_enabled():
             return function(*args)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args)
 
-    return outside
+    return call_outside
 
 
 def has_extensions(param: FSDPParam) -> bool:

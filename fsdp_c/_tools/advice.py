@@ -31,7 +31,7 @@ def find_changes(sharding: Sharding, trace: Trace | None) -> list[Change]:
     """
     peak = estimate(sharding, make_step_calls(sharding, trace)).peak.total
     found = []
-    for text, changed, events, factor in _candidates(sharding, trace):
+    for text, changed, events, factor in _iterate_candidates(sharding, trace):
         saves = peak - estimate(changed, make_step_calls(changed, events, factor)).peak.total
         if saves > _MIN_SAVING * peak:
             found.append(Change(text, saves))
@@ -41,7 +41,7 @@ def find_changes(sharding: Sharding, trace: Trace | None) -> list[Change]:
 _Candidate = tuple[str, Sharding, Trace | None, float]
 
 
-def _candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Candidate]:
+def _iterate_candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Candidate]:
     units = sharding.units
     if any(_has_float32_compute(unit) for unit in units):
         changed = tuple(_set_bfloat16_compute(unit) for unit in units)

@@ -56,12 +56,14 @@ BEFORE = "before the step"  # the phase of samples that add up the initial memor
 def estimate(sharding: Sharding, calls: Sequence[Call]) -> Timeline:
     """Computes the memory of the step that consists of ``calls``."""
     events = dry_run.run(sharding, calls)
-    return Timeline([*_samples(sharding, calls, events)])
+    return Timeline([*_iterate_samples(sharding, calls, events)])
 
 
-def _samples(sharding: Sharding, calls: Sequence[Call], events: list[Event]) -> Iterator[Sample]:
+def _iterate_samples(
+    sharding: Sharding, calls: Sequence[Call], events: list[Event]
+) -> Iterator[Sample]:
     live = dict.fromkeys(KINDS, 0)
-    phases = _phases(sharding, calls)
+    phases = _find_phases(sharding, calls)
 
     def sample(phase: str, unit: str = "") -> Sample:
         return Sample(phase, unit, tuple(live.values()))
@@ -97,7 +99,7 @@ _PHASES = {
 }
 
 
-def _phases(sharding: Sharding, calls: Sequence[Call]) -> list[tuple[str, str]]:
+def _find_phases(sharding: Sharding, calls: Sequence[Call]) -> list[tuple[str, str]]:
     """Returns the phase of the step and the unit's name for each call."""
     first: dict[int, str] = {}
     for unit in sharding.units:
