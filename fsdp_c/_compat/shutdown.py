@@ -25,7 +25,7 @@ def _is_running(thread: str) -> bool:
     try:
         with open(f"{THREADS}/{thread}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "RD"
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return False
 
 
@@ -33,7 +33,7 @@ def _has_running_threads() -> bool:
     own_thread = str(threading.get_native_id())
     try:
         return any(thread != own_thread and _is_running(thread) for thread in os.listdir(THREADS))
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return False
 
 

@@ -87,7 +87,7 @@ class CommContext(_C.CommContext, FSDPCommContext):
         """The stream of all-reduces."""
         return self._stream(3)
 
-    # The core owns this state. These properties only show whether reductions are pending.
+    # The core owns the buffers and events of torch's attributes below.
 
     @_SettableProperty
     def all_gather_state(self) -> None:

@@ -313,7 +313,7 @@ class Param(ReplaceableShard):
                 requires_grad=self.sharded_param.requires_grad,
             )
 
-    # The core calls these at each gather of a parameter whose shard has all-gather extensions.
+    # The core calls the next two methods at each gather of a parameter with all-gather extensions.
 
     def _extend_inputs(self) -> list[torch.Tensor]:
         return extensions.prepare_inputs(self)
@@ -321,7 +321,7 @@ class Param(ReplaceableShard):
     def _extend_unsharded(self) -> None:
         extensions.make_unsharded(self)
 
-    # torch's version also prints the error with a stack on every rank.
+    # torch's version also prints the error and the stack on every rank.
 
     def _assert_in_states(self, *states: ShardedState) -> None:
         if self.sharded_state not in states:

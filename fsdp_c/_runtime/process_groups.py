@@ -120,9 +120,8 @@ class GroupCommunication(GroupCollectives):
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, value: FSDPMeshInfo | None) -> None:
         if value is not None:
-            subscribe(
-                value, self
-            )  # before the comparison: watch() changes the class that == compares
+            # Before the comparison: subscribe() changes the class, which == compares.
+            subscribe(value, self)
         before = self._smaller_mesh_info
         self._smaller_mesh_info = None if value == self._mesh_info else value
         try:

@@ -135,7 +135,7 @@ class ReplaceableShard(ParamShard):
         if local is self._adopted and is_wrapper(local):
             return
         if self._is_current(local):
-            self._sharded_param_data = self._with_padding(self._sharded_param_data, local)
+            self._sharded_param_data = self._view_with_padding(self._sharded_param_data, local)
             return
         dim = self.fsdp_placement.dim
         padded, unpinned = local, self.pin_memory and not local.is_pinned()

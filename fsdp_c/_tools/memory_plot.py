@@ -10,7 +10,7 @@ from .step_memory import BEFORE, KINDS, Sample, Timeline
 
 _COLORS = ("#4c6a92", "#9aa8bd", "#3f9c8f", "#d98e32", "#b8c46a")
 _BAND_COLORS = ("#ffffff", "#f0f0f0")
-_MAX_SAMPLES = 4000  # samples in the picture
+_MAX_SAMPLES = 4000  # samples in the plot
 
 
 def plot_memory(

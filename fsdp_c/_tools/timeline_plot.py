@@ -111,7 +111,7 @@ def _stack_spans(spans: list[Span]) -> list[tuple[int | None, Span]]:
 
 
 def _draw_legend(axes: Any, spans: list[Span]) -> None:
-    """Draws the legend below the picture, with the kinds that occur."""
+    """Draws the legend below the plot, with the kinds that occur."""
     from matplotlib.patches import Patch
 
     kinds = [kind for kind in _COLORS if any(span.kind == kind for span in spans)]
