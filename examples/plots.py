@@ -25,7 +25,7 @@ TRAIN_COLOR, VALIDATION_COLOR = "#0072B2", "#D55E00"
 
 
 def compute_rolling_mean(values: Sequence[float], window: int, reduce: str = "mean") -> np.ndarray:
-    """Return the mean or median over the last ``window`` values at each index."""
+    """Returns the mean or median over the last ``window`` values at each index."""
     function = np.mean if reduce == "mean" else np.median
     return np.array([function(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))])
 
@@ -38,7 +38,7 @@ def draw_run(
     validation: Mapping[int, float],
     phases: Mapping[str, Sequence[float]],
 ) -> None:
-    """Write a PNG with losses and step times to ``path``.
+    """Writes a PNG with losses and step times to ``path``.
 
     ``train[i]`` is the loss of step i + 1 and ``validation[s]`` the loss after step s, in nats per
     byte. ``phases[name][i]`` is the time of step i + 1 in that phase, in seconds.
@@ -122,7 +122,7 @@ IMPL_COLORS = {"torch": "#E69F00", "fsdp_c": "#0072B2"}
 def draw_comparison(
     path: Path, *, seconds: Mapping[str, Sequence[float]], traces: Mapping[str, Any]
 ) -> None:
-    """Write a PNG with step times by implementation and the timeline of one step of each.
+    """Writes a PNG with step times by implementation and the timeline of one step of each.
 
     ``seconds[impl]`` has the seconds of each step, and ``traces[impl]`` is a ``fsdp_c.StepTrace``.
     """

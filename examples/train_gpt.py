@@ -1,4 +1,4 @@
-"""Train a small byte-level GPT with fully sharded parameters, on two ranks or on any number.
+"""Trains a small byte-level GPT with fully sharded parameters, on two ranks or on any number.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out
     torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out --resume
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line, which is the same on every rank."""
+    """Parses the command line, which is the same on every rank."""
     parser = Parser(
         description="Train a byte-level GPT on Python's own source with fully_shard.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """Parse an integer above zero for argparse."""
+    """Parses an integer above zero for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above zero")
@@ -132,7 +132,7 @@ def positive(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """Parse an integer of at least zero for argparse."""
+    """Parses an integer of at least zero for argparse."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is below zero")
@@ -140,13 +140,13 @@ def natural(text: str) -> int:
 
 
 def print_on_rank_0(*lines: str) -> None:
-    """Print lines on rank 0."""
+    """Prints lines on rank 0."""
     if RANK == 0:
         print(*lines, sep="\n", flush=True)
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Exit with one error message. All ranks call this, since all have the same arguments."""
+    """Exits with one error message. All ranks call this, since all have the same arguments."""
     if RANK == 0:
         print(f"train_gpt: error: {message}", file=sys.stderr, flush=True)
     else:
@@ -159,7 +159,7 @@ def exit_with_error(message: str) -> NoReturn:
 
 
 def select_fully_shard(impl: str) -> Callable[..., Any]:
-    """Return the ``fully_shard`` of an implementation. No other code depends on ``--impl``."""
+    """Returns the ``fully_shard`` of an implementation. No other code depends on ``--impl``."""
     if impl == "torch":
         from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -172,7 +172,7 @@ def select_fully_shard(impl: str) -> Callable[..., Any]:
 
 
 def init_processes(device_option: str) -> tuple[torch.device, DeviceMesh]:
-    """Join torchrun's process group or, without torchrun, create one with a single rank."""
+    """Joins torchrun's process group or, without torchrun, creates one with a single rank."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
@@ -196,7 +196,7 @@ def init_processes(device_option: str) -> tuple[torch.device, DeviceMesh]:
 
 
 def build_model(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> GPT:
-    """Create the model with equal weights on every rank, then shard each block and the root."""
+    """Creates the model with equal weights on every rank, then shards each block and the root."""
     fully_shard = select_fully_shard(args.impl)
     torch.manual_seed(args.seed)
     config = GPTConfig(args.layers, args.width, args.heads, args.context, args.dropout)
@@ -212,7 +212,7 @@ def build_model(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """Create AdamW with weight decay for matrices, and none for biases and norms."""
+    """Creates AdamW with weight decay for matrices, and none for biases and norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -229,12 +229,12 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def gather_full_tensor(value: Tensor) -> Tensor:
-    """Return the full tensor of a tensor that may be sharded. Every rank must call this."""
+    """Returns the full tensor of a tensor that may be sharded. Every rank must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """Return the mean of one number per rank. Every rank must call this."""
+    """Returns the mean of one number per rank. Every rank must call this."""
     total = value.detach().float().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
@@ -255,7 +255,7 @@ class History:
 
     @contextmanager
     def timed(self, phase: str, device: torch.device) -> Iterator[None]:
-        """Append the seconds of the block, including its device work, to ``seconds[phase]``."""
+        """Appends the seconds of the block, including its device work, to ``seconds[phase]``."""
         start = time.perf_counter()
         yield
         if device.type == "cuda":
@@ -268,7 +268,7 @@ class History:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a SHA-256 of all full fp32 parameters. Every rank must call this."""
+    """Returns a SHA-256 of all full fp32 parameters. Every rank must call this."""
     digest = hashlib.sha256()
     # named_parameters() would return the root's unsharded parameters in the compute dtype after a
     # forward without backward. state_dict() always returns the sharded fp32 parameters.
@@ -279,7 +279,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def peak_memory(device: torch.device) -> list[float]:
-    """Return each rank's peak memory in MiB: of the GPU if there is one, else of the process."""
+    """Returns each rank's peak memory in MiB: of the GPU if there is one, else of the process."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**20
     else:
@@ -291,7 +291,7 @@ def peak_memory(device: torch.device) -> list[float]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write an indented JSON file."""
+    """Writes an indented JSON file."""
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -322,7 +322,7 @@ class Run:
             checkpoint.discard_all(self.folder)
 
     def _settings(self, corpus: Corpus) -> dict[str, Any]:
-        """Return the settings on which the losses depend; ``--impl`` is none of them."""
+        """Returns the settings on which the losses depend; ``--impl`` is none of them."""
         names = ["steps", "batch", "lr", "clip", "seed", "bf16", "validate_every"]
         training = {name: getattr(self.args, name) for name in names}
         model = {name: getattr(self.args, name) for name in asdict(GPTConfig())}
@@ -340,12 +340,12 @@ class Run:
         print_on_rank_0(f"Resumed {path} after step {self.step}.")
 
     def batch(self, windows: Windows, position: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the global batch that starts at ``position``."""
+        """Returns this rank's share of the global batch that starts at ``position``."""
         size = self.args.batch
         return windows.batch(position + RANK * size, size, self.device)
 
     def train(self) -> None:
-        """Run the remaining steps, with validations and checkpoints between and at the end."""
+        """Runs the remaining steps, with validations and checkpoints between and at the end."""
         args = self.args
         args.out.mkdir(parents=True, exist_ok=True)
         with tqdm(
@@ -389,7 +389,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self, batches: int = 2) -> float:
-        """Return the loss in nats per byte on held-out windows, the same at each call."""
+        """Returns the loss in nats per byte on held-out windows, the same at each call."""
         self.model.eval()
         total = torch.zeros((), device=self.device)
         for index in range(batches):
@@ -418,7 +418,7 @@ class Run:
         return float.fromhex(list(self.history.validation.values())[-1])
 
     def sample(self) -> str:
-        """Return the prompt and its continuation by the model, with undecodable bytes replaced."""
+        """Returns the prompt and its continuation by the model, with undecodable bytes replaced."""
         prompt, length = self.args.prompt.encode(), self.args.sample_bytes
         generated = generate(
             self.model, prompt, length, temperature=0.8, seed=self.args.seed, device=self.device
@@ -426,7 +426,7 @@ class Run:
         return generated.decode(errors="replace")
 
     def compare(self) -> list[str]:
-        """Compare step times of both implementations and plot them. Return lines to print."""
+        """Compares step times of both implementations and plots them. Returns lines to print."""
         runs = {}
         for impl in ("torch", "fsdp_c"):
             args = argparse.Namespace(**vars(self.args) | {"impl": impl})
@@ -444,7 +444,7 @@ class Run:
         return [f"One step          {traces['fsdp_c'].summary()}"]
 
     def _make_step(self, model: GPT) -> Callable[[], None]:
-        """Return a function that trains ``model`` for one step, without entries in the history."""
+        """Returns a function that trains ``model`` for one step, without entries in the history."""
         optimizer = build_optimizer(model, self.args.lr)
         inputs, targets = self.batch(self.windows, 0)
 
@@ -457,7 +457,7 @@ class Run:
         return step
 
     def report(self, started: float) -> None:
-        """Write the result files and print a summary."""
+        """Writes the result files and prints a summary."""
         args, history = self.args, self.history
         digest = weights_digest(self.model)
         peaks = peak_memory(self.device)
@@ -529,7 +529,7 @@ def execute(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the script. Expected errors and Ctrl-C print one line."""
+    """Runs the script. Expected errors and Ctrl-C print one line."""
     args = parse_arguments()
     try:
         try:

@@ -81,8 +81,8 @@ def shard_modules(
 ) -> State:
     """Shards the parameters of ``module`` and registers their state; returns the state.
 
-    ``transaction`` gets a snapshot before the first change. The caller rolls it back on every
-    exception.
+    ``transaction`` gets a snapshot before the first change. The caller rolls the transaction back
+    on every exception.
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _check_not_applied(api, modules)
