@@ -1,8 +1,8 @@
-"""Runs all benchmarks and writes a report; ``make bench`` calls it.
+"""Runs all benchmarks and writes a report; ``make bench`` calls this script.
 
 The benchmarks run one after the other, each in its own process. The report begins with machine,
 load, date and commands, followed by tables and plots. The plots are in a folder with the report's
-name. ``--quick`` tests the scripts on tiny models in a minute; its figures mean nothing.
+name. ``--quick`` tests the scripts on tiny models in a minute; its figures are not meaningful.
 
 The label ``torch`` in tables and JSON is torch's FSDP2.
 

@@ -1,10 +1,10 @@
 """Host cost of a training step per parameter group and per parameter, torch's FSDP2 and fsdp_c.
 
-Method. One process with a fake process group of 8 ranks, whose collectives complete at once. The
-model has ``--groups`` equal groups of tiny parameters below a root without parameters, resharded
-after forward. A group's forward multiplies its input by each of its parameters, so the model itself
-costs little. Three copies of the model take turns within every round: bare, under torch
-and under fsdp_c. A step is one forward and one backward.
+Method. One process with a fake process group of 8 ranks, whose collectives complete immediately.
+The model has ``--groups`` equal groups of tiny parameters below a root without parameters,
+resharded after forward. A group's forward multiplies its input by each of its parameters, so the
+model itself costs little. Three copies of the model take turns within every round: bare, under
+torch and under fsdp_c. A step is one forward and one backward.
 
 On the CPU, the time of a step is the CPU time of the calling thread, which also runs backward. With
 another ``--device``, autograd runs backward in its own threads. The time is then the CPU time of

@@ -182,8 +182,7 @@ def measure_step(step: Callable[[], object]) -> tuple[int, int]:
 def _is_scratch(alloc: Any, free: Any) -> bool:
     """Whether the same operator allocated and freed the memory.
 
-    Tensors are allocated by an operator that does nothing else (``aten::empty``), so they do not
-    count.
+    A separate operator (``aten::empty``) allocates tensors, so tensors are not scratch memory.
     """
     allocator, freer = alloc.parent, free.parent
     return (

@@ -2,7 +2,7 @@
 
 ``python -m fsdp_c -m package.module args...`` runs a module. Both work below torchrun
 (``torchrun --nproc-per-node 8 -m fsdp_c train.py``). ``sys.argv``, ``sys.path[0]``, ``__main__``,
-tracebacks and exit codes are what the script would see without ``-m fsdp_c``; child processes
+tracebacks and exit codes are the same as without ``-m fsdp_c``; child processes
 inherit ``FSDP_C=1``.
 """
 
@@ -29,12 +29,12 @@ Runs the script (or module) with torch.distributed.fsdp.fully_shard replaced by 
 
     {os.path.basename(sys.executable)} -m fsdp_c plan package.module:Model 8 --batch 2x2048:int64
 
-prints what the model will need on each of 8 ranks (plan --help; a script of that name is ./plan).
+prints the memory of the model on each of 8 ranks (plan --help; a script of that name is ./plan).
 
     {os.path.basename(sys.executable)} -m fsdp_c --version
     {os.path.basename(sys.executable)} -m fsdp_c --check
 
-says what there is and whether it works: extension, kernels, devices, torch, training on two ranks.
+prints and checks the installation: extension, kernels, devices, torch, training on two ranks.
 """
 
 

@@ -29,12 +29,13 @@ class ShardedEMA:
 
     The numbers are those of ``torch.optim.swa_utils.AveragedModel`` with
     ``get_ema_multi_avg_fn(decay)``, which needs ``deepcopy`` and does not support FSDP modules. The
-    first update copies the weights. Each later one computes
+    first update copies the weights. Each later update computes
     ``average = average + (weight - average) * (1 - decay)``. Integer and boolean weights are
-    copied, because torch's truncated averages of them drift. Buffers are not averaged.
+    copied, because torch truncates their averages, which then drift. Buffers are not averaged.
 
     Args:
-        model: The model, with parameters of any sharding. No reference to it is kept.
+        model: The model, with parameters of any sharding. The object keeps no reference to the
+            model.
         decay: A number from 0 to 1, or a function of the number of updates so far.
         dtype: The floating-point dtype of the averages. Averages of complex weights have the
             complex dtype of that precision. ``None``: the dtypes of the weights.

@@ -168,7 +168,7 @@ class FullParams(Mapping[str, torch.Tensor]):
         return unit.get_registered(i)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
-        """Yields names and full parameters by unit; nothing on ranks that do not get them."""
+        """Yields names and full parameters by unit. Ranks without values yield no items."""
         for name in self:
             param = self[name]
             if self._has_values:

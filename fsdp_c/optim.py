@@ -1,8 +1,8 @@
 """Optimizer steps on local tensors, without the overhead of DTensor dispatch.
 
 An element-wise optimizer can update each shard separately. torch's optimizers pass parameters,
-gradients and states in lists, which ``_init_group`` fills. Here it fills them with local tensors.
-States stay DTensors, checkpoints are unchanged, and results equal torch's bits.
+gradients and states in lists, which ``_init_group`` fills. fsdp_c's ``_init_group`` fills the lists
+with local tensors. States stay DTensors, checkpoints are unchanged, and results equal torch's bits.
 """
 
 from __future__ import annotations

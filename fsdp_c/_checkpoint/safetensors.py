@@ -1,6 +1,6 @@
-"""Reading safetensors files, by the safetensors library: it checks the header and maps the file.
+"""Reads safetensors files with the safetensors library, which checks the header and maps the file.
 
-Nothing is executed and nothing is read before it is used.
+The module executes no code of a file, and reads a tensor at its first use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         ValueError: the size of the file does not match its header, or the header does not cover the
             file.
         OSError: it cannot be opened.
-        ImportError: the safetensors library is not installed.
+        ImportError: The safetensors library is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -60,11 +60,11 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         self._names = dict.fromkeys(self._file.offset_keys())
         self._check_names()
 
-    def _make_error(self, why: str) -> ValueError:
-        return ValueError(f"{self.path} is not a safetensors file: {why}")
+    def _make_error(self, reason: str) -> ValueError:
+        return ValueError(f"{self.path} is not a safetensors file: {reason}")
 
     def _check_names(self) -> None:
-        """Refuses a header with duplicate names, of which the library would use the last one."""
+        """Raises for duplicate names in the header. The library would use the last entry."""
         with open(self.path, "rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             text = file.read(length)
@@ -98,14 +98,14 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
 class SafetensorsIndex(Mapping[str, torch.Tensor]):
     """Maps names to the tensors of a checkpoint in several files (``.safetensors.index.json``).
 
-    The files lie in the folder of the index or below, by the names that it gives. (Links are
-    followed: Hugging Face's cache is made of them.)
+    The index has the files' paths, relative to its folder. Links are followed, because Hugging
+    Face's cache consists of links.
 
     Raises:
-        ValueError: the index is none, names a file elsewhere, or a tensor that its file does not
-            have; a file is broken.
-        OSError: a file cannot be opened.
-        ImportError: the safetensors library is not installed.
+        ValueError: The index is invalid, names a file outside of its folder, or names a tensor that
+            its file does not have; or a file is invalid.
+        OSError: A file cannot be opened.
+        ImportError: The safetensors library is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -150,9 +150,9 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | Safetens
     """Opens a file, the files of an index, or a folder with either.
 
     Raises:
-        FileNotFoundError: nothing of the kind is there.
-        ValueError: what is there is broken.
-        ImportError: the safetensors library is not installed.
+        FileNotFoundError: The path has no file, and no folder with such a file.
+        ValueError: The file or index is invalid.
+        ImportError: The safetensors library is not installed.
     """
     path = Path(path)
     if path.is_dir():

@@ -80,15 +80,15 @@ def find_mismatch(build: Build | None, has_extension: bool) -> str | None:
 
 
 def check_build() -> None:
-    """Refuses an extension of another release.
+    """Checks that the extension was built for this torch release.
 
     Raises:
         ImportError: The extension is missing or was built for another release. The message has
-            both releases and the command that fixes it.
+            both releases and the build command.
     """
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
-    there = any(BUILD_RECORD.with_name(f"_C{suffix}").exists() for suffix in suffixes)
-    wrong = find_mismatch(read_build(), there)
+    extension_exists = any(BUILD_RECORD.with_name(f"_C{suffix}").exists() for suffix in suffixes)
+    wrong = find_mismatch(read_build(), extension_exists)
     if wrong is not None:
         raise ImportError(wrong)
 

@@ -1,4 +1,4 @@
-"""Makes patches of torch's FSDP2 take effect on fsdp_c's modules too.
+"""Makes patches of torch's FSDP2 take effect on fsdp_c's modules, too.
 
 Libraries and torch's own tests replace methods of ``FSDPParamGroup``, ``FSDPState`` and
 ``FSDPParam``, attributes of single groups, and functions of FSDP2's modules. Three mechanisms
@@ -8,9 +8,9 @@ support these patches:
   torch's class if it is patched, else fsdp_c's method.
 - torch's own functions run fsdp_c's methods for fsdp_c's objects. Patches usually call the
   function that they replaced.
-- The C code compares torch's attributes with the expected ones once per hook
-  (``csrc/python/guard.c``), and calls the patched method if one differs. :func:`bind` passes the
-  expected attributes to the core.
+- The C code compares torch's attributes with the expected attributes once per hook
+  (``csrc/python/guard.c``), and calls the patched method if an attribute differs. :func:`bind`
+  passes the expected attributes to the core.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _redirections: dict[tuple[type, str], Redirection] = {}  # kept while a sharded 
 
 
 def get_torch_function(cls: type, name: str) -> Callable[..., Any]:
-    """Returns torch's ``cls.name`` as it is for torch's own objects, without redirection."""
+    """Returns the ``cls.name`` that torch's own objects use, without redirection."""
     redirection = _redirections.get((cls, name))
     return redirection.original if redirection is not None else getattr(cls, name)
 

@@ -105,7 +105,7 @@ def is_from_torch(candidate: Any) -> bool:
 
 
 def find_expected(module: ModuleType, name: str) -> Any:
-    """Returns torch's object of that name in the module; ``None``: no object there leads to it."""
+    """Returns torch's object ``name`` of the module, also below wrappers; None if not found."""
     for function in iterate_wrapped(vars(module).get(name)):
         if is_from_torch(function) and getattr(function, "__name__", None) == name:
             return function

@@ -113,7 +113,7 @@ def set_attribute(owner: Any, name: str, value: Any, before: Any = _ABSENT) -> U
     """Sets ``owner.name`` and returns the undo.
 
     Args:
-        before: The value that the undo restores, if it is not the present one.
+        before: The value that the undo restores. Default: the present value.
     """
     if before is _ABSENT:
         before = vars(owner).get(name, _ABSENT)
@@ -163,7 +163,7 @@ def _apply(scope: Scope, key: Hashable, change: Change) -> None:
 def lease() -> object:
     """Returns an object that keeps the changes of ``Scope.MODELS`` in place while it is alive.
 
-    Makes the registered ones that are not in place. All callers share one lease.
+    Makes the registered changes that are not in place. All callers share one lease.
     """
     global _lease, _is_check_due
     current = None if _lease is None else _lease()

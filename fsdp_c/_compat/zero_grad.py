@@ -8,8 +8,8 @@ backward, and so do the two functions here:
 - :func:`add_zero_grad` gives a class ``FSDP<Name>`` a method ``zero_grad``. A module around a
   sharded module, or inside one, keeps torch's method and torch's behavior.
 - ``torch.optim.Optimizer.zero_grad`` is wrapped while a sharded model is alive or fsdp_c is
-  installed. torch calls no hook in it, and an optimizer has no record of which of its parameters
-  are sharded.
+  installed. torch's function calls no hook, and an optimizer has no record of which of its
+  parameters are sharded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ patches.apply_with_first_model("Optimizer.zero_grad", _wrap_optimizer_method)
 
 
 def _drop_deferred(params: Iterable[torch.Tensor]) -> None:
-    """Drops the deferred gradients of ``params``, sharded or unsharded ones."""
+    """Drops the deferred gradients of ``params``, which are sharded or unsharded parameters."""
     groups = [group for group in _groups if group._deferred]
     if not groups:
         return

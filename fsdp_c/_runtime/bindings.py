@@ -1,4 +1,4 @@
-"""Passes the Python functions and classes that the C extension calls to it, at import.
+"""Passes Python functions and classes to the C extension, which calls them. Runs at import.
 
 ``fsdp_c/__init__.py`` imports this module before it returns any other name.
 """

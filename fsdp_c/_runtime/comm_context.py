@@ -16,7 +16,7 @@ from .._compat.guard import follow_patches
 
 
 class _SettableProperty:
-    """A property with the value of ``read`` until it is assigned, as by a patched ``lazy_init``."""
+    """A property with the value of ``read``, until code such as a patched ``lazy_init`` sets it."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read

@@ -58,7 +58,7 @@ def use_all_reduce_transport(
 
 @contextlib.contextmanager
 def exclude_user_collectives() -> Iterator[None]:
-    """Context for user hooks, whose all-reduces are not those of the unit's gradients."""
+    """Context for user hooks: their all-reduces do not count as gradient all-reduces."""
     before = _C.set_gradient_all_reduce(False)
     try:
         yield

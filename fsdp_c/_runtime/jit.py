@@ -16,7 +16,7 @@ from .env import is_env_enabled
 from .nvrtc import ENTRIES, Nvrtc, find_libraries
 
 _kept: list[object] = []
-"""Keeps the objects alive whose addresses the extension holds."""
+"""Objects whose addresses the extension uses. They are never freed."""
 
 
 def is_jit_requested() -> bool:

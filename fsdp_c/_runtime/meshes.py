@@ -1,8 +1,8 @@
 """torch's mesh infos, extended to notify parameter groups of assignments.
 
 torch's FSDP2 reads the process groups from a mesh info at each collective. Fault-tolerance
-libraries assign other process groups to it. The C core keeps its own references to process groups,
-so an assignment must reach it.
+libraries assign other process groups to the mesh info. The C core has its own references to process
+groups, so it must be notified of an assignment.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MeshSubscriber(Protocol):
 def _set_and_notify(self: Any, name: str, value: Any) -> None:
     """Sets an attribute and notifies all groups.
 
-    If a group refuses the value, restores the previous one, notifies the groups again and raises.
+    If a group raises, restores the previous value, notifies the groups again and raises.
     """
     absent = object()
     before = self.__dict__.get(name, absent)
@@ -130,15 +130,15 @@ def _restore(info: DataParallelMeshInfo) -> None:
 
 
 def has_own_size(group: Any) -> bool:
-    """Whether the class of ``group`` overrides ``size()``, so that it may change in each step."""
+    """Whether the class of ``group`` overrides ``size()``: the size may change in each step."""
     return getattr(type(group), "size", None) is not dist.ProcessGroup.size
 
 
 def get_size_and_rank(group: Any, size: int, rank: int) -> tuple[int, int]:
     """Returns size and rank of a process group.
 
-    For a group with its own ``size()``, returns ``size`` and ``rank`` of the mesh: the call of a
-    fault-tolerant group may wait for a quorum.
+    For a group with its own ``size()``, returns ``size`` and ``rank`` of the mesh, because
+    ``size()`` of a fault-tolerant group may wait for a quorum.
     """
     return (size, rank) if has_own_size(group) else (group.size(), group.rank())
 

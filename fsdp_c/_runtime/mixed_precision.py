@@ -104,7 +104,7 @@ def get_stored_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def check_policy(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
-    """Refuses an object that is not a policy, as the installed torch does.
+    """Raises for an object that is not a policy, as the installed torch does.
 
     Raises:
         TypeError: ``policy`` is not a policy, and torch is 2.15 or newer.

@@ -343,7 +343,7 @@ class Param(ReplaceableShard):
 
 
 def get_param_class() -> type[Param]:
-    """Returns ``Param``, or a class derived from it and a subclass that replaced ``FSDPParam``."""
+    """Returns ``Param``, or a class derived from it and from a replacement of ``FSDPParam``."""
     param_class = getattr(torch_group, "FSDPParam", FSDPParam)
     is_subclass = isinstance(param_class, type) and issubclass(param_class, FSDPParam)
     return _make_subclass(param_class) if is_subclass and param_class is not FSDPParam else Param

@@ -177,9 +177,9 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         return moved_args[0], moved_kwargs[0]
 
     def _check_modes(self) -> None:
-        """Refuses an iteration under a dispatch mode or a jit trace that cannot be correct.
+        """Checks that no dispatch mode or jit trace makes the iteration incorrect.
 
-        Unsharded parameters are reused by later forwards, so fake ones would never be replaced.
+        Later forwards reuse unsharded parameters, so fake parameters would never be replaced.
 
         Raises:
             RuntimeError: The parameters are real and the forward is exported or traced, or their
@@ -213,7 +213,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             )
 
     def _check_mutations(self) -> None:
-        """Refuses ``allow_mutation_on_saved_tensors`` for parameters that are freed after forward.
+        """Raises under ``allow_mutation_on_saved_tensors`` if parameters are freed after forward.
 
         The context identifies saved tensors by address, and clones a saved tensor when its address
         is written. A clone of freed memory crashes the process.

@@ -1,10 +1,10 @@
 """torch's clipping functions on the fast path of ``grad_norm.py``.
 
 ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` run the
-functions here once fsdp_c is switched on (``FSDP_C=1``, :func:`fsdp_c.install`). Arguments, results
-and bits are torch's: the total norm of DTensors is a DTensor. The fast path takes the 2-norm of
-contiguous float32 DTensors on the CPU. All are on one mesh, sharded over at most one dimension.
-torch's own code runs for anything else, and while a mode or a compiler is active.
+functions of this module after ``FSDP_C=1`` or :func:`fsdp_c.install`. Arguments, results
+and bits are torch's: the total norm of DTensors is a DTensor. The fast path computes the 2-norm of
+contiguous float32 DTensors on the CPU that are on one mesh and sharded over at most one dimension.
+torch's code runs in all other cases, and while a mode or a compiler is active.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _is_plain_execution() -> bool:
 def _is_patched() -> bool:
     """Whether a function that torch's clip_grad_norm_ calls is patched."""
     names = vars(sys.modules[_MODULE])
-    return any(names.get(name) is not one.function for name, one in _redirected.items())
+    return any(names.get(name) is not redirection.function for name, redirection in _redirected.items())
 
 
 def _find_single_dim_groups(mesh: DeviceMesh, placements: Any) -> GroupNames | None:
@@ -189,17 +189,18 @@ _spec_cache = PerMeshCache(_make_scalar_spec)
 def _find_common_mesh(
     kinds: Kinds, mesh: DeviceMesh | None = None
 ) -> tuple[DeviceMesh | None, list[GroupNames | None]]:
-    """The mesh of all kinds (the given one, else that of the first) and the groups of each kind.
+    """Returns a common mesh of all kinds, and the process groups of each kind.
 
-    The groups are None where torch's result may differ: for plain gradients, for kinds on other
-    meshes or of other groups than the first, and for more than one sharded dimension.
+    The mesh is ``mesh`` if given, else the mesh of the first kind. The groups are None where
+    torch's result may differ: for plain gradients, for kinds on other meshes or of other groups
+    than the first, and for more than one sharded dimension.
     """
     named: list[GroupNames | None] = []
-    for one, placements in kinds:
-        groups = None if one is None else _single_dim_cache(one, placements)
-        mesh = one if mesh is None else mesh
-        same = mesh is one or mesh == one
-        if groups is None or not same or (named and groups[1] != named[0][1]):  # type: ignore[index]
+    for kind_mesh, placements in kinds:
+        groups = None if kind_mesh is None else _single_dim_cache(kind_mesh, placements)
+        mesh = kind_mesh if mesh is None else mesh
+        is_same_mesh = mesh is kind_mesh or mesh == kind_mesh
+        if groups is None or not is_same_mesh or (named and groups[1] != named[0][1]):  # type: ignore[index]
             return mesh, [None]
         named.append(named[0] if named else groups)
     return mesh, named
@@ -213,14 +214,17 @@ def _wrap_total(total: float, mesh: DeviceMesh | None) -> DTensor:
 
 
 def _read_total(total: Any) -> tuple[DeviceMesh | None, float | None]:
-    """The mesh of a total norm, if it is a DTensor, and its value, if it is float32 on the CPU."""
+    """Returns the mesh of a DTensor total norm, and the value of a float32 total norm on the CPU.
+
+    Returns None for a missing mesh or another value.
+    """
     mesh = None
     if type(total) is DTensor:
         if any(type(placement) is not Replicate for placement in total.placements):
             return None, None
         mesh, total = total.device_mesh, total._local_tensor
-    usual = type(total) is torch.Tensor and total.dtype is torch.float32 and total.ndim == 0
-    return mesh, total.item() if usual and total.device.type == "cpu" else None
+    is_scalar = type(total) is torch.Tensor and total.dtype is torch.float32 and total.ndim == 0
+    return mesh, total.item() if is_scalar and total.device.type == "cpu" else None
 
 
 # ---- the switch ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def plot_memory(
     """Draws the timeline to a file, whose extension gives the format.
 
     Args:
-        memory: Bytes of the rank: a line, where it is not far above.
+        memory: The rank's memory in bytes, drawn as a line if it is at most twice the peak.
     """
     from matplotlib.figure import Figure
 

@@ -20,7 +20,7 @@ from .._runtime.lint_params import format_replaced
 def check_optimizer_params(
     model: nn.Module, groups: list[tuple[str, Any]], optimizer: torch.optim.Optimizer | None
 ) -> list[str]:
-    """Reports parameters of ``optimizer`` that ``model`` does not have, or that it lacks."""
+    """Reports parameters that only one of ``optimizer`` and ``model`` has."""
     if optimizer is None:
         return []
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 def require_matplotlib() -> None:
-    """Refuses to draw without matplotlib.
+    """Checks that matplotlib is installed.
 
     Call it on all ranks, although one rank draws: otherwise the other ranks would continue.
 

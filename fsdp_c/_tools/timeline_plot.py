@@ -95,19 +95,19 @@ _LIGHT_KINDS = (trace_spans.OUTSIDE, trace_spans.REDUCE_WAIT)
 
 
 def _choose_label(unit: str, capacity: float) -> str:
-    """Returns the unit's name, its number, or nothing, depending on the space."""
+    """Returns the longest label that fits: the unit's name, its last component, or empty."""
     short = unit.rpartition(".")[2].strip("()")
     return next((text for text in (unit, short) if text and len(text) + 1 <= capacity), "")
 
 
 def _stack_spans(spans: list[Span]) -> list[tuple[int | None, Span]]:
     """Assigns overlapping spans to two half rows; None for a span that uses the full row."""
-    placed: list[tuple[int | None, Span]] = []
+    assigned: list[tuple[int | None, Span]] = []
     for i, span in enumerate(spans):
         near = spans[max(0, i - 3) : i] + spans[i + 1 : i + 4]
-        alone = all(other.end <= span.begin or span.end <= other.begin for other in near)
-        placed.append((None if alone else i % 2, span))
-    return placed
+        overlaps_none = all(other.end <= span.begin or span.end <= other.begin for other in near)
+        assigned.append((None if overlaps_none else i % 2, span))
+    return assigned
 
 
 def _draw_legend(axes: Any, spans: list[Span]) -> None:
@@ -123,7 +123,7 @@ def _draw_legend(axes: Any, spans: list[Span]) -> None:
 
 
 def _make_legend_transform(axes: Any) -> Any:
-    """Where a legend leaves capacity for the numbers and the word under an axis: 0.45 inches."""
+    """Returns a transform that is 0.45 inches below the axis: the height of its ticks and label."""
     from matplotlib.transforms import ScaledTranslation
 
     return axes.transAxes + ScaledTranslation(0, -0.45, axes.figure.dpi_scale_trans)
