@@ -95,7 +95,7 @@ def describe_machine() -> str:
 
 
 def find_commit() -> str:
-    """Commit of the measured tree; empty if git is missing."""
+    """Returns the commit of the measured tree; empty if git is missing."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         process = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
@@ -193,7 +193,7 @@ def format_bandwidth(result: Result, folder: Path) -> Iterator[str]:
 
 
 def format_output(result: Result, _: Path) -> Iterator[str]:
-    """The benchmark's output as printed, for benchmarks without separate tables or plots."""
+    """Yields the benchmark's output as printed, for benchmarks without separate tables or plots."""
     yield f"## {result.name}"
     yield ""
     yield f"```\n{result.output}\n```"

@@ -80,7 +80,7 @@ def measure(count: int, rounds: int) -> list[list[object]]:
 
 
 def make_block() -> nn.Module:
-    """A block with nine parameters."""
+    """Returns a block with nine parameters."""
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.RMSNorm(8))
 
 

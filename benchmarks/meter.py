@@ -60,7 +60,7 @@ def give_back() -> None:
 
 
 def resident() -> int:
-    """Resident memory of this process in bytes."""
+    """Returns the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
@@ -69,7 +69,7 @@ def _faults() -> int:
 
 
 def peak() -> int:
-    """Peak resident memory in bytes since the last ``reset_peak()``."""
+    """Returns the peak of resident memory in bytes since the last ``reset_peak()``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 

@@ -86,7 +86,7 @@ class Mlp(nn.Sequential):
 
 
 def compute_loss(output: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy over the last dimension, as for a language model."""
+    """Returns the cross-entropy over the last dimension, as for a language model."""
     rows = output.flatten(0, -2).float()
     return nn.functional.cross_entropy(rows, torch.zeros(rows.size(0), dtype=torch.long))
 

@@ -92,14 +92,14 @@ class Timed:
 
 
 def gpt(options: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """A model with few large parameters, on an input of (batch, context) bytes."""
+    """Returns a model with few large parameters, on an input of (batch, context) bytes."""
     config = GPTConfig(options.layers, options.width, heads=8, context=128)
     tokens = torch.randint(256, (options.batch, config.context))
     return GPT(config), lambda model: next_byte_loss(model(tokens), tokens)
 
 
 def small(_: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """A model with 500 small parameters, on an input of (4, 64)."""
+    """Returns a model with 500 small parameters, on an input of (4, 64)."""
     x = torch.randn(4, 64)
     return make_model(500, 64), lambda model: model(x).square().mean()
 

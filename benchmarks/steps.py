@@ -73,7 +73,7 @@ class Job:
 
 
 def gpt(config: GPTConfig, batch: int) -> Job:
-    """A GPT on an input of (batch, context) bytes."""
+    """Returns a GPT on an input of (batch, context) bytes."""
     tokens = torch.randint(256, (batch, config.context))
     model = GPT(config)
     return Job(model, list(model.blocks), lambda model: next_byte_loss(model(tokens), tokens))
@@ -82,7 +82,7 @@ def gpt(config: GPTConfig, batch: int) -> Job:
 def make_chain_job(
     units: list[nn.Module], x: torch.Tensor, optimizer: Any = torch.optim.AdamW
 ) -> Job:
-    """A model that applies the units one after the other."""
+    """Returns a model that applies the units one after the other."""
     return Job(nn.Sequential(*units), units, lambda model: model(x).square().mean(), optimizer)
 
 

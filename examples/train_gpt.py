@@ -220,7 +220,7 @@ def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first 5 % of the steps, then cosine decay to a tenth of ``peak``."""
+    """Returns the rate: linear warm-up over 5 % of the steps, then cosine decay to ``peak / 10``."""
     warm_up = max(1, steps // 20)
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -512,7 +512,7 @@ class Run:
 
 
 def execute(args: argparse.Namespace) -> None:
-    """Train, sample and report."""
+    """Trains, samples and reports."""
     started = time.perf_counter()
     run = Run(args)
     parameters = sum(p.numel() for p in run.model.parameters())

@@ -94,7 +94,7 @@ def _get_code(spec: importlib.machinery.ModuleSpec) -> CodeType:
 
 
 def _read_script(path: str) -> tuple[ModuleType, CodeType]:
-    """The code of ``python path``; where path is a directory or archive, of its ``__main__``."""
+    """Returns the code of ``path``; for a directory or an archive, the code of its ``__main__``."""
     safe = getattr(sys.flags, "safe_path", False)  # under -P, sys.path[0] is not the current folder
     if os.path.isdir(path) or _is_archive(path):
         sys.path[0 : 0 if safe else 1] = [os.path.abspath(path)]

@@ -152,7 +152,7 @@ def keys() -> list[Hashable]:
 
 
 def _apply(scope: Scope, key: Hashable, change: Change) -> None:
-    """Caller holds ``_lock``."""
+    """Makes the change unless it is in place. Caller holds ``_lock``."""
     if key not in _changes:
         _changes[key] = (scope, change())
 
@@ -219,7 +219,7 @@ def _hold_lock() -> Iterator[None]:
 
 
 def _on_lease_end(ended: weakref.ref[_Lease]) -> None:
-    """Called at the end of a lease, in any thread and at any point of the program."""
+    """Runs at the end of a lease, in any thread and at any point of the program."""
     global _is_check_due
     if sys.is_finalizing():
         return

@@ -111,7 +111,7 @@ REDUCE_SCATTER = (
 
 
 def make_orig_dtype_argument(dtype: torch.dtype | None) -> Any:
-    """The argument ``orig_dtype`` of torch's ``foreach_reduce``, as a tuple of arguments.
+    """Returns the argument ``orig_dtype`` of torch's ``foreach_reduce``, as a tuple of arguments.
 
     Empty from torch 2.15 on, where ``sharded_grad_dtype`` of each parameter replaces it."""
     return (dtype,) if _HAS_ORIG_DTYPE_ARGUMENT else ()

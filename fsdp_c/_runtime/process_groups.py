@@ -35,7 +35,7 @@ from .param import Param
 
 
 def _get_allocating_group(comm: Any, cls: type) -> Any:
-    """The process group from which an unmodified ``comm`` of torch's class allocates, else None."""
+    """Returns the process group from which an unmodified ``comm`` of torch allocates, or None."""
     group = getattr(comm, "_group", None)
     is_torchs = type(comm) is cls and vars(comm).keys() == {"_group"}
     return group if is_torchs and isinstance(group, dist.ProcessGroup) else None

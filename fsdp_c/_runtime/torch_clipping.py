@@ -166,7 +166,9 @@ def _is_plain_execution() -> bool:
 def _is_patched() -> bool:
     """Whether a function that torch's clip_grad_norm_ calls is patched."""
     names = vars(sys.modules[_MODULE])
-    return any(names.get(name) is not redirection.function for name, redirection in _redirected.items())
+    return any(
+        names.get(name) is not redirection.function for name, redirection in _redirected.items()
+    )
 
 
 def _find_single_dim_groups(mesh: DeviceMesh, placements: Any) -> GroupNames | None:

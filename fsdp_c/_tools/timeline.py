@@ -191,7 +191,7 @@ def _format_table(seconds: dict[str, dict[str, float]]) -> str:
 
 
 def _make_sort_key(unit: str) -> list[tuple[bool, int, str]]:
-    """Sort key that orders blocks.2 before blocks.10, and time outside of units last."""
+    """Returns a sort key that orders blocks.2 before blocks.10, and time outside of units last."""
     if not unit:
         return [(True, 1, "")]
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in unit.split(".")]
