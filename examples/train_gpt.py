@@ -220,7 +220,7 @@ def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Returns the rate: linear warm-up over 5 % of the steps, then cosine decay to ``peak / 10``."""
+    """Returns the rate: linear warm-up over 5 % of the steps, cosine decay to ``peak / 10``."""
     warm_up = max(1, steps // 20)
     if step < warm_up:
         return peak * (step + 1) / warm_up

@@ -45,7 +45,7 @@ class Timeline:
         return max(self.samples, key=lambda sample: sample.total)
 
     def highest(self, kind: str) -> int:
-        """Returns the maximum of bytes of one kind over the step."""
+        """Returns the largest number of bytes of one kind during the step."""
         place = KINDS.index(kind)
         return max(sample.bytes[place] for sample in self.samples)
 
