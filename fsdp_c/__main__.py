@@ -43,7 +43,7 @@ def _exit_with(message: str, status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-def _main_module(spec: importlib.machinery.ModuleSpec | None, file: str | None) -> ModuleType:
+def _make_main_module(spec: importlib.machinery.ModuleSpec | None, file: str | None) -> ModuleType:
     """Returns a new ``__main__`` module with the attributes that the interpreter sets."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
@@ -82,7 +82,7 @@ def _find_module(name: str) -> tuple[ModuleType, CodeType]:
         )
     if spec is None:
         _exit_with(f"{sys.executable}: No module named {name}", 1)
-    return _main_module(spec, spec.origin), _get_code(spec)
+    return _make_main_module(spec, spec.origin), _get_code(spec)
 
 
 def _get_code(spec: importlib.machinery.ModuleSpec) -> CodeType:
@@ -101,7 +101,7 @@ def _read_script(path: str) -> tuple[ModuleType, CodeType]:
         spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
         if spec is None:
             _exit_with(f"{sys.executable}: can't find '__main__' module in {path!r}", 1)
-        return _main_module(spec, spec.origin), _get_code(spec)
+        return _make_main_module(spec, spec.origin), _get_code(spec)
     file = os.path.abspath(path)
     try:
         with io.open_code(file) as source:
@@ -112,7 +112,7 @@ def _read_script(path: str) -> tuple[ModuleType, CodeType]:
         )
     if not safe:
         sys.path[0] = os.path.dirname(os.path.realpath(file))
-    return _main_module(None, file), compile(text, file, "exec", dont_inherit=True)
+    return _make_main_module(None, file), compile(text, file, "exec", dont_inherit=True)
 
 
 def _is_archive(path: str) -> bool:
@@ -124,7 +124,7 @@ def _is_archive(path: str) -> bool:
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-def _hide_own_frames(show: Hook) -> Hook:
+def _hide_own_frames(previous_hook: Hook) -> Hook:
     """Returns an ``excepthook`` whose tracebacks begin at the script's frame."""
 
     def hook(
@@ -136,7 +136,7 @@ def _hide_own_frames(show: Hook) -> Hook:
             script = script.tb_next
         if script is not None or isinstance(error, SyntaxError):  # else fsdp_c raised it
             error, traceback = error.with_traceback(script), script
-        show(kind, error, traceback)
+        previous_hook(kind, error, traceback)
 
     return hook
 
@@ -178,8 +178,8 @@ def main() -> None:
     as_module = arguments[0] == "-m"
     if arguments[0].startswith("-") and not as_module:
         _exit_with(
-            f"unknown option {arguments[0]}: Python's own go in front of -m fsdp_c, a script's "
-            f"behind the script\n{USAGE}",
+            f"unknown option {arguments[0]}: options of Python go before -m fsdp_c, options "
+            f"of a script after the script\n{USAGE}",
             2,
         )
     if as_module and len(arguments) == 1:

@@ -44,7 +44,7 @@ def split_unit(
     mp_policy: Any,
     ranks: int,
 ) -> list[tuple[nn.Module, ...]]:
-    """Splits a unit into units of at most ``budget`` bytes, without the ``others`` inside it.
+    """Splits a unit into units of at most ``budget`` bytes, without the modules ``others`` inside.
 
     Returns an empty list if the unit is small enough.
     """
@@ -72,7 +72,8 @@ def split_by_budget(
     """Returns units of at most ``budget`` bytes, as few and as large as the module tree allows.
 
     A module that fits is not split. For a larger module, the largest children become units until
-    the rest fits. Neighbors in a ``ModuleList`` or ``Sequential`` are combined while they fit. A
+    the remaining children fit. Neighbors in a ``ModuleList`` or ``Sequential`` are combined while
+    their sum fits. A
     unit exceeds ``budget`` only if one module's own parameters do.
 
     Raises:
@@ -83,7 +84,7 @@ def split_by_budget(
     units: list[tuple[nn.Module, ...]] = []
 
     def shrink(module: nn.Module) -> int:
-        """Makes units from parts of the module until the rest fits; returns the rest's bytes."""
+        """Makes units from parts of the module until it fits; returns the remaining bytes."""
         total = size_of(module.parameters())
         if total <= budget or is_sealed(module):
             return total
@@ -120,7 +121,7 @@ def split_by_budget(
 
 
 def _join_neighbors(parts: list[_UnitCandidate], budget: int) -> list[_UnitCandidate]:
-    """Combines neighbors while they fit into ``budget``."""
+    """Combines neighbors while their sum is at most ``budget``."""
     runs: list[_UnitCandidate] = []
     for part in parts:
         if runs and runs[-1].size + part.size <= budget:

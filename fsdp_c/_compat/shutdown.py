@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-LEAST, MOST, PAUSE = 0.05, 1.0, 0.01
+MIN_WAIT, MAX_WAIT, PAUSE = 0.05, 1.0, 0.01
 """Limits of the wait for other threads, and the pause between two checks, in seconds."""
 
 THREADS = "/proc/self/task"
@@ -45,12 +45,12 @@ def wait_for_threads() -> None:
     to wait for the GIL during a check sleeps, because the check holds the GIL.
     """
     begin = time.monotonic()
-    quiet = 0
+    idle_checks = 0
     while True:
         time.sleep(PAUSE)
         waited = time.monotonic() - begin
-        quiet = 0 if _has_running_threads() else quiet + 1
-        if waited >= MOST or (waited >= LEAST and quiet >= 2):
+        idle_checks = 0 if _has_running_threads() else idle_checks + 1
+        if waited >= MAX_WAIT or (waited >= MIN_WAIT and idle_checks >= 2):
             return
 
 

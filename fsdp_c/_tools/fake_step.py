@@ -165,7 +165,7 @@ def record_events(
         except Exception as error:
             raise ValueError(
                 f"{type(model).__name__} cannot be run on tensors without values, of the batch's "
-                f"sizes and dtypes, to see what it allocates: {type(error).__name__}: {error}"
+                f"sizes and dtypes, to record its memory: {type(error).__name__}: {error}"
             ) from error
         del total
         trace.add_event("end")

@@ -54,7 +54,7 @@ def measure_optimizer(
     except Exception as error:
         name = getattr(choice, "__name__", choice)
         raise ValueError(
-            f"{name} cannot make a step of two small parameters, to see what it allocates: "
+            f"{name} cannot step two small parameters, which measures its memory: "
             f"{type(error).__name__}: {error}"
         ) from error
     size = parameters[0].numel() * dtype.itemsize
