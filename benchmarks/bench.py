@@ -108,7 +108,7 @@ def format_header(results: dict[str, Result], load: tuple[str, str], quick: bool
     yield "# Benchmarks: a run"
     yield ""
     if quick:
-        yield "**A quick run on tiny models, to test the scripts. Its figures mean nothing.**"
+        yield "**A quick run on tiny models, to test the scripts. Its figures are not meaningful.**"
         yield ""
     yield f"- machine: {describe_machine()}"
     yield f"- load (1, 5, 15 minutes): {load[0]} before, {load[1]} after"
@@ -131,7 +131,7 @@ def format_rows(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> Iter
     yield from (f"| {' | '.join(map(format_cell, row))} |" for row in rows)
 
 
-def draw_picture(name: str, title: str, result: Result, folder: Path) -> Iterator[str]:
+def draw_plot(name: str, title: str, result: Result, folder: Path) -> Iterator[str]:
     getattr(pictures, name)(result.data, folder / f"{name}.png")
     yield f"![{title}]({folder.name}/{name}.png)"
 
@@ -143,7 +143,7 @@ def format_steps(result: Result, folder: Path) -> Iterator[str]:
     yield "wall/fsdp_c: wall time relative to fsdp_c."
     yield "Peaks: resident memory above the value at the beginning of the step."
     yield ""
-    yield from draw_picture("steps", "wall, CPU, page faults and peak of a step", result, folder)
+    yield from draw_plot("steps", "wall, CPU, page faults and peak of a step", result, folder)
     for model in result.data["models"].values():
         for kind in ("without", "with"):
             yield ""
@@ -153,7 +153,7 @@ def format_steps(result: Result, folder: Path) -> Iterator[str]:
     yield ""
     yield "## Memory over one step"
     yield ""
-    yield from draw_picture("memory", "resident memory over one step", result, folder)
+    yield from draw_plot("memory", "resident memory over one step", result, folder)
 
 
 def format_host(result: Result, folder: Path) -> Iterator[str]:
@@ -161,7 +161,7 @@ def format_host(result: Result, folder: Path) -> Iterator[str]:
     yield ""
     yield "us of CPU per group and step above the bare model, on a fake group of 8 ranks."
     yield ""
-    yield from draw_picture("host", "host time against parameters per group", result, folder)
+    yield from draw_plot("host", "host time against parameters per group", result, folder)
     jobs = {name: job for name, job in result.data.items() if isinstance(job, dict)}
     for name, job in jobs.items():
         rows = [
@@ -183,7 +183,7 @@ def format_bandwidth(result: Result, folder: Path) -> Iterator[str]:
     yield ""
     yield "GB/s of unsharded data, best round; torch and fsdp_c include packing and unpacking."
     yield ""
-    yield from draw_picture("bandwidth", "bandwidth against size", result, folder)
+    yield from draw_plot("bandwidth", "bandwidth against size", result, folder)
     for operation in ("gather", "reduction", "kernel"):
         sizes = result.data[operation]
         names = list(next(iter(sizes.values())))
@@ -212,11 +212,11 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = QUICK if options.quick else FULL
+    benchmarks = QUICK if options.quick else FULL
     load_before = _load()
     results = {
         name: Result(name, arguments, folder)
-        for name, arguments in chosen.items()
+        for name, arguments in benchmarks.items()
         if options.only is None or name in options.only
     }
     lines = [*format_header(results, (load_before, _load()), options.quick)]

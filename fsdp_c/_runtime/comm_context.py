@@ -1,4 +1,4 @@
-"""``CommContext``: the communication context's streams as torch objects."""
+"""``CommContext``: the streams of a communication context as torch objects."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CommContext(_C.CommContext, FSDPCommContext):
     def release_inputs(self, keep: int = 0) -> None:
         """Releases all but the newest ``keep`` inputs.
 
-        The current stream waits for their reduce-scatters first.
+        The current stream first waits for the reduce-scatters of the released inputs.
         """
         while len(self._inputs) > keep:
             self.device_handle.current_stream().wait_event(self._inputs[0][1])
@@ -63,9 +63,9 @@ class CommContext(_C.CommContext, FSDPCommContext):
         numbers = self._stream_numbers(role)
         if numbers is None:
             return self.device_handle.current_stream()
-        kind = getattr(self.device_handle, "Stream", torch.Stream)
+        stream_class = getattr(self.device_handle, "Stream", torch.Stream)
         number, index, device_type = numbers
-        return kind(stream_id=number, device_index=index, device_type=device_type)
+        return stream_class(stream_id=number, device_index=index, device_type=device_type)
 
     @_SettableProperty
     def all_gather_copy_in_stream(self) -> Any:
