@@ -121,6 +121,6 @@ def release_memory() -> None:
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
     steps. The cache exceeds the peak use of the last eight iterations by at most an eighth, or
-    16 MiB. Resetting a model and deleting a model release it, too.
+    16 MiB. Resetting or deleting a model also releases the cache.
     """
     _C.trim_memory()

@@ -58,16 +58,18 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
     absent = object()
     before = self.__dict__.get(name, absent)
     object.__setattr__(self, name, value)
-    users = list(self.__dict__.get(_SUBSCRIBERS, ()))  # a new object of a notifying class has none
+    subscribers = list(
+        self.__dict__.get(_SUBSCRIBERS, ())
+    )  # an object created from a notifying class has none
     try:
-        for group in users:
+        for group in subscribers:
             group._refresh_process_groups()
     except BaseException:
         if before is absent:
             object.__delattr__(self, name)
         else:
             object.__setattr__(self, name, before)
-        for group in users:
+        for group in subscribers:
             group._refresh_process_groups()
         raise
 
@@ -94,9 +96,9 @@ def subscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
     info.__dict__[_SUBSCRIBERS].add(group)
     cls: Any = type(info)
     if cls.__setattr__ is not _set_and_notify:
-        number = id(info)
+        info_id = id(info)
         patches.apply(patches.Scope.MODELS, "mesh infos", lambda: _restore_all)
-        _subscribed[number] = weakref.ref(info, lambda _: _subscribed.pop(number, None))
+        _subscribed[info_id] = weakref.ref(info, lambda _: _subscribed.pop(info_id, None))
         info.__class__ = _make_notifying_class(cls)
 
 
@@ -113,7 +115,7 @@ def _has_subscribers(info: DataParallelMeshInfo) -> bool:
 
 
 def _restore_all() -> bool:
-    """Restores the classes of mesh infos that no group uses. Returns whether none is in use."""
+    """Restores the classes of mesh infos without subscribers. Returns whether all are restored."""
     infos = [info for reference in list(_subscribed.values()) if (info := reference()) is not None]
     for info in infos:
         if not _has_subscribers(info):
@@ -123,7 +125,7 @@ def _restore_all() -> bool:
 
 def _restore(info: DataParallelMeshInfo) -> None:
     cls: Any = type(info)
-    if cls.__dict__.get("__setattr__") is _set_and_notify:  # else other code made a subclass
+    if cls.__dict__.get("__setattr__") is _set_and_notify:  # otherwise other code derived a class
         info.__dict__.pop(_SUBSCRIBERS, None)
         info.__class__ = cls.__base__
         _subscribed.pop(id(info), None)
@@ -152,7 +154,7 @@ def get_group_name(group: Any) -> str:
 
 
 def find_unregistered_group(group: Any) -> dist.ProcessGroup | None:
-    """Returns ``group`` if it is a process group of torch that its name does not resolve to.
+    """Returns ``group`` if it is a process group of torch that is not registered under its name.
 
     Returns ``None`` in all other cases.
     """

@@ -46,11 +46,11 @@ class Timeline:
 
     def highest(self, kind: str) -> int:
         """Returns the largest number of bytes of one kind during the step."""
-        place = KINDS.index(kind)
-        return max(sample.bytes[place] for sample in self.samples)
+        index = KINDS.index(kind)
+        return max(sample.bytes[index] for sample in self.samples)
 
 
-BEFORE = "before the step"  # the phase of samples that add up the initial memory
+BEFORE = "before the step"  # the phase of the samples of initial memory
 
 
 def estimate(sharding: Sharding, calls: Sequence[Call]) -> Timeline:
@@ -105,13 +105,13 @@ def _find_phases(sharding: Sharding, calls: Sequence[Call]) -> list[tuple[str, s
     for unit in sharding.units:
         first.setdefault(unit.state, unit.name)
     phases = []
-    now = (BEFORE, "")
+    current = (BEFORE, "")
     for call in calls:
         if call.name == "backward":
-            now = ("backward of the loss", "")
+            current = ("backward of the loss", "")
         elif call.name in _PHASES and not call.in_backward and call.arguments[0] in first:
-            now = (_PHASES[call.name], first[call.arguments[0]])
-        phases.append(now)
+            current = (_PHASES[call.name], first[call.arguments[0]])
+        phases.append(current)
         if call.name == "end":
-            now = (_STEP, "")
+            current = (_STEP, "")
     return phases
