@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from host import WIDTH, Group
-from meter import Cost, Meter, give_back, memory_over
+from meter import Cost, Meter, give_back, sample_memory_over_time
 from ranks import start_ranks
 from report import format_table, implementations, write_json
 from torch.nn.parallel import DistributedDataParallel
@@ -153,7 +153,7 @@ class Timed:
         self.optimizer.zero_grad()
         give_back()
         dist.barrier()
-        return memory_over(self._train_once)
+        return sample_memory_over_time(self._train_once)
 
     def _train_once(self) -> None:
         self.loss(self.model).backward()

@@ -164,7 +164,7 @@ class _Acceleration:
     def _restore_after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Restores the optimizer after a step, and before a step or checkpoint if a step failed.
 
-        A compiled step makes no such changes, so the trace contains only this test.
+        A compiled step changes nothing here, so its trace contains only this condition.
         """
         if self._groups_with_changed_foreach or self._sgd_params:
             self._restore_state(optimizer)
@@ -187,19 +187,19 @@ class _Acceleration:
 
 
 def _init_group(
-    of: weakref.ref[Optimizer],
-    acceleration: weakref.ref[_Acceleration],
+    optimizer_ref: weakref.ref[Optimizer],
+    acceleration_ref: weakref.ref[_Acceleration],
     group: dict[str, Any],
     *lists: Any,
     **named: Any,
 ) -> Any:
-    optimizer, local_tensor = of(), acceleration()
-    assert optimizer is not None and local_tensor is not None
-    return local_tensor.fill(optimizer, group, (*lists, *named.values()))
+    optimizer, acceleration = optimizer_ref(), acceleration_ref()
+    assert optimizer is not None and acceleration is not None
+    return acceleration.fill(optimizer, group, (*lists, *named.values()))
 
 
 def _needs_torch(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether torch's code must run: the step is differentiable, compiled or scaled by DTensors."""
+    """Whether torch's code must run: a differentiable or compiled step, or a scale in DTensors."""
     scaling = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     return (
         bool(group.get("differentiable"))
@@ -214,7 +214,7 @@ _accelerated: weakref.WeakKeyDictionary[Optimizer, _Acceleration] = weakref.Weak
 # ---- lists ---------------------------------------------------------------------------------------
 
 _same_layouts: dict[int, tuple[Any, Any]] = {}
-"""Maps the ``id`` of a spec to that spec and a parameter's spec with the same layout."""
+"""Maps the ``id`` of a state's spec to (this spec, the parameter's spec with an equal layout)."""
 _MAX_SAME_LAYOUTS = 100_000
 
 
@@ -249,33 +249,33 @@ class _Recipes:
     """The recipes of an optimizer's groups."""
 
     def __init__(self) -> None:
-        self._of: dict[int, _Recipe] = {}
+        self._by_group: dict[int, _Recipe] = {}
 
     def find(self, optimizer: Optimizer, group: dict[str, Any]) -> _Recipe | None:
         """Returns the group's recipe, or None if the group has changed or a mode intercepts torch.
 
         A subclass of dict or list and a torch function mode could observe torch's accesses.
         """
-        recipe = self._of.get(id(group))
+        recipe = self._by_group.get(id(group))
         if recipe is None or recipe.group is not group or recipe.options != _list_options(group):
             return None
         states, params = optimizer.state, group.get("params")
-        is_usual = type(states) in (dict, defaultdict) and type(params) is list
-        return recipe if is_usual and torch._C._len_torch_function_stack() == 0 else None
+        is_plain = type(states) in (dict, defaultdict) and type(params) is list
+        return recipe if is_plain and torch._C._len_torch_function_stack() == 0 else None
 
     def learn(
         self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...], result: Any
     ) -> None:
         """Records a recipe from lists that torch's ``_init_group`` has just filled."""
-        if len(self._of) > len(optimizer.param_groups):
-            self._of.clear()  # drop recipes of removed groups
-        self._of.pop(id(group), None)
-        if result not in (None, False, (False, False)):  # sparse or complex ones
+        if len(self._by_group) > len(optimizer.param_groups):
+            self._by_group.clear()  # drop recipes of removed groups
+        self._by_group.pop(id(group), None)
+        if result not in (None, False, (False, False)):  # a tensor is sparse or complex
             return
         states = [optimizer.state.get(param, {}) for param in lists[0]]
         keys = [_find_key(values, states) for values in lists[2:]]
         if _UNKNOWN not in keys:
-            self._of[id(group)] = _Recipe(group, _list_options(group), tuple(keys), result)
+            self._by_group[id(group)] = _Recipe(group, _list_options(group), tuple(keys), result)
 
 
 _UNKNOWN = ""
@@ -293,7 +293,7 @@ def _find_key(values: list[Any], states: list[dict[str, Any]]) -> str | None:
 
 
 def _list_options(group: dict[str, Any]) -> list[Any]:
-    """Returns the options an ``_init_group`` may depend on: names, flags, types and signs."""
+    """Returns the options that ``_init_group`` may depend on: names, flags, types and signs."""
     return [
         (name, value if value is None or type(value) is bool else _classify_value(value))
         for name, value in group.items()

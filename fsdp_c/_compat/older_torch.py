@@ -34,7 +34,7 @@ class ParamOfOlderTorch:
     keep_unsharded_storage = False  # the group owns this setting
     sharded_grad_dtype: torch.dtype | None
     _has_sharded_grad_dtype_override = False
-    _release_all_gather_outputs_after_post_all_gather = False  # Param does it: _release_outputs()
+    _release_all_gather_outputs_after_post_all_gather = False  # see Param._release_outputs()
 
     mesh_info: Any
     reduce_dtype: torch.dtype | None
@@ -60,7 +60,7 @@ class ParamOfOlderTorch:
         return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined]
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Moves the gradient to the accumulated one, in the reduce dtype.
+        """Moves the gradient to the accumulated gradient, in the reduce dtype.
 
         The core calls it if a gradient method is patched.
         """
@@ -71,7 +71,7 @@ class ParamOfOlderTorch:
             self.unsharded_accumulated_grad = grad.to(dtype)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Adds the gradient to the accumulated one, if both exist, and clears it."""
+        """Adds the gradient to the accumulated gradient, if both exist, and clears ``grad``."""
         param, accumulated = self._unsharded_param, self.unsharded_accumulated_grad
         if accumulated is not None and param.grad is not None:
             accumulated += param.grad

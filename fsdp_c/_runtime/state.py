@@ -133,7 +133,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._output_dtype = value.output_dtype
 
     def _register_hooks(self) -> None:
-        """Registers torch's forward hooks: those of one module, or of a list of modules."""
+        """Registers torch's forward hooks for one module or for a list of modules."""
         if len(self._modules) > 1:
             handle = register_group_hooks(torch_state, self)
             self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
@@ -342,7 +342,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             raise
 
     def _register_root_post_backward_final_callback(self) -> None:
-        """Queues the end of backward. Only patches of torch's method call it; the core does not."""
+        """Queues the end of backward. The core does not call this method, but patches may."""
         if not self._state_ctx.post_backward_final_callback_queued:
             self._state_ctx.post_backward_final_callback_queued = True
             Variable._execution_engine.queue_callback(self._root_post_backward_final_callback)

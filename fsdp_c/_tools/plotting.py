@@ -8,7 +8,7 @@ from importlib.util import find_spec
 def require_matplotlib() -> None:
     """Checks that matplotlib is installed.
 
-    Call it on all ranks, although one rank draws: otherwise the other ranks would continue.
+    All ranks must call this function, although only one rank draws, so that all of them raise.
 
     Raises:
         ImportError: matplotlib is not installed.
