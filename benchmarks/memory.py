@@ -1,8 +1,8 @@
 """Transient memory of a training step in units of one group's parameters, torch's FSDP2 and fsdp_c.
 
-Method. One process with a fake process group of 8 ranks. Collectives complete at once, so buffers
-live no longer than the implementation keeps them. The model has ``--groups`` equal groups of a few
-square weights below a root without parameters, resharded after forward. The input has one row.
+Method. One process with a fake process group of 8 ranks. Collectives complete immediately, so only
+the implementation determines the lifetime of buffers. The model has ``--groups`` equal groups of a
+few square weights below a root without parameters, resharded after forward. The input has one row.
 After two warm-up steps, one step runs under torch's profiler, which records the address of every
 allocation and free of the CPU allocator.
 
@@ -42,8 +42,7 @@ Peaks = dict[str, float]
 
 
 def compute_side(params: int) -> int:
-    """Rows and columns of a weight: a multiple of the world size, so that shards have no
-    padding."""
+    """Returns the rows of a square weight: a multiple of the world size, to avoid padding."""
     return round((ELEMENTS / params) ** 0.5 / WORLD_SIZE) * WORLD_SIZE
 
 
@@ -75,8 +74,10 @@ def measure(shard: FullyShard, mesh: DeviceMesh, precision: str, groups: int, pa
 
 
 def measure_peaks(step: Callable[[], object]) -> dict[str, int]:
-    """Calls ``step``, which must record the ranges FORWARD and BACKWARD. Returns its transient
-    peaks and persistent memory in bytes."""
+    """Returns the transient peaks and the persistent memory of ``step`` in bytes.
+
+    ``step`` must record the ranges FORWARD and BACKWARD.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     return _compute_peaks(sorted(_read_events(profiler), key=lambda event: event.start_time_ns))
@@ -92,8 +93,7 @@ def _read_events(profiler: profile) -> Iterator[Any]:
 
 
 def _compute_peaks(events: list[Any]) -> dict[str, int]:
-    """Returns peak transient bytes by phase, and persistent bytes. ``events`` are sorted by
-    time."""
+    """Returns peak transient bytes by phase, and persistent bytes. Requires sorted events."""
     [backward] = [event.start_time_ns for event in events if event.name == BACKWARD]
     events = [event for event in events if event.tag == _EventType.Allocation]
     peaks = {"forward": 0, "backward": 0, "kept": 0}

@@ -149,7 +149,7 @@ class Timed:
             self.run_step(self.peaks)
 
     def sample_memory(self) -> list[tuple[float, float]]:
-        """Returns the samples of ``memory_over`` for one step."""
+        """Returns the samples of ``sample_memory_over_time`` for one step."""
         self.optimizer.zero_grad()
         give_back()
         dist.barrier()
@@ -176,7 +176,7 @@ def _compute_medians(costs: list[Cost]) -> dict[str, float | None]:
 
 
 def measure(kind: str, seconds: float) -> dict[str, Any]:
-    """Measures all implementations on one model. Every rank calls it."""
+    """Measures all implementations on one model. Every rank must call it."""
     names = NAMES + (("shared",) if kind in WITH_SHARED else ())
     runs = {name: Timed(kind, name) for name in names}
     gc.collect()

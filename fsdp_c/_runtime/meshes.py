@@ -58,9 +58,8 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
     absent = object()
     before = self.__dict__.get(name, absent)
     object.__setattr__(self, name, value)
-    subscribers = list(
-        self.__dict__.get(_SUBSCRIBERS, ())
-    )  # an object created from a notifying class has none
+    # An object that was created from a notifying class has no subscribers.
+    subscribers = list(self.__dict__.get(_SUBSCRIBERS, ()))
     try:
         for group in subscribers:
             group._refresh_process_groups()

@@ -45,7 +45,7 @@ def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """``__reduce_ex__`` of sharded modules. Adds a remedy to the failure of ``torch.save``.
 
-    Other picklers may support the class, so they are not refused.
+    Other picklers may support the class, so the method raises only for ``torch.save``.
     """
     kind = type(self)
     caller = sys._getframe(1).f_globals.get("__name__")
@@ -127,9 +127,8 @@ def add_methods(cls: type) -> None:
             patches.set_class_attribute(cls, name, method)
     if vars(cls).get("__deepcopy__") is refuse_deepcopy:
         _classes_without_deepcopy.add(cls)
-    if (
-        cls in _classes_without_deepcopy
-    ):  # torch's cache keeps the class, so torch may use it after uninstall
+    # torch's cache keeps the class, so torch may use the class after uninstall.
+    if cls in _classes_without_deepcopy:
         patches.set_class_attribute(
             cls, "__deepcopy__", refuse_deepcopy, before=torch_fully_shard._unimplemented_deepcopy
         )
