@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: add the files of the repository that the pages link to.
+"""Hooks of mkdocs that add the files of the repository that pages link to.
 
 Pages link to files outside of docs/ by relative paths, so that the links also work in the
 repository. The site gets a copy of each such file below ``repository/``: a page of each Markdown
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
 LINK = re.compile(r"(\[[^\]\n]*(?:\n[^\]\n]*)?\]\()([^)\s#]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^[ ]*```.*?^[ ]*```[ ]*$", re.M | re.S)
-# Pages that the navigation names, whether a page links to them or not.
+# Pages that the navigation names, with or without a link from a page.
 PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -54,20 +54,20 @@ def rewrite_links(markdown: str, repository_path: str, linked: set[str]) -> str:
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(repository_path), target))
         if not (ROOT / path).is_file():
-            return match[0]  # mkdocs reports it
+            return match[0]  # mkdocs reports the broken link
         if not path.startswith("docs/"):
             linked.add(path)
         return f"{opening}{posixpath.relpath(find_site_path(path), start or '.')}{anchor})"
 
-    pieces, end = [], 0
+    parts, end = [], 0
     for fence in FENCE.finditer(markdown):
-        pieces += [LINK.sub(rewrite, markdown[end : fence.start()]), fence[0]]
+        parts += [LINK.sub(rewrite, markdown[end : fence.start()]), fence[0]]
         end = fence.end()
-    return "".join([*pieces, LINK.sub(rewrite, markdown[end:])])
+    return "".join([*parts, LINK.sub(rewrite, markdown[end:])])
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the linked files of the repository, and those that they link to."""
+    """Adds the linked files of the repository, and the files that linked files link to."""
     linked = set(PAGES)
     for page in files.documentation_pages():
         rewrite_links(page.content_string, f"docs/{page.src_uri}", linked)

@@ -19,11 +19,11 @@ def gather_objects(item: Any) -> list[Any]:
     counts = [torch.empty_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count)
     sizes = [int(size) for size in counts]
-    row = own_data.new_zeros(max(sizes))
-    row[: own_data.numel()] = own_data
-    rows = [torch.empty_like(row) for _ in sizes]
-    dist.all_gather(rows, row)
-    return [_unpickle_tensor(row[:size]) for row, size in zip(rows, sizes)]
+    padded = own_data.new_zeros(max(sizes))
+    padded[: own_data.numel()] = own_data
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded)
+    return [_unpickle_tensor(padded[:size]) for padded, size in zip(rows, sizes)]
 
 
 def broadcast_object(item: Any, src: int, group: dist.ProcessGroup | None) -> Any:

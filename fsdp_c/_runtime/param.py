@@ -1,7 +1,7 @@
 """``Param``: the parts of a sharded parameter that do not run in each step.
 
-``param_shard.py`` has the base class that makes the shard, ``replaced_shard.py`` the one that
-adopts replaced or converted parameters.
+``param_shard.py`` has the base class that makes the shard. ``replaced_shard.py`` has the base class
+that adopts replaced or converted parameters.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Param(ReplaceableShard):
         mp_policy: Dtypes for computation and reduction.
         offload_policy: Whether shards are in CPU memory.
 
-    The constructor copies this rank's shard. :meth:`register` puts it on the modules. torch's own
-    code makes the sharding specs of parallel DTensors and runs the all-gather extensions.
+    The constructor copies this rank's shard. :meth:`register` registers it on the modules. torch's
+    own code makes the sharding specs of parallel DTensors and runs the all-gather extensions.
     """
 
     def __init__(
@@ -182,15 +182,15 @@ class Param(ReplaceableShard):
         self._note_shard()
 
     def register(self) -> None:
-        """Registers the sharded parameter on every module that holds the original."""
+        """Registers the sharded parameter on every module that has the original parameter."""
         info = self._module_info
         slots = [(info.module, info.param_name)]
         slots += zip(info.shared_modules, info.shared_param_names)
-        direct = [
+        uses_default_setattr = [
             getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
             for module, _ in slots
         ]
-        self._set_slots(slots, direct)
+        self._set_slots(slots, uses_default_setattr)
         self._register_sharded()
         if find_overridden_methods(self, Param) & _C.CALL_SWAP:
             self._setattr_on_modules(self.sharded_param)
@@ -218,7 +218,7 @@ class Param(ReplaceableShard):
     # registered.
 
     def to_sharded(self) -> None:
-        """Calls ``_to_sharded()`` of the group: its parameters change together."""
+        """Calls ``_to_sharded()`` of the group. All parameters of a group change together."""
         group = self._get_group()
         if self._swapping:
             self._setattr_on_modules(self.sharded_param)
@@ -263,17 +263,17 @@ class Param(ReplaceableShard):
         if mp_policy is not self.mp_policy:
             self._policy_dtype = get_compute_dtype(mp_policy, self.sharded_param)
         param_dtype = self._policy_dtype
-        before = self.param_dtype or self.orig_dtype
+        previous = self.param_dtype or self.orig_dtype
         self.orig_dtype = self.sharded_grad_dtype = get_stored_dtype(self.sharded_param)
-        reduced = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
+        reduce_dtype = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # no cast for computation; reductions may be wider
-            reduced = reduced and torch.promote_types(reduced, torch.complex32)
-        elif reduced == param_dtype:
-            reduced = None
+            reduce_dtype = reduce_dtype and torch.promote_types(reduce_dtype, torch.complex32)
+        elif reduce_dtype == param_dtype:
+            reduce_dtype = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
-        self.param_dtype, self.reduce_dtype = param_dtype, reduced
-        if before is not None and before != (param_dtype or self.orig_dtype):
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        if previous is not None and previous != (param_dtype or self.orig_dtype):
             self._forget_unsharded()
 
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
@@ -328,7 +328,7 @@ class Param(ReplaceableShard):
             raise AssertionError(f"Expects to be in one of {states}, not {self.sharded_state}")
 
     def init_unsharded_param(self) -> None:
-        """Makes the unsharded parameter; with extensions by torch's method, else as the core."""
+        """Makes the unsharded parameter. All-gather extensions use torch's method instead."""
         extended = hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
         if not extended and not hasattr(self, "_unsharded_param"):
             self._unsharded_param = self._make_unsharded(self.all_gather_outputs[0])
