@@ -102,7 +102,7 @@ def check_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) ->
 
 
 def _iterate_repeated_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields layers with submodules that share a container with others of their class."""
+    """Yields layers with submodules whose container has another layer of the same class."""
     for prefix, container in model.named_modules():
         if not issubclass(get_original_class(container), (nn.ModuleList, nn.Sequential)):
             continue
@@ -122,7 +122,7 @@ def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
     state = _get_module_fsdp_state(model)
     if state is None:
         return []
-    of_root = {
+    root_ids = {
         id(module)
         for _, group in groups
         if group in state._fsdp_param_groups
@@ -132,7 +132,7 @@ def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
     missed = [
         name
         for name, layer in _iterate_repeated_layers(model)
-        if any(id(module) in of_root for module in layer.modules())
+        if any(id(module) in root_ids for module in layer.modules())
     ]
     if not missed:
         return []
@@ -148,8 +148,8 @@ def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
     state = _get_module_fsdp_state(model)
     if state is None:
         return []
-    of_root = {id(group) for group in state._fsdp_param_groups}
-    inner = {group.mp_policy.param_dtype for _, group in groups if id(group) not in of_root}
+    root_ids = {id(group) for group in state._fsdp_param_groups}
+    inner = {group.mp_policy.param_dtype for _, group in groups if id(group) not in root_ids}
     outer = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
     if state._mp_policy.param_dtype is not None or not outer or inner - {None} != inner:
         return []
