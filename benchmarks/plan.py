@@ -9,8 +9,9 @@ allocations in the step.
 
 Scratch memory of kernels is subtracted: memory that one operator allocates itself and frees before
 it returns. Scratch memory depends on the processor and belongs to no tensor, so the estimate
-excludes it. oneDNN's bf16 kernels took 1.3 MiB beside 25.5 MiB on one machine. One column has the
-peak with scratch memory. The fake group makes all steps equal, so one measured step is enough.
+excludes it. oneDNN's bf16 kernels took 1.3 MiB in addition to 25.5 MiB on one machine. One column
+has the peak with scratch memory. The fake group makes all steps equal, so one measured step is
+enough.
 
     python benchmarks/plan.py [--only WORD] [--json FILE]
 """
@@ -97,7 +98,7 @@ def make_gpt_batch(size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its input, how it is sharded, and its optimizer."""
+    """A model, its input, its sharding and its optimizer."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -150,8 +151,8 @@ def list_jobs() -> Iterator[Job]:
         yield Job(f"gpt, hsdp, {'mixed' if hsdp else 'fp32'}", gpt, few, hsdp, hsdp=True)
     yield Job("gpt, one unit", gpt, few, policy=10**9)
     yield Job("gpt, units of 1 MiB", gpt, few, policy=2**20)
-    for made in (sgd, momentum, adam, foreach):
-        yield Job(f"gpt, {made.__name__}", gpt, few, optimizer=made)
+    for make_optimizer in (sgd, momentum, adam, foreach):
+        yield Job(f"gpt, {make_optimizer.__name__}", gpt, few, optimizer=make_optimizer)
     wide = lambda: Mlp(512, 8)  # noqa: E731
     for precision, shard in policies.items():
         for rows in (8, 4096):
@@ -161,8 +162,10 @@ def list_jobs() -> Iterator[Job]:
 
 
 def measure_step(step: Callable[[], object]) -> tuple[int, int]:
-    """Calls ``step`` and returns its peak bytes above the memory before the call: without and with
-    the kernels' scratch memory."""
+    """Returns the peak bytes of ``step`` above the memory before it.
+
+    The first value excludes scratch memory of kernels, the second value includes it.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = [event for event in _read_events(profiler) if event.tag == _EventType.Allocation]
@@ -210,7 +213,7 @@ def _compute_peak(events: list[Any]) -> int:
 
 
 class Measurement(NamedTuple):
-    """Peaks in bytes, the phase in which the estimated peak lies, and the estimate's duration."""
+    """Peaks in bytes, the phase of the estimated peak, and the duration of the estimate."""
 
     estimated: int
     measured: int

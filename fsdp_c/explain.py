@@ -146,5 +146,5 @@ def compute_optimizer_cost(
         return 0, 0
     shards = [param.padded_numel(world) * param.orig_dtype.itemsize for world, param in trained]
     cost = measure_optimizer(optimizer, trained[0][1].orig_dtype, on_cpu)
-    step = cost.step * (sum(shards) if cost.whole else max(shards))
+    step = cost.step * (sum(shards) if cost.counts_all_parameters else max(shards))
     return int(cost.states * sum(shards)), int(step)

@@ -1,7 +1,8 @@
 """Cache of the attributes of ``Param``, keyed by (mesh, policy, placement, shape, stride, dtype).
 
-Most parameters of a model share a key with others. The constructor of ``Param`` makes the first
-parameter of each key. The others copy its attributes, except for those of the parameter itself.
+Most parameters of a model share a key with other parameters. The constructor of ``Param`` makes the
+first parameter of each key. Later parameters copy its attributes, except for ``_PER_CALL`` and
+``_PER_PARAM``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _Template:
     """
 
     def __init__(self, first: Param, world: int, rank: int) -> None:
-        self.facts = {
+        self.shared_attributes = {
             name: value
             for name, value in vars(first).items()
             if name not in _PER_CALL and name not in _PER_PARAM
@@ -73,7 +74,7 @@ def _get_shard_position(info: DataParallelMeshInfo) -> tuple[int, int]:
 
 
 class ParamFactory:
-    """Makes the ``Param`` objects of one call; takes the constructor arguments of ``Param``."""
+    """Makes the ``Param`` objects of one ``fully_shard`` call."""
 
     def __init__(
         self,
@@ -113,9 +114,9 @@ class ParamFactory:
         if not self._uses_templates or type(param) is not nn.Parameter:
             return self._construct(param, info, placement)
         key = (self._key, placement, param.size(), param.stride(), get_stored_dtype(param))
-        kind = _templates.get(key)
-        if kind is not None:
-            return self._make_from_template(kind, param, info)
+        template = _templates.get(key)
+        if template is not None:
+            return self._make_from_template(template, param, info)
         result = self._construct(param, info, placement)
         vars(result)["_template"] = _templates[key] = _Template(result, self._world, self._rank)
         return result
@@ -128,23 +129,23 @@ class ParamFactory:
         )
 
     def _make_from_template(
-        self, kind: _Template, param: nn.Parameter, info: ParamModuleInfo
+        self, template: _Template, param: nn.Parameter, info: ParamModuleInfo
     ) -> Param:
         result = Param.__new__(Param)
-        _C.Param.__init__(result, *kind.layout)
+        _C.Param.__init__(result, *template.layout)
         own_attributes = vars(result)
-        own_attributes.update(kind.facts)
+        own_attributes.update(template.shared_attributes)
         own_attributes.update(self._call_attributes)
         attributes = dict(vars(param))
         own_attributes.update(
-            _template=kind,
+            _template=template,
             _module_info=info,
             _orig_attributes=attributes,
             _orig_param_uid=orig_param_uid(param),
         )
-        result._sharding_spec = kind.spec
-        result.orig_dtype, result.param_dtype, result.reduce_dtype = kind.dtypes
-        own_attributes["_adopted"] = result._cut(param, kind.dim)
+        result._sharding_spec = template.spec
+        result.orig_dtype, result.param_dtype, result.reduce_dtype = template.dtypes
+        own_attributes["_adopted"] = result._cut(param, template.dim)
         if attributes:
             result._copy_attributes(result.sharded_param)
         return result

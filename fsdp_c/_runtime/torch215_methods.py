@@ -29,8 +29,8 @@ class GradientReductionHandle(_Handle):
     def wait(self) -> None:
         """Waits for the sharded gradients, on the current stream (on the CPU: in the caller).
 
-        Call it before the optimizer's step. A second call, or one after ``reset_iter_state()``,
-        has no effect.
+        Call ``wait`` before the optimizer's step. A second call has no effect, and neither has a
+        call after ``reset_iter_state()``.
         """
         state, self._state = self._state, None
         if state is not None and state._state_ctx.reduction_pending:
@@ -99,7 +99,8 @@ def set_manual_backward_finalization(self: Any, enabled: bool) -> None:
 def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
     """Reduces the gradients of backwards without synchronization, and waits for all reductions.
 
-    Call it on the root, after the last microbatch. The current settings of each unit apply: units
+    Call it on the root module, after the last microbatch. The current settings of each unit apply:
+        units
     with ``set_requires_gradient_sync(False)`` keep their gradients. Reduced gradients are not
     reduced again.
 

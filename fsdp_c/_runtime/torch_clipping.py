@@ -101,8 +101,8 @@ def clip_grads_with_norm_(
         bound = _convert_to_float(max_norm)
         if total is not None and bound is not None:
             tensors, kinds, _ = _C.clip_collect(params, True)
-            _, named = _find_common_mesh(kinds, mesh)
-            if tensors and None not in named and scale_on_cpu(tensors, bound, total, True):
+            _, group_names = _find_common_mesh(kinds, mesh)
+            if tensors and None not in group_names and scale_on_cpu(tensors, bound, total, True):
                 return None
     return _get_torch_function("_clip_grads_with_norm_")(params, max_norm, total_norm, foreach)
 
@@ -120,14 +120,14 @@ def _compute_norm(
 ) -> _Norm | None:
     """Returns the total 2-norm of gradients, or of the gradients of parameters.
 
-    Returns None for gradients that the fast path does not take.
+    Returns None for gradients that the fast path does not support.
 
     Raises:
         RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
     """
     grads, kinds, kind_of = _C.clip_collect(tensors, are_params)
-    mesh, named = _find_common_mesh(kinds)
-    total = compute_norm_on_cpu(grads, kind_of, named)
+    mesh, group_names = _find_common_mesh(kinds)
+    total = compute_norm_on_cpu(grads, kind_of, group_names)
     if total is None:
         return None
     if error_if_nonfinite and not math.isfinite(total):
@@ -197,15 +197,15 @@ def _find_common_mesh(
     torch's result may differ: for plain gradients, for kinds on other meshes or of other groups
     than the first, and for more than one sharded dimension.
     """
-    named: list[GroupNames | None] = []
+    group_names: list[GroupNames | None] = []
     for kind_mesh, placements in kinds:
         groups = None if kind_mesh is None else _single_dim_cache(kind_mesh, placements)
         mesh = kind_mesh if mesh is None else mesh
         is_same_mesh = mesh is kind_mesh or mesh == kind_mesh
-        if groups is None or not is_same_mesh or (named and groups[1] != named[0][1]):  # type: ignore[index]
+        if groups is None or not is_same_mesh or (group_names and groups[1] != group_names[0][1]):  # type: ignore[index]
             return mesh, [None]
-        named.append(named[0] if named else groups)
-    return mesh, named
+        group_names.append(group_names[0] if group_names else groups)
+    return mesh, group_names
 
 
 def _wrap_total(total: float, mesh: DeviceMesh | None) -> DTensor:
@@ -240,7 +240,7 @@ _redirected: dict[str, Redirection] = {}
 
 
 def redirect() -> None:
-    """Makes torch's functions run these, unless ``FSDP_C_CLIP=0`` is set."""
+    """Redirects torch's functions to this module, unless ``FSDP_C_CLIP=0`` is set."""
     if _redirected or not is_env_enabled(ENVIRONMENT_SWITCH, "1"):
         return
     module = sys.modules[_MODULE]

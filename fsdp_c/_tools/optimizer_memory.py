@@ -23,13 +23,14 @@ class OptimizerBytes(NamedTuple):
         name: The optimizer's class.
         states: Bytes of states.
         step: Bytes that a step allocates temporarily.
-        whole: Whether ``step`` counts for all parameters together; else for the largest one.
+        counts_all_parameters: Whether ``step`` is per byte of all parameters; else per byte of the
+            largest parameter.
     """
 
     name: str
     states: float
     step: float
-    whole: bool
+    counts_all_parameters: bool
 
 
 def measure_optimizer(
@@ -87,9 +88,9 @@ def _make_constructor(
         named = {name.lower(): cls for name, cls in vars(torch.optim).items()}
         named = {name: cls for name, cls in named.items() if _is_optimizer(cls)}
         if choice.lower() not in named:
-            like = difflib.get_close_matches(choice.lower(), named, 1)
-            mean = f": did you mean {named[like[0]].__name__}?" if like else ""
-            raise ValueError(f"torch.optim has no optimizer '{choice}'{mean}")
+            matches = difflib.get_close_matches(choice.lower(), named, 1)
+            suggestion = f": did you mean {named[matches[0]].__name__}?" if matches else ""
+            raise ValueError(f"torch.optim has no optimizer '{choice}'{suggestion}")
         choice = named[choice.lower()]
     if isinstance(choice, Optimizer):
         accepted = inspect.signature(type(choice).__init__).parameters
@@ -103,8 +104,8 @@ def _make_constructor(
         accepted = inspect.signature(choice).parameters
         if "foreach" in accepted and not settings.get("fused") and settings.get("foreach") is None:
             settings["foreach"] = True
-    called = choice
-    return lambda parameters: called(parameters, **settings)
+    constructor = choice
+    return lambda parameters: constructor(parameters, **settings)
 
 
 def _is_optimizer(cls: Any) -> bool:
@@ -114,7 +115,7 @@ def _is_optimizer(cls: Any) -> bool:
 def _measure_step(
     make: Callable[[list[torch.Tensor]], Optimizer], count: int, dtype: torch.dtype
 ) -> tuple[int, Optimizer, list[torch.Tensor]]:
-    """Returns the most bytes that a step after the first allocates temporarily.
+    """Returns the peak of temporary bytes of the second step.
 
     Also returns the optimizer and its parameters.
     """
