@@ -1,4 +1,4 @@
-"""Runs a benchmark script on gloo ranks: one process per rank, each running the same script."""
+"""Runs a benchmark script on gloo ranks: one process per rank."""
 
 from __future__ import annotations
 

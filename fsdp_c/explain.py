@@ -30,18 +30,20 @@ def explain(
 ) -> Explanation:
     """Prints a model's units, the memory of a step, and warnings about likely mistakes.
 
-    The function does not change, initialize or compute anything, and issues no collectives. Call
-    it at any time after sharding.
+    The function does not change or initialize the model, computes no values, and issues no
+    collectives. Call it at any time after sharding.
 
     Args:
         model: The root: a module that ``fully_shard`` or ``replicate`` was applied to, or a module
             that contains such modules.
-        optimizer: The optimizer of the model. Its parameters are checked and its states counted.
+        optimizer: The optimizer of the model. The function checks its parameters and counts its
+            states.
         batch: The arguments of forward: a tensor, a tuple of arguments or a dict of keyword
-            arguments. Only sizes and dtypes matter, because forward and backward run on fake
+            arguments. Only sizes and dtypes are used, because forward and backward run on fake
             tensors. ``None``: the report has no activations.
-        loss: Returns the loss of the output, for backward. ``None``: the output's ``loss``, or else
-            the sum of its tensors. A float32 cross entropy may determine the peak.
+        loss: Function that returns the loss of the output, for backward. ``None``: the output's
+            ``loss``, or else the sum of its tensors. A float32 cross entropy may determine the
+            peak.
         memory: The memory of one rank in bytes, or as ``"80GiB"``: the report compares it with the
             peak.
         file: The output file. ``None``: standard output.

@@ -1,8 +1,8 @@
 """Finds torch's own functions, even if a library replaced them before fsdp_c was imported.
 
 With ``FSDP_C=1`` the first ``fully_shard`` call imports fsdp_c, so libraries patch torch first. An
-attribute of a torch module is then possibly a library's object. Two sources stay torch's: the code
-that the module's loader returns, and the function that a pass-through wrapper holds.
+attribute of a torch module may then be a library's object. Two sources still have torch's function:
+the code that the module's loader returns, and the function that a pass-through wrapper calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _list_codes(code: CodeType) -> dict[str, CodeType]:
 def get_codes(module: ModuleType) -> dict[str, CodeType]:
     """Returns the module's functions and class bodies by name, from its loader.
 
-    Returns an empty dict if the loader has no code, for example for a module made by hand.
+    Returns an empty dict if the loader has no code, for example for a module that code created.
     """
     get_code = getattr(getattr(module, "__loader__", None), "get_code", None)
     code = get_code(module.__name__) if get_code is not None else None
@@ -74,7 +74,7 @@ def find_undecorated(module: ModuleType, name: str) -> Any:
     """Returns torch's function of that name without decorators and without a library's wrappers.
 
     Raises:
-        AttributeError: The module's attribute does not lead to torch's function.
+        AttributeError: The module's attribute is not torch's function and does not wrap it.
     """
     for function in iterate_wrapped(getattr(module, name)):
         code = getattr(function, "__code__", None)

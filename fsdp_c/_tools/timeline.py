@@ -144,27 +144,27 @@ def _format_shares(ranks: list[list[Span]]) -> str:
 
 def _format_communication(ranks: list[list[Span]]) -> str:
     """Formats the share of communication that overlaps with computation, and the longest wait."""
-    running = sum(_measure_covered([s for s in r if s.lane in WAITS]) for r in ranks)
+    communication = sum(_measure_covered([s for s in r if s.lane in WAITS]) for r in ranks)
     waits = [(s, i) for i, rank in enumerate(ranks) for s in rank if s.kind in WAITS.values()]
-    if not running:
+    if not communication:
         return "Nothing was communicated"
-    hidden = 1 - sum(span.length for span, _ in waits) / running
+    hidden = 1 - sum(span.length for span, _ in waits) / communication
     text = f"{max(hidden, 0):.0%} of communication is hidden".replace("%", " %")
     if not waits:
         return f"{text}; nothing is waited for"
     longest, rank = max(waits, key=lambda wait: wait[0].length)
     kind = "gather" if longest.kind == trace_spans.GATHER_WAIT else "reduction"
     unit = "the root" if longest.unit == trace_spans.ROOT else f"'{longest.unit}'"
-    on = f" on rank {rank}" if len(ranks) > 1 else ""
-    return f"{text}; {unit} waits {_format_ms(longest.length)} for its {kind}{on}"
+    suffix = f" on rank {rank}" if len(ranks) > 1 else ""
+    return f"{text}; {unit} waits {_format_ms(longest.length)} for its {kind}{suffix}"
 
 
 def _measure_covered(collectives: list[Span]) -> int:
     """Returns the nanoseconds in which at least one of the collectives is running."""
-    total, now = 0, 0
+    total, covered_end = 0, 0
     for span in sorted(collectives, key=lambda span: span.begin):
-        total += max(0, span.end - max(now, span.begin))
-        now = max(now, span.end)
+        total += max(0, span.end - max(covered_end, span.begin))
+        covered_end = max(covered_end, span.end)
     return total
 
 

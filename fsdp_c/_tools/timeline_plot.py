@@ -38,10 +38,10 @@ def plot_timeline(title: str, ranks: list[list[Span]], path: str | os.PathLike[s
 def draw_timeline(axes: Any, title: str, ranks: list[list[Span]], legend: bool = True) -> None:
     """Draws the spans of the first ranks into axes of matplotlib."""
     shown = ranks[:_MAX_RANKS]
-    left_out = len(ranks) - len(shown)
-    more = f" ({left_out} more ranks are not shown)" if left_out else ""
+    hidden_ranks = len(ranks) - len(shown)
+    suffix = f" ({hidden_ranks} more ranks are not shown)" if hidden_ranks else ""
     width = axes.figure.get_figwidth()
-    full_title = (title + more).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
+    full_title = (title + suffix).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
     axes.set_title("\n".join(textwrap.wrap(full_title, int(9.3 * width))), fontsize=10.5,
                    loc="left")  # fmt: skip
     _draw_rows(axes, shown, _list_lanes(shown), width)
@@ -58,10 +58,10 @@ def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: floa
     last = max(span.end for rank in ranks for span in rank) / 1e6
     ticks, names = [], []
     for number, rank in enumerate(ranks):
-        for place, lane in enumerate(lanes):
-            y = number * (len(lanes) + 0.5) + place
+        for row, lane in enumerate(lanes):
+            y = number * (len(lanes) + 0.5) + row
             ticks.append(y)
-            names.append(f"rank {number}  {_ROWS[lane]}" if place == 0 else _ROWS[lane])
+            names.append(f"rank {number}  {_ROWS[lane]}" if row == 0 else _ROWS[lane])
             _draw_lane(axes, y, [span for span in rank if span.lane == lane], last, width)
     axes.set_yticks(ticks, names, fontsize=9)
     axes.set_ylim(ticks[-1] + 0.6, -0.6)
@@ -77,17 +77,17 @@ def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: floa
 def _draw_lane(axes: Any, y: float, spans: list[Span], last: float, width: float) -> None:
     for depth, span in _stack_spans(spans):
         begin, length = span.begin / 1e6, span.length / 1e6
-        place, tall = (y - 0.4, 0.8) if depth is None else (y - 0.4 + 0.4 * depth, 0.38)
+        bottom, height = (y - 0.4, 0.8) if depth is None else (y - 0.4 + 0.4 * depth, 0.38)
         axes.broken_barh(
-            [(begin, length)], (place, tall), facecolor=_COLORS[span.kind], edgecolor="white",
+            [(begin, length)], (bottom, height), facecolor=_COLORS[span.kind], edgecolor="white",
             linewidth=0.4,
         )  # fmt: skip
         capacity = length / last * width * 13  # approximate number of characters that fit
         label = _choose_label(span.unit, capacity)
         if label:
             axes.text(
-                begin + length / 2, place + tall / 2, label, ha="center", va="center", fontsize=7,
-                color="black" if span.kind in _LIGHT_KINDS else "white",
+                begin + length / 2, bottom + height / 2, label, ha="center", va="center",
+                fontsize=7, color="black" if span.kind in _LIGHT_KINDS else "white",
             )  # fmt: skip
 
 
