@@ -141,7 +141,7 @@ def auto_shard(
 def _shard_unit(shard_fn: Callable[..., Any], modules: Any, unit: Unit) -> None:
     try:
         shard_fn(modules, **unit.kwargs)
-        if not unit.regathers and isinstance(modules, FSDPModule):
+        if not unit.unshard_in_backward and isinstance(modules, FSDPModule):
             modules.set_unshard_in_backward(False)
     except Exception as error:
         add_hint(error, f"This was the unit {unit}.")

@@ -186,7 +186,7 @@ def _tune_embedding_or_head(unit: Unit) -> Unit:
         return unit
     module, kwargs = unit.modules[0], unit.kwargs
     if isinstance(module, nn.Embedding):
-        return replace(unit, regathers=module.max_norm is not None or module.sparse)
+        return replace(unit, unshard_in_backward=module.max_norm is not None or module.sparse)
     if kwargs.get("reshard_after_forward") is None:  # backward starts with the head
         kwargs = kwargs | {"reshard_after_forward": False}
     return replace(unit, kwargs=kwargs)

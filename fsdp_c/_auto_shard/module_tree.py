@@ -1,4 +1,4 @@
-"""Searches in the module tree: repeated layers, large embeddings and heads, containers."""
+"""Searches the module tree for repeated layers, large embeddings and heads, containers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def find_repeated_blocks(root: nn.Module, ignored_modules: set[nn.Module]) -> li
     """Returns the repeated layers of ``root``, in post-order.
 
     Repeated layers are two or more elements of one class in a ``ModuleList`` or ``Sequential``.
-    Only the outermost are selected, so experts inside a layer do not become units. The first of
-    three searches
+    Only the outermost are selected, so experts inside a layer do not become units. The first search
     with a result decides: modules with children and equal parameter names and shapes, modules with
     children, modules without children.
 

@@ -36,7 +36,9 @@ def split_large_units(
         others = ((claimed - set(unit.modules)) & inside) | ignored_modules
         parts = split_unit(unit.modules, budget, others, ignored_params, policy, ranks)
         result += [
-            replace(unit, modules=part, names=tuple(names[m] for m in part), regathers=True)
+            replace(
+                unit, modules=part, names=tuple(names[m] for m in part), unshard_in_backward=True
+            )
             for part in parts
         ]
         result.append(unit)
@@ -157,7 +159,7 @@ def join_small_units(
 
 def _have_equal_arguments(a: Unit, b: Unit) -> bool:
     """Whether both units have equal arguments."""
-    if a.regathers != b.regathers or a.kwargs.keys() != b.kwargs.keys():
+    if a.unshard_in_backward != b.unshard_in_backward or a.kwargs.keys() != b.kwargs.keys():
         return False
     return all(a.kwargs[key] is b.kwargs[key] or a.kwargs[key] == b.kwargs[key] for key in a.kwargs)
 

@@ -40,9 +40,9 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         path: A ``.safetensors`` file.
 
     Raises:
-        ValueError: the size of the file does not match its header, or the header does not cover the
+        ValueError: The size of the file does not match its header, or the header does not cover the
             file.
-        OSError: it cannot be opened.
+        OSError: The file cannot be opened.
         ImportError: The safetensors library is not installed.
     """
 
@@ -69,13 +69,13 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             text = file.read(length)
 
-        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             result = dict(pairs)
             if len(result) < len(pairs):
                 raise self._make_error("a name is in its header twice")
             return result
 
-        json.loads(text, object_pairs_hook=unique)
+        json.loads(text, object_pairs_hook=check_unique)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:

@@ -66,7 +66,7 @@ def _describe_unit(unit: UnitSizes) -> dict[str, Any]:
         "reduce": None if unit.reduce_dtype is None else str(unit.reduce_dtype),
         "bucket_bytes": unit.bucket_bytes,
         "reshard_after_forward": bool(unit.reshard),
-        "unshard_in_backward": unit.regathers,
+        "unshard_in_backward": unit.unshard_in_backward,
         "overlap": unit.overlaps,
         "offload": unit.offloads,
         "params": [

@@ -272,12 +272,10 @@ class _StateHooks:
         self._state = state
         self._trace = trace
         self._storages = storages
-        self._modules_to_run: set[nn.Module] = (
-            set()
-        )  # in the current forward; empty between forwards
-        self._in_backward = (
-            False  # a recomputed forward registers no autograd hooks, as in fsdp_c and torch
-        )
+        # Modules that have not run in the current forward. Empty between forwards.
+        self._modules_to_run: set[nn.Module] = set()
+        # A recomputed forward registers no autograd hooks, as in fsdp_c and torch.
+        self._in_backward = False
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._trace.add_event("pre_forward", self._number, torch._C._current_graph_task_id() != -1)

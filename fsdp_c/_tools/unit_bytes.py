@@ -57,7 +57,7 @@ class UnitSizes:
         params: The unit's parameters.
         reshard: Whether parameters are freed after forward, or the number of ranks to reshard to.
         offloads: Whether shards, gradients and optimizer states are in CPU memory.
-        regathers: Whether backward gathers parameters that were freed after forward.
+        unshard_in_backward: Whether backward gathers parameters that were freed after forward.
         bucket_bytes: Bytes of gradients at which a reduction is started; 0: one reduction.
         overlaps: Whether reductions overlap with backward on devices with streams.
         settings: Other settings of the parameter group, by their names in ``_dry_run.run``.
@@ -70,7 +70,7 @@ class UnitSizes:
     params: tuple[ParamSize, ...]
     reshard: bool | int
     offloads: bool = False
-    regathers: bool = True
+    unshard_in_backward: bool = True
     bucket_bytes: int = BUCKET_LIMIT
     overlaps: bool = True
     settings: dict[str, bool] = field(default_factory=dict)
@@ -263,7 +263,7 @@ def _make_unit_sizes(name: str, state: int, group: Any, reshard: bool | int) -> 
         params=tuple(_make_param_sizes(param) for param in group.fsdp_params),
         reshard=reshard,
         offloads=offloads,
-        regathers=group.unshard_in_backward,
+        unshard_in_backward=group.unshard_in_backward,
         bucket_bytes=getattr(group, "_bucket_bytes", 0),
         overlaps=getattr(group, "_reduction_overlap", None) is not False,
         settings=settings | ({"pinned": bool(offload.pin_memory)} if offloads else {}),
@@ -370,7 +370,7 @@ def _make_planned_unit_sizes(
         params=tuple(params),
         reshard=reshard,
         offloads=offloads,
-        regathers=unit.regathers,
+        unshard_in_backward=unit.unshard_in_backward,
         settings={"pinned": offload.pin_memory} if isinstance(offload, CPUOffloadPolicy) else {},
     )
 
