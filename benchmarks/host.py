@@ -8,9 +8,9 @@ torch and under fsdp_c. A step is one forward and one backward.
 
 On the CPU, the time of a step is the CPU time of the calling thread, which also runs backward. With
 another ``--device``, autograd runs backward in its own threads. The time is then the CPU time of
-the process, the device is idle when a step begins, and its work is not waited for. The garbage
-collector is off. Gradients are set to None between steps, outside the timed part, so every backward
-allocates its gradients as in a usual training loop.
+the process, the device is idle when a step begins, and the script does not wait for its work. The
+garbage collector is off. Gradients are set to None between steps, outside the timed part, so every
+backward allocates its gradients as in a usual training loop.
 
 The time of a model is its minimum over the rounds. The cost of an implementation is (its time - the
 bare model's time) / groups. The cost per parameter is the slope of a least-squares line over the
@@ -108,8 +108,7 @@ class Timed:
 
 
 def build(job: Job, groups: int, params: int, shard: FullyShard | None, mesh: DeviceMesh) -> Timed:
-    """Builds a model of ``groups`` groups of ``params`` vectors, sharded by ``shard`` unless
-    None."""
+    """Builds a model of ``groups`` groups of ``params`` vectors, sharded by ``shard`` if given."""
     model = nn.Sequential(*(Group(params) for _ in range(groups))).to(mesh.device_type)
     x = torch.ones(WIDTH, device=mesh.device_type)
     policy = POLICIES[job.precision]
@@ -130,8 +129,10 @@ def measure(
     params: int,
     rounds: int,
 ) -> dict[str, float]:
-    """Returns microseconds per group and step: of the bare model, and of each implementation above
-    the bare model."""
+    """Returns microseconds per group and step.
+
+    The bare model's time is absolute. Times of implementations are relative to the bare model.
+    """
     timed = {"bare": build(job, groups, params, None, mesh)}
     for name, shard in shards.items():
         timed[name] = build(job, groups, params, shard, mesh)

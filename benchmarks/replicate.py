@@ -10,7 +10,7 @@ time depends on the host.
   ``--optimizer`` adds AdamW's step.
 - Memory: the same ranks train the GPT. The result is the peak of transient bytes in a step, counted
   as in ``memory.py``, above the bare model's, in units of the parameters' bytes. DDP's buckets are
-  as large as the gradients and exist before the step; they are added to DDP's result.
+  as large as the gradients and exist before the step. The script adds them to DDP's result.
 - Host: one process on a fake group of 8 ranks, which DDP does not support, trains the model with
   small parameters. The result is the CPU time of the calling thread above the bare model's, minimum
   over the rounds.
@@ -110,7 +110,7 @@ MODELS = {"gpt": gpt, "small": small}
 def measure_steps(
     options: argparse.Namespace, kind: str, names: Iterable[str] = IMPLEMENTATIONS
 ) -> dict[str, Timed]:
-    """Runs the implementations in turns. Returns them with the times of their steps."""
+    """Runs the implementations in turns. Returns the runs, with the times of their steps."""
     runs = {name: Timed(lambda: MODELS[kind](options), name) for name in names}
     if options.optimizer:
         for run in runs.values():
@@ -150,7 +150,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def show_steps(options: argparse.Namespace) -> None:
-    """Measures step times and memory. Every rank calls it, and rank 0 prints."""
+    """Measures step times and memory. Every rank must call it, and rank 0 prints."""
     results: dict[str, Any] = {}
     rows: list[list[object]] = []
     for kind in MODELS:

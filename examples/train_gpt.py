@@ -254,7 +254,7 @@ class History:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PHASES})
 
     @contextmanager
-    def timed(self, phase: str, device: torch.device) -> Iterator[None]:
+    def measure_phase(self, phase: str, device: torch.device) -> Iterator[None]:
         """Appends the seconds of the block, including its device work, to ``seconds[phase]``."""
         start = time.perf_counter()
         yield
@@ -263,7 +263,7 @@ class History:
         self.seconds[phase].append(time.perf_counter() - start)
 
     def total_seconds(self) -> float:
-        """Seconds in training steps, without validation and checkpoints."""
+        """Returns the seconds in training steps, without validation and checkpoints."""
         return sum(map(sum, self.seconds.values()))
 
 
@@ -322,7 +322,7 @@ class Run:
             checkpoint.discard_all(self.folder)
 
     def _settings(self, corpus: Corpus) -> dict[str, Any]:
-        """Returns the settings on which the losses depend; ``--impl`` is none of them."""
+        """Returns the settings on which the losses depend. They do not include ``--impl``."""
         names = ["steps", "batch", "lr", "clip", "seed", "bf16", "validate_every"]
         training = {name: getattr(self.args, name) for name in names}
         model = {name: getattr(self.args, name) for name in asdict(GPTConfig())}
@@ -331,10 +331,10 @@ class Run:
 
     def _load_checkpoint(self, path: Path) -> None:
         if str(path) == "newest":
-            find_newest = checkpoint.find_newest(self.folder)
-            if find_newest is None:
+            newest = checkpoint.find_newest(self.folder)
+            if newest is None:
                 raise checkpoint.CheckpointError(f"no checkpoint to resume from in {self.folder}")
-            path = find_newest
+            path = newest
         self.history = History(**checkpoint.read_run(path, self.settings))
         self.step, self.position = checkpoint.load(path, self.model, self.optimizer)
         print_on_rank_0(f"Resumed {path} after step {self.step}.")
@@ -369,14 +369,14 @@ class Run:
 
     def _train_step(self) -> None:
         model, history, device = self.model, self.history, self.device
-        with history.timed("data", device):
+        with history.measure_phase("data", device):
             inputs, targets = self.batch(self.windows, self.position)
         model.train()
-        with history.timed("forward", device):
+        with history.measure_phase("forward", device):
             loss = next_byte_loss(model(inputs), targets)
-        with history.timed("backward", device):
+        with history.measure_phase("backward", device):
             loss.backward()
-        with history.timed("optimizer", device):
+        with history.measure_phase("optimizer", device):
             norm = gather_full_tensor(nn.utils.clip_grad_norm_(model.parameters(), self.args.clip))
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.args.steps, self.args.lr)

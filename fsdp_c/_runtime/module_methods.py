@@ -23,7 +23,7 @@ def _iterate_groups(module: Any, recurse: bool) -> Iterator[Any]:
 
 
 def _reset_iter_state(self: Any) -> None:
-    """Resets the iteration after an exception in forward or backward. Call it on the root."""
+    """Resets the iteration after an exception in forward or backward. For roots only."""
     self._get_fsdp_state()._reset_iter_state()
 
 

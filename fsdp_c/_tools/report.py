@@ -22,10 +22,10 @@ _SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _SIZES |= {f"{key}i": 1024**power for power, key in enumerate("kmgt", 1)}
 _DESCRIPTIONS = {
     "shards": "parameters on this rank, and buffers",
-    "states": "of the optimizer, and what its step needs",
-    "gathered": "whole parameters and the buffers of all-gathers",
-    "gradients": "whole and sharded ones, and the buffers of reductions",
-    "activations": "what forward leaves for backward",
+    "states": "of the optimizer, and temporary memory of its step",
+    "gathered": "unsharded parameters and all-gather buffers",
+    "gradients": "unsharded and sharded gradients, reduction buffers",
+    "activations": "tensors that forward saves for backward",
 }
 
 
@@ -35,9 +35,8 @@ class UnitReport:
 
     Sizes are bytes on this rank. ``gathers``, ``reduce_scatters`` and ``all_reduces`` count the
     collectives of one forward and one backward that reaches the unit. ``transient`` is the memory
-    that the unit uses temporarily beyond its shards. ``transient`` is the larger of two values:
-        unsharded
-    parameters and gather buffer, or gradients with input and output of the reduction.
+    that the unit uses temporarily beyond its shards: the larger of unsharded parameters with gather
+    buffer, and gradients with input and output of the reduction.
     """
 
     name: str
@@ -269,7 +268,7 @@ def _format_units(units: list[UnitReport]) -> list[str]:
         *lines,
         f"({prefix}dtypes: stored/computed/reduced in; mesh: ranks to shard over, or replicas x "
         "ranks; AG, RS, AR: all-gathers, reduce-scatters and all-reduces of a step; transient: "
-        "what the unit needs for a while beyond its shard)",
+        "memory that the unit uses temporarily beyond its shard)",
     ]
 
 
@@ -326,7 +325,7 @@ def _format_fit_and_changes(explanation: Explanation) -> Iterator[str]:
             memory, excess = format_bytes(explanation.memory), format_bytes(-headroom)
             yield f"it does not fit into {memory}: {excess} too much{suffix}"
     if explanation.changes:
-        yield "what would lower the peak most:"
+        yield "changes that lower the peak most:"
     for change in explanation.changes:
         yield f"  {format_bytes(change.saves):>10}  {change.text}"
 
