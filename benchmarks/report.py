@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-# Import fsdp_c from this checkout, even if another one is installed.
+# Import fsdp_c from this checkout, even if another version is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 FullyShard = Callable[..., Any]
@@ -53,7 +53,7 @@ def implementations() -> dict[str, FullyShard]:
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Formats rows as text. The first column is left-aligned, the others are right-aligned."""
+    """Formats rows as text. The first column is left-aligned, other columns are right-aligned."""
     cells = [[format_cell(value) for value in row] for row in (titles, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
     lines = []

@@ -47,8 +47,8 @@ def plan(
     Args:
         model: A model without sharded modules, preferably on the meta device.
         policy: As for ``auto_shard``.
-        world_size: The number of ranks to shard over. ``None``: that of the mesh or of the default
-            process group.
+        world_size: The number of ranks to shard over. ``None``: the size of the mesh or of the
+            default process group.
         mesh: A mesh or its shape: ``(8,)``, or ``(2, 4)`` for 2 replicas of 4 shards.
         optimizer: A class, a name of ``torch.optim`` in any case, or a function that makes an
             optimizer from parameters, such as ``functools.partial(torch.optim.SGD, momentum=0.9)``.

@@ -25,7 +25,7 @@ class Build:
         torch: The release, with its local part: ``2.13.0+cpu``.
         python: ``3.11``.
         kernels: ``CPU``, or ``CPU and CUDA 13.0``.
-        source: The folder of the build. It may no longer exist.
+        source: The folder of the build, which may no longer exist.
     """
 
     torch: str
@@ -37,8 +37,8 @@ class Build:
 def read_build() -> Build | None:
     """Returns the contents of the file; ``None`` if it is missing or invalid."""
     try:
-        noted = json.loads(BUILD_RECORD.read_text())
-        return Build(**{field.name: str(noted[field.name]) for field in fields(Build)})
+        record = json.loads(BUILD_RECORD.read_text())
+        return Build(**{field.name: str(record[field.name]) for field in fields(Build)})
     except (OSError, ValueError, KeyError):
         return None
 
@@ -73,9 +73,13 @@ def find_mismatch(build: Build | None, has_extension: bool) -> str | None:
                 f"that folder (cd ..); to build here, run  {sys.executable} -m pip install "
                 f"--no-build-isolation --no-deps -e {clone}"
             )
-        other = f", but for Python {build.python}" if build and build.python != python else ""
+        other_python = (
+            f", but for Python {build.python}" if build and build.python != python else ""
+        )
         command = format_build_command(build)
-        return f"fsdp_c has no extension for Python {python}{other}: build it with  {command}"
+        return (
+            f"fsdp_c has no extension for Python {python}{other_python}: build it with  {command}"
+        )
     return None
 
 
@@ -88,9 +92,9 @@ def check_build() -> None:
     """
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
     extension_exists = any(BUILD_RECORD.with_name(f"_C{suffix}").exists() for suffix in suffixes)
-    wrong = find_mismatch(read_build(), extension_exists)
-    if wrong is not None:
-        raise ImportError(wrong)
+    mismatch = find_mismatch(read_build(), extension_exists)
+    if mismatch is not None:
+        raise ImportError(mismatch)
 
 
 check_build()

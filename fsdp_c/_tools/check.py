@@ -112,6 +112,6 @@ def _train_on_two_ranks() -> tuple[bool, str]:
     for rank, (out, error) in zip(ranks, outputs):
         lines = out.split("\n")
         if rank.returncode != 0 or "same" not in lines:
-            said = (out.strip() or error.strip() or "nothing").splitlines()[-1]
-            return False, f"training on gloo failed: {said}"
+            last_line = (out.strip() or error.strip() or "nothing").splitlines()[-1]
+            return False, f"training on gloo failed: {last_line}"
     return True, "trained on gloo with torch's FSDP2 and with fsdp_c: the same bits"

@@ -99,7 +99,7 @@ class UnitSizes:
         return sum(sizes) * self.world
 
     def transient(self, reductions: list[int]) -> int:
-        """Returns the most bytes beyond the shards while the unit gathers, or while it reduces.
+        """Returns the peak of bytes beyond the shards while the unit gathers or reduces.
 
         Args:
             reductions: Unsharded bytes of each reduction, in order. Empty: one reduction.
@@ -135,7 +135,7 @@ class StateSizes:
     Attributes:
         root: The index of the state whose forward is outermost; its own index for a root.
         modules: The number of modules of the call.
-        forward_prefetch, backward_prefetch: Indices of the states that it prefetches explicitly.
+        forward_prefetch, backward_prefetch: Indices of the states that the state prefetches.
     """
 
     root: int
@@ -235,15 +235,15 @@ def _make_state_sizes(
             root = index
             break
 
-    def indices(name: str) -> tuple[int, ...]:
+    def find_indices(name: str) -> tuple[int, ...]:
         targets = getattr(state, name, None) or ()
         return tuple(index_of[target] for target in targets if target in index_of)
 
     return StateSizes(
         root,
         len(state._modules),
-        indices("_states_to_forward_prefetch"),
-        indices("_states_to_backward_prefetch"),
+        find_indices("_states_to_forward_prefetch"),
+        find_indices("_states_to_backward_prefetch"),
     )
 
 
