@@ -240,7 +240,7 @@ def test_table_merges_only_adjacent_units_of_equal_size() -> None:
 
     names = ["a.0", "a.1", "a.3", "b.0.c.1", "b.0.c.2", "b.1.c.2", "d"]
     units = [*map(unit, names), unit("e.0"), unit("e.1", 2)]
-    assert [(merged.name, merged.modules) for merged in report.folded(units)] == [
+    assert [(merged.name, merged.modules) for merged in report.combine_similar_units(units)] == [
         ("a.0-1", "2 x Block"),
         ("a.3", "Block"),
         ("b.0.c.1-2", "2 x Block"),

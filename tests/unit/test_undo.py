@@ -531,7 +531,7 @@ def make_function(result: str) -> FunctionType:
 def test_redirection_undo_keeps_newer_code_and_runs_the_original_below_it() -> None:
     function = make_function("torch's")
     redirection = redirect.Redirection(function, lambda: "fsdp_c")
-    below = redirect.copy_of(function)  # what a tool that replaces code objects calls
+    below = redirect.copy_function(function)  # what a tool that replaces code objects calls
     newer = make_function("newer").__code__
     function.__code__ = newer
     assert below() == "fsdp_c"
