@@ -1,17 +1,18 @@
-# The development commands. Each one builds its prerequisites first, starting from a bare clone.
+# The development commands. Each command builds its prerequisites first, even in a new clone.
 #
 #   make demo    train a small GPT on two processes, with plots           make lint      check style and types
 #   make test    C and Python tests                                       make format    apply the code style
 #   make bench   time and memory compared with torch's FSDP2              make sanitize  tests under ASan and UBSan
 #   make parity  all parity settings compared with torch's FSDP2          make wheels    build wheels in dist/
 #   make test-fast      tests for use after a change: core, single process, behavior scenarios, some parity settings
-#   make test-for FILE=csrc/core/gather.c    the tests of one module
+#   make test-for FILE=csrc/core/gather.c    the tests that cover one file
 #   make gpu            correctness and speed on a GPU, in ten minutes
 #   make docs           the documentation site in build/docs
 #   make accelerator    all tests on the simulated accelerator, then its measurements
-#   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on fsdp_c
+#   make test-clients   unmodified accelerate, transformers, Lightning, ... on torch's FSDP2 and on fsdp_c
 #
-# VENV=dir uses an existing environment and installs missing packages into it. The default, .venv, is made on first use.
+# VENV=dir uses an existing environment and installs missing packages into it. The default, .venv, is created at the
+# first use.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -21,9 +22,9 @@ MAKEFLAGS += --no-print-directory
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PYTHON ?= python3
-# The NVRTC libraries of cuda-check. pip has them for every CUDA release (nvidia-cuda-nvrtc-cu12, ...).
+# The NVRTC libraries of cuda-check. PyPI has packages for every CUDA release (nvidia-cuda-nvrtc-cu12, ...).
 NVRTCS ?=
-# The nvcc programs of cuda-check: the one on the path, and those of other toolkits.
+# The nvcc programs of cuda-check: nvcc on the PATH, and those of other toolkits.
 NVCCS ?= $(shell command -v nvcc) $(wildcard /usr/local/cuda-12*/bin/nvcc /opt/cuda-12*/bin/nvcc)
 DEMO_OUT ?= demo_out
 DEMO_ARGS ?=
@@ -37,10 +38,10 @@ WHEELS ?=
 WHEEL_PYTHONS ?= $(if $(WHEELS),,$(PY))
 CLIENTS_ARGS ?=
 GPU_ARGS ?=
-# Tests under the sanitizers. They are fast, run in one process and reach every C function.
+# Tests of `make sanitize`. They are fast, run in one process and call every C function.
 SANITIZE_TESTS ?= tests/unit
-# Tests that measure are excluded. Benchmarks start processes without the sanitizers, and the memory pool caches
-# nothing.
+# Tests that `make sanitize` excludes, because they measure time or memory: benchmarks start processes without the
+# sanitizers, and under the sanitizers the memory pool caches nothing.
 NOT_SANITIZED := test_bench predicted_peak_is_within_one_percent cached_buffers_until_release_memory
 empty :=
 space := $(empty) $(empty)
@@ -48,7 +49,7 @@ ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/
 	tests/unit/test_uninitialized_objects.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
 	tests/distributed/test_behavior_training.py tests/distributed/test_behavior_backwards.py \
 	tests/distributed/test_behavior_groups.py tests/distributed/test_behavior_replicate.py
-# Files of tests/unit that test-fast excludes: they start interpreters, or compute estimates.
+# Files of tests/unit that test-fast excludes, because they start interpreters or compute estimates.
 NOT_FAST := bench build check install mutations plan typing
 # The `pythonpath` of pyproject.toml without the repository root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
@@ -91,7 +92,7 @@ $(INSTALL_STAMP): $(ENV_STAMP)
 
 env: $(INSTALL_STAMP)
 
-# setup.py compiles changed files only; without changes this takes seconds. A failure prints the log.
+# Compiles changed files only; without changes the target takes seconds. If the build fails, its log is printed.
 build: env
 	@mkdir -p build
 	@$(PY) setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
@@ -121,14 +122,14 @@ test-assert: build
 		-o pythonpath="$(TESTS_PATH)" $(ASSERT_TESTS:%=$(CURDIR)/%)
 
 # Excludes fault sweeps, tests on four ranks, most parity settings, and tests that start interpreters (the example,
-# the command line, the drop-in).
+# the command line, the mode FSDP_C=1).
 test-fast: build
 	@$(MAKE) -C tests/c fast
 	FSDP_C_PARITY_COUNT=20 FSDP_C_PARITY_LAUNCHES=gloo2 $(PY) -m pytest $(PYTEST_ARGS) \
 		$(NOT_FAST:%=--ignore=tests/unit/test_%.py) tests/unit \
 		tests/distributed/test_behavior_*.py tests/parity/test_parity.py -k 'not smaller_mesh and not on_four and not cuda'
 
-# Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 260 settings and the cheap
+# Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 260 settings and the fast
 # scripts.
 parity: build
 	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity
@@ -142,11 +143,11 @@ accelerator: build
 test-c:
 	@$(MAKE) -C tests/c
 
-# Runs the tests of the modules or test files FILE: make test-for FILE="csrc/core/gather.c fsdp_c/plan.py"
+# Runs the tests that cover the files in FILE: make test-for FILE="csrc/core/gather.c fsdp_c/plan.py"
 test-for: build
 	$(PY) tests/find_tests.py --run $(FILE)
 
-# Runs each case of real libraries on torch's FSDP2 and with FSDP_C=1. The libraries have their own environment, with
+# Runs each test case of these libraries on torch's FSDP2 and with FSDP_C=1. The libraries have their own environment, with
 # the torch that the extension is built against. fsdp_c is not installed there; the tests create its entry point.
 # CLIENTS_ARGS="-k peft" selects cases.
 test-clients: build $(CLIENTS_STAMP)
@@ -172,9 +173,9 @@ sanitize: env
 	$(PY) -m pytest -p no:cacheprovider -o pythonpath="$(TESTS_PATH)" $(SANITIZE_TESTS) \
 		-k 'not $(subst $(space), and not ,$(NOT_SANITIZED))'
 
-# With a CPU-only torch the build excludes the CUDA kernels, because there is no CUDA runtime to link with. This
-# target checks that they compile. Every nvcc that is found compiles them for the architectures that a build would
-# select; NVRTC compiles the device code.
+# Checks that the CUDA kernels compile. With a CPU-only torch a build excludes them, because there is no CUDA runtime
+# to link with. Every nvcc that is found compiles them for the architectures that a build would select, and NVRTC
+# compiles the device code.
 cuda-check:
 	@if [ -z "$(NVCCS)" ]; then echo "cuda-check: skipped, nvcc is not found"; fi
 	@mkdir -p build/cuda-check
@@ -211,8 +212,8 @@ format: env
 
 # ---- documentation ----------------------------------------------------------------------------------------
 
-# Builds the site with warnings as errors. It needs neither torch nor the extension, so it has its own environment.
-# NO_MKDOCS_2_WARNING turns off a notice of the theme about other programs.
+# Builds the site with warnings as errors. The build needs neither torch nor the extension, so it has its own
+# environment. NO_MKDOCS_2_WARNING disables a notice of the theme about other programs.
 docs: $(DOCS_STAMP)
 	$(PYTHON) docs/configuration_table.py --check
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
@@ -225,7 +226,7 @@ $(DOCS_STAMP): docs/requirements.txt
 
 # ---- wheels -----------------------------------------------------------------------------------------------
 
-# By default for the torch of $(VENV). For the torch of other environments:
+# Builds wheels for the torch of $(VENV). For the torch of other environments:
 #   make wheels WHEEL_PYTHONS="a/bin/python b/bin/python"
 # For releases of torch, each in a new environment (a CUDA build of torch is a download of gigabytes):
 #   make wheels WHEELS="2.13.0 2.14.1"
@@ -248,7 +249,7 @@ wheels: $(if $(filter file,$(origin WHEEL_PYTHONS)),$(if $(WHEELS),,env))
 bench: build
 	$(PY) benchmarks/bench.py $(BENCH_ARGS)
 
-# Keeps the environment, because it is slow to make. `rm -rf .venv` removes it.
+# Keeps the environment, because its installation takes minutes. `rm -rf .venv` removes it.
 clean:
 	rm -rf build dist $(DEMO_OUT) fsdp_c/_*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

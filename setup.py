@@ -7,8 +7,8 @@ in build/compile_commands.json.
 
 Environment:
     FSDP_C_DEBUG=1        -O0 -g and assertions
-    FSDP_C_ASSERT=1       assertions in the C files only; the bridge as in a release, so that the
-                          build takes seconds after a release build (`make test-assert`)
+    FSDP_C_ASSERT=1       assertions in the C files. The C++ files are those of the release build.
+                          After a release build this takes seconds (`make test-assert`)
     FSDP_C_SANITIZE=1     AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`)
     FSDP_C_NO_CUDA=1      no CUDA kernels
     FSDP_C_LENIENT=1      compiler warnings are not errors, for untested compilers
@@ -48,7 +48,7 @@ class BuildWithCMake(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.force = True  # another build's module in the same place may be newer
+        self.force = True  # the existing module may be newer, from a build with other settings
         self.kernels = "CPU"
 
     def run(self) -> None:
@@ -61,25 +61,25 @@ class BuildWithCMake(build_ext):
         import torch
 
         sanitize, debug = is_on("FSDP_C_SANITIZE"), is_on("FSDP_C_DEBUG")
-        kind = "Sanitize" if sanitize else "Debug" if debug else "Release"
-        variant = "_assert" if is_on("FSDP_C_ASSERT") and kind == "Release" else ""
+        build_type = "Sanitize" if sanitize else "Debug" if debug else "Release"
+        variant = "_assert" if is_on("FSDP_C_ASSERT") and build_type == "Release" else ""
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         cuda = find_cuda.find()
         release = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
-        directory = BUILD / f"{release}-{kind.lower()}-{'cuda' if cuda else 'nocuda'}"
+        directory = BUILD / f"{release}-{build_type.lower()}-{'cuda' if cuda else 'nocuda'}"
         definitions = {
             **find_torch.definitions(),
-            "CMAKE_BUILD_TYPE": kind,
+            "CMAKE_BUILD_TYPE": build_type,
             "FSDP_C_LENIENT": "ON" if is_on("FSDP_C_LENIENT") else "OFF",
         }
         self.kernels = f"CPU and CUDA {torch.version.cuda}" if cuda else "CPU"
-        c_files, cxx_files = (len(list(ROOT.glob(f"csrc/*/*.{end}"))) for end in ("c", "cpp"))
+        c_files, cxx_files = (len(list(ROOT.glob(f"csrc/*/*.{suffix}"))) for suffix in ("c", "cpp"))
         print(find_torch.describe_build(c_files, cxx_files, self.kernels, jobs), flush=True)
 
         targets = [ext.name.rpartition(".")[2] + variant for ext in self.extensions]
         if not run_cmake.build(ROOT, directory, targets, definitions, cuda, jobs):
             self.kernels = "CPU"
-        link = BUILD / "compile_commands.json"  # where editors look for it
+        link = BUILD / "compile_commands.json"  # the path that editors read
         link.unlink(missing_ok=True)
         link.symlink_to(directory / link.name)
         for ext, target in zip(self.extensions, targets):

@@ -1,12 +1,12 @@
 """Bytes per second of gathers, reductions and CPU kernels against size, compared with memcpy.
 
 Method. Two gloo ranks with one thread each, all data in float32. Sizes are those of the unsharded
-data. The implementations take turns; the best round counts, because other processes can only
-lengthen a call.
+data. The implementations take turns. The minimum over the rounds counts, because other
+processes can only lengthen a call.
 
 - Transport: ``all_gather`` and ``reduce_scatter`` of torch's process group, and a unit of one
-  parameter under torch's FSDP2 ("torch") and fsdp_c. The unit is unsharded and resharded,
-  or its gradient is reduced; both include packing and unpacking.
+  parameter under torch's FSDP2 ("torch") and fsdp_c. A gather unshards and reshards the
+  unit. A reduction reduces its gradient. Both include packing and unpacking.
 - CPU kernels, called through ctypes on rank 0 while the other rank waits: pack, unpack and pack
   gradients of eight parameters. ``memcpy`` copies as many bytes in one call. Each byte counts once,
   not twice for read and write.
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from ranks import start_ranks
-from report import implementations, table, write_json
+from report import format_table, implementations, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/gpu/workers"))
 
@@ -44,7 +44,7 @@ SIZES = tuple(64 * KIB * 4**power for power in range(6))  # to 64 MiB
 PARAMETERS = 8
 FLOAT32 = 6  # torch's ScalarType::Float
 Call = Callable[[], object]
-"""A call to time. If it returns a float, that is its duration in seconds."""
+"""A call to measure. A float result is the duration of the call in seconds."""
 Calls = dict[str, Call]
 
 
@@ -56,9 +56,8 @@ class Unit(nn.Module):
         self.weight = nn.Parameter(torch.ones(size // 4 // 64, 64))
 
 
-def sharded(name: str, size: int) -> tuple[Call, Call]:
-    """Returns two calls for a unit under an implementation: unshard with reshard, and a
-    reduction."""
+def make_unit_calls(name: str, size: int) -> tuple[Call, Call]:
+    """Returns two calls for a unit under an implementation: unshard with reshard; a reduction."""
     unit: Any = implementations()[name](Unit(size))
     state = unit._get_fsdp_state()
     state._lazy_init()
@@ -83,18 +82,18 @@ def sharded(name: str, size: int) -> tuple[Call, Call]:
     return gather, reduce
 
 
-def transport(size: int) -> tuple[Calls, Calls]:
+def make_transport_calls(size: int) -> tuple[Calls, Calls]:
     """Returns the calls for gathers and for reductions of ``size`` bytes, by implementation."""
-    whole, part = torch.ones(size // 4), torch.ones(size // 4 // RANKS)
+    full, shard = torch.ones(size // 4), torch.ones(size // 4 // RANKS)
     all_gather, reduce_scatter = getattr(dist, ALL_GATHER), getattr(dist, REDUCE_SCATTER)
-    gathers: Calls = {"torch.distributed": lambda: all_gather(whole, part)}
-    reductions: Calls = {"torch.distributed": lambda: reduce_scatter(part, whole)}
+    gathers: Calls = {"torch.distributed": lambda: all_gather(full, shard)}
+    reductions: Calls = {"torch.distributed": lambda: reduce_scatter(shard, full)}
     for name in implementations():
-        gathers[name], reductions[name] = sharded(name, size)
+        gathers[name], reductions[name] = make_unit_calls(name, size)
     return gathers, reductions
 
 
-def kernels(size: int) -> Calls:
+def make_kernel_calls(size: int) -> Calls:
     """Returns calls of the CPU kernels for ``PARAMETERS`` parameters of ``size`` bytes in total."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -134,7 +133,7 @@ def kernels(size: int) -> Calls:
     }
 
 
-def best_of(calls: Calls, rounds: int, before: Callable[[], object]) -> dict[str, float]:
+def measure_best(calls: Calls, rounds: int, before: Callable[[], object]) -> dict[str, float]:
     """Returns the shortest duration of each call in seconds. ``before()`` precedes each call."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds + 2):
@@ -148,23 +147,25 @@ def best_of(calls: Calls, rounds: int, before: Callable[[], object]) -> dict[str
 
 
 def measure(max_size: int, rounds: int) -> dict[str, dict[int, dict[str, float]]]:
-    """Returns GB/s by operation, size and name. Every rank calls it."""
+    """Returns GB/s by operation, size and name. Every rank must call it."""
     rates: dict[str, dict[int, dict[str, float]]] = {"gather": {}, "reduction": {}, "kernel": {}}
     for size in SIZES:
         if size > max_size:
             break
-        calls_by_operation = dict(zip(rates, (*transport(size), kernels(size)), strict=True))
+        calls_by_operation = dict(
+            zip(rates, (*make_transport_calls(size), make_kernel_calls(size)), strict=True)
+        )
         for operation, calls in calls_by_operation.items():
             dist.barrier()
             is_local = operation == "kernel"
             if is_local and dist.get_rank() != 0:
                 continue
-            seconds = best_of(calls, rounds, (lambda: None) if is_local else dist.barrier)
+            seconds = measure_best(calls, rounds, (lambda: None) if is_local else dist.barrier)
             rates[operation][size] = {name: size / value / 1e9 for name, value in seconds.items()}
     return rates
 
 
-def size_name(size: int) -> str:
+def format_size(size: int) -> str:
     return f"{size // KIB} KiB" if size < KIB * KIB else f"{size // KIB // KIB} MiB"
 
 
@@ -180,8 +181,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         for operation, sizes in rates.items():
             names = list(next(iter(sizes.values())))
-            rows = [[size_name(size), *row.values()] for size, row in sizes.items()]
-            print(f"{operation}: GB/s\n{table(['', *names], rows)}\n", flush=True)
+            rows = [[format_size(size), *row.values()] for size, row in sizes.items()]
+            print(f"{operation}: GB/s\n{format_table(['', *names], rows)}\n", flush=True)
         write_json(options.json, "bandwidth", rates)
     dist.barrier()
     dist.destroy_process_group()

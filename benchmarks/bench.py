@@ -1,8 +1,8 @@
-"""Runs all benchmarks and writes a report; ``make bench`` calls it.
+"""Runs all benchmarks and writes a report; ``make bench`` calls this script.
 
 The benchmarks run one after the other, each in its own process. The report begins with machine,
 load, date and commands, followed by tables and plots. The plots are in a folder with the report's
-name. ``--quick`` tests the scripts on tiny models in a minute; its figures mean nothing.
+name. ``--quick`` tests the scripts on tiny models in a minute; its figures are not meaningful.
 
 The label ``torch`` in tables and JSON is torch's FSDP2.
 
@@ -26,8 +26,8 @@ from typing import Any
 import pictures
 import steps
 import torch
-from bandwidth import size_name
-from report import cell
+from bandwidth import format_size
+from report import format_cell
 
 HERE = Path(__file__).resolve().parent
 HOST = ("--jobs", "fp32", "mixed", "fp32 no_grad", "--params", "1", "5", "9", "14", "20")
@@ -60,7 +60,7 @@ class Result:
     def __init__(self, name: str, options: Sequence[str], folder: Path) -> None:
         target = folder / f"{name}.json"
         self.name = name
-        self.command = " ".join(["python", f"benchmarks/{name}.py", *map(_quoted, options)])
+        self.command = " ".join(["python", f"benchmarks/{name}.py", *map(_quote, options)])
         print(f"== {self.command}", flush=True)
         begin = time.perf_counter()
         process = subprocess.run(
@@ -76,14 +76,14 @@ class Result:
         self.data: dict[str, Any] = json.loads(target.read_text())
 
 
-def _quoted(option: str) -> str:
+def _quote(option: str) -> str:
     return f'"{option}"' if " " in option else option
 
 
 # ---- header --------------------------------------------------------------------------------------
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Describes processor, cores and memory."""
     cpuinfo, meminfo = (Path("/proc", name) for name in ("cpuinfo", "meminfo"))
     if not cpuinfo.exists():
@@ -94,8 +94,8 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {int(memory[1]) / 2**20 if memory else 0:.0f} GiB"
 
 
-def commit() -> str:
-    """Commit of the measured tree; empty if git is missing."""
+def find_commit() -> str:
+    """Returns the commit of the measured tree; empty if git is missing."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         process = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
@@ -104,16 +104,16 @@ def commit() -> str:
     return process.stdout.strip()
 
 
-def header(results: dict[str, Result], load: tuple[str, str], quick: bool) -> Iterator[str]:
+def format_header(results: dict[str, Result], load: tuple[str, str], quick: bool) -> Iterator[str]:
     yield "# Benchmarks: a run"
     yield ""
     if quick:
-        yield "**A quick run on tiny models, to test the scripts. Its figures mean nothing.**"
+        yield "**A quick run on tiny models, to test the scripts. Its figures are not meaningful.**"
         yield ""
-    yield f"- machine: {machine()}"
+    yield f"- machine: {describe_machine()}"
     yield f"- load (1, 5, 15 minutes): {load[0]} before, {load[1]} after"
     date = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-    yield f"- date: {date} UTC, commit {commit() or 'unknown'}"
+    yield f"- date: {date} UTC, commit {find_commit() or 'unknown'}"
     yield f"- torch {torch.__version__}, Python {platform.python_version()}"
     yield f"- commands, {sum(r.seconds for r in results.values()):.0f} s together:"
     yield ""
@@ -125,43 +125,43 @@ def header(results: dict[str, Result], load: tuple[str, str], quick: bool) -> It
 # ---- sections ------------------------------------------------------------------------------------
 
 
-def markdown(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+def format_rows(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
     yield f"| {' | '.join(titles)} |"
     yield "|" + " --- |" * len(titles)
-    yield from (f"| {' | '.join(map(cell, row))} |" for row in rows)
+    yield from (f"| {' | '.join(map(format_cell, row))} |" for row in rows)
 
 
-def picture(name: str, title: str, result: Result, folder: Path) -> Iterator[str]:
+def draw_plot(name: str, title: str, result: Result, folder: Path) -> Iterator[str]:
     getattr(pictures, name)(result.data, folder / f"{name}.png")
     yield f"![{title}]({folder.name}/{name}.png)"
 
 
-def steps_section(result: Result, folder: Path) -> Iterator[str]:
+def format_steps(result: Result, folder: Path) -> Iterator[str]:
     yield "## Steps"
     yield ""
     yield "Medians of one run in which all implementations take turns."
     yield "wall/fsdp_c: wall time relative to fsdp_c."
     yield "Peaks: resident memory above the value at the beginning of the step."
     yield ""
-    yield from picture("steps", "wall, CPU, page faults and peak of a step", result, folder)
+    yield from draw_plot("steps", "wall, CPU, page faults and peak of a step", result, folder)
     for model in result.data["models"].values():
         for kind in ("without", "with"):
             yield ""
             yield f"**{model['title']}, {kind} {model['optimizer']}**, {model['rounds']} rounds"
             yield ""
-            yield from markdown(steps.COLUMNS, steps.rows_of(model, kind))
+            yield from format_rows(steps.COLUMNS, steps.make_rows(model, kind))
     yield ""
     yield "## Memory over one step"
     yield ""
-    yield from picture("memory", "resident memory over one step", result, folder)
+    yield from draw_plot("memory", "resident memory over one step", result, folder)
 
 
-def host_section(result: Result, folder: Path) -> Iterator[str]:
+def format_host(result: Result, folder: Path) -> Iterator[str]:
     yield "## Host time"
     yield ""
     yield "us of CPU per group and step above the bare model, on a fake group of 8 ranks."
     yield ""
-    yield from picture("host", "host time against parameters per group", result, folder)
+    yield from draw_plot("host", "host time against parameters per group", result, folder)
     jobs = {name: job for name, job in result.data.items() if isinstance(job, dict)}
     for name, job in jobs.items():
         rows = [
@@ -175,31 +175,31 @@ def host_section(result: Result, folder: Path) -> Iterator[str]:
         yield ""
         yield f"**{name}**"
         yield ""
-        yield from markdown(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], rows)
+        yield from format_rows(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], rows)
 
 
-def bandwidth_section(result: Result, folder: Path) -> Iterator[str]:
+def format_bandwidth(result: Result, folder: Path) -> Iterator[str]:
     yield "## Bandwidth"
     yield ""
     yield "GB/s of unsharded data, best round; torch and fsdp_c include packing and unpacking."
     yield ""
-    yield from picture("bandwidth", "bandwidth against size", result, folder)
+    yield from draw_plot("bandwidth", "bandwidth against size", result, folder)
     for operation in ("gather", "reduction", "kernel"):
         sizes = result.data[operation]
         names = list(next(iter(sizes.values())))
-        rows = [[size_name(int(size)), *row.values()] for size, row in sizes.items()]
+        rows = [[format_size(int(size)), *row.values()] for size, row in sizes.items()]
         yield ""
-        yield from markdown([operation, *names], rows)
+        yield from format_rows([operation, *names], rows)
 
 
-def output_section(result: Result, _: Path) -> Iterator[str]:
-    """The benchmark's output as printed, for benchmarks without tables or plots of their own."""
+def format_output(result: Result, _: Path) -> Iterator[str]:
+    """Yields the benchmark's output as printed, for benchmarks without separate tables or plots."""
     yield f"## {result.name}"
     yield ""
     yield f"```\n{result.output}\n```"
 
 
-SECTIONS = {"steps": steps_section, "host": host_section, "bandwidth": bandwidth_section}
+SECTIONS = {"steps": format_steps, "host": format_host, "bandwidth": format_bandwidth}
 
 
 def main() -> None:
@@ -212,16 +212,16 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = QUICK if options.quick else FULL
+    benchmarks = QUICK if options.quick else FULL
     load_before = _load()
     results = {
         name: Result(name, arguments, folder)
-        for name, arguments in chosen.items()
+        for name, arguments in benchmarks.items()
         if options.only is None or name in options.only
     }
-    lines = [*header(results, (load_before, _load()), options.quick)]
+    lines = [*format_header(results, (load_before, _load()), options.quick)]
     for name, result in results.items():
-        lines += ["", *SECTIONS.get(name, output_section)(result, folder)]
+        lines += ["", *SECTIONS.get(name, format_output)(result, folder)]
     options.out.write_text("\n".join(lines) + "\n")
     print(f"written: {options.out}")
 

@@ -1,11 +1,11 @@
 """``fsdp_c.clip_grad_norm_`` compared with torch's on the same sharded gradients, over gloo.
 
 Method. ``--ranks`` processes shard a model of ``--params`` parameters layer by layer and run one
-backward. The calls take turns in each round on fresh copies of the gradients, with a norm that
-makes them scale. The script reports minima over the rounds on rank 0 in milliseconds. CPU time is
-that of the calling thread and excludes the wait for the collective. "installed" is
-torch's function under FSDP_C=1, whose total norm equals torch's on any number of ranks. The total
-norm of ``fsdp_c.clip_grad_norm_`` must equal torch's on two ranks.
+backward. The calls take turns in each round on fresh copies of the gradients, with a maximum
+norm that causes scaling. The script reports minima over the rounds on rank 0 in milliseconds. CPU
+time is the calling thread's and excludes the wait for the collective. "installed" is torch's
+function under FSDP_C=1, whose total norm equals torch's on any number of ranks. The total norm of
+``fsdp_c.clip_grad_norm_`` must equal torch's on two ranks.
 
     python benchmarks/clip.py [--params 500] [--width 16 64 256] [--ranks 2] [--rounds 50]
 """
@@ -16,7 +16,7 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from ranks import Times, model_of, side_by_side, start_ranks, two_clocks
+from ranks import Times, format_times, make_model, measure_in_turns, start_ranks
 from report import write_json
 
 from fsdp_c import clip_grad_norm_, fully_shard
@@ -36,10 +36,10 @@ def main() -> None:
     results = {width: measure(options, width) for width in options.width}
     if dist.get_rank() == 0:
         print(f"clip_grad_norm_, {options.params} parameters, {options.ranks} ranks: ms")
-        print(two_clocks("width", results))
+        print(format_times("width", results))
         print("torch's function after fsdp_c.install()")
         installed = {w: {**times, "fsdp_c": times["installed"]} for w, times in results.items()}
-        print(two_clocks("width", installed))
+        print(format_times("width", installed))
         write_json(options.json, "clip", {"ms": results, **vars(options)})
     dist.destroy_process_group()
 
@@ -47,7 +47,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
     """Returns milliseconds of one call by implementation, for layers of (width, width)."""
     torch.manual_seed(0)
-    model = model_of(options.params, width)
+    model = make_model(options.params, width)
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
         "fsdp_c": clip_with_fsdp_c,
         "installed": clip_with_installed_function,
     }
-    times = side_by_side(calls, options.rounds, restore)
+    times = measure_in_turns(calls, options.rounds, restore)
     expected = totals["torch"].full_tensor()
     assert torch.equal(expected, totals["installed"].full_tensor())
     assert options.ranks > 2 or torch.equal(expected, totals["fsdp_c"])

@@ -1,7 +1,7 @@
 """Start-up cost of torch's FSDP2 and fsdp_c: ``fully_shard``, imports, first call.
 
 Method. One process with a fake process group of 8 ranks shards models of ``--params`` parameters
-block by block. A block has nine parameters, so small that copying does not count. The two
+block by block. A block has nine parameters, so small that the time of copies is negligible. The two
 implementations take turns in each round, each on its own model. The script reports minima of
 process time over the rounds in milliseconds, and medians of the rounds' ratios. Imports, and a
 process's first call on one layer, are measured in separate processes after
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from report import table, write_json
+from report import format_table, write_json
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -57,8 +57,8 @@ def main() -> None:
     rows: list[list[object]] = []
     for count in options.params:
         rows += measure(count, options.rounds)
-    print(table(["call", "parameters", "torch ms", "fsdp_c ms", "torch / fsdp_c"], rows))
-    first = {name: first_use(package) for name, package in PACKAGES.items()}
+    print(format_table(["call", "parameters", "torch ms", "fsdp_c ms", "torch / fsdp_c"], rows))
+    first = {name: measure_first_use(package) for name, package in PACKAGES.items()}
     for name, (imports, call) in first.items():
         print(f"{name}: imports {imports:.0f} ms, first call {call:.0f} ms")
     write_json(options.json, "cold", {"rows": rows, "first_use_ms": first, **vars(options)})
@@ -71,16 +71,16 @@ def measure(count: int, rounds: int) -> list[list[object]]:
     shards: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name, function in calls.items():
-            model = nn.Sequential(*(block() for _ in range(count // 9)))
+            model = nn.Sequential(*(make_block() for _ in range(count // 9)))
             gc.collect()
-            shard = timed(lambda: shard_blocks(function, model))  # noqa: B023
+            shard = measure_seconds(lambda: shard_blocks(function, model))  # noqa: B023
             if i:  # the first round imports and fills caches
                 shards[name].append(shard)
-    return [row("fully_shard", count, shards)]
+    return [make_row("fully_shard", count, shards)]
 
 
-def block() -> nn.Module:
-    """A block with nine parameters."""
+def make_block() -> nn.Module:
+    """Returns a block with nine parameters."""
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.RMSNorm(8))
 
 
@@ -90,20 +90,20 @@ def shard_blocks(function: Callable[..., object], model: nn.Sequential) -> None:
     function(model)
 
 
-def timed(call: Callable[[], object]) -> float:
+def measure_seconds(call: Callable[[], object]) -> float:
     """Returns the call's process time in milliseconds."""
     begin = time.process_time()
     call()
     return (time.process_time() - begin) * 1000
 
 
-def row(call: str, count: int, times: dict[str, list[float]]) -> list[object]:
+def make_row(call: str, count: int, times: dict[str, list[float]]) -> list[object]:
     ratio = statistics.median(a / b for a, b in zip(times["torch"], times["fsdp_c"], strict=True))
     numbers = (f"{min(times['torch']):.1f}", f"{min(times['fsdp_c']):.1f}", f"{ratio:.2f}")
     return [call, count, *numbers]
 
 
-def first_use(package: str) -> tuple[float, float]:
+def measure_first_use(package: str) -> tuple[float, float]:
     """Returns milliseconds of the imports and of the first call, minima of three processes."""
     root = Path(__file__).resolve().parents[1]
     times = []

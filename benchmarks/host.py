@@ -1,16 +1,16 @@
 """Host cost of a training step per parameter group and per parameter, torch's FSDP2 and fsdp_c.
 
-Method. One process with a fake process group of 8 ranks, whose collectives complete at once. The
-model has ``--groups`` equal groups of tiny parameters below a root without parameters, resharded
-after forward. A group's forward multiplies its input by each of its parameters, so the model itself
-costs little. Three copies of the model take turns within every round: bare, under torch
-and under fsdp_c. A step is one forward and one backward.
+Method. One process with a fake process group of 8 ranks, whose collectives complete immediately.
+The model has ``--groups`` equal groups of tiny parameters below a root without parameters,
+resharded after forward. A group's forward multiplies its input by each of its parameters, so the
+model itself costs little. Three copies of the model take turns within every round: bare, under
+torch and under fsdp_c. A step is one forward and one backward.
 
 On the CPU, the time of a step is the CPU time of the calling thread, which also runs backward. With
 another ``--device``, autograd runs backward in its own threads. The time is then the CPU time of
-the process, the device is idle when a step begins, and its work is not waited for. The garbage
-collector is off. Gradients are set to None between steps, outside the timed part, so every backward
-allocates its gradients as in a usual training loop.
+the process, the device is idle when a step begins, and the script does not wait for its work. The
+garbage collector is off. Gradients are set to None between steps, outside the timed part, so every
+backward allocates its gradients as in a usual training loop.
 
 The time of a model is its minimum over the rounds. The cost of an implementation is (its time - the
 bare model's time) / groups. The cost per parameter is the slope of a least-squares line over the
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from report import POLICIES, FullyShard, fake_mesh, implementations, table, write_json
+from report import POLICIES, FullyShard, fake_mesh, format_table, implementations, write_json
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD_SIZE = 8
@@ -108,8 +108,7 @@ class Timed:
 
 
 def build(job: Job, groups: int, params: int, shard: FullyShard | None, mesh: DeviceMesh) -> Timed:
-    """Builds a model of ``groups`` groups of ``params`` vectors, sharded by ``shard`` unless
-    None."""
+    """Builds a model of ``groups`` groups of ``params`` vectors, sharded by ``shard`` if given."""
     model = nn.Sequential(*(Group(params) for _ in range(groups))).to(mesh.device_type)
     x = torch.ones(WIDTH, device=mesh.device_type)
     policy = POLICIES[job.precision]
@@ -130,8 +129,10 @@ def measure(
     params: int,
     rounds: int,
 ) -> dict[str, float]:
-    """Returns microseconds per group and step: of the bare model, and of each implementation above
-    the bare model."""
+    """Returns microseconds per group and step.
+
+    The bare model's time is absolute. Times of implementations are relative to the bare model.
+    """
     timed = {"bare": build(job, groups, params, None, mesh)}
     for name, shard in shards.items():
         timed[name] = build(job, groups, params, shard, mesh)
@@ -161,7 +162,7 @@ def fit(points: dict[int, float]) -> tuple[float, float]:
     return mean_y - slope * mean_x, slope
 
 
-def ratio(row: dict[str, float]) -> float | None:
+def compute_ratio(row: dict[str, float]) -> float | None:
     """Returns torch's cost divided by fsdp_c's, None if fsdp_c was not measured."""
     return row["torch"] / row["fsdp_c"] if "fsdp_c" in row else None
 
@@ -207,17 +208,21 @@ def report(
     print(f"{title}: us of CPU time per group and step above the bare model")
     shown = [params for params in rows if params in SHOWN] or list(rows)
     lines = [
-        [params, *(rows[params].get(k) for k in ("bare", "torch", "fsdp_c")), ratio(rows[params])]
+        [
+            params,
+            *(rows[params].get(k) for k in ("bare", "torch", "fsdp_c")),
+            compute_ratio(rows[params]),
+        ]
         for params in shown
     ]
-    print(table(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], lines))
+    print(format_table(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], lines))
     fits = {name: fit({n: row[name] for n, row in rows.items()}) for name in implementations}
     for name, (fixed, slope) in fits.items():
         print(f"{name}: {fixed:.1f} us per group + {slope:.2f} us per parameter")
     print()
     return {
         "us_per_group_step": rows,
-        "ratio": {params: ratio(row) for params, row in rows.items()},
+        "ratio": {params: compute_ratio(row) for params, row in rows.items()},
         "fit": {name: {"fixed_us": f, "us_per_param": s} for name, (f, s) in fits.items()},
     }
 

@@ -3,8 +3,8 @@
 Method. ``--ranks`` processes shard a model of ``--params`` parameters layer by layer. Rank 0 has
 the full state dict. The two functions load it in turns, torch's with the options
 ``full_state_dict`` and ``broadcast_from_rank0``. Before the rounds, the script checks that both set
-the weights to those of the state dict. It reports minima over the rounds on rank 0 in milliseconds:
-wall time, and CPU time of the calling thread.
+the weights to those of the state dict. The script reports minima over the rounds on rank 0 in
+milliseconds: wall time, and CPU time of the calling thread.
 
     python benchmarks/load.py [--params 500] [--width 16 64 256] [--ranks 2] [--rounds 5]
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import Times, model_of, side_by_side, start_ranks, two_clocks
+from ranks import Times, format_times, make_model, measure_in_turns, start_ranks
 from report import write_json
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -36,7 +36,7 @@ def main() -> None:
     results = {width: measure(options, width) for width in options.width}
     if dist.get_rank() == 0:
         print(f"full state dict of {options.params} tensors, {options.ranks} ranks: ms")
-        print(two_clocks("width", results))
+        print(format_times("width", results))
         write_json(options.json, "load", {"ms": results, **vars(options)})
     dist.destroy_process_group()
 
@@ -44,8 +44,8 @@ def main() -> None:
 def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
     """Returns milliseconds of one load by implementation, for layers of (width, width)."""
     torch.manual_seed(1)
-    source = model_of(options.params, width).state_dict()
-    model = model_of(options.params, width)
+    source = make_model(options.params, width).state_dict()
+    model = make_model(options.params, width)
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
         clear()
         call()
         check()
-    return side_by_side(calls, options.rounds, clear)
+    return measure_in_turns(calls, options.rounds, clear)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Transient memory of a training step in units of one group's parameters, torch's FSDP2 and fsdp_c.
 
-Method. One process with a fake process group of 8 ranks. Collectives complete at once, so buffers
-live no longer than the implementation keeps them. The model has ``--groups`` equal groups of a few
-square weights below a root without parameters, resharded after forward. The input has one row.
+Method. One process with a fake process group of 8 ranks. Collectives complete immediately, so only
+the implementation determines the lifetime of buffers. The model has ``--groups`` equal groups of a
+few square weights below a root without parameters, resharded after forward. The input has one row.
 After two warm-up steps, one step runs under torch's profiler, which records the address of every
 allocation and free of the CPU allocator.
 
-An allocation that is still alive after backward is persistent (the sharded gradients); all others
+An allocation that is still live after backward is persistent (the sharded gradients); all others
 are transient. The result is the highest sum of transient bytes during forward and during backward,
 divided by a unit. A unit is the bytes of one group's full parameters in the compute dtype (fp32, or
 bf16 when mixed). Sharded parameters exist before the step and are not counted. Activations are
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from report import POLICIES, FullyShard, fake_mesh, implementations, table, write_json
+from report import POLICIES, FullyShard, fake_mesh, format_table, implementations, write_json
 from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -41,15 +41,14 @@ Peaks = dict[str, float]
 """Peak transient units in "forward" and "backward", and persistent units ("kept")."""
 
 
-def side_of(params: int) -> int:
-    """Rows and columns of a weight: a multiple of the world size, so that shards have no
-    padding."""
+def compute_side(params: int) -> int:
+    """Returns the rows of a square weight: a multiple of the world size, to avoid padding."""
     return round((ELEMENTS / params) ** 0.5 / WORLD_SIZE) * WORLD_SIZE
 
 
 def measure(shard: FullyShard, mesh: DeviceMesh, precision: str, groups: int, params: int) -> Peaks:
     """Returns the peaks of one implementation in units."""
-    side, policy = side_of(params), POLICIES[precision]
+    side, policy = compute_side(params), POLICIES[precision]
     model = nn.Sequential(
         *(
             nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(params)))
@@ -71,18 +70,20 @@ def measure(shard: FullyShard, mesh: DeviceMesh, precision: str, groups: int, pa
         step()
         model.zero_grad(set_to_none=True)
     unit = params * side * side * (policy.param_dtype or torch.float32).itemsize
-    return {name: value / unit for name, value in peaks_of(step).items()}
+    return {name: value / unit for name, value in measure_peaks(step).items()}
 
 
-def peaks_of(step: Callable[[], object]) -> dict[str, int]:
-    """Calls ``step``, which must record the ranges FORWARD and BACKWARD. Returns its transient
-    peaks and persistent memory in bytes."""
+def measure_peaks(step: Callable[[], object]) -> dict[str, int]:
+    """Returns the transient peaks and the persistent memory of ``step`` in bytes.
+
+    ``step`` must record the ranges FORWARD and BACKWARD.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    return _peaks(sorted(_events(profiler), key=lambda event: event.start_time_ns))
+    return _compute_peaks(sorted(_read_events(profiler), key=lambda event: event.start_time_ns))
 
 
-def _events(profiler: profile) -> Iterator[Any]:
+def _read_events(profiler: profile) -> Iterator[Any]:
     """Yields all events of the profile, including nested ones."""
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:
@@ -91,21 +92,20 @@ def _events(profiler: profile) -> Iterator[Any]:
         yield event
 
 
-def _peaks(events: list[Any]) -> dict[str, int]:
-    """Returns peak transient bytes by phase, and persistent bytes. ``events`` are sorted by
-    time."""
+def _compute_peaks(events: list[Any]) -> dict[str, int]:
+    """Returns peak transient bytes by phase, and persistent bytes. Requires sorted events."""
     [backward] = [event.start_time_ns for event in events if event.name == BACKWARD]
     events = [event for event in events if event.tag == _EventType.Allocation]
     peaks = {"forward": 0, "backward": 0, "kept": 0}
-    alive: dict[int, int] = {}
+    live: dict[int, int] = {}
     total = 0
-    for event, transient in zip(events, _freed_later(events), strict=True):
+    for event, transient in zip(events, _find_freed(events), strict=True):
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size < 0:
-            # Memory allocated before the profile is not in ``alive``; its free is ignored.
-            total -= alive.pop(address, 0)
+            # Memory allocated before the profile is not in ``live``; its free is ignored.
+            total -= live.pop(address, 0)
         elif transient:
-            alive[address] = size
+            live[address] = size
             total += size
         else:
             peaks["kept"] += size
@@ -114,7 +114,7 @@ def _peaks(events: list[Any]) -> dict[str, int]:
     return peaks
 
 
-def _freed_later(events: list[Any]) -> list[bool]:
+def _find_freed(events: list[Any]) -> list[bool]:
     """Returns for each event whether its address is freed before it is allocated again."""
     results = []
     freed: set[int] = set()
@@ -153,7 +153,9 @@ def main() -> None:
                 quotient = torch_value / fsdp_c_value if fsdp_c_value else None
                 lines.append([precision, str(params), phase, torch_value, fsdp_c_value, quotient])
     print("peak transient memory, in units of one group's full parameters")
-    print(table(["precision", "parameters", "phase", "torch", "fsdp_c", "torch/fsdp_c"], lines))
+    print(
+        format_table(["precision", "parameters", "phase", "torch", "fsdp_c", "torch/fsdp_c"], lines)
+    )
     write_json(options.json, "memory", results)
 
 

@@ -23,7 +23,7 @@ MIB = 2**20
 class Cost(NamedTuple):
     """Wall and CPU milliseconds (of all threads), page faults, and the peak in MiB above the start.
 
-    The peak is that of resident memory. It is ``None`` if the kernel does not allow a reset.
+    The peak is that of resident memory, and ``None`` if the kernel does not allow a reset.
     """
 
     wall: float
@@ -38,21 +38,20 @@ class Meter:
     def __init__(self) -> None:
         self._has_peak = reset_peak()
         self._resident = resident()
-        self._faults = _faults()
+        self._faults = _count_faults()
         self._cpu = time.process_time()
         self._wall = time.perf_counter()
 
     def read(self) -> Cost:
         """Returns the cost since the start."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-        faults = _faults() - self._faults
+        faults = _count_faults() - self._faults
         peak_mib = (peak() - self._resident) / MIB if self._has_peak else None
         return Cost(wall * 1000, cpu * 1000, faults, peak_mib)
 
 
 def give_back() -> None:
-    """Makes fsdp_c and the C library return free memory to the kernel, since it would hide a
-    peak."""
+    """Makes fsdp_c and the C library return free memory, which would hide a peak, to the kernel."""
     fsdp_c.release_memory()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
@@ -60,22 +59,22 @@ def give_back() -> None:
 
 
 def resident() -> int:
-    """Resident memory of this process in bytes."""
+    """Returns the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-def _faults() -> int:
+def _count_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak() -> int:
-    """Peak resident memory in bytes since the last ``reset_peak()``."""
+    """Returns the peak of resident memory in bytes since the last ``reset_peak()``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def reset_peak() -> bool:
-    """Resets the peak. Returns False if the kernel does not allow it."""
+    """Resets the peak. Returns False if the kernel does not allow a reset."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return True
@@ -94,11 +93,11 @@ with open(f"/proc/{sys.argv[1]}/statm") as source, open(sys.argv[2], "w", buffer
 """
 
 
-def memory_over(call: Callable[[], object]) -> list[tuple[float, float]]:
-    """Calls ``call`` and samples resident memory meanwhile.
+def sample_memory_over_time(call: Callable[[], object]) -> list[tuple[float, float]]:
+    """Samples resident memory while it calls ``call``.
 
     Returns pairs of milliseconds and MiB, both relative to the beginning of the call. Another
-    process samples, because a thread of this one would compete with the call for the GIL.
+    process samples, because a thread of this process would compete with the call for the GIL.
     """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "samples")

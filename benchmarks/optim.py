@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from report import fake_mesh, table, write_json
+from report import fake_mesh, format_table, write_json
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def parameters(count: int) -> list[nn.Parameter]:
+def make_parameters(count: int) -> list[nn.Parameter]:
     """Returns ``count`` sharded parameters with gradients."""
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
     params = list(fsdp_c.fully_shard(nn.Sequential(*layers)).parameters())
@@ -45,7 +45,7 @@ def parameters(count: int) -> list[nn.Parameter]:
     return params
 
 
-def shards_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
+def make_shards(params: list[nn.Parameter]) -> list[nn.Parameter]:
     """Returns plain parameters with the shards' values and random gradients."""
     shards = [nn.Parameter(param._local_tensor.clone()) for param in params]  # type: ignore[attr-defined]
     for shard in shards:
@@ -55,8 +55,8 @@ def shards_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 def measure(make: Callable[[Any], torch.optim.Optimizer], count: int, rounds: int) -> list[float]:
     """Returns milliseconds per step over plain tensors, over DTensors, and accelerated."""
-    sharded = [parameters(count), parameters(count)]
-    optimizers = [make(shards_of(sharded[0])), *map(make, sharded)]
+    sharded = [make_parameters(count), make_parameters(count)]
+    optimizers = [make(make_shards(sharded[0])), *map(make, sharded)]
     optim.accelerate(optimizers[2])
     best = [float("inf")] * len(optimizers)
     for _ in range(rounds):
@@ -81,7 +81,7 @@ def main() -> None:
         for kind, (plain, torch_value, fsdp_c_value) in rows.items()
     ]
     heads = ["optimizer", "plain", "torch", "accelerated", "torch/plain", "accelerated/plain"]
-    print(table(heads, lines))
+    print(format_table(heads, lines))
     write_json(options.json, "optim", {"params": options.params, "ms": rows})
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/pictures.py benchmarks/report/steps.json docs/images/steps.svg
 
-draws the picture of README.md from the data of ``steps.py``.
+draws the plot of README.md from the data of ``steps.py``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ METRICS = {
 
 
 def steps(data: dict[str, Any], path: Path) -> None:
-    """Draws a column per model and a row per metric, with the optimizer's part in a lighter
-    color."""
+    """Draws a column per model and a row per metric; lighter: the part of the optimizer."""
     models = data["models"]
     figure = Figure(figsize=(1.2 + 3.4 * len(models), 9.5), layout="constrained")
     grid = figure.subplots(len(METRICS), len(models), squeeze=False)
     for column, (kind, model) in enumerate(models.items()):
         for row, (metric, label) in enumerate(METRICS.items()):
             axes = grid[row][column]
-            _bars(axes, model["costs"], metric)
+            _draw_bars(axes, model["costs"], metric)
             if row == 0:
                 axes.set_title(f"{kind} ({model['optimizer']})", fontsize=11)
             if column == 0:
@@ -45,7 +44,7 @@ def steps(data: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _bars(axes: Any, costs: dict[str, Any], metric: str) -> None:
+def _draw_bars(axes: Any, costs: dict[str, Any], metric: str) -> None:
     names = list(costs)
     with_optimizer = [costs[name]["with"][metric] or 0 for name in names]
     without_optimizer = [costs[name]["without"][metric] or 0 for name in names]
@@ -132,10 +131,10 @@ def bandwidth(data: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def overview(data: dict[str, Any], path: Path) -> None:
+def draw_overview(data: dict[str, Any], path: Path) -> None:
     """Draws the wall time of forward and backward of torch and fsdp_c, a pair of bars per model.
 
-    Bars are relative to torch's. Their labels have the milliseconds.
+    The length of a bar is relative to torch's. Labels are milliseconds.
     """
     models = data["models"]
     figure = Figure(figsize=(8, 0.6 + 0.8 * len(models)), layout="constrained")
@@ -161,4 +160,4 @@ def overview(data: dict[str, Any], path: Path) -> None:
 if __name__ == "__main__":
     source, target = map(Path, sys.argv[1:])
     target.parent.mkdir(parents=True, exist_ok=True)
-    overview(json.loads(source.read_text()), target)
+    draw_overview(json.loads(source.read_text()), target)

@@ -8,9 +8,10 @@ peak is the memory before the step (shards, buffers, optimizer states) plus the 
 allocations in the step.
 
 Scratch memory of kernels is subtracted: memory that one operator allocates itself and frees before
-it returns. It depends on the processor and is not part of any tensor, so an estimate cannot include
-it. oneDNN's bf16 kernels took 1.3 MiB beside 25.5 MiB on one machine. One column has the peak with
-scratch memory. The fake group makes all steps equal, so one measured step is enough.
+it returns. Scratch memory depends on the processor and belongs to no tensor, so the estimate
+excludes it. oneDNN's bf16 kernels took 1.3 MiB in addition to 25.5 MiB on one machine. One column
+has the peak with scratch memory. The fake group makes all steps equal, so one measured step is
+enough.
 
     python benchmarks/plan.py [--only WORD] [--json FILE]
 """
@@ -27,8 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from memory import _events
-from report import fake_mesh, table, write_json
+from memory import _read_events
+from report import fake_mesh, format_table, write_json
 from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -85,19 +86,19 @@ class Mlp(nn.Sequential):
         )
 
 
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy over the last dimension, as for a language model."""
+def compute_loss(output: torch.Tensor) -> torch.Tensor:
+    """Returns the cross-entropy over the last dimension, as for a language model."""
     rows = output.flatten(0, -2).float()
     return nn.functional.cross_entropy(rows, torch.zeros(rows.size(0), dtype=torch.long))
 
 
-def gpt_batch(size: int) -> torch.Tensor:
+def make_gpt_batch(size: int) -> torch.Tensor:
     return torch.zeros(size, 64, dtype=torch.long)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its input, how it is sharded, and its optimizer."""
+    """A model, its input, its sharding and its optimizer."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -124,7 +125,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def jobs() -> Iterator[Job]:
+def list_jobs() -> Iterator[Job]:
     """Yields the settings. Each is one row of the printed table."""
     gpts = {
         "gpt": lambda: Gpt(256, 6, 1000),
@@ -136,19 +137,22 @@ def jobs() -> Iterator[Job]:
         for precision, shard in policies.items():
             for size in (1, 16):
                 yield Job(
-                    f"{name}, {precision}, batch {size}", model, lambda n=size: gpt_batch(n), shard
+                    f"{name}, {precision}, batch {size}",
+                    model,
+                    lambda n=size: make_gpt_batch(n),
+                    shard,
                 )
-    gpt, few, mixed = gpts["gpt"], lambda: gpt_batch(2), policies["mixed"]
+    gpt, few, mixed = gpts["gpt"], lambda: make_gpt_batch(2), policies["mixed"]
     for reshard in (True, False, 4):
-        kept = {"reshard_after_forward": reshard}
-        yield Job(f"gpt, reshard {reshard}", gpt, few, kept)
-        yield Job(f"gpt, mixed, reshard {reshard}", gpt, few, kept | mixed)
+        settings = {"reshard_after_forward": reshard}
+        yield Job(f"gpt, reshard {reshard}", gpt, few, settings)
+        yield Job(f"gpt, mixed, reshard {reshard}", gpt, few, settings | mixed)
     for hsdp in ({}, mixed):
         yield Job(f"gpt, hsdp, {'mixed' if hsdp else 'fp32'}", gpt, few, hsdp, hsdp=True)
     yield Job("gpt, one unit", gpt, few, policy=10**9)
     yield Job("gpt, units of 1 MiB", gpt, few, policy=2**20)
-    for made in (sgd, momentum, adam, foreach):
-        yield Job(f"gpt, {made.__name__}", gpt, few, optimizer=made)
+    for make_optimizer in (sgd, momentum, adam, foreach):
+        yield Job(f"gpt, {make_optimizer.__name__}", gpt, few, optimizer=make_optimizer)
     wide = lambda: Mlp(512, 8)  # noqa: E731
     for precision, shard in policies.items():
         for rows in (8, 4096):
@@ -158,11 +162,13 @@ def jobs() -> Iterator[Job]:
 
 
 def measure_step(step: Callable[[], object]) -> tuple[int, int]:
-    """Calls ``step`` and returns its peak bytes above the memory before the call: without and with
-    the kernels' scratch memory."""
+    """Returns the peak bytes of ``step`` above the memory before it.
+
+    The first value excludes scratch memory of kernels, the second value includes it.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    events = [event for event in _events(profiler) if event.tag == _EventType.Allocation]
+    events = [event for event in _read_events(profiler) if event.tag == _EventType.Allocation]
     events.sort(key=lambda event: event.start_time_ns)
     freed: dict[int, int] = {}
     scratch: set[int] = set()  # indices of events
@@ -173,14 +179,13 @@ def measure_step(step: Callable[[], object]) -> tuple[int, int]:
         elif address in freed and _is_scratch(event, events[freed[address]]):
             scratch |= {index, freed.pop(address)}
     without = [event for index, event in enumerate(events) if index not in scratch]
-    return _peak(without), _peak(events)
+    return _compute_peak(without), _compute_peak(events)
 
 
 def _is_scratch(alloc: Any, free: Any) -> bool:
     """Whether the same operator allocated and freed the memory.
 
-    Tensors are allocated by an operator that does nothing else (``aten::empty``), so they do not
-    count.
+    A separate operator (``aten::empty``) allocates tensors, so tensors are not scratch memory.
     """
     allocator, freer = alloc.parent, free.parent
     return (
@@ -191,24 +196,24 @@ def _is_scratch(alloc: Any, free: Any) -> bool:
     )
 
 
-def _peak(events: list[Any]) -> int:
+def _compute_peak(events: list[Any]) -> int:
     total = peak = 0
-    alive: set[int] = set()
+    live: set[int] = set()
     for event in events:
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:
-            alive.add(address)
-        elif address not in alive:
+            live.add(address)
+        elif address not in live:
             continue  # allocated before the profile began
         else:
-            alive.discard(address)
+            live.discard(address)
         total += size
         peak = max(peak, total)
     return peak
 
 
 class Measurement(NamedTuple):
-    """Peaks in bytes, the phase in which the estimated peak lies, and the estimate's duration."""
+    """Peaks in bytes, the phase of the estimated peak, and the duration of the estimate."""
 
     estimated: int
     measured: int
@@ -225,11 +230,11 @@ def run(job: Job, flat: Any, hybrid: Any) -> Measurement:
     fsdp_c.auto_shard(model, job.policy, mesh=mesh, **job.shard)
     optimizer, batch = job.optimizer(model.parameters()), job.batch()
     begin = time.perf_counter()
-    estimate = fsdp_c.explain(model, optimizer, batch=batch, loss=loss_of, file=io.StringIO())
+    estimate = fsdp_c.explain(model, optimizer, batch=batch, loss=compute_loss, file=io.StringIO())
     seconds = time.perf_counter() - begin
 
     def step() -> None:
-        loss_of(model(batch)).backward()
+        compute_loss(model(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -257,7 +262,7 @@ def main() -> None:
     flat = fake_mesh(8)
     hybrid = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     rows, errors = [], []
-    for job in jobs():
+    for job in list_jobs():
         if options.only not in job.name:
             continue
         measurement = run(job, flat, hybrid)
@@ -269,7 +274,7 @@ def main() -> None:
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     titles = ["job", "estimated, MiB", "measured", "error", "with scratch", "peak in", "seconds"]
-    print(table(titles, rows))
+    print(format_table(titles, rows))
     worst = max(errors, key=abs)
     within = sum(abs(error) <= BOUND for error in errors)
     print(f"{within} of {len(errors)} within {BOUND:.0%}; the worst is off by {worst:+.1%}")

@@ -1,4 +1,4 @@
-"""Runs a benchmark script on gloo ranks: one process per rank, each running the same script."""
+"""Runs a benchmark script on gloo ranks: one process per rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from report import table
+from report import format_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -55,7 +55,7 @@ class Times(NamedTuple):
     cpu: float
 
 
-def side_by_side(
+def measure_in_turns(
     calls: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
 ) -> dict[str, Times]:
     """Returns wall and CPU milliseconds of each call, the minima over the rounds.
@@ -77,7 +77,7 @@ def side_by_side(
     return {name: Times(min(wall[name]), min(cpu[name])) for name in calls}
 
 
-def two_clocks(title: str, results: dict[Any, dict[str, Times]]) -> str:
+def format_times(title: str, results: dict[Any, dict[str, Times]]) -> str:
     """Formats a table of "torch" and "fsdp_c" by wall and CPU time, one row per result."""
     rows: list[list[object]] = []
     for label, times in results.items():
@@ -89,7 +89,7 @@ def two_clocks(title: str, results: dict[Any, dict[str, Times]]) -> str:
     clocks = [
         f"{clock} {column}" for clock in ("wall", "cpu") for column in ("torch", "fsdp_c", "ratio")
     ]
-    return table([title, *clocks], rows)
+    return format_table([title, *clocks], rows)
 
 
 class Layer(nn.Module):
@@ -105,6 +105,6 @@ class Layer(nn.Module):
         return x
 
 
-def model_of(parameters: int, width: int) -> nn.Sequential:
-    """A model of layers with ten parameters each: five (width, width) and five (width,)."""
+def make_model(parameters: int, width: int) -> nn.Sequential:
+    """Returns a model of layers with ten parameters each: five (width, width) and five (width,)."""
     return nn.Sequential(*(Layer(width) for _ in range(parameters // 10)))

@@ -10,7 +10,7 @@ time depends on the host.
   ``--optimizer`` adds AdamW's step.
 - Memory: the same ranks train the GPT. The result is the peak of transient bytes in a step, counted
   as in ``memory.py``, above the bare model's, in units of the parameters' bytes. DDP's buckets are
-  as large as the gradients and exist before the step; they are added to DDP's result.
+  as large as the gradients and exist before the step. The script adds them to DDP's result.
 - Host: one process on a fake group of 8 ranks, which DDP does not support, trains the model with
   small parameters. The result is the CPU time of the calling thread above the bare model's, minimum
   over the rounds.
@@ -34,9 +34,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from memory import BACKWARD, FORWARD, peaks_of
-from ranks import STORE, model_of, start_ranks
-from report import fake_mesh, table, write_json
+from memory import BACKWARD, FORWARD, measure_peaks
+from ranks import STORE, make_model, start_ranks
+from report import fake_mesh, format_table, write_json
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -92,16 +92,16 @@ class Timed:
 
 
 def gpt(options: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """A model with few large parameters, on an input of (batch, context) bytes."""
+    """Returns a model with few large parameters, on an input of (batch, context) bytes."""
     config = GPTConfig(options.layers, options.width, heads=8, context=128)
     tokens = torch.randint(256, (options.batch, config.context))
     return GPT(config), lambda model: next_byte_loss(model(tokens), tokens)
 
 
 def small(_: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """A model with 500 small parameters, on an input of (4, 64)."""
+    """Returns a model with 500 small parameters, on an input of (4, 64)."""
     x = torch.randn(4, 64)
-    return model_of(500, 64), lambda model: model(x).square().mean()
+    return make_model(500, 64), lambda model: model(x).square().mean()
 
 
 MODELS = {"gpt": gpt, "small": small}
@@ -110,7 +110,7 @@ MODELS = {"gpt": gpt, "small": small}
 def measure_steps(
     options: argparse.Namespace, kind: str, names: Iterable[str] = IMPLEMENTATIONS
 ) -> dict[str, Timed]:
-    """Runs the implementations in turns. Returns them with the times of their steps."""
+    """Runs the implementations in turns. Returns the runs, with the times of their steps."""
     runs = {name: Timed(lambda: MODELS[kind](options), name) for name in names}
     if options.optimizer:
         for run in runs.values():
@@ -138,7 +138,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             run.step()
             run.clear_gradients()
         unit = sum(parameter.numel() * parameter.element_size() for parameter in run.parameters)
-        peaks = {key: value / unit for key, value in peaks_of(run.step).items()}
+        peaks = {key: value / unit for key, value in measure_peaks(run.step).items()}
         if name == "ddp":
             peaks = {key: value + 1.0 * (key != "kept") for key, value in peaks.items()}
         peaks_by_name[name] = peaks
@@ -150,7 +150,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def show_steps(options: argparse.Namespace) -> None:
-    """Measures step times and memory. Every rank calls it, and rank 0 prints."""
+    """Measures step times and memory. Every rank must call it, and rank 0 prints."""
     results: dict[str, Any] = {}
     rows: list[list[object]] = []
     for kind in MODELS:
@@ -164,12 +164,12 @@ def show_steps(options: argparse.Namespace) -> None:
             millions = sum(parameter.numel() for parameter in runs["bare"].parameters) / 1e6
             print(f"ms of a step on {options.ranks} gloo ranks; gpt: {millions:.1f} M parameters")
     if dist.get_rank() == 0:
-        print(table(["model", "median", "min", "median/fsdp_c"], rows), flush=True)
+        print(format_table(["model", "median", "min", "median/fsdp_c"], rows), flush=True)
     results["memory"] = peaks = measure_memory(options)
     if dist.get_rank() == 0:
         print("\npeak transient memory of the gpt above bare, in units of its parameters' bytes")
         lines = [[name, peak["forward"], peak["backward"]] for name, peak in peaks.items()]
-        print(table(["", "forward", "backward"], lines), flush=True)
+        print(format_table(["", "forward", "backward"], lines), flush=True)
         write_json(options.json, "replicate", {**results, **vars(options)})
 
 
@@ -179,7 +179,7 @@ def show_one_process(options: argparse.Namespace) -> None:
     runs = measure_steps(options, "small", ("bare", "torch", "fsdp_c"))
     bare = min(runs["bare"].times)
     print("\nhost time: ms of CPU of a step above the bare model's, 500 parameters")
-    print(table(["", "ms"], [[name, min(run.times) - bare] for name, run in runs.items()]))
+    print(format_table(["", "ms"], [[name, min(run.times) - bare] for name, run in runs.items()]))
 
 
 def main() -> None:

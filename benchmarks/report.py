@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-# Import fsdp_c from this checkout, even if another one is installed.
+# Import fsdp_c from this checkout, even if another version is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 FullyShard = Callable[..., Any]
@@ -29,8 +29,10 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
 
 
 def fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
-    """Creates a 1-D mesh on a fake process group, whose collectives complete at once and move no
-    data. This process is rank 0."""
+    """Creates a 1-D mesh on a fake process group. This process is rank 0.
+
+    Its collectives complete immediately and move no data.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
@@ -50,20 +52,20 @@ def implementations() -> dict[str, FullyShard]:
     return functions
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Formats rows as text. The first column is left-aligned, the others are right-aligned."""
-    cells = [[cell(value) for value in row] for row in (titles, *rows)]
+def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Formats rows as text. The first column is left-aligned, other columns are right-aligned."""
+    cells = [[format_cell(value) for value in row] for row in (titles, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
     lines = []
     for row in cells:
         padded = [row[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        padded += [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(padded))
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
 
-def cell(value: object) -> str:
+def format_cell(value: object) -> str:
     """Formats a float with two decimals, and None as "-"."""
     if value is None:
         return "-"

@@ -2,24 +2,24 @@
 
 Method. ``--ranks`` gloo processes with one thread each train four models. In every round, each
 implementation makes one step after a barrier. The script reads the clocks after backward and again
-after the optimizer's step, both from the same start. It reports medians over the rounds on rank 0
-of
+after the optimizer's step, both from the same start. The script reports medians over the rounds on
+rank 0 of
 
 - wall and CPU milliseconds (of all threads of the process),
 - page faults (``ru_minflt``).
 
 A second pass measures peaks: resident memory (``VmHWM``, reset before) above the value at the
 beginning of the step. Before each step, the C library and fsdp_c return their free memory to the
-kernel. It would hide a peak, and returning it costs page faults, so times come from the first pass.
-Memory that an implementation keeps between steps (DDP's buckets) is not part of a peak.
+kernel. Free memory would hide a peak. Its return costs page faults, so times come from the first
+pass. Memory that an implementation keeps between steps (DDP's buckets) is not part of a peak.
 
 ``bare`` does not communicate. ``torch`` is torch's FSDP2. ``shared`` is
 fsdp_c with neighboring units that share collectives (``auto_shard(min_unit=)``); only ``deep`` has
-it. Gradients are ``None`` before each step. The optimizer is AdamW with torch's defaults, and SGD
-for ``wide``, because AdamW's states would fill the memory of a small machine. With fsdp_c the
-optimizer is accelerated, as it is under ``FSDP_C=1``. Each model trains for as many rounds as fit
-into ``--seconds``. Finally, one step each of torch and fsdp_c runs while another process samples
-resident memory.
+this implementation. Gradients are ``None`` before each step. The optimizer is AdamW with torch's
+defaults, and SGD for ``wide``, because AdamW's states would fill the memory of a small machine.
+With fsdp_c the optimizer is accelerated, as it is under ``FSDP_C=1``. Each model trains for as many
+rounds as fit into ``--seconds``. Finally, one step each of torch and fsdp_c runs while another
+process samples resident memory.
 
     python benchmarks/steps.py [--models small wide ...] [--seconds N] [--ranks N] [--json FILE]
 """
@@ -40,9 +40,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from host import WIDTH, Group
-from meter import Cost, Meter, give_back, memory_over
+from meter import Cost, Meter, give_back, sample_memory_over_time
 from ranks import start_ranks
-from report import implementations, table, write_json
+from report import format_table, implementations, write_json
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -73,25 +73,27 @@ class Job:
 
 
 def gpt(config: GPTConfig, batch: int) -> Job:
-    """A GPT on an input of (batch, context) bytes."""
+    """Returns a GPT on an input of (batch, context) bytes."""
     tokens = torch.randint(256, (batch, config.context))
     model = GPT(config)
     return Job(model, list(model.blocks), lambda model: next_byte_loss(model(tokens), tokens))
 
 
-def chain(units: list[nn.Module], x: torch.Tensor, optimizer: Any = torch.optim.AdamW) -> Job:
-    """A model that applies the units one after the other."""
+def make_chain_job(
+    units: list[nn.Module], x: torch.Tensor, optimizer: Any = torch.optim.AdamW
+) -> Job:
+    """Returns a model that applies the units one after the other."""
     return Job(nn.Sequential(*units), units, lambda model: model(x).square().mean(), optimizer)
 
 
 JOBS: dict[str, Callable[[], Job]] = {
     "small": lambda: gpt(GPTConfig(), 8),
     "medium": lambda: gpt(GPTConfig(layers=8, width=512, heads=8), 1),
-    "wide": lambda: chain(
+    "wide": lambda: make_chain_job(
         [nn.Linear(4096, 4096) for _ in range(6)], torch.randn(16, 4096), torch.optim.SGD
     ),
-    "deep": lambda: chain([Group(5) for _ in range(200)], torch.ones(WIDTH)),
-    "tiny": lambda: chain([Group(2) for _ in range(2)], torch.ones(WIDTH)),
+    "deep": lambda: make_chain_job([Group(5) for _ in range(200)], torch.ones(WIDTH)),
+    "tiny": lambda: make_chain_job([Group(2) for _ in range(2)], torch.ones(WIDTH)),
 }
 """Models by name; ``tiny`` is for testing this script."""
 WITH_SHARED = ("deep", "tiny")
@@ -147,25 +149,25 @@ class Timed:
             self.run_step(self.peaks)
 
     def sample_memory(self) -> list[tuple[float, float]]:
-        """Returns the samples of ``memory_over`` for one step."""
+        """Returns the samples of ``sample_memory_over_time`` for one step."""
         self.optimizer.zero_grad()
         give_back()
         dist.barrier()
-        return memory_over(self._train_once)
+        return sample_memory_over_time(self._train_once)
 
     def _train_once(self) -> None:
         self.loss(self.model).backward()
         self.optimizer.step()
 
-    def medians(self) -> dict[str, dict[str, float | None]]:
+    def compute_medians(self) -> dict[str, dict[str, float | None]]:
         medians = {}
         for kind, costs in self.costs.items():
-            medians[kind] = _medians(costs[WARM_UP:])
-            medians[kind]["peak"] = _medians(self.peaks[kind])["peak"]
+            medians[kind] = _compute_medians(costs[WARM_UP:])
+            medians[kind]["peak"] = _compute_medians(self.peaks[kind])["peak"]
         return medians
 
 
-def _medians(costs: list[Cost]) -> dict[str, float | None]:
+def _compute_medians(costs: list[Cost]) -> dict[str, float | None]:
     medians: dict[str, float | None] = {"least_wall": min(cost.wall for cost in costs)}
     for field in Cost._fields:
         values = [getattr(cost, field) for cost in costs]
@@ -174,7 +176,7 @@ def _medians(costs: list[Cost]) -> dict[str, float | None]:
 
 
 def measure(kind: str, seconds: float) -> dict[str, Any]:
-    """Measures all implementations on one model. Every rank calls it."""
+    """Measures all implementations on one model. Every rank must call it."""
     names = NAMES + (("shared",) if kind in WITH_SHARED else ())
     runs = {name: Timed(kind, name) for name in names}
     gc.collect()
@@ -197,7 +199,7 @@ def measure(kind: str, seconds: float) -> dict[str, Any]:
         "title": f"{TITLES[kind]}, {sum(p.numel() for p in parameters) / 1e6:.3g} M parameters",
         "optimizer": type(runs["bare"].optimizer).__name__,
         "rounds": rounds,
-        "costs": {name: run.medians() for name, run in runs.items()},
+        "costs": {name: run.compute_medians() for name, run in runs.items()},
         "memory": {name: runs[name].sample_memory() for name in ("torch", "fsdp_c")},
     }
 
@@ -209,7 +211,7 @@ def _broadcast_from_rank_0(number: int) -> int:
     return int(value)
 
 
-def rows_of(result: dict[str, Any], kind: str) -> list[list[object]]:
+def make_rows(result: dict[str, Any], kind: str) -> list[list[object]]:
     """Returns a row of ``COLUMNS`` per implementation; ``kind`` is "without" or "with"."""
     costs = {name: medians[kind] for name, medians in result["costs"].items()}
     fsdp_c_wall = costs["fsdp_c"]["wall"]
@@ -244,7 +246,7 @@ def main() -> None:
             for optimizer in ("without", "with"):
                 title = f"{result['title']}: {optimizer} {result['optimizer']}"
                 print(f"{title}, {result['rounds']} rounds")
-                print(table(COLUMNS, rows_of(result, optimizer)), end="\n\n", flush=True)
+                print(format_table(COLUMNS, make_rows(result, optimizer)), end="\n\n", flush=True)
         gc.collect()
     if dist.get_rank() == 0:
         write_json(options.json, "steps", {"ranks": options.ranks, "models": results})

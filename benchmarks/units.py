@@ -1,15 +1,15 @@
-"""Resident memory of a step on real ranks in units of one group's parameters, with the transport's.
+"""Resident memory of a step on real ranks, transport included, in units of one group's parameters.
 
 Method. ``--ranks`` gloo processes train a model with ``--groups`` equal groups of one square weight
 below a root without parameters, resharded after forward. The input has ``--rows`` rows, so few that
-activations are small beside parameters. The result is the peak of resident memory (``VmHWM``, reset
-at the beginning of each group's forward and backward) above the value at the beginning of the step.
-Gradient shards that exist when the peak is read are subtracted, since they are persistent. A unit
-is a group's full parameters in the compute dtype.
+activations are small compared with parameters. The result is the peak of resident memory
+(``VmHWM``, reset at the beginning of each group's forward and backward) above the value at the
+beginning of the step. Gradient shards that exist when the peak is read are subtracted, since they
+are persistent. A unit is a group's full parameters in the compute dtype.
 
-After two warm-up steps, the script reports the minimum of three steps. Before each, the C library
-and fsdp_c return their free memory to the kernel. fsdp_c is measured twice, the second time with
-reductions that overlap with backward (``set_reduction_overlap``). ``memory.py`` instead counts
+After two warm-up steps, the script reports the minimum of three steps. Before each step, the C
+library and fsdp_c return their free memory to the kernel. fsdp_c is measured twice, the second time
+with reductions that overlap with backward (``set_reduction_overlap``). ``memory.py`` instead counts
 allocations, on a fake group that needs no memory itself.
 
     python benchmarks/units.py [--groups N] [--side N] [--rows N] [--ranks N] [--json FILE]
@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from meter import give_back, peak, reset_peak, resident
 from ranks import start_ranks
-from report import POLICIES, FullyShard, implementations, table, write_json
+from report import POLICIES, FullyShard, format_table, implementations, write_json
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_c
@@ -51,7 +51,7 @@ class MeasuredModel:
         shard(self.model, mesh=mesh, mp_policy=policy)
         self.x = torch.randn(rows, side, requires_grad=True)
         self.unit = side * side * (policy.param_dtype or torch.float32).itemsize
-        self.begin = self.highest = 0
+        self.begin = self.max_bytes = 0
 
     def _update_peak(self, *_: object) -> None:
         gradients = sum(
@@ -59,16 +59,16 @@ class MeasuredModel:
             for p in self.model.parameters()
             if p.grad is not None
         )
-        self.highest = max(self.highest, peak() - self.begin - gradients)
+        self.max_bytes = max(self.max_bytes, peak() - self.begin - gradients)
         reset_peak()
 
     def _measure_peak(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """Returns the peak during a call in units, and the call's result."""
-        self.highest = 0
+        self.max_bytes = 0
         reset_peak()
         result = call()
         self._update_peak()
-        return self.highest / self.unit, result
+        return self.max_bytes / self.unit, result
 
     def step(self) -> tuple[float, float]:
         """Runs one step. Returns the peaks of forward and backward in units."""
@@ -120,7 +120,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("peak resident memory of a step, in units of one group's full parameters")
         titles = ["precision", "phase", "torch", "fsdp_c", "torch/fsdp_c", OVERLAP]
-        print(table(titles, lines))
+        print(format_table(titles, lines))
         write_json(options.json, "units", results)
     dist.destroy_process_group()
 

@@ -1,10 +1,11 @@
 """Selects the CUDA compiler of the kernels, the architectures and the CUDA runtime.
 
-A missing compiler is no error. ``find_nvcc`` prints the reason, and ``setup.py`` builds without
-CUDA kernels. It does the same if the compiler fails. On a GPU, fsdp_c then compiles the kernels
-with NVRTC at the first use, or uses torch's foreach operations (``csrc/core/foreach.c``).
+A missing compiler is not an error. ``find_nvcc`` prints the reason, and ``setup.py`` builds without
+CUDA kernels. ``setup.py`` also builds without them if the compiler fails. On a GPU, fsdp_c then
+compiles the kernels with NVRTC at the first use, or uses torch's foreach operations
+(``csrc/core/foreach.c``).
 
-``python -m build_support.find_cuda [NVCC]`` prints the options for this NVCC.
+``python -m build_support.find_cuda [NVCC]`` prints the architecture options for NVCC.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ FAMILIES = {
 """Names of architectures in ``TORCH_CUDA_ARCH_LIST``. Older families have no kernels."""
 
 
-def shout(text: str) -> None:
-    """Prints a message that stands out from the output of compilers."""
+def print_banner(text: str) -> None:
+    """Prints a message between bars, so that users notice it in the output of compilers."""
     bar = "!" * 100
     print(f"{bar}\n!! fsdp_c: {text}\n{bar}", file=sys.stderr, flush=True)
 
 
 def codes_of(listing: str) -> list[int]:
-    """Parses the output of ``nvcc --list-gpu-code``: 90 for sm_90, nothing for sm_90a."""
+    """Parses the output of ``nvcc --list-gpu-code``: 90 for sm_90. Ignores sm_90a."""
     return sorted({int(code) for code in re.findall(r"\bsm_(\d+)\b", listing)})
 
 
@@ -59,20 +60,20 @@ def archs_of_torch(flags: str) -> list[int]:
     return sorted({int(code) for code in re.findall(r"\b(?:sm|compute)_(\d+)[af]?\b", flags)})
 
 
-def choose(wanted: Iterable[int], known: Iterable[int]) -> list[int]:
-    """Returns the wanted architectures that both this nvcc and the kernels support.
+def choose(requested: Iterable[int], supported: Iterable[int]) -> list[int]:
+    """Returns the requested architectures that both nvcc and the kernels support.
 
     If there are none, returns the first supported architecture of each generation.
     """
-    able = [arch for arch in sorted(set(known)) if arch >= FIRST]
-    chosen = [arch for arch in able if arch in set(wanted)]
+    usable = [arch for arch in sorted(set(supported)) if arch >= FIRST]
+    chosen = [arch for arch in usable if arch in set(requested)]
     return chosen or [
-        arch for arch in able if arch == min(a for a in able if a // 10 == arch // 10)
+        arch for arch in usable if arch == min(a for a in usable if a // 10 == arch // 10)
     ]
 
 
 def options(archs: list[int]) -> list[str]:
-    """Returns nvcc's options: code for each architecture, and PTX of the newest for later ones."""
+    """Returns nvcc's options: code for each architecture, and PTX for later architectures."""
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     newest = archs[-1]
     return [*codes, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
@@ -82,26 +83,26 @@ def arch_options(nvcc: str, torch_flags: str) -> list[str]:
     """Returns the architecture options for this ``nvcc``.
 
     ``FSDP_C_CUDA_ARCH`` sets nvcc's ``-arch``. Without it, ``TORCH_CUDA_ARCH_LIST`` selects the
-    architectures, or else torch's architecture flags do.
+    architectures. Without both, torch's architecture flags select them.
 
     Raises:
         RuntimeError: ``nvcc`` supports no architecture that the kernels support.
         OSError: ``nvcc`` cannot be started.
     """
-    if own := os.environ.get("FSDP_C_CUDA_ARCH"):
-        return [f"-arch={own}"]
-    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    wanted = archs_of_list(asked) if asked else archs_of_torch(torch_flags)
+    if arch := os.environ.get("FSDP_C_CUDA_ARCH"):
+        return [f"-arch={arch}"]
+    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    requested = archs_of_list(arch_list) if arch_list else archs_of_torch(torch_flags)
     run = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True)
-    known = codes_of(run.stdout)
-    chosen = choose(wanted, known)
+    supported = codes_of(run.stdout)
+    chosen = choose(requested, supported)
     if not chosen:
-        raise RuntimeError(f"{nvcc} knows no architecture from sm_{FIRST} on: {known}")
-    left_out = [f"sm_{arch}" for arch in wanted if arch not in chosen]
-    if left_out:
+        raise RuntimeError(f"{nvcc} knows no architecture from sm_{FIRST} on: {supported}")
+    excluded = [f"sm_{arch}" for arch in requested if arch not in chosen]
+    if excluded:
         print(
-            f"fsdp_c: no CUDA kernels for {', '.join(left_out)}: {nvcc} or the kernels do not "
-            "know them"
+            f"fsdp_c: no CUDA kernels for {', '.join(excluded)}: {nvcc} or the kernels do not "
+            "support them"
         )
     return options(chosen)
 
@@ -109,29 +110,29 @@ def arch_options(nvcc: str, torch_flags: str) -> list[str]:
 def find_nvcc(torch_cuda: str | None, home: str | None) -> str | None:
     """Returns an nvcc that can build kernels for a torch of CUDA ``torch_cuda``, or None.
 
-    The extension links the CUDA runtime dynamically and so uses the copy that torch has loaded.
+    The extension links the CUDA runtime dynamically and uses the copy that torch has loaded.
     Therefore nvcc and torch need the same major version.
     """
     if torch_cuda is None or os.environ.get("FSDP_C_NO_CUDA", "") not in ("", "0"):
         return None
     nvcc = shutil.which("nvcc") or (shutil.which(f"{home}/bin/nvcc") if home else None)
     if nvcc is None:
-        shout("torch has CUDA but nvcc is not found; building without CUDA kernels")
+        print_banner("torch has CUDA but nvcc is not found; building without CUDA kernels")
         return None
     run = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
-    found = re.search(r"release (\d+)\.", run.stdout)
-    if run.returncode != 0 or found is None or found[1] != torch_cuda.split(".")[0]:
-        shout(f"{nvcc} is not for CUDA {torch_cuda}; building without CUDA kernels")
+    release = re.search(r"release (\d+)\.", run.stdout)
+    if run.returncode != 0 or release is None or release[1] != torch_cuda.split(".")[0]:
+        print_banner(f"{nvcc} is not for CUDA {torch_cuda}; building without CUDA kernels")
         return None
     return nvcc
 
 
 def find_cudart(nvcc: str, torch_cuda: str, torch_file: str, home: str | None) -> str | None:
-    """Returns the CUDA runtime to link with: the copy that torch loads, else one of the release.
+    """Returns the CUDA runtime to link with: the copy that torch loads, else one of a toolkit.
 
-    The function searches for files and does not pass a library name to the linker: torch's copy
-    has no file name without a version. Also nvcc may be a link or a script in a folder without
-    libraries.
+    The function searches for files, because the linker does not find torch's copy by a library
+    name: the file name has a version. The function searches several toolkits, because ``nvcc`` may
+    be a link or a script in a folder without libraries.
     """
     major = torch_cuda.split(".")[0]
     packages = Path(torch_file).resolve().parents[1] / "nvidia"
@@ -139,9 +140,9 @@ def find_cudart(nvcc: str, torch_cuda: str, torch_file: str, home: str | None) -
     folders = [*packages.glob("cu*/lib"), packages / "cuda_runtime/lib"]
     folders += [Path(kit) / lib for kit in toolkits if kit for lib in ("lib64", "lib")]
     for folder in folders:
-        for found in sorted(folder.glob(f"libcudart.so.{major}*")):
-            return str(found)
-    shout(f"no libcudart.so.{major} found; building without CUDA kernels")
+        for library in sorted(folder.glob(f"libcudart.so.{major}*")):
+            return str(library)
+    print_banner(f"no libcudart.so.{major} found; building without CUDA kernels")
     return None
 
 
@@ -160,7 +161,7 @@ class Cuda:
     torch_flags: str
 
     def definitions(self) -> dict[str, str]:
-        """Returns CMake's definitions. The exceptions are those of :func:`arch_options`."""
+        """Returns CMake's definitions. Raises the exceptions of :func:`arch_options`."""
         return {
             "FSDP_C_NVCC": self.nvcc,
             "FSDP_C_NVCC_OPTIONS": ";".join(arch_options(self.nvcc, self.torch_flags)),
@@ -174,7 +175,7 @@ class Cuda:
 
 
 def find() -> Cuda | None:
-    """Returns what is needed to build the CUDA kernels for the installed torch, or None."""
+    """Returns the compiler and the runtime for the installed torch, or None."""
     import torch
     from torch.utils import cpp_extension
 

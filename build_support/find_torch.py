@@ -14,11 +14,11 @@ import sysconfig
 from pathlib import Path
 
 NO_TORCH = (
-    "fsdp_c is built against the torch that is there, and there is none for {python}: install "
-    "torch first, then fsdp_c with  pip install --no-build-isolation ."
+    "fsdp_c is built against an installed torch, and {python} has none: "
+    "install torch first, then fsdp_c with  pip install --no-build-isolation ."
 )
 
-MINUTES_CXX = 0.6  # per C++ file, which includes torch's headers, with one job
+MINUTES_CXX = 0.6  # per C++ file with one job; most of the time is spent in torch's headers
 MINUTES_C = 0.01  # per C file
 
 
@@ -26,15 +26,15 @@ def add_to_path(paths: list[str] | None = None) -> None:
     """Makes ``import torch`` work in an isolated build.
 
     Args:
-        paths: Folders to add to ``sys.path`` if torch is not found; ``None``: the site-packages of
+        paths: Folders to add to ``sys.path`` if torch is not found. ``None``: the site-packages of
             the running Python.
 
     Raises:
         SystemExit: torch is not found. The message names the remedy.
     """
     if importlib.util.find_spec("torch") is None:
-        known = sysconfig.get_paths()
-        for path in paths if paths is not None else [known["purelib"], known["platlib"]]:
+        site = sysconfig.get_paths()
+        for path in paths if paths is not None else [site["purelib"], site["platlib"]]:
             if path not in sys.path:
                 sys.path.append(path)  # at the end, after the packages of the build environment
         importlib.invalidate_caches()
@@ -89,8 +89,8 @@ def describe_build(c_files: int, cxx_files: int, kernels: str, jobs: int) -> str
     files = c_files + cxx_files
     return (
         f"fsdp_c: building for Python {python} and torch {torch.__version__}, kernels for "
-        f"{kernels}: {files} files with {jobs} compilers at a time. The first time takes about "
-        f"{max(1, round(minutes))} min, later ones what changed"
+        f"{kernels}: {files} files with {jobs} compilers at a time. The first build takes about "
+        f"{max(1, round(minutes))} min; later builds compile only changed files"
     )
 
 

@@ -1,7 +1,7 @@
 """Runs CMake and ninja for setup.py.
 
 Each combination of Python, torch and build type has its own directory under ``build/``. So a change
-of the settings does not recompile everything, and builds for several releases of torch coexist.
+of the settings does not recompile all files, and builds for several releases of torch coexist.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .find_cuda import Cuda, shout
+from .find_cuda import Cuda, print_banner
 
 CACHED = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
 """Environment variables that CMake reads only when it configures a directory for the first time."""
@@ -46,13 +46,13 @@ def find_program(name: str) -> str:
         SystemExit: The program is not found. The message names the remedy.
     """
     folders = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    found = shutil.which(name, path=folders)
-    if found is None:
+    path = shutil.which(name, path=folders)
+    if path is None:
         raise SystemExit(
             f"fsdp_c: {name} is not found: run  {sys.executable} -m pip install cmake ninja  "
             "or build with pip's build isolation"
         )
-    return found
+    return path
 
 
 def find_compilers() -> dict[str, str]:
@@ -76,7 +76,7 @@ def find_compilers() -> dict[str, str]:
 def launcher(variable: str, compiler: str) -> str:
     """Returns the program that CMake starts a compiler with: the value of ``variable``, or ccache.
 
-    A compiler that is a link to ccache, or a command with ccache, needs none.
+    A compiler that is a link to ccache, or a command with ccache, needs no launcher.
     """
     if variable in os.environ:
         return os.environ[variable]
@@ -86,16 +86,18 @@ def launcher(variable: str, compiler: str) -> str:
 
 
 def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> None:
-    """Writes the ninja file of ``directory``, which is deleted first if the compilers changed.
+    """Runs CMake, which writes the ninja file of ``directory``.
+
+    Deletes the directory first if the compilers or their flags have changed.
 
     Raises:
-        SystemExit: CMake failed. It has printed the reason.
+        SystemExit: CMake failed and has printed the reason.
     """
     compilers = find_compilers()
     environment = os.environ | compilers
-    cached = json.dumps({name: environment.get(name) for name in CACHED})
+    compiler_settings = json.dumps({name: environment.get(name) for name in CACHED})
     record = directory / "compilers.json"
-    if not record.is_file() or record.read_text() != cached:
+    if not record.is_file() or record.read_text() != compiler_settings:
         shutil.rmtree(directory, ignore_errors=True)
     settings = {
         **definitions,
@@ -108,11 +110,11 @@ def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> 
     if subprocess.run(command, env=environment).returncode:
         record.unlink(missing_ok=True)
         raise SystemExit("fsdp_c: CMake failed; its messages are above")
-    record.write_text(cached)
+    record.write_text(compiler_settings)
 
 
 def compile_targets(directory: Path, targets: Sequence[str], jobs: int, *options: str) -> bool:
-    """Builds ``targets``. Returns whether that succeeded; ninja has printed the errors."""
+    """Builds ``targets``. Returns whether the build succeeded; ninja prints the errors."""
     command = [find_program("cmake"), "--build", str(directory), "--parallel", str(jobs)]
     command += ["--target", *targets, *(["--", *options] if options else [])]
     return subprocess.run(command).returncode == 0
@@ -138,15 +140,15 @@ def build(
             configure(source, directory, {**definitions, **cuda.definitions()})
             if compile_targets(directory, targets, jobs, "-k", "0"):
                 return True
-            fails = not (directory / "kernels_cuda.o").exists()
+            nvcc_failed = not (directory / "kernels_cuda.o").exists()
         except (OSError, RuntimeError) as error:
             print(f"fsdp_c: {error}", flush=True)
-            fails = True
-        if not fails:
+            nvcc_failed = True
+        if not nvcc_failed:
             raise SystemExit("fsdp_c: does not compile; the messages of the compiler are above")
-        shout(
+        print_banner(
             f"{cuda.nvcc} does not compile the CUDA kernels (its messages are above). fsdp_c is "
-            "built without them: on a GPU it uses torch's foreach operations, which is slower. "
+            "built without them: on a GPU it uses torch's foreach operations, which are slower. "
             "Rebuild with an nvcc that works, or name architectures in TORCH_CUDA_ARCH_LIST."
         )
     configure(source, directory, {**definitions, **Cuda.none()})

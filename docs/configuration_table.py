@@ -134,7 +134,7 @@ def find_names(patterns: tuple[str, ...]) -> set[str]:
 
 
 def find_mistakes() -> Iterator[str]:
-    """Yields a sentence for each variable without a description, and the reverse."""
+    """Yields a sentence for each variable without a description, and for each stale description."""
     run = find_names(RUN_SOURCES)
     build = find_names(BUILD_SOURCES) - run
     tests = find_names(TEST_SOURCES) - run - build

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: add the files of the repository that the pages link to.
+"""Hooks of mkdocs that add the files of the repository that pages link to.
 
 Pages link to files outside of docs/ by relative paths, so that the links also work in the
 repository. The site gets a copy of each such file below ``repository/``: a page of each Markdown
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
 LINK = re.compile(r"(\[[^\]\n]*(?:\n[^\]\n]*)?\]\()([^)\s#]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^[ ]*```.*?^[ ]*```[ ]*$", re.M | re.S)
-# Pages that the navigation names, whether a page links to them or not.
+# Pages that the navigation names, with or without a link from a page.
 PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -38,13 +38,13 @@ def find_site_path(repository_path: str) -> str:
     return f"{COPIES}/{repository_path}{suffix}"
 
 
-def rewrite_links(markdown: str, repository_path: str, found: set[str]) -> str:
+def rewrite_links(markdown: str, repository_path: str, linked: set[str]) -> str:
     """Changes links to files of the repository into links inside of the site.
 
     Args:
         markdown: The text of a document. Fenced code is not changed.
         repository_path: The document's path from the root of the repository.
-        found: Receives the paths of the linked files outside of docs/.
+        linked: Receives the paths of the linked files outside of docs/.
     """
     start = posixpath.dirname(find_site_path(repository_path))
 
@@ -54,30 +54,30 @@ def rewrite_links(markdown: str, repository_path: str, found: set[str]) -> str:
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(repository_path), target))
         if not (ROOT / path).is_file():
-            return match[0]  # mkdocs reports it
+            return match[0]  # mkdocs reports the broken link
         if not path.startswith("docs/"):
-            found.add(path)
+            linked.add(path)
         return f"{opening}{posixpath.relpath(find_site_path(path), start or '.')}{anchor})"
 
-    pieces, end = [], 0
+    parts, end = [], 0
     for fence in FENCE.finditer(markdown):
-        pieces += [LINK.sub(rewrite, markdown[end : fence.start()]), fence[0]]
+        parts += [LINK.sub(rewrite, markdown[end : fence.start()]), fence[0]]
         end = fence.end()
-    return "".join([*pieces, LINK.sub(rewrite, markdown[end:])])
+    return "".join([*parts, LINK.sub(rewrite, markdown[end:])])
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the linked files of the repository, and those that they link to."""
-    found = set(PAGES)
+    """Adds the linked files of the repository, and the files that linked files link to."""
+    linked = set(PAGES)
     for page in files.documentation_pages():
-        rewrite_links(page.content_string, f"docs/{page.src_uri}", found)
-    done: set[str] = set()
-    while missing := sorted(found - done):
+        rewrite_links(page.content_string, f"docs/{page.src_uri}", linked)
+    copied: set[str] = set()
+    while missing := sorted(linked - copied):
         for path in missing:
-            done.add(path)
+            copied.add(path)
             text = (ROOT / path).read_text()
             if path.endswith(".md"):
-                text = rewrite_links(text, path, found)
+                text = rewrite_links(text, path, linked)
             files.append(File.generated(config, find_site_path(path), content=text))
     return files
 

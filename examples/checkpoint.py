@@ -22,26 +22,26 @@ RUN_FILE = "run.json"
 
 
 class CheckpointError(Exception):
-    """There is no checkpoint to resume from, or it belongs to a different run."""
+    """A checkpoint to resume from does not exist, or belongs to a different run."""
 
 
-def newest(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the highest step in ``folder``, None if there is none."""
+def find_newest(folder: Path) -> Path | None:
+    """Returns the complete checkpoint with the highest step in ``folder``, or None."""
     complete = [p for p in folder.glob("step_" + 6 * "[0-9]") if (p / RUN_FILE).is_file()]
     return max(complete, default=None, key=lambda p: p.name)
 
 
 def discard_all(folder: Path) -> None:
-    """Delete the checkpoints in ``folder``, unfinished ones included, and nothing else."""
+    """Deletes the checkpoints in ``folder``, unfinished ones included, and nothing else."""
     for path in folder.glob("step_*"):
         shutil.rmtree(path)
 
 
 def read_run(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the history stored in the checkpoint ``path``.
+    """Returns the history stored in the checkpoint ``path``.
 
-    Raises CheckpointError if it is not a checkpoint, or if ``settings`` differ from the stored
-    ones, since the resumed run would then have other losses than an uninterrupted one.
+    Raises CheckpointError if ``path`` is not a checkpoint. Also raises if ``settings`` differ from
+    the stored settings, since the resumed run would then have other losses.
     """
     try:
         run = json.loads((path / RUN_FILE).read_text())
@@ -70,7 +70,7 @@ def save(
     settings: dict[str, Any],
     history: dict[str, Any],
 ) -> Path:
-    """Write ``folder/step_NNNNNN``; every rank must call this. Return the folder's path."""
+    """Writes ``folder/step_NNNNNN``; every rank must call this. Returns the path."""
     path = folder / f"step_{step:06d}"
     unfinished = folder / f"{path.name}.unfinished"
     rank = dist.get_rank()
@@ -89,7 +89,7 @@ def save(
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Restore model, optimizer and random state in place; return the step and data position.
+    """Restores model, optimizer and random state in place; returns the step and data position.
 
     Every rank must call this. The number of ranks must be that of the saving run.
     """
@@ -111,7 +111,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, position: int
 ) -> dict[str, Any]:
-    """Return the state dict that DCP saves or loads."""
+    """Returns the state dict that DCP saves or loads."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     random = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""Times and traces steps of torch's FSDP2 and fsdp_c in turns."""
+"""Measures and traces steps of torch's FSDP2 and of fsdp_c in turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARM_UP = 2
 
 
 @dataclass
-class Side:
+class ImplementationRun:
     """One implementation: its model, its step function, the seconds of its steps, and one trace."""
 
     model: nn.Module
@@ -25,21 +25,23 @@ class Side:
     trace: Any = None
 
 
-def side_by_side(sides: dict[str, Side], steps: int) -> None:
-    """Run ``steps`` steps of each side in turns, after a warm-up, and trace one more step of
-    each."""
+def measure_in_turns(runs: dict[str, ImplementationRun], steps: int) -> None:
+    """Runs and times ``steps`` steps of each implementation in turns, after a warm-up.
+
+    Then traces one more step of each.
+    """
     import fsdp_c  # fsdp_c.trace works for torch's FSDP2, too
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     for turn in range(WARM_UP + steps):
-        for side in sides.values():
+        for run in runs.values():
             dist.barrier()
             start = time.perf_counter()
-            side.step()
+            run.step()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if turn >= WARM_UP:
-                side.seconds.append(time.perf_counter() - start)
-    for side in sides.values():
-        with fsdp_c.trace(side.model) as side.trace:
-            side.step()
+                run.seconds.append(time.perf_counter() - start)
+    for run in runs.values():
+        with fsdp_c.trace(run.model) as run.trace:
+            run.step()

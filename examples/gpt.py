@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, time, width)`` to the same shape; position t sees positions <= t."""
+        """Maps ``(batch, time, width)`` to the same shape; position t attends to positions <= t."""
         batch, time, width = x.shape
         # (batch, time, 3 * width) -> three of (batch, heads, time, width / heads)
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, time, width)`` to the same shape."""
+        """Maps ``(batch, time, width)`` to the same shape."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
@@ -79,8 +79,10 @@ class GPT(nn.Module):
         self.head.weight = self.token.weight
 
     def _initialize(self) -> None:
-        """Initialize weights from small normal distributions. The deviation of layers that write to
-        the residual stream decreases with depth."""
+        """Initializes weights from normal distributions.
+
+        The deviation of layers that write to the residual stream decreases with depth.
+        """
         residual_std = 0.02 / (2 * self.config.layers) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -90,7 +92,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 ``(batch, time)`` with time <= context to logits ``(batch, time, 256)``."""
+        """Maps int64 ``(batch, time)`` with time <= context to logits ``(batch, time, 256)``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token(tokens) + self.position(positions))
         for block in self.blocks:
@@ -99,7 +101,7 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte, computed in fp32 for logits of any dtype."""
+    """Returns the mean cross-entropy in nats per byte, computed in fp32 for logits of any dtype."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -107,10 +109,10 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def generate(
     model: GPT, prompt: bytes, length: int, *, temperature: float, seed: int, device: torch.device
 ) -> bytes:
-    """Continue ``prompt`` by ``length`` sampled bytes and return both together.
+    """Returns ``prompt``, followed by ``length`` sampled bytes.
 
-    Every rank must call this, since each forward is collective. All ranks sample the same bytes,
-    because their generators have the same seed.
+    Every rank must call ``generate``, since each forward is collective. All ranks sample the same
+    bytes, because their generators have the same seed.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)

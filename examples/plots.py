@@ -24,8 +24,8 @@ PHASE_COLORS = {
 TRAIN_COLOR, VALIDATION_COLOR = "#0072B2", "#D55E00"
 
 
-def rolling(values: Sequence[float], window: int, reduce: str = "mean") -> np.ndarray:
-    """Return the mean or median over the last ``window`` values at each index."""
+def compute_rolling_mean(values: Sequence[float], window: int, reduce: str = "mean") -> np.ndarray:
+    """Returns the mean or median over the last ``window`` values at each index."""
     function = np.mean if reduce == "mean" else np.median
     return np.array([function(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))])
 
@@ -38,7 +38,7 @@ def draw_run(
     validation: Mapping[int, float],
     phases: Mapping[str, Sequence[float]],
 ) -> None:
-    """Write a PNG with losses and step times to ``path``.
+    """Writes a PNG with losses and step times to ``path``.
 
     ``train[i]`` is the loss of step i + 1 and ``validation[s]`` the loss after step s, in nats per
     byte. ``phases[name][i]`` is the time of step i + 1 in that phase, in seconds.
@@ -73,7 +73,9 @@ def _draw_loss(
             steps, train, color=TRAIN_COLOR, alpha=0.3, linewidth=0.8, label="training, each step"
         )
     label = "training" if window == 1 else f"training, mean of the last {window} steps"
-    axes.plot(steps, rolling(train, window), color=TRAIN_COLOR, linewidth=2, label=label)
+    axes.plot(
+        steps, compute_rolling_mean(train, window), color=TRAIN_COLOR, linewidth=2, label=label
+    )
     if validation:
         at, losses = zip(*sorted(validation.items()), strict=True)
         axes.plot(
@@ -100,7 +102,7 @@ def _draw_phases(
     total = sum(float(np.median(seconds)) for seconds in phases.values())
     for name, seconds in phases.items():
         median = float(np.median(seconds))
-        layers.append(rolling(seconds, window, "median") * 1e3)
+        layers.append(compute_rolling_mean(seconds, window, "median") * 1e3)
         labels.append(f"{name}: {median * 1e3:.1f} ms ({median / total:.0%})")
     colors = [PHASE_COLORS[name] for name in phases]
     axes.stackplot(steps, layers, labels=labels, colors=colors, linewidth=0)
@@ -120,7 +122,7 @@ IMPL_COLORS = {"torch": "#E69F00", "fsdp_c": "#0072B2"}
 def draw_comparison(
     path: Path, *, seconds: Mapping[str, Sequence[float]], traces: Mapping[str, Any]
 ) -> None:
-    """Write a PNG with step times by implementation and the timeline of one step of each.
+    """Writes a PNG with step times by implementation and the timeline of one step of each.
 
     ``seconds[impl]`` has the seconds of each step, and ``traces[impl]`` is a ``fsdp_c.StepTrace``.
     """

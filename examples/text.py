@@ -1,7 +1,8 @@
 """The training text: the source of Python's standard library, read as bytes.
 
-Every machine that can run this example has it. The file list is sorted and the size is limited, so
-one Python release always gives the same text. Another release gives slightly different losses.
+Every machine that can run this example has this source. The file list is sorted and the size is
+limited, so one Python release always gives the same text. Another release gives slightly different
+losses.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class TextError(Exception):
     """The text cannot be used: not found, or too short for the requested batches."""
 
 
-def python_files(root: Path) -> Iterator[Path]:
-    """Yield the ``.py`` files below ``root`` in a sorted, machine-independent order."""
+def list_python_files(root: Path) -> Iterator[Path]:
+    """Yields the ``.py`` files below ``root`` in a sorted, machine-independent order."""
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         folders = path.relative_to(root).parts[:-1]
-        # _sysconfigdata_*.py describes the machine Python was built on, so it is left out.
+        # _sysconfigdata_*.py describes the machine that built Python, so it is skipped.
         if SKIPPED_FOLDERS.isdisjoint(folders) and not path.name.startswith("_sysconfigdata"):
             yield path
 
@@ -51,13 +52,13 @@ class Corpus:
 
 
 def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
-    """Read at most ``max_bytes`` of source below ``root`` (default: the standard library).
+    """Reads at most ``max_bytes`` of source below ``root`` (default: the standard library).
 
     Raises TextError if there is no source, for instance because the standard library is zipped.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     train, validation = bytearray(), bytearray()
-    for index, path in enumerate(python_files(root)):
+    for index, path in enumerate(list_python_files(root)):
         remaining = max_bytes - len(train) - len(validation)
         if remaining <= 0:
             break
@@ -91,7 +92,7 @@ class Windows:
             raise TextError(f"the text has {text.numel()} bytes, fewer than one window needs")
 
     def batch(self, position: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return windows ``position`` to ``position + size``: inputs and next-byte targets.
+        """Returns windows ``position`` to ``position + size``: inputs and next-byte targets.
 
         Both are int64 of shape ``(size, context)`` on ``device``.
         """

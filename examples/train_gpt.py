@@ -1,11 +1,11 @@
-"""Train a small byte-level GPT with fully sharded parameters, on two ranks or on any number.
+"""Trains a small byte-level GPT with fully sharded parameters, on two ranks or on any number.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out
     torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out --resume
 
 The text is the source of Python's standard library. ``--impl`` selects the ``fully_shard`` of
-fsdp_c or of torch. Nothing else depends on it, and ``losses.json`` is equal bit by bit. Without
-torchrun the script runs as one process. It writes into the output folder:
+fsdp_c or of torch. No other setting depends on ``--impl``, and ``losses.json`` is equal bit by bit.
+Without torchrun the script runs as one process. The script writes into the output folder:
 
     losses.json     loss and gradient norm of every step and validation losses as hexadecimal
                     floats, and a digest of the final weights; comparable with cmp
@@ -63,11 +63,11 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that prints errors on rank 0 only."""
 
     def error(self, message: str) -> NoReturn:
-        fail(f"{message} (see --help)")
+        exit_with_error(f"{message} (see --help)")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line, which is the same on every rank."""
+    """Parses the command line, which is the same on every rank."""
     parser = Parser(
         description="Train a byte-level GPT on Python's own source with fully_shard.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """Parse an integer above zero for argparse."""
+    """Parses an integer above zero for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above zero")
@@ -132,7 +132,7 @@ def positive(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """Parse an integer of at least zero for argparse."""
+    """Parses an integer of at least zero for argparse."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is below zero")
@@ -140,13 +140,13 @@ def natural(text: str) -> int:
 
 
 def print_on_rank_0(*lines: str) -> None:
-    """Print lines on rank 0."""
+    """Prints lines on rank 0."""
     if RANK == 0:
         print(*lines, sep="\n", flush=True)
 
 
-def fail(message: str) -> NoReturn:
-    """Exit with one error message. All ranks call this, since all have the same arguments."""
+def exit_with_error(message: str) -> NoReturn:
+    """Exits with one error message. All ranks call this, since all have the same arguments."""
     if RANK == 0:
         print(f"train_gpt: error: {message}", file=sys.stderr, flush=True)
     else:
@@ -159,7 +159,7 @@ def fail(message: str) -> NoReturn:
 
 
 def select_fully_shard(impl: str) -> Callable[..., Any]:
-    """Return the ``fully_shard`` of an implementation. No other code depends on ``--impl``."""
+    """Returns the ``fully_shard`` of an implementation. No other code depends on ``--impl``."""
     if impl == "torch":
         from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -172,7 +172,7 @@ def select_fully_shard(impl: str) -> Callable[..., Any]:
 
 
 def init_processes(device_option: str) -> tuple[torch.device, DeviceMesh]:
-    """Join torchrun's process group or, without torchrun, create one with a single rank."""
+    """Joins torchrun's process group or, without torchrun, creates one with a single rank."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
@@ -196,7 +196,7 @@ def init_processes(device_option: str) -> tuple[torch.device, DeviceMesh]:
 
 
 def build_model(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> GPT:
-    """Create the model with equal weights on every rank, then shard each block and the root."""
+    """Creates the model with equal weights on every rank, then shards each block and the root."""
     fully_shard = select_fully_shard(args.impl)
     torch.manual_seed(args.seed)
     config = GPTConfig(args.layers, args.width, args.heads, args.context, args.dropout)
@@ -212,7 +212,7 @@ def build_model(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """Create AdamW with weight decay for matrices, and none for biases and norms."""
+    """Creates AdamW with weight decay for matrices, and none for biases and norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -220,7 +220,7 @@ def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first 5 % of the steps, then cosine decay to a tenth of ``peak``."""
+    """Returns the rate: linear warm-up over 5 % of the steps, cosine decay to ``peak / 10``."""
     warm_up = max(1, steps // 20)
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -228,13 +228,13 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def full(value: Tensor) -> Tensor:
-    """Return the full tensor of a tensor that may be sharded. Every rank must call this."""
+def gather_full_tensor(value: Tensor) -> Tensor:
+    """Returns the full tensor of a tensor that may be sharded. Every rank must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """Return the mean of one number per rank. Every rank must call this."""
+    """Returns the mean of one number per rank. Every rank must call this."""
     total = value.detach().float().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
@@ -254,8 +254,8 @@ class History:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PHASES})
 
     @contextmanager
-    def timed(self, phase: str, device: torch.device) -> Iterator[None]:
-        """Append the seconds of the block, including its device work, to ``seconds[phase]``."""
+    def measure_phase(self, phase: str, device: torch.device) -> Iterator[None]:
+        """Appends the seconds of the block, including its device work, to ``seconds[phase]``."""
         start = time.perf_counter()
         yield
         if device.type == "cuda":
@@ -263,23 +263,23 @@ class History:
         self.seconds[phase].append(time.perf_counter() - start)
 
     def total_seconds(self) -> float:
-        """Seconds in training steps, without validation and checkpoints."""
+        """Returns the seconds in training steps, without validation and checkpoints."""
         return sum(map(sum, self.seconds.values()))
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a SHA-256 of all full fp32 parameters. Every rank must call this."""
+    """Returns a SHA-256 of all full fp32 parameters. Every rank must call this."""
     digest = hashlib.sha256()
     # named_parameters() would return the root's unsharded parameters in the compute dtype after a
     # forward without backward. state_dict() always returns the sharded fp32 parameters.
     for name, parameter in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(full(parameter).cpu().numpy().tobytes())
+        digest.update(gather_full_tensor(parameter).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 def peak_memory(device: torch.device) -> list[float]:
-    """Return each rank's peak memory in MiB: of the GPU if there is one, else of the process."""
+    """Returns each rank's peak memory in MiB: of the GPU if there is one, else of the process."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**20
     else:
@@ -291,7 +291,7 @@ def peak_memory(device: torch.device) -> list[float]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write an indented JSON file."""
+    """Writes an indented JSON file."""
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -317,21 +317,21 @@ class Run:
         self.position = 0  # windows consumed by all ranks together
         self.folder = args.out / CHECKPOINTS
         if args.resume:
-            self._resume(args.resume)
+            self._load_checkpoint(args.resume)
         elif RANK == 0:
             checkpoint.discard_all(self.folder)
 
     def _settings(self, corpus: Corpus) -> dict[str, Any]:
-        """Return the settings on which the losses depend; ``--impl`` is none of them."""
+        """Returns the settings on which the losses depend. They do not include ``--impl``."""
         names = ["steps", "batch", "lr", "clip", "seed", "bf16", "validate_every"]
         training = {name: getattr(self.args, name) for name in names}
         model = {name: getattr(self.args, name) for name in asdict(GPTConfig())}
         environment = {"ranks": self.ranks, "device": self.device.type, "text": corpus.digest[:16]}
         return training | model | environment
 
-    def _resume(self, path: Path) -> None:
+    def _load_checkpoint(self, path: Path) -> None:
         if str(path) == "newest":
-            newest = checkpoint.newest(self.folder)
+            newest = checkpoint.find_newest(self.folder)
             if newest is None:
                 raise checkpoint.CheckpointError(f"no checkpoint to resume from in {self.folder}")
             path = newest
@@ -340,12 +340,12 @@ class Run:
         print_on_rank_0(f"Resumed {path} after step {self.step}.")
 
     def batch(self, windows: Windows, position: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the global batch that starts at ``position``."""
+        """Returns this rank's share of the global batch that starts at ``position``."""
         size = self.args.batch
         return windows.batch(position + RANK * size, size, self.device)
 
     def train(self) -> None:
-        """Run the remaining steps, with validations and checkpoints between and at the end."""
+        """Runs the remaining steps, with validations and checkpoints between and at the end."""
         args = self.args
         args.out.mkdir(parents=True, exist_ok=True)
         with tqdm(
@@ -364,20 +364,20 @@ class Run:
                     self.history.validation[str(self.step)] = self.validate().hex()
                 if last or self.step % args.save_every == 0:
                     self._save()
-                bar.set_postfix_str(self._losses(), refresh=False)
+                bar.set_postfix_str(self._format_losses(), refresh=False)
                 bar.update()
 
     def _train_step(self) -> None:
         model, history, device = self.model, self.history, self.device
-        with history.timed("data", device):
+        with history.measure_phase("data", device):
             inputs, targets = self.batch(self.windows, self.position)
         model.train()
-        with history.timed("forward", device):
+        with history.measure_phase("forward", device):
             loss = next_byte_loss(model(inputs), targets)
-        with history.timed("backward", device):
+        with history.measure_phase("backward", device):
             loss.backward()
-        with history.timed("optimizer", device):
-            norm = full(nn.utils.clip_grad_norm_(model.parameters(), self.args.clip))
+        with history.measure_phase("optimizer", device):
+            norm = gather_full_tensor(nn.utils.clip_grad_norm_(model.parameters(), self.args.clip))
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.args.steps, self.args.lr)
             self.optimizer.step()
@@ -389,7 +389,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self, batches: int = 2) -> float:
-        """Return the loss in nats per byte on held-out windows, the same at each call."""
+        """Returns the loss in nats per byte on held-out windows, the same at each call."""
         self.model.eval()
         total = torch.zeros((), device=self.device)
         for index in range(batches):
@@ -408,17 +408,17 @@ class Run:
             history=asdict(self.history),
         )
 
-    def _losses(self) -> str:
+    def _format_losses(self) -> str:
         text = f"loss {float.fromhex(self.history.train[-1]):.3f}"
         if self.history.validation:
-            text += f", validation {self._last_validation():.3f}"
+            text += f", validation {self._get_last_validation():.3f}"
         return text
 
-    def _last_validation(self) -> float:
+    def _get_last_validation(self) -> float:
         return float.fromhex(list(self.history.validation.values())[-1])
 
     def sample(self) -> str:
-        """Return the prompt and its continuation by the model, with undecodable bytes replaced."""
+        """Returns the prompt and its continuation by the model, with undecodable bytes replaced."""
         prompt, length = self.args.prompt.encode(), self.args.sample_bytes
         generated = generate(
             self.model, prompt, length, temperature=0.8, seed=self.args.seed, device=self.device
@@ -426,25 +426,25 @@ class Run:
         return generated.decode(errors="replace")
 
     def compare(self) -> list[str]:
-        """Compare step times of both implementations and plot them. Return lines to print."""
-        sides = {}
+        """Compares step times of both implementations and plots them. Returns lines to print."""
+        runs = {}
         for impl in ("torch", "fsdp_c"):
             args = argparse.Namespace(**vars(self.args) | {"impl": impl})
             try:
                 model = build_model(args, self.device, self.mesh)
             except UsageError as error:
                 return [f"Not compared      {error}"]
-            sides[impl] = compare.Side(model, self._make_step(model))
-        compare.side_by_side(sides, self.args.compare)
-        traces = {impl: side.trace for impl, side in sides.items()}
+            runs[impl] = compare.ImplementationRun(model, self._make_step(model))
+        compare.measure_in_turns(runs, self.args.compare)
+        traces = {impl: run.trace for impl, run in runs.items()}
         traces["fsdp_c"].save(self.args.out / "step.json")
         if RANK == 0:
-            seconds = {impl: side.seconds for impl, side in sides.items()}
+            seconds = {impl: run.seconds for impl, run in runs.items()}
             plots.draw_comparison(self.args.out / "steps.png", seconds=seconds, traces=traces)
         return [f"One step          {traces['fsdp_c'].summary()}"]
 
     def _make_step(self, model: GPT) -> Callable[[], None]:
-        """Return a function that trains ``model`` for one step, without entries in the history."""
+        """Returns a function that trains ``model`` for one step, without entries in the history."""
         optimizer = build_optimizer(model, self.args.lr)
         inputs, targets = self.batch(self.windows, 0)
 
@@ -457,7 +457,7 @@ class Run:
         return step
 
     def report(self, started: float) -> None:
-        """Write the result files and print a summary."""
+        """Writes the result files and prints a summary."""
         args, history = self.args, self.history
         digest = weights_digest(self.model)
         peaks = peak_memory(self.device)
@@ -472,7 +472,7 @@ class Run:
             "impl": args.impl,
             "settings": self.settings,
             "final_loss": train[-1],
-            "final_validation_loss": self._last_validation(),
+            "final_validation_loss": self._get_last_validation(),
             "tokens_per_second": tokens / seconds,
             "peak_memory_mib": peaks,
             "training_seconds": seconds,
@@ -512,7 +512,7 @@ class Run:
 
 
 def execute(args: argparse.Namespace) -> None:
-    """Train, sample and report."""
+    """Trains, samples and reports."""
     started = time.perf_counter()
     run = Run(args)
     parameters = sum(p.numel() for p in run.model.parameters())
@@ -529,13 +529,13 @@ def execute(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the script. Expected errors and Ctrl-C print one line."""
+    """Runs the script. Expected errors and Ctrl-C print one line."""
     args = parse_arguments()
     try:
         try:
             execute(args)
         except (UsageError, TextError, checkpoint.CheckpointError) as error:
-            fail(str(error))
+            exit_with_error(str(error))
         except Exception:
             # After Ctrl-C, a rank's collective can fail before the rank gets its own signal.
             time.sleep(0.5)
@@ -546,7 +546,7 @@ def main() -> None:
         # exits meanwhile aborts. fsdp_c waits for these threads at exit, torch does not.
         time.sleep(0.05)
     except KeyboardInterrupt:
-        saved = checkpoint.newest(args.out / CHECKPOINTS)
+        saved = checkpoint.find_newest(args.out / CHECKPOINTS)
         hint = f"Continue after {saved.name} with --resume." if saved else ""
         print_on_rank_0("", "Interrupted. " + hint)
         # Skip the usual shutdown, which would wait for interrupted collectives.

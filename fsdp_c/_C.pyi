@@ -1,4 +1,4 @@
-"""Types of the extension module. Its docstrings and csrc/README.md describe their meaning."""
+"""Types of the extension module. The docstrings of the module and csrc/README.md describe them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -149,7 +149,7 @@ class CommContext:
     @property
     def deferred_collectives(self) -> int: ...
     def lazy_init(self, device: torch.device = ..., /) -> None: ...
-    def _stream_numbers(self, which: int, /) -> tuple[int, int, int] | None: ...
+    def _stream_numbers(self, role: int, /) -> tuple[int, int, int] | None: ...
 
 class IterationContext:
     all_states: list[Any]

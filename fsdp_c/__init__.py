@@ -104,8 +104,8 @@ _LATER_MODULES = ("checkpoint", "ema", "policies", "wrap")
 
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
-        # `fsdp_c.plan` is a function. Python sets the submodule of that name when it is imported,
-        # which must not replace the function.
+        # `fsdp_c.plan` is a function. The import of the submodule `plan` sets the attribute, which
+        # must not replace the function.
         if not (name in _LATER and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

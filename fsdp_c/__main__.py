@@ -2,7 +2,7 @@
 
 ``python -m fsdp_c -m package.module args...`` runs a module. Both work below torchrun
 (``torchrun --nproc-per-node 8 -m fsdp_c train.py``). ``sys.argv``, ``sys.path[0]``, ``__main__``,
-tracebacks and exit codes are what the script would see without ``-m fsdp_c``; child processes
+tracebacks and exit codes are the same as without ``-m fsdp_c``; child processes
 inherit ``FSDP_C=1``.
 """
 
@@ -29,12 +29,12 @@ Runs the script (or module) with torch.distributed.fsdp.fully_shard replaced by 
 
     {os.path.basename(sys.executable)} -m fsdp_c plan package.module:Model 8 --batch 2x2048:int64
 
-prints what the model will need on each of 8 ranks (plan --help; a script of that name is ./plan).
+prints the memory of the model on each of 8 ranks (plan --help; a script of that name is ./plan).
 
     {os.path.basename(sys.executable)} -m fsdp_c --version
     {os.path.basename(sys.executable)} -m fsdp_c --check
 
-says what there is and whether it works: extension, kernels, devices, torch, training on two ranks.
+prints and checks the installation: extension, kernels, devices, torch, training on two ranks.
 """
 
 
@@ -43,7 +43,7 @@ def _exit_with(message: str, status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-def _main_module(spec: importlib.machinery.ModuleSpec | None, file: str | None) -> ModuleType:
+def _make_main_module(spec: importlib.machinery.ModuleSpec | None, file: str | None) -> ModuleType:
     """Returns a new ``__main__`` module with the attributes that the interpreter sets."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
@@ -82,7 +82,7 @@ def _find_module(name: str) -> tuple[ModuleType, CodeType]:
         )
     if spec is None:
         _exit_with(f"{sys.executable}: No module named {name}", 1)
-    return _main_module(spec, spec.origin), _get_code(spec)
+    return _make_main_module(spec, spec.origin), _get_code(spec)
 
 
 def _get_code(spec: importlib.machinery.ModuleSpec) -> CodeType:
@@ -94,14 +94,14 @@ def _get_code(spec: importlib.machinery.ModuleSpec) -> CodeType:
 
 
 def _read_script(path: str) -> tuple[ModuleType, CodeType]:
-    """The code of ``python path``; where path is a directory or archive, of its ``__main__``."""
+    """Returns the code of ``path``; for a directory or an archive, the code of its ``__main__``."""
     safe = getattr(sys.flags, "safe_path", False)  # under -P, sys.path[0] is not the current folder
     if os.path.isdir(path) or _is_archive(path):
         sys.path[0 : 0 if safe else 1] = [os.path.abspath(path)]
         spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
         if spec is None:
             _exit_with(f"{sys.executable}: can't find '__main__' module in {path!r}", 1)
-        return _main_module(spec, spec.origin), _get_code(spec)
+        return _make_main_module(spec, spec.origin), _get_code(spec)
     file = os.path.abspath(path)
     try:
         with io.open_code(file) as source:
@@ -112,7 +112,7 @@ def _read_script(path: str) -> tuple[ModuleType, CodeType]:
         )
     if not safe:
         sys.path[0] = os.path.dirname(os.path.realpath(file))
-    return _main_module(None, file), compile(text, file, "exec", dont_inherit=True)
+    return _make_main_module(None, file), compile(text, file, "exec", dont_inherit=True)
 
 
 def _is_archive(path: str) -> bool:
@@ -124,19 +124,19 @@ def _is_archive(path: str) -> bool:
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-def _hide_own_frames(show: Hook) -> Hook:
+def _hide_own_frames(previous_hook: Hook) -> Hook:
     """Returns an ``excepthook`` whose tracebacks begin at the script's frame."""
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        own = (__file__, "<frozen runpy>", runpy.__file__)
+        launcher_files = (__file__, "<frozen runpy>", runpy.__file__)
         script = traceback
-        while script is not None and script.tb_frame.f_code.co_filename in own:
+        while script is not None and script.tb_frame.f_code.co_filename in launcher_files:
             script = script.tb_next
         if script is not None or isinstance(error, SyntaxError):  # else fsdp_c raised it
             error, traceback = error.with_traceback(script), script
-        show(kind, error, traceback)
+        previous_hook(kind, error, traceback)
 
     return hook
 
@@ -168,7 +168,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main() -> None:
-    """Runs the script or command that the command line names. Its exceptions propagate."""
+    """Runs the script or command of the command line. Exceptions of the script propagate."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="", file=sys.stdout if arguments else sys.stderr)
@@ -178,8 +178,8 @@ def main() -> None:
     as_module = arguments[0] == "-m"
     if arguments[0].startswith("-") and not as_module:
         _exit_with(
-            f"unknown option {arguments[0]}: Python's own go in front of -m fsdp_c, a script's "
-            f"behind the script\n{USAGE}",
+            f"unknown option {arguments[0]}: options of Python go before -m fsdp_c, options "
+            f"of a script after the script\n{USAGE}",
             2,
         )
     if as_module and len(arguments) == 1:

@@ -2,7 +2,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 class Event(NamedTuple):
-    """One event of a dry run. csrc/dry_run/record.h lists the kinds."""
+    """One event of a dry run. csrc/dry_run/record.h lists the kinds, and the fields of each.
+
+    Attributes:
+        kind: The name of the kind.
+        call: The index of the call that caused the event; -1 before the first call.
+        unit: The index of the unit, or -1.
+        stream: The number of the stream.
+        object: The number of a storage, work, event or state.
+        bytes: The size of the memory or data.
+        live: For ``alloc`` and ``free``: bytes in use for this purpose.
+        label: The purpose, range, process group or parameter.
+    """
 
     kind: str
     call: int
@@ -40,5 +51,5 @@ def run(
         The events, and the most bytes of device memory that were in use.
 
     Raises:
-        ValueError: An item is invalid. The message names it.
+        ValueError: An item is invalid. The message names the item.
     """

@@ -1,4 +1,4 @@
-"""``auto_shard``: shards a whole model by one call, following a policy.
+"""``auto_shard``: shards a model in one call. A policy selects the units.
 
 The call plans the units (``wrap.py``), then calls ``fully_shard`` on each unit and on the root. If
 one of these calls fails, the changes of all calls are rolled back.
@@ -21,7 +21,7 @@ from ._auto_shard.checks import find_mixed_requires_grad
 from ._auto_shard.unit import Unit
 from ._auto_shard.unit_order import list_owned_params
 from ._runtime.hints import add_hint
-from ._runtime.transaction import Snapshot
+from ._runtime.transaction import ModuleSnapshot
 from .fully_shard import fully_shard
 from .policies import Policy
 from .wrap import ShardKwargs, plan_units
@@ -56,7 +56,7 @@ def auto_shard(
               and heads (``nn.Embedding``, ``nn.Linear``) of at least a block's size become units,
               too, unless they are tied or ``separate_ends=False``. Backward does not gather an
               embedding's weight again. A head stays gathered from forward to backward.
-            - an ``int``: units that gather at most so many bytes, in the compute dtype.
+            - an ``int``: the maximum of bytes that a unit gathers, in the compute dtype.
             - a module class, or several: their instances.
             - torch's ``ModuleWrapPolicy`` and ``CustomPolicy``. The function of a ``CustomPolicy``
               may return arguments of ``fully_shard`` for the module, and for the root.
@@ -76,9 +76,9 @@ def auto_shard(
             gathered or while its gradients are reduced. Larger units are split.
         min_unit: The bytes that a unit should at least gather. Smaller neighbors in one container
             are combined, as with ``fully_shard([a, b])``, to issue fewer collectives. Forward
-            should call all of them. ``max_transient`` has priority.
+            should call all combined modules. ``max_transient`` has priority.
         keep_originals: Keeps the full parameters until the last unit is sharded, so that a failure
-            can be rolled back. ``False`` frees the parameters of each unit at once, as separate
+            can be rolled back. ``False`` frees the parameters of each unit immediately, as separate
             ``fully_shard`` calls do. Errors that planning finds still leave the model unchanged.
         shard_fn: A function with the arguments of ``fully_shard``.
         **fully_shard_kwargs: Arguments for every unit: ``mesh``, ``mp_policy`` and so on.
@@ -86,8 +86,8 @@ def auto_shard(
     Returns:
         ``model``, whose class and whose units' classes are now ``FSDP<Class>``.
 
-    Weights that are tied across units come into one unit. Separate units with equal arguments are
-    sharded as one list. A unit inside the other one is not made.
+    Units with tied weights become one unit. Separate units with equal arguments are sharded as one
+    list. If one unit is inside the other, only the outer unit is made.
 
     Raises:
         ValueError: FSDP was already applied to a part of the model; the policy selects nothing or
@@ -121,7 +121,7 @@ def auto_shard(
                 raise ValueError(message)
             warnings.warn(message, stacklevel=2)
     tensors = (*model.parameters(), *model.buffers())
-    snapshot = Snapshot(model.modules(), tensors) if keep_originals else None
+    snapshot = ModuleSnapshot(model.modules(), tensors) if keep_originals else None
     owned = list_owned_params(model, units)
     text = f"{type(model).__name__}: {_format_summary(units, owned)}"
     try:
@@ -141,7 +141,7 @@ def auto_shard(
 def _shard_unit(shard_fn: Callable[..., Any], modules: Any, unit: Unit) -> None:
     try:
         shard_fn(modules, **unit.kwargs)
-        if not unit.regathers and isinstance(modules, FSDPModule):
+        if not unit.unshard_in_backward and isinstance(modules, FSDPModule):
             modules.set_unshard_in_backward(False)
     except Exception as error:
         add_hint(error, f"This was the unit {unit}.")
@@ -149,7 +149,7 @@ def _shard_unit(shard_fn: Callable[..., Any], modules: Any, unit: Unit) -> None:
 
 
 def _format_summary(units: list[Unit], owned: dict[Unit, list[nn.Parameter]]) -> str:
-    """Describes the units by module class: their number, and the elements of the largest."""
+    """Describes the units by module class: the count, and the elements of the largest unit."""
     kinds: dict[str, list[int]] = {}
     for unit in units:
         size = sum(param.numel() for param in owned[unit])

@@ -1,7 +1,7 @@
 """``load_full_state_dict``: loads full weights into a sharded model, from one rank or a file.
 
 The source rank packs tensors into buckets and broadcasts each bucket. Every rank copies the rows of
-its shards. Two buckets are alive at a time: one is broadcast while the other is unpacked.
+its shards. Two buckets are allocated: a rank broadcasts one while it unpacks the other.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def load_full_state_dict(
 ) -> _IncompatibleKeys:
     """Loads full tensors into the parameters and buffers of ``model``, sharded or not.
 
-    Every rank calls it. Only rank ``src`` reads ``source``. Parameters and buffers on the meta
-    device are made on the device of their mesh. Values are cast to the dtype of the target.
+    Every rank must call the function. Only rank ``src`` reads ``source``. Parameters and buffers on
+    the meta device are allocated on the device of their mesh. Values are cast to the dtype of the
+    target.
 
     Args:
         source: The full state dict on rank ``src``; other ranks may pass ``None``. Or the path of a
@@ -55,17 +56,17 @@ def load_full_state_dict(
         bucket_bytes: The bytes of one broadcast. Each rank uses twice as much memory. ``None``: 4
             MiB if the group sends from host memory, else 32 MiB.
         shared_file: Whether every rank reads its own rows from the file, without communication.
-        progress: Whether rank ``src`` shows a progress bar (needs tqdm). ``None``: if it has a
-            terminal.
+        progress: Whether rank ``src`` shows a progress bar (needs tqdm). ``None``: only if the rank
+            has a terminal.
 
     Returns:
         The names that are missing in the source, and the names that the model does not have.
 
     Raises:
         RuntimeError: Names or shapes do not match (on all ranks, before any change), or another
-            rank failed. If the source fails after the start, the model is partly loaded, and the
-            message states it.
-        ValueError: The file is broken, two names in the source become one, or ``bucket_bytes`` is
+            rank failed. If the source fails after the start, the model is partly loaded. The
+            message contains this fact.
+        ValueError: The file is invalid, two names in the source become one, or ``bucket_bytes`` is
             not positive.
         TypeError: ``source`` is neither a mapping nor a path, has a DTensor, or has an object for
             the model that cannot be pickled.
@@ -83,15 +84,15 @@ def load_full_state_dict(
         source, rename, shared_file, targets, ranks, lambda: find_tqdm(progress)
     )
     keys = match_names(model, targets, header, strict, ranks)
-    wanted = {name: facts for name, facts in header.tensors.items() if name in targets}
-    destinations = agree_on_destinations(model, {name: targets[name] for name in wanted}, ranks)
+    loaded = {name: facts for name, facts in header.tensors.items() if name in targets}
+    destinations = agree_on_destinations(model, {name: targets[name] for name in loaded}, ranks)
     if shared_file:
-        failure = read_own_rows(reader, wanted, destinations)
+        failure = read_own_rows(reader, loaded, destinations)
     else:
         devices = (destination.local.device for destination in destinations.values())
         device = ranks.choose_device(next(devices, torch.device("cpu")))
         limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
-        buckets = plan_buckets(wanted, destinations, limit)
+        buckets = plan_buckets(loaded, destinations, limit)
         with show_progress(progress, ranks, buckets) as advance:
             failure = stream_buckets(reader, destinations, buckets, ranks, device, advance)
     if failure is None:

@@ -33,12 +33,13 @@ def clip_grad_norm_(
     """Scales the gradients so that their total norm is at most ``max_norm``, in place.
 
     Implements ``torch.nn.utils.clip_grad_norm_`` for sharded parameters of any mesh and placements,
-    plain parameters, and mixtures. It issues one collective per dtype and sharded mesh dimension,
-    which is one for most models. All ranks must call it.
+    plain parameters, and mixtures. The function issues one collective per dtype and sharded mesh
+    dimension, which is one for most models. All ranks must call the function.
 
     Args:
-        parameters: Parameters, or a module with parameters. Those without gradient are skipped. A
-            plain tensor's gradient counts once, because it is assumed to be equal on all ranks.
+        parameters: Parameters, or a module with parameters. Parameters without gradient are
+            skipped. A plain tensor's gradient counts once, because it is assumed to be equal on all
+            ranks.
         max_norm: The largest total norm. Gradients are multiplied by
             ``min(max_norm / (total + 1e-6), 1)``.
         norm_type: An order of ``torch.linalg.vector_norm``, including ``inf``.
@@ -46,17 +47,17 @@ def clip_grad_norm_(
         foreach: As in torch.
 
     Returns:
-        The total norm before clipping, a plain 0-d tensor with the same value on all ranks. It is
-        the ``full_tensor()`` of the DTensor that torch returns.
+        The total norm before clipping, a plain 0-d tensor with the same value on all ranks. The
+        value equals ``full_tensor()`` of the DTensor that torch returns.
 
     Raises:
         RuntimeError: The norm is nonfinite and ``error_if_nonfinite`` is set (no gradient has
             changed), or ``foreach=True`` on a device without foreach kernels.
 
-    The total is torch's bit for bit on two ranks for orders 1, 2, 3 and ``inf``. Otherwise it may
-    differ in the last bits. On more ranks a backend's order of summation may depend on the length
-    of the message, and torch reduces one number at a time. For other orders, vectorized and single
-    powers are rounded differently.
+    The total equals torch's bit by bit on two ranks for orders 1, 2, 3 and ``inf``. Otherwise it
+    may differ in the last bits. On more ranks a backend's order of summation may depend on the
+    length of the message, and torch reduces one number at a time. For other orders, vectorized and
+    single powers are rounded differently.
     """
     params = _list_params(parameters)
     norm_type, max_norm = float(norm_type), float(max_norm)

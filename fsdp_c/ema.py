@@ -29,12 +29,13 @@ class ShardedEMA:
 
     The numbers are those of ``torch.optim.swa_utils.AveragedModel`` with
     ``get_ema_multi_avg_fn(decay)``, which needs ``deepcopy`` and does not support FSDP modules. The
-    first update copies the weights. Each later one computes
+    first update copies the weights. Each later update computes
     ``average = average + (weight - average) * (1 - decay)``. Integer and boolean weights are
-    copied, because torch's truncated averages of them drift. Buffers are not averaged.
+    copied, because torch truncates their averages, which then drift. Buffers are not averaged.
 
     Args:
-        model: The model, with parameters of any sharding. No reference to it is kept.
+        model: The model, with parameters of any sharding. The object keeps no reference to the
+            model.
         decay: A number from 0 to 1, or a function of the number of updates so far.
         dtype: The floating-point dtype of the averages. Averages of complex weights have the
             complex dtype of that precision. ``None``: the dtypes of the weights.
@@ -75,10 +76,10 @@ class ShardedEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Adds the current weights to the averages. Call it after ``optimizer.step()``.
+        """Adds the current weights to the averages. Call ``update`` after ``optimizer.step()``.
 
         Raises:
-            ValueError: Names, shapes or shardings of the parameters differ from the averages'.
+            ValueError: Names, shapes or shardings of parameters and averages differ.
         """
         pairs = self._list_pairs(model)
         decay = self._compute_decay()
@@ -96,7 +97,7 @@ class ShardedEMA:
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the model has the averages. Restores its own weights at the end."""
+        """Context in which the model has the averages. Restores the weights at the end."""
         weights = [(weight, weight.clone()) for _, weight in self._list_pairs(model)]
         try:
             self.copy_to(model)
@@ -104,8 +105,8 @@ class ShardedEMA:
         finally:
             reshard_all(model)
             with torch.no_grad():
-                for weight, own in weights:
-                    weight.copy_(own)
+                for weight, original in weights:
+                    weight.copy_(original)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
@@ -123,14 +124,14 @@ class ShardedEMA:
         for name, average in self._averages.items():
             param = params[name]
             local_average, local_weight = _get_local(average), _get_local(param)
-            same_kind = isinstance(param, DTensor) == isinstance(average, DTensor)
-            if local_average.shape != local_weight.shape or not same_kind:
+            is_same_kind = isinstance(param, DTensor) == isinstance(average, DTensor)
+            if local_average.shape != local_weight.shape or not is_same_kind:
                 raise ValueError(f"ShardedEMA: '{name}' is sharded in another way than it was")
             pairs.append((local_average, local_weight))
         return pairs
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns the average of a parameter; a DTensor if the parameter is one."""
+        """Returns the average of a parameter, a DTensor for a DTensor parameter."""
         return self._averages[name]
 
     def state_dict(self) -> dict[str, Any]:

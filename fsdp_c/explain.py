@@ -14,7 +14,7 @@ import fsdp_c._C as _C
 from ._runtime import fsdp_units, kernels, lint
 from ._runtime.fsdp_units import require_module
 from ._tools import model_checks, unit_bytes
-from ._tools.fake_step import Trace, record
+from ._tools.fake_step import Trace, record_events
 from ._tools.optimizer_memory import count_state_bytes, measure_optimizer
 from ._tools.report import Explanation, make_explanation
 
@@ -30,19 +30,22 @@ def explain(
 ) -> Explanation:
     """Prints a model's units, the memory of a step, and warnings about likely mistakes.
 
-    The function does not change, initialize or compute anything, and issues no collectives. It can
-    be called at any time after sharding.
+    The function does not change or initialize the model, computes no values, and issues no
+    collectives. Call it at any time after sharding.
 
     Args:
         model: The root: a module that ``fully_shard`` or ``replicate`` was applied to, or a module
             that contains such modules.
-        optimizer: The optimizer of the model. Its parameters are checked and its states counted.
+        optimizer: The optimizer of the model. The function checks its parameters and counts its
+            states.
         batch: The arguments of forward: a tensor, a tuple of arguments or a dict of keyword
-            arguments. Only sizes and dtypes matter, because forward and backward run on fake
+            arguments. Only sizes and dtypes are used, because forward and backward run on fake
             tensors. ``None``: the report has no activations.
-        loss: Returns the loss of the output, for backward. ``None``: the output's ``loss``, or else
-            the sum of its tensors. A float32 cross entropy may determine the peak.
-        memory: The bytes of one rank, as a number or as ``"80GiB"``, for a verdict.
+        loss: Function that returns the loss of the output, for backward. ``None``: the output's
+            ``loss``, or else the sum of its tensors. A float32 cross entropy may determine the
+            peak.
+        memory: The memory of one rank in bytes, or as ``"80GiB"``: the report compares it with the
+            peak.
         file: The output file. ``None``: standard output.
 
     Returns:
@@ -69,7 +72,7 @@ def explain(
         *lint.check_large_units(model, groups),
         *lint.check_data_parallel(model),
     ]
-    layout = unit_bytes.layout_of(model)
+    layout = unit_bytes.make_sharded_layout(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
     explanation = make_explanation(
         title=fsdp_units.get_original_class(model).__name__,
@@ -105,11 +108,11 @@ def record_step(
     else:
         args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     dtypes = layout.dtypes
-    return record(
+    return record_events(
         model,
-        layout.modules_of_states,
+        layout.state_modules,
         lambda param: dtypes.get(id(param), param.dtype),
-        layout.places,
+        layout.param_indices,
         args,
         kwargs,
         loss,
@@ -129,7 +132,7 @@ def _make_sharding(
     return unit_bytes.Sharding(
         units=tuple(layout.units),
         states=tuple(layout.states),
-        buffers=unit_bytes.other_bytes(model, layout.dtypes),
+        buffers=unit_bytes.count_bytes_outside_units(model, layout.dtypes),
         optimizer=states,
         step=step,
         streams=not on_cpu,
@@ -143,7 +146,7 @@ def compute_optimizer_cost(
     trained = [(unit.world, param) for unit in layout.units for param in unit.trained]
     if not trained:
         return 0, 0
-    shards = [param.padded(world) * param.own.itemsize for world, param in trained]
-    cost = measure_optimizer(optimizer, trained[0][1].own, on_cpu)
-    step = cost.step * (sum(shards) if cost.whole else max(shards))
+    shards = [param.padded_numel(world) * param.orig_dtype.itemsize for world, param in trained]
+    cost = measure_optimizer(optimizer, trained[0][1].orig_dtype, on_cpu)
+    step = cost.step * (sum(shards) if cost.counts_all_parameters else max(shards))
     return int(cost.states * sum(shards)), int(step)

@@ -1,7 +1,7 @@
 """``full_params``: context with unsharded parameters to read or change, one unit at a time.
 
-This module gathers in the dtype of the shards, because forward gathers in the compute dtype. A unit
-takes one all-gather per process group and dtype of its parameters.
+Forward gathers in the compute dtype. This module gathers in the dtype of the shards, with one
+all-gather for each process group and dtype of a unit's parameters.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def full_params(
             for name, param in full.items():  # gathers unit after unit
                 print(name, param.norm())
         with torch.no_grad(), full_params(model) as full:
-            full["head.weight"].mul_(0.5)     # gathers the unit of the head, and frees the last one
+            full["head.weight"].mul_(0.5)     # gathers the head's unit, frees the last unit
         with full_params(model, all_units=True):
-            model.reset_parameters()          # everything is there at once
+            model.reset_parameters()          # all units are gathered
 
     Full parameters require grad as the shards do, so change them under ``torch.no_grad()``, as in
     FSDP1's ``summon_full_params``.
@@ -52,14 +52,14 @@ def full_params(
     Args:
         writeback: Whether to copy changes to the shards when a unit is freed. ``None``: True unless
             ``rank0_only``. An exception in the block drops the changes to gathered units.
-        rank0_only: Whether only the first rank of the parameters' mesh gets them. Other ranks take
-            part in the gathers, but iteration yields nothing.
+        rank0_only: Whether only the first rank of the parameters' mesh gets full parameters. Other
+            ranks take part in the gathers, but their iteration yields no items.
         offload_to_cpu: Whether full parameters are on the CPU.
         all_units: Whether to gather all units at the start.
 
     Raises:
         ValueError: ``model`` has no sharded module, ``writeback`` is combined with ``rank0_only``,
-            or a full parameter was replaced by one of another shape.
+            or a full parameter was replaced by a tensor of another shape.
         RuntimeError: A forward, a backward or another such block is active, a parameter is on the
             meta device, or a unit's forward runs inside (use :func:`fsdp_c.generate_with`).
     """
@@ -140,35 +140,35 @@ class FullParams(Mapping[str, torch.Tensor]):
             for unit in self._units
             for i, param in enumerate(unit.params)
         }
-        found: dict[str, tuple[_Unit | None, int]] = {}
+        by_name: dict[str, tuple[_Unit | None, int]] = {}
         for name, param in model.named_parameters():
             if id(param) not in position:
                 position[id(param)] = (None, len(self._plain))
                 self._plain.append(param)
-            found[clean_tensor_name(name)] = position[id(param)]
-        self._places: dict[str, tuple[_Unit | None, int]] = {}
-        for unit in (*self._units, None):  # by units, as they are gathered
-            self._places |= {name: place for name, place in found.items() if place[0] is unit}
+            by_name[clean_tensor_name(name)] = position[id(param)]
+        self._positions: dict[str, tuple[_Unit | None, int]] = {}
+        for unit in (*self._units, None):  # unit by unit, in the order of gathers
+            self._positions |= {name: entry for name, entry in by_name.items() if entry[0] is unit}
         mesh = next((unit.mesh for unit in self._units if unit.params), None)
         self._has_values = (
             not rank0_only or mesh is None or dist.get_rank() == _get_first_rank(mesh)
         )
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._positions)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        unit, i = self._places[name]
+        unit, i = self._positions[name]
         if unit is None:
             return self._plain[i]
         self._open(unit)
         return unit.get_registered(i)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
-        """Yields names and full parameters by unit; nothing on ranks that do not get them."""
+        """Yields names and full parameters by unit. Ranks without values yield no items."""
         for name in self:
             param = self[name]
             if self._has_values:
@@ -228,25 +228,25 @@ class _Unit:
             if tensor is not None and self._target is not None:
                 tensor = tensor.to(self._target)
             full.append(None if tensor is None else nn.Parameter(tensor, shard.requires_grad))
-        for param, whole in zip(self.params, full):
-            if whole is not None:
-                _register_param(param, whole)
+        for param, full_param in zip(self.params, full):
+            if full_param is not None:
+                _register_param(param, full_param)
         self._full = full
-        self._versions = [0 if whole is None else whole._version for whole in full]
+        self._versions = [0 if full_param is None else full_param._version for full_param in full]
 
     @torch.no_grad()
     def close(self, write: bool) -> Exception | None:
         """Registers all shards, and copies changes to them. Returns the first failure, or None."""
         failure: Exception | None = None
-        for i, whole in enumerate(self._full):
-            if whole is None:
+        for i, full_param in enumerate(self._full):
+            if full_param is None:
                 continue
-            param, now = self.params[i], self.get_registered(i)
+            param, current = self.params[i], self.get_registered(i)
             _register_param(param, param.sharded_param)
-            changed = now is not whole or whole._version != self._versions[i]
+            changed = current is not full_param or full_param._version != self._versions[i]
             if write and changed:
                 try:
-                    _write_back(param.sharded_param, now)
+                    _write_back(param.sharded_param, current)
                 except Exception as error:
                     failure = failure or error
         self._full = []
@@ -270,21 +270,21 @@ def _get_first_rank(mesh: Any) -> int:
 def _gather_full(
     shards: list[DTensor], device: torch.device, rank0_only: bool
 ) -> list[torch.Tensor | None]:
-    """Returns new full tensors on ``device``; None for those that this rank does not get."""
+    """Returns new full tensors on ``device``; None for tensors that this rank does not get."""
     full: list[torch.Tensor | None] = [None] * len(shards)
-    together: dict[Any, list[int]] = {}
+    indices_by_mesh: dict[Any, list[int]] = {}
     for i, shard in enumerate(shards):
-        cut = _find_shard_dim(shard)
-        if cut is None:
+        sharded_mesh_dim = _find_shard_dim(shard)
+        if sharded_mesh_dim is None:
             moved: Any = shard if shard.device == device else shard.to(device)
-            whole = moved.full_tensor()
+            full_param = moved.full_tensor()
             if not rank0_only or dist.get_rank() == _get_first_rank(shard.device_mesh):
-                own = whole.data_ptr() == shard._local_tensor.data_ptr()
-                full[i] = whole.clone() if own else whole
+                shares_memory = full_param.data_ptr() == shard._local_tensor.data_ptr()
+                full[i] = full_param.clone() if shares_memory else full_param
         else:
-            key = (shard.device_mesh, cut, shard.dtype)
-            together.setdefault(key, []).append(i)
-    for (mesh, mesh_dim, _), indices in together.items():
+            key = (shard.device_mesh, sharded_mesh_dim, shard.dtype)
+            indices_by_mesh.setdefault(key, []).append(i)
+    for (mesh, mesh_dim, _), indices in indices_by_mesh.items():
         parts = [_pad_shard(shards[i], mesh_dim).to(device) for i in indices]
         rows = _gather_rows(torch.cat(parts), mesh, mesh_dim, rank0_only)
         if rows is None:
@@ -298,10 +298,14 @@ def _gather_full(
 
 def _find_shard_dim(shard: DTensor) -> int | None:
     """Returns the mesh dimension of the only ``Shard``; None for other placements or subclasses."""
-    cuts = [i for i, p in enumerate(shard.placements) if not p.is_replicate()]
-    plain = type(shard._local_tensor) is torch.Tensor
-    if len(cuts) == 1 and type(shard.placements[cuts[0]]) is Shard and plain:
-        return cuts[0]
+    sharded_mesh_dims = [i for i, p in enumerate(shard.placements) if not p.is_replicate()]
+    is_plain = type(shard._local_tensor) is torch.Tensor
+    if (
+        len(sharded_mesh_dims) == 1
+        and type(shard.placements[sharded_mesh_dims[0]]) is Shard
+        and is_plain
+    ):
+        return sharded_mesh_dims[0]
     return None
 
 
@@ -325,7 +329,7 @@ def _pad_shard(shard: DTensor, mesh_dim: int) -> torch.Tensor:
 def _gather_rows(
     part: torch.Tensor, mesh: Any, mesh_dim: int, rank0_only: bool
 ) -> torch.Tensor | None:
-    """Gathers shards to (ranks, elements); returns None if this rank does not get them."""
+    """Gathers shards to (ranks, elements); returns None if this rank does not get the result."""
     group = mesh.get_group(mesh_dim)
     size = mesh.size(mesh_dim)
     if not rank0_only:
@@ -346,24 +350,26 @@ def _gather_rows(
 def _join_rows(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:
     """Returns the full tensor from gathered shards of shape (ranks, elements)."""
     dim, chunk = _get_chunk(shard, mesh_dim)
-    rest = [n for i, n in enumerate(shard.shape) if i != dim]
-    whole = rows.reshape(rows.shape[0] * chunk, *rest)[: shard.shape[dim]]
+    other_sizes = [n for i, n in enumerate(shard.shape) if i != dim]
+    full_param = rows.reshape(rows.shape[0] * chunk, *other_sizes)[: shard.shape[dim]]
     # A copy, so that the gathered memory of all parameters can be freed.
-    return whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    return full_param.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def _write_back(shard: DTensor, whole: Any) -> None:
-    """Copies this rank's part of ``whole`` to the shard."""
-    if isinstance(whole, DTensor) or not isinstance(whole, torch.Tensor):
-        raise ValueError(f"full_params expects a plain tensor to write back, not {type(whole)}")
-    if whole.shape != shard.shape:
+def _write_back(shard: DTensor, full_param: Any) -> None:
+    """Copies this rank's part of ``full_param`` to the shard."""
+    if isinstance(full_param, DTensor) or not isinstance(full_param, torch.Tensor):
         raise ValueError(
-            f"full_params cannot write back a parameter of shape {tuple(whole.shape)} where "
+            f"full_params expects a plain tensor to write back, not {type(full_param)}"
+        )
+    if full_param.shape != shard.shape:
+        raise ValueError(
+            f"full_params cannot write back a parameter of shape {tuple(full_param.shape)} where "
             f"{tuple(shard.shape)} was"
         )
     local = shard._local_tensor
     if local.numel() > 0:
-        mine = distribute_tensor(
-            whole.to(local.device), shard.device_mesh, shard.placements, src_data_rank=None
+        own_part = distribute_tensor(
+            full_param.to(local.device), shard.device_mesh, shard.placements, src_data_rank=None
         )
-        local.copy_(mine._local_tensor)
+        local.copy_(own_part._local_tensor)

@@ -25,13 +25,13 @@ def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterat
     parameters of the root without a call of ``forward``. Gradients are disabled.
 
     Args:
-        model: The whole model (its outermost FSDP module).
+        model: The root of the model, an FSDP module.
         methods: With ``keep_full=False``, the methods that gather parameters as ``forward`` does.
             Default: ``generate``.
-        keep_full: ``False`` gathers units for each of their forwards, as in training, for models
-            that do not fit unsharded. All ranks must then generate equally many tokens. The
-            ``methods`` are registered with ``register_fsdp_forward_method``, so that the root's
-            parameters are gathered when they run.
+        keep_full: ``False`` gathers each unit for each of its forwards, as in training. Use this
+            for models that do not fit into memory unsharded. All ranks must then generate equally
+            many tokens. The ``methods`` are registered with ``register_fsdp_forward_method``, so
+            that the root's parameters are gathered when they run.
 
     Raises:
         ValueError: ``model`` has no sharded module, or does not have one of ``methods``.
@@ -54,7 +54,7 @@ def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterat
 
 
 def _initialize_roots(model: nn.Module) -> None:
-    """Runs lazy init of the roots first, because it changes reshard_after_forward."""
+    """Runs lazy init of the roots, which changes ``reshard_after_forward``, before the gather."""
     below: set[nn.Module] = set()
     for module in list_sharded_modules(model):
         if module not in below:

@@ -2,7 +2,7 @@
 
 A program that imports ``torch.distributed.fsdp`` runs unchanged. Three ways enable fsdp_c:
 ``FSDP_C=1`` in the environment (if fsdp_c is installed with pip), ``python -m fsdp_c script.py``,
-and a call of :func:`install`. They are equivalent; see ``fsdp_c_autoload.redirect``.
+and a call of :func:`install`. The three ways are equivalent; see ``fsdp_c_autoload.redirect``.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def install() -> None:
     """Makes ``torch.distributed.fsdp.fully_shard`` run fsdp_c's function.
 
     The function objects are the same, so code that imported them earlier also runs fsdp_c.
-    ``replicate`` is redirected, too. ``register_fsdp_forward_method`` and ``share_comm_ctx`` are
-    not: torch's functions support fsdp_c's modules. Modules that were sharded before keep their
+    ``replicate`` is redirected, too. ``register_fsdp_forward_method`` and ``share_comm_ctx`` stay
+    torch's functions, which support fsdp_c's modules. Modules that were sharded before keep their
     implementation. A second call has no effect.
 
-    torch's element-wise optimizers then step on local tensors (:mod:`fsdp_c.optim`), and so does
-    torch's gradient clipping (:mod:`fsdp_c._runtime.torch_clipping`).
+    torch's element-wise optimizers then step on local tensors (:mod:`fsdp_c.optim`). torch's
+    gradient clipping uses local tensors, too (:mod:`fsdp_c._runtime.torch_clipping`).
 
     One INFO line of the logger ``torch.distributed.fsdp.fully_shard`` names the replaced functions.
     """
@@ -63,8 +63,8 @@ def uninstall() -> None:
     torch's ``fully_shard`` and ``replicate`` run torch's code again. Every class, function and hook
     list of torch that fsdp_c changed is restored, with two exceptions:
 
-    - Changes that a live sharded model needs stay until the last such model is freed, so models
-      that fsdp_c has sharded continue to train with the same results.
+    - Changes that a live sharded model needs stay until the last such model is freed. Models that
+      fsdp_c has sharded therefore continue to train, with the same results.
     - A later patch by other code on the same object stays, together with the function it wraps.
 
     Optimizers step on DTensors again, also those passed to :func:`fsdp_c.optim.accelerate`. The
@@ -131,7 +131,7 @@ def get_replacement(name: str) -> Callable[..., Any]:
 
 
 def _print_line(line: str) -> None:
-    """Writes to standard error. Does nothing if it is closed, or if its reader has exited."""
+    """Writes to standard error. Does nothing if it is closed or has no reader any more."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)
@@ -148,7 +148,7 @@ def _log_installation() -> None:
     global _has_logged
     if not _has_logged:
         _has_logged = True
-        names = redirect.redirected()
+        names = redirect.list_redirected()
         logger.info("fsdp_c %s replaces %s", __version__, ", ".join(names) or "nothing yet")
 
 

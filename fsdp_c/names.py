@@ -76,7 +76,7 @@ def set_flattened(tensor: torch.Tensor) -> None:
 
 
 def is_flattened(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` carries the mark of :func:`set_flattened`."""
+    """Whether ``tensor`` was marked by :func:`set_flattened`."""
     return bool(getattr(tensor, FSDP_FLATTENED, False))
 
 
@@ -133,8 +133,8 @@ def param_to_fqns(
                 names[param] = []
             elif dedup_shared_params or flat is not None:
                 continue
-            own = (local,) if flat is None else flat._fqns
-            names[param] += [prefix + name for name in own]
+            param_names = (local,) if flat is None else flat._fqns
+            names[param] += [prefix + name for name in param_names]
     return names
 
 

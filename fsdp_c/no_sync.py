@@ -1,4 +1,4 @@
-"""``no_sync``: backward passes whose gradients stay on their ranks."""
+"""``no_sync``: backward passes without reductions of gradients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ._runtime.fsdp_units import get_units, list_sharded_modules
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Context in which backward passes accumulate gradients without reducing them.
 
-    The first backward after the context reduces the sum. Use it for all microbatches but the last,
-    as ``no_sync`` of DDP and FSDP1. The accumulated gradients are unsharded and use as much memory
-    as the unsharded parameters.
+    The first backward after the context reduces the sum. Use the context for all microbatches but
+    the last, as ``no_sync`` of DDP and FSDP1. The accumulated gradients are unsharded and use as
+    much memory as the unsharded parameters.
 
     The context restores the previous settings of each unit (``set_requires_gradient_sync``,
     ``set_requires_all_reduce``), also after an exception. Contexts may be nested.

@@ -1,8 +1,8 @@
 """Optimizer steps on local tensors, without the overhead of DTensor dispatch.
 
 An element-wise optimizer can update each shard separately. torch's optimizers pass parameters,
-gradients and states in lists, which ``_init_group`` fills. Here it fills them with local tensors.
-States stay DTensors, checkpoints are unchanged, and results equal torch's bits.
+gradients and states in lists, which ``_init_group`` fills. fsdp_c's ``_init_group`` fills the lists
+with local tensors. States stay DTensors, checkpoints are unchanged, and results equal torch's bits.
 """
 
 from __future__ import annotations
@@ -112,20 +112,20 @@ class _Acceleration:
         self._keeps_buffers = kind is torch.optim.SGD
         self._init_group: Any = kind._init_group  # type: ignore[attr-defined]
         self._recipes = _Recipes()
-        self._taken: list[tuple[torch.Tensor, DTensor]] = []
-        self._undecided: list[dict[str, Any]] = []
+        self._sgd_params: list[tuple[torch.Tensor, DTensor]] = []
+        self._groups_with_changed_foreach: list[dict[str, Any]] = []
         self._hooks = [
-            optimizer.register_step_pre_hook(self._settle),
-            optimizer.register_step_post_hook(self._settle),
-            optimizer.register_state_dict_pre_hook(self._settle, prepend=True),
+            optimizer.register_step_pre_hook(self._restore_after_step),
+            optimizer.register_step_post_hook(self._restore_after_step),
+            optimizer.register_state_dict_pre_hook(self._restore_after_step, prepend=True),
         ]
         # Runs before the user's post hooks, so that they read the same states as with torch.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
-        own = functools.partial(_init_group, weakref.ref(optimizer), weakref.ref(self))
-        vars(optimizer)["_init_group"] = own
+        init_group = functools.partial(_init_group, weakref.ref(optimizer), weakref.ref(self))
+        vars(optimizer)["_init_group"] = init_group
 
     def undo(self, optimizer: Optimizer) -> None:
-        self._settle(optimizer)
+        self._restore_after_step(optimizer)
         for hook in self._hooks:
             hook.remove()
         vars(optimizer).pop("_init_group", None)
@@ -138,62 +138,68 @@ class _Acceleration:
         """
         needs_torch = _needs_torch(optimizer, group)
         recipe = None if needs_torch or any(lists) else self._recipes.find(optimizer, group)
-        filled = None if recipe is None else recipe.lists(optimizer, group)
+        filled = None if recipe is None else recipe.make_local_lists(optimizer, group)
         if recipe is not None and filled is not None:
             result, params, local = recipe.result, filled[0], filled[1:]
         else:
             result = self._init_group(optimizer, group, *lists)
-            made = None if needs_torch else _get_local_lists(lists)
-            if made is None:
+            local_lists = None if needs_torch else _get_local_lists(lists)
+            if local_lists is None:
                 return result
-            params, local = lists[0], made
+            params, local = lists[0], local_lists
             self._recipes.learn(optimizer, group, lists, result)
         if self._keeps_buffers and group["momentum"] != 0:
             pairs = zip(local[0], params)
-            self._taken += [(mine, p) for mine, p in pairs if mine is not p]
+            self._sgd_params += [
+                (local_tensor, p) for local_tensor, p in pairs if local_tensor is not p
+            ]
         if group.get("foreach") is None and not group.get("fused"):
             # torch's default for DTensors is the for-loop implementation.
             group["foreach"] = False
-            self._undecided.append(group)
+            self._groups_with_changed_foreach.append(group)
         for to, values in zip(lists, local, strict=True):
             to[:] = values
         return result
 
-    def _settle(self, optimizer: Optimizer, *_: Any) -> None:
+    def _restore_after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Restores the optimizer after a step, and before a step or checkpoint if a step failed.
 
-        A compiled step makes no such changes, so the trace contains only this test.
+        A compiled step changes nothing here, so its trace contains only this condition.
         """
-        if self._undecided or self._taken:
+        if self._groups_with_changed_foreach or self._sgd_params:
             self._restore_state(optimizer)
 
     def _restore_state(self, optimizer: Optimizer) -> None:
-        for group in self._undecided:
+        for group in self._groups_with_changed_foreach:
             group["foreach"] = None
-        self._undecided.clear()
-        for local, param in self._taken:  # SGD stores momentum under the tensors in its list
+        self._groups_with_changed_foreach.clear()
+        for local, param in self._sgd_params:  # SGD stores momentum under the tensors in its list
             buffer = optimizer.state.pop(local, {}).get("momentum_buffer")
             state = optimizer.state[param]
-            kept = state.get("momentum_buffer")
-            if buffer is None or not isinstance(kept, DTensor) or kept._local_tensor is not buffer:
+            momentum = state.get("momentum_buffer")
+            if (
+                buffer is None
+                or not isinstance(momentum, DTensor)
+                or momentum._local_tensor is not buffer
+            ):
                 state["momentum_buffer"] = buffer if buffer is None else _make_like(param, buffer)
-        self._taken.clear()
+        self._sgd_params.clear()
 
 
 def _init_group(
-    of: weakref.ref[Optimizer],
-    acceleration: weakref.ref[_Acceleration],
+    optimizer_ref: weakref.ref[Optimizer],
+    acceleration_ref: weakref.ref[_Acceleration],
     group: dict[str, Any],
     *lists: Any,
     **named: Any,
 ) -> Any:
-    optimizer, mine = of(), acceleration()
-    assert optimizer is not None and mine is not None
-    return mine.fill(optimizer, group, (*lists, *named.values()))
+    optimizer, acceleration = optimizer_ref(), acceleration_ref()
+    assert optimizer is not None and acceleration is not None
+    return acceleration.fill(optimizer, group, (*lists, *named.values()))
 
 
 def _needs_torch(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether torch's code must run: the step is differentiable, compiled or scaled by DTensors."""
+    """Whether torch's code must run: a differentiable or compiled step, or a scale in DTensors."""
     scaling = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     return (
         bool(group.get("differentiable"))
@@ -208,7 +214,7 @@ _accelerated: weakref.WeakKeyDictionary[Optimizer, _Acceleration] = weakref.Weak
 # ---- lists ---------------------------------------------------------------------------------------
 
 _same_layouts: dict[int, tuple[Any, Any]] = {}
-"""Maps the ``id`` of a spec to that spec and a parameter's spec with the same layout."""
+"""Maps the ``id`` of a state's spec to (this spec, the parameter's spec with an equal layout)."""
 _MAX_SAME_LAYOUTS = 100_000
 
 
@@ -227,7 +233,9 @@ class _Recipe(NamedTuple):
     keys: tuple[str | None, ...]
     result: Any
 
-    def lists(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[list[Any], ...] | None:
+    def make_local_lists(
+        self, optimizer: Optimizer, group: dict[str, Any]
+    ) -> tuple[list[Any], ...] | None:
         """Returns the parameters with gradients, then all lists, as local tensors.
 
         Returns None if a state is missing or has another layout, or a tensor is sparse or complex.
@@ -241,33 +249,33 @@ class _Recipes:
     """The recipes of an optimizer's groups."""
 
     def __init__(self) -> None:
-        self._of: dict[int, _Recipe] = {}
+        self._by_group: dict[int, _Recipe] = {}
 
     def find(self, optimizer: Optimizer, group: dict[str, Any]) -> _Recipe | None:
         """Returns the group's recipe, or None if the group has changed or a mode intercepts torch.
 
         A subclass of dict or list and a torch function mode could observe torch's accesses.
         """
-        recipe = self._of.get(id(group))
+        recipe = self._by_group.get(id(group))
         if recipe is None or recipe.group is not group or recipe.options != _list_options(group):
             return None
         states, params = optimizer.state, group.get("params")
-        is_usual = type(states) in (dict, defaultdict) and type(params) is list
-        return recipe if is_usual and torch._C._len_torch_function_stack() == 0 else None
+        is_plain = type(states) in (dict, defaultdict) and type(params) is list
+        return recipe if is_plain and torch._C._len_torch_function_stack() == 0 else None
 
     def learn(
         self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...], result: Any
     ) -> None:
         """Records a recipe from lists that torch's ``_init_group`` has just filled."""
-        if len(self._of) > len(optimizer.param_groups):
-            self._of.clear()  # drop recipes of removed groups
-        self._of.pop(id(group), None)
-        if result not in (None, False, (False, False)):  # sparse or complex ones
+        if len(self._by_group) > len(optimizer.param_groups):
+            self._by_group.clear()  # drop recipes of removed groups
+        self._by_group.pop(id(group), None)
+        if result not in (None, False, (False, False)):  # a tensor is sparse or complex
             return
         states = [optimizer.state.get(param, {}) for param in lists[0]]
         keys = [_find_key(values, states) for values in lists[2:]]
         if _UNKNOWN not in keys:
-            self._of[id(group)] = _Recipe(group, _list_options(group), tuple(keys), result)
+            self._by_group[id(group)] = _Recipe(group, _list_options(group), tuple(keys), result)
 
 
 _UNKNOWN = ""
@@ -285,7 +293,7 @@ def _find_key(values: list[Any], states: list[dict[str, Any]]) -> str | None:
 
 
 def _list_options(group: dict[str, Any]) -> list[Any]:
-    """Returns the options an ``_init_group`` may depend on: names, flags, types and signs."""
+    """Returns the options that ``_init_group`` may depend on: names, flags, types and signs."""
     return [
         (name, value if value is None or type(value) is bool else _classify_value(value))
         for name, value in group.items()

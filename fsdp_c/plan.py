@@ -47,8 +47,8 @@ def plan(
     Args:
         model: A model without sharded modules, preferably on the meta device.
         policy: As for ``auto_shard``.
-        world_size: The number of ranks to shard over. ``None``: that of the mesh or of the default
-            process group.
+        world_size: The number of ranks to shard over. ``None``: the size of the mesh or of the
+            default process group.
         mesh: A mesh or its shape: ``(8,)``, or ``(2, 4)`` for 2 replicas of 4 shards.
         optimizer: A class, a name of ``torch.optim`` in any case, or a function that makes an
             optimizer from parameters, such as ``functools.partial(torch.optim.SGD, momentum=0.9)``.
@@ -82,13 +82,13 @@ def plan(
         ranks=shape[1],
         **kwargs,
     )
-    layout = unit_bytes.layout_for(model, units, shape)
+    layout = unit_bytes.make_planned_layout(model, units, shape)
     on_cpu = _parse_device_type(device) == "cpu"
     states, step = compute_optimizer_cost(optimizer, layout, on_cpu)
     sharding = unit_bytes.Sharding(
         units=tuple(layout.units),
         states=tuple(layout.states),
-        buffers=unit_bytes.other_bytes(model, layout.dtypes),
+        buffers=unit_bytes.count_bytes_outside_units(model, layout.dtypes),
         optimizer=states,
         step=step,
         streams=not on_cpu,

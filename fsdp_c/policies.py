@@ -1,4 +1,4 @@
-"""Policies of ``auto_shard``: they select the modules that become units, and their arguments.
+"""Policies of ``auto_shard`` select the modules that become units, and the units' arguments.
 
 Policies do not change the model. Every policy returns a list of ``(modules, kwargs)``, one entry
 for each unit below the root, inner units before outer ones.
@@ -45,7 +45,7 @@ def run_policy(
     Args:
         policy: See :func:`fsdp_c.auto_shard`.
         ignored_modules: Modules that never become units.
-        ignored_params: Parameters that do not count for sizes.
+        ignored_params: Parameters that sizes do not include.
         kwargs: The default arguments of units, copied for each unit.
         always: Classes whose instances always become units.
 
@@ -57,7 +57,7 @@ def run_policy(
         named = _run_class_policy(policy, root, ignored_modules, kwargs, always)
         return _sort_in_post_order(root, named)
     if isinstance(policy, bool) or policy is None:
-        raise TypeError(f"auto_shard does not know the policy {policy!r}")
+        raise TypeError(f"auto_shard does not support the policy {policy!r}")
     if isinstance(policy, (int, str)):
         separate = {m for m in root.modules() if isinstance(m, always)} - ignored_modules - {root}
         excluded = ignored_modules | separate
@@ -70,7 +70,7 @@ def run_policy(
             ends = find_large_ends(root, blocks, excluded, size_of)
             return _sort_by_last_module(root, [(m,) for m in (*blocks, *ends, *separate)], kwargs)
         else:
-            raise ValueError(f'auto_shard knows one policy by name, "blocks", and not {policy!r}')
+            raise ValueError(f'auto_shard has one policy name, "blocks", and not {policy!r}')
         return _sort_by_last_module(root, [*units, *((m,) for m in separate)], kwargs)
     classes = _parse_classes(policy)
     if classes is not None:
@@ -78,7 +78,7 @@ def run_policy(
             ModuleWrapPolicy(classes), root, ignored_modules, ignored_params, kwargs, always
         )
     if isinstance(policy, type) or not callable(policy):
-        raise TypeError(f"auto_shard does not know the policy {policy!r}")
+        raise TypeError(f"auto_shard does not support the policy {policy!r}")
     selected = _run_callable(policy, root, ignored_modules, ignored_params, always)
     return [(modules, dict(kwargs)) for modules in selected]
 
@@ -169,8 +169,8 @@ def _run_callable(
             wrapped = sum(visit(child, recurse) for child in inner)
         if module is root or is_bare_container(module):
             return wrapped
-        rest = numel - wrapped
-        selected = recurse and policy(module=module, recurse=False, nonwrapped_numel=rest)
+        unwrapped = numel - wrapped
+        selected = recurse and policy(module=module, recurse=False, nonwrapped_numel=unwrapped)
         if selected or isinstance(module, always):
             units[module] = numel
             return numel

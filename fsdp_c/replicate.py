@@ -37,8 +37,8 @@ class ReplicateContext(IterationContext, torch_replicate._ReplicateStateContext)
 class ReplicateState(State, torch_replicate._ReplicateState):  # type: ignore[misc]
     """The state of one ``replicate`` call; subclass of torch's ``_ReplicateState``.
 
-    Its root only covers other ``replicate`` states. ``fully_shard`` units below it have their own
-    root, as in torch.
+    A root of ``replicate`` states covers only ``replicate`` states. ``fully_shard`` units below it
+    have a separate root, as in torch.
     """
 
     _context_class = ReplicateContext
@@ -109,11 +109,11 @@ def replicate(
     """Replicates the parameters of ``module`` in place, and averages gradients in backward.
 
     Every parameter below ``module`` that no earlier call converted becomes a ``DTensor`` parameter
-    with placement ``Replicate()``, whose local tensor is the whole parameter. Without a dtype cast,
-    computation uses this memory directly. Gradients are all-reduced in buckets, the last parameters
-    first. If the model has one ``replicate`` call, the reductions overlap with backward. Otherwise
-    they run at the end of each module's backward. Numbers and exceptions are those of torch's
-    ``replicate``.
+    with placement ``Replicate()``, whose local tensor is the full parameter. Without a dtype cast,
+    computation uses this memory directly. Gradients are all-reduced in buckets, in reverse
+    parameter order. If the model has one ``replicate`` call, the reductions overlap with backward.
+    Otherwise the reductions run at the end of each module's backward. Numbers and exceptions are
+    those of torch's ``replicate``.
 
     Args:
         module: A module, or a list of modules that form one group.
@@ -127,7 +127,7 @@ def replicate(
         device_id: The device of the mesh, or its index.
         ignored_modules: Modules whose parameters are ignored.
         bucket_cap_mb: MiB of gradients at which a bucket is full, as for DDP. ``inf``: one
-            all-reduce for the whole module, as in torch.
+            all-reduce for the entire module, as in torch.
 
     Returns:
         ``module``, whose class is now ``Replicate<Class>`` with ``ReplicateModule``'s methods.

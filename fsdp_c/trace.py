@@ -55,26 +55,28 @@ def trace(model: nn.Module) -> Iterator[StepTrace]:
     if torch.autograd.profiler._is_profiler_enabled:
         raise RuntimeError("trace cannot run while another profiler is active")
     result = StepTrace()
-    together = dist.is_initialized() and dist.get_backend() != "fake"
+    is_distributed = dist.is_initialized() and dist.get_backend() != "fake"
     with profile(activities=_choose_activities(devices)) as profiler:
-        if together:
+        if is_distributed:
             dist.barrier()
         with record_function(trace_spans.BLOCK):
             try:
                 yield result
             except BaseException:
-                result._left = True
+                result._raised = True
                 raise
             if devices - {"cpu", "meta"}:
                 torch.accelerator.synchronize()
-    own = trace_spans.make_spans(_read_events(profiler))
-    result.ranks = _gather_spans(own) if together else [_shift_spans(own, _find_start(own))]
+    spans = trace_spans.make_spans(_read_events(profiler))
+    result.ranks = (
+        _gather_spans(spans) if is_distributed else [_shift_spans(spans, _find_start(spans))]
+    )
     result._closed = True
 
 
 def _choose_activities(devices: set[str]) -> list[ProfilerActivity]:
-    known = {"cuda": "CUDA", "xpu": "XPU"}
-    names = ["CPU", *(known[device] for device in sorted(devices) if device in known)]
+    labels = {"cuda": "CUDA", "xpu": "XPU"}
+    names = ["CPU", *(labels[device] for device in sorted(devices) if device in labels)]
     supported = torch.profiler.supported_activities()
     return [a for a in (getattr(ProfilerActivity, name) for name in names) if a in supported]
 
@@ -86,15 +88,15 @@ def _read_events(profiler: profile) -> list[Event]:
     for event in inner.kineto_results.events():
         on_device = event.device_type() != DeviceType.CPU
         begin = event.start_ns()
-        number = event.linked_correlation_id() if on_device else event.correlation_id()
+        correlation_id = event.linked_correlation_id() if on_device else event.correlation_id()
         events.append(
             Event(
                 event.name(),
                 begin,
                 begin + event.duration_ns(),
-                flying=event.is_async(),
+                is_async=event.is_async(),
                 on_device=on_device,
-                id=number,
+                id=correlation_id,
             )
         )
     return events
@@ -104,19 +106,19 @@ def _find_start(rank: list[Span]) -> int:
     return min((span.begin for span in rank), default=0)
 
 
-def _shift_spans(rank: list[Span], zero: int) -> list[Span]:
-    return [span._replace(begin=span.begin - zero, end=span.end - zero) for span in rank]
+def _shift_spans(rank: list[Span], origin: int) -> list[Span]:
+    return [span._replace(begin=span.begin - origin, end=span.end - origin) for span in rank]
 
 
-def _gather_spans(own: list[Span]) -> list[list[Span]]:
+def _gather_spans(spans: list[Span]) -> list[list[Span]]:
     """Returns all ranks' spans, in nanoseconds since the start of the first rank.
 
     Clocks of hosts differ. Each host's times are shifted, so that the first rank of each host
     leaves the barrier at time 0.
     """
-    machine = socket.gethostname()
-    parts = object_collectives.gather_objects((machine, _find_start(own), own))
+    own_host = socket.gethostname()
+    parts = object_collectives.gather_objects((own_host, _find_start(spans), spans))
     starts: dict[str, int] = {}
-    for where, start, _ in parts:
-        starts[where] = min(start, starts.get(where, start))
-    return [_shift_spans(spans_, starts[where]) for where, _, spans_ in parts]
+    for host, start, _ in parts:
+        starts[host] = min(start, starts.get(host, start))
+    return [_shift_spans(rank_spans, starts[host]) for host, _, rank_spans in parts]

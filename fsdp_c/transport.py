@@ -56,11 +56,11 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
 
     A unit with more than ``bucket_cap_mb`` MiB of gradients, in the reduce dtype, is reduced in
     buckets. Each bucket has its own collective, and the last parameters come first. A reduction
-    then needs memory for one or two buckets instead of the whole unit. This lowers the peak of
-    units that hold embeddings and heads. A parameter is never split.
+    then needs memory for one or two buckets instead of the entire unit. Buckets lower the peak
+    of units that hold embeddings and heads. A parameter is never split.
 
     The default of ``fully_shard`` is 1024 MiB. Smaller units use a single collective, as in torch.
-    ``replicate`` has a default of its own and reduces each bucket as soon as it is full. Results
+    ``replicate`` has a separate default and reduces each bucket as soon as it is full. Results
     equal torch's bits on two ranks. On more ranks a backend may add in another order. Units with a
     reduce hook and units that torch's functions reduce are not split.
 
@@ -84,16 +84,17 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
     """Chooses whether backward continues while a unit's gradients are reduced.
 
     With overlap, as in torch, a unit's gradients are reduced while the next unit's are computed, so
-    the gradients of two units are alive at once. Without overlap, backward waits for each
-    reduction. Its peak has one unit's gradients less, and it takes longer by the reductions. The
-    results are bit-equal. Ranks may have different settings.
+    the gradients of two units are allocated at the same time. Without overlap, backward waits for
+    each reduction. The peak then has one unit's gradients less, and backward takes longer by the
+    reductions. The results are bit-equal. Ranks may have different settings.
 
     Args:
         model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
             contains it.
         overlap: ``True`` or ``False``. ``None``, the default, overlaps unless the processors that
-            compute would also copy the data. That holds for reductions of more than 4 MiB, over all
-            ranks, through the shared memory of a host with fewer than two processors per rank.
+            compute would also copy the data. This condition holds for reductions of more than 4
+            MiB, over all ranks, through the shared memory of a host with fewer than two processors
+            per rank.
 
     Raises:
         ValueError: ``model`` has no sharded module.
@@ -120,6 +121,6 @@ def release_memory() -> None:
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
     steps. The cache exceeds the peak use of the last eight iterations by at most an eighth, or
-    16 MiB. Resetting a model and deleting a model release it, too.
+    16 MiB. Resetting or deleting a model also releases the cache.
     """
     _C.trim_memory()

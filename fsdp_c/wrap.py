@@ -1,7 +1,7 @@
 """``plan``: the units that ``auto_shard`` would make of a model.
 
 Planning runs the policy, orders the units, merges units with tied weights and validates the
-arguments. It does not change the model.
+arguments. Planning does not change the model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def plan(
     ranks: int | None = None,
     **fully_shard_kwargs: Unpack[ShardKwargs],
 ) -> list[Unit]:
-    """Returns the units that :func:`auto_shard` would make, in order, the root last.
+    """Returns the units that :func:`auto_shard` would make, inner units before outer units.
 
     Does not change the model, and needs no process group. ``ranks`` is the number of ranks to shard
     over. Arguments and exceptions are those of :func:`auto_shard`.
@@ -113,8 +113,10 @@ def plan_units(
     }
     if ignored_params:
         kwargs = kwargs | {"ignored_params": ignored_params}
-    mixed = getattr(kwargs.get("mp_policy"), "param_dtype", None) is not None
-    overridden = _find_instances(model, full_precision_classes, ignored_modules) if mixed else {}
+    has_param_dtype = getattr(kwargs.get("mp_policy"), "param_dtype", None) is not None
+    overridden = (
+        _find_instances(model, full_precision_classes, ignored_modules) if has_param_dtype else {}
+    )
     always = full_precision_classes if overridden else ()
     selected = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always)
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
@@ -179,12 +181,12 @@ def _is_embedding_or_head(unit: Unit) -> bool:
 
 
 def _tune_embedding_or_head(unit: Unit) -> Unit:
-    """Returns the unit; for an embedding or a head with its settings for backward and reshard."""
+    """Returns the unit. Embeddings and heads get other settings for backward and resharding."""
     if not _is_embedding_or_head(unit):
         return unit
     module, kwargs = unit.modules[0], unit.kwargs
     if isinstance(module, nn.Embedding):
-        return replace(unit, regathers=module.max_norm is not None or module.sparse)
+        return replace(unit, unshard_in_backward=module.max_norm is not None or module.sparse)
     if kwargs.get("reshard_after_forward") is None:  # backward starts with the head
         kwargs = kwargs | {"reshard_after_forward": False}
     return replace(unit, kwargs=kwargs)
@@ -214,8 +216,10 @@ def _apply_full_precision(
     result = []
     for unit in units:
         if unit.modules[0] in overridden:
-            own = next((p.dtype for p in unit.modules[0].parameters()), torch.float32)
-            policy = MixedPrecisionPolicy(param_dtype=own, output_dtype=dtypes[unit.modules[0]])
+            own_dtype = next((p.dtype for p in unit.modules[0].parameters()), torch.float32)
+            policy = MixedPrecisionPolicy(
+                param_dtype=own_dtype, output_dtype=dtypes[unit.modules[0]]
+            )
             unit = replace(unit, kwargs=unit.kwargs | {"mp_policy": policy})
         result.append(unit)
     return result

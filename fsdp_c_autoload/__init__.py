@@ -2,10 +2,10 @@
 
 torch calls :func:`autoload` at the end of ``import torch``, through the entry point group
 ``torch.backends``. If ``FSDP_C`` is unset, empty, ``0``, ``no``, ``off`` or ``false``, the call
-does nothing and imports nothing. Otherwise it redirects torch's functions.
+does nothing and imports nothing. Otherwise the call redirects torch's functions.
 
-The first call of a redirected function imports fsdp_c. So a process that shards nothing has no
-import cost, and fsdp_c is not imported before torch is complete. fsdp_c imports
+The first call of a redirected function imports fsdp_c. A process that shards nothing therefore has
+no import cost, and fsdp_c is not imported before torch is complete. fsdp_c imports
 ``fsdp_c_autoload.redirect``, and only ``python -m fsdp_c`` uses this file.
 """
 

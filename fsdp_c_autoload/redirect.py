@@ -1,12 +1,13 @@
-"""Redirection: a function of torch runs another function in its place.
+"""Redirection: calls of a function of torch run a function of fsdp_c.
 
 :class:`Redirection` replaces the code object of a function, in place. The function's identity,
 attributes, ``__wrapped__``, signature and source stay as they are, so code that imported the
 function earlier is redirected too. An import hook redirects functions of modules that are not
 imported yet.
 
-``autoload`` imports this module before torch is complete and before fsdp_c is imported. So this
-module imports neither. ``fsdp_c.install`` registers its changes in ``fsdp_c/_compat/patches.py``.
+``autoload`` imports this module before torch is complete and before fsdp_c is imported. This
+module therefore imports neither. ``fsdp_c.install`` registers its changes in
+``fsdp_c/_compat/patches.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
 # ---- one function --------------------------------------------------------------------------------
 
 active: dict[str, Redirection] = {}
-"""Redirections by key. A redirected function finds its redirection by a key in its constants:
+"""Maps a key to its redirection. The code of a redirected function has the key among its constants:
 dynamo does not expect functions among the constants of a code object. Entries stay after
 :meth:`Redirection.undo`, because another thread may be about to read one. A later redirection of
 the same function replaces the entry."""
@@ -50,24 +51,24 @@ class Redirection:
     def __init__(self, function: FunctionType, target: Callable[..., Any]) -> None:
         self.function = function
         self.code = function.__code__
-        self.original = copy_of(function)
+        self.original = copy_function(function)
         self.called = target
-        before = next((r for r in list(active.values()) if r._replaced_the_same(function)), None)
-        self.key: str = str(next(_numbers)) if before is None else before.key
+        previous = next((r for r in list(active.values()) if r._is_undone_for(function)), None)
+        self.key: str = str(next(_numbers)) if previous is None else previous.key
         self.replacement: CodeType = (
-            _code_that_calls(self.key, self.code) if before is None else before.replacement
+            _make_calling_code(self.key, self.code) if previous is None else previous.replacement
         )
         active[self.key] = self
         self.signature: Any = None
         if "__signature__" not in vars(function):
-            self.signature = _signature_of(function)
+            self.signature = _get_signature(function)
             function.__signature__ = self.signature  # type: ignore[attr-defined]
         function.__code__ = self.replacement
 
     def undo(self) -> None:
         """Restores the function's code, unless other code has replaced it after the redirection.
 
-        In that case the newer code stays. If it runs the redirected code, that runs ``original``.
+        In that case the newer code stays. The redirected code, if still called, runs ``original``.
         """
         self.called = self.original
         if self.function.__code__ is self.replacement:
@@ -75,12 +76,12 @@ class Redirection:
         if vars(self.function).get("__signature__", self) is self.signature:
             del self.function.__signature__  # type: ignore[attr-defined]
 
-    def _replaced_the_same(self, function: FunctionType) -> bool:
+    def _is_undone_for(self, function: FunctionType) -> bool:
         """Whether this redirection is undone and replaced the code that ``function`` has now."""
         return self.function is function and self.code is function.__code__
 
 
-def copy_of(function: FunctionType) -> FunctionType:
+def copy_function(function: FunctionType) -> FunctionType:
     """Returns a function with the code, defaults, closure and attributes of ``function``."""
     copy = FunctionType(
         function.__code__,
@@ -95,15 +96,15 @@ def copy_of(function: FunctionType) -> FunctionType:
 
 
 def original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that does what ``function`` does without its redirection."""
+    """Returns a copy of ``function`` from before its redirection; ``function`` if there is none."""
     for redirection in list(active.values()):
         if redirection.function is function and redirection.called is not redirection.original:
             return redirection.original
     return function
 
 
-def reachable(function: Any, depth: int = 4) -> Iterator[Any]:
-    """Yields the function and the ones it wraps: in ``__wrapped__``, closures and defaults."""
+def iterate_wrapped(function: Any, depth: int = 4) -> Iterator[Any]:
+    """Yields the function and the functions that it wraps: ``__wrapped__``, closures, defaults."""
     yield function
     if depth == 0:
         return
@@ -116,16 +117,16 @@ def reachable(function: Any, depth: int = 4) -> Iterator[Any]:
             continue
     for candidate in inner:
         if callable(candidate):
-            yield from reachable(candidate, depth - 1)
+            yield from iterate_wrapped(candidate, depth - 1)
 
 
-def find_torchs(module: ModuleType, name: str) -> FunctionType | None:
+def find_torch_function(module: ModuleType, name: str) -> FunctionType | None:
     """Returns torch's function of this name, or None.
 
     A library may have replaced the function in the module by a wrapper.
     """
     torch = os.path.dirname(os.path.abspath(sys.modules["torch"].__file__ or "")) + os.sep
-    for function in reachable(getattr(module, name, None)):
+    for function in iterate_wrapped(getattr(module, name, None)):
         is_named = isinstance(function, FunctionType) and function.__name__ == name
         if is_named and function.__code__.co_filename.startswith(torch):
             return function
@@ -133,22 +134,22 @@ def find_torchs(module: ModuleType, name: str) -> FunctionType | None:
 
 
 def is_redirected(function: Any) -> bool:
-    """Whether ``function`` runs another function in its place now."""
+    """Whether a redirection of ``function`` is in effect."""
     return original(function) is not function
 
 
-def _signature_of(function: FunctionType) -> Any:
+def _get_signature(function: FunctionType) -> Any:
     import inspect  # not needed where nothing is redirected
 
     return inspect.signature(function)
 
 
-def _code_that_calls(key: str, replaced: CodeType) -> CodeType:
+def _make_calling_code(key: str, replaced: CodeType) -> CodeType:
     """Returns code that passes all arguments to ``active[key].called``.
 
     File and first line are those of ``replaced``: ``inspect.getsource`` finds torch's source.
     """
-    code = _template(replaced.co_freevars)
+    code = _compile_calling_code(replaced.co_freevars)
     constants = tuple(key if constant == _KEY else constant for constant in code.co_consts)
     return code.replace(
         co_name=replaced.co_name,
@@ -159,11 +160,12 @@ def _code_that_calls(key: str, replaced: CodeType) -> CodeType:
 
 
 @functools.cache
-def _template(free_names: tuple[str, ...]) -> CodeType:
+def _compile_calling_code(free_names: tuple[str, ...]) -> CodeType:
     """Compiles the code for functions with these free variables.
 
-    CPython requires as many free variables as the function's closure has cells. They stay unread.
-    All statements are on the first line, so that a traceback shows no line that did not run.
+    CPython requires as many free variables as the function's closure has cells. The variables are
+    never read. All statements are on the first line, so that a traceback shows no line that did not
+    run.
     """
     body = [f"from {__name__} import active", f"return active[{_KEY!r}].called(*args, **kwargs)"]
     lines = ["def outer():"]
@@ -175,17 +177,19 @@ def _template(free_names: tuple[str, ...]) -> CodeType:
 
 # ---- torch's functions ---------------------------------------------------------------------------
 
-_redirected: dict[str, Redirection] = {}  # by "module.name"
+_redirected: dict[str, Redirection] = {}  # keys: "module.name"
 _find: Callable[[str], Callable[..., Any]] | None = None  # None outside redirect_all..restore_all
 
 
 def redirect_all(find: Callable[[str], Callable[..., Any]]) -> None:
-    """Redirects all :data:`FUNCTIONS`. Modules that are not imported yet follow at their import.
+    """Redirects all :data:`FUNCTIONS`. Modules that are not imported yet are redirected at
+    their import.
 
     A second call does nothing.
 
     Args:
-        find: Returns fsdp_c's function of a name. Each call of torch's function calls it.
+        find: Returns fsdp_c's function for a name. Each call of a redirected function calls
+            ``find``.
     """
     global _find
     if _find is not None:
@@ -214,7 +218,7 @@ def is_redirecting() -> bool:
     return _find is not None
 
 
-def redirected() -> list[str]:
+def list_redirected() -> list[str]:
     """Returns the names of the redirected functions, as ``module.name``."""
     return list(_redirected)
 
@@ -222,12 +226,12 @@ def redirected() -> list[str]:
 def _redirect_in(module: ModuleType, find: Callable[[str], Callable[..., Any]]) -> None:
     for name in FUNCTIONS[module.__name__]:
         key = f"{module.__name__}.{name}"
-        function = find_torchs(module, name)
+        function = find_torch_function(module, name)
         if function is not None and key not in _redirected:
-            _redirected[key] = Redirection(function, _calling_found(name, find))
+            _redirected[key] = Redirection(function, _make_caller(name, find))
 
 
-def _calling_found(name: str, find: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+def _make_caller(name: str, find: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
     def call_fsdp_c(*args: Any, **kwargs: Any) -> Any:
         return find(name)(*args, **kwargs)
 

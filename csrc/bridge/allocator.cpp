@@ -1,4 +1,5 @@
-/* Allocators of the buffers of collectives; see allocator.h. A new one is an entry of the table. */
+/* Allocators of the buffers of collectives; see allocator.h. To add an allocator, add an entry to
+ * kAllocators. */
 #include "allocator.h"
 
 #include "group.hpp"
@@ -20,7 +21,7 @@ struct Allocator {
     at::Tensor (*empty)(fct_pg &pg, int64_t numel, c10::ScalarType type, c10::Device device);
 };
 
-/* ---- the backend of a process group, as NCCL, which registers its memory with the network ---- */
+/* ---- the backend of a process group, such as NCCL: it registers memory with the network ---- */
 
 c10::intrusive_ptr<c10d::Backend> backend_of(fct_pg &pg, c10::Device device) {
     return pg.group->getBackend(device.type());
@@ -53,7 +54,7 @@ constexpr Allocator kAllocators[] = {
     {"process group", &backend_serves, &backend_empty},
 };
 
-const Allocator &find(const std::string &name) {
+const Allocator &find_allocator(const std::string &name) {
     for (const Allocator &allocator : kAllocators) {
         if (name == allocator.name) {
             return allocator;
@@ -72,8 +73,9 @@ struct fct_allocator {
 extern "C" {
 
 int fct_py_allocator(const char *name, PyObject *group, fct_allocator **out) {
-    return guarded("fct_py_allocator",
-                   [&] { *out = new fct_allocator{find(name), fct::open_object(group)}; });
+    return guarded("fct_py_allocator", [&] {
+        *out = new fct_allocator{find_allocator(name), fct::open_handle(group)};
+    });
 }
 
 void fct_allocator_free(fct_allocator *allocator) {
@@ -90,17 +92,17 @@ int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype
                         fct_tensor **out) {
     return guarded("fct_allocator_empty", [&] {
         const c10::InferenceMode no_inference(false);
-        const fct::Quiet quiet;
-        const c10::Device where = fct::device(device);
+        const fct::BelowAutograd below_autograd;
+        const c10::Device torch_device = fct::device(device);
         const c10::ScalarType type = fct::scalar_type(dtype);
-        at::Tensor made = allocator->methods.empty(*allocator->pg, numel, type, where);
-        TORCH_CHECK(made.numel() == numel && made.scalar_type() == type && made.dim() == 1 &&
-                        made.device() == where && made.is_contiguous(),
-                    "allocate_tensor of the ", allocator->methods.name, " returned ", made.sizes(),
-                    " of ", made.scalar_type(), " on ", made.device(),
+        at::Tensor buffer = allocator->methods.empty(*allocator->pg, numel, type, torch_device);
+        TORCH_CHECK(buffer.numel() == numel && buffer.scalar_type() == type && buffer.dim() == 1 &&
+                        buffer.device() == torch_device && buffer.is_contiguous(),
+                    "allocate_tensor of the ", allocator->methods.name, " returned ",
+                    buffer.sizes(), " of ", buffer.scalar_type(), " on ", buffer.device(),
                     "; expected a contiguous tensor of ", numel, " elements of ", type, " on ",
-                    where);
-        *out = fct::give(std::move(made));
+                    torch_device);
+        *out = fct::new_handle(std::move(buffer));
     });
 }
 

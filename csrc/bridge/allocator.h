@@ -1,4 +1,4 @@
-/* Allocators of the buffers of collectives. allocator.cpp has the table of them. */
+/* Allocators of the buffers of collectives. The table is in allocator.cpp. */
 #ifndef FSDP_C_BRIDGE_ALLOCATOR_H
 #define FSDP_C_BRIDGE_ALLOCATOR_H
 
@@ -11,7 +11,8 @@ extern "C" {
 typedef struct fct_allocator fct_allocator; /* one owner; fct_py_allocator makes it */
 
 void fct_allocator_free(fct_allocator *allocator); /* NULL is allowed */
-/* Whether the allocator serves the device. If not, the caller uses fct_tensor_empty. */
+/* Writes to *serves whether the allocator has memory for the device. If not, the caller uses
+ * fct_tensor_empty. */
 FCT_CHECK int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serves);
 /* A new 1-D tensor of `numel` uninitialized elements, on the device's current stream. Not an
  * inference tensor, even in inference mode. */

@@ -33,9 +33,9 @@ namespace {
 thread_local autograd::variable_list *node_grads = nullptr;
 thread_local std::vector<fct_tensor *> node_handles;
 
-/* Compiled autograd calls compiled_args of every node and hook before it runs. It does not run
- * end-of-backward callbacks, so torch's FSDP2 continues with unreduced gradients. fsdp_c raises
- * instead. */
+/* Compiled autograd calls compiled_args of every node and hook before it runs. Compiled autograd
+ * does not run end-of-backward callbacks, so torch's FSDP2 continues with unreduced gradients.
+ * fsdp_c raises instead. */
 [[noreturn]] void refuse_to_compile() {
     const pybind11::gil_scoped_acquire gil;
     PyErr_SetString(PyExc_NotImplementedError,
@@ -45,8 +45,8 @@ thread_local std::vector<fct_tensor *> node_handles;
     fct::throw_python_error();
 }
 
-/* The identity in backward, and a call of the hook. As torch.autograd.Function, it replaces
- * undefined gradients by zeros. */
+/* A node that calls the hook and returns its gradients unchanged. Undefined gradients become zeros,
+ * like in torch.autograd.Function. */
 struct PostBackwardNode final : autograd::Node {
     explicit PostBackwardNode(const fct_hook &h) : hook(h) {}
 
@@ -123,8 +123,8 @@ at::Tensor view_by_method(const py::handle tensor) {
     return THPVariable_Unpack(view.ptr());
 }
 
-/* t.view_as(t) under no_grad, as torch.autograd.Function makes it of an input that is returned
- * unchanged. A tensor subclass decides the type of the result. */
+/* t.view_as(t) under no_grad. torch.autograd.Function makes the same view of an input that it
+ * returns unchanged. A tensor subclass decides the type of the result. */
 at::Tensor view_of(const at::Tensor &t) {
     const auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
     if (!tensor) {
@@ -154,7 +154,7 @@ at::Tensor view_of(const at::Tensor &t) {
         meta);
 }
 
-/* A hook on the gradient with this index of a node. */
+/* A tensor pre-hook of a node. */
 struct GradHook final : autograd::FunctionPreHook {
     explicit GradHook(const fct_hook &h) : hook(h) {}
 
@@ -177,7 +177,8 @@ struct Subscription {
 
 /* A post hook of a leaf's AccumulateGrad node. */
 struct SubscriptionHook final : autograd::FunctionPostHook {
-    explicit SubscriptionHook(std::shared_ptr<Subscription> w) : shared(std::move(w)) {}
+    explicit SubscriptionHook(std::shared_ptr<Subscription> subscription)
+        : shared(std::move(subscription)) {}
 
     autograd::variable_list operator()(const autograd::variable_list &outputs,
                                        const autograd::variable_list &) override {
@@ -240,8 +241,8 @@ bool is_hooked(const py::object &leaf, const fct_hook &hook) {
             PyCFunction_GET_FUNCTION(value.ptr()) != call_capsule) {
             continue;
         }
-        const LeafHook *known = leaf_hook(PyCFunction_GET_SELF(value.ptr()));
-        if (known->call == hook.call && known->owner().ptr() == hook.owner) {
+        const LeafHook *registered = leaf_hook(PyCFunction_GET_SELF(value.ptr()));
+        if (registered->call == hook.call && registered->owner().ptr() == hook.owner) {
             return true;
         }
     }
@@ -258,14 +259,14 @@ void register_python_hook(const at::Tensor &t, const fct_hook &hook) {
     if (is_hooked(leaf, hook)) {
         return;
     }
-    auto made = std::make_unique<LeafHook>(
+    auto new_hook = std::make_unique<LeafHook>(
         LeafHook{py::weakref(static_cast<PyObject *>(hook.owner)), hook.call});
     const auto capsule =
-        py::reinterpret_steal<py::object>(PyCapsule_New(made.get(), kCapsule, free_capsule));
+        py::reinterpret_steal<py::object>(PyCapsule_New(new_hook.get(), kCapsule, free_capsule));
     if (!capsule) {
         fct::throw_python_error();
     }
-    (void)made.release();
+    (void)new_hook.release();
     const auto callable =
         py::reinterpret_steal<py::object>(PyCFunction_New(&hook_method, capsule.ptr()));
     if (!callable) {
@@ -299,7 +300,7 @@ void HookRef::reset() noexcept {
     }
     const PyGILState_STATE gil = PyGILState_Ensure();
     /* The graph may be destroyed while an exception is pending. Finalizers of the owner must not
-     * clear it. */
+     * clear that exception. */
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     hook_.release(owner);
@@ -309,7 +310,7 @@ void HookRef::reset() noexcept {
 
 } // namespace fct
 
-/* Excludes functorch's dispatch keys, as torch._C._DisableFuncTorch. */
+/* Excludes functorch's dispatch keys, like torch._C._DisableFuncTorch. */
 struct FuncTorchPause {
     c10::impl::ExcludeDispatchKeyGuard front{c10::DispatchKey::FuncTorchDynamicLayerFrontMode};
     c10::impl::ExcludeDispatchKeyGuard back{c10::DispatchKey::FuncTorchDynamicLayerBackMode};
@@ -354,7 +355,7 @@ int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook, fct
             outputs.push_back(std::move(output));
         }
         for (size_t i = 0; i < n; i++) {
-            out[i] = fct::give(std::move(outputs[i]));
+            out[i] = fct::new_handle(std::move(outputs[i]));
         }
     });
 }
@@ -418,7 +419,7 @@ int fct_autograd_at_end(const fct_hook *hook) {
 
 int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
     return guarded("fct_cast_differentiable",
-                   [&] { *out = fct::give(Borrowed(t)->to(fct::scalar_type(dtype))); });
+                   [&] { *out = fct::new_handle(Borrowed(t)->to(fct::scalar_type(dtype))); });
 }
 
 bool fct_functorch_hooked(void) {

@@ -12,8 +12,8 @@ typedef struct fct_grad_subscription
     fct_grad_subscription; /* a post-accumulation hook of a leaf; one owner */
 
 /* A callback with an owner. `call` runs with the GIL, on the thread that runs backward. It returns
- * 0, or -1 with a Python exception set. retain and release count the owner, with the GIL. release
- * may run when a graph is destroyed. */
+ * 0, or -1 with a Python exception set. retain and release change the owner's reference count, with
+ * the GIL. The destruction of a graph may call release. */
 typedef struct fct_hook {
     void *owner;
     int (*call)(void *owner);
@@ -25,44 +25,47 @@ bool fct_grad_enabled(void);
 /* Whether a dispatch mode or a jit trace is active on this thread. */
 bool fct_has_observer(void);
 bool fct_in_backward(void); /* torch._C._current_graph_task_id() != -1 on this thread */
-/* Makes one identity node for n tensors that require grad. Its name is
+/* Makes one identity node for n tensors that require grad. The name of the node is
  * "RegisterPostBackwardFunctionBackward". Each out[i] (new) is an alias of in[i] whose grad_fn is
  * the node, like the output of a torch.autograd.Function that returns its input. In backward the
  * node calls hook, then passes the gradients through. */
 FCT_CHECK int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook,
                                 fct_tensor **out);
-/* The gradients of the node whose hook runs on this thread, *count of them. NULL and 0 outside of
- * such a hook. set replaces one (borrows it). */
+/* Returns the gradients of the node whose hook runs on this thread, and writes their number to
+ * *count. Returns NULL and writes 0 outside of such a hook. set_grad replaces the gradient at
+ * `index` and borrows `grad`. */
 fct_tensor *const *fct_autograd_node_grads(size_t *count);
 void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
 /* Calls hook whenever the gradient of t has been computed, like Tensor.register_hook with a hook
  * that returns None. t requires grad, and may be a leaf. The owner is a Python object. A leaf holds
- * it weakly, and does not add the same hook twice. */
+ * the owner weakly, and does not add the same hook twice. */
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
 /* Calls hook each time autograd has accumulated into .grad of this leaf, on the thread that runs
- * backward, until the subscription is freed. Does not count the owner: retain and release are not
- * used. */
+ * backward, until the subscription is freed. The subscription holds no reference to the owner:
+ * retain and release are not used. */
 FCT_CHECK int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook,
                                      fct_grad_subscription **out);
 void fct_grad_subscription_free(fct_grad_subscription *subscription); /* NULL is allowed */
 /* Calls hook at the end of the current backward pass. */
 FCT_CHECK int fct_autograd_at_end(const fct_hook *hook);
-/* tensor.to(dtype) with autograd history, for forward inputs and outputs. New. */
+/* Returns a new tensor, t.to(dtype) with autograd history. For forward inputs and outputs. */
 FCT_CHECK int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 /* Whether functorch transforms are active on this thread and torch's FSDP2 hooks support them
  * (since 2.13). */
 bool fct_functorch_hooked(void);
 /* Disables functorch's transforms on this thread, so that tensors are plain. Returns NULL if none
- * is active. resume enables them again, and accepts NULL. Strictly nested. */
+ * is active. resume enables the transforms again, and accepts NULL. Pauses on a thread must be
+ * nested. */
 void *fct_functorch_pause(void);
 void fct_functorch_resume(void *pause);
 
 /* ---- profiler -------------------------------------------------------------------------------- */
 
-/* A user-scope record_function range. enter returns NULL if no profiler is active. Ranges nest. */
+/* A user-scope record_function range. Ranges may be nested. fct_profile_enter returns NULL if no
+ * profiler is active. */
 bool fct_profile_active(void);
-void *fct_profile_enter(const char *name); /* NULL: no range */
-void fct_profile_exit(void *token);        /* NULL is allowed */
+void *fct_profile_enter(const char *name);
+void fct_profile_exit(void *token); /* NULL is allowed */
 
 #ifdef __cplusplus
 }

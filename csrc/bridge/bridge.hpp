@@ -1,5 +1,6 @@
 /* Shared by the .cpp files of this directory: casts between C handles and libtorch's objects, the
- * translation of C++ exceptions to Python errors, fault injection, and the owner of a callback.
+ * translation of C++ exceptions to Python errors, fault injection, and references to the owners of
+ * hooks.
  *
  * Invariant: no C++ exception leaves an extern "C" function. Each fallible function passes its body
  * to guarded(). */
@@ -25,6 +26,7 @@
 
 namespace fct {
 
+/* Conversions between a handle and the TensorImpl behind it. */
 inline c10::TensorImpl *impl(const fct_tensor *t) {
     return const_cast<c10::TensorImpl *>(reinterpret_cast<const c10::TensorImpl *>(t));
 }
@@ -33,8 +35,8 @@ inline fct_tensor *handle(c10::TensorImpl *impl) {
     return reinterpret_cast<fct_tensor *>(impl);
 }
 
-/* Returns a new reference to the caller of the boundary. */
-inline fct_tensor *give(at::Tensor &&t) {
+/* Moves the tensor's reference to the caller of the boundary. */
+inline fct_tensor *new_handle(at::Tensor &&t) {
     return handle(t.unsafeReleaseTensorImpl());
 }
 
@@ -60,8 +62,9 @@ class Borrowed {
     at::Tensor tensor_;
 };
 
-/* A scope for calls into at:: below autograd: they record no history and bump no version. */
-struct Quiet {
+/* A scope in which calls of at:: run below autograd. They record no history and bump no version
+ * counter. */
+struct BelowAutograd {
     at::AutoDispatchBelowADInplaceOrView below;
 };
 
@@ -119,7 +122,8 @@ class HookRef {
     ~HookRef() {
         reset();
     }
-    /* Takes the GIL and calls the hook. Throws python_error if it fails. No-op after reset(). */
+    /* Takes the GIL and calls the hook. Throws python_error if the hook fails. No-op after reset().
+     */
     void call() const;
     /* Releases the owner. Idempotent. */
     void reset() noexcept;

@@ -1,17 +1,17 @@
 /* Collectives and their works.
  *
- * A group (group.hpp) written in C++ is called through the methods of ProcessGroup, and so through
- * the c10d ops. A group that is a Python class is called through its Python methods, as by
+ * A group (group.hpp) written in C++ is called through the methods of ProcessGroup, which call the
+ * c10d ops. A group that is a Python class is called through its Python methods, like in
  * torch.distributed. The GIL is released while a collective is issued and while a work is waited
  * for.
  *
- * Waits for gloo must be interruptible by signals, and gloo's works do not handle them. Most works
- * can be polled, and are waited for in slices. Two kinds cannot, because they do the rest of their
- * job inside wait(): gloo's reduce-scatter, and collectives that are larger than the ring. Such
+ * Waits for gloo must be interruptible by signals, and gloo's works do not handle them. Waits for
+ * works that can be polled are divided into slices. Two kinds of works make progress only inside
+ * wait() and cannot be polled: gloo's reduce-scatter, and collectives larger than the ring. Such
  * works go to the progress thread of the group when they are issued. Then they progress in the
- * background, and can be polled. The thread shares ownership of what it uses and calls no Python.
- * It exits after its last work when the group is released. Works of all other backends are waited
- * for in one call: they return at once (streams) or cannot be polled. */
+ * background, and can be polled. The thread owns a reference to its works and calls no Python. When
+ * the group is released, the thread exits after its last work. A wait for a work of another backend
+ * is one call: it returns at once (streams), or the work cannot be polled. */
 #include "collective.h"
 
 #include "context_removal.hpp"
@@ -31,10 +31,10 @@
 #include <optional>
 #include <system_error>
 
+using fct::backend_kind;
+using fct::BackendKind;
 using fct::Borrowed;
 using fct::guarded;
-using fct::Kind;
-using fct::kind_for;
 using fct::ScopedContextRemoval;
 
 namespace {
@@ -52,7 +52,7 @@ constexpr const char *kReduceScatter = "_reduce_scatter_base";
 struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
     pybind11::object python; /* instead of `work` if the group is a Python class */
-    Kind kind = Kind::unknown;
+    BackendKind kind = BackendKind::unknown;
     fct::WaitTask wait_task; /* set if the progress thread waits */
 };
 
@@ -74,16 +74,17 @@ c10d::ReduceOp reduce_op(fct_reduce_op op, double factor) {
 }
 
 /* Whether the backend refuses to move elements of the dtype. */
-bool is_unsupported(Kind kind, c10::ScalarType type) {
+bool is_unsupported(BackendKind kind, c10::ScalarType type) {
     switch (type) {
     case c10::ScalarType::Short:
     case c10::ScalarType::UInt16:
     case c10::ScalarType::UInt32:
     case c10::ScalarType::UInt64:
-        return kind == Kind::gloo || kind == Kind::nccl_like;
+        return kind == BackendKind::gloo || kind == BackendKind::nccl_like;
     default:
-        return kind == Kind::gloo && c10::elementSize(type) == 1 && type != c10::ScalarType::Byte &&
-               type != c10::ScalarType::Char && type != c10::ScalarType::Bool;
+        return kind == BackendKind::gloo && c10::elementSize(type) == 1 &&
+               type != c10::ScalarType::Byte && type != c10::ScalarType::Char &&
+               type != c10::ScalarType::Bool;
     }
 }
 
@@ -97,16 +98,17 @@ at::Tensor as_real(const at::Tensor &tensor) {
     return at::view_as_real(tensor).view(-1);
 }
 
-/* The same for a gather: bytes, if the backend does not support the dtype. */
-at::Tensor as_movable(fct_pg *pg, const at::Tensor &tensor) {
-    if (is_unsupported(kind_for(pg, tensor.device().type()), tensor.scalar_type())) {
+/* A gather's tensor in a form that the backend supports: bytes if it does not support the dtype,
+ * else the result of as_real(). */
+at::Tensor as_supported(fct_pg *pg, const at::Tensor &tensor) {
+    if (is_unsupported(backend_kind(pg, tensor.device().type()), tensor.scalar_type())) {
         const at::AutoDispatchBelowADInplaceOrView below;
         return tensor.view(c10::ScalarType::Byte);
     }
     return as_real(tensor);
 }
 
-/* The group that has the shared-memory backend of `pg` as its own. */
+/* The group that has the shared-memory backend of `pg` as its own CPU backend. */
 const c10::intrusive_ptr<c10d::ProcessGroup> &shm_group_of(fct_pg *pg) {
     if (!pg->shm_group) {
         auto *negotiation = static_cast<shm_negotiation *>(fct_pg_attachment(pg));
@@ -142,13 +144,13 @@ bool ops_are_observed() {
            is_intercepted(*gather) || is_intercepted(*scatter);
 }
 
-/* The group to call a collective on. Dispatch modes receive that group, so under a mode it is the
- * user's group with a ScopedShmBackend. */
+/* The group on which a collective is called. Dispatch modes receive that group. So under a mode the
+ * class uses the user's group, with a ScopedShmBackend. */
 class TransportGroup {
   public:
     TransportGroup(fct_pg *pg, bool shm) : group_(shm ? shm_group_of(pg) : pg->group) {
         if (shm && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
-            in_.emplace(pg->group, group_);
+            scope_.emplace(pg->group, group_);
             group_ = pg->group;
         }
     }
@@ -158,20 +160,20 @@ class TransportGroup {
 
   private:
     c10::intrusive_ptr<c10d::ProcessGroup> group_;
-    std::optional<fct::ScopedShmBackend> in_;
+    std::optional<fct::ScopedShmBackend> scope_;
 };
 
-/* Whether isCompleted() is valid. gloo's asynchronous works have an operation type, its deferred
- * works have not. */
+/* Whether isCompleted() is valid. Works of gloo that progress only inside wait() have the operation
+ * type UNKNOWN. */
 bool can_poll(const fct_work &work) {
-    return work.kind != Kind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
+    return work.kind != BackendKind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
 }
 
 /* Issues a collective of a group written in C++. `cpp` returns the work. */
-template <typename Cpp> fct_work *issue_here(fct_pg *pg, c10::DeviceType device, Cpp &&cpp) {
+template <typename Cpp> fct_work *issue_cpp(fct_pg *pg, c10::DeviceType device, Cpp &&cpp) {
     const at::NoGradGuard no_grad;
     auto result = std::make_unique<fct_work>();
-    result->kind = kind_for(pg, device);
+    result->kind = backend_kind(pg, device);
     {
         /* gloo copies this thread-local state to its threads, which copy into the outputs. So the
          * version counters of the outputs do not change. */
@@ -193,26 +195,26 @@ template <typename Cpp> fct_work *issue_here(fct_pg *pg, c10::DeviceType device,
 template <typename Cpp, typename Python>
 fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python) {
     if (!pg->python) {
-        return issue_here(pg, fct::impl(tensor)->device().type(), std::forward<Cpp>(cpp));
+        return issue_cpp(pg, fct::impl(tensor)->device().type(), std::forward<Cpp>(cpp));
     }
     const at::NoGradGuard no_grad;
     auto result = std::make_unique<fct_work>();
-    result->kind = Kind::python;
+    result->kind = BackendKind::python;
     result->python = python();
     return result->python.is_none() ? nullptr : result.release();
 }
 
 std::vector<at::Tensor> tensors_of(fct_tensor *const *tensors, size_t count) {
-    std::vector<at::Tensor> all;
-    all.reserve(count);
+    std::vector<at::Tensor> list;
+    list.reserve(count);
     for (size_t i = 0; i < count; i++) {
-        all.push_back(*Borrowed(tensors[i]));
+        list.push_back(*Borrowed(tensors[i]));
     }
-    return all;
+    return list;
 }
 
 /* A signal handler that runs during a wait may release `work`, by a reset. So this function and
- * fct_work_wait copy what they wait for, and do not access `work` afterwards. */
+ * fct_work_wait copy the reference to the c10d work first, and do not access `work` afterwards. */
 void wait_on_gloo(const fct_work &work) {
     const auto wait_task = work.wait_task;
     const auto held = work.work;
@@ -233,15 +235,15 @@ bool is_gloo_done(fct_work &work) {
     return !can_poll(work) || work.work->isCompleted();
 }
 
-/* Whether is_completed() of a Python group's Work is valid. A Python class that inherits it from
- * the C++ base always returns False. */
+/* Whether is_completed() of a Python group's Work is valid. The method that a Python class inherits
+ * from the C++ base always returns False. */
 bool can_poll_python_work(pybind11::handle work) {
     const pybind11::handle base = pybind11::type::of<c10d::Work>();
-    const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(work.ptr()));
-    return own.is(base) || !own.attr("is_completed").is(base.attr("is_completed"));
+    const pybind11::handle type = reinterpret_cast<PyObject *>(Py_TYPE(work.ptr()));
+    return type.is(base) || !type.attr("is_completed").is(base.attr("is_completed"));
 }
 
-/* During its life this thread's all-reduces reduce buffers of gradients. */
+/* A scope in which this thread's all-reduces reduce buffers of gradients. */
 class GradientAllReduceScope {
   public:
     GradientAllReduceScope() = default;
@@ -259,12 +261,12 @@ class GradientAllReduceScope {
 struct ShmScope {
     ShmScope(c10::intrusive_ptr<c10d::ProcessGroup> group,
              const c10::intrusive_ptr<c10d::ProcessGroup> &shm_group, bool reduces_gradients)
-        : in(std::move(group), shm_group) {
+        : backend(std::move(group), shm_group) {
         if (reduces_gradients) {
             gradients.emplace();
         }
     }
-    fct::ScopedShmBackend in;
+    fct::ScopedShmBackend backend;
     std::optional<GradientAllReduceScope> gradients;
 };
 
@@ -311,7 +313,8 @@ bool fct_set_gradient_all_reduce(bool gradients) {
 int fct_pg_all_gather(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input, bool async_op,
                       fct_work **work) {
     return guarded("fct_all_gather", [&] {
-        at::Tensor to = as_movable(pg, *Borrowed(output)), from = as_movable(pg, *Borrowed(input));
+        at::Tensor to = as_supported(pg, *Borrowed(output)),
+                   from = as_supported(pg, *Borrowed(input));
         c10d::AllgatherOptions options;
         options.asyncOp = async_op;
         const TransportGroup group(pg, shm);
@@ -353,7 +356,7 @@ int fct_pg_all_reduce(fct_pg *pg, bool shm, fct_tensor *tensor, fct_reduce_op op
                       bool async_op, fct_work **work) {
     return guarded("fct_all_reduce", [&] {
         const TransportGroup group(pg, shm);
-        const GradientAllReduceScope rows;
+        const GradientAllReduceScope gradients;
         *work = all_reduce(pg, group, tensor, reduce_op(op, factor), async_op);
     });
 }
@@ -371,20 +374,20 @@ int fct_pg_can_pass_chunks(fct_pg *pg, bool *can) {
 int fct_pg_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
                          const fct_chunk_layout *layout, fct_work **work) {
     return guarded("fct_gather_chunks", [&] {
-        const std::vector<at::Tensor> all = tensors_of(chunks, count);
-        *work = issue_here(pg, c10::DeviceType::CPU,
-                           [&] { return fct::gather_chunks(*shm_group_of(pg), all, *layout); });
+        const std::vector<at::Tensor> tensors = tensors_of(chunks, count);
+        *work = issue_cpp(pg, c10::DeviceType::CPU,
+                          [&] { return fct::gather_chunks(*shm_group_of(pg), tensors, *layout); });
     });
 }
 
 int fct_pg_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks, size_t count,
                          const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
     return guarded("fct_reduce_chunks", [&] {
-        const std::vector<at::Tensor> all = tensors_of(chunks, count);
+        const std::vector<at::Tensor> tensors = tensors_of(chunks, count);
         const at::Tensor to = *Borrowed(output);
         TORCH_CHECK(op == FCT_SUM || op == FCT_AVG, "chunks are summed or averaged");
-        *work = issue_here(pg, c10::DeviceType::CPU, [&] {
-            return fct::reduce_chunks(*shm_group_of(pg), to, all, *layout, op == FCT_AVG);
+        *work = issue_cpp(pg, c10::DeviceType::CPU, [&] {
+            return fct::reduce_chunks(*shm_group_of(pg), to, tensors, *layout, op == FCT_AVG);
         });
     });
 }
@@ -399,7 +402,7 @@ int fct_work_wait(fct_work *work) {
         }
         /* Some works copy into the output inside wait(). */
         const at::AutoDispatchBelowADInplaceOrView below;
-        if (work->kind == Kind::gloo) {
+        if (work->kind == BackendKind::gloo) {
             wait_on_gloo(*work);
             return;
         }
@@ -421,13 +424,13 @@ bool fct_work_done(fct_work *work) {
     }
     try {
         switch (work->kind) {
-        case Kind::gloo:
+        case BackendKind::gloo:
             return is_gloo_done(*work);
-        case Kind::nccl_like:
+        case BackendKind::nccl_like:
             return work->work->isCompleted();
-        case Kind::fake:
+        case BackendKind::fake:
             return true;
-        case Kind::python:
+        case BackendKind::python:
             return !can_poll_python_work(work->python) ||
                    work->python.attr("is_completed")().cast<bool>();
         default:

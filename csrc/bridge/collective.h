@@ -1,4 +1,4 @@
-/* Collectives and their works. */
+/* Collectives and their c10d::Work objects ("works"). */
 #ifndef FSDP_C_BRIDGE_COLLECTIVE_H
 #define FSDP_C_BRIDGE_COLLECTIVE_H
 
@@ -8,21 +8,22 @@
 extern "C" {
 #endif
 
-typedef struct fct_work fct_work; /* c10d::Work, counted */
+typedef struct fct_work fct_work; /* a c10d::Work; one owner */
 
-/* Every collective goes through the ProcessGroup's method, and so through the dispatcher ops of
- * namespace c10d. One call is one op, also over shared memory, so CommDebugMode, the flight
- * recorder and tests count the same ops. Complex tensors are passed as pairs of real
- * numbers. Gathers pass dtypes that the backend does not support as bytes.
+/* Every collective calls the ProcessGroup's method, which calls a dispatcher op of namespace c10d.
+ * One collective is one op, even over shared memory. So CommDebugMode, the flight recorder and
+ * tests count the same ops. Complex tensors are passed as pairs of real numbers. Gathers pass
+ * dtypes that the backend does not support as bytes.
  *
  * A rank shard ("row" in names) is the elements of a collective's buffer that belong to one rank.
  */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
-/* Each issues one asynchronous collective; csrc/transport calls them. `shm`: on the shared-memory
- * backend of the group, which fct_pg_add_shm_backend added, else on its own backend. *work is new,
- * or NULL if the backend finished at once. The tensors are 1-D and contiguous. The backend keeps
- * references to them until it is done. `factor` is used only for FCT_PREMUL_SUM. */
+/* Each function issues one asynchronous collective. csrc/transport calls the functions. `shm`
+ * selects the group's shared-memory backend (fct_pg_add_shm_backend) instead of its own backend.
+ * *work is new, or NULL if the backend finished at once. The tensors are 1-D and contiguous. The
+ * backend keeps references to the tensors until the collective is complete. `factor` is used only
+ * for FCT_PREMUL_SUM. */
 FCT_CHECK int fct_pg_all_gather(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,
                                 bool async_op, fct_work **work);
 FCT_CHECK int fct_pg_reduce_scatter(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,
@@ -31,27 +32,27 @@ FCT_CHECK int fct_pg_reduce_scatter(fct_pg *pg, bool shm, fct_tensor *output, fc
 /* All-reduces a buffer of gradients. */
 FCT_CHECK int fct_pg_all_reduce(fct_pg *pg, bool shm, fct_tensor *tensor, fct_reduce_op op,
                                 double factor, bool async_op, fct_work **work);
-/* All-reduces other values. Always uses the group's backend, because peers may call it through
- * torch. */
+/* All-reduces other values. Always uses the group's own backend, because peers may issue the same
+ * all-reduce through torch. */
 FCT_CHECK int fct_sum_over_ranks(fct_pg *pg, fct_tensor *tensor, fct_work **work);
 
 /* Consecutive elements of a rank shard, and their place in this rank's memory. */
 typedef struct fct_run {
-    size_t chunk;   /* index of the tensor that holds them */
+    size_t chunk;   /* index of the tensor that contains the elements */
     int64_t offset; /* in elements, in each rank's part of that tensor */
     int64_t numel;
 } fct_run;
-/* A rank shard as a sequence of runs. Chunk k holds parts of all rank shards, in rank order, of one
- * size. The layout is private to this rank: the transport sends shards in element order, so peers
- * may have other layouts. */
+/* A rank shard as a sequence of runs. Chunk k contains equally large parts of all rank shards, in
+ * rank order. The layout is private to this rank: the transport sends shards in element order, so
+ * peers may have other layouts. */
 typedef struct fct_chunk_layout {
     const fct_run *runs;
     size_t count;
     int64_t row_numel;
 } fct_chunk_layout;
 
-/* Whether chunks may be passed: nothing observes the c10d ops (dispatch mode, profiler) and needs
- * one packed buffer, and the group is not a Python class. */
+/* Whether collectives of the group may take separate chunks. Writes false if the group is a Python
+ * class, or if an observer of the c10d ops (dispatch mode, profiler) needs one packed buffer. */
 FCT_CHECK int fct_pg_can_pass_chunks(fct_pg *pg, bool *can);
 /* Collectives of separate chunks on the shared-memory backend; see transport/transport.h. */
 FCT_CHECK int fct_pg_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
@@ -60,29 +61,30 @@ FCT_CHECK int fct_pg_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *c
                                    size_t count, const fct_chunk_layout *layout, fct_reduce_op op,
                                    fct_work **work);
 
-/* Waits for a work. On devices with streams this orders the current stream after it and returns at
- * once. On the CPU it blocks with the GIL released, in slices. Signal handlers run between slices,
- * at most 0.2 s after the signal. If a handler raises, the function returns -1 and the work still
- * runs. An error of the collective is raised with torch's exception type. */
+/* Waits for a work. On devices with streams the call orders the current stream after the work and
+ * returns at once. On the CPU the call blocks with the GIL released, in slices. Signal handlers run
+ * between slices, at most 0.2 s after the signal. If a handler raises, the function returns -1 and
+ * the work still runs. An error of the collective is raised with torch's exception type. */
 FCT_CHECK int fct_work_wait(fct_work *work);
-/* Whether the work has completed, with or without an error. True if the backend cannot be polled.
- */
+/* Whether the work has completed, with or without an error. Also returns true if the backend cannot
+ * be polled. */
 bool fct_work_done(fct_work *work);
-/* Whether the work takes CPU time from computation: it copies through shared memory, is larger than
- * the ring, and the ranks have fewer than two CPUs each. */
+/* Whether the work takes CPU time from computation. That requires three conditions: the work copies
+ * through shared memory, its data is larger than the ring, and the ranks have fewer than two CPUs
+ * each. */
 bool fct_work_is_cpu_bound(const fct_work *work);
 void fct_work_release(fct_work *work); /* NULL is allowed */
-/* Sets whether all-reduces of this thread reduce buffers of gradients, as between enter and leave
- * with `gradients`. Returns the previous value. */
+/* Sets whether all-reduces of this thread reduce buffers of gradients. The shared-memory backend
+ * forwards all other all-reduces to gloo. Returns the previous value. */
 bool fct_set_gradient_all_reduce(bool gradients);
 
-/* Adds the shared-memory backend to the group under an unused type. The group calls only its
- * shutdown() and abort(), which close the negotiation. Writes false to *added if the CPU backend is
- * not gloo. */
+/* Adds the shared-memory backend to the group, under a backend type that the group does not use.
+ * The group calls only the backend's shutdown() and abort(), which close the negotiation. Writes
+ * false to *added if the CPU backend is not gloo. */
 struct shm_negotiation;
 FCT_CHECK int fct_pg_add_shm_backend(fct_pg *pg, struct shm_negotiation *negotiation, bool *added);
-/* Between enter and leave the collectives of the group itself use the shared-memory backend, for
- * any caller. `gradients`: as fct_set_gradient_all_reduce. */
+/* Between enter and leave, collectives that any caller issues on the group use the shared-memory
+ * backend. `gradients`: see fct_set_gradient_all_reduce. */
 FCT_CHECK int fct_pg_enter_shm(fct_pg *pg, bool gradients, void **entered);
 void fct_pg_leave_shm(void *entered); /* NULL is allowed */
 

@@ -1,4 +1,4 @@
-/* A scope without Python's context variables in the thread-local state. */
+/* The class ScopedContextRemoval. */
 #ifndef FSDP_C_BRIDGE_CONTEXT_REMOVAL_HPP
 #define FSDP_C_BRIDGE_CONTEXT_REMOVAL_HPP
 
@@ -11,9 +11,9 @@
 
 namespace fct {
 
-/* Removes the copy of Python's context variables from the thread-local state during its life. Since
- * torch 2.13 every backward stores one there, and gloo's works copy the state. gloo's threads would
- * need the GIL to destroy their works. A thread that waits for the GIL while the interpreter
+/* A scope in which the thread-local state has no copy of Python's context variables. Since torch
+ * 2.13 every backward stores the variables there, and gloo's works copy the state. gloo's threads
+ * would need the GIL to destroy their works. A thread that waits for the GIL while the interpreter
  * finalizes ends the process by std::terminate. */
 class ScopedContextRemoval {
   public:

@@ -1,5 +1,5 @@
-/* Python's error indicator, for csrc/core, which does not include Python.h. The translation of C++
- * exceptions to Python errors, and the fault counter, which is thread-local. */
+/* Functions over Python's error indicator, for csrc/core, which does not include Python.h. Also
+ * translates C++ exceptions to Python errors, and owns the fault counter, which is thread-local. */
 #include "error.h"
 
 #include "bridge.hpp"
@@ -105,13 +105,13 @@ void fct_error_explain(const char *text) {
         return;
     }
     auto *cause = static_cast<PyObject *>(fct_error_set_aside());
-    PyObject *explained = PyUnicode_FromFormat("%s: %S", text, cause);
+    PyObject *message = PyUnicode_FromFormat("%s: %S", text, cause);
     PyObject *error = nullptr;
-    if (explained != nullptr) {
-        error = PyObject_CallOneArg(reinterpret_cast<PyObject *>(Py_TYPE(cause)), explained);
-        Py_DECREF(explained);
+    if (message != nullptr) {
+        error = PyObject_CallOneArg(reinterpret_cast<PyObject *>(Py_TYPE(cause)), message);
+        Py_DECREF(message);
     }
-    /* The type needs other arguments: the exception stays as it was. */
+    /* If the type's constructor needs other arguments, the exception stays unchanged. */
     if (error == nullptr || !PyExceptionInstance_Check(error)) {
         Py_XDECREF(error);
         fct_error_put_back(cause);

@@ -9,18 +9,19 @@ extern "C" {
 #endif
 
 /* For tests: the n-th fallible boundary call of this thread from now on fails with
- * RuntimeError("injected fault ..."). 0 disarms. fct_fault_left() returns the remaining calls (0:
- * disarmed or fired). The counter is thread-local. While it is armed, fct_work_done() returns
- * false, so that the order of calls does not depend on timing. */
+ * RuntimeError("injected fault ..."). n = 0 disarms the fault. fct_fault_left() returns the
+ * remaining calls (0: disarmed or fired). The counter is thread-local. While a fault is armed,
+ * fct_work_done() returns false, so that the order of calls does not depend on timing. */
 void fct_fault_arm(int64_t n);
 int64_t fct_fault_left(void);
-/* A fallible call of another folder. Returns 0, or -1 with the injected fault. */
+/* The fault point of a fallible function outside of this folder. Returns 0, or -1 with the injected
+ * fault. */
 FCT_CHECK int fct_fault(const char *function);
-/* Sets MemoryError. */
+/* Raises MemoryError. */
 void fct_error_no_memory(void);
 
-/* Takes the pending exception (NULL: none) before a clean-up that may fail. put_back restores it
- * and discards an exception of the clean-up. */
+/* Takes the pending exception (NULL: none) before a clean-up that may fail. fct_error_put_back
+ * restores the exception and discards an exception of the clean-up. */
 void *fct_error_set_aside(void);
 void fct_error_put_back(void *error);
 /* Prefixes the message of a pending RuntimeError with "text: ". The original exception becomes the

@@ -1,7 +1,7 @@
 /* The part of the boundary that the negotiation of transports uses: properties of a process group,
  * the object that csrc/transport keeps for it, and all-gathers of integers.
  *
- * Owns the table of these objects. The GIL guards it. */
+ * Owns the table of the objects. The GIL guards the table. */
 #include "context_removal.hpp"
 #include "group.hpp"
 
@@ -29,21 +29,22 @@ struct Attachment {
     std::shared_ptr<void> object;
 };
 
-/* The entry of a group, new or found. Its address is constant while the group lives. */
+/* Returns the group's entry of the table, and adds the entry if there is none. The address of the
+ * entry is constant while the group lives. */
 std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
     static auto *const table = new std::unordered_map<const c10d::ProcessGroup *, Attachment>();
     for (auto it = table->begin(); it != table->end();) {
         it = it->second.group.expired() ? table->erase(it) : std::next(it);
     }
-    auto found = table->find(group.get());
-    if (found == table->end()) {
-        found =
+    auto entry = table->find(group.get());
+    if (entry == table->end()) {
+        entry =
             table
                 ->emplace(group.get(),
                           Attachment{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), nullptr})
                 .first;
     }
-    return &found->second.object;
+    return &entry->second.object;
 }
 
 } // namespace
@@ -63,7 +64,7 @@ const char *fct_pg_name(const fct_pg *pg) {
 }
 
 bool fct_pg_is_gloo(fct_pg *pg) {
-    return fct::kind_for(pg, c10::DeviceType::CPU) == fct::Kind::gloo;
+    return fct::backend_kind(pg, c10::DeviceType::CPU) == fct::BackendKind::gloo;
 }
 
 /* torch does not ship the header of the class. */
@@ -93,14 +94,14 @@ int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exch
         const auto backend = pg->group->getBackend(c10::DeviceType::CPU);
         auto exchange = std::make_unique<fct_exchange>();
         const auto length = static_cast<int64_t>(count);
-        at::Tensor sent = at::empty({length}, at::kLong);
-        std::copy_n(values, count, sent.mutable_data_ptr<int64_t>());
+        at::Tensor input = at::empty({length}, at::kLong);
+        std::copy_n(values, count, input.mutable_data_ptr<int64_t>());
         exchange->results = at::empty({pg->group->getSize() * length}, at::kLong);
         const fct::ScopedContextRemoval no_context;
         {
             pybind11::gil_scoped_release released;
             const at::DisableRecordFunctionGuard no_record;
-            exchange->work = backend->_allgather_base(exchange->results, sent);
+            exchange->work = backend->_allgather_base(exchange->results, input);
         }
         *out = exchange.release();
         return 0;

@@ -1,14 +1,14 @@
-/* torch's foreach operations, for devices without kernels in csrc/kernels. Each is one launch if
- * torch has a kernel for the list, as on CUDA, else one for each tensor. torch's FSDP2 uses the
- * same operations. */
+/* torch's foreach operations, for devices without kernels in csrc/kernels. An operation is one
+ * kernel launch if torch has a kernel for the list, like on CUDA. Otherwise it is one launch for
+ * each tensor. torch's FSDP2 uses the same operations. */
 #include "bridge.hpp"
 #include "tensor.h"
 
 #include <vector>
 
+using fct::BelowAutograd;
 using fct::Borrowed;
 using fct::guarded;
-using fct::Quiet;
 
 namespace {
 
@@ -44,7 +44,7 @@ extern "C" {
 
 int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t count) {
     return guarded("fct_foreach_copy", [&] {
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         const BorrowedList to(dst, count);
         const BorrowedList from(src, count);
         at::_foreach_copy_(*to, *from);
@@ -54,7 +54,7 @@ int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t coun
 int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,
                    size_t count) {
     return guarded("fct_split_copy", [&] {
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         const BorrowedList parts(out, count);
         at::split_with_sizes_copy_out(*parts, *Borrowed(rows), c10::IntArrayRef(sizes, count), 1);
     });
@@ -62,7 +62,7 @@ int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *con
 
 int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_tensor *out) {
     return guarded("fct_chunk_cat", [&] {
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         const BorrowedList list(tensors, count);
         Borrowed rows(out);
         at::_chunk_cat_out(*rows, *list, 0, chunks);

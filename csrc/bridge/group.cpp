@@ -1,7 +1,8 @@
-/* Handles of process groups, and the behavior of their backends.
+/* Handles of process groups, and the kinds of their backends.
  *
- * A group is resolved once, by name, and its handle caches the behavior of its backends. A group
- * that is a Python class is called through its Python methods: C++ does not see its overrides. */
+ * A group is resolved once, by name, and its handle caches the kinds of its backends. A group that
+ * is a Python class is called through its Python methods: calls from C++ do not reach its
+ * overrides. */
 #include "group.hpp"
 
 #include "pyobject.h"
@@ -11,24 +12,24 @@
 
 #include <unordered_map>
 
+using fct::BackendKind;
 using fct::guarded;
-using fct::Kind;
 
 namespace {
 
-Kind kind_of_name(const std::string &name) {
+BackendKind kind_of_name(const std::string &name) {
     if (name == "gloo") {
-        return Kind::gloo;
+        return BackendKind::gloo;
     }
     if (name == "fake") {
-        return Kind::fake;
+        return BackendKind::fake;
     }
-    for (const char *relative : {"nccl", "ncclx", "rccl", "xccl", "hccl", "mccl"}) {
-        if (name == relative) {
-            return Kind::nccl_like;
+    for (const char *backend : {"nccl", "ncclx", "rccl", "xccl", "hccl", "mccl"}) {
+        if (name == backend) {
+            return BackendKind::nccl_like;
         }
     }
-    return Kind::other;
+    return BackendKind::other;
 }
 
 /* All handles, by group: users of a group share one handle and its progress thread. The GIL guards
@@ -36,21 +37,22 @@ Kind kind_of_name(const std::string &name) {
 using Handles = std::unordered_map<const c10d::ProcessGroup *, fct_pg *>;
 
 Handles &handles() {
-    static auto *const all = new Handles();
-    return *all;
+    static auto *const table = new Handles();
+    return *table;
 }
 
-/* Returns the handle of `group`, new or shared. `object` is the Python object of the group. */
-fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
-    const auto found = handles().find(group.get());
-    if (found != handles().end()) {
-        found->second->owners++;
-        return found->second;
+/* Returns the handle of `group`, and creates it at the first call. `object` is the Python object of
+ * the group. */
+fct_pg *get_handle(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
+    const auto entry = handles().find(group.get());
+    if (entry != handles().end()) {
+        entry->second->owners++;
+        return entry->second;
     }
     auto pg = std::make_unique<fct_pg>();
     pg->group = std::move(group);
-    const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
-    if (!own.is(pybind11::type::of<c10d::ProcessGroup>())) {
+    const pybind11::handle type = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
+    if (!type.is(pybind11::type::of<c10d::ProcessGroup>())) {
         pg->python = std::move(object);
     }
     handles().emplace(pg->group.get(), pg.get());
@@ -61,16 +63,16 @@ fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object obje
 
 namespace fct {
 
-Kind kind_for(fct_pg *pg, c10::DeviceType type) {
+BackendKind backend_kind(fct_pg *pg, c10::DeviceType type) {
     if (pg->python) {
-        return Kind::python;
+        return BackendKind::python;
     }
     const auto index = static_cast<size_t>(type);
     if (index >= kDeviceTypes) {
-        return Kind::other;
+        return BackendKind::other;
     }
-    if (pg->kinds[index] == Kind::unknown) {
-        Kind kind = Kind::other;
+    if (pg->kinds[index] == BackendKind::unknown) {
+        BackendKind kind = BackendKind::other;
         try {
             kind = kind_of_name(pg->group->getBackend(type)->getBackendName());
         } catch (...) {
@@ -81,10 +83,10 @@ Kind kind_for(fct_pg *pg, c10::DeviceType type) {
     return pg->kinds[index];
 }
 
-Handle open_object(PyObject *obj) {
+Handle open_handle(PyObject *obj) {
     auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
     auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
-    return {open(std::move(group), std::move(object)), &fct_pg_release};
+    return {get_handle(std::move(group), std::move(object)), &fct_pg_release};
 }
 
 } // namespace fct
@@ -95,12 +97,12 @@ int fct_pg_resolve(const char *name, fct_pg **out) {
     return guarded("fct_pg_resolve", [&] {
         auto group = c10d::resolve_process_group(name);
         pybind11::object object = pybind11::cast(group);
-        *out = open(std::move(group), std::move(object));
+        *out = get_handle(std::move(group), std::move(object));
     });
 }
 
 int fct_py_pg(PyObject *obj, fct_pg **out) {
-    return guarded("fct_py_pg", [&] { *out = fct::open_object(obj).release(); });
+    return guarded("fct_py_pg", [&] { *out = fct::open_handle(obj).release(); });
 }
 
 void fct_pg_release(fct_pg *pg) {
@@ -117,10 +119,10 @@ void fct_pg_release(fct_pg *pg) {
     group.reset();
 }
 
-/* torch's FSDP2 does not check: it passes PREMUL_SUM to every backend. Only gloo is known to refuse
- * it, so fsdp_c divides for gloo. */
+/* torch's FSDP2 passes PREMUL_SUM to every backend without a check. Only gloo is known to refuse
+ * it, so fsdp_c divides the gradients for gloo. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
-    return fct::kind_for(pg, static_cast<c10::DeviceType>(device.type)) != Kind::gloo;
+    return fct::backend_kind(pg, static_cast<c10::DeviceType>(device.type)) != BackendKind::gloo;
 }
 
 } // extern "C"

@@ -1,4 +1,4 @@
-/* Process groups: handles, and what csrc/transport needs of them. */
+/* Handles of process groups, and the functions that csrc/transport needs. */
 #ifndef FSDP_C_BRIDGE_GROUP_H
 #define FSDP_C_BRIDGE_GROUP_H
 
@@ -8,9 +8,10 @@
 extern "C" {
 #endif
 
-typedef struct fct_pg fct_pg; /* c10d::ProcessGroup, counted */
+typedef struct fct_pg fct_pg; /* c10d::ProcessGroup, reference-counted */
 
-/* A handle by the group's registered name (pg.group_name). Handles of one group are shared. */
+/* Returns the handle of the group with this registered name (pg.group_name). A group has one
+ * handle, which its users share. */
 FCT_CHECK int fct_pg_resolve(const char *name, fct_pg **out);
 void fct_pg_release(fct_pg *pg); /* NULL is allowed */
 /* Whether ReduceOp.PREMUL_SUM may be passed to the backend of `device`. False only for gloo. */
@@ -21,23 +22,23 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device);
 int64_t fct_pg_world_size(const fct_pg *pg);
 int64_t fct_pg_rank(const fct_pg *pg);
 const char *fct_pg_name(const fct_pg *pg); /* valid while the caller owns the handle */
-/* Whether the CPU backend calls itself gloo. */
+/* Whether the name of the CPU backend is gloo. */
 bool fct_pg_is_gloo(fct_pg *pg);
 /* Whether the CPU backend is torch's gloo and not a wrapper with the same name. */
 bool fct_pg_has_plain_gloo(const fct_pg *pg);
-/* Whether a debug level of torch.distributed is set. */
+/* Whether TORCH_DISTRIBUTED_DEBUG is set to a level above OFF. */
 bool fct_c10d_is_debugged(void);
 
-/* An object of csrc/transport that lives as long as the ProcessGroup, which may be longer than its
- * handle. get returns NULL if there is none. attach takes `object`; `release` is called with the
- * GIL some time after the end of the group. */
+/* An object of csrc/transport that the ProcessGroup keeps. A ProcessGroup may outlive its handle.
+ * fct_pg_attachment returns NULL if there is none. fct_pg_attach takes `object`. After the end of
+ * the group `release` is called, with the GIL. */
 void *fct_pg_attachment(fct_pg *pg);
 void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *object));
 
-/* An all-gather of integers over the group's own CPU backend, counted. It is issued below the
- * dispatcher, so nothing observes it. start does not wait. wait runs signal handlers, and may be
- * called again after one raised. It writes the integers of all ranks, in rank order, to *results,
- * which is valid while the caller owns a reference. */
+/* An all-gather of integers over the group's own CPU backend, reference-counted. It is issued below
+ * the dispatcher, so nothing observes it. start does not wait. wait runs signal handlers. If a
+ * handler raised, wait may be called again. wait writes the integers of all ranks, in rank order,
+ * to *results, which is valid while the caller owns a reference. */
 typedef struct fct_exchange fct_exchange;
 FCT_CHECK int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count,
                                  fct_exchange **out);

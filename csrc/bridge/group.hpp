@@ -14,8 +14,8 @@
 
 namespace fct {
 
-/* The behavior class of a backend. */
-enum class Kind : uint8_t { unknown = 0, gloo, nccl_like, fake, python, other };
+/* The kind of a backend: the dtypes that it supports, and how its works are waited for. */
+enum class BackendKind : uint8_t { unknown = 0, gloo, nccl_like, fake, python, other };
 
 constexpr size_t kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES);
 
@@ -24,7 +24,8 @@ constexpr size_t kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE
 struct fct_pg {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     pybind11::object python; /* the object if the group is a Python class, else empty */
-    std::array<fct::Kind, fct::kDeviceTypes> kinds{}; /* by device type; filled on first use */
+    /* By device type; filled on first use. */
+    std::array<fct::BackendKind, fct::kDeviceTypes> kinds{};
     std::shared_ptr<void> *attachment = nullptr; /* see fct_pg_attachment; filled on first use */
     c10::intrusive_ptr<c10d::ProcessGroup> shm_group; /* see make_shm_group; filled on first use */
     std::unique_ptr<progress_thread, decltype(&progress_thread_free)> progress{
@@ -34,13 +35,13 @@ struct fct_pg {
 
 namespace fct {
 
-/* The behavior class of the backend that serves a device type. */
-Kind kind_for(fct_pg *pg, c10::DeviceType type);
+/* Returns the kind of the backend for a device type. */
+BackendKind backend_kind(fct_pg *pg, c10::DeviceType type);
 
 using Handle = std::unique_ptr<fct_pg, decltype(&fct_pg_release)>;
 
-/* Returns the handle of a ProcessGroup object. Handles of one group are shared. */
-Handle open_object(PyObject *obj);
+/* Returns the handle of a ProcessGroup object. Users of one group share its handle. */
+Handle open_handle(PyObject *obj);
 
 } // namespace fct
 

@@ -1,9 +1,9 @@
 /* The pool of csrc/kernels (kernels/pool.h) as a c10 allocator.
  *
  * Small blocks come from torch's default allocator. If the system has no memory for a block, the
- * pool is trimmed and the default allocator tries again. Under dispatch modes, which may observe
- * allocations, torch.empty makes the tensor. Blocks are reported to a memory profiler as the
- * default allocator does it. */
+ * pool frees its unused blocks and the default allocator serves the request. Under dispatch modes,
+ * which may observe allocations, torch.empty makes the tensor. The pool reports its blocks to the
+ * memory profiler, like the default allocator. */
 #include "memory.hpp"
 
 #include "../kernels/pool.h"
@@ -27,7 +27,7 @@ void report_to_profiler(const fck_block &block, int64_t bytes) {
     }
 }
 
-void give_back(void *context) {
+void return_to_pool(void *context) {
     auto *block = static_cast<fck_block *>(context);
     report_to_profiler(*block, -static_cast<int64_t>(block->bytes));
     fck_pool_give(block);
@@ -45,7 +45,7 @@ class Pool : public c10::Allocator {
             return c10::GetDefaultCPUAllocator()->allocate(bytes);
         }
         report_to_profiler(*block, static_cast<int64_t>(block->bytes));
-        return {block->data, block, &give_back, c10::Device(c10::DeviceType::CPU)};
+        return {block->data, block, &return_to_pool, c10::Device(c10::DeviceType::CPU)};
     }
 
     void copy_data(void *to, const void *from, std::size_t bytes) const override {

@@ -1,4 +1,4 @@
-/* CPU tensors with memory of the pool: see memory.cpp. */
+/* CPU tensors whose memory comes from the pool of csrc/kernels; see memory.cpp. */
 #ifndef FSDP_C_BRIDGE_MEMORY_HPP
 #define FSDP_C_BRIDGE_MEMORY_HPP
 

@@ -12,7 +12,7 @@
 namespace {
 
 /* THPVariable_Wrap(tensor, type) if this torch release exports it, else NULL without an exception.
- */
+ * The argument 0 prefers the overload with `int`, which exists only if the expression is valid. */
 template <typename Tensor>
 auto wrap_as(const Tensor &tensor, PyTypeObject *type, int)
     -> decltype(THPVariable_Wrap(tensor, type)) {
@@ -27,25 +27,26 @@ template <typename Tensor> PyObject *wrap_as(const Tensor &, PyTypeObject *, lon
     return nullptr;
 }
 
-bool is_simple(const at::Tensor &local) {
+/* Whether `local` is plain; see fct_py_wrapper. */
+bool is_plain(const at::Tensor &local) {
     return local.layout() == c10::kStrided && !local.requires_grad() && !local.is_conj() &&
            !local.is_neg();
 }
 
 /* A tensor like `local` whose storage has a size but no memory. torch distinguishes aliases of such
  * tensors by their storages. */
-at::Tensor without_memory(const at::Tensor &local, c10::IntArrayRef sizes,
-                          c10::IntArrayRef strides) {
+at::Tensor tensor_without_memory(const at::Tensor &local, c10::IntArrayRef sizes,
+                                 c10::IntArrayRef strides) {
     const int64_t offset = local.storage_offset();
     const size_t bytes = at::detail::computeStorageNbytes(sizes, strides, local.itemsize(), offset);
     c10::Storage storage(c10::Storage::use_byte_size_t{}, bytes,
                          at::DataPtr(nullptr, local.device()), c10::GetAllocator(c10::kMeta), true);
     const c10::DispatchKeySet keys(local.options().computeDispatchKey());
-    at::Tensor made =
+    at::Tensor result =
         at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, local.dtype());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
-    made.unsafeGetTensorImpl()->set_python_dispatch(true);
-    return made;
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    result.unsafeGetTensorImpl()->set_python_dispatch(true);
+    return result;
 }
 
 } // namespace
@@ -109,17 +110,18 @@ int fct_py_from_tensor(fct_tensor *t, PyObject **out) {
 int fct_py_wrapper(const fct_tensor *local, PyObject *type, const int64_t *sizes,
                    const int64_t *strides, int64_t dims, PyObject **out) {
     return guarded("fct_py_wrapper", [&] {
-        auto *class_of = reinterpret_cast<PyTypeObject *>(type);
+        auto *wrapper_type = reinterpret_cast<PyTypeObject *>(type);
         TORCH_CHECK_TYPE(
-            PyType_IsSubtype(class_of, reinterpret_cast<PyTypeObject *>(THPVariableClass)),
+            PyType_IsSubtype(wrapper_type, reinterpret_cast<PyTypeObject *>(THPVariableClass)),
             "a wrapper's class must be a subclass of torch.Tensor");
         fct::Borrowed tensor(local);
-        PyObject *made = nullptr;
-        if (is_simple(*tensor)) {
+        PyObject *wrapper = nullptr;
+        if (is_plain(*tensor)) {
             const auto count = static_cast<size_t>(dims);
-            made = wrap_as(without_memory(*tensor, {sizes, count}, {strides, count}), class_of, 0);
+            wrapper = wrap_as(tensor_without_memory(*tensor, {sizes, count}, {strides, count}),
+                              wrapper_type, 0);
         }
-        *out = made;
+        *out = wrapper;
     });
 }
 
@@ -137,12 +139,12 @@ int fct_py_grad(PyObject *param, PyObject **out) {
 int fct_py_set_grad(PyObject *param, PyObject *grad) {
     return guarded("fct_py_set_grad", [&] {
         TORCH_CHECK_TYPE(fct_py_is_tensor(param), "the parameter must be a torch.Tensor");
-        const bool none = grad == nullptr || grad == Py_None;
-        TORCH_CHECK_TYPE(none || fct_py_is_tensor(grad),
+        const bool is_none = grad == nullptr || grad == Py_None;
+        TORCH_CHECK_TYPE(is_none || fct_py_is_tensor(grad),
                          "the gradient must be a torch.Tensor or None");
         const at::Tensor &tensor = THPVariable_Unpack(param);
         at::Tensor old; /* destroyed last, because its destructor may run Python code */
-        if (none) {
+        if (is_none) {
             if (tensor.grad().defined()) {
                 old = std::exchange(tensor.mutable_grad(), at::Tensor());
             }

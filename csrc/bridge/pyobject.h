@@ -12,37 +12,41 @@ extern "C" {
 
 struct _object; /* CPython's PyObject */
 
-bool fct_py_is_tensor(struct _object *obj); /* isinstance(obj, torch.Tensor), fast */
+bool fct_py_is_tensor(struct _object *obj); /* type(obj) is torch.Tensor or a subclass */
 /* The tensor of a torch.Tensor object, borrowed from obj. Returns NULL without an exception if obj
  * is not a tensor. */
 fct_tensor *fct_py_tensor(struct _object *obj);
 /* The address of the storage of a torch.Tensor object, for comparison only. */
 const void *fct_py_storage(struct _object *tensor);
-/* New reference to the Python object of t, which is made if it does not exist. */
+/* New reference to the Python object of t. Creates the object if it does not exist. */
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
-/* A new wrapper of `type`, a subclass of torch.Tensor with __torch_dispatch__. It has the given
- * sizes and strides, and local's dtype, device and offset, without memory and gradient. Writes NULL
- * to *out, without an exception, if the caller must use torch's own function. That is so if this
- * torch release does not export it, or if `local` is not plain (it requires grad, for example). */
+/* A new wrapper of `type`, a subclass of torch.Tensor with __torch_dispatch__. The wrapper has the
+ * given sizes and strides, and local's dtype, device and offset, without memory and gradient.
+ * Writes NULL to *out, without an exception, if this torch release does not export the constructor,
+ * or if `local` is not plain (for example, requires grad). Then the caller uses torch's own
+ * function. */
 FCT_CHECK int fct_py_wrapper(const fct_tensor *local, struct _object *type, const int64_t *sizes,
                              const int64_t *strides, int64_t dims, struct _object **out);
-/* torch.Tensor.grad of param, also if its class overrides it. New reference, None if unset. */
+/* torch.Tensor.grad of param, even if the class of param overrides `grad`. New reference; None if
+ * there is no gradient. */
 FCT_CHECK int fct_py_grad(struct _object *param, struct _object **out);
-/* param.grad = grad without the checks of the Python setter. Both are torch.Tensor objects. grad
- * NULL: None. */
+/* param.grad = grad without the checks of the Python setter. Both are torch.Tensor objects. A NULL
+ * `grad` sets None. */
 FCT_CHECK int fct_py_set_grad(struct _object *param, struct _object *grad);
 /* Borrows the dict of param's post-accumulate-grad hooks. Returns NULL without an exception if
- * there is none. Does not call __torch_function__. */
+ * param has no hooks. Does not call __torch_function__. */
 struct _object *fct_py_grad_hooks(struct _object *param);
 /* Conversions of torch.dtype objects. fct_py_dtype returns FCT_NO_DTYPE for None, and -2 with a
  * TypeError for other objects. */
 fct_dtype fct_py_dtype(struct _object *obj);
 FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
-/* Whether the interpreter finalizes. Then modules are cleared, and code runs only in __del__. */
+/* Whether the interpreter finalizes. At that time modules are cleared, and code runs only in
+ * __del__. */
 bool fct_py_ending(void);
-/* A handle of a ProcessGroup object. Handles of one group are shared. */
+/* Returns the handle of a ProcessGroup object. Users of one group share its handle. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
-/* A new reference to the ProcessGroup that has the shared-memory backend of `pg` as its own. */
+/* A new reference to the ProcessGroup that has the shared-memory backend of `pg` as its CPU
+ * backend. */
 FCT_CHECK int fct_py_shm_group(fct_pg *pg, struct _object **out);
 /* A new allocator of the table in allocator.cpp, for buffers of the collectives of `group`. Raises
  * ValueError for an unknown name. */

@@ -1,21 +1,22 @@
 /* A c10d backend that moves the data of a process group through the shared memory of one host.
  *
- * torch's gloo backend gathers into a temporary buffer and copies that to the output. Its
- * reduce-scatter copies the input, all-reduces all of it and takes a slice. ShmBackend writes each
- * rank's data to shared memory once (csrc/transport), and the peers read it from there. A reduction
- * adds in the order of gloo's ring (kernels/ring.h), so the bits are equal to gloo's.
+ * torch's gloo backend gathers into a temporary buffer and copies the buffer to the output. Its
+ * reduce-scatter copies the input, all-reduces the whole copy and takes a slice. ShmBackend writes
+ * each rank's data to shared memory once (csrc/transport), and the peers read the data there. A
+ * reduction adds in the order of gloo's ring (kernels/ring.h), so the bits are equal to gloo's.
  *
  * ShmBackend belongs to a process group of its own, which only this extension holds. Collectives
- * are the same ops of namespace c10d, so dispatch modes, patches and profilers see the same calls.
+ * are the same ops of namespace c10d, so dispatch modes, patches and profilers observe the same
+ * calls.
  *
- * A rank must receive what its peers send. All ranks of a group negotiate once whether, and from
- * which collective on, they use ShmBackend (transport/negotiation.h). After that the choice depends
- * only on sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives if its
- * ranks span hosts or if one of them has no shared memory.
+ * All ranks of a group must use the same backend for a collective. They negotiate once whether they
+ * use ShmBackend, and from which collective on (transport/negotiation.h). After that the choice
+ * depends only on sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives
+ * if its ranks span hosts, or if a rank has no shared memory.
  *
  * A collective that is larger than the ring makes progress only inside wait(). The progress thread
- * of the group waits for it (transport/progress.h). Its operation type is UNKNOWN, as that of
- * gloo's reduce-scatter. */
+ * of the group waits for such a collective (transport/progress.h). Its work has the operation type
+ * UNKNOWN, like gloo's reduce-scatter. */
 #include "shm_backend.hpp"
 
 #include "shm_work.hpp"
@@ -92,7 +93,7 @@ class ShmBackend : public c10d::Backend {
         return start(std::move(work), std::move(transport), {});
     }
 
-    /* Each chunk is 1-D and holds data of all ranks, in rank order. */
+    /* Each chunk is 1-D and contains data of all ranks, in rank order. */
     WorkPtr gather_chunks(const Tensors &chunks, const fct_chunk_layout &layout) {
         const Tensors parts = view_by_rank(chunks);
         auto work = c10::make_intrusive<ShmWork>(FCT_OP_ALL_GATHER, parts);
@@ -114,8 +115,8 @@ class ShmBackend : public c10d::Backend {
         return start(std::move(work), require_transport(), shards);
     }
 
-    /* The methods below forward to the fallback. They are called only inside a ScopedShmBackend,
-     * by another thread or by the handler of a collective. */
+    /* The methods below forward to the fallback. They are called only inside a ScopedShmBackend, by
+     * another thread, or by a dispatch mode that handles a collective. */
     c10::intrusive_ptr<Options> getBackendOptions() override {
         return fallback_->getBackendOptions();
     }
@@ -205,7 +206,7 @@ class ShmBackend : public c10d::Backend {
         return {shm_negotiation_active_transport(negotiation_), &shm_transport_release};
     }
 
-    /* Throws without a transport: gloo has no collectives of separate chunks. */
+    /* Throws if there is no transport, because gloo has no collectives of separate chunks. */
     ShmTransportPtr require_transport() const {
         auto transport = active_transport();
         TORCH_CHECK(transport, "the process group has ended");
@@ -233,7 +234,7 @@ class ShmBackend : public c10d::Backend {
         return work;
     }
 
-    /* Whether the transport adds the dtype in the order of gloo's ring. */
+    /* Whether the transport can sum this dtype, in the order of gloo's ring. */
     static bool can_sum(const at::Tensor &tensor, const c10d::ReduceOp &op) {
         return (op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::SUM) &&
                shm_can_sum(static_cast<int32_t>(tensor.scalar_type()));
@@ -291,10 +292,10 @@ static c10::intrusive_ptr<c10d::Backend> backend_at(const c10d::ProcessGroup &gr
 }
 
 /* A backend type that the group does not use, or under which it has a ShmBackend already. */
-static Type free_type(const c10d::ProcessGroup &group) {
+static Type unused_type(const c10d::ProcessGroup &group) {
     for (const Type type : {Type::UCC, Type::MPI, Type::CUSTOM}) {
-        const auto found = backend_at(group, type);
-        if (!found || dynamic_cast<ShmBackend *>(found.get()) != nullptr) {
+        const auto backend = backend_at(group, type);
+        if (!backend || dynamic_cast<ShmBackend *>(backend.get()) != nullptr) {
             return type;
         }
     }
@@ -311,7 +312,7 @@ bool add_shm_backend(c10d::ProcessGroup &group, shm_negotiation *negotiation) {
         return false;
     }
     group.setBackend(
-        c10::DeviceType::CPU, free_type(group),
+        c10::DeviceType::CPU, unused_type(group),
         c10::make_intrusive<ShmBackend>(group.getBackend(c10::DeviceType::CPU), negotiation));
     restore_gloo(group);
     return true;
@@ -319,26 +320,26 @@ bool add_shm_backend(c10d::ProcessGroup &group, shm_negotiation *negotiation) {
 
 c10::intrusive_ptr<c10d::ProcessGroup>
 make_shm_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group, shm_negotiation *negotiation) {
-    auto backend = backend_at(*group, free_type(*group));
+    auto backend = backend_at(*group, unused_type(*group));
     if (!backend) {
         backend =
             c10::make_intrusive<ShmBackend>(group->getBackend(c10::DeviceType::CPU), negotiation);
     }
-    auto made = c10::make_intrusive<c10d::ProcessGroup>(group->getStore(), group->getRank(),
-                                                        group->getSize());
-    made->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, backend);
-    made->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-    made->setGroupName(group->getGroupName());
-    made->setGroupDesc(group->getGroupDesc());
-    return made;
+    auto shm_group = c10::make_intrusive<c10d::ProcessGroup>(group->getStore(), group->getRank(),
+                                                             group->getSize());
+    shm_group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, backend);
+    shm_group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+    shm_group->setGroupName(group->getGroupName());
+    shm_group->setGroupDesc(group->getGroupDesc());
+    return shm_group;
 }
 
 ScopedShmBackend::ScopedShmBackend(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                    const c10::intrusive_ptr<c10d::ProcessGroup> &shm_group) {
-    const auto now = group->getBackend(c10::DeviceType::CPU);
+    const auto current = group->getBackend(c10::DeviceType::CPU);
     /* An outer ScopedShmBackend may have replaced the backend already. */
-    if (dynamic_cast<ShmBackend *>(now.get()) == nullptr) {
-        group->setBackend(c10::DeviceType::CPU, free_type(*group),
+    if (dynamic_cast<ShmBackend *>(current.get()) == nullptr) {
+        group->setBackend(c10::DeviceType::CPU, unused_type(*group),
                           shm_group->getBackend(c10::DeviceType::CPU));
         group_ = std::move(group);
     }

@@ -12,20 +12,21 @@
 
 namespace fct {
 
-/* Registers a ShmBackend with the group under an unused type. The group calls only its shutdown()
- * and abort(), which close the negotiation. Returns false if the CPU backend is not gloo. Needs the
- * GIL. */
+/* Registers a ShmBackend with the group, under a backend type that the group does not use. The
+ * group calls only the backend's shutdown() and abort(), which close the negotiation. Returns false
+ * if the CPU backend is not gloo. Needs the GIL. */
 bool add_shm_backend(c10d::ProcessGroup &group, shm_negotiation *negotiation);
 
 /* A new group with the name and ranks of `group` and a ShmBackend for the CPU. */
 c10::intrusive_ptr<c10d::ProcessGroup>
 make_shm_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group, shm_negotiation *negotiation);
 
-/* Sets whether this thread's all-reduces reduce buffers of gradients, on all ranks. ShmBackend
- * forwards all other all-reduces to the fallback. Returns the previous value. */
+/* Sets whether this thread's all-reduces reduce buffers of gradients. The value is equal on all
+ * ranks. ShmBackend forwards all other all-reduces to the fallback. Returns the previous value. */
 bool set_gradient_all_reduce(bool gradients);
 
-/* See fct_pg_gather_chunks and fct_pg_reduce_chunks. `shm_group` was made by make_shm_group(). */
+/* See fct_pg_gather_chunks and fct_pg_reduce_chunks. `shm_group` is a result of make_shm_group().
+ */
 c10::intrusive_ptr<c10d::Work> gather_chunks(c10d::ProcessGroup &shm_group,
                                              const std::vector<at::Tensor> &chunks,
                                              const fct_chunk_layout &layout);
@@ -37,8 +38,9 @@ c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &shm_group,
 /* See fct_work_is_cpu_bound. */
 bool is_cpu_bound(const c10d::Work &work);
 
-/* During its life the CPU backend of `group` itself is the ShmBackend of `shm_group`. Used where
- * dispatch modes or Python functions receive the group. Construct and destroy it with the GIL. */
+/* A scope in which the CPU backend of `group` itself is the ShmBackend of `shm_group`. Used where
+ * dispatch modes or Python functions receive the group. Construction and destruction need the GIL.
+ */
 class ScopedShmBackend {
   public:
     ScopedShmBackend(c10::intrusive_ptr<c10d::ProcessGroup> group,

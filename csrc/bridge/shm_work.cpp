@@ -23,8 +23,8 @@ static shm_segment segment_of(const at::Tensor &chunk, int64_t offset, int64_t n
 RankShards RankShards::of_tensor(const at::Tensor &tensor) {
     TORCH_CHECK(tensor.dim() == 2 && tensor.stride(1) == 1,
                 "rank shards need a tensor [ranks, elements]");
-    const shm_segment all = segment_of(tensor, 0, tensor.size(1), 0);
-    return {{all}, tensor.scalar_type(), all.bytes};
+    const shm_segment segment = segment_of(tensor, 0, tensor.size(1), 0);
+    return {{segment}, tensor.scalar_type(), segment.bytes};
 }
 
 RankShards RankShards::of_chunks(const std::vector<at::Tensor> &chunks,

@@ -17,9 +17,9 @@ using ShmTransportPtr = std::shared_ptr<shm_transport>;
 
 /* The memory of all rank shards on this rank. */
 struct RankShards {
-    /* From one tensor [ranks, elements] whose last dimension is contiguous. */
+    /* Takes one tensor [ranks, elements] whose last dimension is contiguous. */
     static RankShards of_tensor(const at::Tensor &tensor);
-    /* From chunks [ranks, elements], see fct_chunk_layout in collective.h. Throws if the runs do
+    /* Takes chunks [ranks, elements]; see fct_chunk_layout in collective.h. Throws if the runs do
      * not cover the chunks in order. */
     static RankShards of_chunks(const std::vector<at::Tensor> &chunks,
                                 const fct_chunk_layout &layout);
@@ -29,24 +29,26 @@ struct RankShards {
     size_t bytes = 0; /* of one rank shard */
 };
 
-/* One collective and the tensors that it uses. If the ring holds all its messages at issue, it can
- * be polled. Otherwise only wait() completes it, and its operation type is UNKNOWN, as that of
- * gloo's reduce-scatter. */
+/* One collective and the tensors that it uses. If all its messages fit into the ring at issue, the
+ * work can be polled. Otherwise only wait() completes the work, and its operation type is UNKNOWN,
+ * like that of gloo's reduce-scatter. */
 class ShmWork : public c10d::Work {
   public:
-    /* `tensors` stay alive until completion. For a reduce-scatter and an all-reduce the first one
-     * is the output, which completion divides by the number of ranks if `average` is true. */
+    /* `tensors` stay alive until completion. For a reduce-scatter and an all-reduce the first
+     * tensor is the output. If `average` is true, completion divides the output by the number of
+     * ranks. */
     ShmWork(fct_op_kind kind, std::vector<at::Tensor> tensors, bool average = false);
     ShmWork(const ShmWork &) = delete;
     ShmWork &operator=(const ShmWork &) = delete;
     ~ShmWork() override;
 
-    /* Releases the tensors on completion, on any thread, instead of with this object. Requires
-     * tensors without Python objects. A failed collective keeps its tensors. */
+    /* Makes completion release the tensors, on any thread. By default the destructor releases them.
+     * Requires tensors without Python objects. A failed collective keeps its tensors. */
     void release_on_completion();
 
-    /* Submits the collective. Fills the fields of the request that the tensors determine: the
-     * caller sets rank, world, timeout_ms and, unless this is an all-reduce, the rank shards. */
+    /* Submits the collective. Fills the fields of the request that the tensors determine. The
+     * caller sets rank, world, timeout_ms and, unless the collective is an all-reduce, the rank
+     * shards. */
     void start(ShmTransportPtr transport, shm_request request, const RankShards &shards);
 
     /* Called by the progress thread, or by torch's functions on the caller's thread. May be called
@@ -65,8 +67,8 @@ class ShmWork : public c10d::Work {
     const bool average_;
     int64_t world_ = 0;
     bool release_on_completion_ = false;
-    ShmTransportPtr transport_; /* set by start(), as the next member */
-    shm_collective *collective_ = nullptr;
+    ShmTransportPtr transport_;            /* set by start() */
+    shm_collective *collective_ = nullptr; /* set by start() */
 };
 
 } // namespace fct

@@ -2,7 +2,7 @@
  * header is included, so the same code serves CUDA, XPU and out-of-tree devices.
  *
  * A stream is a value (id and device). torch owns the streams and never frees them. An event counts
- * its owners. It may be recorded repeatedly. */
+ * its owners, and may be recorded repeatedly. */
 #include "stream.h"
 
 #include "bridge.hpp"
@@ -40,7 +40,7 @@ c10::impl::VirtualGuardImpl guard_of(fct_device d) {
 }
 
 /* A device with an index; an index of -1 means the current device of that type. */
-c10::Device indexed(const c10::impl::VirtualGuardImpl &guard, fct_device d) {
+c10::Device with_index(const c10::impl::VirtualGuardImpl &guard, fct_device d) {
     return d.index < 0 ? guard.getDevice() : fct::device(d);
 }
 
@@ -55,7 +55,7 @@ bool fct_device_has_streams(fct_device device) {
 fct_stream fct_stream_current(fct_device device) {
     try {
         const auto guard = guard_of(device);
-        return pack(guard.getStream(indexed(guard, device)));
+        return pack(guard.getStream(with_index(guard, device)));
     } catch (...) { /* torch was built without this device */
         return fct_stream{0, device};
     }
@@ -64,11 +64,11 @@ fct_stream fct_stream_current(fct_device device) {
 int fct_stream_new(fct_device device, bool high_priority, fct_stream *out) {
     return guarded("fct_stream_new", [&] {
         const auto guard = guard_of(device);
-        const c10::Device where = indexed(guard, device);
+        const c10::Device torch_device = with_index(guard, device);
         try {
-            *out = pack(guard.getNewStream(where, high_priority ? -1 : 0));
+            *out = pack(guard.getNewStream(torch_device, high_priority ? -1 : 0));
         } catch (const c10::Error &) { /* some devices have only the pool */
-            *out = pack(guard.getStreamFromGlobalPool(where, high_priority));
+            *out = pack(guard.getStreamFromGlobalPool(torch_device, high_priority));
         }
     });
 }
@@ -84,9 +84,9 @@ fct_stream fct_stream_set_current(fct_stream s) {
 int fct_launch_enter(fct_device device, fct_device *before, void **native) {
     return guarded("fct_launch_enter", [&] {
         const auto guard = guard_of(device);
-        const c10::Device where = indexed(guard, device);
-        void *handle = guard.getStreamNativeHandle(guard.getStream(where));
-        *before = fct::device(guard.exchangeDevice(where));
+        const c10::Device torch_device = with_index(guard, device);
+        void *handle = guard.getStreamNativeHandle(guard.getStream(torch_device));
+        *before = fct::device(guard.exchangeDevice(torch_device));
         *native = handle;
     });
 }

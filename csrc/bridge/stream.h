@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-typedef struct fct_event fct_event; /* a device event; counted */
+typedef struct fct_event fct_event; /* a device event; counts its owners */
 
 /* A packed c10::Stream. Valid only if fct_device_has_streams(). */
 typedef struct fct_stream {
@@ -16,17 +16,17 @@ typedef struct fct_stream {
     fct_device device;
 } fct_stream;
 
-/* If false, the functions below must not be called. */
+/* Whether the device has streams. If not, the functions below must not be called. */
 bool fct_device_has_streams(fct_device device);
 fct_stream fct_stream_current(fct_device device);
-/* From torch's pool. */
+/* A new stream, or one of torch's pool. */
 FCT_CHECK int fct_stream_new(fct_device device, bool high_priority, fct_stream *out);
 /* Makes s the current stream of its device and returns the previous one. */
 fct_stream fct_stream_set_current(fct_stream s);
 /* A scope for kernel launches on the current stream of a device. fct_launch_enter makes the device
- * current. It writes the previous device to *before and the native stream handle (cudaStream_t or
- * similar) to *native. fct_launch_leave makes `before` current again. Call it only after a
- * successful enter. */
+ * current, and writes the previous device to *before and the native stream handle (cudaStream_t or
+ * similar) to *native. fct_launch_leave makes `before` current again. Call fct_launch_leave only
+ * after a successful fct_launch_enter. */
 FCT_CHECK int fct_launch_enter(fct_device device, fct_device *before, void **native);
 void fct_launch_leave(fct_device before);
 
@@ -36,8 +36,8 @@ FCT_CHECK int fct_event_record(fct_event *e, fct_stream s);
 FCT_CHECK int fct_event_wait(fct_event *e, fct_stream s);
 /* Blocks the host until e has completed, with the GIL released. No-op for an unrecorded event. */
 FCT_CHECK int fct_event_synchronize(fct_event *e);
-/* share adds an owner, which must call unshare. unshare removes one and returns true if others
- * remain. It returns false without effect for the only owner. */
+/* share adds an owner, which must call unshare. unshare removes an owner and returns true. For the
+ * only owner, unshare has no effect and returns false. */
 void fct_event_share(fct_event *e);
 bool fct_event_unshare(fct_event *e);
 void fct_event_free(fct_event *e); /* only by the only owner; NULL is allowed */

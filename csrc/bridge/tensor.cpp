@@ -1,8 +1,9 @@
 /* Tensors and their storages.
  *
- * Facts, aliases and storage memory use TensorImpl and StorageImpl directly. They run in every step
- * for every parameter, and the dispatcher would cost more than the work. Computations go through
- * at:: below autograd and ADInplaceOrView: they record no history and bump no version counters. */
+ * Properties, aliases and storage memory use TensorImpl and StorageImpl directly. Every step calls
+ * these functions for every parameter, and the dispatcher would take longer than they do.
+ * Computations go through at:: below autograd and ADInplaceOrView. They record no history and bump
+ * no version counters. */
 #include "tensor.h"
 
 #include "../kernels/pool.h"
@@ -15,11 +16,11 @@
 #include <c10/core/StorageImpl.h>
 #include <pybind11/pybind11.h>
 
+using fct::BelowAutograd;
 using fct::Borrowed;
-using fct::give;
 using fct::guarded;
 using fct::impl;
-using fct::Quiet;
+using fct::new_handle;
 
 namespace {
 
@@ -58,14 +59,15 @@ void read_facts(const c10::TensorImpl *t, fct_facts *out) {
     out->strided = out->data != nullptr || out->numel == 0 || !t->is_python_dispatch();
 }
 
-/* Elements from the first to one past the last of the alias. Throws on overflow. */
+/* The number of storage elements from the first element of an alias to its last one, inclusive.
+ * Throws on overflow. */
 int64_t alias_extent(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     int64_t last = 0;
     bool empty = false, fits = true;
     for (size_t i = 0; i < sizes.size(); i++) {
         int64_t step = 0;
         TORCH_CHECK(sizes[i] >= 0 && strides[i] >= 0, "an alias with sizes ", sizes,
-                    " and strides ", strides, " is not possible: negative numbers");
+                    " and strides ", strides, " has a negative size or stride");
         if (sizes[i] == 0) {
             empty = true;
             continue;
@@ -93,19 +95,20 @@ void check_alias(const c10::TensorImpl *base, int64_t itemsize, c10::IntArrayRef
 }
 
 /* The alias has the base's key set, so it is an inference tensor if the base is one. The
- * constructor removes Python keys. An alias of a conjugate view refers to the memory itself. */
-c10::TensorImpl *alias(c10::TensorImpl *base, caffe2::TypeMeta dtype, int32_t ndim,
-                       const int64_t *sizes, const int64_t *strides, int64_t offset) {
+ * constructor removes Python keys. An alias of a conjugate view has the unconjugated values of the
+ * memory. */
+c10::TensorImpl *make_alias(c10::TensorImpl *base, caffe2::TypeMeta dtype, int32_t ndim,
+                            const int64_t *sizes, const int64_t *strides, int64_t offset) {
     const c10::IntArrayRef shape(sizes, static_cast<size_t>(ndim));
     const c10::IntArrayRef steps(strides, static_cast<size_t>(ndim));
     check_alias(base, static_cast<int64_t>(dtype.itemsize()), shape, steps, offset);
     const c10::DispatchKeySet keys =
         base->key_set() -
         c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-    auto made = c10::make_intrusive<c10::TensorImpl>(
+    auto result = c10::make_intrusive<c10::TensorImpl>(
         c10::TensorImpl::VIEW, c10::Storage(base->unsafe_storage()), keys, dtype);
-    made->set_sizes_and_strides(shape, steps, offset);
-    return made.release();
+    result->set_sizes_and_strides(shape, steps, offset);
+    return result.release();
 }
 
 } // namespace
@@ -187,11 +190,11 @@ bool fct_tensor_is_view(const fct_tensor *t) {
 }
 
 bool fct_tensor_is_like(const fct_tensor *t, const fct_tensor *other) {
-    const c10::TensorImpl &one = *fct::impl(t), &two = *fct::impl(other);
-    return one.sizes() == two.sizes() && one.strides() == two.strides() &&
-           one.storage_offset() == two.storage_offset() && one.dtype() == two.dtype() &&
-           one.device() == two.device() && one.key_set() == two.key_set() &&
-           one.unsafe_storage().nbytes() == two.unsafe_storage().nbytes();
+    const c10::TensorImpl &a = *fct::impl(t), &b = *fct::impl(other);
+    return a.sizes() == b.sizes() && a.strides() == b.strides() &&
+           a.storage_offset() == b.storage_offset() && a.dtype() == b.dtype() &&
+           a.device() == b.device() && a.key_set() == b.key_set() &&
+           a.unsafe_storage().nbytes() == b.unsafe_storage().nbytes();
 }
 
 bool fct_dtype_is_floating(fct_dtype dtype) {
@@ -201,13 +204,13 @@ bool fct_dtype_is_floating(fct_dtype dtype) {
 
 int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
     return guarded("fct_tensor_empty", [&] {
-        /* A parameter that is made in inference mode may be trained later. */
+        /* A parameter that is created in inference mode may be trained later. */
         const c10::InferenceMode no_inference(false);
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         const c10::ScalarType type = fct::scalar_type(dtype);
-        *out = give(device.type == FCT_DEVICE_CPU
-                        ? fct::pooled_empty(numel, type)
-                        : at::empty({numel}, at::dtype(type).device(fct::device(device))));
+        *out = new_handle(device.type == FCT_DEVICE_CPU
+                              ? fct::pooled_empty(numel, type)
+                              : at::empty({numel}, at::dtype(type).device(fct::device(device))));
     });
 }
 
@@ -222,7 +225,8 @@ void fct_memory_trim(void) {
 int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
                      const int64_t *strides, int64_t offset, fct_tensor **out) {
     return guarded("fct_tensor_alias", [&] {
-        *out = fct::handle(alias(impl(base), impl(base)->dtype(), ndim, sizes, strides, offset));
+        *out =
+            fct::handle(make_alias(impl(base), impl(base)->dtype(), ndim, sizes, strides, offset));
     });
 }
 
@@ -230,34 +234,34 @@ int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim, c
                         const int64_t *strides, int64_t offset, fct_tensor **out) {
     return guarded("fct_tensor_alias_as", [&] {
         const caffe2::TypeMeta type = c10::scalarTypeToTypeMeta(fct::scalar_type(dtype));
-        *out = fct::handle(alias(impl(base), type, ndim, sizes, strides, offset));
+        *out = fct::handle(make_alias(impl(base), type, ndim, sizes, strides, offset));
     });
 }
 
 int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
     return guarded("fct_tensor_contiguous", [&] {
-        const Quiet quiet;
-        *out = give(Borrowed(t)->resolve_conj().resolve_neg().contiguous());
+        const BelowAutograd below_autograd;
+        *out = new_handle(Borrowed(t)->resolve_conj().resolve_neg().contiguous());
     });
 }
 
 int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
     return guarded("fct_tensor_cast", [&] {
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         Borrowed from(t);
         const c10::ScalarType type = fct::scalar_type(dtype);
         if (from->is_complex() && !c10::isComplexType(type)) {
-            *out = give(at::real(*from).to(type).contiguous());
+            *out = new_handle(at::real(*from).to(type).contiguous());
         } else {
-            *out = give(from->to(type));
+            *out = new_handle(from->to(type));
         }
     });
 }
 
 int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out) {
     return guarded("fct_tensor_zeros_like", [&] {
-        const Quiet quiet;
-        *out = give(at::zeros_like(*Borrowed(t)));
+        const BelowAutograd below_autograd;
+        *out = new_handle(at::zeros_like(*Borrowed(t)));
     });
 }
 
@@ -265,30 +269,31 @@ int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length, in
                    fct_tensor **local, fct_tensor **row) {
     return guarded("fct_tensor_cut", [&] {
         const c10::NoGradGuard no_grad;
-        const at::Tensor rows = Borrowed(t)->narrow(dim, start, length);
-        std::vector<int64_t> sizes = rows.sizes().vec();
+        const at::Tensor source = Borrowed(t)->narrow(dim, start, length);
+        std::vector<int64_t> sizes = source.sizes().vec();
         sizes.at(static_cast<size_t>(dim)) = padded;
-        const at::Tensor memory = length == padded ? rows.new_empty(sizes) : rows.new_zeros(sizes);
-        at::Tensor kept = memory.narrow(dim, 0, length);
-        if (rows.numel() > 0) {
-            kept.copy_(rows);
+        const at::Tensor memory =
+            length == padded ? source.new_empty(sizes) : source.new_zeros(sizes);
+        at::Tensor unpadded = memory.narrow(dim, 0, length);
+        if (source.numel() > 0) {
+            unpadded.copy_(source);
         }
-        at::Tensor all = kept.as_strided({memory.numel()}, {1}, kept.storage_offset());
-        *local = give(std::move(kept));
-        *row = give(std::move(all));
+        at::Tensor flat = unpadded.as_strided({memory.numel()}, {1}, unpadded.storage_offset());
+        *local = new_handle(std::move(unpadded));
+        *row = new_handle(std::move(flat));
     });
 }
 
 int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_copy", [&] {
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         Borrowed(dst)->copy_(*Borrowed(src));
     });
 }
 
 int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_upload", [&] {
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         Borrowed to(dst);
         Borrowed from(src);
         const pybind11::gil_scoped_release released;
@@ -298,20 +303,20 @@ int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src) {
 
 int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out) {
     return guarded("fct_tensor_to_host", [&] {
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         Borrowed from(t);
-        at::Tensor made;
+        at::Tensor copy;
         {
             const pybind11::gil_scoped_release released;
-            made = from->to(c10::Device(c10::kCPU), from->scalar_type(), non_blocking);
+            copy = from->to(c10::Device(c10::kCPU), from->scalar_type(), non_blocking);
         }
-        *out = give(std::move(made));
+        *out = new_handle(std::move(copy));
     });
 }
 
 int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_add", [&] {
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         view_half_as_real(*Borrowed(dst)).add_(view_half_as_real(*Borrowed(src)));
         if (!impl(dst)->is_inference()) {
             impl(dst)->bump_version();
@@ -321,7 +326,7 @@ int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
 
 int fct_tensor_div(fct_tensor *t, double divisor) {
     return guarded("fct_tensor_div", [&] {
-        const Quiet quiet;
+        const BelowAutograd below_autograd;
         view_half_as_real(*Borrowed(t)).div_(divisor);
     });
 }
@@ -344,12 +349,12 @@ int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {
     return guarded("fct_storage_alloc", [&] {
         TORCH_CHECK(impl(t)->has_storage(), "a tensor without a storage cannot be given memory");
         c10::StorageImpl *storage = impl(t)->unsafe_storage().unsafeGetStorageImpl();
-        const int64_t now = static_cast<int64_t>(storage->nbytes());
-        if (now == nbytes) {
+        const int64_t current = static_cast<int64_t>(storage->nbytes());
+        if (current == nbytes) {
             return;
         }
-        TORCH_CHECK(nbytes >= 0 && now == 0, "cannot give ", nbytes,
-                    " bytes to a storage that holds ", now);
+        TORCH_CHECK(nbytes >= 0 && current == 0, "cannot give ", nbytes,
+                    " bytes to a storage that holds ", current);
         TORCH_CHECK(storage->resizable() && storage->allocator() != nullptr,
                     "Trying to resize storage that is not resizable");
         c10::OptionalDeviceGuard guard;
@@ -403,8 +408,9 @@ const void *fct_grad_identity(const fct_tensor *t) {
 
 void fct_grad_take(fct_tensor *t, fct_tensor **out) {
     Borrowed tensor(t);
-    *out = tensor->grad().defined() ? give(std::exchange(tensor->mutable_grad(), at::Tensor()))
-                                    : nullptr;
+    *out = tensor->grad().defined()
+               ? new_handle(std::exchange(tensor->mutable_grad(), at::Tensor()))
+               : nullptr;
 }
 
 void fct_grad_put(fct_tensor *t, fct_tensor *grad) {

@@ -1,20 +1,20 @@
 /* Types and conventions of the boundary between the C layers and libtorch.
  *
- * The headers (.h) of this folder are valid C11 and include no header of torch or Python. Each one
- * declares opaque handles and functions of one topic. The .cpp files are the only real
- * implementation; tests/c/ has a simulated one. Headers of C++ (.hpp) are private to this folder.
- * csrc/core includes all of these headers except pyobject.h.
+ * The headers (.h) of this folder are valid C11 and include no header of torch or Python. Each
+ * header declares opaque handles and functions of one topic. The .cpp files implement them for
+ * libtorch; csrc/dry_run and tests/c contain simulated implementations. Headers of C++ (.hpp) are
+ * private to this folder. csrc/core includes all of these headers except pyobject.h.
  *
  * Conventions
- *   - `int` results: 0, or -1 with a Python exception set. Functions that return void, bool or a
- * value cannot fail. The caller holds the GIL.
+ *   - An `int` result is 0, or -1 with a Python exception set. Functions with another result
+ *     type cannot fail. The caller holds the GIL.
  *   - Output parameters come last and are written only on success.
  *   - "new": the caller owns one reference and releases it. "borrows": the callee takes no
- * reference. "takes": the callee steals the caller's reference, on failure too.
- *   - No function bumps a tensor's version counter or records autograd history unless it says so:
- * every operation on tensors runs with grad mode off and below autograd.
- *   - Process-global mutable state is keyed by process group, except the pool: ranks may be threads
- * of one process. */
+ *     reference. "takes": the callee steals the caller's reference, on failure too.
+ *   - No function bumps a tensor's version counter or records autograd history unless its comment
+ *     states it. Every operation on tensors runs with grad mode off and below autograd.
+ *   - Process-global mutable state is keyed by process group, because ranks may be threads of
+ *     one process. The memory pool (kernels/pool.h) is the exception. */
 #ifndef FSDP_C_BRIDGE_TYPES_H
 #define FSDP_C_BRIDGE_TYPES_H
 
@@ -28,7 +28,7 @@
 #define FCT_CHECK
 #endif
 
-typedef struct fct_tensor fct_tensor; /* c10::TensorImpl, counted */
+typedef struct fct_tensor fct_tensor; /* c10::TensorImpl, reference-counted */
 
 typedef int32_t fct_dtype; /* torch's ScalarType number; -1: none */
 #define FCT_NO_DTYPE (-1)

@@ -1,5 +1,5 @@
-/* Waits that run signal handlers, and works that the progress thread (transport/progress.h) waits
- * for. The thread calls no Python and never takes the GIL, not even to destroy what it holds. */
+/* Waits that run signal handlers; see wait.hpp. The progress thread (transport/progress.h) calls no
+ * Python and never takes the GIL, not even to destroy a work. */
 #include "wait.hpp"
 
 #include "bridge.hpp"
@@ -18,15 +18,15 @@ constexpr int64_t kSliceMs = 100;
 
 /* The object of a progress_job. The task's completion orders the accesses to `error`. */
 struct BackgroundWait {
-    c10::intrusive_ptr<c10d::Work> work; /* used by the progress thread only; reset by run() */
+    c10::intrusive_ptr<c10d::Work> work; /* used by the progress thread only; reset by run_wait() */
     std::exception_ptr error;
 };
 
-void run(void *object) {
+void run_wait(void *object) {
     auto *wait = static_cast<BackgroundWait *>(object);
     try {
-        /* The only thread-local state of the issuing thread that is copied. The rest of it holds
-         * Python objects. */
+        /* The thread-local state of the issuing thread also contains Python objects, so only these
+         * two settings are copied. */
         const c10::AutoGradMode no_grad(false);
         const at::AutoDispatchBelowADInplaceOrView below;
         wait->work->wait();
@@ -36,7 +36,7 @@ void run(void *object) {
     wait->work.reset();
 }
 
-void destroy(void *object) {
+void destroy_wait(void *object) {
     delete static_cast<BackgroundWait *>(object);
 }
 
@@ -53,7 +53,7 @@ namespace fct {
 WaitTask wait_in_background(progress_thread &thread, c10::intrusive_ptr<c10d::Work> work) {
     auto wait = std::make_unique<BackgroundWait>();
     wait->work = std::move(work);
-    progress_task *task = progress_thread_add(&thread, {wait.get(), &run, &destroy});
+    progress_task *task = progress_thread_add(&thread, {wait.get(), &run_wait, &destroy_wait});
     if (task == nullptr) {
         return nullptr;
     }

@@ -1,4 +1,4 @@
-/* Waits for works of the CPU that run signal handlers; see wait.cpp. */
+/* Waits for CPU works. While a thread waits, it runs signal handlers; see wait.cpp. */
 #ifndef FSDP_C_BRIDGE_WAIT_HPP
 #define FSDP_C_BRIDGE_WAIT_HPP
 
@@ -13,13 +13,14 @@ namespace fct {
 /* A counted reference to a task of the progress thread. */
 using WaitTask = std::shared_ptr<progress_task>;
 
-/* Lets the progress thread wait for a work. Returns null if it could not be started. */
+/* Adds a work to the progress thread, which waits for it. Returns null if the thread cannot be
+ * started. */
 WaitTask wait_in_background(progress_thread &thread, c10::intrusive_ptr<c10d::Work> work);
 
-/* Both block until completion, and throw the error of the work. Call them with the GIL. They
- * release it while they block, and run signal handlers every 0.1 s. An exception of a handler is
- * thrown, and the work continues in the background. A Work must support isCompleted() and
- * wait(timeout). */
+/* Both functions block until completion, and throw the error of the work. The caller holds the GIL.
+ * They wait in slices of 0.1 s with the GIL released, and run signal handlers between slices. An
+ * exception of a handler is thrown, and the work continues in the background. A Work must support
+ * isCompleted() and wait(timeout). */
 void wait_in_slices(c10d::Work &work);
 void wait_in_slices(progress_task &task);
 

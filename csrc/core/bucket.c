@@ -1,6 +1,6 @@
 /* Buckets of a group; see bucket.h. Owns the array of buckets. A gradient notification
- * (fct_grad_subscription) belongs to its parameter. It ends with the tensor that it observes, or
- * with the group.
+ * (fct_grad_subscription) belongs to its parameter. The notification is freed with the tensor that
+ * it observes, or by fc_bucket_fini.
  *
  * This file uses no stream. In an eager backward its functions run in autograd's thread. */
 #include "bucket.h"
@@ -11,7 +11,8 @@
 
 #include "plan.h"
 
-/* While one reduction waits for its collective, the next one can be packed. */
+/* Reductions in flight if a group has several buckets: one waits for its collective while the next
+ * one is packed. */
 enum { IN_FLIGHT = 2 };
 
 void fc_bucket_init(fc_buckets *b, fc_group_base *base) {
@@ -54,7 +55,7 @@ void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype) {
     p->reduce_dtype = dtype;
 }
 
-bool fc_bucket_several(const fc_buckets *b) {
+bool fc_bucket_has_several(const fc_buckets *b) {
     return b->mode != FC_BUCKETS_STALE && b->count > 1;
 }
 
@@ -66,21 +67,22 @@ static int64_t gradient_bytes(const fc_group_base *base, const fc_param *p) {
     return base->callbacks->requires_grad(p->owner) ? p->layout.numel * fc_dtype_size(dtype) : 0;
 }
 
-/* Assigns the parameters to buckets, last ones first, and returns the number of buckets. `items`
- * has space for one bucket per parameter. */
+/* Assigns the parameters to buckets, from the last parameter to the first, and returns the number
+ * of buckets. `items` has space for one bucket per parameter. */
 static size_t assign_buckets(const fc_group_base *base, int64_t limit, fc_bucket *items) {
     size_t count = 0;
     size_t end = base->count;
     int64_t bytes = 0;
     for (size_t i = base->count; i-- > 0;) {
-        int64_t sent = gradient_bytes(base, base->params[i]);
-        if (sent == 0 && end == i + 1 && count > 0) { /* frozen parameters join the bucket before */
+        int64_t grad_bytes = gradient_bytes(base, base->params[i]);
+        /* frozen parameters join the previous bucket */
+        if (grad_bytes == 0 && end == i + 1 && count > 0) {
             base->params[i]->bucket = count - 1;
             items[count - 1].span.first = end = i;
             continue;
         }
         base->params[i]->bucket = count;
-        bytes += sent;
+        bytes += grad_bytes;
         if (bytes >= limit || i == 0) {
             items[count++].span = (fc_span){i, end};
             end = i;
@@ -109,9 +111,10 @@ fc_status fc_bucket_cut(fc_buckets *b) {
     return fc_process_group_register_users(&b->base->replicate, b->count > 0 ? b->count - 1 : 0);
 }
 
-/* In a sharded group early reductions would keep the gathered parameters longer. */
+/* Returns true if a backward can be eager. Early reductions in a sharded group would keep the
+ * gathered parameters longer. */
 static bool can_reduce_early(const fc_buckets *b) {
-    return fc_bucket_several(b) && b->base->shard.world == 1;
+    return fc_bucket_has_several(b) && b->base->shard.world == 1;
 }
 
 fc_status fc_bucket_subscribe(fc_buckets *b) {
@@ -184,8 +187,8 @@ void fc_bucket_end(fc_buckets *b) {
 }
 
 size_t fc_bucket_in_flight(const fc_buckets *b) {
-    size_t wanted = b->base->comm->max_reductions;
-    return fc_bucket_several(b) && wanted < IN_FLIGHT ? IN_FLIGHT : wanted;
+    size_t max_in_flight = b->base->comm->max_reductions;
+    return fc_bucket_has_several(b) && max_in_flight < IN_FLIGHT ? IN_FLIGHT : max_in_flight;
 }
 
 /* ---- invariants ---- */

@@ -1,8 +1,9 @@
-/* Buckets: spans of a group's parameters with about `limit` bytes of gradients each. The last
- * parameters come first, because backward reaches them first. This module selects the next span;
- * the group reduces it. A replicated group has small buckets, so that reductions overlap backward.
- * A sharded group has large ones, reduced one after the other at the end of its backward, which
- * limits the peak memory of a reduction.
+/* Buckets: spans of a group's parameters with about `limit` bytes of gradients each. Cutting
+ * divides the parameters into buckets. Bucket 0 has the last parameters, because backward reaches
+ * these first. This module selects the next bucket, and the group reduces its gradients. A
+ * replicated group has small buckets, so that reductions overlap backward. A sharded group has
+ * large ones, reduced one after the other at the end of its backward, which limits the peak memory
+ * of a reduction.
  *
  *            cut                      begin(eager)
  *   STALE ----------> READY <------------------------------> EAGER
@@ -10,8 +11,8 @@
  *     +-----------------+------------------- LATE <------------+
  *
  * In an eager backward a bucket is reduced when all of its gradients have arrived and all earlier
- * buckets are reduced. The order of collectives is therefore the same on every rank, whatever
- * autograd's order is. The remaining buckets are reduced at the end of the module's backward.
+ * buckets are reduced. The order of collectives is therefore the same on every rank, independent of
+ * autograd's order. The remaining buckets are reduced at the end of the module's backward.
  *
  * A backward is not eager if
  *   - the group is sharded or has only one bucket,
@@ -24,7 +25,8 @@
  * the parameter and each runs its own backward. That gradient is reduced by itself at the end, and
  * later backwards are not eager.
  *
- * Precondition of all functions: fc_bucket_init. Buckets that are not stale have an array. */
+ * Precondition of all functions: fc_bucket_init. `items` is not NULL unless the buckets are stale
+ * or there is no limit. */
 #ifndef FSDP_C_CORE_BUCKET_H
 #define FSDP_C_CORE_BUCKET_H
 
@@ -37,7 +39,8 @@ typedef enum fc_bucket_mode {
     FC_BUCKETS_STALE, /* must be cut again from the current parameters */
     FC_BUCKETS_READY, /* cut; no eager backward is running */
     FC_BUCKETS_EAGER, /* complete buckets are reduced during this backward */
-    FC_BUCKETS_LATE   /* cut, and never eager again */
+    /* cut; a gradient arrived after its bucket was reduced, so no backward is eager */
+    FC_BUCKETS_LATE
 } fc_bucket_mode;
 
 typedef struct fc_bucket {
@@ -58,7 +61,8 @@ typedef struct fc_buckets {
 void fc_bucket_init(fc_buckets *b, fc_group_base *base);
 /* Removes all gradient notifications and frees the buckets. Call it before the group is freed. */
 void fc_bucket_fini(fc_buckets *b);
-/* Both mark the buckets as stale: after a change of the limit, or of the parameters. */
+/* Mark the buckets as stale. set_limit changes the limit. Call invalidate after a change of the
+ * group's parameters. */
 void fc_bucket_set_limit(fc_buckets *b, int64_t limit);
 void fc_bucket_invalidate(fc_buckets *b);
 /* Sets the dtype in which the gradient of `p` is reduced. Marks the buckets of its group as stale,
@@ -68,8 +72,8 @@ void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype);
 /* Cuts the buckets if they are stale. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);
 /* Returns true if there are several buckets and they are not stale. */
-bool fc_bucket_several(const fc_buckets *b);
-/* Cuts the buckets. In a replicated group with several buckets it also registers one autograd
+bool fc_bucket_has_several(const fc_buckets *b);
+/* Cuts the buckets. In a replicated group with several buckets, also registers one autograd
  * notification per parameter. Call it in forward, after the group was unsharded. */
 FC_CHECK fc_status fc_bucket_subscribe(fc_buckets *b);
 /* Starts the group's backward. `eager` is true if no condition outside of this module prevents an

@@ -1,5 +1,6 @@
 /* Tensors of a pending collective: one per chunk of its plan, in the plan's order. The list holds
- * one counted reference per tensor from the pack to the end of the copy-out. */
+ * one counted reference per tensor from the pack on. A gather drops the list after the copy-out, a
+ * reduction after the issue of its reduce-scatter. */
 #ifndef FSDP_C_CORE_CHUNKS_H
 #define FSDP_C_CORE_CHUNKS_H
 

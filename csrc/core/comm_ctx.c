@@ -1,10 +1,10 @@
 /* Communication context; see comm_ctx.h for the lifetime rule of buffers. Owns the event pool, the
- * kept buffers and the deferred collectives. It also holds the list of reductions in flight, whose
- * contents belong to reduction.c.
+ * kept buffers and the deferred collectives. The context also holds the list of reductions in
+ * flight, which reduction.c owns.
  *
  * Streams: gathers copy in on copy_in_stream and communicate on gather_stream. Reductions run on
- * reduce_stream, all-reduces and later work on all_reduce_stream. The caller's current stream
- * computes. */
+ * reduce_stream, all-reduces and later work on all_reduce_stream. Computation runs on the caller's
+ * current stream. */
 #include "comm_ctx.h"
 
 #include <assert.h>
@@ -38,10 +38,10 @@ done:
 }
 
 /* Releases the buffer and returns its event to the pool. */
-static void release_kept(fc_comm_ctx *c, fc_kept_gather *kept) {
+static void release_kept(fc_comm_ctx *c, fc_kept_buffer *kept) {
     fct_tensor_release(kept->buffer);
     fc_comm_put_event(c, kept->copied);
-    *kept = (fc_kept_gather){NULL, NULL};
+    *kept = (fc_kept_buffer){NULL, NULL};
 }
 
 void fc_comm_fini(fc_comm_ctx *c) {
@@ -134,11 +134,11 @@ fc_status fc_comm_record_into(fc_comm_ctx *c, fct_stream s, fct_event **slot) {
 
 void fc_comm_share_event(fc_comm_ctx *c, fct_event *e, fct_event **slot) {
     assert(e != NULL && c->events_out > 0);
-    fct_event *before = *slot;
+    fct_event *previous = *slot;
     fct_event_share(e);
     c->events_out++;
     *slot = e;
-    fc_comm_put_event(c, before);
+    fc_comm_put_event(c, previous);
 }
 
 fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot) {
@@ -199,7 +199,8 @@ fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e) {
     return fct_event_wait(e, c->copy_in_stream) == 0 ? FC_OK : FC_ERAISED;
 }
 
-/* Another thread may have kept a buffer since the last release. That buffer is released here. */
+/* If another thread has kept a buffer since the last release, this function releases that buffer
+ * first. */
 void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied) {
     assert(copied != NULL && c->has_streams);
     void *error = fct_error_set_aside();
@@ -225,13 +226,13 @@ done:
 
 fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done) {
     assert(row != NULL && done != NULL && c->streams_ready);
-    fc_kept_gather oldest = c->kept_rows[0];
+    fc_kept_buffer oldest = c->kept_rows[0];
     if (oldest.copied != NULL && fct_event_wait(oldest.copied, c->reduce_stream) != 0) {
         fc_comm_put_event(c, done);
         return FC_ERAISED;
     }
     c->kept_rows[0] = c->kept_rows[1];
-    c->kept_rows[1] = (fc_kept_gather){.buffer = row, .copied = done};
+    c->kept_rows[1] = (fc_kept_buffer){.buffer = row, .copied = done};
     release_kept(c, &oldest);
     return FC_OK;
 }
@@ -239,7 +240,7 @@ fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done) {
 fc_status fc_comm_release_rows(fc_comm_ctx *c) {
     assert(c->streams_ready || c->kept_rows[1].buffer == NULL);
     for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
-        fc_kept_gather *kept = &c->kept_rows[i];
+        fc_kept_buffer *kept = &c->kept_rows[i];
         if (kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0) {
             return FC_ERAISED;
         }

@@ -5,8 +5,8 @@
  *   - after its collective is complete (devices without streams), or
  *   - after the stream that reuses its memory waits for an event that was recorded after the last
  *     use (devices with streams).
- * If a wait is abandoned (signal, exception, reset), the Work and its buffers stay here.
- * fc_comm_collect releases them when the backend has completed the Work. */
+ * If a wait is abandoned (signal, exception, reset), the context keeps the Work and its buffers.
+ * fc_comm_collect releases both after the backend has completed the Work. */
 #ifndef FSDP_C_CORE_COMM_CTX_H
 #define FSDP_C_CORE_COMM_CTX_H
 
@@ -24,12 +24,12 @@ typedef struct fc_deferred_release {
     struct fc_deferred_release *next;
 } fc_deferred_release;
 
-/* A buffer whose consumer is queued. It is kept until the streams that reuse its memory wait for
- * `copied`. */
-typedef struct fc_kept_gather {
+/* A buffer whose last use is queued. The buffer is kept until the stream that reuses its memory
+ * waits for `copied`. */
+typedef struct fc_kept_buffer {
     fct_tensor *buffer;
     fct_event *copied;
-} fc_kept_gather;
+} fc_kept_buffer;
 
 typedef struct fc_comm_ctx {
     fct_device device;
@@ -39,18 +39,19 @@ typedef struct fc_comm_ctx {
     fct_stream gather_stream;
     fct_stream reduce_stream;
     fct_stream all_reduce_stream;
-    fc_kept_gather kept;
+    fc_kept_buffer kept; /* buffer of the latest FC_STREAM_DEFERRED gather */
     /* Reductions in flight, oldest first. reduction.c owns the list. */
     struct fc_reduction *oldest;
     struct fc_reduction *newest;
     size_t reductions;
-    size_t max_reductions;       /* allowed in flight when the next one starts; at least 1 */
+    /* reductions that may be in flight when another reduction starts; at least 1 */
+    size_t max_reductions;
     fct_event *last_reduced;     /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* end of the latest reduction on all_reduce_stream */
     /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. */
-    fc_kept_gather kept_rows[2];
+    fc_kept_buffer kept_rows[2];
     fc_order order;
-    fc_deferred_release *deferred;
+    fc_deferred_release *deferred; /* list; owned */
     fct_event **free_events;
     size_t free_event_count;
     size_t events_out; /* events taken from the pool and not returned */
@@ -68,12 +69,13 @@ void fc_comm_fini(fc_comm_ctx *c);
  * the event; NULL is allowed. */
 FC_CHECK fc_status fc_comm_get_event(fc_comm_ctx *c, fct_event **out);
 void fc_comm_put_event(fc_comm_ctx *c, fct_event *e);
-/* Moves the count of one taken event: it came from `from` and will be returned to `to`. Both
- * contexts have the same device. */
+/* Moves one event between the counts events_out: the event was taken from `from` and will be
+ * returned to `to`. Both contexts have the same device. */
 void fc_comm_transfer_event(fc_comm_ctx *from, fc_comm_ctx *to);
 /* Takes an event from the pool and records it on `s`. */
 FC_CHECK fc_status fc_comm_record(fc_comm_ctx *c, fct_stream s, fct_event **out);
-/* The same into a slot. The slot's previous event (or NULL) returns to the pool. */
+/* Like fc_comm_record, and stores the event in the slot. The slot's previous event (or NULL)
+ * returns to the pool. */
 FC_CHECK fc_status fc_comm_record_into(fc_comm_ctx *c, fct_stream s, fct_event **slot);
 /* Stores the event in a second slot for another waiter. The slot's previous event (or NULL) returns
  * to the pool. */
@@ -83,14 +85,14 @@ void fc_comm_share_event(fc_comm_ctx *c, fct_event *e, fct_event **slot);
 FC_CHECK fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot);
 /* Makes `waiter` wait for all work queued on `other` so far. */
 FC_CHECK fc_status fc_comm_order_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
-/* The same for cleanup: failures are ignored and a pending exception is preserved. */
+/* Like fc_comm_order_streams, for cleanup: ignores failures and preserves a pending exception. */
 void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
-/* Makes the current stream wait for all streams of the context, and these for the current stream.
- * Call it before freeing memory whose users are unknown. */
+/* Makes the current stream wait for all streams of the context. Then makes all streams of the
+ * context wait for the current stream. Call it before freeing memory whose users are unknown. */
 FC_CHECK fc_status fc_comm_quiesce(fc_comm_ctx *c);
-/* Makes later work on the gather streams wait for `e`. Only the copy-in stream waits: it owns the
- * buffers' memory, and each gather on the gather stream follows its copy-in. Does nothing before
- * the streams are ready. */
+/* Makes later work on the gather streams wait for `e`. Only the copy-in stream waits, because the
+ * buffers are its memory and each gather follows its copy-in. Does nothing before the streams are
+ * ready. */
 FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e);
 
 /* Keeps a gather buffer whose copy-out is queued, until fc_comm_release_kept. Takes both
@@ -99,9 +101,9 @@ void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied);
 /* Makes the gather streams wait for the copy-out, then releases the kept gather buffer. */
 FC_CHECK fc_status fc_comm_release_kept(fc_comm_ctx *c);
 
-/* Keeps a row whose cast runs on another stream than the row's, and releases the row before the
- * last. Two rows stay, so that a reduce-scatter does not wait for an all-reduce. Takes both
- * arguments; on failure it does not take the row. */
+/* Keeps a row whose cast runs on another stream than the row's. At most two rows are kept, so that
+ * a reduce-scatter does not wait for an all-reduce. A third call releases the oldest row. Takes
+ * both arguments; on failure the caller keeps the row. */
 FC_CHECK fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done);
 /* Makes the reduce stream wait for the casts, then releases both rows. */
 FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);
@@ -111,8 +113,8 @@ FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);
 FC_CHECK fc_status fc_comm_check(fc_comm_ctx *c);
 
 /* Keeps the work and the buffers until the backend has completed the work. Takes all arguments;
- * NULL is allowed. Never fails: without memory for the record it relies on the backend's own
- * references. */
+ * NULL is allowed. Never fails: without memory for the record, only the backend's own references
+ * keep the buffers. */
 void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fct_tensor *second);
 void fc_comm_collect(fc_comm_ctx *c); /* Releases deferred collectives that are complete. */
 

@@ -3,13 +3,14 @@
 
 #include "../kernels/kernels.h"
 
-/* Returns true if a sum over many ranks may exceed the range of the dtype. */
-static bool may_overflow(fct_dtype dtype) {
+/* Returns true if the sum must be divided before and after the collectives, so that it stays in the
+ * range of the dtype. As in torch, all dtypes but float32 and bfloat16 need this. */
+static bool needs_two_divisions(fct_dtype dtype) {
     return dtype != FCK_FLOAT32 && dtype != FCK_BFLOAT16;
 }
 
-/* Returns the divisor before the sum, about the square root of `factor`. Neither step then
- * overflows or underflows. */
+/* Returns the divisor of the input, about the square root of `factor`. The division before the sum
+ * and the division after the sum then neither overflow nor underflow. */
 static double divisor_before(double factor) {
     double before = 1.0;
     while (factor / before == (double)(int64_t)(factor / before) && factor / before > before) {
@@ -26,7 +27,7 @@ fc_divide fc_divide_split(const fc_divide_rule *rule) {
         divide.after = rule->has_factor ? rule->factor : 1.0;
         return divide;
     }
-    if (!may_overflow(rule->dtype) && !rule->force_sum) {
+    if (!needs_two_divisions(rule->dtype) && !rule->force_sum) {
         if (!rule->has_factor) {
             divide.op = FCT_AVG;
             divide.all_reduce_op = FCT_AVG;
@@ -41,7 +42,7 @@ fc_divide fc_divide_split(const fc_divide_rule *rule) {
         return divide;
     }
     double total = rule->has_factor ? rule->factor : (double)ranks;
-    if (may_overflow(rule->dtype)) {
+    if (needs_two_divisions(rule->dtype)) {
         divide.before = divisor_before(total);
     }
     divide.after = total / divide.before;

@@ -1,4 +1,4 @@
-/* Divide rule: how the mean over all ranks is split between scaling before, inside and after the
+/* Divide rule: splits the mean over all ranks into divisions before, inside and after the
  * collectives. Pure arithmetic; the results equal those of torch's FSDP2. */
 #ifndef FSDP_C_CORE_DIVIDE_H
 #define FSDP_C_CORE_DIVIDE_H
@@ -15,21 +15,22 @@ typedef struct fc_divide_rule {
     fct_dtype dtype;  /* dtype of the reduction */
     bool has_factor;  /* `factor` replaces the number of ranks as the divisor */
     double factor;
-    bool force_sum;
-    /* The backend can scale inside the collective (PREMUL_SUM). Otherwise inputs are scaled
-     * first. */
+    bool force_sum; /* only sums in collectives: set_force_sum_reduction_for_comms */
+    /* The backend can scale inside the collective (PREMUL_SUM). Otherwise inputs are divided before
+     * the collective. */
     bool has_premul;
 } fc_divide_rule;
 
-/* Result. A divisor of 1 means that no division is needed. */
+/* Divisors and operations of a reduction. A divisor of 1 needs no division. */
 typedef struct fc_divide {
-    double before;
-    double after;
-    fct_reduce_op op;
-    double premultiply; /* for FCT_PREMUL_SUM */
+    double before;      /* divisor of the input */
+    double after;       /* divisor of the result */
+    fct_reduce_op op;   /* of the reduce-scatter */
+    double premultiply; /* factor of FCT_PREMUL_SUM */
     fct_reduce_op all_reduce_op;
 } fc_divide;
 
+/* Applies the rule. Never fails. */
 fc_divide fc_divide_split(const fc_divide_rule *rule);
 
 #endif

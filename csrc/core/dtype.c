@@ -55,8 +55,8 @@ static bool is_float(fct_dtype dtype) {
            dtype == FCK_FLOAT64;
 }
 
-/* Complex dtypes and the dtypes of their parts. bfloat16 has no complex dtype; the next wider one
- * is used. */
+/* Complex dtypes and the dtypes of their parts. bfloat16 has no complex dtype of its own, so
+ * complex64 is used. */
 enum { COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10 };
 static const struct {
     fct_dtype real;
@@ -70,7 +70,7 @@ bool fc_dtype_is_complex(fct_dtype dtype) {
     return dtype == COMPLEX32 || dtype == COMPLEX64 || dtype == COMPLEX128;
 }
 
-static fct_dtype real_of(fct_dtype dtype) {
+static fct_dtype part_dtype(fct_dtype dtype) {
     for (size_t i = 0; i < sizeof complexes / sizeof complexes[0]; i++) {
         if (complexes[i].complex == dtype) {
             return complexes[i].real;
@@ -93,7 +93,7 @@ fct_dtype fc_dtype_wider(fct_dtype a, fct_dtype b) {
         return a;
     }
     if (fc_dtype_is_complex(a) || fc_dtype_is_complex(b)) {
-        fct_dtype parts = fc_dtype_wider(real_of(a), real_of(b));
+        fct_dtype parts = fc_dtype_wider(part_dtype(a), part_dtype(b));
         return parts == FCT_NO_DTYPE ? FCT_NO_DTYPE : fc_dtype_complex(parts);
     }
     if (!is_float(a) || !is_float(b)) {

@@ -4,7 +4,7 @@
 
 #include "../bridge/types.h"
 
-/* Returns the bytes per element of `dtype`, or 0 if the core does not support it. */
+/* Returns the bytes per element of `dtype`, or 0 if the core does not support the dtype. */
 int32_t fc_dtype_size(fct_dtype dtype);
 /* Returns torch's name of the dtype, such as "torch.float32", or "an unknown dtype". The string is
  * static. */
@@ -13,8 +13,8 @@ bool fc_dtype_is_complex(fct_dtype dtype);
 /* Returns the complex dtype whose parts hold every value of a floating dtype. Other dtypes are
  * returned unchanged. */
 fct_dtype fc_dtype_complex(fct_dtype dtype);
-/* Returns the narrowest floating or complex dtype that holds the values of both. Equal dtypes are
- * returned unchanged. FCT_NO_DTYPE: there is none. */
+/* Returns the narrowest floating or complex dtype that holds all values of both dtypes, or
+ * FCT_NO_DTYPE if no such dtype exists. Equal dtypes are returned unchanged. */
 fct_dtype fc_dtype_wider(fct_dtype a, fct_dtype b);
 
 #endif

@@ -10,7 +10,7 @@
 
 /* ---- lists ---- */
 
-static void release(fc_kept_tensor **list, size_t *count) {
+static void release_list(fc_kept_tensor **list, size_t *count) {
     for (size_t i = 0; i < *count; i++) {
         fct_tensor_release((*list)[i].tensor);
     }
@@ -19,8 +19,8 @@ static void release(fc_kept_tensor **list, size_t *count) {
     *count = 0;
 }
 
-/* Returns the current size of the tensor's storage in bytes; 0 for NULL. */
-static int64_t bytes_of(const fct_tensor *t) {
+/* Returns the bytes that the tensor's storage has now; 0 for NULL. */
+static int64_t allocated_bytes(const fct_tensor *t) {
     fct_facts facts = {0};
     if (t != NULL) {
         fct_tensor_facts(t, &facts);
@@ -28,8 +28,8 @@ static int64_t bytes_of(const fct_tensor *t) {
     return facts.strided ? facts.storage_bytes : 0;
 }
 
-/* Returns the size of the tensor's storage, or the size that it needs while it has no memory. */
-static int64_t bytes_needed(const fct_tensor *t) {
+/* Returns the bytes that the tensor's storage has, or would need if it has no memory. */
+static int64_t required_bytes(const fct_tensor *t) {
     fct_facts facts;
     fct_tensor_facts(t, &facts);
     return !facts.strided             ? 0
@@ -37,35 +37,35 @@ static int64_t bytes_needed(const fct_tensor *t) {
                                       : facts.offset_bytes + facts.numel * facts.itemsize;
 }
 
-/* Replaces the list. The new tensors may be among the old ones. */
-static fc_status replace(fc_kept_tensor **list, size_t *count, fct_tensor *const *tensors,
-                         size_t new_count) {
-    fc_kept_tensor *made = NULL;
+/* Replaces the list and takes new references. `tensors` may contain tensors of the old list. */
+static fc_status replace_list(fc_kept_tensor **list, size_t *count, fct_tensor *const *tensors,
+                              size_t new_count) {
+    fc_kept_tensor *new_list = NULL;
     if (new_count > 0) {
-        made = (fc_kept_tensor *)calloc(new_count, sizeof *made);
-        if (made == NULL) {
+        new_list = (fc_kept_tensor *)calloc(new_count, sizeof *new_list);
+        if (new_list == NULL) {
             return FC_ENOMEM;
         }
     }
     for (size_t i = 0; i < new_count; i++) {
         fct_tensor_retain(tensors[i]);
-        made[i] = (fc_kept_tensor){.tensor = tensors[i], .bytes = bytes_needed(tensors[i])};
+        new_list[i] = (fc_kept_tensor){.tensor = tensors[i], .bytes = required_bytes(tensors[i])};
     }
-    release(list, count);
-    *list = made;
+    release_list(list, count);
+    *list = new_list;
     *count = new_count;
     return FC_OK;
 }
 
 void fc_extension_forget_outputs(fc_extension *e) {
     assert((e->outputs == NULL) == (e->output_count == 0));
-    release(&e->outputs, &e->output_count);
+    release_list(&e->outputs, &e->output_count);
 }
 
 void fc_extension_forget(fc_extension *e) {
     assert((e->inner == NULL) == (e->inner_count == 0));
     fc_extension_forget_outputs(e);
-    release(&e->inner, &e->inner_count);
+    release_list(&e->inner, &e->inner_count);
 }
 
 void fc_extension_fini(fc_extension *e) {
@@ -80,12 +80,12 @@ fc_status fc_extension_set_inputs(fc_extension *e, fct_tensor *const *inputs, si
     assert(count == 0 || inputs != NULL);
     fc_extension_drop_inputs(e);
     if (count != e->input_count) {
-        fc_input *made = count > 0 ? (fc_input *)calloc(count, sizeof *made) : NULL;
-        if (made == NULL && count > 0) {
+        fc_input *new_inputs = count > 0 ? (fc_input *)calloc(count, sizeof *new_inputs) : NULL;
+        if (new_inputs == NULL && count > 0) {
             return FC_ENOMEM;
         }
         free(e->inputs);
-        e->inputs = made;
+        e->inputs = new_inputs;
         e->input_count = count;
     }
     for (size_t i = 0; i < count; i++) {
@@ -107,17 +107,17 @@ void fc_extension_drop_inputs(fc_extension *e) {
 
 fc_status fc_extension_set_outputs(fc_extension *e, fct_tensor *const *outputs, size_t count) {
     assert(count == 0 || outputs != NULL);
-    return replace(&e->outputs, &e->output_count, outputs, count);
+    return replace_list(&e->outputs, &e->output_count, outputs, count);
 }
 
 fc_status fc_extension_set_inner(fc_extension *e, fct_tensor *const *inner, size_t count) {
     assert(count == 0 || inner != NULL);
-    return replace(&e->inner, &e->inner_count, inner, count);
+    return replace_list(&e->inner, &e->inner_count, inner, count);
 }
 
 /* ---- memory ---- */
 
-static bool fits(const fc_kept_tensor *output, int64_t numel, fct_dtype dtype) {
+static bool matches(const fc_kept_tensor *output, int64_t numel, fct_dtype dtype) {
     fct_facts facts;
     if (output->tensor == NULL) {
         return false;
@@ -126,47 +126,48 @@ static bool fits(const fc_kept_tensor *output, int64_t numel, fct_dtype dtype) {
     return facts.numel == numel && facts.dtype == dtype;
 }
 
-static fc_status refuse_over_others(const fc_kept_tensor *output, const char *name, fc_error *err) {
+static fc_status refuse_shared_output(const fc_kept_tensor *output, const char *name,
+                                      fc_error *err) {
     if (output->tensor == NULL || !fct_storage_is_shared(output->tensor)) {
         return FC_OK;
     }
     return fc_error_set(err, FC_ESTATE,
                         "parameter '%s': fsdp_pre_all_gather returned inputs of other sizes or "
-                        "dtypes than before, but what fsdp_post_all_gather made of those lies over "
-                        "the memory that they were gathered into",
+                        "dtypes than before, but a tensor that fsdp_post_all_gather created lies "
+                        "over the memory that they were gathered into",
                         name != NULL ? name : "?");
 }
 
-/* Adjusts the number of outputs to the number of inputs. */
-static fc_status match_count(fc_extension *e, const char *name, fc_error *err) {
-    fc_kept_tensor *made = NULL;
+/* Adjusts the number of outputs to the number of inputs. New entries have no tensor. */
+static fc_status match_output_count(fc_extension *e, const char *name, fc_error *err) {
+    fc_kept_tensor *new_outputs = NULL;
     if (e->output_count == e->input_count) {
         return FC_OK;
     }
     for (size_t i = e->input_count; i < e->output_count; i++) {
-        fc_status status = refuse_over_others(&e->outputs[i], name, err);
+        fc_status status = refuse_shared_output(&e->outputs[i], name, err);
         if (status != FC_OK) {
             return status;
         }
     }
     if (e->input_count > 0) {
-        made = (fc_kept_tensor *)calloc(e->input_count, sizeof *made);
-        if (made == NULL) {
+        new_outputs = (fc_kept_tensor *)calloc(e->input_count, sizeof *new_outputs);
+        if (new_outputs == NULL) {
             return FC_ENOMEM;
         }
     }
     for (size_t i = 0; i < e->output_count && i < e->input_count; i++) {
-        made[i] = e->outputs[i];
+        new_outputs[i] = e->outputs[i];
         e->outputs[i].tensor = NULL;
     }
-    release(&e->outputs, &e->output_count);
-    e->outputs = made;
+    release_list(&e->outputs, &e->output_count);
+    e->outputs = new_outputs;
     e->output_count = e->input_count;
     return FC_OK;
 }
 
-static fc_status alloc(const fc_kept_tensor *kept) {
-    return bytes_of(kept->tensor) == kept->bytes ||
+static fc_status alloc_storage(const fc_kept_tensor *kept) {
+    return allocated_bytes(kept->tensor) == kept->bytes ||
                    fct_storage_alloc(kept->tensor, kept->bytes) == 0
                ? FC_OK
                : FC_ERAISED;
@@ -176,21 +177,21 @@ fc_status fc_extension_alloc(fc_extension *e, int64_t world, fct_device device, 
                              fc_error *err) {
     assert(world > 0);
     fc_status status = FC_OK;
-    FC_TRY(match_count(e, name, err));
+    FC_TRY(match_output_count(e, name, err));
     for (size_t i = 0; i < e->input_count; i++) {
         fc_kept_tensor *output = &e->outputs[i];
         const int64_t numel = world * e->inputs[i].numel; /* the plan has checked the product */
-        if (!fits(output, numel, e->inputs[i].dtype)) {
-            fct_tensor *made = NULL;
-            FC_TRY(refuse_over_others(output, name, err));
-            FC_TRY_RAISED(fct_tensor_empty(numel, e->inputs[i].dtype, device, &made));
+        if (!matches(output, numel, e->inputs[i].dtype)) {
+            fct_tensor *tensor = NULL;
+            FC_TRY(refuse_shared_output(output, name, err));
+            FC_TRY_RAISED(fct_tensor_empty(numel, e->inputs[i].dtype, device, &tensor));
             fct_tensor_release(output->tensor);
-            *output = (fc_kept_tensor){.tensor = made, .bytes = bytes_of(made)};
+            *output = (fc_kept_tensor){.tensor = tensor, .bytes = allocated_bytes(tensor)};
         }
-        FC_TRY(alloc(output));
+        FC_TRY(alloc_storage(output));
     }
     for (size_t i = 0; i < e->inner_count; i++) {
-        FC_TRY(alloc(&e->inner[i]));
+        FC_TRY(alloc_storage(&e->inner[i]));
     }
 done:
     return status;
@@ -210,7 +211,7 @@ bool fc_extension_can_free(const fc_extension *e) {
 
 static void free_all(const fc_kept_tensor *list, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        if (bytes_of(list[i].tensor) > 0) {
+        if (allocated_bytes(list[i].tensor) > 0) {
             fct_storage_free(list[i].tensor);
         }
     }
@@ -225,10 +226,10 @@ void fc_extension_free(fc_extension *e) {
 int64_t fc_extension_bytes(const fc_extension *e) {
     int64_t bytes = 0;
     for (size_t i = 0; i < e->output_count; i++) {
-        bytes += bytes_of(e->outputs[i].tensor);
+        bytes += allocated_bytes(e->outputs[i].tensor);
     }
     for (size_t i = 0; i < e->inner_count; i++) {
-        bytes += bytes_of(e->inner[i].tensor);
+        bytes += allocated_bytes(e->inner[i].tensor);
     }
     return bytes;
 }

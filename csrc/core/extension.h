@@ -4,8 +4,9 @@
  *   shard --first hook--> inputs --gather--> outputs --second hook--> unsharded parameter
  *                                                                     over inner tensors
  *
- * Inputs exist from the first hook to the pack; their sizes and dtypes are kept. The tensor objects
- * of outputs and inner tensors are kept; their storages have memory only while the parameter is
+ * The first hook is fsdp_pre_all_gather, the second hook is fsdp_post_all_gather. Inputs exist from
+ * the first hook to the pack. Their sizes and dtypes are kept after the pack. The tensor objects of
+ * outputs and inner tensors are kept; their storages have memory only while the parameter is
  * unsharded. Memory is allocated and freed by resizing storages on the device's current stream.
  *
  * Preconditions: the struct is zeroed or was changed by these functions only. Lists of `count`
@@ -26,11 +27,11 @@ typedef struct fc_input {
 /* A tensor that is kept while its memory is allocated and freed. */
 typedef struct fc_kept_tensor {
     fct_tensor *tensor; /* counted */
-    int64_t bytes;      /* size of its storage while that has memory */
+    int64_t bytes;      /* size of the storage while the tensor has memory */
 } fc_kept_tensor;
 
 typedef struct fc_extension {
-    fc_input *inputs; /* [input_count] of the latest gather */
+    fc_input *inputs; /* [input_count] inputs of the latest gather */
     size_t input_count;
     fc_kept_tensor *outputs; /* [output_count] 1-D; each holds one input of all ranks */
     size_t output_count;
@@ -47,7 +48,7 @@ FC_CHECK fc_status fc_extension_set_inputs(fc_extension *e, fct_tensor *const *i
                                            size_t count);
 /* Releases the input tensors. Their sizes and dtypes are kept. */
 void fc_extension_drop_inputs(fc_extension *e);
-/* Store the tensors that were gathered into and those that the second hook created. Take new
+/* Store the outputs of the gather, or the inner tensors that the second hook created. Take new
  * references. Return FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_extension_set_outputs(fc_extension *e, fct_tensor *const *outputs,
                                             size_t count);

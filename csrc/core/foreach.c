@@ -2,9 +2,9 @@
  * runs on the device's current stream.
  *
  * A parameter that is sharded on another dim than 0 has the layout [outer, world, chunk] when
- * unsharded. In rows it has the layout [world, outer, chunk]. It needs one more copy between the
- * two, like torch.cat in torch's FSDP2. If at most one other parameter remains, all parameters are
- * copied in this way, without a split. */
+ * unsharded. In rows its layout is [world, outer, chunk]. Such a parameter needs one more copy
+ * between these layouts, like torch.cat in torch's FSDP2. If at most one parameter is sharded on
+ * dim 0, each parameter is copied by itself, without a split. */
 #include "foreach.h"
 
 #include <assert.h>
@@ -63,7 +63,8 @@ static fc_status view_1d(const fct_tensor *base, fct_dtype dtype, int64_t numel,
                                                                                  : FC_ERAISED;
 }
 
-/* Creates a 2-D view of `rows` rows of `numel` elements, with a stride of `pitch`. */
+/* Creates a 2-D view of `rows` rows of `numel` elements, `pitch` elements apart, from element
+ * `offset` of the storage. */
 static fc_status view_2d(const fct_tensor *base, fct_dtype dtype, int64_t rows, int64_t numel,
                          int64_t pitch, int64_t offset, fct_tensor **out) {
     const int64_t sizes[2] = {rows, numel};
@@ -106,7 +107,7 @@ static fc_status add_copy(fc_foreach *f, fct_dtype from, const fct_tensor *sourc
                           int64_t source_offset, fct_dtype to, const fct_tensor *target,
                           int64_t target_offset, int64_t numel) {
     fc_status status = FC_OK;
-    size_t i = append(f, ((int64_t)from << 32) + to); /* key: one operation per value */
+    size_t i = append(f, ((int64_t)from << 32) + to); /* copy_all groups entries by this key */
     FC_TRY(view_1d(source, from, numel, source_offset, &f->src[i]));
     FC_TRY(view_1d(target, to, numel, target_offset, &f->dst[i]));
 done:
@@ -141,7 +142,7 @@ done:
     return status;
 }
 
-/* Appends the copy of a slot's input to `at` bytes into the storage of `target`. */
+/* Appends the copy of a slot's input to the storage of `target`, at byte `at`. */
 static fc_status add_input(fc_foreach *f, const fc_gather_plan *plan, const fc_slot *slot,
                            fc_param *const *params, const fct_tensor *target, int64_t at,
                            fc_error *err) {
@@ -151,14 +152,14 @@ static fc_status add_input(fc_foreach *f, const fc_gather_plan *plan, const fc_s
     const fct_tensor *source = fc_slot_input(plan, slot, params);
     int32_t size = fc_dtype_size(slot->compute);
     bool casts = slot->source != slot->compute;
-    bool apart = at % size != 0 ||
-                 (fc_dtype_is_complex(slot->source) && !fc_dtype_is_complex(slot->compute));
+    bool needs_tensor_cast = at % size != 0 || (fc_dtype_is_complex(slot->source) &&
+                                                !fc_dtype_is_complex(slot->compute));
     FC_TRY(fc_slot_input_facts(plan, slot, params, &facts, err));
-    if (casts && !apart) {
+    if (casts && !needs_tensor_cast) {
         return add_copy(f, slot->source, source, facts.offset_bytes / facts.itemsize, slot->compute,
                         target, at / size, slot->numel);
     }
-    if (casts) { /* the target is not aligned to its dtype, or only real parts are kept */
+    if (casts) { /* the target is not aligned to its dtype, or the cast keeps only real parts */
         FC_TRY_RAISED(fct_tensor_cast(fc_slot_input(plan, slot, params), slot->compute, &cast));
         source = cast;
         fct_tensor_facts(cast, &facts);
@@ -192,7 +193,7 @@ done:
 
 /* ---- unpack ---- */
 
-/* Returns the slot's size in elements of the row, which are bytes if the dtypes differ. */
+/* Returns the slot's size in elements of plan->dtype. */
 static int64_t slot_units(const fc_gather_plan *plan, const fc_slot *slot) {
     return slot->numel * fc_dtype_size(slot->compute) / fc_dtype_size(plan->dtype);
 }
@@ -208,40 +209,41 @@ static fc_status unpack_blocks(const fc_gather_plan *plan, const fc_slot *slot,
 }
 
 /* Extra memory that the split writes besides the outputs, in elements per row. */
-typedef struct spare_sizes {
-    int64_t blocks; /* total of the slots with several blocks, which are copied from there */
-    int64_t gap;    /* widest gap between two slots; never read */
-} spare_sizes;
+typedef struct extra_sizes {
+    /* elements of slots with several blocks; unpack_blocks copies them from here to the outputs */
+    int64_t blocks;
+    int64_t gap; /* widest gap between two slots; never read */
+} extra_sizes;
 
-static spare_sizes measure_spare(const fc_gather_plan *plan) {
-    spare_sizes a = {0, 0};
+static extra_sizes measure_extra(const fc_gather_plan *plan) {
+    extra_sizes sizes = {0, 0};
     int64_t end = 0;
     for (size_t i = 0; i <= plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         int64_t next =
             i < plan->count ? slot->offset / fc_dtype_size(plan->dtype) : plan->row_numel;
-        a.gap = next - end > a.gap ? next - end : a.gap;
+        sizes.gap = next - end > sizes.gap ? next - end : sizes.gap;
         if (i < plan->count) {
-            a.blocks += slot->outer != 1 ? slot_units(plan, slot) : 0;
+            sizes.blocks += slot->outer != 1 ? slot_units(plan, slot) : 0;
             end = next + slot_units(plan, slot);
         }
     }
-    return a;
+    return sizes;
 }
 
 /* Lists the parts of a row: outputs, blocks in extra memory, and the gaps between them. */
 static fc_status list_parts(fc_foreach *f, const fc_gather_plan *plan, fc_param *const *params,
-                            const fct_tensor *spare, int64_t blocks_end) {
+                            const fct_tensor *extra, int64_t blocks_end) {
     fc_status status = FC_OK;
     int64_t end = 0;
-    int64_t put = 0;
+    int64_t used = 0;
     for (size_t i = 0; i <= plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         int64_t next =
             i < plan->count ? slot->offset / fc_dtype_size(plan->dtype) : plan->row_numel;
         if (next > end) {
             size_t at = append(f, next - end);
-            FC_TRY(view_2d(spare, plan->dtype, plan->world, next - end, next - end,
+            FC_TRY(view_2d(extra, plan->dtype, plan->world, next - end, next - end,
                            plan->world * blocks_end, &f->dst[at]));
         }
         if (i == plan->count || slot->numel == 0) {
@@ -250,10 +252,10 @@ static fc_status list_parts(fc_foreach *f, const fc_gather_plan *plan, fc_param 
         }
         int64_t units = slot_units(plan, slot);
         size_t at = append(f, units);
-        const fct_tensor *base = slot->outer == 1 ? fc_slot_output(slot, params) : spare;
+        const fct_tensor *base = slot->outer == 1 ? fc_slot_output(slot, params) : extra;
         FC_TRY(view_2d(base, plan->dtype, plan->world, units, units,
-                       slot->outer == 1 ? 0 : plan->world * put, &f->dst[at]));
-        put += slot->outer == 1 ? 0 : units;
+                       slot->outer == 1 ? 0 : plan->world * used, &f->dst[at]));
+        used += slot->outer == 1 ? 0 : units;
         end = next + units;
     }
 done:
@@ -266,30 +268,30 @@ static fc_status unpack_split(fc_foreach *f, const fc_gather_plan *plan, fc_para
                               const fct_tensor *buffer, int64_t offset, fct_device device) {
     fc_status status = FC_OK;
     fct_tensor *rows = NULL;
-    fct_tensor *spare = NULL;
-    const spare_sizes a = measure_spare(plan);
-    int64_t put = 0;
+    fct_tensor *extra = NULL;
+    const extra_sizes sizes = measure_extra(plan);
+    int64_t used = 0;
     FC_TRY(reserve(f, 2 * plan->count + 1));
-    if (a.blocks + a.gap > 0) {
-        FC_TRY_RAISED(
-            fct_tensor_empty(plan->world * (a.blocks + a.gap), plan->dtype, device, &spare));
+    if (sizes.blocks + sizes.gap > 0) {
+        FC_TRY_RAISED(fct_tensor_empty(plan->world * (sizes.blocks + sizes.gap), plan->dtype,
+                                       device, &extra));
     }
     FC_TRY(
         view_2d(buffer, plan->dtype, plan->world, plan->row_numel, plan->row_numel, offset, &rows));
-    FC_TRY(list_parts(f, plan, params, spare, a.blocks));
+    FC_TRY(list_parts(f, plan, params, extra, sizes.blocks));
     FC_TRY_RAISED(fct_split_copy(rows, f->sizes, f->dst, f->count));
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         int64_t units = slot_units(plan, slot);
         if (slot->outer != 1 && units > 0) {
-            FC_TRY(unpack_blocks(plan, slot, params, spare, plan->world * put, units));
-            put += units;
+            FC_TRY(unpack_blocks(plan, slot, params, extra, plan->world * used, units));
+            used += units;
         }
     }
 done:
     clear(f);
     fct_tensor_release(rows);
-    fct_tensor_release(spare);
+    fct_tensor_release(extra);
     return status;
 }
 
@@ -297,18 +299,18 @@ fc_status fc_foreach_unpack(fc_foreach *f, const fc_gather_plan *plan, fc_param 
                             const fct_tensor *buffer, int64_t start, fct_device device) {
     assert(plan->valid && !plan->chunks.split && start >= 0);
     fc_status status = FC_OK;
-    size_t whole = 0;
-    size_t cut = 0;
+    size_t single = 0;
+    size_t several = 0;
     int64_t unit = fc_dtype_size(plan->dtype);
     for (size_t i = 0; i < plan->count; i++) {
         if (plan->slots[i].numel > 0) {
-            *(plan->slots[i].outer == 1 ? &whole : &cut) += 1;
+            *(plan->slots[i].outer == 1 ? &single : &several) += 1;
         }
     }
-    if (whole + cut == 0) {
+    if (single + several == 0) {
         return FC_OK;
     }
-    if (whole > 1) {
+    if (single > 1) {
         return unpack_split(f, plan, params, buffer, start / unit, device);
     }
     for (size_t i = 0; i < plan->count; i++) {
@@ -324,11 +326,14 @@ done:
 
 /* ---- pack gradients ---- */
 
-/* How the gradients are distributed to the rows. */
+/* Distribution of the gradients to the rows. */
 typedef struct distribution {
-    fct_dtype dtype;       /* common dtype of the gradients; the plan's if they differ */
-    bool straight;         /* all gradients are sharded on other dims: no temporary */
-    fct_tensor *temporary; /* gradients that are cast or transposed first; may be NULL */
+    /* common dtype of the gradients, or the plan's dtype */
+    fct_dtype dtype;
+    /* every gradient is sharded on a dim other than 0: no temporary is needed */
+    bool direct;
+    /* copies of the gradients that are cast or transposed first; NULL: none */
+    fct_tensor *temporary;
 } distribution;
 
 static fct_dtype tensor_dtype(const fct_tensor *t) {
@@ -339,18 +344,18 @@ static fct_dtype tensor_dtype(const fct_tensor *t) {
 
 static bool needs_temporary(const fc_reduce_plan *plan, size_t i, const distribution *d) {
     const fc_layout *layout = &plan->params[i]->layout;
-    return layout->outer != 1 ? !d->straight : tensor_dtype(plan->grads[i]) != d->dtype;
+    return layout->outer != 1 ? !d->direct : tensor_dtype(plan->grads[i]) != d->dtype;
 }
 
 static fc_status init_distribution(const fc_reduce_plan *plan, fct_device device, distribution *d) {
     fc_status status = FC_OK;
     bool uniform = true;
     int64_t numel = 0;
-    *d = (distribution){.straight = true};
+    *d = (distribution){.direct = true};
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
         uniform = uniform && tensor_dtype(plan->grads[i]) == tensor_dtype(plan->grads[0]);
-        d->straight = d->straight && (layout->outer != 1 || layout->numel == 0);
+        d->direct = d->direct && (layout->outer != 1 || layout->numel == 0);
     }
     d->dtype = uniform ? tensor_dtype(plan->grads[0]) : plan->dtype;
     for (size_t i = 0; i < plan->count; i++) {
@@ -378,7 +383,7 @@ static fc_status copy_in_rank_order(const fc_reduce_plan *plan, size_t i, const 
 
 static fc_status fill_temporary(fc_foreach *f, const fc_reduce_plan *plan, const distribution *d) {
     fc_status status = FC_OK;
-    int64_t put = 0;
+    int64_t used = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
         fct_facts facts;
@@ -387,13 +392,13 @@ static fc_status fill_temporary(fc_foreach *f, const fc_reduce_plan *plan, const
         }
         fct_tensor_facts(plan->grads[i], &facts);
         if (layout->outer != 1) {
-            FC_TRY(copy_in_rank_order(plan, i, d->temporary, d->dtype, put,
+            FC_TRY(copy_in_rank_order(plan, i, d->temporary, d->dtype, used,
                                       layout->numel / layout->world));
         } else {
             FC_TRY(add_copy(f, facts.dtype, plan->grads[i], facts.offset_bytes / facts.itemsize,
-                            d->dtype, d->temporary, put, layout->numel));
+                            d->dtype, d->temporary, used, layout->numel));
         }
-        put += layout->numel;
+        used += layout->numel;
     }
     FC_TRY(copy_all(f));
 done:
@@ -402,9 +407,9 @@ done:
 }
 
 /* Lists the gradients as 2-D views whose rows are distributed to the ranks. */
-static fc_status list_tables(fc_foreach *f, const fc_reduce_plan *plan, const distribution *d) {
+static fc_status list_views(fc_foreach *f, const fc_reduce_plan *plan, const distribution *d) {
     fc_status status = FC_OK;
-    int64_t put = 0;
+    int64_t used = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
         bool temporary = needs_temporary(plan, i, d);
@@ -417,8 +422,8 @@ static fc_status list_tables(fc_foreach *f, const fc_reduce_plan *plan, const di
         size_t at = append(f, 0);
         FC_TRY(view_2d(temporary ? d->temporary : plan->grads[i], d->dtype, rows,
                        layout->numel / rows, layout->numel / rows,
-                       temporary ? put : facts.offset_bytes / facts.itemsize, &f->dst[at]));
-        put += temporary ? layout->numel : 0;
+                       temporary ? used : facts.offset_bytes / facts.itemsize, &f->dst[at]));
+        used += temporary ? layout->numel : 0;
     }
 done:
     return status;
@@ -428,15 +433,15 @@ static fc_status distribute(fc_foreach *f, const fc_reduce_plan *plan, const dis
                             int64_t world, const fct_tensor *buffer, int64_t offset) {
     fc_status status = FC_OK;
     fct_tensor *rows = NULL;
-    for (size_t i = 0; d->straight && i < plan->count; i++) {
+    for (size_t i = 0; d->direct && i < plan->count; i++) {
         if (plan->params[i]->layout.numel > 0) {
             FC_TRY(copy_in_rank_order(plan, i, buffer, plan->dtype, offset + plan->slots[i].offset,
                                       plan->row_numel));
         }
     }
-    if (!d->straight) {
+    if (!d->direct) {
         FC_TRY(fill_temporary(f, plan, d));
-        FC_TRY(list_tables(f, plan, d));
+        FC_TRY(list_views(f, plan, d));
         FC_TRY(
             view_2d(buffer, plan->dtype, world, plan->row_numel, plan->row_numel, offset, &rows));
         FC_TRY_RAISED(fct_chunk_cat(f->dst, f->count, world, rows));

@@ -1,16 +1,16 @@
-/* Transfers on devices without kernels of fsdp_c, with torch's multi-tensor operations. They issue
- * the same operations as torch's FSDP2, and never more of them. Data moves between tensor aliases,
- * which the torch boundary checks; no address is read here.
+/* Transfers on devices without kernels of fsdp_c, with torch's multi-tensor operations. These
+ * functions issue at most the operations of torch's FSDP2. Data moves between tensor aliases, which
+ * the torch boundary checks; no address is read here.
  *
- * Preconditions: the plan is valid (laid out) and packed, `world` is at least 1, and `start` is
- * not negative. */
+ * Preconditions: the plan is valid (laid out) and packed, `world` is at least 1, and `start` is not
+ * negative. */
 #ifndef FSDP_C_CORE_FOREACH_H
 #define FSDP_C_CORE_FOREACH_H
 
 #include "plan.h"
 
-/* Argument lists of one operation. They are empty between two calls; only the memory is kept.
- * Initialize the struct with zeros. */
+/* Argument lists of one operation. The lists are empty between two calls; only their memory is
+ * kept. Initialize the struct with zeros. */
 typedef struct fc_foreach {
     fct_tensor **dst; /* [capacity] counted, or NULL */
     fct_tensor **src; /* [capacity] counted, or NULL */

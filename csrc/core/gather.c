@@ -1,14 +1,14 @@
 /* All-gather of a group; see gather.h. Owns the plans, the chunks and the pending gather.
  *
- * Streams: copy-in and all-gather run on the context's gather streams, or on the current stream in
- * the direct mode. Copy-out always runs on the current stream. A buffer is reused only after the
- * gather streams wait for its copy-out. */
+ * Streams: copy-in and all-gather run on the context's gather streams, or on the current stream
+ * with FC_STREAM_DIRECT. Copy-out always runs on the current stream. A buffer is reused only after
+ * the gather streams wait for its copy-out. */
 #include "gather.h"
 
 #include <assert.h>
 #include <string.h>
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 void fc_gather_init(fc_gather *a, fc_group_base *base) {
     assert(base != NULL && base->callbacks != NULL);
@@ -43,7 +43,7 @@ void fc_gather_invalidate(fc_gather *a) {
 
 /* ---- abandon ---- */
 
-/* Parks memory that the backend may still use and resets the pending gather. */
+/* Defers the release of memory that the backend may still use, and resets the pending gather. */
 static void clear_pending(fc_gather *a) {
     fc_group_base *base = a->base;
     if (!a->pending.active) {
@@ -56,7 +56,7 @@ static void clear_pending(fc_gather *a) {
         fc_comm_defer_release(base->comm, a->pending.work, a->pending.buffer, NULL);
         fc_comm_put_event(base->comm, a->pending.done);
     }
-    fc_chunks_drop(&a->chunks); /* a work that is still running holds them */
+    fc_chunks_drop(&a->chunks); /* a Work that is still running holds references to the chunks */
     memset(&a->pending, 0, sizeof a->pending);
 }
 
@@ -109,7 +109,7 @@ static void drop_inputs(const fc_group_base *base) {
     }
 }
 
-/* Runs the first hooks of extended parameters, on the stream of the pack. */
+/* Runs fsdp_pre_all_gather of extended parameters, on the stream of the pack. */
 static fc_status run_input_hooks(fc_gather *a, const fct_stream *pack_stream) {
     const fc_group_base *base = a->base;
     fc_status status = FC_OK;
@@ -123,14 +123,14 @@ static fc_status run_input_hooks(fc_gather *a, const fct_stream *pack_stream) {
         }
     }
 done:
-    a->plan.valid = a->plan.valid && status == FC_OK; /* some inputs may be new */
+    a->plan.valid = a->plan.valid && status == FC_OK; /* a failed hook may leave new inputs */
     if (pack_stream != NULL) {
         (void)fct_stream_set_current(previous);
     }
     return status;
 }
 
-/* Select the process group and the plan: those of the shards, or of the smaller group's shards. */
+/* Return the process group and the plan of the shards, or those of the smaller group's shards. */
 static fc_process_group *select_process_group(const fc_gather *a, bool post_forward) {
     return post_forward ? &a->base->post_forward : &a->base->shard;
 }
@@ -139,7 +139,7 @@ static fc_gather_plan *select_plan(fc_gather *a, bool post_forward) {
     return post_forward ? &a->post_forward_plan : &a->plan;
 }
 
-/* Builds the plan if it is not valid. `extended`: also if the inputs have changed. */
+/* Builds the plan if the plan is not valid. `extended`: also if the inputs have changed. */
 static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, bool extended) {
     const fc_group_base *base = a->base;
     fc_gather_plan *plan = select_plan(a, post_forward);
@@ -150,8 +150,8 @@ static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, boo
                                        base->device, &base->comm->error);
 }
 
-/* Opens the process group, runs the hooks, updates the plan and orders the streams. With one rank
- * the hooks run at copy-out instead. */
+/* Opens the process group, runs fsdp_pre_all_gather, updates the plan and orders the streams. With
+ * one rank fsdp_pre_all_gather runs at copy-out instead. */
 static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_stream *pack_stream,
                                 fc_pending_gather *pending) {
     fc_group_base *base = a->base;
@@ -185,9 +185,9 @@ static fc_status view_own_row(const fc_pending_gather *pending, fct_tensor **row
                : FC_ERAISED;
 }
 
-/* Decides whether large parameters get their own chunks. Conditions: some are large enough, the
- * process group takes chunks, and addresses may change. Devices with streams, and the process
- * group's allocator, use one buffer. */
+/* Decides whether large parameters get their own chunks. Conditions: at least one parameter is
+ * large enough, the process group takes chunks, and keep_storage is not set. Devices with streams,
+ * and the process group's allocator, use one buffer. */
 static fc_status choose_split(const fc_gather *a, fc_pending_gather *pending) {
     const fc_group_base *base = a->base;
     fc_status status = FC_OK;
@@ -215,16 +215,16 @@ static fc_status make_chunks(fc_gather *a, fc_pending_gather *pending) {
     for (size_t i = 0; i < plan->chunks.count; i++) {
         const fc_chunk *chunk = &plan->chunks.chunks[i];
         const int64_t numel = plan->world * chunk->numel;
-        fct_tensor *made = NULL;
+        fct_tensor *tensor = NULL;
         if (pending->split) {
-            FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, base->device, &made));
+            FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, base->device, &tensor));
         } else {
-            FC_TRY(fc_group_base_buffer(base, base->gather_memory, numel, plan->dtype, &made));
+            FC_TRY(fc_group_base_buffer(base, base->gather_memory, numel, plan->dtype, &tensor));
         }
-        fc_chunks_add(&a->chunks, made);
+        fc_chunks_add(&a->chunks, tensor);
         if (!chunk->owned) {
-            fct_tensor_retain(made);
-            pending->buffer = made;
+            fct_tensor_retain(tensor);
+            pending->buffer = tensor;
         }
     }
 done:
@@ -306,8 +306,9 @@ done:
     return status;
 }
 
-/* Lets Python gather with torch's functions. The plan is still built: fc_gather_is_cpu_bound() must
- * return the same value on every rank, even if only this rank uses the fallback. */
+/* Runs the callback gather(), which uses torch's functions. Also builds the plan, because
+ * fc_gather_is_cpu_bound() must return the same value on every rank, even if only this rank uses
+ * the fallback. */
 static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,
                                  fc_stream_mode mode) {
     const fc_group_base *base = a->base;
@@ -323,7 +324,8 @@ static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,
 bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward) {
     fc_process_group *pg = select_process_group(a, post_forward);
     const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
-    /* The process group may serve other device types too. With streams, devices copy the rows. */
+    /* On devices with streams the device copies the rows, even if the process group also has a CPU
+     * backend. */
     return !a->base->comm->has_streams && pg->world > 1 && plan->valid && !plan->extended &&
            fc_process_group_is_cpu_bound(pg, plan->row_bytes);
 }
@@ -344,7 +346,7 @@ fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_str
         goto done;
     }
     pending.extended = any_extended(base);
-    if (pending.extended && base->shard.world > 1) { /* hooks are part of the range, as in torch */
+    if (pending.extended && base->shard.world > 1) { /* as in torch, the range includes the hooks */
         range = fc_group_base_enter_range(base, "all_gather");
     }
     FC_TRY(
@@ -420,7 +422,8 @@ static fc_status fill_unsharded(fc_gather *a) {
     }
     FC_TRY(update_plan(a, post_forward, world, extended));
     if (a->pending.split && fc_gather_plan_can_split(plan)) {
-        fc_gather_plan_set_split(plan, true); /* update_plan may have built it again, packed */
+        /* update_plan may have built the plan again, packed */
+        fc_gather_plan_set_split(plan, true);
     }
     if (world > 1 && plan->row_bytes > 0 &&
         (a->pending.split != plan->chunks.split || a->chunks.count != plan->chunks.count)) {
@@ -441,7 +444,8 @@ done:
 }
 
 /* Undoes a failed copy-out: frees the unsharded memory and keeps the gathered rows for another
- * attempt. With hooks the gather is discarded, because they run once per gather. */
+ * attempt. The gather of extended parameters is discarded, because their hooks run once per gather.
+ */
 static void undo_copy_out(fc_gather *a) {
     if (a->pending.split) {
         fc_unsharded_return(a->base, a->pending.plan, &a->chunks);
@@ -493,7 +497,7 @@ void fc_gather_complete(fc_gather *a, fct_event *copied) {
         fc_comm_keep_gather(a->base->comm, a->pending.buffer, copied);
         a->pending.buffer = NULL;
     }
-    a->pending.uses_fallback = false; /* released by the callback copy_out() */
+    a->pending.uses_fallback = false; /* copy_out() has released the fallback's gather */
     clear_pending(a);
 }
 
@@ -537,13 +541,13 @@ void fc_gather_drop_post_forward(fc_gather *a) {
 
 fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
     fc_status status = FC_OK;
-    const fc_pending_gather *f = &a->pending;
+    const fc_pending_gather *pending = &a->pending;
     fc_error *error = &a->base->comm->error;
-    if (f->active && unsharded) {
+    if (pending->active && unsharded) {
         return fc_error_set(error, FC_ESTATE, "a gather is in flight while the group is unsharded");
     }
-    if (!f->active &&
-        (f->buffer != NULL || f->work != NULL || f->done != NULL || a->chunks.count > 0)) {
+    if (!pending->active && (pending->buffer != NULL || pending->work != NULL ||
+                             pending->done != NULL || a->chunks.count > 0)) {
         return fc_error_set(error, FC_ESTATE,
                             "an inactive gather holds a buffer, chunks, work or event");
     }

@@ -18,21 +18,24 @@
 typedef enum fc_stream_mode {
     FC_STREAM_DIRECT,  /* on the current stream */
     FC_STREAM_OVERLAP, /* on the context's gather streams, which wait for the copy-out at once */
-    FC_STREAM_DEFERRED /* on the gather streams; they wait only when the next group waits */
+    /* on the gather streams, which wait for the copy-out when the next group waits */
+    FC_STREAM_DEFERRED
 } fc_stream_mode;
 
-/* A pending all-gather, from start to retire. */
+/* A pending all-gather, from fc_gather_start to fc_gather_complete or fc_gather_abandon. */
 typedef struct fc_pending_gather {
     bool active;
-    bool uses_fallback;   /* torch's functions perform it */
-    bool async_op;        /* the caller holds a work to wait for, on its own stream */
+    bool uses_fallback; /* torch's functions perform the gather */
+    /* unshard(async_op=True): no gather stream; the wait runs on the caller's stream */
+    bool async_op;
     bool extended;        /* hooks of extended parameters take part */
     bool split;           /* large parameters are gathered into their own chunks */
     fc_gather_plan *plan; /* points into fc_gather */
     fc_process_group *pg; /* points into fc_group_base */
-    fct_tensor *buffer;   /* the packed chunk; NULL with one rank, or without such a chunk */
-    fct_work *work;       /* NULL if the backend was done at once or `done` replaces it */
-    fct_event *done;      /* on devices with streams, unless async_op */
+    /* the packed chunk; NULL with one rank, or if every input has its own chunk */
+    fct_tensor *buffer;
+    fct_work *work;  /* NULL if the collective is complete, or if `done` is set instead */
+    fct_event *done; /* end of the all-gather; only with streams and without async_op */
 } fc_pending_gather;
 
 /* State of a group's gathers. Embedded in fc_group. */
@@ -41,9 +44,10 @@ typedef struct fc_gather {
     fc_gather_plan plan;              /* of the shards */
     fc_gather_plan post_forward_plan; /* of the smaller group's shards */
     fc_transfer transfer;             /* scratch memory of both plans */
-    fc_chunks chunks;     /* in flight; owned chunks become parameter memory at copy-out */
+    /* tensors of the pending gather; owned chunks become parameter memory at copy-out */
+    fc_chunks chunks;
     fct_event *resharded; /* end of the copy to post_forward_data; only with streams */
-    bool keep_storage;    /* unsharded memory is never freed, so addresses are stable */
+    bool keep_storage;    /* unsharded memory is never freed, so its addresses are stable */
     fc_pending_gather pending;
 } fc_gather;
 
@@ -61,8 +65,8 @@ void fc_gather_invalidate(fc_gather *a);
 /* Adopts shards that users have replaced. Call it before each unshard. Fails if a replacement does
  * not fit its parameter. */
 FC_CHECK fc_status fc_gather_refresh_replaced_shards(fc_gather *a);
-/* Packs this rank's row and issues the collective. `post_forward`: from the smaller group's shards.
- * On failure nothing is pending. */
+/* Packs this rank's row and issues the collective. `post_forward`: gathers the smaller group's
+ * shards. On failure nothing is pending. */
 FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op,
                                    fc_stream_mode mode);
 /* Returns true if the gather would be CPU-bound (fc_process_group_is_cpu_bound), so that
@@ -71,17 +75,17 @@ bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward);
 /* Makes the gathered rows visible to the current stream; on the CPU, to the caller. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Performs all steps of the unshard that can fail before the swap: memory, contents, parameter
- * objects. On failure no unsharded parameter holds memory. If hooks take part the gather is then
- * discarded, because hooks run once per gather. */
+ * objects. On failure no unsharded parameter holds memory. If a parameter is extended, the gather
+ * is then discarded, because its hooks run once per gather. */
 FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
-/* Orders the next user of the buffer after the copy-out. This is the last step that can fail.
- * *copied is set if the mode leaves the wait to the next group. */
+/* Orders the next use of the buffer after the copy-out. This function is the last step that can
+ * fail. *copied is set if the mode leaves the wait to the next group. */
 FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_stream_mode mode, fct_event **copied);
 /* Frees the unsharded memory after a failure of fc_gather_end_copy_out or of a later step. The
  * gathered rows stay if they can be copied out again. Takes `copied`. */
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied);
-/* Ends the gather. Its buffer is kept until `copied` if that is not NULL, else freed. Takes
- * `copied`. */
+/* Ends the gather. Frees its buffer, or keeps the buffer until the event `copied` if `copied` is
+ * not NULL. Takes `copied`. */
 void fc_gather_complete(fc_gather *a, fct_event *copied);
 /* Discards the pending gather without a wait. With streams, the stream that allocated the buffer
  * waits for the work that uses it. */
@@ -92,8 +96,9 @@ void fc_gather_abandon(fc_gather *a);
 FC_CHECK fc_status fc_gather_can_free(const fc_gather *a);
 void fc_gather_free(fc_gather *a);
 
-/* Copies this rank's rows of the smaller group, and the callbacks create parameters over them.
- * After a failure some parameters may exist: call fc_gather_drop_post_forward. */
+/* Copies this rank's part for the smaller group of each parameter. The callbacks create parameters
+ * over these copies. After a failure some parameters may exist: call fc_gather_drop_post_forward.
+ */
 FC_CHECK fc_status fc_gather_keep_post_forward(fc_gather *a);
 void fc_gather_drop_post_forward(fc_gather *a);
 

@@ -84,10 +84,10 @@ static fc_status unwrap(const fc_group_base *base, const fc_param *p, fct_tensor
     return FC_OK;
 }
 
-/* Takes one parameter's gradient for the reduction as a plain tensor. *out is NULL if there is
- * none. */
+/* Takes one parameter's gradient for the reduction as a plain tensor. *out is NULL if there is no
+ * gradient. */
 static fc_status collect_grad(const fc_group_base *base, fc_param *p, bool uses_fallback,
-                              bool unused, fct_tensor **out) {
+                              bool zero_unused, fct_tensor **out) {
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
     if (uses_fallback) {
@@ -96,7 +96,7 @@ static fc_status collect_grad(const fc_group_base *base, fc_param *p, bool uses_
         fc_param_take_grad(p, &grad);
         FC_TRY(unwrap(base, p, &grad));
     }
-    if (grad == NULL && unused &&
+    if (grad == NULL && zero_unused &&
         (p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded)
                               : base->callbacks->requires_grad(p->owner))) {
         FC_TRY(zero_grad(base, p, &grad));
@@ -109,7 +109,7 @@ done:
     return status;
 }
 
-fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool unused,
+fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool zero_unused,
                               fc_reduce_plan *plan) {
     fc_status status = FC_OK;
     FC_TRY(fc_reduce_plan_reserve(plan, base->count));
@@ -117,7 +117,7 @@ fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool unus
     bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_GRADS);
     for (size_t i = span.first; i < span.end; i++) {
         fct_tensor *grad = NULL;
-        FC_TRY(collect_grad(base, base->params[i], uses_fallback, unused, &grad));
+        FC_TRY(collect_grad(base, base->params[i], uses_fallback, zero_unused, &grad));
         if (grad != NULL) {
             plan->params[plan->count] = base->params[i];
             plan->grads[plan->count] = grad;

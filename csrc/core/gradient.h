@@ -10,14 +10,14 @@
  * fc_param_end_grad() of all parameters. `reduces`: this backward reduces its gradients. */
 FC_CHECK fc_status fc_gradient_begin(const fc_group_base *base, bool reduces);
 FC_CHECK fc_status fc_gradient_end(const fc_group_base *base);
-/* Adds the span's new gradients to those that earlier backwards without reduction have left. */
+/* Adds the span's new gradients to the gradients of earlier backwards without reduction. */
 FC_CHECK fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span);
 /* Ends a backward without reduction: all gradients stay with the parameters, in the reduce
  * dtype. */
 FC_CHECK fc_status fc_gradient_to_accumulated(const fc_group_base *base);
-/* Moves the span's gradients from the parameters to the plan. `unused`: parameters without a
+/* Moves the span's gradients from the parameters to the plan. `zero_unused`: parameters without a
  * gradient contribute zeros. */
-FC_CHECK fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool unused,
+FC_CHECK fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool zero_unused,
                                        fc_reduce_plan *plan);
 
 #endif

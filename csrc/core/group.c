@@ -49,8 +49,8 @@ done:
     return status;
 }
 
-/* Last step of a transition, also of one that returns early or fails. Debug builds abort if `check`
- * fails; the status is passed through. A group without a context has run no transition. */
+/* Last step of every transition, also of a failed transition. Returns `status`. Debug builds abort
+ * if `check` fails. A group without a context has run no transition. */
 static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g), fc_status status) {
 #ifndef NDEBUG
     if (g->base.comm != NULL && check(g) != FC_OK) {
@@ -65,7 +65,7 @@ static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g),
     return status;
 }
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_comm_ctx *comm,
                    fc_param **params, size_t count, fct_device device, int64_t world,
@@ -146,7 +146,7 @@ static fc_status repair_registration(fc_group *g) {
     return g->registration_dirty ? swap_all(g, g->sharded_state) : FC_OK;
 }
 
-/* Copies a requires_grad that the user has changed on unsharded parameters. */
+/* Copies requires_grad from the unsharded parameters to the sharded parameters. */
 static fc_status copy_requires_grad(fc_group *g) {
     return g->sharded_state == FC_UNSHARDED ? fc_unsharded_record_requirements(&g->base) : FC_OK;
 }
@@ -240,7 +240,7 @@ done:
 
 /* ---- unshard ---- */
 
-/* Only in forward does the copy-in of the next group overlap with the copy-out of this one. */
+/* Only in forward does the copy-in of the next group overlap with the copy-out of this group. */
 static fc_stream_mode stream_mode_for_pass(fc_training_state pass) {
     if (pass == FC_FORWARD) {
         return FC_STREAM_DEFERRED;
@@ -248,8 +248,8 @@ static fc_stream_mode stream_mode_for_pass(fc_training_state pass) {
     return pass == FC_PRE_BACKWARD ? FC_STREAM_OVERLAP : FC_STREAM_DIRECT;
 }
 
-/* Sets the training state to the pass meanwhile, because hooks of extended parameters read it as in
- * torch. */
+/* Sets the training state to `pass` during the gather, because hooks of extended parameters read
+ * the state, as in torch. */
 static fc_status gather_in_pass(fc_group *g, fc_training_state pass, bool async_op) {
     const fc_training_state before = g->training_state;
     g->training_state = pass;
@@ -273,12 +273,13 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
         if (current) {
             goto done;
         }
-        /* An unused prefetch, followed by an optimizer step. */
+        /* An optimizer step has changed the shards since an unused prefetch. */
         fc_gather_abandon(&g->gather);
     }
     if (g->sharded_state != FC_SHARDED) {
         if (between_steps && !current) {
-            /* An optimizer step after an evaluation that left the group unsharded. */
+            /* An optimizer step has changed the shards since an evaluation left the group
+             * unsharded. */
             FC_TRY(fc_group_to_sharded(g));
         } else if (g->sharded_state == FC_UNSHARDED) {
             status = repair_registration(g);
@@ -370,8 +371,8 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
     return verify_transition(g, check_registration_and_memory, status);
 }
 
-/* Prefetches by the post-forward order. CPU-bound gathers are not prefetched: that gains no time
- * and holds the parameters of one more unit. */
+/* Prefetches by the post-forward order. A CPU-bound gather is not prefetched: the prefetch saves no
+ * time and keeps one more unit unsharded. */
 static fc_status prefetch_by_order(fc_group *g) {
     const bool post_forward = g->sharded_state == FC_SHARDED_POST_FORWARD;
     return fc_gather_is_cpu_bound(&g->gather, post_forward) ? FC_OK
@@ -379,7 +380,7 @@ static fc_status prefetch_by_order(fc_group *g) {
 }
 
 /* For a fully_shard call with several groups: the second-to-last group in backward order prefetches
- * all groups of the preceding unit. They overlap with the reduction of the unit's first group. */
+ * all groups of the preceding unit. The gathers overlap the reduction of the first group. */
 static fc_status visit_preceding_unit(const fc_group *g, size_t position, fc_visit visit) {
     fc_status status = FC_OK;
     const fc_order *order = &g->base.comm->order;
@@ -399,7 +400,8 @@ done:
     return status;
 }
 
-/* Calls `visit` for the groups that `g` prefetches. Its forward ended at `position`. */
+/* Calls `visit` for the groups that `g` prefetches. `position`: index in the post-forward order of
+ * the forward whose backward runs. */
 static fc_status visit_targets(const fc_group *g, size_t position, fc_visit visit) {
     const fc_order *order = &g->base.comm->order;
     if (position == 0 || position > order->count) {
@@ -413,23 +415,22 @@ static fc_status visit_targets(const fc_group *g, size_t position, fc_visit visi
 }
 
 fc_status fc_group_visit_targets(const fc_group *g, fc_visit visit) {
-    const fc_index_stack *p = &g->post_forward_indices;
-    return p->count > 0 ? visit_targets(g, p->items[p->count - 1], visit) : FC_OK;
+    const fc_index_stack *indices = &g->post_forward_indices;
+    return indices->count > 0 ? visit_targets(g, indices->items[indices->count - 1], visit) : FC_OK;
 }
 
 fc_status fc_group_backward_prefetch(fc_group *g) {
     assert(fc_group_is_ready(g));
     fc_status status = FC_OK;
-    fc_index_stack *p = &g->post_forward_indices;
-    /* In the second of several backwards there is no index: the first one has cleared them. */
-    if (g->training_state == FC_PRE_BACKWARD && p->count > 0) {
-        status = visit_targets(g, p->items[--p->count], prefetch_by_order);
+    fc_index_stack *indices = &g->post_forward_indices;
+    /* The second backward through a forward has no index: the first has removed it. */
+    if (g->training_state == FC_PRE_BACKWARD && indices->count > 0) {
+        status = visit_targets(g, indices->items[--indices->count], prefetch_by_order);
     }
     return verify_transition(g, check_registration_and_memory, status);
 }
 
-/* Returns true if no other collective of this backward could be ordered differently on other
- * ranks. */
+/* Returns true if eager reductions have the same order among all collectives on every rank. */
 static bool can_be_eager(const fc_group *g) {
     return g->backward_kind == FC_BACKWARD_SOLE_GROUP && g->settings.reduce_grads &&
            !g->reducer.reduce_unused && !g->reducer.has_hook &&
@@ -473,26 +474,28 @@ static fc_status limit_reductions(fc_group *g) {
 }
 
 static fc_status reshard_in_backward(fc_group *g) {
-    bool stays = !g->settings.reshard_after_backward || g->backward_kind == FC_BACKWARD_UNTRACKED;
-    return stays ? FC_OK : g->ops->reshard(g);
+    bool keeps_unsharded =
+        !g->settings.reshard_after_backward || g->backward_kind == FC_BACKWARD_UNTRACKED;
+    return keeps_unsharded ? FC_OK : g->ops->reshard(g);
 }
 
-/* Accumulates and collects the gradients of a span, then issues their reduction. `leaves`: this
- * backward needs no parameter of the group any more, so it reshards first to free memory. */
-static fc_status reduce_span(fc_group *g, fc_span span, bool leaves, bool partial) {
+/* Accumulates and collects the gradients of a span, then issues their reduction. `reshards_first`:
+ * the group reshards before the reduction to free memory, because this backward needs its
+ * parameters no more. */
+static fc_status reduce_span(fc_group *g, fc_span span, bool reshards_first, bool order_compute) {
     fc_status status = FC_OK;
     fc_reducer *reducer = &g->reducer;
     void *range = NULL;
     FC_TRY(fc_gradient_accumulate(&g->base, span));
     range = fc_group_base_enter_range(&g->base, "post_backward_reshard");
     FC_TRY(fc_gradient_collect(&g->base, span, reducer->reduce_unused, &reducer->plan));
-    FC_TRY(leaves ? reshard_in_backward(g) : FC_OK);
+    FC_TRY(reshards_first ? reshard_in_backward(g) : FC_OK);
     fct_profile_exit(range);
     range = NULL;
     FC_TRY(limit_reductions(g));
-    FC_TRY(fc_reduce_run(reducer, span, partial));
+    FC_TRY(fc_reduce_run(reducer, span, order_compute));
 done:
-    fc_reduce_plan_drop_grads(&reducer->plan); /* after a failure they are lost */
+    fc_reduce_plan_drop_grads(&reducer->plan); /* after a failure the gradients are lost */
     fct_profile_exit(range);
     return status;
 }
@@ -508,23 +511,23 @@ done:
     return verify_transition(g, fc_group_check, status);
 }
 
-/* Reduces all remaining gradients. User code that replaces the reduction, or reads its rows, gets
- * the gradients of the whole group at once. */
-static fc_status reduce_remaining(fc_group *g, bool partial) {
+/* Reduces all remaining gradients. If user code replaces the reduction or reads reduced rows, all
+ * gradients of the group are reduced at once. */
+static fc_status reduce_remaining(fc_group *g, bool order_compute) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;
-    if (!fc_bucket_several(b) || g->reducer.has_hook ||
+    if (!fc_bucket_has_several(b) || g->reducer.has_hook ||
         fc_group_base_uses_fallback(&g->base, FC_FALLBACK_REDUCE)) {
-        return reduce_span(g, fc_group_base_all(&g->base), true, partial);
+        return reduce_span(g, fc_group_base_all(&g->base), true, order_compute);
     }
     for (size_t i = 0; i < b->count; i++) {
-        FC_TRY(reduce_span(g, b->items[i].span, i == 0, partial));
+        FC_TRY(reduce_span(g, b->items[i].span, i == 0, order_compute));
     }
 done:
     return status;
 }
 
-/* Ends a backward without reduction. */
+/* Accumulates the gradients and reshards, without a reduction. */
 static fc_status keep_gradients(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
@@ -539,7 +542,7 @@ done:
 
 fc_status fc_group_post_backward(fc_group *g) {
     assert(fc_group_is_ready(g));
-    bool partial = g->place.modules > 1 && g->training_state == FC_FORWARD;
+    bool order_compute = g->place.modules > 1 && g->training_state == FC_FORWARD;
     bool reduces = g->settings.reduce_grads;
     fc_group_base_log(&g->base, "post_backward");
     g->training_state = FC_POST_BACKWARD;
@@ -547,7 +550,7 @@ fc_status fc_group_post_backward(fc_group *g) {
         !reduces || (fc_group_base_is_replicated(&g->base) && !g->reducer.all_reduce_grads);
     fc_bucket_end(&g->buckets);
     fc_status status = FC_OK;
-    FC_TRY(reduces ? reduce_remaining(g, partial) : keep_gradients(g));
+    FC_TRY(reduces ? reduce_remaining(g, order_compute) : keep_gradients(g));
     FC_TRY(fc_gradient_end(&g->base));
 done:
     return verify_transition(g, fc_group_check, status);

@@ -1,5 +1,5 @@
-/* Fixed parts of a group; see members.h. Owns the array of parameters, the resolved process groups
- * and the references to allocators. */
+/* Fixed parts of a group; see group_base.h. Owns the array of parameters, the resolved process
+ * groups and the references to allocators. */
 #include "group_base.h"
 
 #include <assert.h>
@@ -56,11 +56,11 @@ done:
 
 void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce) {
     assert(base->callbacks != NULL || (gather == NULL && reduce == NULL));
-    fct_allocator *const before[2] = {base->gather_memory, base->reduce_memory};
+    fct_allocator *const previous[2] = {base->gather_memory, base->reduce_memory};
     base->gather_memory = gather;
     base->reduce_memory = reduce;
-    fct_allocator_free(before[0]);
-    fct_allocator_free(before[1]);
+    fct_allocator_free(previous[0]);
+    fct_allocator_free(previous[1]);
 }
 
 fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *memory, bool *has) {
@@ -94,7 +94,7 @@ void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {
         return NULL;
     }
     const char *fqn = base->name != NULL ? base->name : "";
-    /* In torch this range has its brackets for the root, too. */
+    /* torch appends the parentheses of this range for the root, too. */
     if (fqn[0] != '\0' || strcmp(label, "post_backward_rs_wait") == 0) {
         (void)snprintf(name, sizeof name, "FSDP::%s (%s)", label, fqn);
     } else {
@@ -119,7 +119,7 @@ void fc_group_base_log(const fc_group_base *base, const char *label) {
     }
 }
 
-/* Address and versions are hashed one after the other: a lower address must not cancel a higher
+/* Hashes address and versions in separate steps, so that a lower address cannot cancel a higher
  * version. */
 uint64_t fc_group_base_shard_version(const fc_group_base *base) {
     const uint64_t prime = UINT64_C(1099511628211);

@@ -1,6 +1,7 @@
 /* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
- * They do not change within a step, except for `fallbacks` and `logs`. The modules above (gather,
- * reducer, buckets, group) own the state that changes per transition and borrow this struct.
+ * These parts do not change within a step, except for `fallbacks` and `logs`. The modules above
+ * (gather, reducer, buckets, group) own the state that changes per transition and borrow this
+ * struct.
  *
  * Preconditions: fc_group_base_init, except for fini, which accepts a zeroed struct. `params` is
  * not NULL unless `count` is 0. */
@@ -20,7 +21,8 @@ typedef struct fc_span {
 } fc_span;
 
 typedef struct fc_group_base {
-    void *owner;                   /* Python's object for the group; borrowed */
+    /* the Python object ParamGroup (fcd_unit in a dry run); borrowed */
+    void *owner;
     const fc_callbacks *callbacks; /* borrowed */
     const char *name;              /* FQNs of the modules, for messages; borrowed, may be NULL */
     fc_comm_ctx *comm;             /* borrowed; kept alive by `owner`; NULL before initialization */
@@ -36,7 +38,8 @@ typedef struct fc_group_base {
      * allocator. */
     fct_allocator *gather_memory;
     fct_allocator *reduce_memory;
-    /* The caller of a transition sets both fields before the call. The core only reads them. */
+    /* The caller of a transition sets `fallbacks` and `logs` before the call. The core only reads
+     * these fields. */
     uint32_t fallbacks; /* FC_FALLBACK_*: operations that Python performs; 0: none */
     bool logs;          /* the debug log level is enabled */
 } fc_group_base;
@@ -51,14 +54,13 @@ void fc_group_base_fini(fc_group_base *base);
 fc_span fc_group_base_all(const fc_group_base *base);
 /* Returns the process group that issues reduce-scatters. Borrowed. */
 fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
-/* Opens the process groups that only a reduction uses. Backward may run in another thread than
- * forward. Ranks that are threads of one process cannot resolve their process groups in that
- * thread. */
+/* Opens the process groups that only a reduction uses, in forward's thread. If ranks are threads of
+ * one process, process groups cannot be resolved in backward's thread. */
 FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
 /* Takes both allocators, which may be NULL. */
 void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce);
-/* Writes to *has whether `memory` (one of the two fields above) serves the group's device. The
- * answer is read from the allocator each time, as in torch. */
+/* Writes to *has whether `memory` (gather_memory or reduce_memory) serves the group's device. The
+ * allocator is queried at each call, as in torch. */
 FC_CHECK fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *memory,
                                             bool *has);
 /* Allocates a 1-D tensor of uninitialized elements on the current stream, from `memory` if it
@@ -73,9 +75,9 @@ bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operatio
 /* Opens a profiler range with torch's name, "FSDP::label (modules)". Returns NULL if no profiler is
  * active. */
 void *fc_group_base_enter_range(const fc_group_base *base, const char *label);
-/* The same for a prefetch, with torch's name. `pass` is "forward" or "backward". */
+/* Opens the profiler range of a prefetch, with torch's name. `pass` is "forward" or "backward". */
 void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass);
-/* Logs a debug line with the same text, if `logs` is set. */
+/* Logs the debug line "FSDP::label (modules)", if `logs` is set. */
 void fc_group_base_log(const fc_group_base *base, const char *label);
 
 /* Returns a number that changes whenever a shard is written, replaced or moved. Combines the

@@ -43,7 +43,7 @@ static bool product(const int64_t *sizes, int32_t from, int32_t to, int64_t *out
 fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, int32_t dim,
                          int64_t world, int64_t rank, fc_error *err) {
     assert(ndim < 1 || sizes != NULL);
-    fc_layout made = {.world = world, .rank = rank};
+    fc_layout result = {.world = world, .rank = rank};
     if (ndim < 1 || dim < 0 || dim >= ndim) {
         return fc_error_set(err, FC_EASSERT, "cannot shard dim %d of a tensor of %d dimensions",
                             (int)dim, (int)ndim);
@@ -52,31 +52,31 @@ fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, 
         return fc_error_set(err, FC_EASSERT, "rank %lld is not in [0, %lld)", (long long)rank,
                             (long long)world);
     }
-    made.rows = sizes[dim];
+    result.rows = sizes[dim];
     /* The sum rows + world - 1 rounds up. The padded total, outer * chunk * world * row_numel,
      * bounds every later offset. */
     int64_t rounded = 0;
-    bool fits = made.rows >= 0 && product(sizes, 0, dim, &made.outer) &&
-                product(sizes, dim + 1, ndim, &made.row_numel) &&
-                fc_size_add(made.rows, world - 1, &rounded);
-    made.chunk_rows = rounded / world;
+    bool fits = result.rows >= 0 && product(sizes, 0, dim, &result.outer) &&
+                product(sizes, dim + 1, ndim, &result.row_numel) &&
+                fc_size_add(result.rows, world - 1, &rounded);
+    result.chunk_rows = rounded / world;
     int64_t padded_total = 0;
-    fits = fits && fc_size_mul(made.chunk_rows, made.row_numel, &made.padded_numel) &&
-           fc_size_mul(made.padded_numel, made.outer, &made.padded_numel) &&
-           fc_size_mul(made.padded_numel, world, &padded_total);
+    fits = fits && fc_size_mul(result.chunk_rows, result.row_numel, &result.padded_numel) &&
+           fc_size_mul(result.padded_numel, result.outer, &result.padded_numel) &&
+           fc_size_mul(result.padded_numel, world, &padded_total);
     if (!fits) {
         return fc_error_set(err, FC_EASSERT,
                             "sizes of a tensor with %d dimensions are negative or overflow",
                             (int)ndim);
     }
-    if (dim != 0 && made.rows % world != 0) {
+    if (dim != 0 && result.rows % world != 0) {
         return fc_error_set(err, FC_EASSERT,
                             "dim %d of size %lld cannot be cut into %lld equal parts", (int)dim,
-                            (long long)made.rows, (long long)world);
+                            (long long)result.rows, (long long)world);
     }
-    made.numel = made.outer * made.rows * made.row_numel;
-    made.local_rows = clamp(made.rows - rank * made.chunk_rows, 0, made.chunk_rows);
-    made.local_numel = made.outer * made.local_rows * made.row_numel;
-    *layout = made;
+    result.numel = result.outer * result.rows * result.row_numel;
+    result.local_rows = clamp(result.rows - rank * result.chunk_rows, 0, result.chunk_rows);
+    result.local_numel = result.outer * result.local_rows * result.row_numel;
+    *layout = result;
     return FC_OK;
 }

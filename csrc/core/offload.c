@@ -1,6 +1,6 @@
 /* Copies between host and device memory; see offload.h. Owns nothing. All copies are queued on the
- * current stream. They use tensor aliases, which the torch boundary checks; no address is read
- * here. */
+ * current stream. The copies use tensor aliases, which csrc/bridge checks; no address is read here.
+ */
 #include "offload.h"
 
 #include "../bridge/device.h"
@@ -48,8 +48,8 @@ done:
     return status;
 }
 
-/* Copies the shard to the device, without a cast. A shard that the user has moved there is not
- * copied. */
+/* Copies the shard to the device, without a cast. A shard that the user has moved to the device is
+ * not copied. */
 static fc_status stage_shard(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts facts;
@@ -91,8 +91,8 @@ void fc_offload_unstage(const fc_gather_plan *plan, fc_param *const *params) {
     }
 }
 
-/* Copies one shard to its flat tensor, through device memory if it is cast; or one input of an
- * extended parameter, which is on the device, to its output. */
+/* Copies one shard to its flat tensor. A shard that needs a cast is first copied to device memory.
+ * For an extended parameter, copies one input, which is on the device, to its output. */
 static fc_status fill_output(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor *to = NULL;
@@ -136,11 +136,11 @@ done:
 
 fc_status fc_offload_send(const fc_param *p, const fc_callbacks *callbacks, fct_tensor *view,
                           fct_tensor **local, bool *queued) {
-    bool later =
+    bool async =
         p->pinned && !callbacks->has_grad(p->owner) && !callbacks->needs_grad_now(p->owner);
-    if (fct_tensor_to_host(view, later, local) != 0) {
+    if (fct_tensor_to_host(view, async, local) != 0) {
         return FC_ERAISED;
     }
-    *queued = later;
+    *queued = async;
     return FC_OK;
 }

@@ -18,20 +18,22 @@
  * of `buffer`. Precondition: the plan has neither casts nor extended parameters. */
 FC_CHECK fc_status fc_offload_place(const fc_gather_plan *plan, fc_param *const *params,
                                     const fct_tensor *buffer, int64_t start, fc_error *err);
-/* Queues the upload of the shards to fc_param.staged, which the plan then packs, until
- * fc_offload_unstage(). Extended parameters are skipped: their inputs are on the device. */
+/* Queues the upload of each shard to a new tensor fc_param.staged, which the pack reads instead of
+ * the shard. fc_offload_unstage() releases these tensors. Extended parameters are skipped: their
+ * inputs are on the device. */
 FC_CHECK fc_status fc_offload_stage(const fc_gather_plan *plan, fc_param *const *params,
                                     fct_device device, fc_error *err);
 /* Releases the staged copies. */
 void fc_offload_unstage(const fc_gather_plan *plan, fc_param *const *params);
-/* Queues the upload of each shard in turn and casts it into its flat tensor: the unshard of a group
- * of one rank. */
+/* Queues the upload of each shard and casts the shard into its flat tensor. Used for groups of one
+ * rank. */
 FC_CHECK fc_status fc_offload_fill(const fc_gather_plan *plan, fc_param *const *params,
                                    fct_device device, fc_error *err);
 
-/* Copies the gradient `view` to host memory. *local is a new reference. *queued: the copy is still
- * running, and the caller must wait before the gradient is read. The copy is synchronous if the
- * memory is not pinned, if `view` will be added to an existing gradient, or if hooks read it. */
+/* Copies the gradient `view` to host memory. *local is a new reference. *queued is true if the copy
+ * is asynchronous. The caller must then wait for the copy before the gradient is read. The copy is
+ * synchronous if the memory is not pinned, if `view` will be added to an existing gradient, or if
+ * hooks read it. */
 FC_CHECK fc_status fc_offload_send(const fc_param *p, const fc_callbacks *callbacks,
                                    fct_tensor *view, fct_tensor **local, bool *queued);
 

@@ -6,16 +6,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Ensures space for one more than `count` items of `size` bytes. Returns the array, or NULL without
- * memory. */
+/* Grows the array to hold at least count + 1 items of `size` bytes. Returns the array, or NULL
+ * without memory. */
 static void *grow(void *items, size_t count, size_t *capacity, size_t size) {
     if (count < *capacity) {
         return items;
     }
-    size_t wanted = *capacity == 0 ? 16 : 2 * *capacity;
-    void *grown = realloc(items, wanted * size);
+    size_t new_capacity = *capacity == 0 ? 16 : 2 * *capacity;
+    void *grown = realloc(items, new_capacity * size);
     if (grown != NULL) {
-        *capacity = wanted;
+        *capacity = new_capacity;
     }
     return grown;
 }

@@ -2,8 +2,8 @@
  * failed backward, or one without synchronization, leaves its gradient in `accumulated` or in .grad
  * of `unsharded`.
  *
- * Memory of `flat` is allocated and freed on the device's current stream. Pointers are checked
- * whenever facts are read. */
+ * Memory of `flat` is allocated and freed on the device's current stream. fc_param_shard_facts and
+ * fc_param_input_facts check that a tensor lies inside its storage before its address is used. */
 #include "param.h"
 
 #include <assert.h>
@@ -67,14 +67,14 @@ fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes, int64_t 
     return FC_OK;
 }
 
-static void end_watch(fc_param *p) {
+static void unsubscribe(fc_param *p) {
     fct_grad_subscription_free(p->subscription);
     p->subscription = NULL;
 }
 
 void fc_param_forget_unsharded(fc_param *p) {
     assert(!p->aliased || p->flat != NULL);
-    end_watch(p);
+    unsubscribe(p);
     replace(&p->unsharded, NULL);
     replace(&p->flat, NULL);
     fc_extension_forget(&p->extension);
@@ -110,7 +110,7 @@ void fc_param_set_partial(fc_param *p, fct_tensor *row) {
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {
     assert(p->subscription == NULL || p->unsharded != NULL);
     if (unsharded != p->unsharded) {
-        end_watch(p);
+        unsubscribe(p);
     }
     replace(&p->unsharded, unsharded);
 }
@@ -142,7 +142,7 @@ static const char *find_defect(const fct_facts *facts, int64_t numel, fct_dtype 
         return "is not contiguous";
     }
     if (facts->dtype != dtype) {
-        return "changed its dtype since it was initialised";
+        return "changed its dtype since it was initialized";
     }
     if (!fc_size_mul(facts->numel, facts->itemsize, &bytes) ||
         !fc_size_add(bytes, facts->offset_bytes, &bytes) || bytes > facts->storage_bytes ||
@@ -197,8 +197,9 @@ fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *
     return FC_OK;
 }
 
-/* Selects the tensor that this rank's part for the smaller group is copied from. Extended
- * parameters are split as in torch, which then cannot gather the parts. */
+/* Selects the unsharded tensor whose part `post_forward_layout.rank` becomes the shard of the
+ * smaller group. *numel is the size of one part. For an extended parameter the tensor is its only
+ * output, split evenly as in torch. */
 static fc_status select_whole(const fc_param *p, const fct_tensor **whole, int64_t *numel,
                               fc_error *err) {
     const fc_extension *e = &p->extension;
@@ -315,15 +316,15 @@ done:
     return status;
 }
 
-fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *landing, fc_error *err) {
-    assert(!p->extended && landing != p->flat);
+fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *gathered, fc_error *err) {
+    assert(!p->extended && gathered != p->flat);
     fc_status status = FC_OK;
     fct_facts from;
     fct_facts to;
     if (p->flat == NULL || p->aliased) {
         FC_TRY(fc_param_alloc_flat(p, device, &to, err));
     }
-    fct_tensor_facts(landing, &from);
+    fct_tensor_facts(gathered, &from);
     fct_tensor_facts(p->flat, &to);
     if (to.numel != from.numel || to.dtype != from.dtype || to.offset_bytes != 0 ||
         from.storage_bytes != from.numel * from.itemsize) {
@@ -331,23 +332,23 @@ fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *landin
                             p->name != NULL ? p->name : "?");
     }
     fct_storage_free(p->flat);
-    fct_storage_move(landing, p->flat);
+    fct_storage_move(gathered, p->flat);
 done:
     return status;
 }
 
-void fc_param_return_flat(fc_param *p, fct_tensor *landing) {
-    assert(landing != p->flat);
-    fct_facts there;
-    fct_tensor_facts(landing, &there);
-    if (p->flat != NULL && there.storage_bytes == 0) {
-        fct_storage_move(p->flat, landing);
+void fc_param_return_flat(fc_param *p, fct_tensor *gathered) {
+    assert(gathered != p->flat);
+    fct_facts facts;
+    fct_tensor_facts(gathered, &facts);
+    if (p->flat != NULL && facts.storage_bytes == 0) {
+        fct_storage_move(p->flat, gathered);
     }
 }
 
 fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device, fc_error *err) {
     assert(p->extended && world > 0);
-    if (p->flat != NULL) { /* the parameter was not extended before */
+    if (p->flat != NULL) { /* flat is left from a time when the parameter was not extended */
         fc_param_forget_unsharded(p);
     }
     return fc_extension_alloc(&p->extension, world, device, p->name, err);
@@ -423,7 +424,8 @@ fc_status fc_param_to_accumulated_grad(fc_param *p) {
     if (p->grad_dtype != FCT_NO_DTYPE || p->reduce_dtype == FCT_NO_DTYPE ||
         p->reduce_dtype == fc_param_compute_dtype(p) || p->unsharded == NULL ||
         !fct_grad_has(p->unsharded)) {
-        return FC_OK; /* in its own dtype it stays in .grad, where users can read it, as in torch */
+        /* no cast: the gradient stays in .grad, where users can read it, as in torch */
+        return FC_OK;
     }
     fct_grad_take(p->unsharded, &grad);
     FC_TRY_RAISED(fct_tensor_cast(grad, p->reduce_dtype, &cast));

@@ -8,7 +8,7 @@
 #include "layout.h"
 #include "status.h"
 
-/* Sharded state of a parameter: which of its three parameter objects the modules hold. */
+/* Sharded state of a parameter: selects which of the three parameter objects the modules hold. */
 typedef enum fc_sharded_state {
     FC_SHARDED = 1,
     FC_SHARDED_POST_FORWARD = 2, /* resharded to a smaller group between forward and backward */
@@ -18,10 +18,12 @@ typedef enum fc_sharded_state {
 struct fc_buckets;
 
 typedef struct fc_param {
-    void *owner;                   /* host object; borrowed, outlives the use of the struct */
-    const char *name;              /* for messages; borrowed from the owner, may be NULL */
+    /* the Python object Param (fcd_param in a dry run); borrowed, outlives the struct */
+    void *owner;
+    /* FQN for error messages; borrowed from the owner, may be NULL */
+    const char *name;
     fc_layout layout;              /* of the shard */
-    fc_layout post_forward_layout; /* of the smaller group's shard; world 0: not used */
+    fc_layout post_forward_layout; /* of the smaller group's shard; world 0: no smaller group */
     int32_t ndim;
     int64_t *local_sizes; /* [ndim] this rank's shard; owned, allocated together with strides */
     int64_t *strides;     /* [ndim] of the shard, contiguous */
@@ -37,12 +39,12 @@ typedef struct fc_param {
     fct_dtype sharded_grad_dtype;
     bool overrides_grad_dtype; /* the user has set it */
     bool defers_cast; /* during backward, gradients that need not be in grad_dtype keep theirs */
-    bool aliased;   /* flat shares the shard's memory: one rank, no cast, no copy, no free */
-    bool extended;  /* the shard has all-gather hooks; `extension` replaces flat */
-    bool required;  /* requires_grad of `unsharded` at its registration */
-    bool offloaded; /* shard and gradient are in host memory; always true without streams */
-    bool pinned;    /* that host memory is pinned */
-    /* Registered on the modules; 0: unknown after a failed swap. */
+    bool aliased;     /* flat shares the shard's memory: one rank, no cast, no copy, no free */
+    bool extended;    /* the shard has all-gather hooks; `extension` replaces flat */
+    bool required;    /* requires_grad of `unsharded` when it was created */
+    bool offloaded;   /* shard and gradient are in host memory; always true without streams */
+    bool pinned;      /* the host memory of shard and gradient is pinned */
+    /* State whose parameter object is registered on the modules; 0: unknown after a failed swap. */
     fc_sharded_state registered_state;
     /* The unsharded parameter is a DTensor; callbacks->unwrap_grad reads its gradients. */
     bool wrapped;
@@ -61,22 +63,24 @@ typedef struct fc_param {
     fct_tensor *partial;     /* HSDP: padded_numel elements, not all-reduced yet */
     /* Owned by bucket.c. The subscription exists only in groups with several buckets. */
     fct_grad_subscription *subscription; /* notification of the gradient of `unsharded` */
-    struct fc_buckets *buckets;          /* of the group, after they were cut; borrowed */
-    size_t bucket;                       /* index of the parameter's bucket */
-    bool awaited;                        /* no gradient so far in this backward */
+    /* buckets of the group, after the buckets were cut; borrowed */
+    struct fc_buckets *buckets;
+    size_t bucket; /* index of the parameter's bucket */
+    bool awaited;  /* no gradient so far in this backward */
 } fc_param;
 
 /* Zeroes the struct and computes the layout: dimension `dim` split over `world` ranks. Borrows
  * `owner`. Returns FC_EASSERT or FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes,
                                  int32_t dim, int64_t world, int64_t rank, fc_error *err);
-/* Enables resharding to a smaller group between forward and backward. `sizes` are those passed to
- * init; dim 0 is split over `world` ranks. Call it before the first unshard. */
+/* Enables resharding to a smaller group between forward and backward. `sizes` are the sizes passed
+ * to fc_param_init; dim 0 is split over `world` ranks. Call it before the first unshard. */
 FC_CHECK fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes, int64_t world,
                                               int64_t rank, fc_error *err);
 void fc_param_fini(fc_param *p); /* Releases everything. Safe on a zeroed struct. */
 
-/* Each setter takes a new reference to its argument and releases the old one. NULL is allowed. */
+/* Each setter takes a new reference to its argument and releases the previous tensor. NULL is
+ * allowed. */
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data);
 void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
 void fc_param_set_partial(fc_param *p, fct_tensor *row);
@@ -90,17 +94,18 @@ void fc_param_forget_unsharded(fc_param *p);
 fct_dtype fc_param_compute_dtype(const fc_param *p);
 /* Returns the dtype of the sharded gradient. FCT_NO_DTYPE: that of the reduction. */
 fct_dtype fc_param_sharded_grad_dtype(const fc_param *p);
-/* Returns the number of tensors that are gathered for the parameter: 1, unless it is extended. */
+/* Returns the number of tensors that are gathered for the parameter: 1, unless the parameter is
+ * extended. */
 size_t fc_param_input_count(const fc_param *p);
-/* Checks input `i` of an extended parameter and reads its facts. It must have `numel` contiguous
- * elements of `dtype`. */
+/* Checks input `i` of an extended parameter and writes its metadata to *facts. The input must have
+ * `numel` contiguous elements of `dtype`. */
 FC_CHECK fc_status fc_param_input_facts(const fc_param *p, size_t i, int64_t numel, fct_dtype dtype,
                                         fct_facts *facts, fc_error *err);
 /* Returns the tensor that is gathered for a parameter that is not extended: its shard, or the
  * staged device copy. `post_forward`: the smaller group's shard, in the compute dtype. Borrowed. */
 fct_tensor *fc_param_shard(const fc_param *p, bool post_forward);
-/* Checks the shard and reads its facts. It must have padded_numel contiguous elements inside its
- * storage, of orig_dtype (`post_forward`: of the compute dtype). */
+/* Checks the shard and writes its metadata to *facts. The shard must have padded_numel contiguous
+ * elements inside its storage, of orig_dtype (`post_forward`: of the compute dtype). */
 FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *facts,
                                         fc_error *err);
 /* Copies this rank's part of flat into a new post_forward_data. For an extended parameter its only
@@ -115,12 +120,11 @@ FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool
 /* Makes flat an alias of the shard, again if the shard was replaced. Precondition:
  * fc_param_can_alias(). */
 FC_CHECK fc_status fc_param_alias_flat(fc_param *p);
-/* Moves the memory of `landing`, which holds the gathered parts of all ranks, to flat. Creates flat
- * if necessary. Afterwards `landing` has no memory. fc_param_return_flat() moves the memory
- * back. */
-FC_CHECK fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *landing,
+/* Moves the memory of `gathered`, which holds the parts of all ranks, to flat. Creates flat if
+ * necessary. Afterwards `gathered` has no memory. fc_param_return_flat() moves the memory back. */
+FC_CHECK fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *gathered,
                                        fc_error *err);
-void fc_param_return_flat(fc_param *p, fct_tensor *landing);
+void fc_param_return_flat(fc_param *p, fct_tensor *gathered);
 /* Creates flat if it is missing or an alias, and allocates its memory. On failure flat has no
  * memory. */
 FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
@@ -130,7 +134,7 @@ FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts
 FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device,
                                           fc_error *err);
 /* can_free returns true if the memory can be freed. free frees the memory of flat, outputs and
- * inner tensors and keeps the tensors. If other tensors share the memory, it releases the tensors
+ * inner tensors and keeps the tensors. If other tensors share the memory, free releases the tensors
  * instead. */
 bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);

@@ -1,6 +1,6 @@
 /* Transfer plans; see plan.h. Plans own their arrays and borrow parameters. A gather plan is built
  * again after a change of a parameter's dtype or data. A reduce plan is laid out in each backward,
- * because the set of gradients can change; that costs a few additions per parameter.
+ * because the set of gradients can change. The layout costs a few additions per parameter.
  *
  * This file uses no stream and reads no tensor contents. */
 #include "plan.h"
@@ -11,7 +11,8 @@
 
 #include "../bridge/stream.h"
 
-/* In bytes. Below this size a copy is cheaper than another message. */
+/* Minimum size of a parameter with its own chunk. Below this size a copy costs less than one more
+ * message. */
 static int64_t owned_chunks_from = 1 << 18;
 
 void fc_chunks_from(int64_t bytes) {
@@ -63,7 +64,7 @@ static void chunk_list_begin_split(fc_chunk_list *list) {
     list->row_numel = 0;
 }
 
-/* Appends `numel` elements of the row to a chunk and returns their offset in it. */
+/* Appends `numel` elements of the row to a chunk and returns their offset in the chunk. */
 static int64_t chunk_list_append(fc_chunk_list *list, size_t chunk, bool owned, int64_t numel) {
     assert(list->split && chunk <= list->capacity);
     fc_chunk *c = &list->chunks[chunk];
@@ -94,9 +95,9 @@ static bool is_real(fct_dtype dtype) {
            dtype == FCK_BFLOAT16;
 }
 
-/* Returns true if a split plan gives the parameter its own chunk: it has one block per rank, and
- * every transport can sum its dtype. */
-static bool deserves_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
+/* Returns true if a split plan gives the parameter its own chunk: the parameter has one block per
+ * rank, and every transport can sum its dtype. */
+static bool can_own_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
     return world > 1 && layout->outer == 1 && layout->padded_numel > 0 && is_real(dtype) &&
            layout->padded_numel * world >= owned_chunks_from / fc_dtype_size(dtype);
 }
@@ -155,18 +156,18 @@ static fc_slot describe_slot(const fc_gather_plan *plan, size_t param, const fc_
                     .source = plan->post_forward ? compute : p->orig_dtype,
                     .compute = compute};
     if (p->extended) {
-        const fc_input *given = &p->extension.inputs[input];
+        const fc_input *extension_input = &p->extension.inputs[input];
         slot.input = input;
         slot.extended = true;
-        slot.outer = given->numel == layout->padded_numel ? layout->outer : 1;
-        slot.numel = given->numel;
-        slot.source = slot.compute = given->dtype;
+        slot.outer = extension_input->numel == layout->padded_numel ? layout->outer : 1;
+        slot.numel = extension_input->numel;
+        slot.source = slot.compute = extension_input->dtype;
     }
     return slot;
 }
 
-/* Checks that the slot fits at the end of the row, `offset`, without overflow. Writes the new end
- * to *end and updates the plan's flags. */
+/* Checks that the slot can be appended to a row of `offset` bytes without overflow. Writes the new
+ * size of the row to *end and updates the plan's flags. */
 static fc_status append_slot(fc_gather_plan *plan, fc_slot *slot, const fc_param *p, int64_t offset,
                              int64_t *end, fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
@@ -208,7 +209,7 @@ static void choose_owners(fc_gather_plan *plan, fc_param *const *params) {
         const fc_param *p = params[slot->param];
         slot->owns_chunk =
             can_split && slot->numel * plan->world == p->flat_numel &&
-            deserves_chunk(layout_of(p, plan->post_forward), slot->compute, plan->world);
+            can_own_chunk(layout_of(p, plan->post_forward), slot->compute, plan->world);
         plan->chunks.owners += slot->owns_chunk ? 1 : 0;
     }
 }
@@ -267,7 +268,7 @@ done:
     return status;
 }
 
-/* Returns the common dtype of all slots, or bytes (uint8) if they differ. */
+/* Returns the common dtype of all slots, or uint8 (bytes) if the slots have several dtypes. */
 static fct_dtype common_dtype(const fc_gather_plan *plan) {
     bool uniform = plan->count > 0;
     for (size_t i = 1; i < plan->count; i++) {
@@ -311,11 +312,11 @@ static bool is_same_input(const fc_slot *a, const fc_slot *b) {
 
 bool fc_gather_plan_fits(const fc_gather_plan *plan, fc_param *const *params, size_t count) {
     bool fits = plan->valid && plan->count == count_inputs(params, count);
-    size_t at = 0;
+    size_t index = 0;
     for (size_t i = 0; i < count; i++) {
         for (size_t k = 0; fits && k < fc_param_input_count(params[i]); k++) {
-            const fc_slot now = describe_slot(plan, i, params[i], k);
-            fits = is_same_input(&plan->slots[at++], &now);
+            const fc_slot current = describe_slot(plan, i, params[i], k);
+            fits = is_same_input(&plan->slots[index++], &current);
         }
     }
     return fits;
@@ -386,8 +387,9 @@ void fc_reduce_plan_fini(fc_reduce_plan *plan) {
     memset(plan, 0, sizeof *plan);
 }
 
-/* Checks one gradient and reads its facts. A gradient that is not contiguous is replaced by a
- * contiguous copy. For a tensor subclass without own memory facts->strided is false. */
+/* Checks one gradient and writes its metadata to *facts. A gradient that is not contiguous is
+ * replaced by a contiguous copy. For a tensor subclass without own memory facts->strided is false.
+ */
 static fc_status check_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts, fc_error *err) {
     fc_status status = FC_OK;
     const fc_param *p = plan->params[i];
@@ -451,7 +453,7 @@ static void choose_owned_gradients(fc_reduce_plan *plan) {
     plan->chunks.owners = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
-        plan->slots[i].owns_chunk = deserves_chunk(layout, plan->dtype, layout->world);
+        plan->slots[i].owns_chunk = can_own_chunk(layout, plan->dtype, layout->world);
         plan->chunks.owners += plan->slots[i].owns_chunk ? 1 : 0;
     }
 }
@@ -462,8 +464,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     bool complex = false;
-    uint64_t dtypes = 0; /* a bit for each dtype of a gradient; torch has fewer than 64 */
-    int device_type = 0; /* of the gradients, if there are any */
+    uint64_t dtypes = 0; /* one bit per dtype of a gradient; torch has fewer than 64 dtypes */
+    int device_type = 0; /* device type of the gradients */
     *foreign = false;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
@@ -474,8 +476,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
             *foreign = status == FC_OK;
             return status;
         }
-        fct_dtype both = i == 0 ? facts.dtype : fc_dtype_wider(grad_dtype, facts.dtype);
-        if (both == FCT_NO_DTYPE && reduce_dtype == FCT_NO_DTYPE) {
+        fct_dtype common = i == 0 ? facts.dtype : fc_dtype_wider(grad_dtype, facts.dtype);
+        if (common == FCT_NO_DTYPE && reduce_dtype == FCT_NO_DTYPE) {
             return fc_error_set(
                 err, FC_EASSERT,
                 "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
@@ -483,7 +485,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         }
         dtypes |= UINT64_C(1) << facts.dtype;
         device_type = facts.device.type;
-        grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
+        grad_dtype = common != FCT_NO_DTYPE ? common : grad_dtype;
         complex = complex || fc_dtype_is_complex(facts.dtype);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {

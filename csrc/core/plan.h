@@ -1,24 +1,26 @@
 /* Transfer plans: the memory layout of a group's transfers, computed once and reused by every step.
- * A plan holds no address, and its users do not change it.
+ * A plan holds no address. Transfers do not change a plan.
  *
  * A gather plan arranges the data that one rank sends: the inputs of the group's parameters, in
- * order. An ordinary parameter has one input, its padded shard. An extended parameter (extension.h)
- * has the inputs that its hook returned, which may differ at each gather. The inputs of one rank in
- * this order are its row. If all dtypes are equal the row has that dtype, otherwise it is bytes.
+ * order. A parameter without extension has one input, its padded shard. An extended parameter
+ * (extension.h) has the inputs that its hook returned, which may differ at each gather. The inputs
+ * of one rank in this order are its row. If all inputs have one dtype, the row has that dtype.
+ * Otherwise the row's dtype is uint8 (bytes).
  *
  * Memory is a list of chunks. Each chunk is one tensor that holds a part of every rank's row, rank
  * after rank; a slot gives the chunk and the offset of an input. A packed plan has one chunk, the
  * gather buffer. A split plan (CPU only) gives every large parameter its own chunk, which becomes
  * its unsharded memory without a copy. The other inputs share one more chunk, the packed tail. The
- * runs of a plan list the row in order, each with its place in a chunk. The transport sends a row
- * in row order, so ranks with packed and with split plans can take part in one collective.
+ * runs (fct_run) of a plan list the parts of a row in order, each with its chunk and offset. The
+ * transport sends the parts in this order, so ranks with packed and with split plans can take part
+ * in one collective.
  *
  * On CUDA slots and rows start at multiples of 16 bytes, so that vector loads stay aligned after a
  * small parameter. The bytes between two slots are undefined. The layout does not depend on the
- * available kernels: it is the same on all ranks.
+ * available kernels, so all ranks have the same layout.
  *
- * A reduce plan describes, without gaps, the gradients that exist in this backward, in the reduce
- * dtype. */
+ * A reduce plan lays out the gradients that exist in this backward, in the reduce dtype and without
+ * gaps. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
@@ -29,7 +31,7 @@
 #include "param.h"
 #include "status.h"
 
-/* Place of one input. */
+/* Position of one input in the chunks. */
 typedef struct fc_slot {
     size_t param; /* index of the parameter in the group */
     size_t input; /* index among the inputs of an extended parameter, else 0 */
@@ -46,13 +48,13 @@ typedef struct fc_slot {
 /* One tensor of a transfer. */
 typedef struct fc_chunk {
     int64_t numel; /* elements of the plan's dtype in each rank's part */
-    bool owned;    /* it holds exactly one parameter */
+    bool owned;    /* the chunk holds exactly one parameter */
 } fc_chunk;
 
-/* The chunks of a plan and the row that they form. Owns its arrays. */
+/* The chunks of a plan and the order of a row in these chunks. Owns its arrays. */
 typedef struct fc_chunk_list {
     bool split;       /* large parameters have their own chunks */
-    fc_chunk *chunks; /* [capacity + 1] owned chunks in row order, then the packed one */
+    fc_chunk *chunks; /* [capacity + 1] owned chunks in row order, then the packed chunk */
     size_t count;
     fct_run *runs; /* [capacity] the row in order; adjacent runs of one chunk are merged */
     size_t run_count;
@@ -63,13 +65,13 @@ typedef struct fc_chunk_list {
 
 typedef struct fc_gather_plan {
     bool valid;
-    bool post_forward; /* of the smaller group's shards, which forward left */
-    bool native;       /* the kernels support every cast; otherwise torch's copies pack */
-    bool casts;        /* some compute dtype differs from the dtype of the shard */
-    bool extended;     /* some parameters are extended */
-    bool from_host;    /* some shards are offloaded to host memory */
+    bool post_forward; /* plan of the smaller group's shards */
+    bool native;       /* the kernels support every cast; otherwise torch casts some inputs */
+    bool casts;        /* at least one input is cast: its compute dtype differs from its dtype */
+    bool extended;     /* at least one parameter is extended */
+    bool from_host;    /* at least one shard is offloaded to host memory */
     fct_dtype dtype;
-    int device_type;   /* its kernels cast */
+    int device_type;   /* device type whose kernels cast */
     int64_t align;     /* alignment of slots and rows, in bytes */
     int64_t world;     /* ranks of the collective */
     int64_t row_numel; /* elements of dtype in a row */
@@ -79,7 +81,7 @@ typedef struct fc_gather_plan {
     fc_chunk_list chunks;
 } fc_gather_plan;
 
-/* Place of one gradient. */
+/* Position of one gradient in the chunks. */
 typedef struct fc_gradient_slot {
     bool owns_chunk; /* in a split plan this gradient has its own chunk */
     size_t chunk;
@@ -98,22 +100,22 @@ typedef struct fc_reduce_plan {
     size_t capacity;
 } fc_reduce_plan;
 
-/* Builds the plan from the parameters' layouts and dtypes. `post_forward`: from their post-forward
+/* Builds the plan from the parameters' layouts and dtypes. `post_forward`: uses the post-forward
  * layouts. Returns FC_ENOMEM, FC_EASSERT or FC_EVALUE on failure. */
 FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                         int64_t world, bool post_forward, fct_device device,
                                         fc_error *err);
 /* Returns true if the plan is valid and matches the current inputs of the parameters. */
 bool fc_gather_plan_fits(const fc_gather_plan *plan, fc_param *const *params, size_t count);
-/* Returns FC_ESTATE with a message if a valid plan differs from the one that would be built now. */
+/* Returns FC_ESTATE with a message if a valid plan does not match the current inputs. */
 FC_CHECK fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params,
                                         size_t count, fc_error *err);
 void fc_gather_plan_fini(fc_gather_plan *plan);
-/* Return the tensor that is sent for a slot, and the tensor that the parts of all ranks are copied
- * to. Borrowed. */
+/* Return the tensor that is sent for a slot (input), and the tensor that the parts of all ranks are
+ * copied to (output). Borrowed. */
 fct_tensor *fc_slot_input(const fc_gather_plan *plan, const fc_slot *slot, fc_param *const *params);
 fct_tensor *fc_slot_output(const fc_slot *slot, fc_param *const *params);
-/* Checks the input of a slot and reads its facts; see fc_param_shard_facts(). */
+/* Checks the input of a slot and writes its metadata to *facts; see fc_param_shard_facts(). */
 FC_CHECK fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
                                        fc_param *const *params, fct_facts *facts, fc_error *err);
 /* Sets the size in bytes from which a parameter gets its own chunk, for plans that are built later.
@@ -131,12 +133,12 @@ fct_chunk_layout fc_chunk_list_layout(const fc_chunk_list *list);
 
 /* Reserves space for `capacity` gradients. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
-/* Checks the collected gradients and lays them out in one chunk: sets slots and row_numel.
- * *foreign: a gradient is a tensor subclass without memory, which only torch's functions can read;
- * nothing is laid out then.
+/* Checks the collected gradients and lays them out in one chunk: sets slots and row_numel. Sets
+ * *foreign and lays out nothing if a gradient is a tensor subclass without memory, which only
+ * torch's functions can read.
  *
- * `reduce_dtype` FCT_NO_DTYPE: the widest dtype of the gradients; FC_EASSERT if there is none. For
- * complex gradients a real reduce dtype is the dtype of their parts. */
+ * `reduce_dtype` FCT_NO_DTYPE: the widest dtype of the gradients; returns FC_EASSERT if there is
+ * none. For complex gradients a real reduce dtype is the dtype of their parts. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);
 /* Releases the collected gradients. The arrays are kept. */

@@ -31,62 +31,63 @@ fc_status fc_process_group_register_users(const fc_process_group *pg, size_t mor
     return FC_OK;
 }
 
-/* Prefixes the message of the pending exception with operation, modules and rank. */
-static fc_status add_context(const fc_process_group *pg, const char *whose,
+/* Prefixes the message of the pending exception with operation, modules and rank. Returns
+ * FC_ERAISED. */
+static fc_status add_context(const fc_process_group *pg, const char *modules,
                              fc_operation operation) {
     static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce"};
     char text[512];
-    bool named = whose != NULL && whose[0] != '\0';
-    (void)snprintf(text, sizeof text,
-                   "%s of %s%s%s failed on rank %lld of %lld of process group '%s'",
-                   names[operation], named ? "parameter group '" : "the root's parameter group",
-                   named ? whose : "", named ? "'" : "", (long long)pg->rank, (long long)pg->world,
-                   pg->name != NULL ? pg->name : "?");
+    bool has_modules = modules != NULL && modules[0] != '\0';
+    (void)snprintf(
+        text, sizeof text, "%s of %s%s%s failed on rank %lld of %lld of process group '%s'",
+        names[operation], has_modules ? "parameter group '" : "the root's parameter group",
+        has_modules ? modules : "", has_modules ? "'" : "", (long long)pg->rank,
+        (long long)pg->world, pg->name != NULL ? pg->name : "?");
     fct_error_explain(text);
     return FC_ERAISED;
 }
 
-/* The tag of the next collective. */
-static fct_op_tag next_tag(fc_process_group *pg, const char *whose, fct_op_kind kind) {
+/* Returns the tag of the next collective. */
+static fct_op_tag next_tag(fc_process_group *pg, const char *modules, fct_op_kind kind) {
     return (fct_op_tag){
-        .kind = kind, .group = whose != NULL ? whose : "", .sequence = pg->issued++};
+        .kind = kind, .group = modules != NULL ? modules : "", .sequence = pg->issued++};
 }
 
-fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose, fct_tensor *output,
+fc_status fc_process_group_all_gather(fc_process_group *pg, const char *modules, fct_tensor *output,
                                       fct_tensor *input, bool async_op, fct_work **work) {
     assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_GATHER);
+    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_ALL_GATHER);
     if (fct_all_gather(pg->handle, &tag, output, input, async_op, work) != 0) {
-        return add_context(pg, whose, FC_ALL_GATHER);
+        return add_context(pg, modules, FC_ALL_GATHER);
     }
 done:
     return status;
 }
 
-fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *whose,
+fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *modules,
                                           fct_tensor *output, fct_tensor *input, fct_reduce_op op,
                                           double factor, bool async_op, fct_work **work) {
     assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_REDUCE_SCATTER);
+    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_REDUCE_SCATTER);
     if (fct_reduce_scatter(pg->handle, &tag, output, input, op, factor, async_op, work) != 0) {
-        return add_context(pg, whose, FC_REDUCE_SCATTER);
+        return add_context(pg, modules, FC_REDUCE_SCATTER);
     }
 done:
     return status;
 }
 
-fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *whose, fct_tensor *tensor,
+fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *modules, fct_tensor *tensor,
                                       fct_reduce_op op, bool async_op, fct_work **work) {
     assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_REDUCE);
+    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_ALL_REDUCE);
     if (fct_all_reduce(pg->handle, &tag, tensor, op, 1.0, async_op, work) != 0) {
-        return add_context(pg, whose, FC_ALL_REDUCE);
+        return add_context(pg, modules, FC_ALL_REDUCE);
     }
 done:
     return status;
@@ -94,9 +95,9 @@ done:
 
 bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes) {
     assert(row_bytes >= 0);
-    void *before = fct_error_set_aside();
+    void *pending_exception = fct_error_set_aside();
     const bool open = fc_process_group_open(pg) == FC_OK;
-    fct_error_put_back(before);
+    fct_error_put_back(pending_exception);
     return open && fct_gather_is_cpu_bound(pg->handle, row_bytes);
 }
 
@@ -110,34 +111,34 @@ done:
     return status;
 }
 
-fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose,
+fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *modules,
                                          fct_tensor *const *chunks, size_t count,
                                          const fct_chunk_layout *layout, fct_work **work) {
     assert(pg->handle != NULL && count > 0 && *work == NULL);
-    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_ALL_GATHER);
+    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_ALL_GATHER);
     return fct_gather_chunks(pg->handle, &tag, chunks, count, layout, work) == 0
                ? FC_OK
-               : add_context(pg, whose, FC_ALL_GATHER);
+               : add_context(pg, modules, FC_ALL_GATHER);
 }
 
-fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *whose,
+fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *modules,
                                          fct_tensor *output, fct_tensor *const *chunks,
                                          size_t count, const fct_chunk_layout *layout,
                                          fct_reduce_op op, fct_work **work) {
     assert(pg->handle != NULL && count > 0 && *work == NULL);
-    const fct_op_tag tag = next_tag(pg, whose, FCT_OP_REDUCE_SCATTER);
+    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_REDUCE_SCATTER);
     return fct_reduce_chunks(pg->handle, &tag, output, chunks, count, layout, op, work) == 0
                ? FC_OK
-               : add_context(pg, whose, FC_REDUCE_SCATTER);
+               : add_context(pg, modules, FC_REDUCE_SCATTER);
 }
 
-fc_status fc_process_group_wait(const fc_process_group *pg, const char *whose,
+fc_status fc_process_group_wait(const fc_process_group *pg, const char *modules,
                                 fc_operation operation, fct_work **work) {
     if (*work == NULL) {
         return FC_OK;
     }
     if (fct_work_wait(*work) != 0) {
-        return add_context(pg, whose, operation);
+        return add_context(pg, modules, operation);
     }
     fct_work_release(*work);
     *work = NULL;

@@ -1,9 +1,9 @@
 /* A process group that a parameter group uses, and its collectives. If the backend fails (dead
- * peer, timeout), the message names the operation, the rank and the modules (`whose`). This module
- * has no access to parameters.
+ * peer, timeout), the message names the operation, the rank and the modules. This file has no
+ * access to parameters.
  *
  * Preconditions of the collectives: the struct has a name or a handle, and *work is NULL. The
- * functions over chunks require an open process group, which takes_chunks leaves. */
+ * functions over chunks require an open process group; fc_process_group_takes_chunks opens it. */
 #ifndef FSDP_C_CORE_PROCESS_GROUP_H
 #define FSDP_C_CORE_PROCESS_GROUP_H
 
@@ -15,49 +15,51 @@ typedef struct fc_process_group {
     fct_pg *handle;   /* counted; resolved at first use */
     int64_t world;
     int64_t rank;
-    uint64_t issued; /* collectives, for their tags */
+    uint64_t issued; /* number of issued collectives, for operation tags */
 } fc_process_group;
 
 typedef enum fc_operation { FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE } fc_operation;
 
-/* Changes which process group the struct refers to. `name` is borrowed; NULL: none. */
+/* Releases the handle and sets the process group by name. `name` is borrowed; NULL: no process
+ * group. */
 void fc_process_group_set(fc_process_group *pg, const char *name, int64_t world, int64_t rank);
 /* Releases the handle. The struct refers to no process group afterwards. */
 void fc_process_group_fini(fc_process_group *pg);
-/* Resolves the process group, unless that was done before. */
+/* Resolves the process group, unless it is resolved already. */
 FC_CHECK fc_status fc_process_group_open(fc_process_group *pg);
 /* Registers `more` collectives that may be in flight in addition to one per parameter group. */
 FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more);
 
-/* Each issues one collective and opens the process group if necessary. Tensors and *work are as in
- * transport/transport.h. `whose`: FQNs of the modules, "" or NULL for the root. */
-FC_CHECK fc_status fc_process_group_all_gather(fc_process_group *pg, const char *whose,
+/* Issue one collective and open the process group if necessary. Tensors and *work are as in
+ * transport/transport.h. `modules`: FQNs of the modules, "" or NULL for the root. */
+FC_CHECK fc_status fc_process_group_all_gather(fc_process_group *pg, const char *modules,
                                                fct_tensor *output, fct_tensor *input, bool async_op,
                                                fct_work **work);
-FC_CHECK fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *whose,
+FC_CHECK fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *modules,
                                                    fct_tensor *output, fct_tensor *input,
                                                    fct_reduce_op op, double factor, bool async_op,
                                                    fct_work **work);
-FC_CHECK fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *whose,
+FC_CHECK fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *modules,
                                                fct_tensor *tensor, fct_reduce_op op, bool async_op,
                                                fct_work **work);
-/* Returns true if such a gather is CPU-bound: the processors that compute also copy the rows. See
- * transport/transport.h. Opens the process group; returns false if that fails. */
+/* Returns true if an all-gather of `row_bytes` per rank is CPU-bound: the processors that compute
+ * also copy the rows. See transport/transport.h. Opens the process group; returns false on failure
+ * and preserves a pending exception. */
 bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes);
 /* All-gather and reduce-scatter over separate chunks; see transport/transport.h. takes_chunks opens
- * it and writes to *takes whether the transport supports them. */
+ * the process group and writes to *takes whether the transport supports chunks. */
 FC_CHECK fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,
                                                  fc_operation operation, bool *takes);
-FC_CHECK fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *whose,
+FC_CHECK fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *modules,
                                                   fct_tensor *const *chunks, size_t count,
                                                   const fct_chunk_layout *layout, fct_work **work);
-FC_CHECK fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *whose,
+FC_CHECK fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *modules,
                                                   fct_tensor *output, fct_tensor *const *chunks,
                                                   size_t count, const fct_chunk_layout *layout,
                                                   fct_reduce_op op, fct_work **work);
 /* Waits for *work, releases it and sets it to NULL. Does nothing if *work is NULL. After a failure
  * *work is unchanged. */
-FC_CHECK fc_status fc_process_group_wait(const fc_process_group *pg, const char *whose,
+FC_CHECK fc_status fc_process_group_wait(const fc_process_group *pg, const char *modules,
                                          fc_operation operation, fct_work **work);
 
 #endif

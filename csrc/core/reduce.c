@@ -1,7 +1,7 @@
 /* Gradient reduction; see reduce.h. Owns the reduce plan, the packed chunks and the events of the
  * latest reduction.
  *
- * Streams: the pack runs on the current stream, everything after it on the reduce stream. From the
+ * Streams: the pack runs on the current stream, all later work on the reduce stream. From the
  * all-reduce on, work runs on the all-reduce stream. The input is kept until the current stream has
  * waited for the collective. The gradients' views keep the output alive. */
 #include "reduce.h"
@@ -14,49 +14,49 @@
 #include "divide.h"
 #include "reduction.h"
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
-void fc_reducer_init(fc_reducer *d, fc_group_base *base) {
+void fc_reducer_init(fc_reducer *reducer, fc_group_base *base) {
     assert(base != NULL && base->callbacks != NULL);
-    memset(d, 0, sizeof *d);
-    d->base = base;
-    d->common_dtype = FC_DTYPE_OF_PARAMS;
-    d->all_reduce_grads = true;
+    memset(reducer, 0, sizeof *reducer);
+    reducer->base = base;
+    reducer->common_dtype = FC_DTYPE_OF_PARAMS;
+    reducer->all_reduce_grads = true;
 }
 
-fct_dtype fc_reducer_dtype(const fc_reducer *d) {
-    const fc_group_base *base = d->base;
-    if (d->common_dtype != FC_DTYPE_OF_PARAMS) {
-        return d->common_dtype;
+fct_dtype fc_reducer_dtype(const fc_reducer *reducer) {
+    const fc_group_base *base = reducer->base;
+    if (reducer->common_dtype != FC_DTYPE_OF_PARAMS) {
+        return reducer->common_dtype;
     }
     return base != NULL && base->count > 0 ? base->params[0]->reduce_dtype : FCT_NO_DTYPE;
 }
 
 /* Returns the event to the comm context. */
-static void return_event(fc_reducer *d, fct_event **slot) {
-    if (d->base->comm != NULL) {
-        fc_comm_put_event(d->base->comm, *slot);
+static void return_event(fc_reducer *reducer, fct_event **slot) {
+    if (reducer->base->comm != NULL) {
+        fc_comm_put_event(reducer->base->comm, *slot);
     }
     *slot = NULL;
 }
 
-void fc_reducer_forget_event(fc_reducer *d) {
-    assert(d->base->comm != NULL || (d->reduced == NULL && d->sent == NULL));
-    return_event(d, &d->reduced);
-    return_event(d, &d->sent);
+void fc_reducer_forget_event(fc_reducer *reducer) {
+    assert(reducer->base->comm != NULL || (reducer->reduced == NULL && reducer->sent == NULL));
+    return_event(reducer, &reducer->reduced);
+    return_event(reducer, &reducer->sent);
 }
 
-void fc_reducer_fini(fc_reducer *d) {
-    assert(d->plan.count <= d->plan.capacity);
-    fc_group_base *base = d->base;
+void fc_reducer_fini(fc_reducer *reducer) {
+    assert(reducer->plan.count <= reducer->plan.capacity);
+    fc_group_base *base = reducer->base;
     if (base->comm != NULL) {
         fc_reduction_discard(base->comm, base);
     }
-    fc_reducer_forget_event(d);
-    fc_reduce_plan_fini(&d->plan);
-    fc_transfer_fini(&d->transfer);
-    fc_chunks_fini(&d->chunks);
-    memset(d, 0, sizeof *d);
+    fc_reducer_forget_event(reducer);
+    fc_reduce_plan_fini(&reducer->plan);
+    fc_transfer_fini(&reducer->transfer);
+    fc_chunks_fini(&reducer->chunks);
+    memset(reducer, 0, sizeof *reducer);
 }
 
 /* ---- start ---- */
@@ -70,38 +70,38 @@ static bool has_gradient(const fc_reduce_plan *plan, const fc_param *p) {
     return false;
 }
 
-static bool all_reduces_now(const fc_reducer *d) {
-    return fc_group_base_is_replicated(d->base) && d->all_reduce_grads;
+static bool all_reduces_now(const fc_reducer *reducer) {
+    return fc_group_base_is_replicated(reducer->base) && reducer->all_reduce_grads;
 }
 
-/* Returns true if the span has partial gradients to all-reduce, even without new ones. Backwards
- * that did not all-reduce have reduce-scattered them. */
-static bool has_pending_partials(const fc_reducer *d, fc_span span) {
-    for (size_t i = span.first; all_reduces_now(d) && i < span.end; i++) {
-        if (d->base->params[i]->partial != NULL) {
+/* Returns true if the span has partial gradients to all-reduce, even without new gradients. Earlier
+ * backwards reduce-scattered these partial gradients. */
+static bool has_pending_partials(const fc_reducer *reducer, fc_span span) {
+    for (size_t i = span.first; all_reduces_now(reducer) && i < span.end; i++) {
+        if (reducer->base->params[i]->partial != NULL) {
             return true;
         }
     }
     return false;
 }
 
-/* Creates the reduction of a span: the gradients that were laid out, and the partial rows of other
- * parameters if rows are all-reduced. Returns NULL without memory. */
-static fc_reduction *new_reduction(fc_reducer *d, fc_span span) {
-    const fc_reduce_plan *plan = &d->plan;
-    fc_param *const *params = d->base->params;
-    fc_reduction *r = fc_reduction_new(d->base, span.end - span.first);
+/* Creates the reduction of a span. The reduction includes the gradients that were laid out, and
+ * with an all-reduce the partial rows of other parameters. Returns NULL without memory. */
+static fc_reduction *new_reduction(fc_reducer *reducer, fc_span span) {
+    const fc_reduce_plan *plan = &reducer->plan;
+    fc_param *const *params = reducer->base->params;
+    fc_reduction *r = fc_reduction_new(reducer->base, span.end - span.first);
     if (r == NULL) {
         return NULL;
     }
-    r->hooked = d->has_hook;
+    r->has_hook = reducer->has_hook;
     r->count = plan->count;
     r->total = plan->count;
-    r->keep_partial = fc_group_base_is_replicated(d->base) && !d->all_reduce_grads;
+    r->keep_partial = fc_group_base_is_replicated(reducer->base) && !reducer->all_reduce_grads;
     if (plan->count > 0) {
         memcpy((void *)r->params, (const void *)plan->params, plan->count * sizeof *r->params);
     }
-    for (size_t i = span.first; all_reduces_now(d) && i < span.end; i++) {
+    for (size_t i = span.first; all_reduces_now(reducer) && i < span.end; i++) {
         if (params[i]->partial != NULL && !has_gradient(plan, params[i])) {
             r->params[r->total++] = params[i];
         }
@@ -110,32 +110,35 @@ static fc_reduction *new_reduction(fc_reducer *d, fc_span span) {
 }
 
 /* Issues the reduce-scatter into `row`, from the chunks or from the single buffer r->input. */
-static fc_status reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide,
+static fc_status reduce_scatter(fc_reducer *reducer, fc_reduction *r, const fc_divide *divide,
                                 fct_tensor *row) {
-    const fc_group_base *base = d->base;
-    fc_process_group *pg = fc_group_base_scatter_group(d->base);
-    const fct_chunk_layout layout = fc_chunk_list_layout(&d->plan.chunks);
-    return d->plan.chunks.split
-               ? fc_process_group_reduce_chunks(pg, base->name, row, d->chunks.tensors,
-                                                d->chunks.count, &layout, divide->op, &r->work)
+    const fc_group_base *base = reducer->base;
+    fc_process_group *pg = fc_group_base_scatter_group(reducer->base);
+    const fct_chunk_layout layout = fc_chunk_list_layout(&reducer->plan.chunks);
+    return reducer->plan.chunks.split
+               ? fc_process_group_reduce_chunks(pg, base->name, row, reducer->chunks.tensors,
+                                                reducer->chunks.count, &layout, divide->op,
+                                                &r->work)
                : fc_process_group_reduce_scatter(pg, base->name, row, r->input, divide->op,
                                                  divide->premultiply, !base->comm->has_streams,
                                                  &r->work);
 }
 
 /* Divides and issues the reduce-scatter on the current stream. r->output is the row. */
-static fc_status issue_reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
-    fc_group_base *base = d->base;
+static fc_status issue_reduce_scatter(fc_reducer *reducer, fc_reduction *r,
+                                      const fc_divide *divide) {
+    fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
-    const fc_reduce_plan *plan = &d->plan;
+    const fc_reduce_plan *plan = &reducer->plan;
     fct_tensor *part = NULL;
     int64_t total = fc_reduction_row_numel(r);
     if (divide->before != 1.0 && r->input != NULL && plan->row_numel > 0) {
         FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
-    /* Parameters may keep the row. It must then be memory of the reduce stream. */
-    bool stays = r->keep_partial && base->comm->has_streams;
-    if ((base->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel && !stays) {
+    /* If parameters keep the row, the row must be memory of the reduce stream. */
+    bool needs_own_row = r->keep_partial && base->comm->has_streams;
+    if ((base->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel &&
+        !needs_own_row) {
         r->output = r->input; /* one rank: the row is the result */
         fct_tensor_retain(r->output);
         goto done;
@@ -155,10 +158,10 @@ static fc_status issue_reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_d
     if (base->shard.world == 1) {
         FC_TRY_RAISED(fct_tensor_copy(part, r->input));
     } else {
-        FC_TRY(reduce_scatter(d, r, divide, part));
+        FC_TRY(reduce_scatter(reducer, r, divide, part));
     }
 done:
-    fc_chunks_drop(&d->chunks); /* the work holds them */
+    fc_chunks_drop(&reducer->chunks); /* the Work holds references to the chunks */
     fct_tensor_release(part);
     return status;
 }
@@ -178,16 +181,17 @@ done:
     return status;
 }
 
-/* Queues the work after the reduce-scatter. With replicas or a user's hook it runs on the
- * all-reduce stream, as in torch, so that the next reduce-scatter does not wait for it. */
+/* Queues the work after the reduce-scatter. With replicas or a user's hook this work runs on the
+ * all-reduce stream, as in torch. The next reduce-scatter then does not wait for this work. */
 static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fct_stream *stream) {
     fc_group_base *base = r->base;
     fc_status status = FC_OK;
     fc_comm_ctx *c = base->comm;
     if (fc_group_base_is_replicated(base) && !r->keep_partial) {
-        FC_TRY(fc_reduction_merge_partials(r)); /* on this stream, which owns the partial rows */
+        /* on the reduce stream, which owns the partial rows */
+        FC_TRY(fc_reduction_merge_partials(r));
     }
-    if (r->elsewhere) {
+    if (r->on_other_stream) {
         FC_TRY(fc_comm_order_streams(c, c->all_reduce_stream, *stream));
         *stream = c->all_reduce_stream;
         (void)fct_stream_set_current(*stream);
@@ -201,58 +205,60 @@ done:
 }
 
 /* Records the event of queued copies to host memory after a failure, so that the next wait includes
- * them. */
-static void record_sent(fc_reducer *d, fct_stream stream) {
+ * these copies. */
+static void record_sent(fc_reducer *reducer, fct_stream stream) {
     void *error = fct_error_set_aside();
-    (void)!fc_comm_record_into(d->base->comm, stream, &d->sent);
+    (void)!fc_comm_record_into(reducer->base->comm, stream, &reducer->sent);
     fct_error_put_back(error);
 }
 
 /* Queues the whole reduction on the reduce stream and, from the all-reduce on, on the all-reduce
- * stream. All later waits share one event at its end. */
-static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
-    fc_group_base *base = d->base;
+ * stream. All later waits share the event at the end of the reduction. */
+static fc_status reduce_on_streams(fc_reducer *reducer, fc_reduction *r, const fc_divide *divide) {
+    fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
     fc_comm_ctx *c = base->comm;
     fct_stream compute = fct_stream_current(base->device);
     fct_stream stream = c->streams_ready ? c->reduce_stream : compute;
-    r->elsewhere =
-        c->streams_ready && !r->keep_partial && (r->hooked || fc_group_base_is_replicated(base));
+    r->on_other_stream =
+        c->streams_ready && !r->keep_partial && (r->has_hook || fc_group_base_is_replicated(base));
     FC_TRY(fc_comm_order_streams(c, stream, compute));
     (void)fct_stream_set_current(stream);
-    FC_TRY(issue_reduce_scatter(d, r, divide));
+    FC_TRY(issue_reduce_scatter(reducer, r, divide));
     FC_TRY(fc_reduction_wait(r));
-    bool alone = r->output == r->input; /* later work uses memory of the current stream */
-    if (!alone) {
-        FC_TRY(fc_comm_record(c, stream, &r->scattered));
+    /* work after the reduce-scatter uses the input's memory */
+    bool in_place = r->output == r->input;
+    if (!in_place) {
+        FC_TRY(fc_comm_record(c, stream, &r->input_done));
     }
     FC_TRY(continue_on_stream(r, divide, &stream));
-    FC_TRY(fc_comm_record_into(c, stream, &d->reduced));
-    if (alone) {
-        fc_comm_share_event(c, d->reduced, &r->scattered);
+    FC_TRY(fc_comm_record_into(c, stream, &reducer->reduced));
+    if (in_place) {
+        fc_comm_share_event(c, reducer->reduced, &r->input_done);
     }
-    fc_comm_share_event(c, d->reduced, r->elsewhere ? &c->last_all_reduced : &c->last_reduced);
-    if (r->sends) {
-        fc_comm_share_event(c, d->reduced, &d->sent);
+    fc_comm_share_event(c, reducer->reduced,
+                        r->on_other_stream ? &c->last_all_reduced : &c->last_reduced);
+    if (r->copies_to_host) {
+        fc_comm_share_event(c, reducer->reduced, &reducer->sent);
     }
-    if (r->output != NULL && r->elsewhere) {
+    if (r->output != NULL && r->on_other_stream) {
         fct_event *cast = NULL;
-        fc_comm_share_event(c, d->reduced, &cast);
+        fc_comm_share_event(c, reducer->reduced, &cast);
         FC_TRY(fc_comm_keep_row(c, r->output, cast));
         r->output = NULL;
     }
 done:
-    if (status != FC_OK && r->sends) {
-        record_sent(d, stream);
+    if (status != FC_OK && r->copies_to_host) {
+        record_sent(reducer, stream);
     }
     (void)fct_stream_set_current(compute);
     return status;
 }
 
-/* Completes an earlier reduction of the group that has not yet given its partial rows to the
- * parameters. */
-static fc_status complete_earlier(fc_reducer *d) {
-    fc_group_base *base = d->base;
+/* Completes an earlier reduction of the group whose partial rows are not in fc_param.partial yet.
+ */
+static fc_status complete_partial_reduction(fc_reducer *reducer) {
+    fc_group_base *base = reducer->base;
     for (const fc_reduction *r = base->comm->oldest; r != NULL; r = r->next) {
         if (r->base == base && r->keep_partial && !r->finished) {
             return fc_reduction_recycle(base->comm, 0);
@@ -261,29 +267,29 @@ static fc_status complete_earlier(fc_reducer *d) {
     return FC_OK;
 }
 
-static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
-    fc_group_base *base = d->base;
+static fc_divide compute_divide(fc_reducer *reducer, fct_dtype dtype) {
+    fc_group_base *base = reducer->base;
     const fc_process_group *pg = fc_group_base_scatter_group(base);
     const fc_divide_rule rule = {
         .world = base->shard.world,
         .replicas = fc_group_base_is_replicated(base) ? base->replicate.world : 0,
         .dtype = dtype,
-        .has_factor = d->has_divide_factor,
-        .factor = d->divide_factor,
-        .force_sum = d->force_sum || !fct_device_has_average(base->device),
-        .has_premul = d->has_divide_factor && pg->handle != NULL &&
+        .has_factor = reducer->has_divide_factor,
+        .factor = reducer->divide_factor,
+        .force_sum = reducer->force_sum || !fct_device_has_average(base->device),
+        .has_premul = reducer->has_divide_factor && pg->handle != NULL &&
                       fct_pg_has_premul(pg->handle, base->device),
     };
     return fc_divide_split(&rule);
 }
 
-/* Decides whether large gradients get their own chunks. Conditions: some are large enough, the
- * kernels cast them, and the process group takes chunks. Devices with streams, and the process
- * group's allocator, use one buffer. */
-static fc_status choose_split(fc_reducer *d, const fc_divide *divide) {
-    const fc_group_base *base = d->base;
+/* Decides whether large gradients get their own chunks. Conditions: at least one gradient is large
+ * enough, the kernels cast all of them, and the process group takes chunks. Devices with streams,
+ * and the process group's allocator, use one buffer. */
+static fc_status choose_split(fc_reducer *reducer, const fc_divide *divide) {
+    const fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
-    fc_reduce_plan *plan = &d->plan;
+    fc_reduce_plan *plan = &reducer->plan;
     bool split = false;
     bool packed = !fc_reduce_plan_can_split(plan) || base->comm->has_streams || !plan->native ||
                   divide->op == FCT_PREMUL_SUM || fck_backend_of(base->device.type) == NULL;
@@ -291,8 +297,8 @@ static fc_status choose_split(fc_reducer *d, const fc_divide *divide) {
         FC_TRY(fc_group_base_has_memory(base, base->reduce_memory, &packed));
     }
     if (!packed) {
-        FC_TRY(fc_process_group_takes_chunks(fc_group_base_scatter_group(d->base), base->device,
-                                             FC_REDUCE_SCATTER, &split));
+        FC_TRY(fc_process_group_takes_chunks(fc_group_base_scatter_group(reducer->base),
+                                             base->device, FC_REDUCE_SCATTER, &split));
     }
     if (split) {
         fc_reduce_plan_set_split(plan, true);
@@ -301,8 +307,8 @@ done:
     return status;
 }
 
-/* Returns true if the gradient's own memory can be sent: it has the layout and dtype of its chunk,
- * no other owner can change it, and it is not divided first. */
+/* Returns true if the gradient's own memory can be sent: the gradient has the layout and dtype of
+ * its chunk, has no other owner, and is not divided first. */
 static bool can_send_in_place(const fc_reduce_plan *plan, size_t i, const fc_divide *divide) {
     const fc_layout *layout = &plan->params[i]->layout;
     fct_facts facts;
@@ -326,38 +332,38 @@ static fc_status alias_gradient(const fc_reduce_plan *plan, size_t i, fct_tensor
 
 /* Creates the chunk of one gradient: a view of the gradient, or a packed copy. Drops the
  * gradient. */
-static fc_status make_owned_chunk(fc_reducer *d, size_t i, const fc_divide *divide,
+static fc_status make_owned_chunk(fc_reducer *reducer, size_t i, const fc_divide *divide,
                                   fct_tensor **chunk) {
-    const fc_group_base *base = d->base;
+    const fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
-    fc_reduce_plan *plan = &d->plan;
+    fc_reduce_plan *plan = &reducer->plan;
     const fc_layout *layout = &plan->params[i]->layout;
-    fct_tensor *made = NULL;
+    fct_tensor *tensor = NULL;
     if (can_send_in_place(plan, i, divide)) {
-        FC_TRY(alias_gradient(plan, i, &made));
+        FC_TRY(alias_gradient(plan, i, &tensor));
     } else {
         FC_TRY_RAISED(fct_tensor_empty(layout->world * layout->padded_numel, plan->dtype,
-                                       base->device, &made));
-        FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, plan->slots[i].chunk, layout->world,
-                                          made, &base->comm->error));
+                                       base->device, &tensor));
+        FC_TRY(fc_transfer_pack_gradients(&reducer->transfer, plan, plan->slots[i].chunk,
+                                          layout->world, tensor, &base->comm->error));
         if (divide->before != 1.0) {
-            FC_TRY_RAISED(fct_tensor_div(made, divide->before));
+            FC_TRY_RAISED(fct_tensor_div(tensor, divide->before));
         }
     }
     fct_tensor_release(plan->grads[i]);
     plan->grads[i] = NULL;
-    *chunk = made;
+    *chunk = tensor;
     return FC_OK;
 done:
-    fct_tensor_release(made);
+    fct_tensor_release(tensor);
     return status;
 }
 
 /* Packs the gradients that share a chunk into r->input. */
-static fc_status make_packed_chunk(fc_reducer *d, fc_reduction *r, size_t chunk) {
-    fc_group_base *base = d->base;
+static fc_status make_packed_chunk(fc_reducer *reducer, fc_reduction *r, size_t chunk) {
+    fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
-    const fc_reduce_plan *plan = &d->plan;
+    const fc_reduce_plan *plan = &reducer->plan;
     const int64_t world = base->shard.world;
     const int64_t numel = world * plan->chunks.chunks[chunk].numel;
     if (plan->chunks.split) {
@@ -365,70 +371,71 @@ static fc_status make_packed_chunk(fc_reducer *d, fc_reduction *r, size_t chunk)
     } else {
         FC_TRY(fc_group_base_buffer(base, base->reduce_memory, numel, plan->dtype, &r->input));
     }
-    FC_TRY(
-        fc_transfer_pack_gradients(&d->transfer, plan, chunk, world, r->input, &base->comm->error));
+    FC_TRY(fc_transfer_pack_gradients(&reducer->transfer, plan, chunk, world, r->input,
+                                      &base->comm->error));
 done:
     return status;
 }
 
 /* Packs the laid-out gradients into the plan's chunks, on the current stream. The packed chunk
  * comes first: each large gradient is then freed as soon as its own chunk exists. */
-static fc_status pack(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
+static fc_status pack(fc_reducer *reducer, fc_reduction *r, const fc_divide *divide) {
     fc_status status = FC_OK;
-    fc_reduce_plan *plan = &d->plan;
-    FC_TRY(choose_split(d, divide));
+    fc_reduce_plan *plan = &reducer->plan;
+    FC_TRY(choose_split(reducer, divide));
     const size_t last = plan->chunks.count - 1;
-    FC_TRY(fc_chunks_begin(&d->chunks, plan->chunks.count));
+    FC_TRY(fc_chunks_begin(&reducer->chunks, plan->chunks.count));
     if (!plan->chunks.chunks[last].owned) {
-        FC_TRY(make_packed_chunk(d, r, last));
+        FC_TRY(make_packed_chunk(reducer, r, last));
     }
     for (size_t i = 0; plan->chunks.split && i < plan->count; i++) {
         fct_tensor *chunk = NULL;
         if (plan->slots[i].owns_chunk) {
-            FC_TRY(make_owned_chunk(d, i, divide, &chunk));
-            fc_chunks_add(&d->chunks, chunk);
+            FC_TRY(make_owned_chunk(reducer, i, divide, &chunk));
+            fc_chunks_add(&reducer->chunks, chunk);
         }
     }
     if (r->input != NULL) {
         fct_tensor_retain(r->input);
-        fc_chunks_add(&d->chunks, r->input);
+        fc_chunks_add(&reducer->chunks, r->input);
     }
 done:
     if (status != FC_OK) {
-        fc_chunks_drop(&d->chunks);
+        fc_chunks_drop(&reducer->chunks);
     }
     fc_reduce_plan_drop_grads(plan);
     return status;
 }
 
-/* Returns the dtype of the reduction; for partial rows alone it is their own. */
-static fct_dtype reduction_dtype(const fc_reducer *d, const fc_reduction *r) {
-    if (d->plan.count > 0) {
-        return d->plan.dtype;
+/* Returns the dtype of the reduction. A reduction of partial rows only has the dtype of these rows.
+ */
+static fct_dtype reduction_dtype(const fc_reducer *reducer, const fc_reduction *r) {
+    if (reducer->plan.count > 0) {
+        return reducer->plan.dtype;
     }
     fct_facts facts;
     fct_tensor_facts(r->params[0]->partial, &facts);
     return facts.dtype;
 }
 
-/* Issues the collectives. With streams it also queues the steps that finish the reduction. */
-static fc_status issue_collectives(fc_reducer *d, fc_reduction *r, bool order_compute) {
-    fc_group_base *base = d->base;
+/* Issues the collectives. With streams, also queues the steps that finish the reduction. */
+static fc_status issue_collectives(fc_reducer *reducer, fc_reduction *r, bool order_compute) {
+    fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
     if (base->shard.world > 1) {
         FC_TRY(fc_process_group_open(fc_group_base_scatter_group(base)));
     }
-    d->plan.dtype = reduction_dtype(d, r);
-    const fc_divide divide = split_division(d, d->plan.dtype);
-    FC_TRY(pack(d, r, &divide));
+    reducer->plan.dtype = reduction_dtype(reducer, r);
+    const fc_divide divide = compute_divide(reducer, reducer->plan.dtype);
+    FC_TRY(pack(reducer, r, &divide));
     r->divide_after = divide.after;
     if (base->comm->has_streams) {
-        FC_TRY(reduce_on_streams(d, r, &divide));
+        FC_TRY(reduce_on_streams(reducer, r, &divide));
         if (order_compute) {
-            FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(base->device)));
+            FC_TRY_RAISED(fct_event_wait(reducer->reduced, fct_stream_current(base->device)));
         }
     } else {
-        FC_TRY(issue_reduce_scatter(d, r, &divide));
+        FC_TRY(issue_reduce_scatter(reducer, r, &divide));
         if (fc_group_base_is_replicated(base) && !r->keep_partial) {
             FC_TRY(fc_reduction_wait(r));
             FC_TRY(fc_reduction_merge_partials(r));
@@ -437,14 +444,14 @@ static fc_status issue_collectives(fc_reducer *d, fc_reduction *r, bool order_co
     }
 done:
     if (status != FC_OK) {
-        fc_chunks_drop(&d->chunks);
+        fc_chunks_drop(&reducer->chunks);
     }
     return status;
 }
 
 /* Returns true if the reduction must complete before backward continues. */
-static bool must_complete_now(const fc_reducer *d, const fc_reduction *r) {
-    switch (d->overlap) {
+static bool must_complete_now(const fc_reducer *reducer, const fc_reduction *r) {
+    switch (reducer->overlap) {
     case FC_OVERLAP_NEVER:
         return true;
     case FC_OVERLAP_UNLESS_CPU_BOUND:
@@ -455,28 +462,28 @@ static bool must_complete_now(const fc_reducer *d, const fc_reduction *r) {
     case FC_OVERLAP_ALWAYS:
         break;
     }
-    return !d->base->comm->has_streams && fc_reduction_must_finish_now(r);
+    return !reducer->base->comm->has_streams && fc_reduction_must_finish_now(r);
 }
 
 /* Starts the reduction of a span. A reduction that could not be started is discarded. */
-static fc_status start_reduction(fc_reducer *d, fc_span span, bool order_compute) {
-    fc_group_base *base = d->base;
+static fc_status start_reduction(fc_reducer *reducer, fc_span span, bool order_compute) {
+    fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
     fc_comm_ctx *c = base->comm;
     fc_reduction *r = NULL;
-    FC_TRY(complete_earlier(d));
-    /* Later buckets of a backward do not wait for earlier ones. */
+    FC_TRY(complete_partial_reduction(reducer));
+    /* Only the first bucket of a backward waits for the group's previous reduction. */
     if (span.end == base->count) {
-        FC_TRY(fc_comm_wait_and_put(c, &d->reduced));
+        FC_TRY(fc_comm_wait_and_put(c, &reducer->reduced));
     }
-    r = new_reduction(d, span);
+    r = new_reduction(reducer, span);
     if (r == NULL) {
         status = FC_ENOMEM;
         goto done;
     }
-    FC_TRY(issue_collectives(d, r, order_compute));
+    FC_TRY(issue_collectives(reducer, r, order_compute));
     fc_reduction_append(r);
-    return must_complete_now(d, r) ? fc_reduction_recycle(c, 0) : fc_reduction_poll(c);
+    return must_complete_now(reducer, r) ? fc_reduction_recycle(c, 0) : fc_reduction_poll(c);
 done:
     if (r != NULL) {
         fc_reduction_abandon(r);
@@ -484,26 +491,26 @@ done:
     return status;
 }
 
-fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
-    assert(span.first <= span.end && span.end <= d->base->count);
-    fc_group_base *base = d->base;
+fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute) {
+    assert(span.first <= span.end && span.end <= reducer->base->count);
+    fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
-    fc_reduce_plan *plan = &d->plan;
+    fc_reduce_plan *plan = &reducer->plan;
     void *range = NULL;
-    if (plan->count == 0 && !has_pending_partials(d, span)) {
+    if (plan->count == 0 && !has_pending_partials(reducer, span)) {
         return FC_OK;
     }
     range = fc_group_base_enter_range(base, "post_backward_reduce");
     bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_REDUCE);
     if (!uses_fallback) {
-        FC_TRY(
-            fc_reduce_plan_lay_out(plan, fc_reducer_dtype(d), &uses_fallback, &base->comm->error));
+        FC_TRY(fc_reduce_plan_lay_out(plan, fc_reducer_dtype(reducer), &uses_fallback,
+                                      &base->comm->error));
     }
     if (uses_fallback) {
         FC_TRY_RAISED(base->callbacks->reduce(base->owner, plan->params, plan->grads, plan->count,
                                               order_compute));
     } else {
-        FC_TRY(start_reduction(d, span, order_compute));
+        FC_TRY(start_reduction(reducer, span, order_compute));
     }
 done:
     fc_reduce_plan_drop_grads(plan);
@@ -514,12 +521,12 @@ done:
 /* ---- end of a backward ---- */
 
 /* Blocks until gradients in host memory are complete, and waits for the work of the fallback. */
-static fc_status wait_on_host(fc_reducer *d) {
-    const fc_group_base *base = d->base;
+static fc_status wait_on_host(fc_reducer *reducer) {
+    const fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
-    if (d->sent != NULL) {
-        FC_TRY_RAISED(fct_event_synchronize(d->sent));
-        return_event(d, &d->sent);
+    if (reducer->sent != NULL) {
+        FC_TRY_RAISED(fct_event_synchronize(reducer->sent));
+        return_event(reducer, &reducer->sent);
     }
     if (base->callbacks->finalize != NULL) {
         FC_TRY_RAISED(base->callbacks->finalize(base->owner));
@@ -528,55 +535,56 @@ done:
     return status;
 }
 
-fc_status fc_reduce_order_compute(fc_reducer *d) {
-    assert(d->reduced == NULL || d->base->comm->has_streams);
-    fc_group_base *base = d->base;
+fc_status fc_reduce_order_compute(fc_reducer *reducer) {
+    assert(reducer->reduced == NULL || reducer->base->comm->has_streams);
+    fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
-    if (d->reduced != NULL) {
-        FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(base->device)));
+    if (reducer->reduced != NULL) {
+        FC_TRY_RAISED(fct_event_wait(reducer->reduced, fct_stream_current(base->device)));
     }
-    FC_TRY(wait_on_host(d));
+    FC_TRY(wait_on_host(reducer));
 done:
     return status;
 }
 
-fc_status fc_reduce_settle(fc_reducer *d) {
-    assert(d->reduced == NULL || d->base->comm->has_streams);
-    fc_group_base *base = d->base;
+fc_status fc_reduce_settle(fc_reducer *reducer) {
+    assert(reducer->reduced == NULL || reducer->base->comm->has_streams);
+    fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
     FC_TRY(fc_comm_wait_and_put(base->comm, &base->comm->last_reduced));
     FC_TRY(fc_comm_wait_and_put(base->comm, &base->comm->last_all_reduced));
     fc_reduction_mark_settled(base->comm);
-    FC_TRY(wait_on_host(d));
-    return_event(d, &d->reduced);
+    FC_TRY(wait_on_host(reducer));
+    return_event(reducer, &reducer->reduced);
 done:
     return status;
 }
 
-void fc_reduce_reset(fc_reducer *d) {
-    assert(d->reduced == NULL || d->base->comm->has_streams);
-    fc_group_base *base = d->base;
+void fc_reduce_reset(fc_reducer *reducer) {
+    assert(reducer->reduced == NULL || reducer->base->comm->has_streams);
+    fc_group_base *base = reducer->base;
     fc_reduction_discard(base->comm, base);
-    fc_reduce_plan_drop_grads(&d->plan);
+    fc_reduce_plan_drop_grads(&reducer->plan);
     if (base->callbacks->drop_reduce != NULL) {
         base->callbacks->drop_reduce(base->owner);
     }
-    return_event(d, &d->reduced); /* `sent` stays: the next end of a backward waits for it */
+    /* `sent` stays: the next end of a backward waits for that event */
+    return_event(reducer, &reducer->reduced);
 }
 
 /* ---- invariants ---- */
 
-fc_status fc_reduce_check(const fc_reducer *d) {
-    fc_comm_ctx *c = d->base->comm;
-    if (d->plan.count > 0) {
+fc_status fc_reduce_check(const fc_reducer *reducer) {
+    fc_comm_ctx *c = reducer->base->comm;
+    if (reducer->plan.count > 0) {
         return fc_error_set(&c->error, FC_ESTATE, "%zu gradients were collected and not reduced",
-                            d->plan.count);
+                            reducer->plan.count);
     }
-    if (d->chunks.count > 0) {
+    if (reducer->chunks.count > 0) {
         return fc_error_set(&c->error, FC_ESTATE, "a reducer holds %zu chunks after its reduction",
-                            d->chunks.count);
+                            reducer->chunks.count);
     }
-    if (d->reduced != NULL && !c->has_streams) {
+    if (reducer->reduced != NULL && !c->has_streams) {
         return fc_error_set(&c->error, FC_ESTATE,
                             "a reduction has an event on a device without streams");
     }

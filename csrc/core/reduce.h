@@ -9,12 +9,13 @@
  * (fc_param.partial) until a backward that all-reduces.
  *
  * With streams, run and finish are queued together on the reduce stream. Without streams the
- * collective runs while backward continues. It is finished by the next group's reduction, by the
- * end of backward, or at once if a parameter has post-accumulate-grad hooks. A reduction that does
- * not overlap (fc_overlap) is complete before backward continues, on any device.
+ * collective runs while backward continues. The next group's reduction or the end of backward
+ * finishes the reduction. If a parameter has post-accumulate-grad hooks, the reduction is finished
+ * before backward continues. A reduction that does not overlap (fc_overlap) is complete before
+ * backward continues, on any device.
  *
- * Preconditions: fc_reducer_init, and the group has a comm context, except in fini. The span
- * lies within the group's parameters. */
+ * Preconditions: fc_reducer_init, and the group has a comm context, except in fini. The span lies
+ * within the group's parameters. */
 #ifndef FSDP_C_CORE_REDUCE_H
 #define FSDP_C_CORE_REDUCE_H
 
@@ -23,63 +24,63 @@
 #include "plan.h"
 #include "transfer.h"
 
-/* Whether backward continues while a reduction is in flight. */
+/* Selects whether backward continues while a reduction is in flight. */
 typedef enum fc_overlap {
-    FC_OVERLAP_UNLESS_CPU_BOUND = 0, /* not if CPU-bound: that saves no time and costs memory */
+    FC_OVERLAP_UNLESS_CPU_BOUND = 0, /* overlap of a CPU-bound reduction saves no time */
     FC_OVERLAP_ALWAYS,
     FC_OVERLAP_NEVER,
 } fc_overlap;
 
-/* The value of fc_reducer.common_dtype for a group whose parameters own the reduce dtype. A group
- * whose parameters have different policies needs one dtype for their common buffer. FCT_NO_DTYPE:
- * the widest dtype of the gradients. */
+/* Value of fc_reducer.common_dtype: the group uses fc_param.reduce_dtype. If the parameters have
+ * different policies, common_dtype is the dtype of their common buffer. FCT_NO_DTYPE: the widest
+ * dtype of the gradients. */
 #define FC_DTYPE_OF_PARAMS (-2)
 
 typedef struct fc_reducer {
     fc_group_base *base; /* borrowed */
-    fc_reduce_plan plan; /* of the collected gradients */
+    fc_reduce_plan plan; /* plan of the collected gradients */
     fc_transfer transfer;
-    fc_chunks chunks;   /* packed, until the collective holds them */
+    fc_chunks chunks;   /* packed chunks, until the Work holds references to them */
     fct_event *reduced; /* end of the latest reduction; only with streams */
     fct_event *sent;    /* end of the latest queued copies to host memory */
     /* Settings of the user. */
-    fct_dtype common_dtype; /* replaces the reduce dtype of the parameters; see below */
+    fct_dtype common_dtype; /* replaces fc_param.reduce_dtype; see FC_DTYPE_OF_PARAMS */
     double divide_factor;   /* replaces the number of ranks if has_divide_factor */
     bool has_divide_factor;
     bool force_sum;
     bool all_reduce_grads; /* false, with replicas: only reduce-scatter */
-    bool reduce_unused;    /* zeros for parameters without a gradient */
+    bool reduce_unused;    /* parameters without a gradient contribute zeros */
     bool has_hook;         /* callbacks->reduce_hook must be called */
     fc_overlap overlap;
 } fc_reducer;
 
 /* Borrows `base`, which must outlive the reducer. */
-void fc_reducer_init(fc_reducer *d, fc_group_base *base);
+void fc_reducer_init(fc_reducer *reducer, fc_group_base *base);
 /* Discards the reductions in flight and releases everything. */
-void fc_reducer_fini(fc_reducer *d);
+void fc_reducer_fini(fc_reducer *reducer);
 
 /* Returns the dtype in which the group's gradients are reduced. FCT_NO_DTYPE: their own dtype. */
-fct_dtype fc_reducer_dtype(const fc_reducer *d);
+fct_dtype fc_reducer_dtype(const fc_reducer *reducer);
 
 /* Returns the reducer's events to the comm context. Call it before the group changes its
  * context. */
-void fc_reducer_forget_event(fc_reducer *d);
+void fc_reducer_forget_event(fc_reducer *reducer);
 
-/* Reduces the gradients of the span that were collected into d->plan, and removes them from it.
- * Parameters with a partial row are reduced even without a gradient. `order_compute`: the current
- * stream waits for the result (partial group backward). On failure the gradients are lost and
- * nothing is in flight. */
-FC_CHECK fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute);
+/* Reduces the gradients of the span that were collected into reducer->plan, and removes them from
+ * the plan. Parameters with a partial row are reduced even without a gradient. `order_compute`: the
+ * current stream waits for the result. Used if backward begins before all modules of the group have
+ * run forward. On failure the gradients are lost and nothing is in flight. */
+FC_CHECK fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute);
 /* Makes the current stream wait for the reducer's latest reduction. */
-FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *d);
+FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *reducer);
 /* Ends a backward: the current stream waits for all reductions of the context, and for the work of
  * the fallback's reduce(). */
-FC_CHECK fc_status fc_reduce_settle(fc_reducer *d);
+FC_CHECK fc_status fc_reduce_settle(fc_reducer *reducer);
 /* Drops gradients and partial results. Call it after a failure. */
-void fc_reduce_reset(fc_reducer *d);
+void fc_reduce_reset(fc_reducer *reducer);
 
 /* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is
  * violated. */
-FC_CHECK fc_status fc_reduce_check(const fc_reducer *d);
+FC_CHECK fc_status fc_reduce_check(const fc_reducer *reducer);
 
 #endif

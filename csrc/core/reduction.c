@@ -1,7 +1,7 @@
 /* Reductions in flight; see reduction.h. Owns the list in the comm context and the buffers, events
  * and work of its entries.
  *
- * Streams: an input is freed only after the current stream waits for `scattered`. An abandoned
+ * Streams: an input is freed only after the current stream waits for `input_done`. An abandoned
  * reduction first orders the current stream after the reduce streams. */
 #include "reduction.h"
 
@@ -39,12 +39,12 @@ void fc_reduction_abandon(fc_reduction *r) {
     assert(r->next == NULL && r != r->base->comm->newest);
     fc_comm_ctx *c = r->base->comm;
     if (c->streams_ready) {
-        if (r->elsewhere) {
+        if (r->on_other_stream) {
             fc_comm_settle_streams(c, c->reduce_stream, c->all_reduce_stream);
         }
         fc_comm_settle_streams(c, fct_stream_current(c->device), c->reduce_stream);
     }
-    fc_comm_put_event(c, r->scattered);
+    fc_comm_put_event(c, r->input_done);
     fc_comm_defer_release(c, r->work, r->input, r->output);
     free(r);
 }
@@ -73,8 +73,8 @@ static void push_oldest(fc_comm_ctx *c, fc_reduction *r) {
 void fc_reduction_mark_settled(fc_comm_ctx *c) {
     assert((c->oldest == NULL) == (c->reductions == 0));
     for (fc_reduction *r = c->oldest; r != NULL; r = r->next) {
-        fc_comm_put_event(c, r->scattered);
-        r->scattered = NULL;
+        fc_comm_put_event(c, r->input_done);
+        r->input_done = NULL;
     }
 }
 
@@ -156,7 +156,7 @@ done:
     return status;
 }
 
-/* Returns the common dtype of the sharded gradients, or FCT_NO_DTYPE if they differ. */
+/* Returns the common dtype of the sharded gradients, or FCT_NO_DTYPE if they have several dtypes. */
 static fct_dtype common_dtype(const fc_reduction *r) {
     fct_dtype dtype = r->total > 0 ? fc_param_sharded_grad_dtype(r->params[0]) : FCT_NO_DTYPE;
     for (size_t i = 1; i < r->total; i++) {
@@ -176,23 +176,23 @@ static fc_status copy_to_host(fc_reduction *r, const fc_param *p, fct_tensor **v
         return FC_OK;
     }
     FC_TRY(fc_offload_send(p, r->base->callbacks, *view, &local, &queued));
-    r->sends = r->sends || queued;
+    r->copies_to_host = r->copies_to_host || queued;
     fct_tensor_release(*view);
     *view = local;
 done:
     return status;
 }
 
-/* Passes each parameter its view of the reduced row. `several`: the parameters have different
+/* Passes each parameter its view of the reduced row. `cast_views`: the parameters have different
  * dtypes, so each view is cast. */
-static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bool several) {
+static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bool cast_views) {
     fc_status status = FC_OK;
     fct_tensor *view = NULL;
     int64_t offset = 0;
     for (size_t i = 0; i < r->total; i++) {
         const fc_param *p = r->params[i];
         FC_TRY_RAISED(fct_tensor_alias(row, p->ndim, p->local_sizes, p->strides, offset, &view));
-        if (several && fc_param_sharded_grad_dtype(p) != FCT_NO_DTYPE) {
+        if (cast_views && fc_param_sharded_grad_dtype(p) != FCT_NO_DTYPE) {
             fct_tensor *cast = NULL;
             FC_TRY_RAISED(fct_tensor_cast(view, fc_param_sharded_grad_dtype(p), &cast));
             fct_tensor_release(view);
@@ -222,54 +222,56 @@ fc_status fc_reduction_finish(fc_reduction *r) {
     assert(!r->finished && r->count <= r->total);
     fc_status status = FC_OK;
     fct_tensor *row = NULL;
-    fct_dtype wanted = common_dtype(r);
+    fct_dtype grad_dtype = common_dtype(r);
     FC_TRY(fc_reduction_wait(r));
     if (r->keep_partial) {
         FC_TRY(fc_reduction_merge_partials(r));
         r->finished = true;
         return FC_OK;
     }
-    if (r->hooked) {
+    if (r->has_hook) {
         FC_TRY_RAISED(r->base->callbacks->reduce_hook(r->base->owner, r->output));
     }
     if (r->divide_after != 1.0) {
         FC_TRY_RAISED(fct_tensor_div(r->output, r->divide_after));
     }
-    if (wanted != FCT_NO_DTYPE) {
-        FC_TRY_RAISED(fct_tensor_cast(r->output, wanted, &row));
+    if (grad_dtype != FCT_NO_DTYPE) {
+        FC_TRY_RAISED(fct_tensor_cast(r->output, grad_dtype, &row));
     } else {
         row = r->output;
         fct_tensor_retain(row);
     }
     if (!r->base->comm->has_streams ||
-        (row == r->output && wanted != FCT_NO_DTYPE && !r->elsewhere)) {
+        (row == r->output && grad_dtype != FCT_NO_DTYPE && !r->on_other_stream)) {
         fct_tensor_release(r->output);
         r->output = NULL;
     }
-    FC_TRY(distribute_gradients(r, row, wanted == FCT_NO_DTYPE));
+    FC_TRY(distribute_gradients(r, row, grad_dtype == FCT_NO_DTYPE));
     r->finished = true;
 done:
     fct_tensor_release(row);
     return status;
 }
 
-/* Removes the reduction from the list before finishing it. User hooks run meanwhile: they may
- * discard all reductions (reset) or call this function again (another backward). */
+/* Removes each reduction from the list before fc_reduction_finish. A user hook that runs in
+ * fc_reduction_finish may discard all reductions (reset) or call this function again (another
+ * backward). */
 fc_status fc_reduction_recycle(fc_comm_ctx *c, size_t keep) {
     assert((c->oldest == NULL) == (c->reductions == 0));
     while (c->reductions > keep) {
         fc_reduction *r = pop_oldest(c);
         fc_status status = r->finished ? FC_OK : fc_reduction_finish(r);
         if (status != FC_OK) {
-            fc_reduction_abandon(r); /* its gradients are lost: a second attempt is not possible */
+            /* the gradients are lost, because a second attempt is not possible */
+            fc_reduction_abandon(r);
             return status;
         }
-        if (r->scattered != NULL) {
-            if (fct_event_wait(r->scattered, fct_stream_current(c->device)) != 0) {
+        if (r->input_done != NULL) {
+            if (fct_event_wait(r->input_done, fct_stream_current(c->device)) != 0) {
                 push_oldest(c, r);
                 return FC_ERAISED;
             }
-            fc_comm_put_event(c, r->scattered);
+            fc_comm_put_event(c, r->input_done);
         }
         fct_tensor_release(r->input);
         fct_tensor_release(r->output);
@@ -290,7 +292,7 @@ done:
 }
 
 bool fc_reduction_must_finish_now(const fc_reduction *r) {
-    if (r->hooked && !r->keep_partial) {
+    if (r->has_hook && !r->keep_partial) {
         return true;
     }
     for (size_t i = 0; i < r->total; i++) {

@@ -9,25 +9,28 @@
 
 #include "group_base.h"
 
-/* Created per reduction on the heap. Its parts of the row are in the order of `params`. */
+/* Created on the heap for each reduction. The row has one part per parameter, in the order of
+ * `params`. */
 typedef struct fc_reduction {
-    fc_group_base *base; /* borrowed; their owner calls fc_reduction_discard before it frees them */
-    fc_param **params;   /* [total] in the order of the row; allocated behind the struct */
-    size_t count;        /* those with a gradient */
-    size_t total;        /* count, plus the parameters that only have a partial row */
-    fct_tensor *input;
-    fct_tensor *output;
-    fct_work *work;
-    bool all_reducing; /* `work` is the all-reduce */
+    /* borrowed; its owner calls fc_reduction_discard before it frees the group */
+    fc_group_base *base;
+    fc_param **params;  /* [total] in the order of the row; allocated behind the struct */
+    size_t count;       /* parameters with a gradient */
+    size_t total;       /* count, plus the parameters that only have a partial row */
+    fct_tensor *input;  /* packed gradients of all ranks; NULL: no packed chunk */
+    fct_tensor *output; /* this rank's row */
+    fct_work *work;     /* collective in flight; NULL: none */
+    bool all_reducing;  /* `work` is the all-reduce */
     /* End of the input's last use, on the reduce stream; with one rank and replicas on the
      * all-reduce stream. */
-    fct_event *scattered;
+    fct_event *input_done;
     double divide_after;
-    bool hooked;       /* callbacks->reduce_hook must be called */
-    bool elsewhere;    /* work after the reduce-scatter runs on another stream than the row's */
-    bool keep_partial; /* no all-reduce in this backward: parameters keep their parts */
-    bool sends;        /* copies of gradients to host memory are queued */
-    bool finished;     /* gradients were passed on; only the input is kept */
+    bool has_hook;        /* callbacks->reduce_hook must be called */
+    bool on_other_stream; /* work after the reduce-scatter runs on another stream than the row's */
+    /* no all-reduce in this backward: parameters keep their parts in fc_param.partial */
+    bool keep_partial;
+    bool copies_to_host; /* copies of gradients to host memory are queued */
+    bool finished;       /* parameters have their gradients; only the input is kept */
     struct fc_reduction *next;
 } fc_reduction;
 
@@ -35,36 +38,38 @@ typedef struct fc_reduction {
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total);
 /* Returns the elements of the whole row, of all `total` parameters. */
 int64_t fc_reduction_row_numel(const fc_reduction *r);
-/* Waits for the collective in flight. With streams, only orders the current stream after it. */
+/* Waits for the collective in flight. With streams, only orders the current stream after the
+ * collective. */
 FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
-/* Adds the partial rows of earlier backwards to the row and clears them. With keep_partial, it adds
- * the row's parts to the partial rows instead. */
+/* Adds the partial rows of earlier backwards to the row and clears the partial rows. With
+ * keep_partial, adds the row's parts to the partial rows instead. */
 FC_CHECK fc_status fc_reduction_merge_partials(fc_reduction *r);
 /* Waits for the collective, scales, casts and passes each parameter its gradient. r->output stays
- * set if another stream uses the row, or if a cast of it was queued. Views of gradients that were
- * added to others are released at once. */
+ * set if another stream uses the row, or if a cast of the row was queued. If a gradient is added to
+ * an existing .grad, its view is released at once. */
 FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
 /* Returns true if user code must run on the result before backward continues. A hook may issue
- * collectives, so it must run at the same point on all ranks. A poll that happens to find the
- * reduction complete cannot provide that. */
+ * collectives, so the hook must run at the same point on all ranks. A poll completes at different
+ * points on different ranks. */
 bool fc_reduction_must_finish_now(const fc_reduction *r);
-/* Takes `r`. Defers the release of memory that the backend may still use and releases the rest,
- * ordered after the streams that used it. */
+/* Takes `r`. Defers the release of memory that the backend may still use. Releases all other
+ * memory, ordered after the streams that used that memory. */
 void fc_reduction_abandon(fc_reduction *r);
 
 /* Takes `r` and appends it as the newest reduction in flight. */
 void fc_reduction_append(fc_reduction *r);
 /* Finishes the oldest reductions until at most `keep` are in flight, and releases their inputs. */
 FC_CHECK fc_status fc_reduction_recycle(fc_comm_ctx *c, size_t keep);
-/* Records that the current stream has waited for the end of all reductions in flight. Nothing has
- * to wait for their inputs after that. */
+/* Records that the current stream has waited for the end of all reductions in flight. Later frees
+ * of their inputs need no further wait. */
 void fc_reduction_mark_settled(fc_comm_ctx *c);
 /* Without streams: finishes the oldest reductions whose collectives are complete, to free their
  * buffers early. */
 FC_CHECK fc_status fc_reduction_poll(fc_comm_ctx *c);
-/* Returns true if a reduction of these members is in flight. */
+/* Returns true if a reduction of the group `base` is in flight. */
 bool fc_reduction_has(const fc_comm_ctx *c, const fc_group_base *base);
-/* Discards the reductions of these members (NULL: all) without a wait. Their gradients are lost. */
+/* Discards the reductions of the group `base` (NULL: of all groups) without a wait. Their gradients
+ * are lost. */
 void fc_reduction_discard(fc_comm_ctx *c, const fc_group_base *base);
 /* Checks the invariants of the list between transitions. Returns FC_ESTATE with a message if one is
  * violated. */

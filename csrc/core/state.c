@@ -55,8 +55,8 @@ done:
     return status;
 }
 
-/* Last step of a hook's work, also if it returns early or fails. Debug builds abort if an invariant
- * is violated; the status is passed through. */
+/* Runs as the last step of a hook, also if the hook returns early or fails. Returns `status`. Debug
+ * builds abort if an invariant is violated. */
 static fc_status verify_state(const fc_state *s, fc_status status) {
 #ifndef NDEBUG
     for (size_t i = 0; i < s->group_count; i++) {
@@ -72,7 +72,7 @@ static fc_status verify_state(const fc_state *s, fc_status status) {
     return status;
 }
 
-/* The same for all states of the iteration. */
+/* Runs verify_state for all states of the iteration. */
 static fc_status verify_iteration(const fc_iteration *it, fc_status status) {
 #ifndef NDEBUG
     for (size_t i = 0; i < it->count; i++) {
@@ -88,8 +88,8 @@ static fc_status verify_iteration(const fc_iteration *it, fc_status status) {
 
 /* ---- visits ---- */
 
-/* The groups of each state in the order of the array; the groups of one state in their order, or
- * from the last to the first. */
+/* Visits the groups of each state, in the order of the array. `reverse`: visits the groups of one
+ * state from the last to the first. */
 static fc_status visit_states(struct fc_state *const *states, size_t count, bool reverse,
                               fc_visit visit) {
     fc_status status = FC_OK;
@@ -137,27 +137,28 @@ fc_status fc_iteration_visit_groups(const fc_iteration *it, fc_visit visit) {
 
 /* ---- end of a backward ---- */
 
-/* Returns a fingerprint that changes if a recording backward gives a parameter a gradient. Such a
- * backward adds gradients out of place, so the gradient tensor is replaced. */
+/* Returns a fingerprint that changes if a backward with create_graph=True gives a parameter a
+ * gradient. Such a backward adds gradients out of place, so it replaces the gradient tensor. */
 static uint64_t grad_fingerprint(const fc_group *g) {
-    uint64_t print = 0;
+    uint64_t fingerprint = 0;
     for (size_t i = 0; i < g->base.count; i++) {
         const fct_tensor *unsharded = g->base.params[i]->unsharded;
         const void *grad = unsharded != NULL ? fct_grad_identity(unsharded) : NULL;
-        print = print * UINT64_C(1099511628211) + (uint64_t)(uintptr_t)grad;
+        fingerprint = fingerprint * UINT64_C(1099511628211) + (uint64_t)(uintptr_t)grad;
     }
-    return print;
+    return fingerprint;
 }
 
-/* Returns true if a recording backward entered the group, did not reach its post-backward node and
- * gave none of its parameters a gradient. It computed gradients of inner tensors. The next backward
- * can enter the graph that it recorded without a hook. */
+/* Returns true if a backward with create_graph=True entered the group, did not reach its
+ * post-backward node and gave no parameter a gradient. Such a backward computed gradients of inner
+ * tensors. The next backward can enter the graph that was recorded without running a hook. */
 static bool entered_untracked(const fc_group *g) {
     return g->training_state == FC_PRE_BACKWARD && grad_fingerprint(g) == g->grads_before;
 }
 
 /* Runs the post-backward of a group that autograd did not reach, because no input requires grad. If
- * the next backward may need the parameters without a hook, they stay unsharded until its end. */
+ * the next backward may need the parameters without a hook, the parameters stay unsharded until the
+ * end of that backward. */
 static fc_status finish_group(fc_group *g, bool records) {
     if (records && entered_untracked(g)) {
         g->backward_kind = FC_BACKWARD_UNTRACKED;
@@ -182,8 +183,8 @@ done:
     return status;
 }
 
-/* Removes groups that have no outstanding backward. Groups of other roots that share the context
- * keep their indices. */
+/* Removes groups that have no outstanding backward. The indices of the remaining groups do not
+ * change, because other roots may share the context. */
 static void prune_order(fc_order *order) {
     size_t end = 0;
     for (size_t i = 0; i < order->count; i++) {
@@ -195,7 +196,7 @@ static void prune_order(fc_order *order) {
     order->count = end;
 }
 
-/* Ends the backward in one comm context. */
+/* Ends the backward in one comm context. `last`: no further backward belongs to this step. */
 static fc_status end_backward_in_comm(fc_comm_ctx *c, bool last) {
     if (last) {
         prune_order(&c->order);
@@ -204,15 +205,16 @@ static fc_status end_backward_in_comm(fc_comm_ctx *c, bool last) {
     return status == FC_OK && last ? fc_comm_release_rows(c) : status;
 }
 
-/* Clears the order after a backward that the caller completes. Otherwise the next backward would
- * prefetch groups without an outstanding backward. */
+/* Removes groups without an outstanding backward from the order, so that the next backward does not
+ * prefetch them. Used if the caller completes backwards (fc_iteration.manual). */
 static fc_status prune_order_in_comm(fc_comm_ctx *c, bool unused) {
     (void)unused;
     prune_order(&c->order);
     return FC_OK;
 }
 
-/* First and last step of a reset in one context: before the groups release memory, and after. */
+/* Resets one context. `after` false: the first step, before the groups release memory. `after`
+ * true: the last step. */
 static fc_status reset_comm(fc_comm_ctx *c, bool after) {
     if (!after) {
         return fc_comm_quiesce(c);
@@ -222,20 +224,20 @@ static fc_status reset_comm(fc_comm_ctx *c, bool after) {
     return status == FC_OK ? fc_comm_release_kept(c) : status;
 }
 
-/* Calls `visit` for the root's context and for contexts of groups that were replaced after lazy
- * init (share_comm_ctx). A context may be visited twice. Stops at the first failure. */
+/* Calls `visit` for the root's context, and for other contexts of groups (share_comm_ctx replaces a
+ * group's context after lazy init). A context may be visited twice. Stops at the first failure. */
 static fc_status visit_comms(const fc_iteration *it, fc_comm_ctx *c,
                              fc_status (*visit)(fc_comm_ctx *c, bool flag), bool flag) {
     fc_status status = FC_OK;
-    const fc_comm_ctx *before = c;
+    const fc_comm_ctx *previous = c;
     FC_TRY(visit(c, flag));
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
             fc_comm_ctx *other = it->states[i]->groups[j]->base.comm;
-            if (other != before && other != c) {
+            if (other != previous && other != c) {
                 FC_TRY(visit(other, flag));
             }
-            before = other;
+            previous = other;
         }
     }
 done:
@@ -276,8 +278,8 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
             if (!g->deferred || !g->settings.reduce_grads) {
                 continue;
             }
-            if (fc_group_base_is_replicated(
-                    &g->base)) { /* the parameters must hold the partial rows first */
+            /* the partial rows must be in fc_param.partial before post_backward */
+            if (fc_group_base_is_replicated(&g->base)) {
                 FC_TRY(fc_reduction_recycle(g->base.comm, 0));
             }
             FC_TRY(g->ops->post_backward(g));
@@ -325,8 +327,8 @@ void fc_state_fini(fc_state *s) {
     memset(s, 0, sizeof *s);
 }
 
-/* Makes the gathers of all states under the root wait for `e`. If roots share one context, states
- * below them may still use another. */
+/* Makes the gathers of all states under the root wait for `e`. Roots that share a context may have
+ * states with another context. */
 static fc_status make_gathers_wait(const fc_state *s, fct_event *e) {
     fc_status status = FC_OK;
     const fc_comm_ctx *last = s->comm;
@@ -345,19 +347,19 @@ done:
 fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     assert(fct_device_is_same_type(s->device, s->comm->device));
     fc_status status = FC_OK;
-    fct_event *now = NULL;
+    fct_event *event = NULL;
     if (s->iteration->forward_root != NULL) {
         goto done;
     }
     if (s->comm->streams_ready && after_compute) {
-        FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &now));
-        FC_TRY(make_gathers_wait(s, now));
+        FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &event));
+        FC_TRY(make_gathers_wait(s, event));
     }
     s->iteration->forward_root = s;
     s->iteration->order_mark = s->comm->order.count;
     fct_memory_round();
 done:
-    fc_comm_put_event(s->comm, now);
+    fc_comm_put_event(s->comm, event);
     return verify_state(s, status);
 }
 
@@ -387,7 +389,7 @@ fc_status fc_state_forward_prefetch(fc_state *s) {
     return verify_state(s, fc_state_visit_forward_prefetch(s, prefetch_in_forward));
 }
 
-/* Removes the order of a forward without grad, which no backward will follow. */
+/* Removes the entries of a forward with gradients disabled, because no backward follows. */
 static void forget_order_since(fc_order *order, size_t mark) {
     while (order->count > mark) {
         fc_group *g = order->items[--order->count];
@@ -422,13 +424,13 @@ static bool has_single_group(const fc_iteration *it) {
     return groups == 1;
 }
 
-/* Classifies the backward for a state whose only group has several buckets. Other groups do not use
- * it. */
+/* Sets backward_kind for a state whose only group has several buckets. Other groups do not read
+ * that field. */
 static void classify_backward(fc_state *s) {
     fc_group *g = s->group_count == 1 ? s->groups[0] : NULL;
-    if (g != NULL && g->backward_kind != FC_BACKWARD_DOUBLE && fc_bucket_several(&g->buckets)) {
-        bool alone = !s->iteration->records && has_single_group(s->iteration);
-        g->backward_kind = alone ? FC_BACKWARD_SOLE_GROUP : FC_BACKWARD_PLAIN;
+    if (g != NULL && g->backward_kind != FC_BACKWARD_DOUBLE && fc_bucket_has_several(&g->buckets)) {
+        bool is_sole_group = !s->iteration->records && has_single_group(s->iteration);
+        g->backward_kind = is_sole_group ? FC_BACKWARD_SOLE_GROUP : FC_BACKWARD_PLAIN;
     }
 }
 
@@ -486,7 +488,7 @@ fc_status fc_state_reset(fc_state *s) {
     fc_iteration *it = s->iteration;
     fc_status first = visit_comms(it, s->comm, reset_comm, false);
     if (first != FC_OK) {
-        return first; /* no memory may be released; the next reset can still do so */
+        return first; /* streams may still use the memory; the next reset can release it */
     }
     for (size_t i = 0; i < it->count; i++) {
         fc_state *state = it->states[i];

@@ -1,6 +1,6 @@
 /* FSDP state of one fully_shard call (its modules and their groups), and the iteration that all
- * states of one root share. A state controls its groups. It has no access to modules or tensors,
- * apart from a fingerprint of the gradients. */
+ * states of one root share. A state controls its groups. A state has no access to modules or
+ * tensors, apart from a fingerprint of the gradients. */
 #ifndef FSDP_C_CORE_STATE_H
 #define FSDP_C_CORE_STATE_H
 
@@ -16,13 +16,16 @@ typedef struct fc_iteration {
     struct fc_state **states; /* in named_modules() pre-order */
     size_t count;
     struct fc_state *forward_root; /* state of the outermost forward; NULL between forwards */
-    size_t order_mark;             /* length of the post-forward order when it began */
-    bool callback_queued;          /* the end-of-backward callback is registered */
-    bool callback_counted;         /* that callback is included in `callbacks` */
-    size_t callbacks;              /* callbacks that autograd still holds; counted by csrc/python */
-    bool records;                  /* this backward records a graph (create_graph) */
+    /* length of the post-forward order at the start of that forward */
+    size_t order_mark;
+    bool callback_queued;  /* the end-of-backward callback is registered */
+    bool callback_counted; /* that callback is included in `callbacks` */
+    /* end-of-backward callbacks that autograd holds; counted by csrc/python */
+    size_t callbacks;
+    bool records; /* this backward records a graph (create_graph=True) */
     bool is_last_backward;
-    bool manual;  /* the end of backward completes nothing; the caller uses fc_iteration_finalize */
+    /* the end of backward completes no reduction; the caller calls finalize and complete */
+    bool manual;
     bool pending; /* fc_iteration_finalize ran, fc_iteration_complete has not */
 } fc_iteration;
 
@@ -50,11 +53,10 @@ FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm_ctx *c);
 /* Returns true if a backward has begun but autograd has discarded its callback after an exception.
  * The caller must then reset the state before any other transition. */
 bool fc_iteration_is_lost(const fc_iteration *it);
-/* Starts the reductions that earlier backwards deferred, for groups whose reduce_grads is set
- * now. */
+/* Starts the reductions that earlier backwards deferred, for all groups with reduce_grads. */
 FC_CHECK fc_status fc_iteration_finalize(fc_iteration *it);
-/* Makes the current stream (on the CPU: the caller) wait for all reductions. The next iteration may
- * start afterwards. */
+/* Makes the current stream (on the CPU: the caller) wait for all reductions. Call it before the
+ * next iteration. */
 FC_CHECK fc_status fc_iteration_complete(fc_iteration *it, fc_comm_ctx *c);
 
 void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ctx *comm,
@@ -62,19 +64,19 @@ void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ct
 void fc_state_fini(fc_state *s);
 
 /* Call `visit` for each group that a transition can reach. The caller of the transition sets the
- * group's table of transitions and its fallbacks with `visit`, before the call. They stop at the
- * first failure of `visit` and return it.
+ * group's table of transitions and its fallbacks with `visit`, before the call. These functions
+ * stop at the first failure of `visit` and return that failure.
  *
  * visit_groups: fc_state_recompute, fc_state_pre_double_backward, and all calls for one group. */
 FC_CHECK fc_status fc_state_visit_groups(const fc_state *s, fc_visit visit);
 FC_CHECK fc_status fc_state_visit_forward_prefetch(const fc_state *s, fc_visit visit);
 FC_CHECK fc_status fc_state_visit_pre_backward(const fc_state *s, fc_visit visit);
-/* All groups under the root: the calls of fc_iteration, and fc_state_reset. */
+/* Visits all groups under the root: for the functions of fc_iteration and for fc_state_reset. */
 FC_CHECK fc_status fc_iteration_visit_groups(const fc_iteration *it, fc_visit visit);
 
 /* Starts an iteration. Only the first call of an iteration has an effect, from the state whose
  * forward is outermost. `after_compute`: the gather streams wait for the compute stream. Otherwise
- * the caller has ordered them after the last write to the shards. */
+ * the caller has ordered the gather streams after the last write to the shards. */
 FC_CHECK fc_status fc_state_begin_iteration(fc_state *s, bool after_compute);
 /* Runs before a recomputation inside backward (activation checkpointing): ensures that the groups
  * are unsharded. */
@@ -87,22 +89,23 @@ FC_CHECK fc_status fc_state_end_forward(fc_state *s);
 /* Runs before the backward of the state's modules. `at_end` is registered once per backward and
  * must call fc_iteration_end_backward. */
 FC_CHECK fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end);
-/* Runs when a backward enters a graph that an earlier, recording backward created. The parameters
- * are needed before any gradient of the forward's outputs is computed. */
+/* Runs when a backward enters a graph that an earlier backward recorded (create_graph=True).
+ * Unshards the groups, because that graph uses the parameters before any gradient of the forward's
+ * outputs exists. */
 FC_CHECK fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end);
-/* Runs after the post-backward node of one of the state's groups. If no end of this backward was
- * registered, it completes the reductions, because no later call does. This happens if no hooked
- * output was reached: a module of a list that is called by itself, or an output that is no
- * tensor. */
+/* Runs after the post-backward node of one of the state's groups. If no end-of-backward callback is
+ * registered, this function completes the reductions, because no later call does. That is the case
+ * if autograd reached no output with a hook: only one module of a fully_shard list was called, or
+ * an output is not a tensor. */
 FC_CHECK fc_status fc_state_post_backward(const fc_state *s, fc_group *g);
 /* Resets the root after a failure, so that a new iteration can start. Other roots in the same
- * context are not affected. If the streams cannot be synchronized nothing changes. Any other
- * failure is returned after the whole reset was attempted. A reset can be repeated. */
+ * context are not affected. If the streams cannot be synchronized, the reset changes nothing. After
+ * any other failure the reset continues and returns the first failure. A reset can be repeated. */
 FC_CHECK fc_status fc_state_reset(fc_state *s);
 
 /* Checks the invariants of the state, of its iteration and of its groups that hold between
- * transitions. Returns FC_ESTATE with a message if one is violated. Debug builds run it at the end
- * of every function above that the hooks call. */
+ * transitions. Returns FC_ESTATE with a message if one is violated. Debug builds run this check at
+ * the end of every function above that the hooks call. */
 FC_CHECK fc_status fc_state_check(const fc_state *s);
 
 #endif

@@ -38,8 +38,8 @@ typedef enum fc_status {
         }                                                                                          \
     } while (0)
 
-/* The same for a call of the torch boundary or of fc_callbacks, which returns 0, or -1 with a
- * Python exception set. */
+/* Like FC_TRY, for a call of csrc/bridge or of fc_callbacks, which returns 0, or -1 with a Python
+ * exception set. */
 #define FC_TRY_RAISED(call)                                                                        \
     do {                                                                                           \
         if ((call) != 0) {                                                                         \
@@ -48,8 +48,8 @@ typedef enum fc_status {
         }                                                                                          \
     } while (0)
 
-/* Storage for the message of a failure. The caller owns it. Each comm context and each group has
- * one. */
+/* Storage for the message of a failure. The caller owns the storage. Each comm context has one
+ * fc_error for all of its groups. */
 typedef struct fc_error {
     char message[512];
 } fc_error;

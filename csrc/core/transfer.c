@@ -1,9 +1,9 @@
-/* Memory transfers of a plan; see transfer.h. Owns the memory of descriptors, and nothing after a
- * call returns.
+/* Memory transfers of a plan; see transfer.h. Owns the memory of descriptors. Between calls this
+ * file keeps no tensor and no address.
  *
- * The address checks in this file are the last ones before raw copies. They compare the extents of
- * both sides with their storages, in release builds too. All work runs on the device's current
- * stream. */
+ * The address checks in this file are the last checks before raw copies. They compare the extents
+ * of source and target with their storages, also in release builds. All work runs on the device's
+ * current stream. */
 #include "transfer.h"
 
 #include <assert.h>
@@ -21,7 +21,7 @@ void fc_transfer_fini(fc_transfer *t) {
     memset(t, 0, sizeof *t);
 }
 
-/* Reserves space for `count` descriptors of `size` bytes. Their previous contents are lost. */
+/* Reserves space for `count` descriptors of `size` bytes. Previous contents are lost. */
 static fc_status reserve(fc_transfer *t, size_t count, size_t size) {
     const size_t bytes = count * size;
     if (bytes <= t->capacity) {
@@ -40,7 +40,7 @@ static fc_status reserve(fc_transfer *t, size_t count, size_t size) {
 /* Arguments of a kernel launch. */
 typedef struct launch {
     fct_device device;
-    fct_device before; /* device that was current before, on devices with streams */
+    fct_device before; /* current device before the launch; used on devices with streams */
     void *stream;
 } launch;
 
@@ -73,15 +73,16 @@ static fc_status check_extent(const fct_facts *facts, int64_t bytes, fc_error *e
     return FC_OK;
 }
 
-/* Reads the facts of a buffer and checks that it holds `bytes` bytes of contiguous memory. */
-static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts *facts,
-                              fc_error *err) {
+/* Writes the metadata of a buffer to *facts and checks that the buffer holds `bytes` bytes of
+ * contiguous memory. */
+static fc_status read_buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts *facts,
+                                   fc_error *err) {
     fct_tensor_facts(buffer, facts);
     return check_extent(facts, bytes, err);
 }
 
-/* Returns true if a kernel can process the segment. It copies any dtype but converts only supported
- * dtypes, and on a GPU only at addresses aligned to the element size. */
+/* Returns true if a kernel can process the segment. A kernel copies any dtype, but converts only
+ * supported dtypes. On a GPU it converts only at addresses aligned to the element size. */
 static bool fits_kernel(const fc_gather_plan *plan, const fck_segment *s) {
     return s->src_dtype == s->dst_dtype ||
            (fck_can_cast(plan->device_type, s->src_dtype, s->dst_dtype) != 0 &&
@@ -89,7 +90,8 @@ static bool fits_kernel(const fc_gather_plan *plan, const fck_segment *s) {
             (uintptr_t)s->dst % (uintptr_t)fc_dtype_size(s->dst_dtype) == 0);
 }
 
-/* Elements are aligned to their size, except in rows of several dtypes. */
+/* Returns true if kernels can process all segments. Alignment is checked only for rows of several
+ * dtypes, because all other rows are aligned to the element size. */
 static bool all_fit_kernels(const fc_gather_plan *plan, const fck_segment *segments) {
     bool fit = plan->native;
     for (size_t i = 0; fit && plan->dtype == FCK_UINT8 && i < plan->count; i++) {
@@ -105,13 +107,13 @@ static void release_all(fct_tensor **tensors, size_t count) {
     free((void *)tensors);
 }
 
-/* Casts the inputs that no kernel can cast with torch, and points the segments at the casts.
+/* Casts with torch the inputs that no kernel can cast, and points the segments at the casts.
  * *casts: new array of [count], or NULL if no cast was needed. */
 static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params,
                                  fck_segment *segments, fct_tensor ***casts, fc_error *err) {
     fc_status status = FC_OK;
-    fct_tensor **made = (fct_tensor **)calloc(plan->count, sizeof *made);
-    if (made == NULL) {
+    fct_tensor **cast_tensors = (fct_tensor **)calloc(plan->count, sizeof *cast_tensors);
+    if (cast_tensors == NULL) {
         return FC_ENOMEM;
     }
     for (size_t i = 0; i < plan->count; i++) {
@@ -120,17 +122,18 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
         if (fits_kernel(plan, s)) {
             continue;
         }
-        FC_TRY_RAISED(
-            fct_tensor_cast(fc_slot_input(plan, &plan->slots[i], params), s->dst_dtype, &made[i]));
-        FC_TRY(buffer_facts(made[i], s->count * fc_dtype_size(s->dst_dtype), &facts, err));
+        FC_TRY_RAISED(fct_tensor_cast(fc_slot_input(plan, &plan->slots[i], params), s->dst_dtype,
+                                      &cast_tensors[i]));
+        FC_TRY(read_buffer_facts(cast_tensors[i], s->count * fc_dtype_size(s->dst_dtype), &facts,
+                                 err));
         s->src = facts.data;
         s->src_dtype = s->dst_dtype;
         s->itemsize = (int32_t)facts.itemsize;
     }
-    *casts = made;
+    *casts = cast_tensors;
     return FC_OK;
 done:
-    release_all(made, plan->count);
+    release_all(cast_tensors, plan->count);
     return status;
 }
 
@@ -151,10 +154,11 @@ done:
     return status;
 }
 
-/* Reads the facts of an input. Fails if the input is on another device type than the kernel. */
-static fc_status source_facts(const fc_gather_plan *plan, const fc_slot *slot,
-                              fc_param *const *params, fct_device device, fct_facts *facts,
-                              fc_error *err) {
+/* Writes the metadata of an input to *facts. Fails if the input is on another device type than the
+ * kernel. */
+static fc_status read_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
+                                  fc_param *const *params, fct_device device, fct_facts *facts,
+                                  fc_error *err) {
     fc_status status = fc_slot_input_facts(plan, slot, params, facts, err);
     if (status == FC_OK && !fct_device_is_same_type(facts->device, device)) {
         const fc_param *p = params[slot->param];
@@ -165,7 +169,7 @@ static fc_status source_facts(const fc_gather_plan *plan, const fc_slot *slot,
     return status;
 }
 
-static fck_segment segment_of(const fc_slot *slot, const fct_facts *source, void *target) {
+static fck_segment make_segment(const fc_slot *slot, const fct_facts *source, void *target) {
     return (fck_segment){.src = source->data,
                          .dst = target,
                          .count = slot->numel,
@@ -174,7 +178,8 @@ static fck_segment segment_of(const fc_slot *slot, const fct_facts *source, void
                          .dst_dtype = slot->compute};
 }
 
-/* Fills in the segments: from the shards to their offsets in part `rank` of the chunks. */
+/* Fills in one segment per slot: source is the input, target is the slot's offset in part `rank` of
+ * its chunk. */
 static fc_status describe_inputs(const fc_gather_plan *plan, fc_param *const *params,
                                  fct_tensor *const *chunks, int64_t rank, fct_device device,
                                  fck_segment *segments, fc_error *err) {
@@ -183,17 +188,17 @@ static fc_status describe_inputs(const fc_gather_plan *plan, fc_param *const *pa
     fct_facts source;
     fct_facts target = {0};
     size_t current = plan->chunks.count; /* chunk that `target` describes; initially none */
-    int64_t part = 0;                    /* offset of its part, in bytes */
+    int64_t part = 0;                    /* offset of part `rank` in that chunk, in bytes */
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        FC_TRY(source_facts(plan, slot, params, device, &source, err));
+        FC_TRY(read_input_facts(plan, slot, params, device, &source, err));
         if (slot->numel > 0 && slot->chunk != current) {
             const int64_t bytes = plan->chunks.chunks[slot->chunk].numel * itemsize;
             current = slot->chunk;
             part = rank * bytes;
-            FC_TRY(buffer_facts(chunks[current], part + bytes, &target, err));
+            FC_TRY(read_buffer_facts(chunks[current], part + bytes, &target, err));
         }
-        segments[i] = segment_of(
+        segments[i] = make_segment(
             slot, &source, slot->numel > 0 ? (char *)target.data + part + slot->offset : NULL);
     }
 done:
@@ -206,7 +211,7 @@ fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param 
     fc_status status = FC_OK;
     fct_facts first;
     const int64_t part = plan->chunks.chunks[0].numel * fc_dtype_size(plan->dtype);
-    FC_TRY(buffer_facts(chunks[0], (rank + 1) * part, &first, err));
+    FC_TRY(read_buffer_facts(chunks[0], (rank + 1) * part, &first, err));
     const fck_backend *kernels = fck_backend_of(first.device.type);
     assert(!plan->chunks.split || (kernels != NULL && !plan->from_host));
     if (plan->from_host && !plan->casts && !plan->extended) {
@@ -248,10 +253,10 @@ fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan, fc_param 
     fck_segment *segments = (fck_segment *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        FC_TRY(source_facts(plan, slot, params, device, &source, err));
-        FC_TRY(buffer_facts(fc_slot_output(slot, params),
-                            slot->numel * fc_dtype_size(slot->compute), &target, err));
-        segments[i] = segment_of(slot, &source, target.data);
+        FC_TRY(read_input_facts(plan, slot, params, device, &source, err));
+        FC_TRY(read_buffer_facts(fc_slot_output(slot, params),
+                                 slot->numel * fc_dtype_size(slot->compute), &target, err));
+        segments[i] = make_segment(slot, &source, target.data);
     }
     FC_TRY(pack_segments(plan, params, segments, kernels, device, err));
 done:
@@ -268,7 +273,7 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
     const char *failure = NULL;
     assert(chunk < plan->chunks.count && !plan->chunks.chunks[chunk].owned);
     const int64_t part = plan->chunks.chunks[chunk].numel * fc_dtype_size(plan->dtype);
-    FC_TRY(buffer_facts(buffer, plan->world * part, &source, err));
+    FC_TRY(read_buffer_facts(buffer, plan->world * part, &source, err));
     const fck_backend *kernels = fck_backend_of(source.device.type);
     if (kernels == NULL) {
         return fc_foreach_unpack(&t->foreach, plan, params, buffer, source.offset_bytes,
@@ -283,8 +288,8 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
         }
         int64_t itemsize = fc_dtype_size(slot->compute);
         int64_t bytes = slot->outer > 0 ? slot->numel / slot->outer * itemsize : 0;
-        FC_TRY(buffer_facts(fc_slot_output(slot, params), plan->world * slot->numel * itemsize,
-                            &target, err));
+        FC_TRY(read_buffer_facts(fc_slot_output(slot, params), plan->world * slot->numel * itemsize,
+                                 &target, err));
         columns[count++] = (fck_column){
             .dst = target.data, .offset = slot->offset, .bytes = bytes, .blocks = slot->outer};
     }
@@ -295,12 +300,12 @@ done:
     return status;
 }
 
-/* Casts the gradients that no kernel can cast. *casts: new array of [count], or NULL if no cast was
- * needed. */
+/* Casts with torch the gradients that no kernel can cast. *casts: new array of [count], or NULL if
+ * no cast was needed. */
 static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts) {
     fc_status status = FC_OK;
-    fct_tensor **made = (fct_tensor **)calloc(plan->count, sizeof *made);
-    if (made == NULL) {
+    fct_tensor **cast_tensors = (fct_tensor **)calloc(plan->count, sizeof *cast_tensors);
+    if (cast_tensors == NULL) {
         return FC_ENOMEM;
     }
     for (size_t i = 0; i < plan->count; i++) {
@@ -308,13 +313,13 @@ static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts)
         fct_tensor_facts(plan->grads[i], &facts);
         if (plan->params[i]->layout.outer > 0 &&
             fck_can_cast(facts.device.type, facts.dtype, plan->dtype) == 0) {
-            FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &made[i]));
+            FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &cast_tensors[i]));
         }
     }
-    *casts = made;
+    *casts = cast_tensors;
     return FC_OK;
 done:
-    release_all(made, plan->count);
+    release_all(cast_tensors, plan->count);
     return status;
 }
 
@@ -355,7 +360,8 @@ fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
     const char *failure = NULL;
     assert(chunk < plan->chunks.count);
     const int64_t part_numel = plan->chunks.chunks[chunk].numel;
-    FC_TRY(buffer_facts(buffer, world * part_numel * fc_dtype_size(plan->dtype), &target, err));
+    FC_TRY(
+        read_buffer_facts(buffer, world * part_numel * fc_dtype_size(plan->dtype), &target, err));
     const fck_backend *kernels = fck_backend_of(target.device.type);
     if (kernels == NULL) {
         return fc_foreach_pack_gradients(&t->foreach, plan, world, buffer, target.offset_bytes,

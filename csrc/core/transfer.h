@@ -1,14 +1,14 @@
-/* Memory transfers of a plan: with the device's kernels if there are any, otherwise with torch's
+/* Memory transfers of a plan: with fsdp_c's kernels if the device has them, otherwise with torch's
  * multi-tensor operations (foreach.h). All work is queued on the device's current stream. Every raw
- * pointer is checked when it is read, and none is kept. */
+ * pointer is checked when it is read, and no pointer is kept. */
 #ifndef FSDP_C_CORE_TRANSFER_H
 #define FSDP_C_CORE_TRANSFER_H
 
 #include "foreach.h"
 #include "plan.h"
 
-/* Scratch memory for the descriptors of one launch. Its contents are undefined between two calls;
- * only the memory is kept, so that a step allocates none. Initialize it with zeros. */
+/* Scratch memory for the descriptors of one launch. The contents are undefined between two calls.
+ * The memory is kept, so that later steps need no allocation. Initialize it with zeros. */
 typedef struct fc_transfer {
     void *descriptors;
     size_t capacity; /* in bytes */
@@ -21,7 +21,7 @@ void fc_transfer_fini(fc_transfer *t);
 FC_CHECK fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan,
                                     fc_param *const *params, fct_tensor *const *chunks,
                                     int64_t rank, fc_error *err);
-/* Casts every input into its output without a buffer: the unshard of a group of one rank. */
+/* Casts every input directly into its output, without a buffer. Used for groups of one rank. */
 FC_CHECK fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan,
                                     fc_param *const *params, fct_device device, fc_error *err);
 /* Copies the gathered parts in `buffer` (plan->world of them) to the outputs of the parameters.

@@ -79,10 +79,10 @@ fc_status fc_unsharded_can_free(const fc_group_base *base) {
 
 void fc_unsharded_free(fc_group_base *base) {
     assert(base->count == 0 || base->params != NULL);
-    bool watched = fc_group_base_uses_fallback(base, FC_FALLBACK_FREE);
+    bool notifies = fc_group_base_uses_fallback(base, FC_FALLBACK_FREE);
     for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];
-        if (watched && !p->aliased) {
+        if (notifies && !p->aliased) {
             base->callbacks->free_unsharded(p->owner);
         }
         fc_param_free(p);
@@ -99,15 +99,15 @@ fc_status fc_unsharded_make(fc_group_base *base, bool extends) {
         if (extends && p->extended) {
             FC_TRY(base->callbacks->extend_unsharded(p->owner));
         } else if (p->unsharded == NULL) {
-            fct_tensor *made = NULL;
-            FC_TRY_RAISED(base->callbacks->make_unsharded(p->owner, p->flat, &made));
-            fc_param_set_unsharded(p, made);
+            fct_tensor *unsharded = NULL;
+            FC_TRY_RAISED(base->callbacks->make_unsharded(p->owner, p->flat, &unsharded));
+            fc_param_set_unsharded(p, unsharded);
         }
-        bool wanted = base->callbacks->requires_grad(p->owner);
-        if (fct_tensor_requires_grad(p->unsharded) != wanted) {
-            FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
+        bool requires_grad = base->callbacks->requires_grad(p->owner);
+        if (fct_tensor_requires_grad(p->unsharded) != requires_grad) {
+            FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, requires_grad));
         }
-        p->required = wanted;
+        p->required = requires_grad;
     }
 done:
     return status;
@@ -142,10 +142,11 @@ fc_status fc_unsharded_record_requirements(fc_group_base *base) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];
-        bool wanted = p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
-        if (wanted != p->required) {
-            FC_TRY_RAISED(base->callbacks->require_grad(p->owner, wanted));
-            p->required = wanted;
+        bool requires_grad =
+            p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
+        if (requires_grad != p->required) {
+            FC_TRY_RAISED(base->callbacks->require_grad(p->owner, requires_grad));
+            p->required = requires_grad;
         }
     }
 done:
@@ -154,22 +155,22 @@ done:
 
 /* ---- invariants ---- */
 
-static fc_status check_memory(const fc_group_base *base, size_t i, bool is, bool kept) {
+static fc_status check_memory(const fc_group_base *base, size_t i, bool unsharded, bool kept) {
     const fc_param *p = base->params[i];
     fct_facts facts = {0};
     int64_t bytes = fc_extension_bytes(&p->extension);
-    if (is && p->flat == NULL && p->unsharded == NULL) {
+    if (unsharded && p->flat == NULL && p->unsharded == NULL) {
         return fc_error_set(&base->comm->error, FC_ESTATE,
                             "unsharded, but a parameter has no unsharded tensor");
     }
-    if (p->aliased || kept || (is && p->flat == NULL)) {
+    if (p->aliased || kept || (unsharded && p->flat == NULL)) {
         return FC_OK;
     }
     if (p->flat != NULL) {
         fct_tensor_facts(p->flat, &facts);
         bytes += facts.storage_bytes;
     }
-    bool expected = is && facts.numel > 0;
+    bool expected = unsharded && facts.numel > 0;
     if ((bytes != 0) != expected) {
         return fc_error_set(&base->comm->error, FC_ESTATE,
                             "parameter %zu holds %lld bytes while %s", i, (long long)bytes,
@@ -178,10 +179,10 @@ static fc_status check_memory(const fc_group_base *base, size_t i, bool is, bool
     return FC_OK;
 }
 
-fc_status fc_unsharded_check(const fc_group_base *base, bool is, bool kept) {
+fc_status fc_unsharded_check(const fc_group_base *base, bool unsharded, bool kept) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < base->count; i++) {
-        FC_TRY(check_memory(base, i, is, kept));
+        FC_TRY(check_memory(base, i, unsharded, kept));
     }
 done:
     return status;

@@ -1,5 +1,5 @@
-/* Tensors and storages of the dry run: the part of csrc/bridge that the core calls, without
- * memory. Owns nothing but the objects that it creates, which the callers release.
+/* Implements the tensors and storages of csrc/bridge for the dry run, without memory. The callers
+ * own the objects that this file creates.
  *
  * Invariant: the sum of fcd_storage.bytes over all storages of a purpose equals fcd_record.live of
  * that purpose. */
@@ -39,7 +39,7 @@ fcd_storage *fcd_storage_new(int64_t bytes, fcd_purpose purpose, bool on_host) {
     storage->on_host = on_host && fcd_now->has_streams;
     storage->purpose = storage->on_host ? FCD_HOST : purpose;
     fcd_now->storages++;
-    fcd_note_memory(storage->purpose, storage->number, bytes);
+    fcd_append_memory_event(storage->purpose, storage->number, bytes);
     return storage;
 }
 
@@ -47,20 +47,21 @@ void fcd_storage_release(fcd_storage *storage) {
     if (storage == NULL || --storage->refs > 0) {
         return;
     }
-    fcd_note_memory(storage->purpose, storage->number, -storage->bytes);
+    fcd_append_memory_event(storage->purpose, storage->number, -storage->bytes);
     fcd_now->storages--;
     free(storage);
 }
 
 void fcd_storage_reassign(fcd_storage *storage, int64_t bytes, fcd_purpose purpose) {
-    fcd_note_memory(storage->purpose, storage->number, -storage->bytes);
+    fcd_append_memory_event(storage->purpose, storage->number, -storage->bytes);
     storage->bytes = bytes;
     storage->purpose = purpose;
-    fcd_note_memory(storage->purpose, storage->number, bytes);
+    fcd_append_memory_event(storage->purpose, storage->number, bytes);
 }
 
-/* The address of a storage, for the arithmetic and the comparisons of the core. */
-static char *address_of(const fcd_storage *storage) {
+/* Returns a unique address that is never dereferenced. The core adds offsets to addresses and
+ * compares addresses. */
+static char *fake_address(const fcd_storage *storage) {
     const uintptr_t first = (uintptr_t)1 << 20;
     return storage->bytes > 0 ? (char *)(first + ((uintptr_t)storage->number << 8)) : NULL;
 }
@@ -91,8 +92,8 @@ bool fct_storage_is_shared(const fct_tensor *t) {
     return t->storage->refs > 1;
 }
 
-/* The memory stays allocated, so no event is recorded. The two storages exchange their numbers: an
- * event of `free` names the storage that the memory was allocated for. */
+/* Records no event, because the memory stays allocated. The storages exchange their numbers, so
+ * that the later `free` event has the number of the `alloc` event. */
 void fct_storage_move(fct_tensor *from, fct_tensor *to) {
     const fcd_storage moved = *from->storage;
     assert(to->storage->bytes == 0 && to->storage->on_host == moved.on_host);
@@ -132,7 +133,8 @@ static bool is_contiguous(const fct_tensor *t) {
     return true;
 }
 
-/* Creates a tensor over the storage, which it retains. `strides` NULL: contiguous. */
+/* Creates a tensor over the storage and takes a reference to the storage. `strides` NULL:
+ * contiguous. */
 static fct_tensor *new_tensor(fcd_storage *storage, fct_dtype dtype, int32_t ndim,
                               const int64_t *sizes, const int64_t *strides, int64_t offset) {
     fct_tensor *t = (fct_tensor *)calloc(1, sizeof *t + 2 * (size_t)ndim * sizeof t->dims[0]);
@@ -162,8 +164,8 @@ fct_tensor *fcd_tensor_over(fcd_storage *storage, fct_dtype dtype, int32_t ndim,
 }
 
 /* Creates a contiguous tensor with memory of its own. */
-static int allocate(fct_dtype dtype, int32_t ndim, const int64_t *sizes, bool on_host,
-                    fct_tensor **out) {
+static int allocate_tensor(fct_dtype dtype, int32_t ndim, const int64_t *sizes, bool on_host,
+                           fct_tensor **out) {
     int64_t bytes = fc_dtype_size(dtype);
     for (int32_t d = 0; d < ndim; d++) {
         bytes *= sizes[d];
@@ -196,7 +198,7 @@ void fct_tensor_release(fct_tensor *t) {
 
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {
     const int64_t itemsize = fc_dtype_size(t->dtype);
-    char *base = address_of(t->storage);
+    char *base = fake_address(t->storage);
     const bool cpu = t->storage->on_host || !fcd_now->has_streams;
     *out = (fct_facts){.data = base != NULL ? base + t->offset * itemsize : NULL,
                        .numel = numel_of(t),
@@ -233,7 +235,7 @@ int fct_tensor_set_grad_dtype(fct_tensor *t, fct_dtype dtype) {
 }
 
 int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
-    return allocate(dtype, 1, &numel, device.type == FCT_DEVICE_CPU, out);
+    return allocate_tensor(dtype, 1, &numel, device.type == FCT_DEVICE_CPU, out);
 }
 
 int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim, const int64_t *sizes,
@@ -265,10 +267,10 @@ int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
         *out = t;
         return 0;
     }
-    if (allocate(t->dtype, t->ndim, t->dims, t->storage->on_host, out) != 0) {
+    if (allocate_tensor(t->dtype, t->ndim, t->dims, t->storage->on_host, out) != 0) {
         return -1;
     }
-    fcd_note(FCD_COPY, -1, 0, bytes_of(*out), NULL);
+    fcd_append_event(FCD_COPY, -1, 0, bytes_of(*out), NULL);
     return 0;
 }
 
@@ -278,52 +280,52 @@ int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
         *out = t;
         return 0;
     }
-    if (allocate(dtype, t->ndim, t->dims, t->storage->on_host, out) != 0) {
+    if (allocate_tensor(dtype, t->ndim, t->dims, t->storage->on_host, out) != 0) {
         return -1;
     }
-    fcd_note(FCD_CAST, -1, 0, bytes_of(*out), NULL);
+    fcd_append_event(FCD_CAST, -1, 0, bytes_of(*out), NULL);
     return 0;
 }
 
 int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out) {
-    if (allocate(t->dtype, t->ndim, t->dims, t->storage->on_host, out) != 0) {
+    if (allocate_tensor(t->dtype, t->ndim, t->dims, t->storage->on_host, out) != 0) {
         return -1;
     }
-    fcd_note(FCD_FILL, -1, 0, bytes_of(*out), NULL);
+    fcd_append_event(FCD_FILL, -1, 0, bytes_of(*out), NULL);
     return 0;
 }
 
 int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
     (void)src;
-    fcd_note(FCD_COPY, -1, 0, bytes_of(dst), NULL);
+    fcd_append_event(FCD_COPY, -1, 0, bytes_of(dst), NULL);
     return 0;
 }
 
 int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
     (void)src;
     dst->version++;
-    fcd_note(FCD_ADD, -1, 0, bytes_of(dst), NULL);
+    fcd_append_event(FCD_ADD, -1, 0, bytes_of(dst), NULL);
     return 0;
 }
 
 int fct_tensor_div(fct_tensor *t, double divisor) {
     (void)divisor;
-    fcd_note(FCD_DIVIDE, -1, 0, bytes_of(t), NULL);
+    fcd_append_event(FCD_DIVIDE, -1, 0, bytes_of(t), NULL);
     return 0;
 }
 
 int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src) {
     (void)src;
-    fcd_note(FCD_UPLOAD, -1, 0, bytes_of(dst), NULL);
+    fcd_append_event(FCD_UPLOAD, -1, 0, bytes_of(dst), NULL);
     return 0;
 }
 
 int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out) {
     (void)non_blocking;
-    if (allocate(t->dtype, t->ndim, t->dims, true, out) != 0) {
+    if (allocate_tensor(t->dtype, t->ndim, t->dims, true, out) != 0) {
         return -1;
     }
-    fcd_note(FCD_DOWNLOAD, -1, 0, bytes_of(*out), NULL);
+    fcd_append_event(FCD_DOWNLOAD, -1, 0, bytes_of(*out), NULL);
     return 0;
 }
 
@@ -333,7 +335,7 @@ int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t coun
     for (size_t i = 0; i < count; i++) {
         bytes += bytes_of(dst[i]);
     }
-    fcd_note(FCD_COPY, -1, 0, bytes, NULL);
+    fcd_append_event(FCD_COPY, -1, 0, bytes, NULL);
     return 0;
 }
 
@@ -342,7 +344,7 @@ int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *con
     (void)sizes;
     (void)out;
     (void)count;
-    fcd_note(FCD_UNPACK, -1, 0, bytes_of(rows), NULL);
+    fcd_append_event(FCD_UNPACK, -1, 0, bytes_of(rows), NULL);
     return 0;
 }
 
@@ -350,7 +352,7 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
     (void)tensors;
     (void)count;
     (void)chunks;
-    fcd_note(FCD_PACK_GRADIENTS, -1, 0, bytes_of(out), NULL);
+    fcd_append_event(FCD_PACK_GRADIENTS, -1, 0, bytes_of(out), NULL);
     return 0;
 }
 

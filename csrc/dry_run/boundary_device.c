@@ -1,6 +1,6 @@
-/* Process groups, collectives, streams, events, kernels, autograd and profiler of the dry run: the
- * rest of csrc/bridge and kernels/kernels.h that the core calls. Collectives complete at once
- * and move nothing. The rank is 0; the sizes of all ranks are equal.
+/* Implements the process groups, collectives, streams, events, autograd and profiler of csrc/bridge
+ * and the kernels of kernels/kernels.h for the dry run. Collectives complete at once and move
+ * nothing. The rank is 0, and all ranks have equal sizes.
  *
  * The dry run's device keeps buffers packed: fct_pg_takes_chunks() returns false. */
 #include "boundary_device.h"
@@ -20,20 +20,21 @@
 #include "boundary.h"
 
 /* A callback for the end of backward. */
-typedef struct fcd_end {
+typedef struct fcd_end_callback {
     fct_hook hook;
-    struct fcd_end *next;
-} fcd_end;
+    struct fcd_end_callback *next;
+} fcd_end_callback;
 
 /* ---- process groups ---- */
 
 struct fct_pg {
     size_t refs;
     int32_t unit;
-    const char *role; /* borrowed from the unit, which outlives the events */
+    /* part of the unit's name string; borrowed from the unit, which outlives the events */
+    const char *role;
 };
 
-/* A name is "3 shard": the number of the unit, and the role of the group. */
+/* Parses a name such as "3 shard": the number of the unit, and the role of the process group. */
 int fct_pg_resolve(const char *name, fct_pg **out) {
     fct_pg *pg = (fct_pg *)calloc(1, sizeof *pg);
     if (pg == NULL) {
@@ -65,7 +66,7 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
     return device.type == FCT_DEVICE_CUDA;
 }
 
-/* The dry run has no allocators besides that of tensors, so no group has a handle of one. */
+/* The dry run allocates only tensors, so no group has an allocator of its own. */
 
 void fct_allocator_free(fct_allocator *allocator) {
     assert(allocator == NULL);
@@ -105,16 +106,17 @@ static int64_t bytes_of(const fct_tensor *t) {
     return facts.numel * facts.itemsize;
 }
 
-/* Records a collective over the larger of its buffers. */
-static int issue(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger, fct_work **work) {
-    fct_work *made = (fct_work *)calloc(1, sizeof *made);
-    if (made == NULL) {
+/* Records a collective. `larger` is the larger one of its buffers. */
+static int issue_collective(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger,
+                            fct_work **work) {
+    fct_work *new_work = (fct_work *)calloc(1, sizeof *new_work);
+    if (new_work == NULL) {
         return fcd_fail("out of memory for a fake work");
     }
-    made->number = fcd_now->works_made++;
+    new_work->number = fcd_now->works_made++;
     fcd_now->works++;
-    fcd_note(kind, pg->unit, made->number, bytes_of(larger), pg->role);
-    *work = made;
+    fcd_append_event(kind, pg->unit, new_work->number, bytes_of(larger), pg->role);
+    *work = new_work;
     return 0;
 }
 
@@ -123,7 +125,7 @@ int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_te
     (void)tag;
     (void)input;
     (void)async_op;
-    return issue(FCD_ALL_GATHER, pg, output, work);
+    return issue_collective(FCD_ALL_GATHER, pg, output, work);
 }
 
 int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
@@ -133,7 +135,7 @@ int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fc
     (void)op;
     (void)factor;
     (void)async_op;
-    return issue(FCD_REDUCE_SCATTER, pg, input, work);
+    return issue_collective(FCD_REDUCE_SCATTER, pg, input, work);
 }
 
 int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
@@ -142,10 +144,10 @@ int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_re
     (void)op;
     (void)factor;
     (void)async_op;
-    return issue(FCD_ALL_REDUCE, pg, tensor, work);
+    return issue_collective(FCD_ALL_REDUCE, pg, tensor, work);
 }
 
-/* Not called: no plan is split. */
+/* Never called, because no plan of the dry run is split. */
 int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks, size_t count,
                       const fct_chunk_layout *layout, fct_work **work) {
     (void)tag;
@@ -172,7 +174,7 @@ int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
 }
 
 int fct_work_wait(fct_work *work) {
-    fcd_note(FCD_WAIT_WORK, -1, work->number, 0, NULL);
+    fcd_append_event(FCD_WAIT_WORK, -1, work->number, 0, NULL);
     return 0;
 }
 
@@ -202,7 +204,7 @@ void fct_work_release(fct_work *work) {
 /* ---- streams and events ---- */
 
 struct fct_event {
-    size_t owners;
+    size_t references;
     int64_t number;
     bool recorded;
 };
@@ -243,56 +245,56 @@ int fct_event_new(fct_device device, fct_event **out) {
     if (e == NULL) {
         return fcd_fail("out of memory for a fake event");
     }
-    e->owners = 1;
+    e->references = 1;
     e->number = fcd_now->events_made++;
     fcd_now->stream_events++;
     *out = e;
     return 0;
 }
 
-/* Records an event of a stream that may not be the current one. */
-static void note_on(fcd_kind kind, const fct_event *e, fct_stream s) {
+/* Records an event of stream `s`, which may differ from the current stream. */
+static void append_event_on(fcd_kind kind, const fct_event *e, fct_stream s) {
     const int64_t current = fcd_now->stream;
     fcd_now->stream = s.id;
-    fcd_note(kind, -1, e->number, 0, NULL);
+    fcd_append_event(kind, -1, e->number, 0, NULL);
     fcd_now->stream = current;
 }
 
 int fct_event_record(fct_event *e, fct_stream s) {
     e->recorded = true;
-    note_on(FCD_RECORD_EVENT, e, s);
+    append_event_on(FCD_RECORD_EVENT, e, s);
     return 0;
 }
 
 int fct_event_wait(fct_event *e, fct_stream s) {
     if (e->recorded) {
-        note_on(FCD_WAIT_EVENT, e, s);
+        append_event_on(FCD_WAIT_EVENT, e, s);
     }
     return 0;
 }
 
 int fct_event_synchronize(fct_event *e) {
     if (e->recorded) {
-        fcd_note(FCD_SYNCHRONIZE_EVENT, -1, e->number, 0, NULL);
+        fcd_append_event(FCD_SYNCHRONIZE_EVENT, -1, e->number, 0, NULL);
     }
     return 0;
 }
 
 void fct_event_share(fct_event *e) {
-    e->owners++;
+    e->references++;
 }
 
 bool fct_event_unshare(fct_event *e) {
-    if (e->owners == 1) {
+    if (e->references == 1) {
         return false;
     }
-    e->owners--;
+    e->references--;
     return true;
 }
 
 void fct_event_free(fct_event *e) {
     if (e != NULL) {
-        assert(e->owners == 1);
+        assert(e->references == 1);
         fcd_now->stream_events--;
         free(e);
     }
@@ -332,12 +334,12 @@ void fct_grad_subscription_free(fct_grad_subscription *subscription) {
 }
 
 int fct_autograd_at_end(const fct_hook *hook) {
-    fcd_end *end = (fcd_end *)calloc(1, sizeof *end);
+    fcd_end_callback *end = (fcd_end_callback *)calloc(1, sizeof *end);
     if (end == NULL) {
         return fcd_fail("out of memory for a callback");
     }
     end->hook = *hook;
-    fcd_end **link = &fcd_now->ends;
+    fcd_end_callback **link = &fcd_now->end_callbacks;
     while (*link != NULL) {
         link = &(*link)->next;
     }
@@ -346,27 +348,27 @@ int fct_autograd_at_end(const fct_hook *hook) {
     return 0;
 }
 
-static fct_hook take_end(void) {
-    fcd_end *end = fcd_now->ends;
+static fct_hook take_end_callback(void) {
+    fcd_end_callback *end = fcd_now->end_callbacks;
     const fct_hook hook = end->hook;
-    fcd_now->ends = end->next;
+    fcd_now->end_callbacks = end->next;
     free(end);
     return hook;
 }
 
-int fcd_run_ends(void) {
+int fcd_run_end_callbacks(void) {
     int result = 0;
-    while (result == 0 && fcd_now->ends != NULL) {
-        const fct_hook hook = take_end();
+    while (result == 0 && fcd_now->end_callbacks != NULL) {
+        const fct_hook hook = take_end_callback();
         result = hook.call(hook.owner);
         hook.release(hook.owner);
     }
     return result;
 }
 
-void fcd_drop_ends(void) {
-    while (fcd_now->ends != NULL) {
-        const fct_hook hook = take_end();
+void fcd_drop_end_callbacks(void) {
+    while (fcd_now->end_callbacks != NULL) {
+        const fct_hook hook = take_end_callback();
         hook.release(hook.owner);
     }
 }
@@ -416,7 +418,7 @@ static const char *pack(const fck_segment *segments, size_t count, void *stream)
     for (size_t i = 0; i < count; i++) {
         bytes += segments[i].count * fc_dtype_size(segments[i].dst_dtype);
     }
-    fcd_note(FCD_PACK, -1, 0, bytes, NULL);
+    fcd_append_event(FCD_PACK, -1, 0, bytes, NULL);
     return NULL;
 }
 
@@ -429,7 +431,7 @@ static const char *unpack(const void *rows, int64_t row_bytes, int64_t world,
     for (size_t i = 0; i < count; i++) {
         bytes += world * columns[i].blocks * columns[i].bytes;
     }
-    fcd_note(FCD_UNPACK, -1, 0, bytes, NULL);
+    fcd_append_event(FCD_UNPACK, -1, 0, bytes, NULL);
     return NULL;
 }
 
@@ -439,7 +441,7 @@ static const char *pack_gradients(const fck_gradient *gradients, size_t count, i
     (void)count;
     (void)dst;
     (void)stream;
-    fcd_note(FCD_PACK_GRADIENTS, -1, 0, world * row_numel * fc_dtype_size(dst_dtype), NULL);
+    fcd_append_event(FCD_PACK_GRADIENTS, -1, 0, world * row_numel * fc_dtype_size(dst_dtype), NULL);
     return NULL;
 }
 

@@ -5,9 +5,9 @@
 
 #include "record.h"
 
-/* Runs and removes the callbacks for the end of backward. Returns 0, or the first result that is
- * not 0. drop: removes them without a call. */
-int fcd_run_ends(void);
-void fcd_drop_ends(void);
+/* run runs and removes the callbacks for the end of backward. run returns 0, or the first result
+ * that is not 0. drop removes the callbacks without a call. */
+int fcd_run_end_callbacks(void);
+void fcd_drop_end_callbacks(void);
 
 #endif

@@ -1,21 +1,21 @@
-/* The callbacks of the core (core/callbacks.h) for the parameters of a dry run. They keep the
- * tensors that csrc/python keeps, and record registrations and gradients. */
+/* The callbacks of the core (core/callbacks.h) for the parameters of a dry run. These callbacks
+ * keep the tensors that csrc/python would keep, and record registrations and gradients. */
 #include "callbacks.h"
 
 #include "boundary.h"
 #include "unit.h"
 
 static void replace(fct_tensor **slot, fct_tensor *value) {
-    fct_tensor *before = *slot;
+    fct_tensor *previous = *slot;
     *slot = value;
-    fct_tensor_release(before);
+    fct_tensor_release(previous);
 }
 
 static int make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
     fcd_param *p = (fcd_param *)owner;
     const fcd_param_description *d = p->description;
     int64_t strides[FCD_DIMS_MAX];
-    fct_tensor *made = NULL;
+    fct_tensor *tensor = NULL;
     fct_facts facts;
     int64_t stride = 1;
     for (int32_t i = d->ndim - 1; i >= 0; i--) {
@@ -24,12 +24,12 @@ static int make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded)
     }
     fct_tensor_facts(flat, &facts);
     if (fct_tensor_alias(flat, d->ndim, d->sizes, strides, facts.offset_bytes / facts.itemsize,
-                         &made) != 0 ||
-        fct_tensor_set_requires_grad(made, p->requires_grad) != 0) {
+                         &tensor) != 0 ||
+        fct_tensor_set_requires_grad(tensor, p->requires_grad) != 0) {
         return -1;
     }
-    replace(&p->unsharded, made);
-    *unsharded = made;
+    replace(&p->unsharded, tensor);
+    *unsharded = tensor;
     return 0;
 }
 
@@ -45,7 +45,7 @@ static int make_post_forward(void *owner, fct_tensor *data) {
 
 static int swap(void *owner, fc_sharded_state state) {
     const fcd_param *p = (const fcd_param *)owner;
-    fcd_note(FCD_REGISTER, -1, (int64_t)state, 0, p->description->name);
+    fcd_append_event(FCD_REGISTER, -1, (int64_t)state, 0, p->description->name);
     return 0;
 }
 
@@ -62,7 +62,7 @@ static int set_sharded_grad(void *owner, fct_tensor *local) {
     fcd_param *p = (fcd_param *)owner;
     fct_facts facts;
     fct_tensor_facts(local, &facts);
-    fcd_note(FCD_GRADIENT, -1, 0, facts.numel * facts.itemsize, p->description->name);
+    fcd_append_event(FCD_GRADIENT, -1, 0, facts.numel * facts.itemsize, p->description->name);
     if (p->grad != NULL) {
         return fct_tensor_add(p->grad, local);
     }
@@ -80,7 +80,7 @@ static bool needs_grad_now(void *owner) {
     return false;
 }
 
-/* A failure is returned by fcd_model_call(), which ran the notification. */
+/* fcd_model_call() runs the notification and returns its failure. */
 static int grad_arrived(void *owner) {
     fcd_param *p = (fcd_param *)owner;
     if (!fc_bucket_arrived(&p->core)) {

@@ -1,5 +1,5 @@
-/* The callbacks of the core into the dry run. The owner of a parameter is its fcd_param, and the
- * owner of a group its fcd_unit. */
+/* The callbacks of the core in a dry run. fc_param.owner is the fcd_param, and fc_group_base.owner
+ * is the fcd_unit. */
 #ifndef FSDP_C_DRY_RUN_CALLBACKS_H
 #define FSDP_C_DRY_RUN_CALLBACKS_H
 

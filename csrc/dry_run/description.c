@@ -36,7 +36,7 @@ done:
     return status;
 }
 
-/* Whether the parameter can be sharded over `world` ranks: the core's own check. */
+/* Checks with the core's layout that the parameter can be sharded over `world` ranks. */
 static fc_status check_param(const fcd_unit_description *u, size_t unit, size_t index,
                              fc_error *error) {
     const fcd_param_description *p = &u->params[index];
@@ -72,16 +72,16 @@ static fc_status check_unit(const fcd_description *d, size_t index, fc_error *er
     const struct {
         const char *key;
         int64_t value;
-        int64_t least;
-    } numbers[] = {{"world", u->world, 1},
-                   {"replicas", u->replicas, 1},
-                   {"post_forward_world", u->post_forward_world, 0},
-                   {"bucket_bytes", u->bucket_bytes, 0}};
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
-        if (numbers[i].value < numbers[i].least) {
+        int64_t min;
+    } limits[] = {{"world", u->world, 1},
+                  {"replicas", u->replicas, 1},
+                  {"post_forward_world", u->post_forward_world, 0},
+                  {"bucket_bytes", u->bucket_bytes, 0}};
+    for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
+        if (limits[i].value < limits[i].min) {
             return fc_error_set(error, FC_EVALUE, "units[%zu].%s: %lld; expected at least %lld",
-                                index, numbers[i].key, (long long)numbers[i].value,
-                                (long long)numbers[i].least);
+                                index, limits[i].key, (long long)limits[i].value,
+                                (long long)limits[i].min);
         }
     }
     for (size_t i = 0; i < u->count; i++) {

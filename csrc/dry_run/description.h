@@ -1,38 +1,39 @@
-/* Description of the model of a dry run. A unit is a parameter group of the core. A state is one
- * fully_shard call; it has the units whose `state` is its index. A root is a state whose forward is
- * outermost. */
+/* Description of the model of a dry run. A unit is a parameter group of the core (fc_group). A
+ * state is one fully_shard call (fc_state) and has any number of units. A root is a state whose
+ * forward is outermost. */
 #ifndef FSDP_C_DRY_RUN_DESCRIPTION_H
 #define FSDP_C_DRY_RUN_DESCRIPTION_H
 
 #include "../bridge/types.h"
 #include "../core/status.h"
 
-enum { FCD_DIMS_MAX = 64 }; /* of a parameter */
+enum { FCD_DIMS_MAX = 64 }; /* largest number of dims of a parameter */
 
 typedef struct fcd_param_description {
     const char *name; /* borrowed */
     int32_t ndim;
-    const int64_t *sizes; /* [ndim] of the whole parameter; borrowed */
-    int32_t dim;          /* sharded dim */
-    fct_dtype dtype;      /* of the shard */
+    const int64_t *sizes; /* [ndim] of the unsharded parameter; borrowed */
+    int32_t dim;          /* the dim that is sharded */
+    fct_dtype dtype;      /* dtype of the shard */
     fct_dtype compute;
-    fct_dtype reduce; /* of reductions and of accumulated gradients */
+    fct_dtype reduce; /* dtype of reductions and of accumulated gradients */
     bool trained;
 } fcd_param_description;
 
 typedef struct fcd_unit_description {
     int32_t state;
     int64_t world;              /* ranks that the unit is sharded over */
-    int64_t replicas;           /* ranks that all-reduce; 1: no replicas */
-    int64_t post_forward_world; /* size of the smaller group after forward; 0: none */
-    fct_dtype reduce;           /* of the group's reductions; FCT_NO_DTYPE: the gradients' own */
+    int64_t replicas;           /* ranks of the all-reduce (HSDP); 1: none */
+    int64_t post_forward_world; /* ranks of the smaller group of reshard_after_forward=n; 0: none */
+    /* dtype of the unit's reductions; FCT_NO_DTYPE: that of the gradients */
+    fct_dtype reduce;
     int64_t bucket_bytes;
     bool reshard_after_forward;
     bool reshard_after_backward;
     bool unshard_in_backward;
     bool reduce_grads;
     bool all_reduce_grads;
-    bool overlap; /* reductions overlap with backward, where the device can do it */
+    bool overlap; /* reductions overlap with backward, except CPU-bound reductions */
     bool offload; /* shards and gradients are in host memory */
     bool pinned;
     const fcd_param_description *params; /* [count] borrowed */
@@ -40,8 +41,8 @@ typedef struct fcd_unit_description {
 } fcd_unit_description;
 
 typedef struct fcd_state_description {
-    int32_t root;                    /* index of the state that is its root; a root's own index */
-    int32_t modules;                 /* modules of the fully_shard call */
+    int32_t root;                    /* index of the root state; a root has its own index */
+    int32_t modules;                 /* number of modules of the fully_shard call */
     const int32_t *forward_prefetch; /* [forward_count] indices of states; borrowed */
     size_t forward_count;
     const int32_t *backward_prefetch;
@@ -49,7 +50,7 @@ typedef struct fcd_state_description {
 } fcd_state_description;
 
 typedef struct fcd_description {
-    bool streams;                        /* the device has streams; false: the CPU */
+    bool streams;                        /* false: the CPU, which has no streams */
     const fcd_state_description *states; /* in named_modules() pre-order; borrowed */
     size_t state_count;
     const fcd_unit_description *units; /* borrowed */

@@ -1,4 +1,4 @@
-/* The model of a dry run on the core: its set-up and release. Owns the roots, states, units and
+/* Initializes and releases the model of a dry run on the core. Owns the roots, states, units and
  * parameters of the core, and the storages of the model's own tensors. step.c runs the calls. */
 #include "model.h"
 
@@ -10,7 +10,7 @@
 #include "boundary_device.h"
 #include "callbacks.h"
 
-/* ---- set-up ---- */
+/* ---- init ---- */
 
 static fc_status init_param(fcd_param *p, const fcd_unit_description *u, size_t index,
                             fc_error *error) {
@@ -43,18 +43,19 @@ done:
 }
 
 static void init_process_groups(fcd_unit *unit, const fcd_unit_description *u, size_t index) {
-    fc_group_base *m = &unit->core.base;
+    fc_group_base *base = &unit->core.base;
     (void)snprintf(unit->name, sizeof unit->name, "#%zu", index);
     (void)snprintf(unit->shard_name, sizeof unit->shard_name, "%zu shard", index);
     (void)snprintf(unit->replicate_name, sizeof unit->replicate_name, "%zu replicate", index);
     (void)snprintf(unit->post_forward_name, sizeof unit->post_forward_name, "%zu smaller", index);
-    m->name = unit->name;
-    fc_process_group_set(&m->shard, unit->shard_name, u->world, 0);
+    base->name = unit->name;
+    fc_process_group_set(&base->shard, unit->shard_name, u->world, 0);
     if (u->replicas > 1) {
-        fc_process_group_set(&m->replicate, unit->replicate_name, u->replicas, 0);
+        fc_process_group_set(&base->replicate, unit->replicate_name, u->replicas, 0);
     }
     if (u->post_forward_world > 0) {
-        fc_process_group_set(&m->post_forward, unit->post_forward_name, u->post_forward_world, 0);
+        fc_process_group_set(&base->post_forward, unit->post_forward_name, u->post_forward_world,
+                             0);
     }
 }
 
@@ -99,7 +100,7 @@ done:
     return status;
 }
 
-/* Gives the state its groups. A unit's place is its position among the units of the state. */
+/* Fills the array of the state's groups, and sets the position of each group among them. */
 static fc_status collect_groups(fcd_model *m, size_t index) {
     const fcd_description *d = m->description;
     fc_state *state = &m->states[index];
@@ -133,7 +134,7 @@ static fc_status collect_prefetch(fcd_model *m, const int32_t *targets, size_t c
     return FC_OK;
 }
 
-/* Gives the iteration of a root its states, in order. */
+/* Sets the states of a root's iteration, in order. */
 static fc_status collect_states(fcd_model *m, size_t root) {
     const fcd_description *d = m->description;
     size_t count = 0;
@@ -167,7 +168,7 @@ done:
     return status;
 }
 
-static fc_status allocate(fcd_model *m, size_t storages) {
+static fc_status allocate_arrays(fcd_model *m, size_t storages) {
     const fcd_description *d = m->description;
     m->units = (fcd_unit *)calloc(d->unit_count + 1, sizeof *m->units);
     m->states = (fc_state *)calloc(d->state_count + 1, sizeof *m->states);
@@ -185,7 +186,7 @@ fc_status fcd_model_init(fcd_model *m, const fcd_description *description, size_
     fc_status status = FC_OK;
     memset(m, 0, sizeof *m);
     m->description = description;
-    FC_TRY(allocate(m, storages));
+    FC_TRY(allocate_arrays(m, storages));
     for (size_t i = 0; i < description->state_count; i++) {
         fcd_root *root = &m->roots[description->states[i].root];
         if (root == &m->roots[i]) {
@@ -194,7 +195,7 @@ fc_status fcd_model_init(fcd_model *m, const fcd_description *description, size_
         }
         fc_state_init(&m->states[i], root, &root->iteration, &root->comm, device);
     }
-    m->prepared = true;
+    m->states_initialized = true;
     for (size_t i = 0; i < description->unit_count; i++) {
         FC_TRY(init_unit(m, i));
     }
@@ -208,7 +209,7 @@ done:
     return status;
 }
 
-/* ---- release ---- */
+/* ---- fini ---- */
 
 static void fini_param(fcd_param *p) {
     fc_param_fini(&p->core);
@@ -218,8 +219,8 @@ static void fini_param(fcd_param *p) {
 }
 
 void fcd_model_fini(fcd_model *m) {
-    const size_t state_count = m->prepared ? m->description->state_count : 0;
-    fcd_drop_ends();
+    const size_t state_count = m->states_initialized ? m->description->state_count : 0;
+    fcd_drop_end_callbacks();
     fcd_release_deferred();
     for (size_t i = 0; i < m->unit_count; i++) {
         fc_group_fini(&m->units[i].core);

@@ -1,5 +1,5 @@
-/* The model of a dry run: states, units and parameters on the core. It needs the record of this
- * thread (record.h). */
+/* The model of a dry run: states, units and parameters on the core. All functions need a record of
+ * this thread (record.h). */
 #ifndef FSDP_C_DRY_RUN_MODEL_H
 #define FSDP_C_DRY_RUN_MODEL_H
 
@@ -10,7 +10,7 @@
 typedef struct fcd_root {
     fc_iteration iteration;
     fc_comm_ctx comm;
-    size_t end_references; /* references of autograd to the callback for the end of backward */
+    size_t callback_references; /* references of autograd to the callback for the end of backward */
 } fcd_root;
 
 typedef struct fcd_model {
@@ -18,16 +18,16 @@ typedef struct fcd_model {
     fcd_unit *units;   /* [unit_count] owned */
     fc_state *states;  /* [state_count] owned */
     fcd_root *roots;   /* [state_count] owned; entries of other states than roots are not used */
-    size_t unit_count; /* of initialized units */
-    bool prepared;     /* roots and states are initialized */
-    fcd_storage **storages; /* [storage_count] of the model's own tensors; NULL: not allocated */
+    size_t unit_count; /* number of initialized units */
+    bool states_initialized; /* roots and states are initialized */
+    fcd_storage **storages;  /* [storage_count] of the model's own tensors; NULL: not allocated */
     size_t storage_count;
     fc_error error;
 } fcd_model;
 
-/* Sets the model up: shards are allocated, in the purpose FCD_SHARDS. Borrows the description,
- * which must be consistent (fcd_description_check). `storages`: the model's own storages have
- * numbers below it. On failure m->error has a message; free the model in any case. */
+/* Creates the model on the core and allocates the shards, which are counted as FCD_SHARDS. Borrows
+ * the description, which must have passed fcd_description_check. `storages` is the number of the
+ * model's own storages. On failure m->error has a message. Call fcd_model_fini in any case. */
 FC_CHECK fc_status fcd_model_init(fcd_model *m, const fcd_description *description,
                                   size_t storages);
 /* Releases everything. Safe on a zeroed struct. */

@@ -1,5 +1,5 @@
-/* The extension module fsdp_c._dry_run: run(), and the type of its events. It has no global state
- * beside the record of the running dry run (record.h). */
+/* The extension module fsdp_c._dry_run: run(), and the type of its events. The module has no global
+ * state beside the record of the running dry run (record.h). */
 #include "parse.h"
 
 typedef struct fcd_module {
@@ -9,14 +9,14 @@ typedef struct fcd_module {
 /* ---- results ---- */
 
 static PyStructSequence_Field event_fields[] = {
-    {"kind", "What the core did, such as 'alloc' or 'all_gather'."},
-    {"call", "Index of the call that ran; -1: the set-up of the model."},
+    {"kind", "Operation of the core, such as 'alloc' or 'all_gather'."},
+    {"call", "Index of the running call; -1: initialization of the model."},
     {"unit", "Index of the unit; -1: none."},
-    {"stream", "Number of the stream; 0: the stream that computes."},
+    {"stream", "Number of the stream; 0: the compute stream."},
     {"object", "Number of the storage, work or event; for 'register' the sharded state."},
     {"bytes", "Bytes that were allocated, freed, written or sent."},
-    {"live", "For 'alloc' and 'free': bytes of the purpose that are in use afterwards."},
-    {"label", "Purpose of memory, name of a profiler range or of a parameter; None: nothing."},
+    {"live", "For 'alloc' and 'free': bytes of the same purpose in use afterwards."},
+    {"label", "Purpose of memory, name of a profiler range or of a parameter; None: no label."},
     {NULL, NULL},
 };
 
@@ -28,8 +28,8 @@ static PyStructSequence_Desc event_description = {
 };
 
 static PyObject *make_event(PyTypeObject *type, const fcd_event *e) {
-    PyObject *made = PyStructSequence_New(type);
-    if (made == NULL) {
+    PyObject *event = PyStructSequence_New(type);
+    if (event == NULL) {
         return NULL;
     }
     PyObject *const values[] = {
@@ -44,13 +44,13 @@ static PyObject *make_event(PyTypeObject *type, const fcd_event *e) {
     };
     bool complete = true;
     for (Py_ssize_t i = 0; i < (Py_ssize_t)(sizeof values / sizeof values[0]); i++) {
-        PyStructSequence_SetItem(made, i, values[i]);
+        PyStructSequence_SetItem(event, i, values[i]);
         complete = complete && values[i] != NULL;
     }
     if (!complete) {
-        Py_CLEAR(made);
+        Py_CLEAR(event);
     }
-    return made;
+    return event;
 }
 
 static PyObject *make_events(PyTypeObject *type, const fcd_record *r) {
@@ -153,9 +153,8 @@ static PyObject *module_run(PyObject *module, PyObject *args, PyObject *kwargs) 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))module_run, METH_VARARGS | METH_KEYWORDS,
      "run(units, states, calls, *, streams=False)\n--\n\n"
-     "Runs the calls on a model without memory. Returns its events, and the most bytes of device\n"
-     "memory that were in use. Raises ValueError, which names the item, if the description is\n"
-     "invalid."},
+     "Runs the calls on a model without memory. Returns its events, and the peak of device memory\n"
+     "in bytes. Raises ValueError with the name of the item if the description is invalid."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -45,23 +45,24 @@ typedef struct field {
     const char *key;
     field_kind kind;
     bool required;
-    size_t offset;       /* in the struct */
-    size_t count_offset; /* of the length of a list */
+    size_t offset;       /* offset of the member in the struct */
+    size_t count_offset; /* offset of the length of a list */
 } field;
 
-static int refuse(const char *path, const char *key, const char *expected, PyObject *value) {
+static int set_value_error(const char *path, const char *key, const char *expected,
+                           PyObject *value) {
     PyErr_Format(PyExc_ValueError, "%s.%s: %R; expected %s", path, key, value, expected);
     return -1;
 }
 
-/* Reads an int in [least, most]. Returns -1 without an exception if `value` is none. */
-static int read_int(PyObject *value, int64_t least, int64_t most, int64_t *out) {
+/* Reads an int in [min, max]. Returns -1 without an exception if `value` is not such an int. */
+static int read_int(PyObject *value, int64_t min, int64_t max, int64_t *out) {
     int overflow = 0;
     if (!PyLong_CheckExact(value)) {
         return -1;
     }
     const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-    if (overflow != 0 || number < least || number > most) {
+    if (overflow != 0 || number < min || number > max) {
         return -1;
     }
     *out = number;
@@ -84,32 +85,32 @@ static int read_dtype(PyObject *value, fct_dtype *out) {
     return -1;
 }
 
-/* Reads a list or tuple of ints to an array of its own. Returns -1 on failure, with an exception
- * only if there is no memory. */
+/* Reads a list or tuple of ints to a new array, which `p` owns. Returns -1 on failure, with an
+ * exception only if there is no memory. */
 static int read_list(fcd_parsed *p, const field *f, PyObject *value, char *out) {
-    const bool wide = f->kind == INT64_LIST;
+    const bool is_int64 = f->kind == INT64_LIST;
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
         return -1;
     }
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
-    void *array = allocate(p, (size_t)count, wide ? sizeof(int64_t) : sizeof(int32_t));
+    void *array = allocate(p, (size_t)count, is_int64 ? sizeof(int64_t) : sizeof(int32_t));
     if (array == NULL) {
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         int64_t number = 0;
-        if (read_int(PySequence_Fast_GET_ITEM(value, i), wide ? 0 : INT32_MIN,
-                     wide ? INT64_MAX : INT32_MAX, &number) != 0) {
+        if (read_int(PySequence_Fast_GET_ITEM(value, i), is_int64 ? 0 : INT32_MIN,
+                     is_int64 ? INT64_MAX : INT32_MAX, &number) != 0) {
             return -1;
         }
-        if (wide) {
+        if (is_int64) {
             ((int64_t *)array)[i] = number;
         } else {
             ((int32_t *)array)[i] = (int32_t)number;
         }
     }
     memcpy(out + f->offset, (const void *)&array, sizeof array);
-    if (wide) { /* of fcd_param_description: the number of dimensions */
+    if (is_int64) { /* fcd_param_description.sizes; its length is the int32 ndim */
         *(int32_t *)(void *)(out + f->count_offset) = (int32_t)count;
     } else {
         *(size_t *)(void *)(out + f->count_offset) = (size_t)count;
@@ -128,29 +129,29 @@ static const char *const expectations[] = {
 };
 
 static int read_field(fcd_parsed *p, const field *f, PyObject *value, char *out, const char *path) {
-    void *place = out + f->offset;
+    void *target = out + f->offset;
     int64_t number = 0;
     int result = -1;
     switch (f->kind) {
     case INT32:
         result = read_int(value, INT32_MIN, INT32_MAX, &number);
-        *(int32_t *)place = (int32_t)number;
+        *(int32_t *)target = (int32_t)number;
         break;
     case INT64:
         result = read_int(value, INT64_MIN, INT64_MAX, &number);
-        *(int64_t *)place = number;
+        *(int64_t *)target = number;
         break;
     case BOOLEAN:
         result = PyBool_Check(value) ? 0 : -1;
-        *(bool *)place = value == Py_True;
+        *(bool *)target = value == Py_True;
         break;
     case DTYPE:
-        result = read_dtype(value, (fct_dtype *)place);
+        result = read_dtype(value, (fct_dtype *)target);
         break;
     case TEXT: {
         const char *text = PyUnicode_CheckExact(value) ? PyUnicode_AsUTF8(value) : NULL;
         PyErr_Clear();
-        memcpy(place, (const void *)&text, sizeof text);
+        memcpy(target, (const void *)&text, sizeof text);
         result = text != NULL ? 0 : -1;
         break;
     }
@@ -158,20 +159,20 @@ static int read_field(fcd_parsed *p, const field *f, PyObject *value, char *out,
         result = read_list(p, f, value, out);
     }
     if (result != 0 && !PyErr_Occurred()) {
-        return refuse(path, f->key, expectations[f->kind], value);
+        return set_value_error(path, f->key, expectations[f->kind], value);
     }
     return result;
 }
 
 /* ---- structs ---- */
 
-static int check_keys(const field *fields, size_t count, PyObject *dict, const char *other,
+static int check_keys(const field *fields, size_t count, PyObject *dict, const char *extra_key,
                       const char *path) {
     Py_ssize_t position = 0;
     PyObject *key = NULL;
     while (PyDict_Next(dict, &position, &key, NULL)) {
-        bool known = PyUnicode_CheckExact(key) && other != NULL &&
-                     PyUnicode_CompareWithASCIIString(key, other) == 0;
+        bool known = PyUnicode_CheckExact(key) && extra_key != NULL &&
+                     PyUnicode_CompareWithASCIIString(key, extra_key) == 0;
         for (size_t i = 0; !known && PyUnicode_CheckExact(key) && i < count; i++) {
             known = PyUnicode_CompareWithASCIIString(key, fields[i].key) == 0;
         }
@@ -183,15 +184,15 @@ static int check_keys(const field *fields, size_t count, PyObject *dict, const c
     return 0;
 }
 
-/* Reads the keys of a dict to the struct `out`, whose values before are the defaults. `other` is a
- * key that the caller reads. */
+/* Reads the values of a dict to the struct `out`. A missing key leaves the previous value, which is
+ * the default. `extra_key` is one more allowed key, which the caller reads. */
 static int read_fields(fcd_parsed *p, const field *fields, size_t count, PyObject *dict,
-                       const char *other, void *out, const char *path) {
+                       const char *extra_key, void *out, const char *path) {
     if (!PyDict_CheckExact(dict)) {
         PyErr_Format(PyExc_ValueError, "%s: %R; expected a dict", path, dict);
         return -1;
     }
-    if (check_keys(fields, count, dict, other, path) != 0) {
+    if (check_keys(fields, count, dict, extra_key, path) != 0) {
         return -1;
     }
     for (size_t i = 0; i < count; i++) {
@@ -253,7 +254,7 @@ static int read_param(fcd_parsed *p, PyObject *dict, fcd_param_description *out,
         return -1;
     }
     if (out->dtype == FCT_NO_DTYPE) {
-        return refuse(path, "dtype", expectations[DTYPE], Py_None);
+        return set_value_error(path, "dtype", expectations[DTYPE], Py_None);
     }
     out->compute = out->compute != FCT_NO_DTYPE ? out->compute : out->dtype;
     out->reduce = out->reduce != FCT_NO_DTYPE ? out->reduce : out->compute;
@@ -279,7 +280,8 @@ static int read_unit(fcd_parsed *p, PyObject *dict, fcd_unit_description *out, c
     }
     PyObject *params = PyDict_GetItemString(dict, "params");
     if (params == NULL || !PyList_CheckExact(params)) {
-        return refuse(path, "params", "a list of dicts", params != NULL ? params : Py_None);
+        return set_value_error(path, "params", "a list of dicts",
+                               params != NULL ? params : Py_None);
     }
     out->count = (size_t)PyList_GET_SIZE(params);
     fcd_param_description *array = (fcd_param_description *)allocate(p, out->count, sizeof *array);

@@ -7,8 +7,8 @@
 
 #include "step.h"
 
-/* Memory of a parsed description. Texts are borrowed from the Python objects, which the caller
- * keeps unchanged. */
+/* Memory of a parsed description. Strings are borrowed from the Python objects, which the caller
+ * must not change. */
 typedef struct fcd_parsed {
     fcd_description description;
     fcd_call *calls; /* [call_count] owned */

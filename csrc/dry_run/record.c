@@ -1,5 +1,5 @@
-/* The record of a dry run; see record.h. Owns the events and the names of ranges. Memory that is
- * missing for an event is reported by `failed`, because the callers cannot fail. */
+/* The record of a dry run; see record.h. Owns the events and the names of ranges. If there is no
+ * memory for an event, the record sets `failed`, because the callers cannot fail. */
 #include "record.h"
 
 #include <assert.h>
@@ -32,7 +32,7 @@ void fcd_record_init(fcd_record *r, bool has_streams) {
 }
 
 void fcd_record_fini(fcd_record *r) {
-    assert(fcd_now == r && r->ends == NULL && r->deferred_count == 0);
+    assert(fcd_now == r && r->end_callbacks == NULL && r->deferred_count == 0);
     free((void *)r->deferred);
     free(r->events);
     for (size_t i = 0; i < r->label_count; i++) {
@@ -47,7 +47,7 @@ size_t fcd_record_objects(const fcd_record *r) {
     return r->tensors + r->storages + r->works + r->stream_events + r->groups + r->subscriptions;
 }
 
-static fcd_event *append(fcd_record *r) {
+static fcd_event *reserve_event(fcd_record *r) {
     if (r->closed || r->failed) {
         return NULL;
     }
@@ -64,8 +64,8 @@ static fcd_event *append(fcd_record *r) {
     return &r->events[r->count++];
 }
 
-/* Returns the unit of the innermost range that has one, or -1. */
-static int32_t unit_of_ranges(const fcd_record *r) {
+/* Returns the unit of the innermost open range with a unit, or -1. */
+static int32_t current_unit(const fcd_record *r) {
     for (size_t i = r->range_count; i-- > 0;) {
         if (r->ranges[i].unit >= 0) {
             return r->ranges[i].unit;
@@ -74,15 +74,15 @@ static int32_t unit_of_ranges(const fcd_record *r) {
     return -1;
 }
 
-static void note(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes, int64_t live,
-                 const char *label) {
+static void append_event(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes, int64_t live,
+                         const char *label) {
     fcd_record *r = fcd_now;
     assert(r != NULL);
-    fcd_event *event = append(r);
+    fcd_event *event = reserve_event(r);
     if (event != NULL) {
         *event = (fcd_event){.kind = kind,
                              .call = r->call,
-                             .unit = unit >= 0 ? unit : unit_of_ranges(r),
+                             .unit = unit >= 0 ? unit : current_unit(r),
                              .stream = (int32_t)r->stream,
                              .object = object,
                              .bytes = bytes,
@@ -91,11 +91,12 @@ static void note(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes, int
     }
 }
 
-void fcd_note(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes, const char *label) {
-    note(kind, unit, object, bytes, 0, label);
+void fcd_append_event(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes,
+                      const char *label) {
+    append_event(kind, unit, object, bytes, 0, label);
 }
 
-void fcd_note_memory(fcd_purpose purpose, int64_t storage, int64_t bytes) {
+void fcd_append_memory_event(fcd_purpose purpose, int64_t storage, int64_t bytes) {
     fcd_record *r = fcd_now;
     assert(r != NULL);
     if (bytes == 0) {
@@ -107,8 +108,8 @@ void fcd_note_memory(fcd_purpose purpose, int64_t storage, int64_t bytes) {
         r->device_live += bytes;
         r->device_peak = r->device_live > r->device_peak ? r->device_live : r->device_peak;
     }
-    note(bytes > 0 ? FCD_ALLOC : FCD_FREE, -1, storage, bytes > 0 ? bytes : -bytes,
-         r->live[purpose], fcd_purpose_names[purpose]);
+    append_event(bytes > 0 ? FCD_ALLOC : FCD_FREE, -1, storage, bytes > 0 ? bytes : -bytes,
+                 r->live[purpose], fcd_purpose_names[purpose]);
 }
 
 /* Returns the record's copy of the first `length` characters of `text`, or "" without memory. */
@@ -134,7 +135,7 @@ static const char *intern(fcd_record *r, const char *text, size_t length) {
     return copy;
 }
 
-/* Splits torch's name: "FSDP::LABEL (#3)", "FSDP::LABEL for #3", or without a group. */
+/* Parses torch's name of a range: "FSDP::LABEL (#3)", "FSDP::LABEL for #3", or "FSDP::LABEL". */
 void fcd_enter_range(const char *name) {
     static const char prefix[] = "FSDP::";
     fcd_record *r = fcd_now;
@@ -145,13 +146,13 @@ void fcd_enter_range(const char *name) {
     fcd_range range = {.unit = number != NULL ? (int32_t)strtol(number + 1, NULL, 10) : -1};
     range.label = intern(r, label, strcspn(label, " "));
     r->ranges[r->range_count++] = range;
-    fcd_note(FCD_ENTER, -1, 0, 0, range.label);
+    fcd_append_event(FCD_ENTER, -1, 0, 0, range.label);
 }
 
 void fcd_leave_range(void) {
     fcd_record *r = fcd_now;
     assert(r != NULL && r->range_count > 0);
-    fcd_note(FCD_LEAVE, -1, 0, 0, r->ranges[r->range_count - 1].label);
+    fcd_append_event(FCD_LEAVE, -1, 0, 0, r->ranges[r->range_count - 1].label);
     r->range_count--;
 }
 

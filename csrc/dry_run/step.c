@@ -1,8 +1,9 @@
-/* The calls of a dry run: those that the hooks of csrc/python/step.c and autograd make to the
- * core, in the same order. Owns nothing.
+/* Runs the calls of a dry run. Each call makes the same calls to the core, in the same order, as a
+ * hook of csrc/python/step.c or a node of autograd. Owns nothing.
  *
- * Purposes of memory that the core allocates meanwhile: gathers belong to FCD_GATHERED, the end
- * of a unit's backward and of the whole backward to FCD_GRADIENTS. */
+ * Memory that the core allocates during a call is counted as FCD_GATHERED in forward and at
+ * pre-backward. It is counted as FCD_GRADIENTS at post-backward, at the end of backward and for a
+ * new gradient. */
 #include "step.h"
 
 #include <string.h>
@@ -79,11 +80,11 @@ static int end_backward(void *owner) {
 }
 
 static void retain_end(void *owner) {
-    ((fcd_root *)owner)->end_references++;
+    ((fcd_root *)owner)->callback_references++;
 }
 
 static void release_end(void *owner) {
-    ((fcd_root *)owner)->end_references--;
+    ((fcd_root *)owner)->callback_references--;
 }
 
 static fc_status pre_backward(fc_state *state) {
@@ -91,7 +92,8 @@ static fc_status pre_backward(fc_state *state) {
     return fc_state_pre_backward(state, &at_end);
 }
 
-/* The node of a later group is above that of an earlier one, so autograd reaches it first. */
+/* In the autograd graph the post-backward node of a later group runs before that of an earlier
+ * group. */
 static fc_status post_backward(fc_state *state) {
     fc_status status = FC_OK;
     for (size_t i = state->group_count; i-- > 0;) {
@@ -104,36 +106,36 @@ done:
 
 /* ---- the model's own memory ---- */
 
-static fc_status alloc_storage(fcd_model *m, size_t number, int64_t bytes) {
-    if (m->storages[number] != NULL) {
-        return fc_error_set(&m->error, FC_EVALUE, "storage %zu is allocated already", number);
+static fc_status alloc_storage(fcd_model *m, size_t index, int64_t bytes) {
+    if (m->storages[index] != NULL) {
+        return fc_error_set(&m->error, FC_EVALUE, "storage %zu is allocated already", index);
     }
     if (bytes < 0) {
         return fc_error_set(&m->error, FC_EVALUE, "%lld bytes; expected at least 0",
                             (long long)bytes);
     }
-    m->storages[number] = fcd_storage_new(bytes, FCD_ACTIVATIONS, false);
-    return m->storages[number] != NULL ? FC_OK : FC_ENOMEM;
+    m->storages[index] = fcd_storage_new(bytes, FCD_ACTIVATIONS, false);
+    return m->storages[index] != NULL ? FC_OK : FC_ENOMEM;
 }
 
-static void free_storage(fcd_model *m, size_t number) {
-    fcd_storage_release(m->storages[number]);
-    m->storages[number] = NULL;
+static void free_storage(fcd_model *m, size_t index) {
+    fcd_storage_release(m->storages[index]);
+    m->storages[index] = NULL;
 }
 
-/* Takes the model's reference to a storage, which becomes that of a gradient. Without such a
- * storage it creates one. */
-static fcd_storage *take_gradient_storage(fcd_model *m, int64_t number, int64_t bytes) {
-    fcd_storage *storage = number >= 0 ? m->storages[number] : NULL;
+/* Returns memory for a gradient of `bytes` bytes: the model's storage `index`, with the model's
+ * reference, or a new storage if the model has none there. Returns NULL without memory. */
+static fcd_storage *take_gradient_storage(fcd_model *m, int64_t index, int64_t bytes) {
+    fcd_storage *storage = index >= 0 ? m->storages[index] : NULL;
     if (storage == NULL) {
         return fcd_storage_new(bytes, FCD_GRADIENTS, false);
     }
     fcd_storage_reassign(storage, bytes, FCD_GRADIENTS);
-    m->storages[number] = NULL;
+    m->storages[index] = NULL;
     return storage;
 }
 
-static fc_status accumulate(fcd_model *m, fcd_param *p, int64_t number, int64_t bytes) {
+static fc_status accumulate(fcd_model *m, fcd_param *p, int64_t index, int64_t bytes) {
     const fcd_param_description *d = p->description;
     const int64_t needed = p->core.layout.numel * fc_dtype_size(d->compute);
     fct_tensor *leaf = p->core.unsharded;
@@ -145,18 +147,18 @@ static fc_status accumulate(fcd_model *m, fcd_param *p, int64_t number, int64_t 
         return fc_error_set(&m->error, FC_EVALUE, "%lld bytes; the gradient of '%s' needs %lld",
                             (long long)bytes, d->name, (long long)needed);
     }
-    if (number < 0 && fct_grad_has(leaf)) { /* autograd adds in place */
-        fcd_note(FCD_ADD, -1, 0, needed, d->name);
+    if (index < 0 && fct_grad_has(leaf)) { /* autograd adds in place */
+        fcd_append_event(FCD_ADD, -1, 0, needed, d->name);
         return (fc_status)fcd_run_subscriptions(leaf);
     }
-    fcd_storage *storage = take_gradient_storage(m, number, bytes);
+    fcd_storage *storage = take_gradient_storage(m, index, bytes);
     fct_tensor *grad =
         storage != NULL ? fcd_tensor_over(storage, d->compute, d->ndim, d->sizes) : NULL;
     fcd_storage_release(storage);
     if (grad == NULL) {
         return FC_ENOMEM;
     }
-    fct_tensor_retain(grad); /* autograd has a reference until its hooks return */
+    fct_tensor_retain(grad); /* autograd holds a reference until its hooks return */
     fcd_accumulate_grad(leaf, grad);
     const fc_status status = (fc_status)fcd_run_subscriptions(leaf);
     fct_tensor_release(grad);
@@ -174,31 +176,31 @@ static void zero_grad(fcd_model *m) {
 
 /* ---- calls ---- */
 
-/* Checks that argument `index` is in [least, end). */
-static fc_status check(fcd_model *m, const fcd_call *call, size_t index, const char *what,
-                       int64_t least, size_t end) {
+/* Checks that argument `index` is in [min, end). */
+static fc_status check_argument(fcd_model *m, const fcd_call *call, size_t index, const char *label,
+                                int64_t min, size_t end) {
     const int64_t value = call->arguments[index];
-    return value >= least && value < (int64_t)end
+    return value >= min && value < (int64_t)end
                ? FC_OK
-               : fc_error_set(&m->error, FC_EVALUE, "%s %lld; expected %lld to %lld", what,
-                              (long long)value, (long long)least, (long long)end - 1);
+               : fc_error_set(&m->error, FC_EVALUE, "%s %lld; expected %lld to %lld", label,
+                              (long long)value, (long long)min, (long long)end - 1);
 }
 
-/* Sets the state of autograd and the purpose of memory before a call. */
+/* Sets the simulated state of autograd and the purpose of memory that the call allocates. */
 static void prepare(fcd_call_kind kind) {
     fcd_record *r = fcd_now;
-    const bool leaves =
+    const bool reduces =
         kind == FCD_CALL_POST_BACKWARD || kind == FCD_CALL_END || kind == FCD_CALL_GRADIENT;
-    r->purpose = leaves ? FCD_GRADIENTS : FCD_GATHERED;
+    r->purpose = reduces ? FCD_GRADIENTS : FCD_GATHERED;
     r->in_backward = kind == FCD_CALL_BACKWARD || (r->in_backward && kind != FCD_CALL_END);
-    /* A recomputed forward records a graph, although backward runs. */
+    /* Activation checkpointing runs a forward inside backward, with gradients enabled. */
     r->grad_enabled =
         !r->in_backward || kind == FCD_CALL_PRE_FORWARD || kind == FCD_CALL_POST_FORWARD;
 }
 
 static fc_status run_state_call(fcd_model *m, const fcd_call *call) {
     fc_status status = FC_OK;
-    FC_TRY(check(m, call, 0, "state", 0, m->description->state_count));
+    FC_TRY(check_argument(m, call, 0, "state", 0, m->description->state_count));
     fc_state *state = &m->states[call->arguments[0]];
     switch (call->kind) {
     case FCD_CALL_PRE_FORWARD:
@@ -217,9 +219,9 @@ done:
 static fc_status run_gradient(fcd_model *m, const fcd_call *call) {
     fc_status status = FC_OK;
     const int64_t *a = call->arguments;
-    FC_TRY(check(m, call, 0, "unit", 0, m->unit_count));
-    FC_TRY(check(m, call, 1, "parameter", 0, m->units[a[0]].count));
-    FC_TRY(check(m, call, 2, "storage", -1, m->storage_count));
+    FC_TRY(check_argument(m, call, 0, "unit", 0, m->unit_count));
+    FC_TRY(check_argument(m, call, 1, "parameter", 0, m->units[a[0]].count));
+    FC_TRY(check_argument(m, call, 2, "storage", -1, m->storage_count));
     FC_TRY(accumulate(m, &m->units[a[0]].params[a[1]], a[2], a[3]));
 done:
     return status;
@@ -231,14 +233,14 @@ static fc_status run_call(fcd_model *m, const fcd_call *call) {
     case FCD_CALL_BACKWARD:
         break;
     case FCD_CALL_END:
-        status = (fc_status)fcd_run_ends();
+        status = (fc_status)fcd_run_end_callbacks();
         break;
     case FCD_CALL_ALLOC:
-        FC_TRY(check(m, call, 0, "storage", 0, m->storage_count));
+        FC_TRY(check_argument(m, call, 0, "storage", 0, m->storage_count));
         FC_TRY(alloc_storage(m, (size_t)call->arguments[0], call->arguments[1]));
         break;
     case FCD_CALL_FREE:
-        FC_TRY(check(m, call, 0, "storage", 0, m->storage_count));
+        FC_TRY(check_argument(m, call, 0, "storage", 0, m->storage_count));
         free_storage(m, (size_t)call->arguments[0]);
         break;
     case FCD_CALL_GRADIENT:
@@ -254,8 +256,9 @@ done:
     return status;
 }
 
-/* The message of a failure is in the record, in the model, or in the comm context of some root. */
-static void find_message(fcd_model *m, fc_status status) {
+/* Copies the message of a failure to m->error, unless that is set. The boundary stores messages in
+ * the record, and the core stores them in the comm context of a root. */
+static void copy_message(fcd_model *m, fc_status status) {
     if (m->error.message[0] != '\0') {
         return;
     }
@@ -271,7 +274,7 @@ fc_status fcd_model_call(fcd_model *m, const fcd_call *call) {
     const fc_status status = run_call(m, call);
     fcd_release_deferred();
     if (status != FC_OK) {
-        find_message(m, status);
+        copy_message(m, status);
     }
     return status;
 }

@@ -1,4 +1,5 @@
-/* The calls of a dry run: what the hooks of a model and autograd do, in the order of a step. */
+/* The calls of a dry run: the actions of a model's hooks and of autograd, in the order of a step.
+ */
 #ifndef FSDP_C_DRY_RUN_STEP_H
 #define FSDP_C_DRY_RUN_STEP_H
 

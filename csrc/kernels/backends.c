@@ -1,5 +1,5 @@
-/* Maps a device type to its kernels. Owns the pointer to the kernels compiled at run time and the
- * replacements that tests install. All threads share them. */
+/* Maps a device type to its kernels. Owns the pointers to the kernels compiled at run time and to
+ * the kernels that tests install. All threads share these pointers. */
 #include "kernels.h"
 
 #include <stdatomic.h>

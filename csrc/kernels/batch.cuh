@@ -8,14 +8,14 @@
 
 namespace fck {
 
-constexpr int THREADS = 256; /* per thread block */
-constexpr int BATCH = 78;    /* jobs per launch: as many as fit in ARGUMENT_BYTES */
+constexpr int THREADS = 256;   /* per thread block */
+constexpr int BATCH_JOBS = 78; /* jobs per launch: as many as fit in ARGUMENT_BYTES */
 constexpr size_t ARGUMENT_BYTES = 4096;
 
 /* One copy between a buffer of rows (one row per rank) and a tensor of blocks. A line is the part
- * that row r and block b share. In block b it is the items [r * chunk, min((r + 1) * chunk,
- * numel)). In row r it is the `chunk` items from b * chunk on. Items of the row beyond the end of
- * the block are set to zero.
+ * that row r and block b share. In block b the line has the items [r * chunk, min((r + 1) * chunk,
+ * numel)). In row r the line has the `chunk` items from b * chunk on. Items of the row beyond the
+ * end of the block are set to zero.
  *
  * Blocks are contiguous; rows are `pitch` bytes apart. line_batch.from_rows selects the source. An
  * item is one byte of a move or one element of a conversion. */
@@ -39,8 +39,8 @@ FCK_FN int64_t tile_items(const line_job &job) {
 /* The arguments of one launch. first[i] is the first tile of job i. Jobs without tiles are not in
  * the batch. */
 struct line_batch {
-    line_job job[BATCH];
-    uint32_t first[BATCH];
+    line_job job[BATCH_JOBS];
+    uint32_t first[BATCH_JOBS];
     int64_t pitch; /* bytes from one row to the next */
     uint32_t rows;
     int32_t count;

@@ -1,7 +1,7 @@
 /* Scalar conversions between float and the two 16-bit types, on bit patterns. The vector loops
- * (cast_cpu.h) must match them bit for bit. They also convert the elements that remain after a
- * vector loop, and all elements on processors without AVX2 and F16C. On a GPU they call the
- * hardware conversion.
+ * (cast_cpu.h) must give the same results bit for bit. These functions also convert the elements
+ * that remain after a vector loop, and all elements on processors without AVX2 and F16C. On a GPU
+ * these functions call the hardware conversion.
  *
  * Rounding is to nearest even. Subnormal values are rounded with integer arithmetic, so the result
  * does not depend on the thread's flush-to-zero setting. Conversions between 16-bit types and
@@ -95,10 +95,11 @@ FCK_FN uint16_t fck_half_of_float(float value) {
          * field is 102..112 here, so the shift is 14..24. */
         const uint32_t shift = 126u - (magnitude >> 23);
         const uint32_t significand = (magnitude & 0x7fffffu) | 0x800000u;
-        const uint32_t kept = significand >> shift;
-        const uint32_t rest = significand & ((1u << shift) - 1u);
-        const uint32_t tie = 1u << (shift - 1u);
-        half = kept + (rest > tie || (rest == tie && (kept & 1u) != 0));
+        const uint32_t quotient = significand >> shift;
+        const uint32_t remainder = significand & ((1u << shift) - 1u);
+        const uint32_t half_unit = 1u << (shift - 1u);
+        half =
+            quotient + (remainder > half_unit || (remainder == half_unit && (quotient & 1u) != 0));
     }
     return (uint16_t)(sign | half);
 #endif

@@ -3,9 +3,9 @@
  * sets.
  *
  * Each set converts float16, float64 and bfloat16 to and from float32. The remaining pairs go
- * through float32 in blocks (kernels_cpu.c). The AVX2 loops are compiled for that instruction set
- * whatever the build flags are. Therefore only fck_loops_best() may return them, after it has
- * checked the processor. Every loop accepts any address, because a storage offset need not be a
+ * through float32 in blocks (kernels_cpu.c). The AVX2 loops are compiled for AVX2 and F16C,
+ * independent of the build flags. Therefore only fck_loops_best() may return these loops, after a
+ * check of the processor. Every loop accepts any address, because a storage offset need not be a
  * multiple of the element size. */
 #ifndef FSDP_C_KERNELS_CAST_CPU_H
 #define FSDP_C_KERNELS_CAST_CPU_H
@@ -22,6 +22,7 @@
 
 typedef void (*fck_loop)(const void *src, void *dst, int64_t count);
 
+/* Castable types other than float32, as indices of the loops that convert to and from float32. */
 typedef enum fck_spoke {
     FCK_SPOKE_HALF,
     FCK_SPOKE_DOUBLE,
@@ -64,7 +65,7 @@ static const fck_loops fck_loops_portable = {
 #define FCK_AVX2 __attribute__((target("avx2,f16c")))
 
 /* Defines `name`, which converts `step` elements at a time with `convert(from, to)` and the
- * remaining ones with `tail`. */
+ * remaining elements with `tail`. */
 #define FCK_AVX2_LOOP(name, source_size, target_size, step, convert, tail)                         \
     FCK_AVX2 static void name(const void *src, void *dst, int64_t count) {                         \
         const unsigned char *from = (const unsigned char *)src;                                    \

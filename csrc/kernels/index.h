@@ -1,5 +1,6 @@
 /* Index arithmetic of the kernels: which elements of a gradient belong to which row, and how work
- * is divided into tiles. The CPU loops and the CUDA grid share it, so one set of tests covers both.
+ * is divided into tiles. The CPU loops and the CUDA grid share this code, so one set of tests
+ * covers both.
  *
  * A job has `lines` lines of `items` items each. A line is the part that one row and one block
  * share (batch.cuh). Lines longer than `tile_items` are divided into tiles of at most `tile_items`
@@ -24,8 +25,8 @@
 
 enum { FCK_TILE_BYTES = 16384 }; /* work of one thread block, in bytes of the wider type */
 
-/* How a job is divided: a line into several tiles, or a tile into several lines. At least one of
- * the two numbers is 1. */
+/* Division of a job into tiles. A long line has several tiles, and a tile has several short lines.
+ * At least one of the two numbers is 1. */
 typedef struct fck_cut {
     uint32_t tiles_per_line;
     uint32_t lines_per_tile;
@@ -51,8 +52,8 @@ FCK_FN int64_t fck_ceil_div(int64_t a, int64_t b) {
     return a / b + (a % b != 0);
 }
 
-/* Returns the element size in bytes of a castable type, 0 for every other type. Callers pass the
- * size of other types with the data. */
+/* Returns the element size in bytes of a castable type, 0 for every other type. For other types,
+ * descriptors have an `itemsize`. */
 FCK_FN int32_t fck_float_size(fck_dtype dtype) {
     switch (dtype) {
     case FCK_FLOAT16:
@@ -72,7 +73,7 @@ FCK_FN int fck_is_basic_float(fck_dtype dtype) {
            dtype == FCK_FLOAT64;
 }
 
-/* The casts that the kernels of all devices support. */
+/* Returns 1 if the kernels of all devices can convert `src` to `dst`, or if the types are equal. */
 FCK_FN int fck_castable(fck_dtype src, fck_dtype dst) {
     return src == dst || (fck_is_basic_float(src) != 0 && fck_is_basic_float(dst) != 0);
 }
@@ -119,7 +120,7 @@ FCK_FN fck_tile fck_tile_at(fck_cut cut, int64_t items, int64_t tile_items, uint
  * `lines` lines. With fewer lines than threads, several threads share a line. */
 FCK_FN int fck_threads_per_line(int threads, uint32_t lines) {
     int per_line = threads;
-    for (uint32_t held = 1; held < lines && per_line > 1; held *= 2) {
+    for (uint32_t covered = 1; covered < lines && per_line > 1; covered *= 2) {
         per_line /= 2;
     }
     return per_line;

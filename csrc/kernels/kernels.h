@@ -2,10 +2,10 @@
  * pack gradients into a reduce-scatter buffer. A row is one rank's part of such a buffer. Kernels
  * take raw pointers and a stream handle; they use neither torch nor Python.
  *
- * The caller owns all memory and has checked it (offset + extent <= storage bytes). CPU kernels
- * keep no pointer after they return. CUDA kernels use the memory until the work queued on `stream`
- * is done. They copy the descriptor arrays before the launch returns, so the caller may reuse these
- * at once.
+ * The caller owns all memory and has checked all extents (offset + extent <= storage bytes). CPU
+ * kernels keep no pointer after they return. CUDA kernels use the memory until the work queued on
+ * `stream` is done. CUDA kernels copy the descriptor arrays before the launch returns, so the
+ * caller may reuse the arrays at once.
  *
  * Casts round to nearest even, as torch's casts do. NaN stays NaN. CUDA casts reject addresses that
  * are not multiples of the element size. Moves accept any address. */
@@ -19,8 +19,8 @@
 extern "C" {
 #endif
 
-/* Element types, with torch's ScalarType numbers (asserted in csrc/bridge). Any other type can be
- * moved (same type on both sides) but not cast. */
+/* Element types, with torch's ScalarType numbers (asserted in csrc/bridge). Elements of any other
+ * type can be moved (equal source and destination type) but not cast. */
 typedef int32_t fck_dtype;
 enum {
     FCK_UINT8 = 0,
@@ -54,8 +54,9 @@ typedef struct fck_column {
 
 /* One gradient to pack for a reduce-scatter: `blocks` contiguous blocks of `numel` elements of
  * `src_dtype`. Row r of the destination receives elements [r*chunk, min((r+1)*chunk, numel)) of
- * block b, cast to the destination type. They start at element `offset` + b*chunk of that row. The
- * rest of the `chunk` slots is filled with zeros. `itemsize` is as in fck_segment. */
+ * block b, cast to the destination type. These elements start at element `offset` + b*chunk of that
+ * row. The kernel fills the rest of the `chunk` slots with zeros. `itemsize` is as in fck_segment.
+ */
 typedef struct fck_gradient {
     const void *src;
     int64_t numel;
@@ -76,36 +77,38 @@ typedef struct fck_backend {
     /* dst holds world rows of `row_numel` elements of dst_dtype. */
     const char *(*pack_gradients)(const fck_gradient *gradients, size_t count, int64_t world,
                                   void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream);
-    /* Returns 1 if elements of `src` can be packed as `dst`. Equal types always can. */
+    /* Returns 1 if elements of `src` can be packed as `dst`. Returns 1 for equal types. */
     int (*can_cast)(fck_dtype src, fck_dtype dst);
 } fck_backend;
 
 /* The CPU kernels and the CUDA kernels; neither returns NULL. If the extension was built without
- * nvcc, fck_cuda_built() is 0 and each CUDA function fails with a message that states this. */
+ * nvcc, fck_cuda_built() is 0 and each CUDA function fails with a message that names the remedy. */
 const fck_backend *fck_cpu(void);
 const fck_backend *fck_cuda(void);
 int fck_cuda_built(void);
 
-/* Returns the kernels for a device of torch's type `device_type`. NULL if there are none: torch's
- * multi-tensor operations do the work then. */
+/* torch's DeviceType numbers. */
 enum { FCK_DEVICE_CPU = 0, FCK_DEVICE_CUDA = 1 };
+/* Returns the kernels for a device of torch's type `device_type`, or NULL if there are none.
+ * Callers then use torch's multi-tensor operations. */
 const fck_backend *fck_backend_of(int device_type);
 /* Returns the alignment of slots and rows in bytes, on devices of torch's type `device_type`. On
- * CUDA it is the largest vector load of a thread. It does not depend on the available kernels. */
+ * CUDA the alignment is the largest vector load of a thread. The alignment does not depend on the
+ * available kernels. */
 static inline int64_t fck_row_alignment(int device_type) {
     return device_type == FCK_DEVICE_CUDA ? 16 : 1;
 }
 
-/* Whether the kernels of the device type can pack elements of `src` as `dst`. Without kernels, only
- * equal types can. */
+/* Returns 1 if the kernels of the device type can pack elements of `src` as `dst`. Without kernels,
+ * returns 1 for equal types only. */
 int fck_can_cast(int device_type, fck_dtype src, fck_dtype dst);
 
 /* Sets the CUDA kernels that were compiled at run time, for an extension that was built without
  * nvcc. NULL removes them. */
 void fck_provide(const fck_backend *kernels);
 
-/* For tests. fck_simulate sets the kernels of all device types that have none; NULL (the default)
- * removes them. fck_hide(1) hides all other kernels, those of the CPU included. */
+/* For tests. fck_simulate sets kernels for all device types without kernels; NULL (the default)
+ * removes these kernels. fck_hide(1) hides all other kernels, including the CPU kernels. */
 void fck_simulate(const fck_backend *kernels);
 void fck_hide(int on);
 

@@ -1,10 +1,10 @@
-/* The CPU kernels. They run in the calling thread and are finished when they return; `stream` is
- * ignored. They allocate nothing and keep no state. They start no threads, because the ranks share
+/* The CPU kernels. The kernels run in the calling thread, complete before they return, and ignore
+ * `stream`. They allocate nothing and keep no state. They start no threads, because the ranks share
  * the machine's cores. A call that rejects its arguments has written nothing.
  *
  * Invariant: a segment or gradient with nothing to copy is never dereferenced, so its pointers may
- * be NULL. Moves use memcpy and conversions use the loops of cast_cpu.h. Both accept any
- * address. */
+ * be NULL. Moves use memcpy and conversions use the loops of cast_cpu.h. Moves and conversions
+ * accept any address. */
 #include "kernels.h"
 
 #include <assert.h>
@@ -15,28 +15,29 @@
 
 static const char no_cast[] = "these element types can be moved but not converted";
 
-/* elements per step of a conversion through float32; the block stays in L1 */
-enum { HUB_BLOCK = 512 };
+/* elements per step of a conversion through float32; a block of them stays in the L1 cache */
+enum { FLOAT_BLOCK = 512 };
 
-static fck_spoke spoke_of(fck_dtype dtype) {
+static fck_spoke index_of_type(fck_dtype dtype) {
     assert(fck_float_size(dtype) != 0 && dtype != FCK_FLOAT32);
     return dtype == FCK_FLOAT16   ? FCK_SPOKE_HALF
            : dtype == FCK_FLOAT64 ? FCK_SPOKE_DOUBLE
                                   : FCK_SPOKE_BFLOAT16;
 }
 
-/* Converts block by block through float32. Neither type is float32, and the two differ. */
+/* Converts block by block through float32. Precondition: the two types differ, and neither type is
+ * float32. */
 static void cast_through_float(const fck_loops *loops, const unsigned char *src,
                                fck_dtype src_dtype, unsigned char *dst, fck_dtype dst_dtype,
                                int64_t count) {
-    const fck_loop widen = loops->to_float[spoke_of(src_dtype)];
-    const fck_loop narrow = loops->from_float[spoke_of(dst_dtype)];
+    const fck_loop widen = loops->to_float[index_of_type(src_dtype)];
+    const fck_loop narrow = loops->from_float[index_of_type(dst_dtype)];
     const int64_t src_size = fck_float_size(src_dtype);
     const int64_t dst_size = fck_float_size(dst_dtype);
-    float block[HUB_BLOCK];
+    float block[FLOAT_BLOCK];
 
-    for (int64_t done = 0; done < count; done += HUB_BLOCK) {
-        const int64_t items = fck_min(count - done, HUB_BLOCK);
+    for (int64_t done = 0; done < count; done += FLOAT_BLOCK) {
+        const int64_t items = fck_min(count - done, FLOAT_BLOCK);
         widen(src + done * src_size, block, items);
         narrow(block, dst + done * dst_size, items);
     }
@@ -51,9 +52,9 @@ static void copy_elements(const fck_loops *loops, const void *src, fck_dtype src
     if (src_dtype == dst_dtype) {
         memcpy(dst, src, (size_t)(count * itemsize));
     } else if (dst_dtype == FCK_FLOAT32) {
-        loops->to_float[spoke_of(src_dtype)](src, dst, count);
+        loops->to_float[index_of_type(src_dtype)](src, dst, count);
     } else if (src_dtype == FCK_FLOAT32) {
-        loops->from_float[spoke_of(dst_dtype)](src, dst, count);
+        loops->from_float[index_of_type(dst_dtype)](src, dst, count);
     } else {
         cast_through_float(loops, (const unsigned char *)src, src_dtype, (unsigned char *)dst,
                            dst_dtype, count);

@@ -12,7 +12,8 @@
 static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream) {
     void *arguments[] = {&batch};
     const auto kernel = casts ? fck_cast_lines : fck_move_lines;
-    /* An error that an earlier call has left, and has to report. */
+    /* Reads a pending error without clearing it, because the caller of the failed CUDA call must
+     * report that error. */
     const cudaError_t earlier = cudaPeekAtLastError();
     const cudaError_t launched = cudaLaunchKernel(kernel, dim3(batch.tiles), dim3(THREADS),
                                                   arguments, 0, static_cast<cudaStream_t>(stream));
@@ -23,7 +24,7 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
     failure = launched == earlier ? "an operation before it has failed: " : "";
     failure += cudaGetErrorString(launched);
     if (launched != earlier) {
-        cudaGetLastError(); /* cleared, so that torch does not report it again */
+        cudaGetLastError(); /* clears the error, so that torch does not report it again */
     }
     return failure.c_str();
 }

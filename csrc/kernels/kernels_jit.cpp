@@ -1,5 +1,5 @@
-/* The CUDA kernels, compiled by NVRTC. Owns the addresses of the compiled functions. They are set
- * before the first launch; all threads read them. */
+/* The CUDA kernels, compiled by NVRTC. Owns the addresses of the compiled functions. fck_jit() sets
+ * the addresses before the first launch, and all threads read them. */
 #include "kernels_jit.h"
 
 #include <atomic>

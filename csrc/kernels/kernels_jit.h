@@ -1,5 +1,6 @@
-/* The CUDA kernels compiled by NVRTC. Jobs and launches are the same as with nvcc; the driver's
- * cuLaunchKernel starts them. fsdp_c/_runtime/jit.py compiles and loads the functions. */
+/* The CUDA kernels compiled by NVRTC. They run the same jobs as the kernels compiled by nvcc, and
+ * the driver's cuLaunchKernel launches them. fsdp_c/_runtime/jit.py compiles and loads the
+ * functions. */
 #ifndef FSDP_C_KERNELS_KERNELS_JIT_H
 #define FSDP_C_KERNELS_KERNELS_JIT_H
 
@@ -14,9 +15,9 @@ typedef int (*fck_launch)(void *function, unsigned grid_x, unsigned grid_y, unsi
                           unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
                           void *stream, void **arguments, void **extra);
 
-/* Returns kernels that launch `moves` for moves and `casts` for batches with conversions. Both
- * functions must stay loaded. The setting is global to the process; a later call replaces it.
- * Precondition: no argument is NULL. */
+/* Returns the backend that launches the loaded functions through `launch`: `moves` for batches
+ * without casts and `casts` for batches with casts. Both functions must stay loaded. Each call
+ * replaces these three addresses for the whole process. Precondition: no argument is NULL. */
 const fck_backend *fck_jit(fck_launch launch, void *moves, void *casts);
 
 #ifdef __cplusplus

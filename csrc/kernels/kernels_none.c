@@ -1,5 +1,6 @@
-/* Replaces kernels_cuda.cu in an extension that was built without nvcc. The CUDA backend exists, so
- * its callers need no build switch. Every launch fails with a message that names the remedy. */
+/* Replaces kernels_cuda.cu in an extension that was built without nvcc. fck_cuda() still returns a
+ * backend, so its callers need no build switch. Every launch fails with a message that names the
+ * remedy. */
 #include "kernels.h"
 
 static const char not_built[] = "fsdp_c was built without its CUDA kernels: rebuild it where nvcc "

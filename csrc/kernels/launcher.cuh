@@ -1,5 +1,5 @@
 /* The host side of the GPU kernels: turns descriptors into jobs and jobs into batches. A file that
- * includes it must define fck::launch_lines.
+ * includes this file must define fck::launch_lines.
  *
  * Each launch takes its batch by value as a kernel argument of at most 4 KB, which every driver
  * accepts. The batch is copied before the launch returns, so no staging buffer is needed and a
@@ -19,8 +19,8 @@ namespace {
 
 const char NO_CAST[] = "these element types can be moved but not converted";
 const char MISALIGNED[] = "a conversion needs addresses that are multiples of the element size";
-const char TOO_LARGE[] = "a single tensor has more tiles than a CUDA grid has blocks";
-const char TOO_MANY[] = "a single tensor has more lines than 32 bits count";
+const char TOO_MANY_TILES[] = "a single tensor has more tiles than a CUDA grid has blocks";
+const char TOO_MANY_LINES[] = "a single tensor has more lines than 32 bits count";
 
 /* Collects jobs and launches a batch whenever it is full. All jobs of a launcher have the same
  * number of rows, the same pitch and the same direction. */
@@ -39,15 +39,15 @@ class launcher {
             return nullptr;
         }
         if (lines > GRID_MAX) {
-            return TOO_MANY;
+            return TOO_MANY_LINES;
         }
         job.lines = static_cast<uint32_t>(lines);
         job.cut = fck_cut_of(job.chunk, tile_items(job));
         const int64_t tiles = fck_tile_count(job.cut, lines);
         if (tiles > GRID_MAX) {
-            return TOO_LARGE;
+            return TOO_MANY_TILES;
         }
-        if (batch_.count == BATCH || tiles > GRID_MAX - batch_.tiles) {
+        if (batch_.count == BATCH_JOBS || tiles > GRID_MAX - batch_.tiles) {
             if (const char *failure = flush()) {
                 return failure;
             }
@@ -91,7 +91,7 @@ int gpu_can_cast(fck_dtype src, fck_dtype dst) {
     return fck_castable(src, dst);
 }
 
-/* Returns NULL if elements can be copied from src to dst, else the reason why not. */
+/* Returns NULL if elements can be copied from src to dst, else a message with the reason. */
 const char *check_copy(const void *src, fck_dtype src_dtype, const void *dst, fck_dtype dst_dtype) {
     if (gpu_can_cast(src_dtype, dst_dtype) == 0) {
         return NO_CAST;
@@ -176,7 +176,7 @@ const char *gpu_pack_gradients(const fck_gradient *gradients, size_t count, int6
             return reason;
         }
     }
-    /* All gradients have the same size of a destination element. */
+    /* The size of a destination element is equal for all gradients. */
     const int64_t size = count > 0 ? fck_target_size(&gradients[0], dst_dtype) : 0;
     launcher queue(world, row_numel * size, false, stream);
     for (size_t i = 0; i < count; i++) {

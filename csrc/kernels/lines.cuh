@@ -3,7 +3,7 @@
  * accesses if both addresses allow it. Moves count bytes, so they support any type and any address.
  * Conversions require element-aligned addresses; the host side has checked them.
  *
- * nvcc compiles this file as a part of kernels_cuda.cu, NVRTC compiles it by itself (rtc.cuh). */
+ * nvcc compiles this file as a part of kernels_cuda.cu. NVRTC compiles this file with rtc.cuh. */
 #ifndef FSDP_C_KERNELS_LINES_CUH
 #define FSDP_C_KERNELS_LINES_CUH
 
@@ -25,7 +25,7 @@ struct bfloat16_bits {
 };
 
 /* widen() converts to the intermediate type: double for double, else float. narrow() converts from
- * there to the target. The 16-bit types always go through float, as in torch. */
+ * the intermediate type to the target. The 16-bit types always go through float, as in torch. */
 __device__ inline float widen(half_bits value) {
     return fck_float_of_half(value.bits);
 }
@@ -54,8 +54,8 @@ template <class T> __device__ inline void narrow(T value, double *out) {
 
 /* ---- operations of a team of threads on one run of items ----
  *
- * Thread `lane` of `lanes` calls each of them. A run lies within one tile, so its counts fit an
- * int. */
+ * All threads of a team call each function; a thread is number `lane` of `lanes`. A run lies within
+ * one tile, so its counts fit an int. */
 
 struct team {
     int lane;
@@ -66,7 +66,7 @@ template <class T, int N> struct alignas(sizeof(T) * N) pack_of {
     T item[N];
 };
 
-__device__ inline int least(int a, int b) {
+__device__ inline int min_int(int a, int b) {
     return a < b ? a : b;
 }
 
@@ -94,12 +94,12 @@ __device__ inline void for_units(const S *src, D *dst, int count, team t, Conver
     }
 }
 
-/* Moves the body in words of W and the two ends in bytes. sizeof(W) divides the distance between
- * the two addresses. */
+/* Moves the body in words of W and the two ends in bytes. Precondition: both addresses are equal
+ * modulo sizeof(W). */
 template <class W>
 __device__ inline void move_words(const unsigned char *src, unsigned char *dst, int bytes, team t) {
     constexpr int size = sizeof(W);
-    const int head = least(static_cast<int>(-address(dst) & (size - 1)), bytes);
+    const int head = min_int(static_cast<int>(-address(dst) & (size - 1)), bytes);
     const int words = (bytes - head) / size;
     const int tail = head + words * size;
     for (int i = t.lane; i < head; i += t.lanes) {
@@ -113,14 +113,14 @@ __device__ inline void move_words(const unsigned char *src, unsigned char *dst, 
 }
 
 __device__ inline void move_bytes(const unsigned char *src, unsigned char *dst, int bytes, team t) {
-    const uintptr_t distance = address(src) ^ address(dst);
-    if ((distance & 15) == 0) {
+    const uintptr_t differing_bits = address(src) ^ address(dst);
+    if ((differing_bits & 15) == 0) {
         move_words<pack_of<uint32_t, 4>>(src, dst, bytes, t);
-    } else if ((distance & 7) == 0) {
+    } else if ((differing_bits & 7) == 0) {
         move_words<pack_of<uint32_t, 2>>(src, dst, bytes, t);
-    } else if ((distance & 3) == 0) {
+    } else if ((differing_bits & 3) == 0) {
         move_words<uint32_t>(src, dst, bytes, t);
-    } else if ((distance & 1) == 0) {
+    } else if ((differing_bits & 1) == 0) {
         move_words<uint16_t>(src, dst, bytes, t);
     } else {
         move_words<unsigned char>(src, dst, bytes, t);
@@ -129,7 +129,7 @@ __device__ inline void move_bytes(const unsigned char *src, unsigned char *dst, 
 
 __device__ inline void zero_bytes(unsigned char *dst, int bytes, team t) {
     using word = pack_of<uint32_t, 4>;
-    const int head = least(static_cast<int>(-address(dst) & 15), bytes);
+    const int head = min_int(static_cast<int>(-address(dst) & 15), bytes);
     const int words = (bytes - head) / 16;
     const int tail = head + words * 16;
     for (int i = t.lane; i < head; i += t.lanes) {
@@ -158,7 +158,7 @@ __device__ inline void cast_items(const void *from, void *to, int count, team t)
     using target = pack_of<D, N>;
     const S *src = static_cast<const S *>(from);
     D *dst = static_cast<D *>(to);
-    int head = least(static_cast<int>((-address(dst) & (sizeof(target) - 1)) / sizeof(D)), count);
+    int head = min_int(static_cast<int>((-address(dst) & (sizeof(target) - 1)) / sizeof(D)), count);
     int packs = (count - head) / N;
     if ((address(src + head) & (sizeof(source) - 1)) != 0) {
         head = count;
@@ -215,7 +215,8 @@ __device__ inline void cast_run(const void *src, fck_dtype src_dtype, void *dst,
 /* ---- the kernels ---- */
 
 /* The lines of a tile are distributed over teams of threads. CASTS is false for batches that
- * contain moves only. Their kernel does not need the registers of the conversions. */
+ * contain moves only. The kernel for such batches does not need the registers of the conversions.
+ */
 template <bool CASTS> __device__ inline void copy_lines(const line_batch &batch) {
     const int thread = static_cast<int>(threadIdx.x);
     const int32_t job_index = fck_find_job(batch.first, batch.count, blockIdx.x);

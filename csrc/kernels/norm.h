@@ -1,5 +1,5 @@
 /* Norms and scaling of float32 arrays, for gradient clipping on the CPU. Functions take raw
- * pointers, like kernels.h, and keep no state. */
+ * pointers, like those of kernels.h, and keep no state. */
 #ifndef FSDP_C_KERNELS_NORM_H
 #define FSDP_C_KERNELS_NORM_H
 

@@ -1,21 +1,21 @@
-/* Norms and scaling for gradient clipping. The dispatch of torch's operators costs a microsecond
- * each, which for small gradients is most of the clipping.
+/* Norms and scaling for gradient clipping. Dispatching an operator of torch takes about a
+ * microsecond. For small gradients that is most of the time of clipping.
  *
  * The order of each sum is that of torch's x86 builds (2.13). There are eight partial sums; element
- * i is added to sum i % 8. The eight are then added in turn, and after them the remaining elements.
- * The last one to three of these are added with fused multiply-add. On x86 a norm therefore equals
- * torch's bit for bit; elsewhere it is as accurate as torch's. tests/unit/test_clip.py compares
- * them.
+ * i is added to sum i % 8. The eight sums are then added in order, and after them the remaining
+ * elements. The last one to three elements are added with fused multiply-add. On x86 a norm
+ * therefore equals torch's bit for bit. On other processors a norm is as accurate as torch's.
+ * tests/unit/test_clip.py compares the norms with torch's.
  *
- * Each addition of such a sum depends on the one before. Therefore four arrays are summed side by
- * side. When one ends, the next takes its place. */
+ * Each addition of a sum depends on the previous addition. Therefore four arrays are summed at a
+ * time. When the sum of an array ends, the next array takes its place. */
 #include "norm.h"
 
 #include <assert.h>
 #include <math.h>
 #include <string.h>
 
-enum { LANES = 8, HALF = 4, SIDE_BY_SIDE = 4 };
+enum { LANES = 8, HALF = 4, CONCURRENT_ARRAYS = 4 };
 
 /* Half of the eight partial sums. A vector of this size fits in one register of every supported
  * processor. A wider vector would go through memory, which triples the time of a sum. */
@@ -25,8 +25,8 @@ typedef struct lanes {
     half low, high;
 } lanes;
 
-/* An array that is being summed. `blocks` blocks of LANES elements, from `at` on, are not summed
- * yet. */
+/* State of the sum of one array. `blocks` blocks of LANES elements, beginning at `at`, are not
+ * summed yet. */
 typedef struct lane_sums {
     const fck_floats *array;
     float *norm;
@@ -35,7 +35,7 @@ typedef struct lane_sums {
     lanes sums;
 } lane_sums;
 
-/* Takes pointers, because the calling convention for vector arguments depends on the instruction
+/* The arguments are pointers, because the calling convention for vectors depends on the instruction
  * set. */
 static inline void add_squares(lanes *sums, const float *values) {
     half low, high;
@@ -62,11 +62,11 @@ static void finish(const lane_sums *s) {
     for (int lane = 0; lane < HALF; lane++) {
         sum += s->sums.high[lane];
     }
-    const float *rest = s->array->values + s->array->count - s->array->count % LANES;
+    const float *tail = s->array->values + s->array->count - s->array->count % LANES;
     const int64_t remaining = s->array->count % LANES;
     for (int64_t i = 0; i < remaining; i++) {
-        const float square = rest[i] * rest[i];
-        sum = i < remaining - remaining % HALF ? sum + square : fmaf(rest[i], rest[i], sum);
+        const float square = tail[i] * tail[i];
+        sum = i < remaining - remaining % HALF ? sum + square : fmaf(tail[i], tail[i], sum);
     }
     *s->norm = sqrtf(sum);
 }
@@ -80,7 +80,7 @@ static void advance(lane_sums *s, int64_t blocks, const lanes *sums) {
 /* Sums until the shortest of the four arrays ends. */
 static void sum_four(lane_sums *four) {
     int64_t blocks = four[0].blocks;
-    for (int i = 1; i < SIDE_BY_SIDE; i++) {
+    for (int i = 1; i < CONCURRENT_ARRAYS; i++) {
         blocks = four[i].blocks < blocks ? four[i].blocks : blocks;
     }
     lanes a = four[0].sums, b = four[1].sums, c = four[2].sums, d = four[3].sums;
@@ -107,16 +107,16 @@ static void sum_one(lane_sums *s) {
 
 void fck_norms(const fck_floats *arrays, size_t count, float *norms) {
     assert(count == 0 || (arrays != NULL && norms != NULL));
-    lane_sums active[SIDE_BY_SIDE];
+    lane_sums active[CONCURRENT_ARRAYS];
     int n = 0;
     for (size_t next = 0; next < count; next++) {
         begin(&active[n], &arrays[next], &norms[next]);
-        if (++n < SIDE_BY_SIDE) {
+        if (++n < CONCURRENT_ARRAYS) {
             continue;
         }
         sum_four(active);
         n = 0;
-        for (int i = 0; i < SIDE_BY_SIDE; i++) {
+        for (int i = 0; i < CONCURRENT_ARRAYS; i++) {
             if (active[i].blocks > 0) {
                 active[n++] = active[i];
             } else {

@@ -1,9 +1,9 @@
 /* Memory pool for CPU buffers that are allocated and freed for every unit of a step. A fresh
  * mapping costs a page fault for every page that is written. The pool keeps freed blocks and reuses
- * them for requests of about the same size.
+ * a block for a request of about the same size.
  *
- * Bound: bytes in use plus cached bytes exceed the recent peak of bytes in use by at most an eighth
- * or 16 MiB, whichever is more. A process therefore holds hardly more memory than its peak. Any
+ * Bound: bytes in use plus cached bytes exceed the recent peak of bytes in use by at most the
+ * larger of an eighth and 16 MiB. The memory of a process therefore stays close to its peak. Any
  * thread may call these functions. There is one pool per process. */
 #ifndef FSDP_C_KERNELS_POOL_H
 #define FSDP_C_KERNELS_POOL_H
@@ -15,8 +15,8 @@
 extern "C" {
 #endif
 
-/* Page-aligned memory of at least the requested size. The caller of fck_pool_take owns it and
- * returns it with fck_pool_give. */
+/* Page-aligned memory of at least the requested size. The caller of fck_pool_take owns the block
+ * and returns it with fck_pool_give. */
 typedef struct fck_block {
     void *data;
     size_t bytes;
@@ -24,19 +24,19 @@ typedef struct fck_block {
     struct fck_block *older;
 } fck_block;
 
-/* Callers allocate smaller buffers with malloc. */
+/* Smallest request in bytes. Callers allocate smaller buffers with malloc. */
 enum { FCK_POOL_LEAST = 1 << 16 };
 
 /* Returns NULL if no memory is available. The contents are unspecified. */
 fck_block *fck_pool_take(size_t bytes);
 /* NULL is allowed. Precondition: the block was taken and not given back. */
 void fck_pool_give(fck_block *block);
-/* Begins a round (an iteration of a model). Peaks of rounds long ago no longer count. */
+/* Begins a round (an iteration of a model). Only the peaks of the latest rounds count. */
 void fck_pool_round(void);
 /* Returns all cached blocks to the system. */
 void fck_pool_trim(void);
-/* Enables (default) or disables caching; 0 also trims. Tools that detect a use after free need it
- * disabled. */
+/* Enables (1, the default) or disables (0) caching. Disabling also trims the pool. Tools that
+ * detect a use after free require disabled caching. */
 void fck_pool_keep(int on);
 
 typedef struct fck_pool_facts {

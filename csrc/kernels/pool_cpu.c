@@ -13,30 +13,30 @@
 enum {
     PAGE = 4096,
     HUGE_PAGE = 2 << 20,
-    HUGE_FROM =
-        4 << 20, /* blocks of at least this size are aligned to huge pages and request them */
-    ROUNDS = 8,  /* rounds whose peaks count; a step may contain rounds of several models */
-    WASTE = 8,   /* a block serves requests of at least (1 - 1/WASTE) of its size */
-    SLACK = 8,   /* allowance above the peak: 1/SLACK of it, */
-    LEAST_SLACK = 16 << 20, /* but at least this many bytes */
+    /* blocks of at least this size are aligned to huge pages and request huge pages */
+    HUGE_FROM = 4 << 20,
+    ROUNDS = 8, /* rounds whose peaks count; a step may contain rounds of several models */
+    WASTE = 8,  /* a block serves requests of at least (1 - 1/WASTE) of its size */
+    SLACK = 8,  /* allowance above the peak: peak/SLACK bytes */
+    LEAST_SLACK = 16 << 20, /* smallest allowance in bytes */
 };
 
 static struct {
     pthread_mutex_t mutex; /* guards all other fields */
     fck_block *newest;
     fck_block *oldest;
-    uint64_t peaks[ROUNDS]; /* of this round and the ones before */
+    uint64_t peaks[ROUNDS]; /* peaks of this round and of the rounds before it */
     int round;
-    int closed; /* caching is disabled */
+    int caching_disabled;
     fck_pool_facts facts;
 } pool = {
     .mutex = PTHREAD_MUTEX_INITIALIZER,
 #ifdef __SANITIZE_ADDRESS__
-    .closed = 1, /* so that AddressSanitizer detects a use after free */
+    .caching_disabled = 1, /* so that AddressSanitizer detects a use after free */
 #endif
 };
 
-/* ---- fork: the child has only the forking thread and must find_block the mutex free ---- */
+/* ---- fork: the child has only the forking thread, so the mutex must be unlocked in it ---- */
 
 static void lock_before_fork(void) {
     (void)pthread_mutex_lock(&pool.mutex);
@@ -125,16 +125,17 @@ static fck_block *find_block(size_t bytes) {
     return NULL;
 }
 
-/* Returns the most bytes that the pool may hold. A step needs more than its peak if block sizes
- * alternate: gathers in forward, gradients at the end of backward. */
-static uint64_t bound(void) {
+/* Returns the limit of bytes in use plus cached bytes. The limit is above the peak of bytes in use,
+ * because block sizes alternate within a step. Forward allocates gathers, the end of backward
+ * allocates gradients. */
+static uint64_t max_pool_bytes(void) {
     const uint64_t peak = pool.facts.peak_bytes, slack = peak / SLACK;
     return peak + (slack > LEAST_SLACK ? slack : LEAST_SLACK);
 }
 
 /* Removes the oldest cached blocks until at most `limit` bytes are in use or cached. Returns the
  * removed blocks as a list. */
-static fck_block *shrink(uint64_t limit) {
+static fck_block *remove_oldest(uint64_t limit) {
     fck_block *removed = NULL;
     while (pool.oldest != NULL && pool.facts.out_bytes + pool.facts.waiting_bytes > limit) {
         fck_block *block = pool.oldest;
@@ -176,7 +177,7 @@ fck_block *fck_pool_take(size_t bytes) {
     pool.facts.taken++;
     pool.facts.out_bytes += block != NULL ? block->bytes : needed;
     update_peak();
-    removed = shrink(bound());
+    removed = remove_oldest(max_pool_bytes());
     (void)pthread_mutex_unlock(&pool.mutex);
     unmap_all(removed);
     if (block == NULL) {
@@ -198,7 +199,7 @@ void fck_pool_give(fck_block *block) {
     assert(block->bytes <= pool.facts.out_bytes);
     pool.facts.out_bytes -= block->bytes;
     push_block(block);
-    fck_block *removed = shrink(pool.closed ? 0 : bound());
+    fck_block *removed = remove_oldest(pool.caching_disabled ? 0 : max_pool_bytes());
     (void)pthread_mutex_unlock(&pool.mutex);
     unmap_all(removed);
 }
@@ -214,21 +215,21 @@ void fck_pool_round(void) {
         }
     }
     update_peak();
-    fck_block *removed = shrink(bound());
+    fck_block *removed = remove_oldest(max_pool_bytes());
     (void)pthread_mutex_unlock(&pool.mutex);
     unmap_all(removed);
 }
 
 void fck_pool_trim(void) {
     (void)pthread_mutex_lock(&pool.mutex);
-    fck_block *removed = shrink(0);
+    fck_block *removed = remove_oldest(0);
     (void)pthread_mutex_unlock(&pool.mutex);
     unmap_all(removed);
 }
 
 void fck_pool_keep(int on) {
     (void)pthread_mutex_lock(&pool.mutex);
-    pool.closed = !on;
+    pool.caching_disabled = !on;
     (void)pthread_mutex_unlock(&pool.mutex);
     if (!on) {
         fck_pool_trim();

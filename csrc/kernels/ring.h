@@ -1,5 +1,5 @@
 /* Sums the buffers of several ranks in the order in which a ring all-reduce adds them. Functions
- * take raw pointers, like kernels.h, and keep no state. */
+ * take raw pointers, like those of kernels.h, and keep no state. */
 #ifndef FSDP_C_KERNELS_RING_H
 #define FSDP_C_KERNELS_RING_H
 
@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* Returns 1 if elements of the type can be summed here: the floating-point types of kernels.h. */
+/* Returns 1 if fck_ring_sum supports the type: the floating-point types of kernels.h. */
 int fck_ring_supports(fck_dtype dtype);
 
 /* Computes `count` elements of gloo's ring all-reduce over a buffer of `total` elements, from

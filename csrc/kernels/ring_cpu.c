@@ -1,9 +1,9 @@
 /* Sums in the order of a ring all-reduce.
  *
  * A ring all-reduce divides the buffer into as many blocks as there are ranks. Block b starts on
- * rank b - 1 and travels down through the ranks. Each rank adds its own values to the received
- * ones, and rank b has the complete sum. Sums of floating-point numbers depend on this order, so
- * this file adds in the same order.
+ * rank b - 1 and is sent to the next lower rank at each hop. Each rank adds its own values to the
+ * received sum, and rank b has the complete sum. Sums of floating-point numbers depend on this
+ * order, so this file adds in the same order.
  *
  * A block is a whole number of segments. Segments are divided as in gloo: at most a mebibyte each,
  * at least two per rank. tests/distributed/test_direct.py compares the results with gloo. Each hop
@@ -17,15 +17,15 @@
 #include "index.h"
 
 enum {
-    SEGMENT_BYTES = 1 << 20, /* gloo's upper limit */
-    SEGMENTS_PER_RANK = 2,   /* gloo's lower limit */
+    SEGMENT_BYTES = 1 << 20, /* largest segment of gloo */
+    SEGMENTS_PER_RANK = 2,   /* fewest segments per rank of gloo */
     TILE_BYTES = 8192,       /* bytes per step; they stay in L1 */
     VECTOR_BYTES = 16,       /* fits in one register of every supported processor */
 };
 
-/* Adds `bytes` bytes of a rank's own elements (`row`) to the received ones (`sum`). If both are
- * NaN, the result is the rank's own NaN, as in gloo. The loop computes it as that NaN plus itself,
- * because compilers may swap operands. */
+/* Adds `bytes` bytes of a rank's own elements (`row`) to the received elements (`sum`). If both are
+ * NaN, the result is the rank's own NaN, as in gloo. The loop adds that NaN to itself, because
+ * compilers may swap the operands of an addition. */
 typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
 
 #define ADD_LOOP(name, type, bits)                                                                 \
@@ -39,8 +39,8 @@ typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
             vector received, own;                                                                  \
             memcpy(&received, to + i, sizeof received);                                            \
             memcpy(&own, from + i, sizeof own);                                                    \
-            const mask none = (mask)(own != own);                                                  \
-            own += (vector)(((mask)received & ~none) | ((mask)own & none));                        \
+            const mask is_nan = (mask)(own != own);                                                \
+            own += (vector)(((mask)received & ~is_nan) | ((mask)own & is_nan));                    \
             memcpy(to + i, &own, sizeof own);                                                      \
         }                                                                                          \
         for (; i < bytes; i += (int64_t)sizeof(type)) {                                            \
@@ -55,26 +55,26 @@ typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
 ADD_LOOP(add_floats, float, int32_t)
 ADD_LOOP(add_doubles, double, int64_t)
 
-/* Adds 16-bit types through float. The sum is exact until it is rounded back. */
-static void add_through_float(fck_spoke spoke, void *sum, const void *row, int64_t bytes) {
+/* Adds elements of a 16-bit type in float and rounds the sums to the type. */
+static void add_through_float(fck_spoke type, void *sum, const void *row, int64_t bytes) {
     const fck_loops *loops = fck_loops_best();
     float received[TILE_BYTES / 2], own[TILE_BYTES / 2];
-    loops->to_float[spoke](sum, received, bytes / 2);
-    loops->to_float[spoke](row, own, bytes / 2);
+    loops->to_float[type](sum, received, bytes / 2);
+    loops->to_float[type](row, own, bytes / 2);
     add_floats(received, own, bytes * 2);
-    loops->from_float[spoke](received, sum, bytes / 2);
+    loops->from_float[type](received, sum, bytes / 2);
 }
 
-/* Rewrites the NaNs of a sum as gloo writes them: the bits in `kept` stay, the others are those of
- * `none`. */
-static void rewrite_nans(void *sum, int64_t bytes, uint16_t infinity, uint16_t kept,
-                         uint16_t none) {
+/* Rewrites the NaNs of a sum as gloo writes them: keeps the bits in `kept_bits` and sets the other
+ * bits to `nan_bits`. */
+static void rewrite_nans(void *sum, int64_t bytes, uint16_t infinity, uint16_t kept_bits,
+                         uint16_t nan_bits) {
     unsigned char *to = (unsigned char *)sum;
     for (int64_t i = 0; i < bytes; i += 2) {
         uint16_t bits;
         memcpy(&bits, to + i, sizeof bits);
-        const int is_none = (bits & 0x7fff) > infinity;
-        bits = is_none ? (uint16_t)((bits & kept) | none) : bits;
+        const int is_nan = (bits & 0x7fff) > infinity;
+        bits = is_nan ? (uint16_t)((bits & kept_bits) | nan_bits) : bits;
         memcpy(to + i, &bits, sizeof bits);
     }
 }
@@ -89,7 +89,7 @@ static void add_bfloat16(void *sum, const void *row, int64_t bytes) {
     rewrite_nans(sum, bytes, 0x7f80, 0, 0x7fc0);
 }
 
-static add_loop loop_for(fck_dtype dtype) {
+static add_loop select_loop(fck_dtype dtype) {
     switch (dtype) {
     case FCK_FLOAT16:
         return add_halves;
@@ -105,35 +105,35 @@ static add_loop loop_for(fck_dtype dtype) {
 }
 
 int fck_ring_supports(fck_dtype dtype) {
-    return loop_for(dtype) != NULL;
+    return select_loop(dtype) != NULL;
 }
 
 /* Returns the elements per block of a buffer of `total` elements of `size` bytes. */
 static int64_t block_elements(int64_t total, int64_t size, int64_t world) {
     const int64_t bytes = total * size;
-    const int64_t fewest = world * SEGMENTS_PER_RANK;
-    const int64_t segments = fck_max(fck_ceil_div(bytes, SEGMENT_BYTES), fewest);
+    const int64_t min_segments = world * SEGMENTS_PER_RANK;
+    const int64_t segments = fck_max(fck_ceil_div(bytes, SEGMENT_BYTES), min_segments);
     const int64_t per_rank = fck_ceil_div(segments, world);
     return per_rank * fck_ceil_div(fck_ceil_div(bytes, per_rank * world), size);
 }
 
-/* Sums `bytes` bytes from offset `at` on, tile by tile. All of them belong to block `block`. */
+/* Sums `bytes` bytes from byte `offset` on, tile by tile. All bytes belong to block `block`. */
 static void sum_block(fck_dtype dtype, unsigned char *out, const void *const *rows, int64_t world,
-                      int64_t block, int64_t at, int64_t bytes) {
-    const add_loop add = loop_for(dtype);
+                      int64_t block, int64_t offset, int64_t bytes) {
+    const add_loop add = select_loop(dtype);
     unsigned char sum[TILE_BYTES];
     for (int64_t done = 0; done < bytes; done += TILE_BYTES) {
         const int64_t tile = fck_min(bytes - done, TILE_BYTES);
         for (int64_t hop = 1; hop <= world; hop++) {
             const int64_t rank = (block + world - hop) % world;
-            const unsigned char *row = (const unsigned char *)rows[rank] + at + done;
+            const unsigned char *row = (const unsigned char *)rows[rank] + offset + done;
             if (hop == 1) {
                 memcpy(sum, row, (size_t)tile);
             } else {
                 add(sum, row, tile);
             }
         }
-        memcpy(out + at + done, sum, (size_t)tile);
+        memcpy(out + offset + done, sum, (size_t)tile);
     }
 }
 

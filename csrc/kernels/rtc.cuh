@@ -1,5 +1,5 @@
 /* Minimal replacements of <stdint.h>, <stddef.h>, <string.h>, <cuda_fp16.h> and <cuda_bf16.h> for
- * NVRTC, which has no headers. They declare as much as lines.cuh and its includes need. */
+ * NVRTC, which has no headers. This file declares what lines.cuh and its includes use. */
 #ifndef FSDP_C_KERNELS_RTC_CUH
 #define FSDP_C_KERNELS_RTC_CUH
 
@@ -35,7 +35,7 @@ __device__ inline fck_half __float2half_rn(float value) {
     return result;
 }
 
-/* Before sm_90 there is no instruction for a single value. The integer arithmetic is that of
+/* Before sm_90 no instruction converts a single value. This function uses the integer arithmetic of
  * cast.h, with CUDA's NaN. */
 __device__ inline fck_half __float2bfloat16_rn(float value) {
     const unsigned int bits = __float_as_uint(value);

@@ -1,4 +1,4 @@
-/* Conversions, getters and setters that several types share. Owns nothing. */
+/* Conversions, getters and setters that several types share. */
 #include "attributes.h"
 
 #include "../bridge/pyobject.h"
@@ -10,14 +10,14 @@ PyObject *fcpy_or_none(PyObject *obj) {
     return result;
 }
 
-PyObject *fcpy_tuple_of(PyObject *list, PyTypeObject *type, const char *what) {
+PyObject *fcpy_tuple_of(PyObject *list, PyTypeObject *type, const char *name) {
     if (list == NULL || !PyList_Check(list)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a list", what);
+        PyErr_Format(PyExc_TypeError, "%s must be a list", name);
         return NULL;
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         if (!PyObject_TypeCheck(PyList_GET_ITEM(list, i), type)) {
-            PyErr_Format(PyExc_TypeError, "%s must hold %s objects, got %s", what, type->tp_name,
+            PyErr_Format(PyExc_TypeError, "%s must hold %s objects, got %s", name, type->tp_name,
                          Py_TYPE(PyList_GET_ITEM(list, i))->tp_name);
             return NULL;
         }

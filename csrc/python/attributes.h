@@ -4,26 +4,29 @@
 
 #include "objects.h"
 
-/* Returns a list of objects of one type as a new tuple; NULL with TypeError. `what` names the
- * list. */
-PyObject *fcpy_tuple_of(PyObject *list, PyTypeObject *type, const char *what);
+/* Checks that `list` is a list of objects of `type`. Returns its items as a new tuple, or NULL with
+ * TypeError. The error message calls the list `name`. */
+PyObject *fcpy_tuple_of(PyObject *list, PyTypeObject *type, const char *name);
 /* Returns an array with the address of each item's core struct, `offset` bytes into the object. The
- * caller frees it with free(). NULL with MemoryError on failure. */
+ * caller frees the array with free(). Returns NULL with MemoryError on failure. */
 void *fcpy_core_array(PyObject *tuple, size_t offset);
+/* fcpy_training_state and fcpy_sharded_state return a member of torch's enum; new reference. */
 PyObject *fcpy_training_state(const fcpy_module *mod, fc_training_state state);
-/* Returns -1 with TypeError if obj is no TrainingState. */
+/* Returns -1 with TypeError if obj is not a TrainingState. */
 int fcpy_parse_training_state(const fcpy_module *mod, PyObject *obj, fc_training_state *out);
 PyObject *fcpy_sharded_state(const fcpy_module *mod, fc_sharded_state state);
 /* Sets *target to the truth of `value`. Returns -1 with AttributeError on deletion. */
 int fcpy_set_bool(PyObject *value, bool *target);
 PyObject *fcpy_get_dtype(fct_dtype dtype); /* None for FCT_NO_DTYPE */
 int fcpy_set_dtype(PyObject *value, fct_dtype *target);
-/* Getters and setters of a bool or an fct_dtype; `closure` is its offset in the object. */
+/* Getters and setters of a bool or an fct_dtype. `closure` is the offset of the field in the
+ * object. */
 PyObject *fcpy_get_flag(PyObject *obj, void *closure);
 int fcpy_set_flag(PyObject *obj, PyObject *value, void *closure);
 PyObject *fcpy_get_dtype_at(PyObject *obj, void *closure);
 int fcpy_set_dtype_at(PyObject *obj, PyObject *value, void *closure);
-/* Stores a str (None: NULL) in *slot and its UTF-8 text, which the core borrows, in *text. */
+/* Stores a str in *slot and its UTF-8 text, which the core borrows, in *text. Stores NULL in both
+ * for None. */
 int fcpy_set_text(fcpy_module *mod, PyObject *value, PyObject **slot, const char **text);
 /* Returns a new reference to obj, or to None if obj is NULL. */
 PyObject *fcpy_or_none(PyObject *obj);

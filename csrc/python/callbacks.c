@@ -1,5 +1,5 @@
 /* The callbacks of the core (core/callbacks.h): for a Param, and for a ParamGroup whose data the
- * Python layer moves. Owns nothing. Every callback runs with the GIL held. */
+ * Python layer moves. Every callback runs with the GIL held. */
 #include "callbacks.h"
 
 #include "../bridge/error.h"
@@ -12,7 +12,7 @@
 #include "step.h"
 #include "transitions.h"
 
-/* Calls self.name(tensor). Returns a new reference, NULL with an exception. */
+/* Calls self.name(tensor). Returns a new reference, or NULL with an exception. */
 static PyObject *call_with_tensor(PyObject *self, PyObject *name, fct_tensor *handle) {
     PyObject *tensor = NULL;
     if (fct_py_from_tensor(handle, &tensor) != 0) {
@@ -28,8 +28,8 @@ static int drop_result(PyObject *result) {
     return result != NULL ? 0 : -1;
 }
 
-/* For callbacks that cannot fail: reports an exception with sys.unraisablehook and clears it. Keeps
- * a pending exception. */
+/* Calls self.name() in a callback that cannot fail. Reports an exception of the call with
+ * sys.unraisablehook. Does not change a pending exception. */
 static void call_and_report(PyObject *self, PyObject *name) {
     void *error = fct_error_set_aside();
     if (drop_result(PyObject_CallMethodNoArgs(self, name)) != 0) {
@@ -42,32 +42,32 @@ static void call_and_report(PyObject *self, PyObject *name) {
 
 static int callback_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
     fcpy_param *self = (fcpy_param *)owner;
-    PyObject *made = call_with_tensor((PyObject *)self, self->mod->names._make_unsharded, flat);
-    if (made == NULL) {
+    PyObject *param = call_with_tensor((PyObject *)self, self->mod->names._make_unsharded, flat);
+    if (param == NULL) {
         return -1;
     }
-    fct_tensor *handle = fct_py_tensor(made);
+    fct_tensor *handle = fct_py_tensor(param);
     if (handle == NULL) {
         PyErr_SetString(PyExc_TypeError, "_make_unsharded must return a tensor");
-        Py_DECREF(made);
+        Py_DECREF(param);
         return -1;
     }
-    Py_XSETREF(self->unsharded_param, made);
+    Py_XSETREF(self->unsharded_param, param);
     *unsharded = handle;
     return 0;
 }
 
 static int callback_make_post_forward(void *owner, fct_tensor *data) {
     fcpy_param *self = (fcpy_param *)owner;
-    PyObject *made = NULL;
+    PyObject *param = NULL;
     if (data != NULL) {
-        made = call_with_tensor((PyObject *)self, self->mod->names._make_post_forward, data);
-        if (made == NULL) {
+        param = call_with_tensor((PyObject *)self, self->mod->names._make_post_forward, data);
+        if (param == NULL) {
             return -1;
         }
     }
     PyObject *old = self->post_forward_param;
-    self->post_forward_param = made;
+    self->post_forward_param = param;
     fcpy_defer_decref(self->mod, old);
     return 0;
 }
@@ -147,8 +147,8 @@ static int set_new_grad(fcpy_param *self, fct_tensor *local) {
     return result;
 }
 
-/* Returns the dict of post-accumulate-grad hooks; new reference. NULL without an exception if there
- * are none. */
+/* Returns a new reference to the dict of post-accumulate-grad hooks, or NULL without an exception
+ * if there are no hooks. */
 static PyObject *accumulate_hooks_of(const fcpy_param *self) {
     if (self->sharded_param == NULL) {
         return NULL;
@@ -206,7 +206,7 @@ static bool callback_requires_grad(void *owner) {
     return sharded != NULL && fct_tensor_requires_grad(sharded);
 }
 
-static int callback_require_grad(void *owner, bool value) {
+static int callback_set_requires_grad(void *owner, bool value) {
     fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
     return sharded != NULL ? fct_tensor_set_requires_grad(sharded, value) : 0;
 }
@@ -234,9 +234,9 @@ static bool callback_has_grad(void *owner) {
 
 static bool callback_needs_grad_now(void *owner) {
     PyObject *hooks = accumulate_hooks_of((const fcpy_param *)owner);
-    bool any = hooks != NULL;
+    bool has_hooks = hooks != NULL;
     Py_XDECREF(hooks);
-    return any;
+    return has_hooks;
 }
 
 static int callback_unwrap_grad(void *owner, fct_tensor *grad, fct_tensor **local) {
@@ -322,17 +322,17 @@ static int check_unsharded(const fcpy_group *self) {
 
 static int callback_copy_out(void *owner, fct_tensor **rows) {
     fcpy_group *self = (fcpy_group *)owner;
-    PyObject *made =
+    PyObject *result =
         PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._fallback_copy_out);
-    if (made == NULL || check_unsharded(self) != 0) {
-        Py_XDECREF(made);
+    if (result == NULL || check_unsharded(self) != 0) {
+        Py_XDECREF(result);
         return -1;
     }
-    *rows = fct_py_tensor(made);
+    *rows = fct_py_tensor(result);
     if (*rows != NULL) {
         fct_tensor_retain(*rows);
     }
-    Py_DECREF(made);
+    Py_DECREF(result);
     return 0;
 }
 
@@ -348,9 +348,9 @@ static void callback_drop_reduce(void *owner) {
     }
 }
 
-/* Makes two new lists: the parameters, and their gradients, which are taken from `grads`. */
-static int reduce_lists(fc_param *const *params, fct_tensor **grads, size_t count,
-                        PyObject **param_list, PyObject **grad_list) {
+/* Makes two new lists: the parameters, and their gradients. Takes the gradients out of `grads`. */
+static int make_reduce_lists(fc_param *const *params, fct_tensor **grads, size_t count,
+                             PyObject **param_list, PyObject **grad_list) {
     PyObject *new_params = PyList_New((Py_ssize_t)count);
     PyObject *new_grads = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; new_params != NULL && new_grads != NULL && i < count; i++) {
@@ -382,7 +382,7 @@ static int callback_reduce(void *owner, fc_param *const *params, fct_tensor **gr
     PyObject *param_list = NULL;
     PyObject *grad_list = NULL;
     self->has_reduced = true;
-    if (reduce_lists(params, grads, count, &param_list, &grad_list) != 0) {
+    if (make_reduce_lists(params, grads, count, &param_list, &grad_list) != 0) {
         return -1;
     }
     PyObject *result =
@@ -408,7 +408,7 @@ const fc_callbacks fcpy_callbacks = {
     .swap = callback_swap,
     .swap_by_method = callback_swap_by_override,
     .requires_grad = callback_requires_grad,
-    .require_grad = callback_require_grad,
+    .require_grad = callback_set_requires_grad,
     .shard_version = callback_shard_version,
     .refresh_shard = fcpy_shard_refresh,
     .set_sharded_grad = callback_set_sharded_grad,

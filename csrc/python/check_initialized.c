@@ -1,6 +1,5 @@
-/* Checks whether an object is initialized, and sets the exceptions of objects that are not. An
- * object that was made and never initialized, or that was collected, has no core struct. Owns
- * nothing. */
+/* Checks whether an object is initialized, and sets the exceptions for uninitialized objects. An
+ * object has no core struct before __init__, and after the garbage collector has cleared it. */
 #include "check_initialized.h"
 
 #include "errors.h"

@@ -1,14 +1,15 @@
-/* Checks the calling thread before a state's forward or backward. Owns nothing.
+/* Checks the calling thread before a state's forward or backward.
  *
- * A second thread would use the parameters that the first has gathered, and free them. Therefore
- * one thread at a time may be in the forward or backward of a state. Threads may follow one
- * another, and a forward may call units from its own threads. Only the same state, or a backward
- * under the same root, is refused. Autograd's device threads recompute forwards and run hooks for
- * the thread that called backward.
+ * A second thread would use the parameters that the first thread has gathered, and free them.
+ * Therefore one thread at a time may be in the forward or backward of a state. Different threads
+ * may use a state one after the other, and a forward may call other sharded modules from threads
+ * that it starts. A call is refused only if the other thread uses the same state, or runs a
+ * backward under the same root. Autograd's device threads recompute forwards and run hooks for the
+ * thread that called backward.
  *
- * Tracers that run the model on tensors without memory are refused too, because the gathered fake
- * tensors would be kept. All checks come before the state changes, so a refused call does not
- * affect the other thread. */
+ * Tracers that run the model on tensors without memory are refused too, because the group would
+ * keep the gathered fake tensors. All checks come before the state changes, so a refused call does
+ * not affect the other thread. */
 #include "check_thread.h"
 
 #include "../bridge/pyobject.h"
@@ -48,8 +49,8 @@ static int raise_concurrent_use(fcpy_state *self, const char *pass) {
     return -1;
 }
 
-/* The graph of such a forward would be freed when torch is partly destroyed, which ends the
- * process. */
+/* Refuses a forward during interpreter shutdown. Its graph would be freed when torch is partly
+ * destroyed, which ends the process. */
 static int raise_interpreter_shutdown(fcpy_state *self) {
     PyObject *module = describe_module(self);
     if (module != NULL) {
@@ -83,15 +84,15 @@ int fcpy_check_forward_thread(fcpy_state *self) {
         !fct_in_backward()) {
         return raise_concurrent_use(self, "backward");
     }
-    const bool first = iteration != NULL && iteration->core.forward_root == NULL;
-    if (first && fct_py_ending() && fct_grad_enabled()) {
+    const bool begins_iteration = iteration != NULL && iteration->core.forward_root == NULL;
+    if (begins_iteration && fct_py_ending() && fct_grad_enabled()) {
         return raise_interpreter_shutdown(self);
     }
-    if (first && fct_has_observer() && check_modes(self) != 0) {
+    if (begins_iteration && fct_has_observer() && check_modes(self) != 0) {
         return -1;
     }
     self->thread = this_thread;
-    if (first) {
+    if (begins_iteration) {
         iteration->forward_thread = this_thread;
     }
     return 0;
@@ -101,12 +102,12 @@ int fcpy_check_backward_thread(fcpy_state *self) {
     const unsigned long this_thread = PyThread_get_thread_ident();
     fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
     /* Autograd runs this device's backward in its own threads. */
-    const bool own_threads = self->core.comm->has_streams;
-    if (!own_threads && iteration->core.forward_root != NULL &&
+    const bool uses_device_threads = self->core.comm->has_streams;
+    if (!uses_device_threads && iteration->core.forward_root != NULL &&
         iteration->forward_thread != this_thread) {
         return raise_concurrent_use((fcpy_state *)iteration->core.forward_root->owner, "forward");
     }
-    if (!own_threads && iteration->core.callback_queued &&
+    if (!uses_device_threads && iteration->core.callback_queued &&
         iteration->backward_thread != this_thread) {
         return raise_concurrent_use(self, "backward");
     }

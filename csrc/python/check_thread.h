@@ -5,8 +5,8 @@
 #include "objects.h"
 
 /* Call these before any other work of a forward or backward. They return -1 with RuntimeError if
- * another thread is in it, or if a tracer runs it. fcpy_check_backward_thread requires an
- * initialized state (ready.h). */
+ * another thread runs the same pass, or if a tracer runs the model. fcpy_check_backward_thread
+ * requires an initialized state (check_initialized.h). */
 int fcpy_check_forward_thread(fcpy_state *self);
 int fcpy_check_backward_thread(fcpy_state *self);
 

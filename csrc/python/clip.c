@@ -1,10 +1,10 @@
 /* Gradient clipping in three functions, which are called in this order (fsdp_c/clip.py and
  * fsdp_c/_runtime/torch_clipping.py). clip_collect lists the local gradients. For contiguous
  * float32 tensors on the CPU, clip_norm computes their 2-norm over all ranks and clip_scale scales
- * them. torch's operators do the rest.
+ * them. torch's operators process all other gradients.
  *
- * Nothing here keeps state. A raw pointer is taken from a tensor and used at once, with the GIL
- * held, after its extent was checked against its storage. */
+ * The functions keep no state. They check the extent of a tensor against its storage, then take its
+ * address and use it at once, with the GIL held. */
 #include "clip.h"
 
 #include "../bridge/pyobject.h"
@@ -16,7 +16,7 @@
 
 /* ---- collecting ---- */
 
-/* The placement of a gradient: its mesh and the types of its placements. */
+/* The sharding of a gradient: its mesh and the types of its placements. */
 typedef struct kind {
     PyObject *mesh;       /* NULL: plain tensors */
     PyObject *placements; /* tuple */
@@ -47,9 +47,9 @@ static bool kind_equal(const kind *a, const kind *b) {
     return true;
 }
 
-/* Sets *out to the kind of a DTensor, with new references. Both fields are NULL for a plain
+/* Sets *out to the kind of a gradient, with new references. Both fields are NULL for a plain
  * tensor. */
-static int kind_of(const fcpy_module *mod, PyObject *grad, kind *out) {
+static int read_kind(const fcpy_module *mod, PyObject *grad, kind *out) {
     out->mesh = out->placements = NULL;
     const int is_dtensor = PyObject_IsInstance(grad, mod->bound.dtensor_class);
     if (is_dtensor <= 0) {
@@ -77,35 +77,36 @@ static PyObject *local_tensor_of(const fcpy_module *mod, PyObject *grad, const k
     return k->mesh != NULL ? fcpy_dtensor_local(mod, grad) : Py_NewRef(grad);
 }
 
-/* Returns the index of `wanted` in `kinds`, a list of (mesh, placements) tuples. Appends it if it
- * is new. Returns -1 with an exception on failure. Kinds are few, so a linear search is
- * cheapest. */
-static Py_ssize_t kind_index(PyObject *kinds, const kind *wanted) {
+/* Returns the index of `key` in `kinds`, a list of (mesh, placements) tuples. Appends `key` if it
+ * is new. Returns -1 with an exception on failure. There are few kinds, so a linear search is
+ * fastest. */
+static Py_ssize_t kind_index(PyObject *kinds, const kind *key) {
     const Py_ssize_t count = PyList_GET_SIZE(kinds);
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *pair = PyList_GET_ITEM(kinds, i);
-        kind known = {PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)};
-        if (known.mesh == Py_None) {
-            known.mesh = known.placements = NULL;
+        kind entry = {PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)};
+        if (entry.mesh == Py_None) {
+            entry.mesh = entry.placements = NULL;
         }
-        if (kind_equal(&known, wanted)) {
+        if (kind_equal(&entry, key)) {
             return i;
         }
     }
-    PyObject *pair = PyTuple_Pack(2, wanted->mesh != NULL ? wanted->mesh : Py_None,
-                                  wanted->placements != NULL ? wanted->placements : Py_None);
+    PyObject *pair = PyTuple_Pack(2, key->mesh != NULL ? key->mesh : Py_None,
+                                  key->placements != NULL ? key->placements : Py_None);
     const int failed = pair == NULL ? -1 : PyList_Append(kinds, pair);
     Py_XDECREF(pair);
     return failed ? -1 : count;
 }
 
-/* Appends one gradient, its kind if it is new, and the index of its kind to the three lists. */
+/* Appends the local tensor of a gradient to `locals`, and the index of its kind to `indices`.
+ * Appends the kind to `kinds` if it is new. */
 static int collect_gradient(const fcpy_module *mod, PyObject *grad, PyObject *locals,
                             PyObject *kinds, PyObject *indices) {
     int result = -1;
     kind grad_kind = {NULL, NULL};
     PyObject *local = NULL, *index = NULL;
-    if (kind_of(mod, grad, &grad_kind) != 0) {
+    if (read_kind(mod, grad, &grad_kind) != 0) {
         goto done;
     }
     local = local_tensor_of(mod, grad, &grad_kind);
@@ -121,12 +122,13 @@ done:
     return result;
 }
 
-/* Appends all gradients. `given` has gradients, or parameters, of which those without gradient are
- * skipped. A method of a tensor subclass may change the list meanwhile. */
-static int collect(const fcpy_module *mod, PyObject *given, bool are_params, PyObject *locals,
-                   PyObject *kinds, PyObject *indices) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); i++) {
-        PyObject *item = Py_NewRef(PyList_GET_ITEM(given, i));
+/* Appends all gradients. `items` are gradients, or parameters if `are_params` is true. Skips
+ * parameters without gradient. A method of a tensor subclass may change the list during the loop.
+ */
+static int collect_gradients(const fcpy_module *mod, PyObject *items, bool are_params,
+                             PyObject *locals, PyObject *kinds, PyObject *indices) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = Py_NewRef(PyList_GET_ITEM(items, i));
         PyObject *grad = are_params ? fcpy_grad_of(mod, item) : Py_NewRef(item);
         Py_DECREF(item);
         const int failed =
@@ -153,7 +155,7 @@ PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t 
     PyObject *locals = PyList_New(0), *kinds = PyList_New(0), *indices = PyList_New(0);
     PyObject *result = NULL;
     if (locals != NULL && kinds != NULL && indices != NULL &&
-        collect(mod, args[0], are_params != 0, locals, kinds, indices) == 0) {
+        collect_gradients(mod, args[0], are_params != 0, locals, kinds, indices) == 0) {
         result = PyTuple_Pack(3, locals, kinds, indices);
     }
     Py_XDECREF(locals);
@@ -166,7 +168,7 @@ PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* Sets *out to the elements of a tensor. Returns false if the kernels cannot process them: they
  * need contiguous float32 in host memory. */
-static bool floats_of(fct_tensor *tensor, fck_floats *out) {
+static bool get_floats(fct_tensor *tensor, fck_floats *out) {
     fct_facts facts;
     if (tensor == NULL) {
         return false;
@@ -199,9 +201,9 @@ static int all_reduce(const char *group, fct_tensor *values) {
     return failed;
 }
 
-/* Takes square roots in place, with the operator that torch uses. On some processors (AMD) the
+/* Computes square roots in place, with the operator that torch uses. On some processors (AMD) the
  * roots of MKL differ from sqrtf in the last bit. */
-static int take_roots(fct_tensor *values) {
+static int compute_square_roots(fct_tensor *values) {
     PyObject *tensor = NULL;
     if (fct_py_from_tensor(values, &tensor) != 0) {
         return -1;
@@ -212,7 +214,8 @@ static int take_roots(fct_tensor *values) {
     return roots == NULL ? -1 : 0;
 }
 
-/* Reduces local norms to norms of whole gradients: squares, sums over the ranks, square roots. */
+/* Replaces local norms by the norms of whole gradients: squares them, sums over the ranks, and
+ * takes square roots. */
 static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *norms) {
     for (int64_t i = 0; i < norms->count; i++) {
         norms->values[i] *= norms->values[i];
@@ -223,16 +226,16 @@ static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *
             return -1;
         }
     }
-    return take_roots(buffer);
+    return compute_square_roots(buffer);
 }
 
-/* Makes a tensor for `count` norms. *norms points to its elements. */
-static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
+/* Allocates a tensor for `count` norms. *norms points to its elements. */
+static int allocate_norms(int64_t count, fct_tensor **buffer, fck_floats *norms) {
     const fct_device cpu = {FCT_DEVICE_CPU, -1};
     if (fct_tensor_empty(count, FCK_FLOAT32, cpu, buffer) != 0) {
         return -1;
     }
-    if (!floats_of(*buffer, norms)) {
+    if (!get_floats(*buffer, norms)) {
         PyErr_SetString(PyExc_SystemError, "fsdp_c: a new tensor has no memory");
         fct_tensor_release(*buffer);
         return -1;
@@ -240,23 +243,25 @@ static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
     return 0;
 }
 
-/* The arguments of clip_norm. Each step covers all gradients before the next step begins. Most of
- * its time is memory latency, which then overlaps between gradients. */
+/* The arguments of clip_norm. Each step processes all gradients before the next step begins, so
+ * that the memory latencies of different gradients overlap.
+ *
+ * The likeness of a kind is a key: clip_norm reduces the norms of kinds with equal keys together.
+ */
 typedef struct gradients {
-    PyObject *tensors;   /* list of local gradients; borrowed */
-    PyObject *groups;    /* for each kind: (names of process groups, likeness); owned */
-    fck_floats *arrays;  /* the elements of each tensor */
-    Py_ssize_t *reduced; /* for each tensor: the first kind with the likeness of its kind */
+    PyObject *tensors;        /* list of local gradients; borrowed */
+    PyObject *groups;         /* for each kind: (names of process groups, likeness); owned */
+    fck_floats *arrays;       /* the elements of each tensor */
+    Py_ssize_t *merged_kinds; /* for each tensor: the first kind with the likeness of its kind */
     Py_ssize_t count;
 } gradients;
 
-/* Returns the first kind whose likeness equals that of kind `k`. Kinds of equal likeness are
- * reduced together. Returns -1 with an exception on failure. */
-static Py_ssize_t first_kind_of_equal_likeness(PyObject *groups, Py_ssize_t k) {
-    PyObject *wanted = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, k), 1);
+/* Returns the first kind whose likeness equals that of kind `k`, or -1 with an exception. */
+static Py_ssize_t find_kind_of_equal_likeness(PyObject *groups, Py_ssize_t k) {
+    PyObject *key = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, k), 1);
     for (Py_ssize_t i = 0; i < k; i++) {
-        PyObject *known = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, i), 1);
-        const int equal = PyObject_RichCompareBool(known, wanted, Py_EQ);
+        PyObject *entry = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, i), 1);
+        const int equal = PyObject_RichCompareBool(entry, key, Py_EQ);
         if (equal != 0) {
             return equal > 0 ? i : -1;
         }
@@ -276,11 +281,11 @@ static int check_groups(PyObject *groups) {
     return 0;
 }
 
-/* Fills g->reduced from the index of each tensor's kind. */
-static int find_reduced(gradients *g, PyObject *kind_of_each) {
+/* Fills g->merged_kinds from the index of each tensor's kind. */
+static int fill_merged_kinds(gradients *g, PyObject *kind_indices) {
     const Py_ssize_t kinds = PyList_GET_SIZE(g->groups);
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        const Py_ssize_t k = PyLong_AsSsize_t(PyList_GET_ITEM(kind_of_each, i));
+        const Py_ssize_t k = PyLong_AsSsize_t(PyList_GET_ITEM(kind_indices, i));
         if (k == -1 && PyErr_Occurred()) {
             return -1;
         }
@@ -288,42 +293,42 @@ static int find_reduced(gradients *g, PyObject *kind_of_each) {
             PyErr_SetString(PyExc_IndexError, "clip_norm got the index of no kind");
             return -1;
         }
-        g->reduced[i] = k;
+        g->merged_kinds[i] = k;
     }
     for (Py_ssize_t k = 1; k < kinds; k++) {
-        const Py_ssize_t first = first_kind_of_equal_likeness(g->groups, k);
+        const Py_ssize_t first = find_kind_of_equal_likeness(g->groups, k);
         if (first < 0) {
             return -1;
         }
         for (Py_ssize_t i = 0; first != k && i < g->count; i++) {
-            g->reduced[i] = g->reduced[i] == k ? first : g->reduced[i];
+            g->merged_kinds[i] = g->merged_kinds[i] == k ? first : g->merged_kinds[i];
         }
     }
     return 0;
 }
 
-/* Stores the addresses of all gradients. No Python code may run until they are used. Returns false
- * if a gradient is not contiguous float32 on the CPU. */
-static bool take_addresses(gradients *g) {
+/* Stores the addresses of all gradients. No Python code may run before their use. Returns false if
+ * a gradient is not contiguous float32 on the CPU. */
+static bool store_addresses(gradients *g) {
     if (g->count > PyList_GET_SIZE(g->tensors)) {
         return false;
     }
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        if (!floats_of(fct_py_tensor(PyList_GET_ITEM(g->tensors, i)), &g->arrays[i])) {
+        if (!get_floats(fct_py_tensor(PyList_GET_ITEM(g->tensors, i)), &g->arrays[i])) {
             return false;
         }
     }
     return true;
 }
 
-/* Reduces the norms of the gradients that are sharded over the groups of kind `k`, in one
- * message. */
+/* Reduces the norms of the gradients that are sharded over the groups of kind `k`, with one
+ * collective for each process group. */
 static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
                        const fck_floats *norms) {
     PyObject *names = PyTuple_GET_ITEM(PyList_GET_ITEM(g->groups, k), 0);
     int64_t count = 0;
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        count += g->reduced[i] == k;
+        count += g->merged_kinds[i] == k;
     }
     if (PyTuple_GET_SIZE(names) == 0 || count == 0) {
         return 0;
@@ -333,19 +338,19 @@ static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
     }
     fct_tensor *selected_buffer = NULL;
     fck_floats selected;
-    if (norms_new(count, &selected_buffer, &selected) != 0) {
+    if (allocate_norms(count, &selected_buffer, &selected) != 0) {
         return -1;
     }
     int64_t at = 0;
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        if (g->reduced[i] == k) {
+        if (g->merged_kinds[i] == k) {
             selected.values[at++] = norms->values[i];
         }
     }
     const int failed = reduce_norms(names, selected_buffer, &selected);
     at = 0;
     for (Py_ssize_t i = 0; i < g->count && !failed; i++) {
-        if (g->reduced[i] == k) {
+        if (g->merged_kinds[i] == k) {
             norms->values[i] = selected.values[at++];
         }
     }
@@ -353,11 +358,12 @@ static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
     return failed;
 }
 
-/* Computes the total norm over all ranks. The caller has just stored the addresses in `g`. */
-static int total_norm(const gradients *g, float *total) {
+/* Computes the total norm over all ranks. Requires a successful call of store_addresses()
+ * immediately before. */
+static int compute_total_norm(const gradients *g, float *total) {
     fct_tensor *buffer = NULL;
     fck_floats norms;
-    if (norms_new(g->count, &buffer, &norms) != 0) {
+    if (allocate_norms(g->count, &buffer, &norms) != 0) {
         return -1;
     }
     fck_norms(g->arrays, (size_t)g->count, norms.values);
@@ -372,7 +378,7 @@ static int total_norm(const gradients *g, float *total) {
     return failed;
 }
 
-/* Returns a shallow copy, which other code cannot change while a collective runs. */
+/* Returns a shallow copy, so that other code cannot change the list while a collective runs. */
 static PyObject *copy_list(PyObject *list) {
     return PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
 }
@@ -389,33 +395,35 @@ PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nar
                    PyMem_New(Py_ssize_t, count + 1), count};
     PyObject *result = NULL;
     float total;
-    if (g.groups == NULL || g.arrays == NULL || g.reduced == NULL) {
+    if (g.groups == NULL || g.arrays == NULL || g.merged_kinds == NULL) {
         PyErr_NoMemory();
-    } else if (check_groups(g.groups) == 0 && find_reduced(&g, args[1]) == 0) {
-        if (count == 0 || !take_addresses(&g)) {
+    } else if (check_groups(g.groups) == 0 && fill_merged_kinds(&g, args[1]) == 0) {
+        if (count == 0 || !store_addresses(&g)) {
             result = Py_NewRef(Py_None);
-        } else if (total_norm(&g, &total) == 0) {
+        } else if (compute_total_norm(&g, &total) == 0) {
             result = PyFloat_FromDouble((double)total);
         }
     }
     Py_XDECREF(g.groups);
     PyMem_Free(g.arrays);
-    PyMem_Free(g.reduced);
+    PyMem_Free(g.merged_kinds);
     return result;
 }
 
 /* ---- scaling ---- */
 
-/* Matches torch's arithmetic: number / tensor is the tensor's reciprocal times the number. */
+/* Matches torch's arithmetic: torch computes number / tensor as the tensor's reciprocal times the
+ * number. */
 static float clip_factor(double max_norm, float total) {
     const float factor = (1.0F / (total + 1e-6F)) * (float)max_norm;
     return factor > 1.0F ? 1.0F : factor; /* NaN stays NaN */
 }
 
+/* Whether the kernels can process all tensors. */
 static bool are_floats(PyObject *tensors) {
     fck_floats array;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
-        if (!floats_of(fct_py_tensor(PyList_GET_ITEM(tensors, i)), &array)) {
+        if (!get_floats(fct_py_tensor(PyList_GET_ITEM(tensors, i)), &array)) {
             return false;
         }
     }
@@ -424,19 +432,19 @@ static bool are_floats(PyObject *tensors) {
 
 /* Scales the arrays of at most `largest` elements. Returns a new list of the other tensors. The
  * loop starts with the last array, because the norms have left the last arrays in the cache. */
-static PyObject *scale(PyObject *tensors, float factor, int64_t largest) {
-    PyObject *left = PyList_New(0);
-    for (Py_ssize_t i = PyList_GET_SIZE(tensors) - 1; left != NULL && i >= 0; i--) {
+static PyObject *scale_arrays(PyObject *tensors, float factor, int64_t largest) {
+    PyObject *unscaled = PyList_New(0);
+    for (Py_ssize_t i = PyList_GET_SIZE(tensors) - 1; unscaled != NULL && i >= 0; i--) {
         fct_tensor *tensor = fct_py_tensor(PyList_GET_ITEM(tensors, i));
         fck_floats array;
-        if (floats_of(tensor, &array) && array.count <= largest) {
+        if (get_floats(tensor, &array) && array.count <= largest) {
             fck_scale(&array, factor);
             fct_tensor_bump(tensor);
-        } else if (PyList_Append(left, PyList_GET_ITEM(tensors, i)) != 0) {
-            Py_CLEAR(left);
+        } else if (PyList_Append(unscaled, PyList_GET_ITEM(tensors, i)) != 0) {
+            Py_CLEAR(unscaled);
         }
     }
-    return left;
+    return unscaled;
 }
 
 PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
@@ -456,6 +464,6 @@ PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t na
         Py_RETURN_NONE;
     }
     const float factor = clip_factor(max_norm, (float)total);
-    PyObject *left = factor != 1.0F ? scale(args[0], factor, largest) : PyList_New(0);
-    return left == NULL ? NULL : Py_BuildValue("dN", (double)factor, left);
+    PyObject *unscaled = factor != 1.0F ? scale_arrays(args[0], factor, largest) : PyList_New(0);
+    return unscaled == NULL ? NULL : Py_BuildValue("dN", (double)factor, unscaled);
 }

@@ -9,16 +9,16 @@
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"device", NULL};
     PyObject *device = NULL;
-    fct_device parsed;
+    fct_device torch_device;
     fcpy_module *mod = fcpy_module_of(type);
     if (mod == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O", keywords, &device) ||
-        fct_py_device(device, &parsed) != 0) {
+        fct_py_device(device, &torch_device) != 0) {
         return NULL;
     }
     fcpy_comm *self = (fcpy_comm *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->mod = mod;
-        fc_comm_init(&self->core, parsed);
+        fc_comm_init(&self->core, torch_device);
     }
     return (PyObject *)self;
 }
@@ -49,7 +49,7 @@ static void comm_dealloc(PyObject *obj) {
 }
 
 static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
-    /* Torch's argument; unused, because the constructor has set the device. */
+    /* torch's argument. Not used, because the constructor has set the device. */
     PyObject *device = NULL;
     if (!PyArg_ParseTuple(args, "|O", &device)) {
         return NULL;
@@ -63,12 +63,12 @@ static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* _stream_numbers(which): 0 copy-in, 1 gather, 2 reduce, 3 all-reduce stream. None before
- * lazy_init. */
+/* _stream_numbers(index): 0 copy-in, 1 gather, 2 reduce, 3 all-reduce stream. Returns None before
+ * lazy_init(). */
 static PyObject *comm_stream_numbers(PyObject *obj, PyObject *arg) {
     const fc_comm_ctx *c = &((fcpy_comm *)obj)->core;
-    long which = PyLong_AsLong(arg);
-    if (which == -1 && PyErr_Occurred()) {
+    long index = PyLong_AsLong(arg);
+    if (index == -1 && PyErr_Occurred()) {
         return NULL;
     }
     if (!c->streams_ready) {
@@ -76,11 +76,11 @@ static PyObject *comm_stream_numbers(PyObject *obj, PyObject *arg) {
     }
     const fct_stream streams[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream,
                                   c->all_reduce_stream};
-    if (which < 0 || which >= (long)(sizeof streams / sizeof streams[0])) {
+    if (index < 0 || index >= (long)(sizeof streams / sizeof streams[0])) {
         PyErr_SetString(PyExc_IndexError, "_stream_numbers expects a number from 0 to 3");
         return NULL;
     }
-    const fct_stream *s = &streams[which];
+    const fct_stream *s = &streams[index];
     return Py_BuildValue("(Lii)", (long long)s->id, s->device.index, s->device.type);
 }
 
@@ -151,11 +151,12 @@ static int comm_set_max_buffers(PyObject *obj, PyObject *value, void *closure) {
 
 static PyGetSetDef comm_getset[] = {
     {"reductions_in_flight", comm_in_flight, NULL,
-     "Gradient reductions whose buffers are still kept.", NULL},
+     "Number of gradient reductions whose buffers are not released yet.", NULL},
     {"deferred_collectives", comm_deferred, NULL,
-     "Collectives without a waiter, kept until the backend has finished them.", NULL},
+     "Number of collectives that no code waits for, kept until the backend has finished them.",
+     NULL},
     {"reduce_scatter_max_input_buffers", comm_max_buffers, comm_set_max_buffers,
-     "How many reductions keep their buffers at most.", NULL},
+     "Maximum number of reductions that keep their buffers.", NULL},
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"post_forward_order", comm_order, comm_set_order,
      "List of the groups in the order in which their forwards ended (a copy); may be set to [].",

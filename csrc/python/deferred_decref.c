@@ -1,6 +1,7 @@
 /* Deferred release. The core borrows pointers to groups, states, parameters and tensors, and calls
- * foreign code (modules' own __setattr__, users' hooks) while it uses them. That code may replace
- * attributes. While any call is in progress, mod->deferred_decrefs keeps the former values. */
+ * foreign code (modules' own __setattr__, users' hooks) while the core uses them. That code may
+ * replace attributes. While any call is in progress, mod->deferred_decrefs keeps the former values.
+ */
 #include "deferred_decref.h"
 
 #include "../bridge/error.h"
@@ -44,7 +45,7 @@ void fcpy_replace(fcpy_module *mod, PyObject **slot, PyObject *value) {
     fcpy_defer_decref(mod, old);
 }
 
-/* Without memory for the capsule, the target of the pointer leaks. */
+/* If there is no memory for the capsule, the target of the pointer leaks. */
 static void defer_pointer(fcpy_module *mod, void *pointer, const char *name,
                           PyCapsule_Destructor destructor) {
     void *error = fct_error_set_aside();

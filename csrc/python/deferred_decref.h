@@ -4,18 +4,20 @@
 
 #include "objects.h"
 
-/* Surround every call that may run foreign code while the core holds borrowed pointers. */
+/* The extension calls these two functions before and after every call that may run foreign code
+ * (users' hooks, __setattr__ of modules) while the core holds borrowed pointers. */
 void fcpy_calls_enter(fcpy_module *mod);
 void fcpy_calls_leave(fcpy_module *mod);
-/* Releases the former value of an attribute when no call is in progress. Takes the reference; NULL
- * is allowed. */
+/* Releases the former value of an attribute when no call is in progress. Takes the reference. `obj`
+ * may be NULL. */
 void fcpy_defer_decref(fcpy_module *mod, PyObject *obj);
 /* Stores a new reference to `value` (or NULL) in *slot and defers the release of the former value.
- * Code that the release runs finds the new value. */
+ * A finalizer that the release runs reads the new value. */
 void fcpy_replace(fcpy_module *mod, PyObject **slot, PyObject *value);
-/* Keep a tensor that is about to be replaced (adds a reference), and a malloc'ed block (takes it),
- * until no call is in progress. */
+/* Holds a new reference to a tensor until no call is in progress. The caller replaces the tensor
+ * next. */
 void fcpy_defer_tensor_release(fcpy_module *mod, fct_tensor *tensor);
+/* Frees a malloc'ed block when no call is in progress. */
 void fcpy_defer_free(fcpy_module *mod, void *block);
 
 #endif

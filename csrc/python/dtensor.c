@@ -1,5 +1,5 @@
-/* Implements dtensor.h. DTensor keeps its fields in slots of the class. If a release of torch does
- * not, fields are read by name and torch makes new objects. Owns nothing. */
+/* Implements dtensor.h. DTensor stores its fields in slots (__slots__). If a release of torch does
+ * not, fields are read by name and torch makes new objects. */
 #include "dtensor.h"
 
 #include "../bridge/pyobject.h"
@@ -62,7 +62,7 @@ PyObject *fcpy_grad_of(const fcpy_module *mod, PyObject *param) {
     return fct_py_grad(param, &grad) == 0 ? grad : NULL;
 }
 
-enum { MAX_DIMS = 8 }; /* torch makes DTensors with more dims */
+enum { MAX_DIMS = 8 }; /* DTensors with more dims are made by torch's function */
 
 /* Converts a tuple of plain, non-negative ints. Returns their count, or -1 without an exception for
  * any other object. */
@@ -81,7 +81,8 @@ static int64_t parse_ints(PyObject *tuple, int64_t *values) {
     return PyTuple_GET_SIZE(tuple);
 }
 
-/* Converts obj.name in the same way. Never raises: torch's function reports the error. */
+/* Calls parse_ints for the attribute `name` of obj. Never raises: torch's function reports errors.
+ */
 static int64_t parse_ints_of(PyObject *obj, PyObject *name, int64_t *values) {
     PyObject *tuple = PyObject_GetAttr(obj, name);
     const int64_t count = tuple != NULL ? parse_ints(tuple, values) : -1;
@@ -91,8 +92,9 @@ static int64_t parse_ints_of(PyObject *obj, PyObject *name, int64_t *values) {
 }
 
 /* Does the work of torch's function without its argument parser and its attribute lookups. Leaves
- * *made NULL if torch has to make the object. */
-static int try_make(const fcpy_module *mod, PyObject *local, PyObject *spec, PyObject **made) {
+ * *dtensor NULL if torch's function has to make the object. */
+static int try_make_dtensor(const fcpy_module *mod, PyObject *local, PyObject *spec,
+                            PyObject **dtensor) {
     int64_t sizes[MAX_DIMS];
     int64_t strides[MAX_DIMS];
     const fct_tensor *tensor = fcpy_is_plain_tensor(mod, local) ? fct_py_tensor(local) : NULL;
@@ -108,41 +110,41 @@ static int try_make(const fcpy_module *mod, PyObject *local, PyObject *spec, PyO
     const bool readable = dims >= 0 && parse_ints_of(meta, mod->names.stride, strides) == dims;
     Py_DECREF(meta);
     if (readable &&
-        fct_py_wrapper(tensor, mod->bound.dtensor_class, sizes, strides, dims, made) != 0) {
+        fct_py_wrapper(tensor, mod->bound.dtensor_class, sizes, strides, dims, dtensor) != 0) {
         return -1;
     }
-    if (*made != NULL) {
-        fill_slot(*made, mod->spec_offset, spec);
-        fill_slot(*made, mod->local_offset, local);
+    if (*dtensor != NULL) {
+        fill_slot(*dtensor, mod->spec_offset, spec);
+        fill_slot(*dtensor, mod->local_offset, local);
     }
     return 0;
 }
 
-static PyObject *make_by_torch(const fcpy_module *mod, PyObject *local, PyObject *spec) {
+static PyObject *make_with_torch(const fcpy_module *mod, PyObject *local, PyObject *spec) {
     PyObject *const args[] = {mod->bound.dtensor_class, local, spec, Py_False};
     return PyObject_Vectorcall(mod->bound.dtensor_new, args, 3, mod->no_grad_kwnames);
 }
 
 PyObject *fcpy_dtensor_new(const fcpy_module *mod, PyObject *local, PyObject *spec) {
-    PyObject *made = NULL;
-    if (mod->makes_dtensors && try_make(mod, local, spec, &made) != 0) {
+    PyObject *dtensor = NULL;
+    if (mod->makes_dtensors && try_make_dtensor(mod, local, spec, &dtensor) != 0) {
         return NULL;
     }
-    return made != NULL ? made : make_by_torch(mod, local, spec);
+    return dtensor != NULL ? dtensor : make_with_torch(mod, local, spec);
 }
 
 bool fcpy_dtensor_try(const fcpy_module *mod, PyObject *local, PyObject *spec) {
-    PyObject *torch_made = NULL;
-    PyObject *fsdp_c_made = NULL;
+    PyObject *from_torch = NULL;
+    PyObject *from_extension = NULL;
     if (mod->local_offset >= 0 && mod->spec_offset >= 0 &&
         PyCFunction_Check(mod->bound.dtensor_new) &&
-        try_make(mod, local, spec, &fsdp_c_made) == 0 && fsdp_c_made != NULL) {
-        torch_made = make_by_torch(mod, local, spec);
+        try_make_dtensor(mod, local, spec, &from_extension) == 0 && from_extension != NULL) {
+        from_torch = make_with_torch(mod, local, spec);
     }
-    const bool equal = torch_made != NULL &&
-                       fct_tensor_is_like(fct_py_tensor(fsdp_c_made), fct_py_tensor(torch_made));
-    Py_XDECREF(fsdp_c_made);
-    Py_XDECREF(torch_made);
+    const bool equal = from_torch != NULL &&
+                       fct_tensor_is_like(fct_py_tensor(from_extension), fct_py_tensor(from_torch));
+    Py_XDECREF(from_extension);
+    Py_XDECREF(from_torch);
     PyErr_Clear();
     return equal;
 }

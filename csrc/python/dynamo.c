@@ -1,5 +1,5 @@
 /* Disables dynamo for the code that a hook calls. While torch.compile runs a frame on this thread,
- * it would compile every Python function called below, fsdp_c's included. Owns nothing. */
+ * dynamo would compile every Python function that the hook calls, even those of fsdp_c. */
 #include "dynamo.h"
 
 #include "../bridge/error.h"

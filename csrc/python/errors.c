@@ -1,5 +1,5 @@
 /* Converts a core status to the Python exception that core/status.h names. For FC_ERAISED the
- * exception is already set: the bridge (torch/bridge.h) converts torch's C++ exceptions. */
+ * exception is already set: csrc/bridge converts torch's C++ exceptions. */
 #include "errors.h"
 
 int fcpy_raise(fc_status status, const char *message) {

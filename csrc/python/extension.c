@@ -1,7 +1,8 @@
-/* All-gather extensions. A tensor subclass as a parameter's shard may define hooks: one returns the
- * inputs of the all-gather, one makes the unsharded parameter of its outputs. The Python subclass
- * of Param calls the hooks, because it has the code for their signatures. The core holds the
- * tensors (core/extension.h); Python receives them as new lists. Owns nothing. */
+/* All-gather extensions. A parameter's shard may be a tensor subclass that defines two hooks. The
+ * first hook returns the inputs of the all-gather. The second makes the unsharded parameter from
+ * the outputs of the all-gather. The Python subclass of Param calls the hooks, because it has the
+ * code for their signatures. The core holds the tensors (core/extension.h); Python receives them as
+ * new lists. */
 #include "extension.h"
 
 #include "../bridge/pyobject.h"
@@ -12,7 +13,7 @@
 
 /* Converts a sequence of tensors to an array of handles. *handles is a new array (PyMem_Free); the
  * handles are borrowed from *items, a new reference. `raise` sets the exception for an item that is
- * no tensor. */
+ * not a tensor. */
 static int parse_tensors(PyObject *value, void (*raise)(PyObject *item), PyObject **items,
                          fct_tensor ***handles) {
     PyObject *list = PySequence_List(value);
@@ -20,27 +21,27 @@ static int parse_tensors(PyObject *value, void (*raise)(PyObject *item), PyObjec
         return -1;
     }
     const Py_ssize_t count = PyList_GET_SIZE(list);
-    fct_tensor **made = PyMem_New(fct_tensor *, (size_t)count + 1);
-    if (made == NULL) {
+    fct_tensor **array = PyMem_New(fct_tensor *, (size_t)count + 1);
+    if (array == NULL) {
         PyErr_NoMemory();
         Py_DECREF(list);
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        made[i] = fct_py_tensor(PyList_GET_ITEM(list, i));
-        if (made[i] == NULL) {
+        array[i] = fct_py_tensor(PyList_GET_ITEM(list, i));
+        if (array[i] == NULL) {
             raise(PyList_GET_ITEM(list, i));
-            PyMem_Free((void *)made);
+            PyMem_Free((void *)array);
             Py_DECREF(list);
             return -1;
         }
     }
     *items = list;
-    *handles = made;
+    *handles = array;
     return 0;
 }
 
-/* Calls `set` with the tensors of a sequence. */
+/* Calls `set` with the tensors of the sequence `value`. */
 static fc_status set_tensors(fc_extension *e, PyObject *value, void (*raise)(PyObject *item),
                              fc_status (*set)(fc_extension *e, fct_tensor *const *tensors,
                                               size_t count)) {
@@ -55,11 +56,11 @@ static fc_status set_tensors(fc_extension *e, PyObject *value, void (*raise)(PyO
     return status;
 }
 
-static PyObject *make_list(const fc_kept_tensor *kept, size_t count) {
+static PyObject *make_list(const fc_kept_tensor *entries, size_t count) {
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
         PyObject *tensor = NULL;
-        if (fct_py_from_tensor(kept[i].tensor, &tensor) != 0) {
+        if (fct_py_from_tensor(entries[i].tensor, &tensor) != 0) {
             Py_CLEAR(list);
             break;
         }
@@ -77,7 +78,7 @@ static void raise_invalid_input(PyObject *item) {
     PyErr_Format(PyExc_TypeError, "an all-gather input must be a tensor, got %R", Py_TYPE(item));
 }
 
-/* Raises as torch, which calls untyped_storage() on each of them. */
+/* Raises the same error as torch, which calls untyped_storage() on each item. */
 static void raise_invalid_inner(PyObject *item) {
     PyErr_Format(PyExc_AttributeError, "'%s' object has no attribute 'untyped_storage'",
                  Py_TYPE(item)->tp_name);
@@ -112,7 +113,7 @@ static bool is_flat(const fc_param *p, const fct_tensor *tensor) {
            facts.numel == p->flat_numel && facts.dtype == fc_param_compute_dtype(p);
 }
 
-/* Sets the outputs of a gather that the Python layer has made. A single output that fits becomes
+/* Sets the outputs of a gather by Python code. A single output for which is_flat() is true becomes
  * the core's flat tensor. */
 int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
     fcpy_param *self = (fcpy_param *)param;
@@ -123,10 +124,10 @@ int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
         return -1;
     }
     fcpy_defer_outputs_release(self);
-    fct_tensor *only =
+    fct_tensor *single =
         PyList_GET_SIZE(value) == 1 ? fct_py_tensor(PyList_GET_ITEM(value, 0)) : NULL;
-    if (only != NULL && is_flat(p, only)) {
-        fc_param_set_flat(p, only);
+    if (single != NULL && is_flat(p, single)) {
+        fc_param_set_flat(p, single);
         fc_extension_forget_outputs(&p->extension);
         return 0;
     }
@@ -173,12 +174,12 @@ fc_status fcpy_extend_inputs(void *param) {
 
 fc_status fcpy_extend_unsharded(void *param) {
     fcpy_param *self = (fcpy_param *)param;
-    PyObject *done =
+    PyObject *result =
         PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._extend_unsharded);
-    if (done == NULL) {
+    if (result == NULL) {
         return FC_ERAISED;
     }
-    Py_DECREF(done);
+    Py_DECREF(result);
     if (self->core.unsharded == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the gather did not set _unsharded_param of a "
                                             "parameter");

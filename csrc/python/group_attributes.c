@@ -1,4 +1,4 @@
-/* Getters and setters of the ParamGroup type. Owns nothing. */
+/* Getters and setters of the ParamGroup type. */
 #include "group_attributes.h"
 
 #include "../core/bucket.h"
@@ -72,7 +72,7 @@ static PyObject *get_sharded(PyObject *obj, void *closure) {
     return fcpy_sharded_state(as_group(obj)->mod, as_group(obj)->core.sharded_state);
 }
 
-static PyObject *is_state(PyObject *obj, void *closure) {
+static PyObject *get_is_state(PyObject *obj, void *closure) {
     return PyBool_FromLong((uintptr_t)as_group(obj)->core.sharded_state == (uintptr_t)closure);
 }
 
@@ -117,7 +117,7 @@ static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
     return fcpy_set_text(self->mod, value, &self->fqn, &self->core.base.name);
 }
 
-static PyObject *get_pending(PyObject *obj, void *closure) {
+static PyObject *get_all_gather_result(PyObject *obj, void *closure) {
     (void)closure;
     if (as_group(obj)->core.gather.pending.active) {
         Py_RETURN_TRUE;
@@ -125,7 +125,7 @@ static PyObject *get_pending(PyObject *obj, void *closure) {
     Py_RETURN_NONE;
 }
 
-static PyObject *get_positions(PyObject *obj, void *closure) {
+static PyObject *get_post_forward_indices(PyObject *obj, void *closure) {
     (void)closure;
     const fc_index_stack *indices = &as_group(obj)->core.post_forward_indices;
     PyObject *list = PyList_New((Py_ssize_t)indices->count);
@@ -155,7 +155,7 @@ static PyObject *get_partial(PyObject *obj, void *closure) {
     Py_RETURN_NONE;
 }
 
-/* Accepts None only, and drops the tensors. */
+/* Accepts only None, and drops the partial gradients. */
 static int set_partial(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     const fc_group *g = &as_group(obj)->core;
@@ -257,17 +257,17 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
     (void)closure;
     fcpy_group *self = (fcpy_group *)obj;
     fc_buckets *b = &self->core.buckets;
-    bool stale = b->mode == FC_BUCKETS_STALE;
+    bool was_stale = b->mode == FC_BUCKETS_STALE;
     fc_status status = fc_bucket_cut(b);
     if (status != FC_OK) {
         (void)fcpy_raise(status, NULL);
         return NULL;
     }
-    bool cut = b->mode != FC_BUCKETS_STALE;
-    size_t count = cut ? b->count : 1;
+    bool is_divided = b->mode != FC_BUCKETS_STALE;
+    size_t count = is_divided ? b->count : 1;
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        fc_span span = cut ? b->items[i].span : fc_group_base_all(&self->core.base);
+        fc_span span = is_divided ? b->items[i].span : fc_group_base_all(&self->core.base);
         PyObject *pair = Py_BuildValue("(nn)", (Py_ssize_t)span.first, (Py_ssize_t)span.end);
         if (pair == NULL) {
             Py_CLEAR(list);
@@ -275,9 +275,9 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
         }
         PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
     }
-    /* All ranks divide the buckets in forward. This rank may read the attribute alone, and
-     * parameters may be frozen afterwards, so this division must not stay. */
-    if (stale) {
+    /* All ranks divide the buckets in forward. Only this rank may have read the attribute, and
+     * parameters may be frozen afterwards. So this function discards its division. */
+    if (was_stale) {
         fc_bucket_invalidate(b);
     }
     return list;
@@ -303,20 +303,19 @@ PyGetSetDef fcpy_group_getset[] = {
     {"comm_ctx", get_comm, set_comm, "CommContext shared by the groups under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the group.", NULL},
     {"_sharded_state", get_sharded, NULL, "ShardedState of the group.", NULL},
-    {"is_sharded", is_state, NULL, "Whether the sharded parameters are registered.",
+    {"is_sharded", get_is_state, NULL, "Whether the sharded parameters are registered.",
      (void *)FC_SHARDED},
-    {"is_sharded_post_forward", is_state, NULL,
-     "Whether the parameters are resharded to a "
-     "smaller mesh.",
-     (void *)FC_SHARDED_POST_FORWARD},
+    {"is_sharded_post_forward", get_is_state, NULL,
+     "Whether the parameters are resharded to a smaller mesh.", (void *)FC_SHARDED_POST_FORWARD},
     {"gradient_divide_factor", get_divide_factor, set_divide_factor,
-     "Divisor of the sum of gradients; None: mean.", NULL},
+     "Divisor of the sum of gradients. None: reductions compute the mean.", NULL},
     {"_module_fqn", get_fqn, set_fqn,
      "Fully qualified names of the group's modules, after lazy init.", NULL},
     {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "dtype of the trainable parameters, or None.", (void *)offsetof(fcpy_group, orig_dtype)},
     {"_reduce_dtype", get_reduce_dtype, set_reduce_dtype,
-     "dtype in which gradients are reduced, or None. Deletion restores that of the parameters.",
+     "dtype in which gradients are reduced, or None. Deletion restores the dtype of the "
+     "parameters.",
      NULL},
     GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
     GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
@@ -340,8 +339,8 @@ PyGetSetDef fcpy_group_getset[] = {
     {"_param_calls", get_param_calls, set_param_calls,
      "Bits CALL_*: methods of FSDPParam that single parameters override.", NULL},
     {"_reduction_overlap", group_get_overlap, group_set_overlap,
-     "Whether backward continues while gradients are reduced; None: except if CPU threads copy "
-     "them.",
+     "Whether backward continues while gradients are reduced. None: it continues unless CPU "
+     "threads copy the gradients.",
      NULL},
     GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether reductions call _run_reduce_hook()."),
     {"_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,
@@ -351,21 +350,21 @@ PyGetSetDef fcpy_group_getset[] = {
     GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
                "Whether backward reshards at its end."),
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
-    {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.",
+    {"is_unsharded", get_is_state, NULL, "Whether the unsharded parameters are registered.",
      (void *)FC_UNSHARDED},
-    {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
-     NULL},
-    {"_post_forward_indices", get_positions, NULL, "Indices in the post-forward order (a copy).",
-     NULL},
+    {"_all_gather_result", get_all_gather_result, NULL,
+     "True while an all-gather is in flight, else None.", NULL},
+    {"_post_forward_indices", get_post_forward_indices, NULL,
+     "Indices in the post-forward order (a copy).", NULL},
     GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
                "Whether hooks unshard on the current stream."),
-    {"_param_group_index", get_size, NULL, "Index of the group in its unit.",
-     GROUP_OFFSET(place.index)},
-    {"_num_param_groups", get_size, NULL, "Number of groups of its unit.",
+    {"_param_group_index", get_size, NULL,
+     "Index of the group among the groups of the fully_shard call.", GROUP_OFFSET(place.index)},
+    {"_num_param_groups", get_size, NULL, "Number of groups of the fully_shard call.",
      GROUP_OFFSET(place.siblings)},
     {"_partial_reduce_output", get_partial, set_partial,
-     "True while gradients are reduce-scattered but not all-reduced, else None; setting None "
-     "drops them.",
+     "True while gradients are reduce-scattered but not all-reduced, else None. Setting None "
+     "drops the gradients.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -64,14 +64,15 @@ const char *fcpy_group_method(uint32_t bit) {
     return NULL;
 }
 
-/* Whether the attribute is the object's own method: some code reads a method and assigns it
- * back. */
+/* Whether the attribute is the method itself, bound to the object. Some programs read a method and
+ * assign it back. */
 static bool is_own_method(PyObject *value, PyObject *obj, PyObject *expected) {
     return PyMethod_Check(value) && PyMethod_GET_SELF(value) == obj &&
            PyMethod_GET_FUNCTION(value) == expected;
 }
 
-/* Whether the type has `expected` under the name; None: whether it has nothing there. */
+/* Whether the type has the attribute `expected` under the name. For None: whether it has no such
+ * attribute. */
 static bool type_has(PyTypeObject *type, PyObject *name, PyObject *expected) {
     PyObject *value = _PyType_Lookup(type, name);
     return value == expected || (value == NULL && expected == Py_None);
@@ -89,10 +90,10 @@ static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method 
         PyObject *method = PyTuple_GET_ITEM(expected, i);
         PyObject *name = PyTuple_GET_ITEM(method, 0);
         PyObject *function = PyTuple_GET_ITEM(method, 2);
-        PyObject *own = dict != NULL ? PyDict_GetItemWithError(dict, name) : NULL;
-        bool same = own != NULL ? is_own_method(own, obj, function)
-                                : type_has(Py_TYPE(obj), name, PyTuple_GET_ITEM(method, 1)) &&
-                                      type_has(torch_class, name, function);
+        PyObject *attribute = dict != NULL ? PyDict_GetItemWithError(dict, name) : NULL;
+        bool same = attribute != NULL ? is_own_method(attribute, obj, function)
+                                      : type_has(Py_TYPE(obj), name, PyTuple_GET_ITEM(method, 1)) &&
+                                            type_has(torch_class, name, function);
         bits |= same ? 0 : table[i - 1].bit;
     }
     return bits;
@@ -113,12 +114,12 @@ static uint32_t overrides_of(PyObject *obj, PyObject *dict, fcpy_version_cache *
 }
 
 uint32_t fcpy_group_overrides(fcpy_group *self) {
-    return overrides_of((PyObject *)self, self->dict, &self->seen, group_table,
+    return overrides_of((PyObject *)self, self->dict, &self->version_cache, group_table,
                         self->mod->guard.group_methods);
 }
 
 uint32_t fcpy_state_overrides(fcpy_state *self) {
-    return overrides_of((PyObject *)self, self->dict, &self->seen, state_table,
+    return overrides_of((PyObject *)self, self->dict, &self->version_cache, state_table,
                         self->mod->guard.state_methods);
 }
 
@@ -177,7 +178,8 @@ static bool is_logging(fcpy_guard *guard) {
     if (guard->log_cache == NULL) {
         return false;
     }
-    void *error = fct_error_set_aside(); /* clean-up code calls this too, with an exception set */
+    /* Clean-up code calls this function with an exception set. */
+    void *error = fct_error_set_aside();
     PyObject *answer = PyObject_CallNoArgs(guard->log_enabled);
     guard->log = answer != NULL && PyObject_IsTrue(answer) == 1;
     Py_XDECREF(answer);
@@ -219,7 +221,7 @@ static int check_methods(PyObject *tuple, size_t count) {
     return fits ? 0 : -1;
 }
 
-/* Appends a place unless it is there already. Returns -1 with ValueError if the table is full. */
+/* Appends a place unless the table contains it. Returns -1 with ValueError if the table is full. */
 static int add_place(fcpy_places *places, PyObject *object) {
     size_t at = 0;
     while (at < places->count && places->objects[at] != object) {

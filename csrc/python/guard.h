@@ -27,6 +27,7 @@ enum {
     FCPY_CALL_GRADS = 1 << 17,           /* of a parameter: accumulating unsharded gradients */
     FCPY_CALL_TRANSITIONS = (1 << 8) - 1 /* all entries of fc_transitions */
 };
+/* X(method, bit) for each method of a group. */
 #define FCPY_GROUP_METHODS(X)                                                                      \
     X(unshard, FCPY_CALL_UNSHARD)                                                                  \
     X(wait_for_unshard, FCPY_CALL_WAIT)                                                            \
@@ -51,6 +52,7 @@ enum {
     FCPY_STATE_END = 1 << 6,
     FCPY_STATE_COMPLETE = 1 << 7
 };
+/* X(method, bit) for each method of a state. */
 #define FCPY_STATE_METHODS(X)                                                                      \
     X(_cast_forward_inputs, FCPY_STATE_CAST_INPUTS)                                                \
     X(_cast_output_dtype, FCPY_STATE_CAST_OUTPUT)                                                  \
@@ -65,14 +67,15 @@ enum {
  * type. */
 uint32_t fcpy_group_overrides(fcpy_group *self);
 uint32_t fcpy_state_overrides(fcpy_state *self);
-/* Returns the name of the group method with this bit; NULL if there is none. */
+/* Returns the name of the group method with this bit, or NULL if there is no such method. */
 const char *fcpy_group_method(uint32_t bit);
 
-/* Updates guard->bits and guard->log. */
+/* Detects patched functions of torch's modules and the level of torch's logger. Updates guard->bits
+ * and guard->log. */
 void fcpy_guard_read(fcpy_guard *guard);
 
-/* Logs "FSDP::label (modules of the group)" at debug level, if enabled. `group` may be None. Keeps
- * a pending exception. */
+/* Logs "FSDP::label (modules of the group)" at debug level, if enabled. `group` may be None. Does
+ * not change a pending exception. */
 void fcpy_log(fcpy_module *mod, PyObject *group, const char *label);
 
 /* _C.guard_bind(group_methods, state_methods, entries, log_cache, log_enabled) */

@@ -1,9 +1,9 @@
-/* The Hook type: the callable in a module's forward (pre-)hooks. A call runs the core. Owns its
- * state and, if the state has several modules, the set of those modules. Also owns `shown`, the
- * callable that torch registers: a method bound to the state, or a function around it.
+/* The Hook type: the callable in a module's forward (pre-)hooks. A call runs the functions of
+ * step.c. Owns its state and, if the state has several modules, the set of those modules. Also owns
+ * `shown`, the callable that torch registers: a method bound to the state, or a function around it.
  *
- * Attributes, comparisons, hash and repr are those of `shown`, so that code that recognizes torch's
- * hooks recognizes this one. Under torch.compile dynamo breaks the graph at the hook and calls
+ * Attributes, comparisons, hash and repr are those of `shown`, so that programs that search for
+ * torch's hooks find this hook. Under torch.compile dynamo breaks the graph at the hook and calls
  * it. */
 #include "hook.h"
 
@@ -21,7 +21,7 @@ typedef struct fcpy_hook {
     vectorcallfunc vectorcall;
     fcpy_state *state; /* owned */
     fcpy_hook_kind kind;
-    bool grouped;      /* several modules share the state, which records the ones that have run */
+    bool grouped;      /* several modules share the state; it records the modules that have run */
     PyObject *modules; /* set of those modules for grouped hooks, else None */
     PyObject *shown;   /* torch's callable; never NULL */
     PyObject *weakrefs;
@@ -68,7 +68,8 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *i
                                   PyObject *output) {
     PyObject *result = NULL;
     bool complete = true;
-    /* torch calls this hook after exceptions too, also if pre-forward has refused this thread. */
+    /* torch also calls this hook after an exception, even if pre-forward has refused this thread.
+     */
     if (self->grouped && fcpy_check_forward_thread(self->state) != 0) {
         return NULL;
     }
@@ -96,7 +97,7 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
     fcpy_hook *self = (fcpy_hook *)callable;
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
     if (count != 3 || (kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0)) {
-        /* not called by nn.Module: torch's callable checks the arguments */
+        /* nn.Module is not the caller. torch's callable checks the arguments. */
         return PyObject_Vectorcall(self->shown, args, nargsf, kwnames);
     }
     fcpy_module *mod = self->state->mod;
@@ -150,8 +151,8 @@ static PyObject *hook_shown(PyObject *obj) {
     return ((fcpy_hook *)obj)->shown;
 }
 
-/* Forwards __class__ too: isinstance(hook, types.MethodType) and inspect.ismethod() are as in
- * torch. */
+/* Forwards __class__ too, so that isinstance(hook, types.MethodType) and inspect.ismethod() return
+ * the same as in torch. */
 static PyObject *hook_getattro(PyObject *obj, PyObject *name) {
     if (PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0) {
         return PyObject_GenericGetAttr(obj, name);
@@ -178,8 +179,8 @@ static PyObject *hook_repr(PyObject *obj) {
     return PyObject_Repr(hook_shown(obj));
 }
 
-/* Copies and pickles a method as an attribute of its state. A function is its own copy. pickle
- * stores it by name and rejects functions that cannot be imported by that name. */
+/* Copies and pickles a method as an attribute of its state. copy.copy returns the same function.
+ * pickle stores a function by name and rejects it if it cannot be imported by that name. */
 static PyObject *hook_reduce_ex(PyObject *obj, PyObject *protocol) {
     PyObject *shown = hook_shown(obj);
     if (PyFunction_Check(shown)) {
@@ -197,7 +198,7 @@ static int hook_traverse(PyObject *obj, visitproc visit, void *arg) {
 }
 
 static int hook_clear(PyObject *obj) {
-    (void)obj; /* the state breaks the cycle: a hook must keep its state */
+    (void)obj; /* a hook must keep its state, so the state breaks the cycle */
     return 0;
 }
 

@@ -61,19 +61,20 @@ static PyObject *get_all_states(PyObject *obj, void *closure) {
 static int set_all_states(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_iteration *self = (fcpy_iteration *)obj;
-    PyObject *fresh = fcpy_tuple_of(value, self->mod->state_type, "all_states");
-    void *states = fresh != NULL ? fcpy_core_array(fresh, offsetof(fcpy_state, core)) : NULL;
+    PyObject *new_states = fcpy_tuple_of(value, self->mod->state_type, "all_states");
+    void *states =
+        new_states != NULL ? fcpy_core_array(new_states, offsetof(fcpy_state, core)) : NULL;
     if (states == NULL) {
-        Py_XDECREF(fresh);
+        Py_XDECREF(new_states);
         return -1;
     }
-    PyObject *old = self->all_states;
+    PyObject *old_tuple = self->all_states;
     void *old_states = (void *)self->core.states;
     self->core.states = NULL;
-    fc_iteration_set_states(&self->core, (fc_state **)states, (size_t)PyTuple_GET_SIZE(fresh));
-    self->all_states = fresh;
+    fc_iteration_set_states(&self->core, (fc_state **)states, (size_t)PyTuple_GET_SIZE(new_states));
+    self->all_states = new_states;
     fcpy_defer_free(self->mod, old_states);
-    fcpy_defer_decref(self->mod, old);
+    fcpy_defer_decref(self->mod, old_tuple);
     return 0;
 }
 
@@ -99,8 +100,8 @@ static int set_forward_root(PyObject *obj, PyObject *value, void *closure) {
                         "iter_forward_root must be a state whose _state_ctx this is");
         return -1;
     }
-    self->core.forward_root =
-        &((fcpy_state *)value)->core; /* borrowed: the state's destructor resets it */
+    /* Borrowed: the destructor of the state resets the field. */
+    self->core.forward_root = &((fcpy_state *)value)->core;
     return 0;
 }
 
@@ -124,7 +125,7 @@ static PyGetSetDef iteration_getset[] = {
     {"all_states", get_all_states, set_all_states,
      "List of the states under the root in named_modules() order (a copy).", NULL},
     {"post_backward_final_callback_queued", fcpy_get_flag, fcpy_set_flag,
-     "Whether the callback for the end of this backward is queued.",
+     "Whether the end-of-backward callback of this backward is queued.",
      ITERATION_OFFSET(callback_queued)},
     {"manual_finalization", fcpy_get_flag, fcpy_set_flag,
      "Whether backwards are completed by finalize_backward().", ITERATION_OFFSET(manual)},
@@ -137,9 +138,7 @@ static PyGetSetDef iteration_getset[] = {
      "Event that the next iteration's gathers wait for instead of the current stream, or None.",
      NULL},
     {"is_last_backward", fcpy_get_flag, fcpy_set_flag,
-     "Whether the end of the next backward "
-     "finalizes.",
-     ITERATION_OFFSET(is_last_backward)},
+     "Whether the end of the next backward finalizes it.", ITERATION_OFFSET(is_last_backward)},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -1,7 +1,6 @@
 /* Converts the lists that torch's optimizers make of a parameter group (parameters, gradients,
- * states): DTensors are replaced by their local tensors. Items with the same index belong to the
- * same parameter. Owns nothing: the caller's dict caches which pairs of specs have equal
- * layouts. */
+ * states). Local tensors replace DTensors. Items with the same index belong to the same parameter.
+ * The caller's dict caches pairs of specs with equal layouts. */
 #include "local_lists.h"
 
 #include "../bridge/pyobject.h"
@@ -14,76 +13,78 @@ typedef struct conversion {
     PyObject *params;        /* borrowed list */
     PyObject *layout_cache;  /* borrowed dict: id of a spec -> (spec, spec with an equal layout) */
     PyObject *layouts_equal; /* borrowed function: compares the layouts of two specs */
-    PyObject *last[2];       /* the latest pair with equal layouts, or NULLs */
+    PyObject *equal_pair[2]; /* the latest two specs with equal layouts, or NULLs */
 } conversion;
 
 static void conversion_fini(conversion *c) {
-    Py_CLEAR(c->last[0]);
-    Py_CLEAR(c->last[1]);
+    Py_CLEAR(c->equal_pair[0]);
+    Py_CLEAR(c->equal_pair[1]);
 }
 
-/* Compares two specs with the caller's dict, then with the caller's function. The keys are the
- * addresses of specs, because hashing a spec is slow. The dict keeps these specs alive. */
+/* Compares two specs with the caller's dict, then with the caller's function. Returns the result of
+ * compare_specs(). The keys are addresses of specs, because hashing a spec is slow. The dict keeps
+ * these specs alive. */
 static int compare_with_cache(const conversion *c, PyObject *spec, PyObject *param_spec) {
     PyObject *key = PyLong_FromVoidPtr(spec);
     PyObject *pair = key != NULL ? PyDict_GetItemWithError(c->layout_cache, key) : NULL;
-    int answer = pair != NULL && PyTuple_GET_ITEM(pair, 1) == param_spec ? 1 : -1;
-    if (answer < 0 && key != NULL && !PyErr_Occurred()) {
+    int equal = pair != NULL && PyTuple_GET_ITEM(pair, 1) == param_spec ? 1 : -1;
+    if (equal < 0 && key != NULL && !PyErr_Occurred()) {
         PyObject *result = PyObject_CallFunctionObjArgs(c->layouts_equal, spec, param_spec, NULL);
-        answer = result != NULL ? PyObject_IsTrue(result) : -1;
+        equal = result != NULL ? PyObject_IsTrue(result) : -1;
         Py_XDECREF(result);
-        pair = answer == 1 ? PyTuple_Pack(2, spec, param_spec) : NULL;
-        if (answer == 1 && (pair == NULL || PyDict_SetItem(c->layout_cache, key, pair) != 0)) {
-            answer = -1;
+        pair = equal == 1 ? PyTuple_Pack(2, spec, param_spec) : NULL;
+        if (equal == 1 && (pair == NULL || PyDict_SetItem(c->layout_cache, key, pair) != 0)) {
+            equal = -1;
         }
         Py_XDECREF(pair);
     }
     Py_XDECREF(key);
-    return answer;
+    return equal;
 }
 
-/* Returns 1 if both specs place equal elements at equal offsets, else 0; -1 with an exception. */
+/* Returns 1 if both specs place equal elements at equal offsets, else 0. Returns -1 with an
+ * exception on failure. */
 static int compare_specs(conversion *c, PyObject *spec, PyObject *param_spec) {
-    if (spec == c->last[0] && param_spec == c->last[1]) {
+    if (spec == c->equal_pair[0] && param_spec == c->equal_pair[1]) {
         return 1;
     }
-    const int answer = compare_with_cache(c, spec, param_spec);
-    if (answer == 1) {
-        Py_XSETREF(c->last[0], Py_NewRef(spec));
-        Py_XSETREF(c->last[1], Py_NewRef(param_spec));
+    const int equal = compare_with_cache(c, spec, param_spec);
+    if (equal == 1) {
+        Py_XSETREF(c->equal_pair[0], Py_NewRef(spec));
+        Py_XSETREF(c->equal_pair[1], Py_NewRef(param_spec));
     }
-    return answer;
+    return equal;
 }
 
-/* Compares the specs of two DTensors. */
+/* Compares the specs of two DTensors. Returns the result of compare_specs(). */
 static int compare_dtensor_specs(conversion *c, PyObject *value, PyObject *param) {
     PyObject *spec = fcpy_dtensor_spec(c->mod, value);
     PyObject *param_spec = spec != NULL ? fcpy_dtensor_spec(c->mod, param) : NULL;
-    int answer = param_spec != NULL ? compare_specs(c, spec, param_spec) : -1;
+    int equal = param_spec != NULL ? compare_specs(c, spec, param_spec) : -1;
     Py_XDECREF(spec);
     Py_XDECREF(param_spec);
-    return answer;
+    return equal;
 }
 
-/* Returns whether `value` is a tensor of at least one dimension; -1 with an exception. */
-static int is_shaped(const conversion *c, PyObject *value) {
+/* Returns whether `value` is a tensor of at least one dimension, or -1 with an exception. */
+static int has_dimensions(const conversion *c, PyObject *value) {
     if (!fct_py_is_tensor(value)) {
         return 0;
     }
     PyObject *ndim = PyObject_GetAttr(value, c->mod->names.ndim);
-    int shaped = ndim != NULL ? PyObject_IsTrue(ndim) : -1;
+    int has_dims = ndim != NULL ? PyObject_IsTrue(ndim) : -1;
     Py_XDECREF(ndim);
-    return shaped;
+    return has_dims;
 }
 
-/* Sets *local to the replacement of `value` (new reference) and returns 1. Returns 0 if its layout
- * differs from that of the parameter, -1 with an exception. */
+/* Sets *local to the replacement of `value` (new reference) and returns 1. Returns 0 if the layouts
+ * of `value` and of the parameter differ, or -1 with an exception. */
 static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **local) {
     bool of_dtensor = fcpy_is_dtensor(c->mod, param);
     if (!fcpy_is_dtensor(c->mod, value)) {
-        int shaped = of_dtensor ? is_shaped(c, value) : 0;
-        *local = shaped == 0 ? Py_NewRef(value) : NULL;
-        return shaped < 0 ? -1 : !shaped;
+        int has_dims = of_dtensor ? has_dimensions(c, value) : 0;
+        *local = has_dims == 0 ? Py_NewRef(value) : NULL;
+        return has_dims < 0 ? -1 : !has_dims;
     }
     int status = of_dtensor ? compare_dtensor_specs(c, value, param) : 0;
     if (status == 1) {
@@ -96,8 +97,8 @@ static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **l
     return status;
 }
 
-/* Sets *converted to a new list of the converted values; returns as convert() does. Items are read
- * one by one, because convert() may run Python code that changes the lists. */
+/* Sets *converted to a new list of the converted values. Returns the status of convert(). Items are
+ * read one by one, because convert() may run Python code that changes the lists. */
 static int convert_list(conversion *c, PyObject *values, PyObject **converted) {
     Py_ssize_t count = PyList_GET_SIZE(values);
     int result = 1;
@@ -159,7 +160,7 @@ PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t n
 }
 
 /* Whether the tensor is strided and real. */
-static bool is_plain(PyObject *local) {
+static bool is_strided_real(PyObject *local) {
     fct_facts facts;
     fct_tensor *tensor = fct_py_tensor(local);
     if (tensor == NULL) {
@@ -169,13 +170,13 @@ static bool is_plain(PyObject *local) {
     return facts.strided && !fc_dtype_is_complex(facts.dtype);
 }
 
-/* Appends the converted value; returns as convert() does. With `require_plain`, returns 0 for
+/* Appends the converted value. Returns the status of convert(). With `require_plain`, returns 0 for
  * sparse and complex tensors. */
-static int append(conversion *c, PyObject *value, PyObject *param, PyObject *list,
-                  bool require_plain) {
+static int append_converted(conversion *c, PyObject *value, PyObject *param, PyObject *list,
+                            bool require_plain) {
     PyObject *local = NULL;
     int result = convert(c, value, param, &local);
-    if (result == 1 && require_plain && !is_plain(local)) {
+    if (result == 1 && require_plain && !is_strided_real(local)) {
         result = 0;
     }
     if (result == 1 && PyList_Append(list, local) != 0) {
@@ -185,11 +186,11 @@ static int append(conversion *c, PyObject *value, PyObject *param, PyObject *lis
     return result;
 }
 
-/* Appends the states of one parameter to the lists from index 3 on; returns as convert() does. A
- * key that is None leaves its list empty. */
-static int append_states(conversion *c, PyObject *param, PyObject *all, PyObject *keys,
+/* Appends the states of one parameter to the lists from index 3 on. Returns the status of
+ * convert(). A key that is None leaves its list empty. */
+static int append_states(conversion *c, PyObject *param, PyObject *states_of_params, PyObject *keys,
                          PyObject *lists) {
-    PyObject *states = Py_XNewRef(PyDict_GetItemWithError(all, param));
+    PyObject *states = Py_XNewRef(PyDict_GetItemWithError(states_of_params, param));
     int result = PyErr_Occurred() ? -1 : 1; /* a missing state is an error only if a key needs it */
     for (Py_ssize_t i = 0; result == 1 && i < PyTuple_GET_SIZE(keys); i++) {
         PyObject *key = PyTuple_GET_ITEM(keys, i);
@@ -200,7 +201,7 @@ static int append_states(conversion *c, PyObject *param, PyObject *all, PyObject
         PyObject *value = has_states ? Py_XNewRef(PyDict_GetItemWithError(states, key)) : NULL;
         result = PyErr_Occurred() ? -1 : value != NULL && fct_py_is_tensor(value);
         if (result == 1) {
-            result = append(c, value, param, PyTuple_GET_ITEM(lists, i + 3), false);
+            result = append_converted(c, value, param, PyTuple_GET_ITEM(lists, i + 3), false);
         }
         Py_XDECREF(value);
     }
@@ -208,29 +209,29 @@ static int append_states(conversion *c, PyObject *param, PyObject *all, PyObject
     return result;
 }
 
-/* Appends a parameter, its gradient and its states to the lists; returns as convert() does. Skips a
- * parameter without gradient. */
-static int append_param(conversion *c, PyObject *param, PyObject *all, PyObject *keys,
+/* Appends a parameter, its gradient and its states to the lists. Returns the status of convert().
+ * Skips a parameter without gradient. */
+static int append_param(conversion *c, PyObject *param, PyObject *states_of_params, PyObject *keys,
                         PyObject *lists) {
     PyObject *grad = fcpy_grad_of(c->mod, param);
     int result = grad == NULL ? -1 : 1;
     if (result == 1 && grad != Py_None) {
         result = PyList_Append(PyTuple_GET_ITEM(lists, 0), param) == 0 ? 1 : -1;
         if (result == 1) {
-            result = append(c, param, param, PyTuple_GET_ITEM(lists, 1), true);
+            result = append_converted(c, param, param, PyTuple_GET_ITEM(lists, 1), true);
         }
         if (result == 1) {
-            result = append(c, grad, param, PyTuple_GET_ITEM(lists, 2), true);
+            result = append_converted(c, grad, param, PyTuple_GET_ITEM(lists, 2), true);
         }
         if (result == 1) {
-            result = append_states(c, param, all, keys, lists);
+            result = append_states(c, param, states_of_params, keys, lists);
         }
     }
     Py_XDECREF(grad);
     return result;
 }
 
-/* Returns a tuple of `count` new lists; NULL with an exception. */
+/* Returns a tuple of `count` new lists, or NULL with an exception. */
 static PyObject *new_lists(Py_ssize_t count) {
     PyObject *lists = PyTuple_New(count);
     for (Py_ssize_t i = 0; lists != NULL && i < count; i++) {

@@ -26,8 +26,8 @@ static fcpy_module *state_of(PyObject *module) {
     return (fcpy_module *)PyModule_GetState(module);
 }
 
-/* Returns an argument of bind(), borrowed. NULL with TypeError if it is missing or has the wrong
- * type. */
+/* Returns an argument of bind(), borrowed, or NULL with TypeError if the argument is missing or has
+ * the wrong type. */
 static PyObject *bound_object(PyObject *kwargs, const char *name) {
     PyObject *value = PyDict_GetItemString(kwargs, name);
     if (value == NULL) {
@@ -39,8 +39,8 @@ static PyObject *bound_object(PyObject *kwargs, const char *name) {
     return value;
 }
 
-/* bind(**objects): stores the Python functions and classes that the extension calls on cold
- * paths. */
+/* bind(**objects): stores the Python functions and classes that the extension calls outside of its
+ * fast paths. */
 static PyObject *module_bind(PyObject *module, PyObject *args, PyObject *kwargs) {
     fcpy_module *mod = state_of(module);
     if (PyTuple_GET_SIZE(args) != 0 || kwargs == NULL) {
@@ -157,7 +157,7 @@ static PyObject *module_kernels_of(PyObject *module, PyObject *arg) {
 
 static PyObject *module_direct_group(PyObject *module, PyObject *group) {
     (void)module;
-    PyObject *found = NULL;
+    PyObject *shm_group = NULL;
     fct_pg *pg = NULL;
     if (fct_py_pg(group, &pg) != 0) {
         return NULL;
@@ -165,15 +165,15 @@ static PyObject *module_direct_group(PyObject *module, PyObject *group) {
     const fct_device cpu = {FCT_DEVICE_CPU, -1};
     const fct_transport *transport = fct_transport_select(pg, cpu, FCT_USE_QUERY);
     if (transport == &fct_pg_transport) {
-        found = Py_NewRef(Py_None);
-    } else if (transport != NULL && fct_py_shm_group(pg, &found) != 0) {
-        found = NULL;
+        shm_group = Py_NewRef(Py_None);
+    } else if (transport != NULL && fct_py_shm_group(pg, &shm_group) != 0) {
+        shm_group = NULL;
     }
     fct_pg_release(pg);
-    return found;
+    return shm_group;
 }
 
-static const char entered_name[] = "fsdp_c._C.direct";
+static const char shm_scope_name[] = "fsdp_c._C.direct";
 
 static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     (void)module;
@@ -199,7 +199,7 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     if (entered == NULL) {
         Py_RETURN_NONE;
     }
-    PyObject *capsule = PyCapsule_New(entered, entered_name, NULL);
+    PyObject *capsule = PyCapsule_New(entered, shm_scope_name, NULL);
     if (capsule == NULL) {
         fct_pg_leave_shm(entered);
     }
@@ -208,8 +208,8 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
 
 static PyObject *module_set_gradient_all_reduce(PyObject *module, PyObject *value) {
     (void)module;
-    const int rows = PyObject_IsTrue(value);
-    return rows < 0 ? NULL : PyBool_FromLong(fct_set_gradient_all_reduce(rows != 0));
+    const int gradients = PyObject_IsTrue(value);
+    return gradients < 0 ? NULL : PyBool_FromLong(fct_set_gradient_all_reduce(gradients != 0));
 }
 
 static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
@@ -217,7 +217,7 @@ static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
     if (capsule == Py_None) {
         Py_RETURN_NONE;
     }
-    void *entered = PyCapsule_GetPointer(capsule, entered_name);
+    void *entered = PyCapsule_GetPointer(capsule, shm_scope_name);
     if (entered == NULL || PyCapsule_SetName(capsule, "left") != 0) { /* a second call fails */
         return NULL;
     }
@@ -255,60 +255,61 @@ static PyObject *module_trim_memory(PyObject *module, PyObject *unused) {
 
 static PyMethodDef module_methods[] = {
     {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
-     "bind(**objects): stores the Python functions and classes that cold paths call."},
+     "bind(**objects): stores the Python functions and classes that the extension calls."},
     {"clip_collect", (PyCFunction)(void (*)(void))fcpy_clip_collect, METH_FASTCALL,
-     "clip_collect(tensors, are_params): returns (local gradients, kinds, index of each "
-     "gradient's kind). A kind is (mesh, placements), (None, None) for plain tensors. tensors are "
-     "gradients, or parameters, of which those without gradient are skipped."},
+     "clip_collect(tensors, are_params): returns (local gradients, kinds, index of each gradient's "
+     "kind). A kind is (mesh, placements), or (None, None) for plain tensors. If are_params is "
+     "true, tensors are parameters, and parameters without gradient are skipped. Otherwise tensors "
+     "are gradients."},
     {"clip_norm", (PyCFunction)(void (*)(void))fcpy_clip_norm, METH_FASTCALL,
      "clip_norm(gradients, indices, groups): returns the total 2-norm over all ranks of local "
-     "gradients. None if the list is empty or a gradient is not contiguous float32 on the CPU. "
-     "groups has (names of process groups, likeness) for each kind. Kinds of equal likeness are "
-     "reduced together."},
+     "gradients. Returns None if the list is empty or a gradient is not contiguous float32 on the "
+     "CPU. groups has (names of process groups, likeness) for each kind. The likeness is a key; "
+     "kinds with equal keys are reduced together."},
     {"clip_scale", (PyCFunction)(void (*)(void))fcpy_clip_scale, METH_FASTCALL,
      "clip_scale(gradients, max_norm, total, largest, all_or_none): scales local gradients. "
-     "Returns (factor, gradients still to be scaled). Those have more than largest elements or "
-     "are not contiguous float32 on the CPU. With all_or_none, scales nothing and returns None if "
-     "there is one of the latter."},
+     "Returns (factor, gradients that were not scaled). Gradients are not scaled if they have more "
+     "than largest elements, or are not contiguous float32 on the CPU. With all_or_none, scales "
+     "nothing and returns None if a gradient is not contiguous float32 on the CPU."},
     {"count_step", (PyCFunction)(void (*)(void))fcpy_count_step, METH_FASTCALL,
      "count_step(optimizer, args, kwargs): post-hook of optimizer.step(); bumps the version "
      "counters of the local tensors of its DTensors."},
     {"guard_bind", fcpy_guard_bind, METH_VARARGS,
-     "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): stores what "
-     "torch's classes and modules contain while they are not patched."},
+     "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): stores the "
+     "unpatched methods and functions of torch's classes and modules."},
     {"local_lists", (PyCFunction)(void (*)(void))fcpy_local_lists, METH_FASTCALL,
      "local_lists(lists, layout_cache, layouts_equal): returns new lists with local tensors in "
-     "place of DTensors. The first list has the parameters. None if the layout of an item differs "
-     "from that of its parameter. layouts_equal(spec, spec) compares layouts; the dict "
+     "place of DTensors. The first list has the parameters. Returns None if the layout of an item "
+     "differs from that of its parameter. layouts_equal(spec, spec) compares layouts; the dict "
      "layout_cache keeps its results."},
     {"local_group", (PyCFunction)(void (*)(void))fcpy_local_group, METH_FASTCALL,
      "local_group(params, state, keys, layout_cache, layouts_equal): converts the optimizer group "
-     "as local_lists does. Returns a list of the parameters with gradients, then the lists of "
-     "their local tensors, of the gradients, and of state[param][key] for each key. A key of None "
-     "gives an empty list. None if a state is missing, a layout differs, or a parameter or "
+     "like local_lists. Returns a list of the parameters with gradients, then the lists of their "
+     "local tensors, of the gradients, and of state[param][key] for each key. For a key of None "
+     "the list is empty. Returns None if a state is missing, a layout differs, or a parameter or "
      "gradient is complex or sparse."},
     {"kernels_of", module_kernels_of, METH_O,
      "kernels_of(device): returns the name of the kernels that pack and unpack on this "
      "torch.device: 'cpu', 'cuda', or 'torch' for torch's multi-tensor operations."},
     {"use_jit", module_use_jit, METH_VARARGS,
-     "use_jit(launch, moves, casts): sets the kernels of CUDA devices to two functions that the "
-     "driver has loaded. launch is the address of cuLaunchKernel. All three must stay valid. "
-     "launch 0 removes the kernels."},
+     "use_jit(launch, moves, casts): sets the kernels of CUDA devices. launch is the address of "
+     "cuLaunchKernel, moves and casts are two functions that the driver has loaded. The addresses "
+     "must stay valid. A launch of 0 removes the kernels."},
     {"direct_group", module_direct_group, METH_O,
-     "direct_group(group): returns the ProcessGroup that transports the rows of a group in shared "
-     "memory; None if its backend does. Collective: all ranks have to call it at the same point."},
+     "direct_group(group): returns the ProcessGroup whose backend moves the data of a group "
+     "through shared memory. Returns None if the group's own backend moves the data. All ranks "
+     "must call it at the same point."},
     {"enter_direct", module_enter_direct, METH_VARARGS,
-     "enter_direct(group, use): begins a section in which the group's collectives use that "
-     "transport. use is 0 for gathers, 1 for reduce-scatters, 2 for this thread's all-reduces of "
-     "a row. Returns the argument for leave_direct."},
+     "enter_direct(group, use): begins a section in which the group's collectives use shared "
+     "memory, if the ranks have agreed on it. use is 0 for gathers, 1 for reduce-scatters, 2 for "
+     "this thread's all-reduces of gradients. Returns the argument for leave_direct."},
     {"set_gradient_all_reduce", module_set_gradient_all_reduce, METH_O,
-     "set_gradient_all_reduce(rows): sets whether the all-reduces of this thread are all-reduces "
-     "of "
-     "rows. Returns the previous value."},
+     "set_gradient_all_reduce(rows): sets whether the all-reduces of this thread reduce buffers of "
+     "gradients. Returns the previous value."},
     {"leave_direct", module_leave_direct, METH_O,
      "leave_direct(entered): ends the section that enter_direct began."},
     {"pause_direct", module_pause_direct, METH_VARARGS,
-     "pause_direct(group, paused): sets whether the group's backend transports its rows although "
+     "pause_direct(group, paused): sets whether the group's own backend moves the data although "
      "shared memory is available."},
     {"memory", module_memory, METH_NOARGS,
      "memory(): returns statistics of the pool of CPU buffers: bytes in use, bytes cached, the "
@@ -316,11 +317,11 @@ static PyMethodDef module_methods[] = {
     {"trim_memory", module_trim_memory, METH_NOARGS,
      "trim_memory(): returns the cached buffers of the pool to the system."},
     {"make_dtensors", (PyCFunction)(void (*)(void))module_make_dtensors, METH_FASTCALL,
-     "make_dtensors(local, spec): returns whether the extension makes a DTensor of the two "
-     "exactly as torch's function does. If so, it makes its DTensors itself from now on."},
+     "make_dtensors(local, spec): makes a DTensor of the two in the extension and with torch's "
+     "function. Returns whether they are equal. If so, the extension makes all later DTensors."},
     {"has_memory", fcpy_has_memory, METH_O,
-     "has_memory(tensor): returns whether the tensor is dense and has a storage, that is, does "
-     "not wrap others."},
+     "has_memory(tensor): returns whether the tensor is dense and has memory of its own, unlike a "
+     "wrapper of other tensors."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -338,24 +339,24 @@ static PyObject *module_chunks_from(PyObject *self, PyObject *value) {
 static PyMethodDef testing_methods[] = {
     {"fault_arm", module_fault_arm, METH_O,
      "fault_arm(n): makes the n-th fallible call into torch from now on, on this thread, raise "
-     "RuntimeError. 0 disarms."},
+     "RuntimeError. 0 disarms the fault."},
     {"fault_left", module_fault_left, METH_NOARGS,
      "fault_left(): returns the remaining count of fault_arm; 0 if disarmed or fired."},
     {"kernels", module_kernels, METH_VARARGS,
      "kernels(type=0): returns a capsule with the kernels (fck_backend in kernels.h) of a device "
      "type, given by torch's number. 0 is the CPU."},
     {"simulate_kernels", module_simulate_kernels, METH_O,
-     "simulate_kernels(capsule or None): sets the kernels of devices that have none. The "
-     "capsule's memory must stay valid."},
+     "simulate_kernels(capsule or None): sets the kernels of all devices without kernels of their "
+     "own. The capsule's memory must stay valid."},
     {"hide_kernels", module_hide_kernels, METH_O,
      "hide_kernels(on): sets whether torch's multi-tensor operations replace all kernels, in all "
      "threads."},
     {"chunks_from", module_chunks_from, METH_O,
      "chunks_from(bytes): sets the size in bytes from which a parameter is a chunk of its own, in "
-     "plans made from now on. All ranks must use the same value."},
+     "later plans. All ranks must use the same value."},
     {"overrides", fcpy_guard_overrides, METH_O,
-     "overrides(group_or_state): returns the bits of what is patched or overridden for it; 0 if "
-     "nothing is."},
+     "overrides(group_or_state): returns the bits of the patched functions and overridden methods "
+     "that concern the object; 0 if there are none."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -366,7 +367,7 @@ static int add_testing(PyObject *module) {
     }
     int failed = 0;
     for (PyMethodDef *def = testing_methods; failed == 0 && def->ml_name != NULL; def++) {
-        PyObject *function = PyCFunction_New(def, module); /* needs the module's state */
+        PyObject *function = PyCFunction_New(def, module); /* with the state of `module` */
         failed = function == NULL ? -1 : PyModule_AddObjectRef(testing, def->ml_name, function);
         Py_XDECREF(function);
     }
@@ -465,7 +466,7 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = fcpy_module_name,
-    .m_doc = "The C core of fsdp_c. Import fsdp_c, not this.",
+    .m_doc = "The C core of fsdp_c. Import fsdp_c, not this module.",
     .m_size = sizeof(fcpy_module),
     .m_methods = module_methods,
     .m_slots = module_slots,

@@ -1,4 +1,4 @@
-/* Finds the module state of a type. Owns no global state. */
+/* Finds the module state of a type. */
 #include "objects.h"
 
 const char fcpy_module_name[] = "fsdp_c._C";

@@ -3,8 +3,8 @@
  *
  * Each object embeds its core struct and owns the Python references that the core borrows. A
  * ParamGroup keeps its Params and CommContext alive, a State its groups, prefetch targets and
- * contexts. The garbage collector breaks cycles. Every object holds the module state it was made
- * under (types keep the module alive), so there is no static PyObject. */
+ * contexts. The garbage collector breaks cycles. Every object points to its module state, and types
+ * keep the module alive. So there is no static PyObject. */
 #ifndef FSDP_C_PYTHON_OBJECTS_H
 #define FSDP_C_PYTHON_OBJECTS_H
 
@@ -15,7 +15,7 @@
 #include "../core/state.h"
 #include "version_cache.h"
 
-/* Interned names used on the hot path; X(identifier). */
+/* Names of attributes and methods that every step uses, as interned strings; X(identifier). */
 #define FCPY_NAMES(X)                                                                              \
     X(_local_tensor)                                                                               \
     X(_is_param)                                                                                   \
@@ -91,18 +91,18 @@ typedef struct fcpy_module {
 #undef FCPY_FIELD
     } bound;
     PyObject *no_grad_kwnames; /* ("requires_grad",) */
-    Py_ssize_t local_offset;   /* of _local_tensor in a DTensor object; -1: no plain slot */
-    Py_ssize_t spec_offset;    /* of _spec, in the same way */
-    bool makes_dtensors;       /* whether the extension makes DTensors; else torch does */
+    Py_ssize_t local_offset;   /* of the slot _local_tensor in a DTensor object; -1: no such slot */
+    Py_ssize_t spec_offset;    /* of the slot _spec; -1: no such slot */
+    bool makes_dtensors;       /* whether the extension makes DTensors, not torch's function */
     fcpy_guard guard;
     size_t calls;               /* calls of the extension in progress, on all threads */
     PyObject *deferred_decrefs; /* list or NULL; see deferred_decref.c */
 } fcpy_module;
 
-/* One registration of a parameter in a module. */
+/* A (module, name) pair under which a module holds a parameter. */
 typedef struct fcpy_slot {
-    PyObject *module;     /* used if the module has its own __setattr__ */
-    PyObject *parameters; /* module._parameters; NULL: use setattr */
+    PyObject *module;     /* registration calls setattr() on it if `parameters` is NULL */
+    PyObject *parameters; /* module._parameters, or NULL */
     PyObject *name;       /* interned */
 } fcpy_slot;
 
@@ -114,11 +114,11 @@ typedef struct fcpy_param {
     PyObject *post_forward_param; /* registered while resharded to a smaller mesh, or NULL */
     PyObject *unsharded_param;    /* used for computation; NULL before the first unshard */
     PyObject *spec;               /* DTensorSpec of shard and gradient */
-    struct {                      /* identity of the tensors behind the core's shard; see shard.c */
+    struct {                      /* the tensors that hold the core's shard; see shard.c */
         PyObject *local;          /* sharded_param._local_tensor, owned; NULL: not valid */
-        const void *storage;      /* its storage; compared only, never dereferenced */
+        const void *storage;      /* storage of `local`; compared only, never dereferenced */
         const void *wrapper;      /* storage of sharded_param; compared only */
-    } seen;
+    } shard_identity;
     PyObject *fqn; /* str or NULL */
     bool swapping; /* an overridden registration method is running */
     fcpy_slot *slots;
@@ -145,7 +145,7 @@ typedef struct fcpy_iteration {
     PyObject *post_optim_event;    /* event that the next iteration's gathers wait for, or NULL */
     unsigned long forward_thread;  /* thread of the latest forward; see check_thread.c */
     unsigned long backward_thread; /* thread of the latest backward */
-    bool was_awaited; /* waited for autograd to release the latest backward; see step.c */
+    bool was_awaited; /* await_autograd() has run for the latest backward; see step.c */
     PyObject *dict;
 } fcpy_iteration;
 
@@ -158,7 +158,7 @@ enum {
     FCPY_PROCESS_GROUPS
 };
 
-/* `params` is a tuple, because the collector empties lists while their owners are still alive. */
+/* `params` is a tuple, because the garbage collector empties lists while their owners are alive. */
 typedef struct fcpy_group {
     PyObject_HEAD
     fc_group core;
@@ -170,13 +170,14 @@ typedef struct fcpy_group {
     PyObject *unit;                          /* State of the fully_shard call, or NULL */
     fct_dtype orig_dtype; /* of the trainable parameters; FCT_NO_DTYPE: none or several */
     uint32_t param_calls; /* FCPY_CALL_*: methods overridden on single Params */
-    bool fallback_gather; /* Python gathers */
-    bool fallback_reduce; /* Python reduces */
-    bool has_reduced;     /* Python has reduced and may hold buffers */
-    /* FCPY_CALL_*: what Python code replaces, as of the latest fcpy_group_refresh(). */
+    bool fallback_gather; /* Python code performs the gathers */
+    bool fallback_reduce; /* Python code performs the reductions */
+    bool has_reduced;     /* Python code has reduced gradients and may hold buffers */
+    /* FCPY_CALL_*: transitions and operations that Python code performs, as of the latest
+     * fcpy_group_refresh(). */
     uint32_t replaced;
-    fc_transitions ops; /* the core uses it while a method is overridden */
-    fcpy_version_cache seen;
+    fc_transitions ops; /* the core's table of transitions while a method is overridden */
+    fcpy_version_cache version_cache;
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_group;
@@ -194,19 +195,19 @@ typedef struct fcpy_state {
     PyObject *modules_to_run;    /* set: modules of the state that have not run in this forward */
     PyObject *is_root;           /* None, True or False */
     fct_dtype input_dtype;       /* forward inputs are cast to it; FCT_NO_DTYPE: no cast */
-    fct_dtype output_dtype;      /* the same for outputs */
+    fct_dtype output_dtype;      /* forward outputs are cast to it; FCT_NO_DTYPE: no cast */
     bool moves_inputs;           /* as the root, the state moves its inputs to the device */
     bool entering;               /* a pre-forward is running */
     unsigned long thread;        /* thread that entered the latest forward */
     uint32_t replaced;           /* FCPY_STATE_*: overridden methods, as of the latest hook */
-    fcpy_version_cache seen;
+    fcpy_version_cache version_cache;
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_state;
 
 /* The module's name. Its address identifies the module. */
 extern const char fcpy_module_name[];
-/* Returns the module state of a type or of one of its bases; NULL with TypeError. */
+/* Returns the module state of a type or of one of its bases, or NULL with TypeError. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 
 #endif

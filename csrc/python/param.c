@@ -1,8 +1,8 @@
-/* The Param type: one parameter (host.c has the callbacks that the core makes on it).
+/* The Param type: one parameter. callbacks.c has the functions that the core calls for it.
  *
  * Owns the sharded parameter (a DTensor nn.Parameter), the unsharded nn.Parameter, the sharding
- * spec and the module slots. The cold paths (sharding, DTensor specs, reloading) are in the Python
- * subclass in fsdp_c/_runtime/param.py. */
+ * spec and the module slots. Code that does not run in every step (sharding, DTensor specs,
+ * reloading) is in the Python subclass in fsdp_c/_runtime/param.py. */
 #include "param.h"
 
 #include "../bridge/pyobject.h"
@@ -78,24 +78,24 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     if (ndim < 0) {
         return -1;
     }
-    fc_param made;
+    fc_param initialized;
     fc_status status =
-        fc_param_init(&made, self, (int32_t)ndim, shape, (int32_t)dim, world, rank, &error);
+        fc_param_init(&initialized, self, (int32_t)ndim, shape, (int32_t)dim, world, rank, &error);
     if (status == FC_OK && forward != Py_None) {
-        status =
-            fc_param_init_post_forward(&made, shape, post_forward_world, post_forward_rank, &error);
+        status = fc_param_init_post_forward(&initialized, shape, post_forward_world,
+                                            post_forward_rank, &error);
     }
     if (status == FC_OK && self->core.owner != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "a parameter is initialised once");
         status = FC_ERAISED;
     }
     if (status != FC_OK) {
-        fc_param_fini(&made);
+        fc_param_fini(&initialized);
         return fcpy_raise(status, error.message);
     }
-    made.name = self->core.name;
+    initialized.name = self->core.name;
     fc_param_fini(&self->core); /* releases tensors that setters stored before */
-    self->core = made;
+    self->core = initialized;
     return 0;
 }
 
@@ -106,7 +106,7 @@ static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
     Py_VISIT(self->post_forward_param);
     Py_VISIT(self->unsharded_param);
     Py_VISIT(self->spec);
-    Py_VISIT(self->seen.local);
+    Py_VISIT(self->shard_identity.local);
     Py_VISIT(self->dict);
     for (Py_ssize_t i = 0; i < self->slot_count; i++) {
         Py_VISIT(self->slots[i].module);
@@ -135,7 +135,7 @@ static void param_dealloc(PyObject *obj) {
     Py_CLEAR(self->sharded_param);
     Py_CLEAR(self->post_forward_param);
     Py_CLEAR(self->unsharded_param);
-    Py_CLEAR(self->seen.local);
+    Py_CLEAR(self->shard_identity.local);
     Py_CLEAR(self->fqn);
     type->tp_free(obj);
     Py_DECREF(type);
@@ -171,7 +171,7 @@ static int set_sharded_param(PyObject *obj, PyObject *value, void *closure) {
         return -1;
     }
     fcpy_replace(self->mod, &self->sharded_param, value);
-    fcpy_replace(self->mod, &self->seen.local, NULL);
+    fcpy_replace(self->mod, &self->shard_identity.local, NULL);
     return 0;
 }
 
@@ -210,8 +210,8 @@ static PyObject *get_unsharded_param(PyObject *obj, void *closure) {
     return fcpy_or_none(self->unsharded_param);
 }
 
-/* Replaces the core's unsharded tensor by one that an extension hook or the Python layer has made.
- * That one has its own storage. */
+/* Replaces the core's unsharded tensor by a tensor of an extension hook or of other Python code.
+ * The new tensor has its own storage. */
 static int set_unsharded_param(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
@@ -337,14 +337,12 @@ static PyGetSetDef param_getset[] = {
     {"sharded_param", get_sharded_param, set_sharded_param,
      "The DTensor parameter that is registered while sharded.", NULL},
     {"_sharded_param_data", get_sharded_data, set_sharded_data,
-     "1-D tensor of padded_numel elements: this rank's shard with its padding, as gathers send it.",
+     "1-D tensor of padded_numel elements: the padded shard that this rank sends in gathers.",
      NULL},
     {"_unsharded_param", get_unsharded_param, set_unsharded_param,
      "The parameter used for computation, after the first unshard.", NULL},
     {"unsharded_param", get_unsharded_param, NULL,
-     "The parameter used for computation, after the "
-     "first unshard.",
-     NULL},
+     "The parameter used for computation, after the first unshard.", NULL},
     {"all_gather_outputs", fcpy_get_outputs, fcpy_set_outputs,
      "List of the 1-D tensors behind the unsharded parameter, [] before the first unshard.", NULL},
     {"_extended", fcpy_get_flag, fcpy_set_flag,
@@ -352,7 +350,8 @@ static PyGetSetDef param_getset[] = {
     {"_sharded_post_forward_param", get_post_forward_param, NULL,
      "The parameter registered while resharded to a smaller mesh, or None.", NULL},
     {"is_dtensor", get_is_dtensor, set_is_dtensor,
-     "Whether the parameter was a DTensor: its gradients go through _get_grad_inner_tensor().",
+     "Whether the parameter was a DTensor. If so, gradients are passed to "
+     "_get_grad_inner_tensor().",
      NULL},
     {"unsharded_accumulated_grad", get_accumulated, set_accumulated,
      "Gradient in the reduce dtype accumulated by backwards that did not reduce, or None.", NULL},
@@ -365,12 +364,12 @@ static PyGetSetDef param_getset[] = {
     {"param_dtype", get_dtype, set_dtype, "dtype of the unsharded parameter; None: no cast.",
      PARAM_OFFSET(param_dtype)},
     {"reduce_dtype", get_dtype, set_reduce_dtype,
-     "dtype of gradient reductions; None: the gradient's.", PARAM_OFFSET(reduce_dtype)},
+     "dtype of gradient reductions; None: the dtype of the gradient.", PARAM_OFFSET(reduce_dtype)},
     {"_grad_dtype", get_dtype, set_dtype,
      "grad_dtype of the unsharded parameter outside of backward; None: not set.",
      PARAM_OFFSET(grad_dtype)},
     {"sharded_grad_dtype", get_sharded_grad_dtype, set_sharded_grad_dtype,
-     "dtype of the sharded gradient; None: that of the reduction.", NULL},
+     "dtype of the sharded gradient; None: the dtype of the reduction.", NULL},
     {"_has_sharded_grad_dtype_override", fcpy_get_flag, fcpy_set_flag,
      "Whether the user has set grad_dtype of the sharded parameter.",
      PARAM_OFFSET(overrides_grad_dtype)},
@@ -381,7 +380,7 @@ static PyGetSetDef param_getset[] = {
     {"_param_fqn", get_fqn, set_fqn, "Fully qualified name, after lazy init.", NULL},
     {"offload_to_cpu", fcpy_get_flag, fcpy_set_flag,
      "Whether the shard and its gradient are in CPU memory.", PARAM_OFFSET(offloaded)},
-    {"pin_memory", fcpy_get_flag, fcpy_set_flag, "Whether that memory is pinned.",
+    {"pin_memory", fcpy_get_flag, fcpy_set_flag, "Whether the CPU memory of the shard is pinned.",
      PARAM_OFFSET(pinned)},
     {"padded_numel", get_count, NULL, "Elements that every rank stores and sends.",
      PARAM_OFFSET(layout.padded_numel)},
@@ -435,10 +434,11 @@ static PyMethodDef param_methods[] = {
     {"_set_slots", fcpy_slots_set, METH_VARARGS,
      "_set_slots(pairs, direct): sets the (module, name) pairs that hold the parameter. direct[i] "
      "is True if the module's _parameters dict may be written directly."},
-    {"_register_sharded", register_sharded, METH_NOARGS, "Registers sharded_param in every slot."},
+    {"_register_sharded", register_sharded, METH_NOARGS,
+     "Registers sharded_param under the (module, name) pairs of _set_slots()."},
     {"_drop_grad", drop_grad, METH_NOARGS, "Drops the gradients that wait for a later reduction."},
     {"_forget_unsharded", forget_unsharded, METH_NOARGS,
-     "Drops the unsharded parameter; only while sharded."},
+     "Drops the unsharded parameter. Only valid while sharded."},
     {"_cut", fcpy_shard_cut, METH_VARARGS,
      "_cut(tensor, dim): makes sharded_param and _sharded_param_data of this rank's rows of a "
      "plain tensor. Returns the local tensor. May be called once."},
@@ -467,8 +467,8 @@ static PyType_Slot param_slots[] = {
     {Py_tp_members, param_members},
     {Py_tp_doc,
      "Param(sizes, dim, world, rank, forward=None): one parameter of shape `sizes`, sharded on "
-     "`dim` over `world` ranks. Between forward and backward it is sharded on dim 0 over "
-     "`forward` = (world, rank)."},
+     "`dim` over `world` ranks. Between forward and backward the parameter is "
+     "sharded on dim 0 over `forward` = (world, rank)."},
     {0, NULL},
 };
 

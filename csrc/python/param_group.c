@@ -1,6 +1,6 @@
 /* The ParamGroup type: wraps the core's parameter group. Owns the tuple of Params and the
- * CommContext. The cold paths (lazy init, dtypes, state-dict hooks) are in the Python subclass in
- * fsdp_c/_runtime/param_group.py. */
+ * CommContext. Code that does not run in every step (lazy init, dtypes, state-dict hooks) is in the
+ * Python subclass in fsdp_c/_runtime/param_group.py. */
 #include "param_group.h"
 
 #include "../bridge/pyobject.h"
@@ -56,15 +56,15 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* Marks the Params of the tuple as members of a group, or of none. */
+/* Marks the Params of the tuple as members of a group, or as members of no group. */
 static void set_grouped(PyObject *params, bool grouped) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
         ((fcpy_param *)PyTuple_GET_ITEM(params, i))->grouped = grouped;
     }
 }
 
-/* Marks the Params as members of a group. Each must be initialized and in no group, because its
- * core struct stores its position. Returns -1 with ValueError otherwise, with none marked. */
+/* Marks the Params as members of a group. Each Param must be initialized and in no group, because
+ * its core struct stores its position. On failure returns -1 with ValueError and marks no Param. */
 static int mark_params(PyObject *params) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
         fcpy_param *param = (fcpy_param *)PyTuple_GET_ITEM(params, i);
@@ -87,8 +87,8 @@ static fc_process_group *process_group_at(fc_group_base *m, int index) {
     return groups[index];
 }
 
-/* Checks the world and rank of a process group. Buffers are laid out for its world, the
- * parameters for theirs, so the two must be equal. */
+/* Checks the world and rank of a process group against the shards of the parameters: the layouts of
+ * buffers and parameters must have the same world. */
 static int check_process_group(PyObject *params, int index, PyObject *name, long long world,
                                long long rank) {
     bool is_valid = world >= 1 && rank >= 0 && rank < world;
@@ -109,8 +109,8 @@ static int check_process_group(PyObject *params, int index, PyObject *name, long
     return is_valid ? 0 : -1;
 }
 
-/* Marks the Params as members of the group, after check_process_group. Returns -1 with an exception
- * and none marked on failure. */
+/* Marks the Params as members of the group, after check_process_group. On failure returns -1 with
+ * an exception and marks no Param. */
 static int claim_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
     if (mark_params(params) != 0) {
         return -1;
@@ -122,15 +122,15 @@ static int claim_params(PyObject *params, PyObject *pg_name, long long world, lo
     return 0;
 }
 
-/* Sets the process group at `index` to `group`. None: to the process group named `name`. If
- * `name` is None too, the group has none at this index. */
+/* Sets the process group at `index` to `group`, or to the process group named `name` if `group` is
+ * None. If both are None, the group has no process group at this index. */
 static int set_process_group(fcpy_group *self, int index, PyObject *name, long long world,
                              long long rank, PyObject *group) {
     const char *text = name != Py_None ? PyUnicode_AsUTF8(name) : NULL;
     if (name != Py_None && text == NULL) {
         return -1;
     }
-    /* A scatter follows gathers of another process group, which is registered. */
+    /* A scatter follows gathers over another process group, which registers this user. */
     const bool is_user = index != FCPY_PG_SCATTER;
     fct_pg *handle = NULL;
     if ((is_user && text != NULL && fct_pg_register_user(text) != 0) ||
@@ -155,12 +155,12 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     long long world = 0;
     long long rank = 0;
     Py_ssize_t module_count = 1;
-    fct_device parsed;
+    fct_device torch_device;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOLLn", keywords, &list,
                                      self->mod->comm_type, &comm, &device, &pg_name, &world, &rank,
                                      &module_count) ||
-        fct_py_device(device, &parsed) != 0 ||
-        fcpy_group_check_device(&((fcpy_comm *)comm)->core, parsed) != 0) {
+        fct_py_device(device, &torch_device) != 0 ||
+        fcpy_group_check_device(&((fcpy_comm *)comm)->core, torch_device) != 0) {
         return -1;
     }
     PyObject *tuple = fcpy_tuple_of(list, self->mod->param_type, "params");
@@ -178,7 +178,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     fc_group_init(&self->core, self, &fcpy_callbacks, &((fcpy_comm *)comm)->core,
-                  (fc_param **)params, (size_t)PyTuple_GET_SIZE(tuple), parsed, world, rank);
+                  (fc_param **)params, (size_t)PyTuple_GET_SIZE(tuple), torch_device, world, rank);
     self->core.place.modules = (size_t)module_count;
     self->params = tuple;
     Py_INCREF(comm);
@@ -208,7 +208,7 @@ static void group_dealloc(PyObject *obj) {
     fcpy_group *self = as_group(obj);
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
-    /* Detach the core struct first. None of the group's methods may run now. */
+    /* Detach the core struct first: from now on no method of the group may run. */
     self->core.gather.pending.uses_fallback = false;
     fc_group_fini(&self->core);
     if (self->weakrefs != NULL) {
@@ -257,7 +257,7 @@ GROUP_TRANSITION(group_wait, fc_group_wait_unshard)
 GROUP_TRANSITION(group_reshard, fc_group_reshard)
 GROUP_TRANSITION(group_to_sharded, fc_group_to_sharded)
 GROUP_TRANSITION(group_to_unsharded, fc_group_to_unsharded)
-GROUP_TRANSITION(group_to_forward, fc_group_to_sharded_post_forward)
+GROUP_TRANSITION(group_to_post_forward, fc_group_to_sharded_post_forward)
 GROUP_TRANSITION(group_reset, fc_group_reset)
 GROUP_TRANSITION(group_complete, fc_group_complete_reductions)
 GROUP_TRANSITION(group_check, fc_group_check)
@@ -309,7 +309,7 @@ static PyObject *group_post_forward(PyObject *obj, PyObject *args) {
     return output;
 }
 
-/* Refreshes the groups that are prefetched too. */
+/* Also refreshes the groups that backward prefetches. */
 static fc_status pre_backward(fc_group *g) {
     fcpy_group_refresh_targets((fcpy_group *)g->base.owner);
     return fc_group_pre_backward(g, true);
@@ -327,7 +327,8 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
             return NULL;
         }
     }
-    /* In torch a group of one rank reads its parameters before the streams. */
+    /* In torch, the first missing attribute is that of a parameter if the group has one rank, else
+     * a stream of the context. */
     const bool one_rank = as_group(obj)->core.base.shard.world == 1;
     return fcpy_group_check_context(as_group(obj), one_rank ? "FSDPParam" : "FSDPCommContext",
                                     one_rank ? "param_dtype" : "all_gather_copy_in_stream")
@@ -412,7 +413,7 @@ static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
 /* _set_memory(gather, reduce) */
 static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
     PyObject *sources[2] = {NULL, NULL};
-    fct_allocator *made[2] = {NULL, NULL};
+    fct_allocator *allocators[2] = {NULL, NULL};
     if (!fcpy_group_check_initialized(as_group(obj)) ||
         !PyArg_ParseTuple(args, "OO", &sources[0], &sources[1])) {
         return NULL;
@@ -429,12 +430,12 @@ static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
                          sources[i]);
         }
         if (!is_pair || !PyArg_ParseTuple(sources[i], "sO", &name, &group) ||
-            fct_py_allocator(name, group, &made[i]) != 0) {
-            fct_allocator_free(made[0]);
+            fct_py_allocator(name, group, &allocators[i]) != 0) {
+            fct_allocator_free(allocators[0]);
             return NULL;
         }
     }
-    fc_group_base_set_memory(&as_group(obj)->core.base, made[0], made[1]);
+    fc_group_base_set_memory(&as_group(obj)->core.base, allocators[0], allocators[1]);
     Py_RETURN_NONE;
 }
 
@@ -466,36 +467,36 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
 static PyMethodDef group_methods[] = {
     {"_set_process_group", group_set_process_group, METH_VARARGS,
      "_set_process_group(kind, name, world, rank, group=None): sets the process group for 'shard', "
-     "'scatter', 'replicate' or 'post_forward' collectives. group None: look it up by name; name "
-     "None: no process group."},
+     "'scatter', 'replicate' or 'post_forward' collectives. If group is None, it is looked up by "
+     "name. If name is None too, the group has no process group for them."},
     {"_set_memory", group_set_memory, METH_VARARGS,
      "_set_memory(gather, reduce): sets the allocators of the buffers of all-gathers and of "
      "reduce-scatters: (name, process group), or None for torch's allocator."},
     {"_set_unit", group_set_unit, METH_VARARGS,
      "_set_unit(unit, index, siblings): sets the State of the fully_shard call, and the group's "
-     "index among its groups."},
+     "index among the groups of that State."},
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,
-     "unshard(async_op=False): starts the all-gather, unless one is in flight or the group is "
-     "unsharded."},
+     "unshard(async_op=False): starts the all-gather, unless an all-gather is in flight or the "
+     "group is unsharded."},
     {"reshard", group_reshard, METH_NOARGS,
      "Registers the sharded parameters and frees the unsharded ones."},
     {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() in any training state."},
     {"_to_unsharded", group_to_unsharded, METH_NOARGS,
      "Registers the unsharded parameters, which the caller has gathered."},
-    {"_to_sharded_post_forward", group_to_forward, METH_NOARGS,
+    {"_to_sharded_post_forward", group_to_post_forward, METH_NOARGS,
      "Registers the parameters of the smaller mesh and keeps their data."},
     {"post_forward", group_post_forward, METH_VARARGS,
      "post_forward(module, input, output) -> output: reshards and records the group in the "
      "post-forward order."},
     {"_register_post_backward_hook", group_insert_node, METH_VARARGS,
-     "_register_post_backward_hook(args, kwargs) -> (args, kwargs): inserts the post-backward "
-     "node above the tensors that require grad."},
+     "_register_post_backward_hook(args, kwargs) -> (args, kwargs): passes the tensors that "
+     "require grad through the post-backward node."},
     {"finalize_backward", group_finalize, METH_NOARGS,
      "Waits for reductions and drops an unused all-gather."},
     {"_reset_iter_state", group_reset, METH_NOARGS,
      "Resets the group to sharded and idle, and drops partial gradients."},
     {"_invalidate", group_invalidate, METH_NOARGS,
-     "Marks the transfer plan as stale; the next unshard builds a new one."},
+     "Marks the gather plan as stale; the next unshard makes a new plan."},
     {"_check", group_check, METH_NOARGS,
      "Raises RuntimeError if an invariant is violated (for tests)."},
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
@@ -504,8 +505,8 @@ static PyMethodDef group_methods[] = {
     {"wait_for_unshard", group_wait, METH_NOARGS,
      "Waits for unshard() and registers the unsharded parameters."},
     {"pre_forward", group_pre_forward, METH_VARARGS,
-     "pre_forward(module, args, kwargs) -> (args, kwargs): unshards and inserts the post-backward "
-     "node."},
+     "pre_forward(module, args, kwargs) -> (args, kwargs): unshards, and passes the tensors that "
+     "require grad through the post-backward node."},
     {"_backward_prefetch", group_backward_prefetch, METH_NOARGS,
      "Unshards the group that backward is expected to reach next."},
     {"pre_backward", group_pre_backward, METH_VARARGS,

@@ -2,9 +2,9 @@
  * shard is still current.
  *
  * Users may replace the local tensor of the sharded parameter: through `_local_tensor`, `.data` or
- * swap_tensors. Therefore the Param records the identity of the tensors when the core receives the
- * shard. Each gather compares these pointers first. Changed values are detected by version
- * counters. Optimizers do not bump these, so count_step does. Owns only the record. */
+ * swap_tensors. Therefore the Param records pointers to the tensors (fcpy_param.shard_identity)
+ * when the core receives the shard. Each gather compares the pointers first. Version counters
+ * detect changed values. Optimizers do not bump version counters, so count_step does. */
 #include "shard.h"
 
 #include "../bridge/pyobject.h"
@@ -12,9 +12,9 @@
 
 static bool is_shard_current(const fcpy_param *self) {
     PyObject *local = fcpy_dtensor_peek(self->mod, self->sharded_param);
-    return local != NULL && local == self->seen.local &&
-           fct_py_storage(local) == self->seen.storage &&
-           fct_py_storage(self->sharded_param) == self->seen.wrapper;
+    return local != NULL && local == self->shard_identity.local &&
+           fct_py_storage(local) == self->shard_identity.storage &&
+           fct_py_storage(self->sharded_param) == self->shard_identity.wrapper;
 }
 
 int fcpy_shard_refresh(void *param) {
@@ -27,38 +27,38 @@ int fcpy_shard_refresh(void *param) {
     return result != NULL ? 0 : -1;
 }
 
-static void record_shard(fcpy_param *self) {
+static void record_shard_identity(fcpy_param *self) {
     PyObject *local = fcpy_dtensor_peek(self->mod, self->sharded_param);
     if (!fct_py_is_tensor(local)) {
         local = NULL;
     }
     Py_XINCREF(local);
-    Py_XSETREF(self->seen.local, local);
-    self->seen.storage = local != NULL ? fct_py_storage(local) : NULL;
-    self->seen.wrapper = local != NULL ? fct_py_storage(self->sharded_param) : NULL;
+    Py_XSETREF(self->shard_identity.local, local);
+    self->shard_identity.storage = local != NULL ? fct_py_storage(local) : NULL;
+    self->shard_identity.wrapper = local != NULL ? fct_py_storage(self->sharded_param) : NULL;
 }
 
 PyObject *fcpy_shard_note(PyObject *param, PyObject *unused) {
     (void)unused;
-    record_shard((fcpy_param *)param);
+    record_shard_identity((fcpy_param *)param);
     Py_RETURN_NONE;
 }
 
 /* Returns `local` as a DTensor parameter; new reference, NULL with an exception. */
 static PyObject *make_parameter(const fcpy_param *self, PyObject *local, bool requires_grad) {
-    PyObject *made = fcpy_dtensor_new(self->mod, local, self->spec);
-    if (made == NULL) {
+    PyObject *param_object = fcpy_dtensor_new(self->mod, local, self->spec);
+    if (param_object == NULL) {
         return NULL;
     }
-    fct_tensor *handle = fct_py_tensor(made);
+    fct_tensor *handle = fct_py_tensor(param_object);
     if (handle == NULL || (requires_grad && fct_tensor_set_requires_grad(handle, true) != 0) ||
-        PyObject_SetAttr(made, self->mod->names._is_param, Py_True) != 0) {
-        Py_CLEAR(made);
+        PyObject_SetAttr(param_object, self->mod->names._is_param, Py_True) != 0) {
+        Py_CLEAR(param_object);
     }
-    return made;
+    return param_object;
 }
 
-/* Makes the local tensor and the padded row of this rank from `whole`. */
+/* Makes this rank's local tensor, and the 1-D tensor of its shard with padding, from `whole`. */
 static int cut_shard(const fcpy_param *self, fct_tensor *whole, int dim, fct_tensor **local,
                      fct_tensor **row) {
     const fc_layout *layout = &self->core.layout;
@@ -86,14 +86,14 @@ PyObject *fcpy_shard_cut(PyObject *param, PyObject *args) {
     if (cut_shard(self, tensor, dim, &handles[0], &handles[1]) != 0) {
         return NULL;
     }
-    PyObject *made = NULL;
+    PyObject *param_object = NULL;
     if (fct_py_from_tensor(handles[0], &local) == 0) {
-        made = make_parameter(self, local, fct_tensor_requires_grad(tensor));
+        param_object = make_parameter(self, local, fct_tensor_requires_grad(tensor));
     }
-    if (made != NULL) {
-        Py_XSETREF(self->sharded_param, made);
+    if (param_object != NULL) {
+        Py_XSETREF(self->sharded_param, param_object);
         fc_param_set_sharded_data(&self->core, handles[1]);
-        record_shard(self);
+        record_shard_identity(self);
     } else {
         Py_CLEAR(local);
     }

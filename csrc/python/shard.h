@@ -1,4 +1,4 @@
-/* A Param's shard: creation, and detection of replaced shards. */
+/* The shard of a Param: its creation, and the detection of a replaced shard. */
 #ifndef FSDP_C_PYTHON_SHARD_H
 #define FSDP_C_PYTHON_SHARD_H
 
@@ -6,10 +6,11 @@
 
 /* fc_callbacks.refresh_shard */
 int fcpy_shard_refresh(void *param);
-/* Param._cut(tensor, dim) -> local tensor; Param._note_shard() */
+/* Param._cut(tensor, dim) -> local tensor: makes the shard of a new Param. Param._note_shard():
+ * records the tensors of a new shard. */
 PyObject *fcpy_shard_cut(PyObject *param, PyObject *args);
 PyObject *fcpy_shard_note(PyObject *param, PyObject *unused);
-/* _C.count_step(optimizer, args, kwargs) */
+/* _C.count_step(optimizer, args, kwargs): bumps version counters after optimizer.step(). */
 PyObject *fcpy_count_step(PyObject *module, PyObject *const *args, Py_ssize_t count);
 /* _C.has_memory(tensor) -> bool */
 PyObject *fcpy_has_memory(PyObject *module, PyObject *obj);

@@ -1,5 +1,5 @@
-/* The registrations of a parameter: a Param's (module, name) pairs, which it owns. A running swap
- * may use slots while they are replaced, so their release is deferred. */
+/* The slots of a Param: the (module, name) pairs under which modules hold the parameter. The Param
+ * owns its slots. A running swap may use slots that are replaced, so their release is deferred. */
 #include "slots.h"
 
 #include "attributes.h"
@@ -16,19 +16,19 @@ static void defer_slots_free(fcpy_module *mod, fcpy_slot *slots, Py_ssize_t coun
 }
 
 static void replace_slots(fcpy_param *self, fcpy_slot *slots, Py_ssize_t count) {
-    fcpy_slot *old = self->slots;
+    fcpy_slot *old_slots = self->slots;
     Py_ssize_t old_count = self->slot_count;
     self->slots = slots;
     self->slot_count = count;
-    defer_slots_free(self->mod, old, old_count);
+    defer_slots_free(self->mod, old_slots, old_count);
 }
 
 void fcpy_slots_clear(fcpy_param *self) {
     replace_slots(self, NULL, 0);
 }
 
-/* Fills a slot from a (module, name) pair. With `direct`, the slot uses module._parameters;
- * without, the module's __setattr__. */
+/* Fills a slot from a (module, name) pair. If `direct` is true, the slot uses module._parameters,
+ * else the module's __setattr__. */
 static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool direct) {
     PyObject *module = NULL;
     PyObject *name = NULL;
@@ -56,7 +56,7 @@ static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool dir
     return 0;
 }
 
-/* Makes the slots of `pairs`; NULL with an exception. Foreign code may run meanwhile. */
+/* Returns new slots of `pairs`, or NULL with an exception. May run foreign code. */
 static fcpy_slot *make_slots(fcpy_param *self, PyObject *pairs, PyObject *direct) {
     Py_ssize_t count = PyTuple_GET_SIZE(pairs);
     fcpy_slot *slots = (fcpy_slot *)calloc((size_t)(count > 0 ? count : 1), sizeof *slots);

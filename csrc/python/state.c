@@ -1,7 +1,8 @@
 /* The State type. step.c has the work of its hooks, hook.c the callables that modules call.
  *
- * A state owns tuples of its groups and prefetch targets, from which the core's arrays are made. It
- * also owns references to the contexts that it shares with the other states under the root. */
+ * A state owns tuples of its groups and prefetch targets. The core has arrays of the same items. A
+ * state also owns references to the contexts that it shares with the other states under the root.
+ */
 #include "state.h"
 
 #include "attributes.h"
@@ -99,21 +100,22 @@ static void state_dealloc(PyObject *obj) {
 
 /* ---- State: attributes ---- */
 
-/* Replaces a tuple and the core's array of the same items. Takes `fresh`; NULL returns -1. */
+/* Replaces a tuple and the core's array of the same items. Takes `new_tuple`. Returns -1 if
+ * `new_tuple` is NULL. */
 static int replace_tuple(const fcpy_state *self, PyObject **tuple, void **array, size_t *count,
-                         PyObject *fresh, size_t offset) {
-    void *made = fresh != NULL ? fcpy_core_array(fresh, offset) : NULL;
-    if (made == NULL) {
-        Py_XDECREF(fresh);
+                         PyObject *new_tuple, size_t offset) {
+    void *new_array = new_tuple != NULL ? fcpy_core_array(new_tuple, offset) : NULL;
+    if (new_array == NULL) {
+        Py_XDECREF(new_tuple);
         return -1;
     }
-    PyObject *old = *tuple;
+    PyObject *old_tuple = *tuple;
     void *old_array = *array;
-    *tuple = fresh;
-    *array = made;
-    *count = (size_t)PyTuple_GET_SIZE(fresh);
+    *tuple = new_tuple;
+    *array = new_array;
+    *count = (size_t)PyTuple_GET_SIZE(new_tuple);
     fcpy_defer_free(self->mod, old_array);
-    fcpy_defer_decref(self->mod, old);
+    fcpy_defer_decref(self->mod, old_tuple);
     return 0;
 }
 
@@ -125,16 +127,17 @@ static PyObject *get_groups(PyObject *obj, void *closure) {
 static int set_groups(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_state *self = as_state(obj);
-    PyObject *fresh = fcpy_tuple_of(value, self->mod->group_type, "_fsdp_param_groups");
-    for (Py_ssize_t i = 0; fresh != NULL && i < PyTuple_GET_SIZE(fresh); i++) {
-        if (!fcpy_group_check_initialized((fcpy_group *)PyTuple_GET_ITEM(fresh, i))) {
-            Py_CLEAR(fresh);
+    PyObject *new_tuple = fcpy_tuple_of(value, self->mod->group_type, "_fsdp_param_groups");
+    for (Py_ssize_t i = 0; new_tuple != NULL && i < PyTuple_GET_SIZE(new_tuple); i++) {
+        if (!fcpy_group_check_initialized((fcpy_group *)PyTuple_GET_ITEM(new_tuple, i))) {
+            Py_CLEAR(new_tuple);
         }
     }
     return replace_tuple(self, &self->groups, (void **)&self->core.groups, &self->core.group_count,
-                         fresh, offsetof(fcpy_group, core));
+                         new_tuple, offsetof(fcpy_group, core));
 }
 
+/* `closure` is NULL for the states to prefetch in forward, else those to prefetch in backward. */
 static PyObject *get_prefetch(PyObject *obj, void *closure) {
     return PySequence_List(closure == NULL ? as_state(obj)->forward_prefetch
                                            : as_state(obj)->backward_prefetch);
@@ -143,13 +146,13 @@ static PyObject *get_prefetch(PyObject *obj, void *closure) {
 static int set_prefetch(PyObject *obj, PyObject *value, void *closure) {
     fcpy_state *self = as_state(obj);
     fc_state *core = &self->core;
-    PyObject *fresh = fcpy_tuple_of(value, self->mod->state_type, "the states to prefetch");
+    PyObject *new_tuple = fcpy_tuple_of(value, self->mod->state_type, "the states to prefetch");
     if (closure == NULL) {
         return replace_tuple(self, &self->forward_prefetch, (void **)&core->forward_prefetch,
-                             &core->forward_prefetch_count, fresh, offsetof(fcpy_state, core));
+                             &core->forward_prefetch_count, new_tuple, offsetof(fcpy_state, core));
     }
     return replace_tuple(self, &self->backward_prefetch, (void **)&core->backward_prefetch,
-                         &core->backward_prefetch_count, fresh, offsetof(fcpy_state, core));
+                         &core->backward_prefetch_count, new_tuple, offsetof(fcpy_state, core));
 }
 
 static PyObject *get_iteration(PyObject *obj, void *closure) {
@@ -164,10 +167,10 @@ static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
         PyErr_SetString(PyExc_TypeError, "_state_ctx must be an IterationContext");
         return -1;
     }
-    fc_iteration *before = self->core.iteration;
-    if (before != NULL && before->forward_root == &self->core) {
-        /* An iteration may point only to states that own a reference to it. */
-        before->forward_root = NULL;
+    fc_iteration *old_iteration = self->core.iteration;
+    if (old_iteration != NULL && old_iteration->forward_root == &self->core) {
+        /* forward_root may only be a state that owns a reference to the iteration. */
+        old_iteration->forward_root = NULL;
     }
     self->core.iteration = &((fcpy_iteration *)value)->core;
     fcpy_replace(self->mod, &self->iteration, value);
@@ -225,6 +228,7 @@ static PyObject *get_modules_to_run(PyObject *obj, void *closure) {
     return fcpy_or_none(as_state(obj)->modules_to_run);
 }
 
+/* `closure` is NULL for the dtype of inputs, else the dtype of outputs. */
 static PyObject *get_cast(PyObject *obj, void *closure) {
     return fcpy_get_dtype(closure == NULL ? as_state(obj)->input_dtype
                                           : as_state(obj)->output_dtype);
@@ -249,9 +253,7 @@ static PyGetSetDef state_getset[] = {
     {"_fsdp_param_groups", get_groups, set_groups, "List of the state's ParamGroups (a copy).",
      NULL},
     {"_state_ctx", get_iteration, set_iteration,
-     "IterationContext shared by the states under one "
-     "root.",
-     NULL},
+     "IterationContext shared by the states under one root.", NULL},
     {"_comm_ctx", get_comm, set_comm, "CommContext shared by the states under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the state.", NULL},
     {"_is_root", get_is_root, set_is_root, "Whether this is the root; None before lazy init.",
@@ -266,9 +268,7 @@ static PyGetSetDef state_getset[] = {
     {"_states_to_forward_prefetch", get_prefetch, set_prefetch,
      "States to unshard after this state's unshard in forward.", NULL},
     {"_states_to_backward_prefetch", get_prefetch, set_prefetch,
-     "States to unshard after this "
-     "state's unshard in backward.",
-     (void *)1},
+     "States to unshard after this state's unshard in backward.", (void *)1},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -335,7 +335,7 @@ static PyObject *run_initialized(fcpy_state *self, int (*run)(fcpy_state *self),
     return result;
 }
 
-static int raise_status(const fcpy_state *self, fc_status status) {
+static int check_status(const fcpy_state *self, fc_status status) {
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
 
@@ -352,7 +352,7 @@ static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
 
 static int run_finalize(fcpy_state *self) {
     fcpy_state_refresh_iteration(self);
-    return raise_status(self, fc_iteration_finalize(self->core.iteration));
+    return check_status(self, fc_iteration_finalize(self->core.iteration));
 }
 
 static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
@@ -362,7 +362,7 @@ static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
 
 static int run_complete(fcpy_state *self) {
     fcpy_state_refresh_iteration(self);
-    return raise_status(self, fc_iteration_complete(self->core.iteration, self->core.comm));
+    return check_status(self, fc_iteration_complete(self->core.iteration, self->core.comm));
 }
 
 static PyObject *state_complete(PyObject *obj, PyObject *unused) {
@@ -399,13 +399,14 @@ static PyMethodDef state_methods[] = {
     {"_complete_finalization", state_complete, METH_NOARGS,
      "Waits for all reductions and ends the iteration."},
     {"_reset_iter_state", state_reset, METH_NOARGS,
-     "Recovers after an exception in forward or backward; root only."},
+     "Resets all states under the root after an exception in forward or backward. Only for the "
+     "root."},
     {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
      "Callback at the end of a backward."},
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"_root_pre_forward", state_root_pre_forward, METH_VARARGS,
      "_root_pre_forward(module, args, kwargs) -> (args, kwargs): begins an iteration; later calls "
-     "within it do nothing."},
+     "in the iteration have no effect."},
     {"_pre_backward", state_pre_backward, METH_O,
      "_pre_backward(grad) -> grad: unshards for backward."},
     {NULL, NULL, 0, NULL},

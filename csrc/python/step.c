@@ -1,7 +1,8 @@
 /* The work of a state's hooks during a training step: before and after forward, at the first
- * gradient of an output, in the post-backward node and at the end of backward. Each is one C call,
- * without Python frames on the common path. An overridden or patched method is called where torch
- * would call it. Each hook reads once which methods are (transitions.h). Owns nothing. */
+ * gradient of an output, in the post-backward node and at the end of backward. Each hook is one C
+ * call, without Python frames unless methods are overridden. An overridden or patched method is
+ * called where torch would call it. Each hook detects overridden methods once, at its entry
+ * (transitions.h). */
 #include "step.h"
 
 #include <time.h>
@@ -28,8 +29,8 @@ static fcpy_group *group_at(const fcpy_state *self, size_t index) {
 
 /* ---- callbacks of autograd ---- */
 
-/* Calls `run` with dynamo disabled, as in forward: the backward may be part of a compiled
- * function. */
+/* Calls `run` with dynamo disabled, because the backward may be part of a compiled function.
+ * autograd calls the functions call_*, which pass the function run_* of the same name. */
 static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) {
     PyObject *dynamo_callback = fcpy_dynamo_pause(mod);
     fcpy_calls_enter(mod);
@@ -61,8 +62,8 @@ int fcpy_state_reset(fcpy_state *self) {
 
 int fcpy_state_end_backward(fcpy_state *self) {
     fcpy_log(self->mod, Py_None, "root_post_backward");
-    if (reset_modules_to_run(self) !=
-        0) { /* of modules that were called on their own after the forward */
+    /* Calls of single modules after the forward have filled the sets again. */
+    if (reset_modules_to_run(self) != 0) {
         return -1;
     }
     fcpy_state_refresh_iteration(self);
@@ -86,25 +87,26 @@ static int call_end_backward(void *owner) {
     return run_untraced(((fcpy_state *)owner)->mod, run_end_backward, owner);
 }
 
-/* autograd releases a callback after it has called it, or when it abandons the backward. */
-static void retain_end(void *owner) {
+/* The iteration counts the end-of-backward callbacks that autograd holds. autograd releases a
+ * callback after the call, or when autograd abandons the backward. */
+static void retain_end_callback(void *owner) {
     fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
     iteration->core.callbacks++;
     iteration->was_awaited = false;
     fcpy_retain(owner);
 }
 
-static void release_end(void *owner) {
+static void release_end_callback(void *owner) {
     fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
-    if (iteration != NULL &&
-        iteration->core.callbacks > 0) { /* else the context was replaced or collected */
+    /* Otherwise the iteration was replaced, or the garbage collector has cleared the state. */
+    if (iteration != NULL && iteration->core.callbacks > 0) {
         iteration->core.callbacks--;
     }
     fcpy_release(owner);
 }
 
 int fcpy_state_pre_backward(fcpy_state *self) {
-    const fct_hook at_end = {self, call_end_backward, retain_end, release_end};
+    const fct_hook at_end = {self, call_end_backward, retain_end_callback, release_end_callback};
     if (fcpy_check_backward_thread(self) != 0) {
         return -1;
     }
@@ -145,26 +147,26 @@ static PyObject *current_grads(void) {
     return tuple;
 }
 
-/* The backward of torch's node is patched: node_backward(group, grads) calls it and returns the
- * gradients to continue with. */
+/* Runs a patched backward of torch's node: node_backward(group, grads) calls it and returns the
+ * gradients that replace `grads`. */
 static int run_patched_node(fcpy_group *group) {
     int result = -1;
     PyObject *grads = current_grads();
-    PyObject *changed = grads != NULL
-                            ? PyObject_CallFunctionObjArgs(group->mod->bound.node_backward,
-                                                           (PyObject *)group, grads, NULL)
-                            : NULL;
-    if (changed == NULL) {
+    PyObject *new_grads = grads != NULL
+                              ? PyObject_CallFunctionObjArgs(group->mod->bound.node_backward,
+                                                             (PyObject *)group, grads, NULL)
+                              : NULL;
+    if (new_grads == NULL) {
         goto done;
     }
-    if (!PyTuple_Check(changed) || PyTuple_GET_SIZE(changed) != PyTuple_GET_SIZE(grads)) {
+    if (!PyTuple_Check(new_grads) || PyTuple_GET_SIZE(new_grads) != PyTuple_GET_SIZE(grads)) {
         PyErr_SetString(PyExc_RuntimeError,
                         "RegisterPostBackwardFunction.backward must return None and one gradient "
-                        "for each it was given");
+                        "for each gradient that it receives");
         goto done;
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(changed); i++) {
-        fct_tensor *grad = fct_py_tensor(PyTuple_GET_ITEM(changed, i));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(new_grads); i++) {
+        fct_tensor *grad = fct_py_tensor(PyTuple_GET_ITEM(new_grads, i));
         if (grad != NULL) {
             fct_autograd_node_set_grad((size_t)i, grad);
         }
@@ -172,7 +174,7 @@ static int run_patched_node(fcpy_group *group) {
     result = 0;
 done:
     Py_XDECREF(grads);
-    Py_XDECREF(changed);
+    Py_XDECREF(new_grads);
     return result;
 }
 
@@ -180,7 +182,7 @@ done:
  * gradients of the group's outputs and of its inputs. */
 static int run_pre_double_backward(void *owner) {
     fcpy_state *self = (fcpy_state *)((fcpy_group *)owner)->unit;
-    const fct_hook at_end = {self, call_end_backward, retain_end, release_end};
+    const fct_hook at_end = {self, call_end_backward, retain_end_callback, release_end_callback};
     if (self == NULL || !fcpy_state_check_initialized(self)) {
         return self == NULL ? 0 : -1; /* NULL: the model was freed */
     }
@@ -234,7 +236,7 @@ static int call_post_backward(void *owner) {
     return run_untraced(((fcpy_group *)owner)->mod, run_post_backward, owner);
 }
 
-static int run_buckets(void *owner) {
+static int run_reduce_buckets(void *owner) {
     fcpy_group *group = (fcpy_group *)owner;
     fcpy_group_refresh(group);
     fc_status status = fc_group_reduce_buckets(&group->core);
@@ -248,7 +250,7 @@ int fcpy_param_grad_arrived(void *owner) {
     }
     fcpy_group *group = (fcpy_group *)param->core.buckets->base->owner;
     Py_INCREF(group);
-    int result = run_untraced(group->mod, run_buckets, group);
+    int result = run_untraced(group->mod, run_reduce_buckets, group);
     Py_DECREF(group);
     return result;
 }
@@ -393,6 +395,8 @@ static void await_autograd(fcpy_iteration *iteration) {
     }
 }
 
+/* Whether the latest backward is lost: autograd has released its end-of-backward callback without
+ * calling it, because the backward has raised. */
 static bool follows_a_lost_backward(const fcpy_state *self) {
     fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
     if (!iteration->core.callback_counted || fct_in_backward()) {
@@ -404,8 +408,8 @@ static bool follows_a_lost_backward(const fcpy_state *self) {
     return fc_iteration_is_lost(&iteration->core);
 }
 
-/* Resets the states after a backward that has raised. Without the reset its units would treat the
- * forward as a recomputation and never train again. */
+/* Resets the states after a backward that has raised. Without the reset, the states would treat
+ * each later forward as a recomputation, and no gradients would be reduced again. */
 static int recover_from_lost_backward(fcpy_state *self) {
     if (drop_result(PyObject_CallOneArg(self->mod->bound.warn_lost_backward, (PyObject *)self)) !=
         0) {
@@ -445,8 +449,8 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
 
 /* ---- after forward ---- */
 
-/* Registers hooks on the outputs' gradients. Returns a new reference to the output to continue
- * with. */
+/* Registers hooks on the outputs' gradients. Returns a new reference to `output`, or to the result
+ * of an overridden method. */
 static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
     const fct_hook hook = {self, call_pre_backward, fcpy_retain, fcpy_release};
     /* Within functorch's transforms, requires_grad of an output may be false although it has a
@@ -462,8 +466,8 @@ static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
     return output;
 }
 
-/* Runs post-forward of the state's groups. Steals output; returns a new reference to the output to
- * continue with. */
+/* Runs post-forward of the state's groups. Steals output. Returns a new reference to `output`, or
+ * to the result of an overridden method. */
 static PyObject *leave_groups(fcpy_state *self, PyObject *module, PyObject *input,
                               PyObject *output) {
     fcpy_state_refresh_groups(self);
@@ -496,7 +500,7 @@ static PyObject *leave_forward(fcpy_state *self, PyObject *module, PyObject *inp
 
 /* Ends the forward of a multi-module state of which some modules did not run, and casts the output.
  * Steals output; returns a new reference. */
-static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
+static PyObject *complete_partial_forward(fcpy_state *state, PyObject *output) {
     fcpy_log(state->mod, Py_None, "force_complete_post_forward");
     fcpy_state_refresh(state);
     output = leave_forward(state, Py_None, Py_None, output);
@@ -511,9 +515,9 @@ static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
     return output;
 }
 
-/* Calls complete_partial for all such states at the end of the iteration's forward, innermost
- * first. Steals output. */
-static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
+/* Calls complete_partial_forward for all states with modules that did not run, at the end of the
+ * iteration's forward, innermost state first. Steals output. */
+static PyObject *complete_partial_forwards(fcpy_state *root, PyObject *output) {
     if ((root->replaced & FCPY_STATE_COMPLETE) != 0) {
         Py_SETREF(output, PyObject_CallMethod((PyObject *)root, "_force_complete_incomplete_states",
                                               "(O)", output));
@@ -523,7 +527,7 @@ static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
     for (Py_ssize_t i = PyTuple_GET_SIZE(states); output != NULL && i-- > 0;) {
         fcpy_state *state = (fcpy_state *)PyTuple_GET_ITEM(states, i);
         if (state != root && PySet_GET_SIZE(state->modules_to_run) > 0) {
-            output = complete_partial(state, output);
+            output = complete_partial_forward(state, output);
         }
     }
     return output;
@@ -541,7 +545,7 @@ PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *
     Py_INCREF(output);
     output = leave_forward(self, module, input, output);
     if (output != NULL && self->core.iteration->forward_root == &self->core) {
-        output = complete_partials(self, output);
+        output = complete_partial_forwards(self, output);
     }
     if (output == NULL) {
         return NULL;

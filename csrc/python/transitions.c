@@ -1,16 +1,16 @@
 /* Selects which transitions and operations of a group Python code performs; see transitions.h.
  *
  * A group without replaced methods runs fc_group_transitions. Otherwise fcpy_group.ops has a
- * dispatch function for each overridden method and the core's function for each other one. Owns
- * nothing. */
+ * dispatch function for each overridden method and the core's function for each other method. */
 #include "transitions.h"
 
 #include "guard.h"
 
 /* ---- transitions ---- */
 
-/* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. It is user code,
- * which may patch further methods. As in torch, they are then called in the same transition. */
+/* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. The method is user
+ * code and may patch further methods. Like in torch, the same transition then calls the patched
+ * methods. */
 static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
     PyObject *self = (PyObject *)g->base.owner;
     const char *name = fcpy_group_method(bit);
@@ -24,12 +24,13 @@ static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
     return FC_OK;
 }
 
-/* An override reads the pass from the group's training state, as in torch. */
+/* Sets the training state during the call, because an override reads the pass (forward or backward)
+ * from it, like in torch. */
 static fc_status dispatch_unshard(fc_group *g, fc_training_state pass, bool async_op) {
-    fc_training_state before = g->training_state;
+    fc_training_state old_state = g->training_state;
     g->training_state = pass;
     fc_status status = call_override(g, FCPY_CALL_UNSHARD, async_op ? Py_True : Py_False);
-    g->training_state = before;
+    g->training_state = old_state;
     return status;
 }
 
@@ -59,7 +60,7 @@ static fc_transitions transitions_for(uint32_t replaced) {
         uint32_t bit;
         fc_status (**entry)(fc_group *g);
         fc_status (*dispatch)(fc_group *g);
-    } others[] = {
+    } entries[] = {
         {FCPY_CALL_WAIT, &ops.wait_unshard, dispatch_wait},
         {FCPY_CALL_RESHARD, &ops.reshard, dispatch_reshard},
         {FCPY_CALL_TO_SHARDED, &ops.to_sharded, dispatch_to_sharded},
@@ -67,9 +68,9 @@ static fc_transitions transitions_for(uint32_t replaced) {
         {FCPY_CALL_FINALIZE, &ops.finalize_backward, dispatch_finalize},
         {FCPY_CALL_PREFETCH, &ops.backward_prefetch, dispatch_prefetch},
     };
-    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
-        if ((replaced & others[i].bit) != 0) {
-            *others[i].entry = others[i].dispatch;
+    for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++) {
+        if ((replaced & entries[i].bit) != 0) {
+            *entries[i].entry = entries[i].dispatch;
         }
     }
     return ops;
@@ -98,7 +99,7 @@ static uint32_t fallbacks_for(uint32_t replaced) {
 
 /* ---- refresh ---- */
 
-/* Sets the fields of one group from the latest fcpy_guard_read(). */
+/* Sets the fields of one group from the latest fcpy_guard_read(). Never fails. */
 static fc_status refresh(fc_group *g) {
     fcpy_group *self = (fcpy_group *)g->base.owner;
     const fcpy_guard *guard = &self->mod->guard;

@@ -8,18 +8,18 @@
 
 #include "objects.h"
 
-/* Reads the guard and the group's settings. Sets fcpy_group.replaced, and the core's table of
- * transitions, its fallbacks and its `logs`. Does nothing before initialization. None of these
- * functions fails. No exception may be pending. */
+/* Reads the guard and the group's settings. Sets fcpy_group.replaced, and in the core the table of
+ * transitions, `fallbacks` and `logs`. No-op before initialization. The functions of this header
+ * cannot fail. The caller has no pending exception. */
 void fcpy_group_refresh(fcpy_group *self);
-/* The same for the groups that the group's backward prefetches. Call fcpy_group_refresh() first,
- * which reads the guard. */
+/* Refreshes the groups that the group's backward prefetches. Requires a call of
+ * fcpy_group_refresh() before, which reads the guard. */
 void fcpy_group_refresh_targets(const fcpy_group *self);
 
 /* Reads the guard and sets fcpy_state.replaced. */
 void fcpy_state_refresh(fcpy_state *self);
-/* Refresh the groups of the state, those that it prefetches in forward, those that its pre-backward
- * reaches, or all groups under its root. */
+/* Refresh the groups of the state, the groups that the state prefetches in forward, the groups that
+ * its pre-backward reaches, and all groups under its root. */
 void fcpy_state_refresh_groups(fcpy_state *self);
 void fcpy_state_refresh_forward_prefetch(fcpy_state *self);
 void fcpy_state_refresh_pre_backward(fcpy_state *self);

@@ -1,22 +1,21 @@
-/* Traversal of forward arguments and outputs. Common structures are traversed in C: a tensor, or a
- * tuple or dict of tensors and plain scalars. Nested structures are passed to the bound Python
- * functions, which also support namedtuples, dataclasses and other containers. Owns nothing between
- * calls. */
+/* Traversal of forward arguments and outputs. C code traverses the common structures: a tensor, or
+ * a tuple or dict of tensors and plain scalars. Bound Python functions traverse nested structures,
+ * and also support namedtuples, dataclasses and other containers. */
 #include "tree.h"
 
 #include "../bridge/pyobject.h"
 #include "attributes.h"
 
-enum { MAX_FLAT = 64 };
+enum { MAX_FLAT = 64 }; /* tensors in args and kwargs */
 
-/* The chosen tensors of a flat structure. */
+/* The chosen tensors of flat args and kwargs: none of their items is a container. */
 typedef struct fcpy_flat {
     PyObject *tensors[MAX_FLAT]; /* borrowed */
     Py_ssize_t count;
 } fcpy_flat;
 
-/* Returns 1 for a leaf that is no tensor, 2 for a tensor, 0 for an object that Python has to
- * traverse. */
+/* Returns 1 for a leaf that is not a tensor, 2 for a tensor, and 0 for an object that only Python
+ * code can traverse. */
 static int leaf_kind(PyObject *item) {
     if (item == Py_None || PyBool_Check(item) || PyLong_CheckExact(item) ||
         PyFloat_CheckExact(item) || PyUnicode_CheckExact(item)) {
@@ -25,10 +24,11 @@ static int leaf_kind(PyObject *item) {
     return fct_py_is_tensor(item) ? 2 : 0;
 }
 
-static bool needs_node(PyObject *tensor) {
+static bool requires_grad(PyObject *tensor) {
     return fct_tensor_requires_grad(fct_py_tensor(tensor));
 }
 
+/* Whether the tensor has a floating-point dtype other than `excluded`. */
 static bool is_floating(PyObject *tensor, fct_dtype excluded) {
     fct_facts facts;
     fct_tensor_facts(fct_py_tensor(tensor), &facts);
@@ -41,11 +41,11 @@ typedef bool (*choose_fn)(PyObject *tensor, fct_dtype dtype);
 
 static bool choose_grad(PyObject *tensor, fct_dtype dtype) {
     (void)dtype;
-    return needs_node(tensor);
+    return requires_grad(tensor);
 }
 
-/* Collects the chosen tensors of args, then of kwargs. Returns false if these are not flat or too
- * many. */
+/* Collects the chosen tensors of args, then of kwargs. Returns false if args and kwargs are not
+ * flat, or if they have more than MAX_FLAT tensors. */
 static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct_dtype dtype,
                          fcpy_flat *flat) {
     flat->count = 0;
@@ -77,10 +77,10 @@ static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct
     return true;
 }
 
-/* Makes new args and kwargs in which `made` (borrowed) replaces the chosen tensors, in the order of
- * collect_flat. */
+/* Makes new args and kwargs in which the tensors of `replacements` (borrowed) replace the chosen
+ * tensors, in the order of collect_flat. */
 static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fct_dtype dtype,
-                        PyObject *const *made) {
+                        PyObject *const *replacements) {
     Py_ssize_t next = 0;
     Py_ssize_t count = PyTuple_GET_SIZE(*args);
     PyObject *new_args = PyTuple_New(count);
@@ -91,7 +91,7 @@ static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fc
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyTuple_GET_ITEM(*args, i);
         if (leaf_kind(item) == 2 && choose(item, dtype)) {
-            item = made[next++];
+            item = replacements[next++];
         }
         Py_INCREF(item);
         PyTuple_SET_ITEM(new_args, i, item);
@@ -102,7 +102,7 @@ static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fc
     Py_ssize_t position = 0;
     while (new_kwargs != NULL && PyDict_Next(*kwargs, &position, &key, &item)) {
         if (leaf_kind(item) == 2 && choose(item, dtype) &&
-            PyDict_SetItem(new_kwargs, key, made[next++]) != 0) {
+            PyDict_SetItem(new_kwargs, key, replacements[next++]) != 0) {
             Py_CLEAR(new_kwargs);
         }
     }
@@ -175,7 +175,7 @@ static PyObject *cast_with_python(fcpy_module *mod, fct_dtype dtype, PyObject *o
 
 int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObject **kwargs) {
     fcpy_flat flat;
-    PyObject *made[MAX_FLAT] = {NULL};
+    PyObject *replacements[MAX_FLAT] = {NULL};
     if (!collect_flat(*args, *kwargs, is_floating, dtype, &flat)) {
         PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
         PyObject *cast = pair != NULL ? cast_with_python(mod, dtype, pair) : NULL;
@@ -187,14 +187,14 @@ int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObjec
     }
     int result = -1;
     for (Py_ssize_t i = 0; i < flat.count; i++) {
-        made[i] = cast_tensor(flat.tensors[i], dtype);
-        if (made[i] == NULL) {
+        replacements[i] = cast_tensor(flat.tensors[i], dtype);
+        if (replacements[i] == NULL) {
             goto done;
         }
     }
-    result = replace_flat(args, kwargs, is_floating, dtype, made);
+    result = replace_flat(args, kwargs, is_floating, dtype, replacements);
 done:
-    clear_all(made, flat.count);
+    clear_all(replacements, flat.count);
     return result;
 }
 
@@ -212,9 +212,9 @@ PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) 
 
 /* ---- the post-backward node ---- */
 
-/* Passes `count` tensors through one node. Stores new references in `made`. */
-static int through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize_t count,
-                        PyObject **made) {
+/* Passes `count` tensors through one node. Stores new references in `outputs`. */
+static int pass_through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize_t count,
+                             PyObject **outputs) {
     int result = -1;
     fct_tensor **in = (fct_tensor **)PyMem_Calloc(2 * (size_t)count, sizeof *in);
     if (in == NULL) {
@@ -234,20 +234,20 @@ static int through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize
     }
     result = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (result == 0 && fct_py_from_tensor(out[i], &made[i]) != 0) {
+        if (result == 0 && fct_py_from_tensor(out[i], &outputs[i]) != 0) {
             result = -1;
         }
         fct_tensor_release(out[i]);
     }
     if (result != 0) {
-        clear_all(made, count);
+        clear_all(outputs, count);
     }
 done:
     PyMem_Free((void *)in);
     return result;
 }
 
-/* Returns a new tuple of the tensors that require grad in any structure. */
+/* Returns a new tuple of the tensors that require grad in `obj`, of any structure. */
 static PyObject *collect_tensors(fcpy_module *mod, PyObject *obj) {
     PyObject *tensors = PyObject_CallOneArg(mod->bound.collect_grad_tensors, obj);
     if (tensors != NULL && !PyTuple_Check(tensors)) {
@@ -272,9 +272,9 @@ static int insert_with_python(fcpy_module *mod, const fct_hook *hook, PyObject *
         result = 0;
         goto done;
     }
-    list = PyList_New(count); /* NULL items until the node has made them */
-    if (list == NULL ||
-        through_node(hook, &PyTuple_GET_ITEM(tensors, 0), count, &PyList_GET_ITEM(list, 0)) != 0) {
+    list = PyList_New(count); /* pass_through_node() fills in the items */
+    if (list == NULL || pass_through_node(hook, &PyTuple_GET_ITEM(tensors, 0), count,
+                                          &PyList_GET_ITEM(list, 0)) != 0) {
         goto done;
     }
     iterator = PyObject_GetIter(list);
@@ -293,24 +293,25 @@ done:
 
 int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, PyObject **kwargs) {
     fcpy_flat flat;
-    PyObject *made[MAX_FLAT] = {NULL};
+    PyObject *replacements[MAX_FLAT] = {NULL};
     if (!collect_flat(*args, *kwargs, choose_grad, FCT_NO_DTYPE, &flat)) {
         return insert_with_python(mod, hook, args, kwargs);
     }
     if (flat.count == 0) {
         return 0;
     }
-    if (through_node(hook, flat.tensors, flat.count, made) != 0) {
+    if (pass_through_node(hook, flat.tensors, flat.count, replacements) != 0) {
         return -1;
     }
-    int result = replace_flat(args, kwargs, choose_grad, FCT_NO_DTYPE, made);
-    clear_all(made, flat.count);
+    int result = replace_flat(args, kwargs, choose_grad, FCT_NO_DTYPE, replacements);
+    clear_all(replacements, flat.count);
     return result;
 }
 
 /* ---- pre-backward hooks on outputs ---- */
 
-static int hook_tensor(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *tensor) {
+static int register_hook(fcpy_module *mod, PyObject *state, const fct_hook *hook,
+                         PyObject *tensor) {
     fct_tensor *handle = fct_py_tensor(tensor);
     if (fct_tensor_is_view(handle)) {
         PyObject *warned = PyObject_CallOneArg(mod->bound.warn_view_output, state);
@@ -325,7 +326,7 @@ static int hook_tensor(fcpy_module *mod, PyObject *state, const fct_hook *hook, 
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output) {
     int kind = leaf_kind(output);
     if (kind != 0) {
-        return kind == 2 && needs_node(output) ? hook_tensor(mod, state, hook, output) : 0;
+        return kind == 2 && requires_grad(output) ? register_hook(mod, state, hook, output) : 0;
     }
     PyObject *tensors = collect_tensors(mod, output);
     if (tensors == NULL) {
@@ -333,7 +334,7 @@ int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, P
     }
     int result = 0;
     for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(tensors); i++) {
-        result = hook_tensor(mod, state, hook, PyTuple_GET_ITEM(tensors, i));
+        result = register_hook(mod, state, hook, PyTuple_GET_ITEM(tensors, i));
     }
     Py_DECREF(tensors);
     return result;

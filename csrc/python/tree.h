@@ -4,22 +4,23 @@
 
 #include "objects.h"
 
-/* Casts the floating-point tensors in args and kwargs, differentiably. Both are replaced (owned
- * references). */
+/* Casts the floating-point tensors in *args and *kwargs, differentiably. Replaces both, which are
+ * owned references. */
 int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObject **kwargs);
 /* Casts the floating-point tensors in `output`; returns a new reference. */
 PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output);
-/* Puts a post-backward node above all tensors in args and kwargs that require grad; both are
- * replaced. */
+/* Passes all tensors in *args and *kwargs that require grad through one post-backward node.
+ * Replaces both. */
 int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, PyObject **kwargs);
-/* Registers `hook` on the gradient of every tensor in output. `state` is needed for the warning
- * about views. */
+/* Registers `hook` on the gradient of every tensor in output. `state` is for the warning about
+ * views. */
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output);
 
-/* Replaces *args and *kwargs by the items of a 2-tuple (stolen). Returns -1 if `pair` is NULL or no
- * 2-tuple. */
+/* Replaces *args and *kwargs by the items of a 2-tuple. Steals `pair`. Returns -1 if `pair` is NULL
+ * or not a 2-tuple. */
 int fcpy_unpack_pair(PyObject *pair, PyObject **args, PyObject **kwargs);
-/* Returns a new 2-tuple of args and kwargs, which are stolen; NULL if `failed`. */
+/* Returns a new 2-tuple of args and kwargs, or NULL if `failed` is not 0. Steals args and kwargs.
+ */
 PyObject *fcpy_pack_pair(int failed, PyObject *args, PyObject *kwargs);
 
 #endif

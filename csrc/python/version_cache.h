@@ -7,7 +7,8 @@
 #include <Python.h>
 #include <stdbool.h>
 
-/* The overrides of one object, and the version tags of the type and dict they were read from. */
+/* The overrides of one object, and the version tags of its type and dict at the time of the read.
+ */
 typedef struct fcpy_version_cache {
     uint64_t type_tag;
     uint64_t dict_tag;
@@ -16,7 +17,8 @@ typedef struct fcpy_version_cache {
 
 enum { FCPY_MAX_PLACES = 8 };
 
-/* Watched dicts or types, and their tags at the latest read. */
+/* The dicts or the types whose attributes the guard watches ("places"), and their version tags at
+ * the latest read. */
 typedef struct fcpy_places {
     PyObject *objects[FCPY_MAX_PLACES]; /* borrowed from fcpy_guard.entries */
     uint64_t tags[FCPY_MAX_PLACES];
@@ -30,11 +32,11 @@ typedef struct fcpy_guard {
     PyObject *entries; /* tuple of (place, name, expected, also, bits), see guard.c */
     fcpy_places dicts;
     fcpy_places types;
-    uint32_t bits;       /* FCPY_CALL_* of the entries that were patched at the latest read */
-    PyObject *log_cache; /* the logger's dict of enabled levels */
-    PyObject *log_enabled;
-    uint64_t log_tag;
-    bool log; /* debug logging of torch's logger was enabled at the latest read */
+    uint32_t bits;         /* FCPY_CALL_* of the entries that were patched at the latest read */
+    PyObject *log_cache;   /* the logger's dict of enabled levels */
+    PyObject *log_enabled; /* function: whether debug logging is enabled */
+    uint64_t log_tag;      /* version tag of log_cache at the latest read */
+    bool log;              /* debug logging of torch's logger was enabled at the latest read */
 } fcpy_guard;
 
 #endif

@@ -8,13 +8,13 @@
 extern "C" {
 #endif
 
-/* Both borrow the negotiation. find returns NULL if there is none. open makes one, and returns NULL
- * with a Python exception. */
+/* Both functions return a borrowed reference. If there is no negotiation, find returns NULL and
+ * open makes one. open returns NULL with a Python exception on failure. */
 shm_negotiation *fct_negotiation_find(fct_pg *pg);
 shm_negotiation *fct_negotiation_open(fct_pg *pg);
 /* Counts a parameter group that gathers over the process group `name`, or a bucket that is
- * all-reduced over it. The negotiation needs their number: as many collectives may be in flight
- * before a rank waits. */
+ * all-reduced over it. The negotiation needs this number: it is the largest number of collectives
+ * in flight before a rank waits. */
 FCT_CHECK int fct_pg_register_user(const char *name);
 
 #ifdef __cplusplus

@@ -1,7 +1,8 @@
 /* The negotiation of the shared-memory transport; see negotiation.h.
  *
- * Owns the counts of parameter groups by group name. The GIL guards them, and the fields of a
- * negotiation, except for `state` and `transport`: the end of the group may come on any thread. */
+ * Owns the counts of parameter groups by group name. The GIL guards the counts and most fields of a
+ * negotiation. The mutex guards `state`, `transport` and `closed`, because any thread may end the
+ * group. */
 #define _GNU_SOURCE 1 /* sched_getaffinity */
 #include "negotiation.h"
 
@@ -27,12 +28,13 @@ struct shm_negotiation {
     negotiation_state state;
     shm_transport *transport; /* NULL if declined */
     bool paused;
-    bool closed;              /* shm_negotiation_close was called */
-    int64_t gathers;          /* that gloo has moved */
-    int64_t fallback_gathers; /* that gloo moves after each round; while pending, this rank's own */
-    int64_t connected_after;  /* the value of `gathers` at which round 2 may be waited for */
+    bool closed;     /* shm_negotiation_close was called */
+    int64_t gathers; /* number of gathers that gloo has moved */
+    /* Gathers that gloo moves after each round. While pending, the number of this rank. */
+    int64_t fallback_gathers;
+    int64_t connected_after;    /* the value of `gathers` at which round 2 may be waited for */
     fct_exchange *capabilities; /* round 1; NULL: not issued, or read */
-    fct_exchange *connection;   /* round 2, likewise */
+    fct_exchange *connection;   /* round 2; NULL: not issued, or read */
     shm_ring_handle *handles;   /* of all ranks, from round 1 until the rings are mapped */
 };
 
@@ -69,16 +71,16 @@ bool shm_negotiation_register_user(const char *name) {
     return true;
 }
 
-/* Removes the count of a process group and returns it; at least 1. */
-static int64_t take_count(const char *name) {
+/* Removes the count of a process group and returns it. Returns 1 if there is no count. */
+static int64_t remove_count(const char *name) {
     group_count **at = find_count(name);
-    group_count *found = *at;
-    if (found == NULL) {
+    group_count *entry = *at;
+    if (entry == NULL) {
         return 1;
     }
-    const int64_t count = found->count;
-    *at = found->next;
-    free(found);
+    const int64_t count = entry->count;
+    *at = entry->next;
+    free(entry);
     return count;
 }
 
@@ -89,8 +91,8 @@ static bool is_set(const char *variable) {
     return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
-/* Whether this rank accepts shared memory. The user can veto it. A debug level and a flight
- * recorder veto it, because they observe gloo's own collectives. */
+/* Whether this rank accepts shared memory. The user can veto shared memory. A debug level and a
+ * flight recorder also veto it, because they observe gloo's own collectives. */
 static bool accepts_shared_memory(void) {
     const char *choice = getenv("FSDP_C_TRANSPORT");
     return (choice == NULL || strcmp(choice, "gloo") != 0) && !fct_c10d_is_debugged() &&
@@ -144,20 +146,20 @@ static negotiation_state get_state(shm_negotiation *n) {
     return state;
 }
 
-/* Sets the state and the transport, and takes the reference of the latter. After the end of the
+/* Sets the state and the transport, and takes the reference to the transport. After the end of the
  * group the state remains DECLINED. Returns the reference that the caller must release. */
 static shm_transport *set_state(shm_negotiation *n, negotiation_state state,
                                 shm_transport *transport) {
     (void)pthread_mutex_lock(&n->mutex);
-    shm_transport *old = n->transport;
+    shm_transport *released = n->transport;
     if (n->closed) {
-        old = transport;
+        released = transport;
     } else {
         n->state = state;
         n->transport = transport;
     }
     (void)pthread_mutex_unlock(&n->mutex);
-    return old;
+    return released;
 }
 
 static void decline(shm_negotiation *n) {
@@ -223,7 +225,7 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
         decline(n);
         return 0;
     }
-    const int64_t count = take_count(fct_pg_name(pg));
+    const int64_t count = remove_count(fct_pg_name(pg));
     n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
     int64_t values[CAPABILITIES] = {0};
     if (accepts_shared_memory()) {
@@ -244,7 +246,8 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
     return fct_exchange_start(pg, values, CAPABILITIES, &n->capabilities);
 }
 
-/* Waits for round 1 and applies its results, unless another thread has done so meanwhile. */
+/* Waits for round 1 and applies its results, unless another thread has applied them during the
+ * wait. */
 static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
     const int64_t *results = NULL;
     fct_exchange *round = wait_for_round(n->capabilities, &results);
@@ -256,11 +259,11 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
         bool all_accept = true;
         n->handles = (shm_ring_handle *)malloc((size_t)world * sizeof *n->handles);
         for (int64_t rank = 0; rank < world; rank++) {
-            const int64_t *row = results + rank * CAPABILITIES;
-            n->fallback_gathers = row[0] > n->fallback_gathers ? row[0] : n->fallback_gathers;
-            all_accept = all_accept && row[0] != 0 && row[1] != 0;
+            const int64_t *values = results + rank * CAPABILITIES;
+            n->fallback_gathers = values[0] > n->fallback_gathers ? values[0] : n->fallback_gathers;
+            all_accept = all_accept && values[0] != 0 && values[1] != 0;
             if (n->handles != NULL) {
-                n->handles[rank] = (shm_ring_handle){row[1], row[2], row[3]};
+                n->handles[rank] = (shm_ring_handle){values[1], values[2], values[3]};
             }
         }
         end_round(&n->capabilities);
@@ -280,7 +283,7 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
 static int connect_ranks(shm_negotiation *n, fct_pg *pg) {
     shm_ring_handle *handles = n->handles;
     n->handles = NULL;
-    /* DECLINED remains if the round cannot be issued. */
+    /* The state stays DECLINED if the round cannot be issued. */
     shm_transport *transport = set_state(n, DECLINED, NULL);
     const int world = (int)fct_pg_world_size(pg);
     const bool connected = transport != NULL && handles != NULL &&
@@ -299,7 +302,8 @@ static int connect_ranks(shm_negotiation *n, fct_pg *pg) {
     return 0;
 }
 
-/* Waits for round 2 and applies its results, unless another thread has done so meanwhile. */
+/* Waits for round 2 and applies its results, unless another thread has applied them during the
+ * wait. */
 static int read_connection(shm_negotiation *n, fct_pg *pg) {
     const int64_t *results = NULL;
     fct_exchange *round = wait_for_round(n->connection, &results);

@@ -13,10 +13,11 @@ extern "C" {
 #endif
 
 /* Whether the collectives of one process group use shared memory. The ranks negotiate once, in two
- * rounds. All users of the group share the object, which is counted.
+ * rounds. All users of the group share the object, which is reference-counted.
  *
- *     pending     The results of round 1 are not read yet. In it each rank sends whether it accepts
- *                 shared memory, the handle of its ring, and its number of parameter groups.
+ *     pending     The results of round 1 are not read yet. In round 1 each rank sends whether it
+ *                 accepts shared memory, the handle of its ring, and its number of parameter
+ *                 groups.
  *     connecting  All ranks accept. In round 2 each rank sends whether it mapped all rings. A rank
  *                 issues round 2 before its first gather or reduction after round 1, which is the
  *                 same collective on all ranks.
@@ -24,15 +25,16 @@ extern "C" {
  *     declined    The fallback backend, gloo, moves the data.
  *
  * A rank does not wait where it issues a round, because its peers may be anywhere in their
- * programs. So gloo moves the `fallback_gathers` gathers that follow a round. That number is the
- * largest number of parameter groups on any rank. A rank that issues one gather more has waited for
- * an earlier one, which its peers issued after they had issued the round. */
+ * programs. So gloo moves the `fallback_gathers` gathers that follow a round. `fallback_gathers` is
+ * the largest number of parameter groups on any rank. Before a rank issues one more gather, it has
+ * waited for one of these gathers. So its peers have issued that gather, and the round before it.
+ */
 typedef struct shm_negotiation shm_negotiation;
 
-/* The collective for which a transport is requested. A reduce-scatter follows a gather that has
- * been waited for, so it may wait for round 1. All-reduces count as gathers: replicated groups have
- * nothing else. A query is not a collective. It waits for both rounds, so all ranks must make it at
- * the same point. */
+/* The collective for which a transport is requested. A reduce-scatter may wait for round 1, because
+ * it follows a gather that has been waited for. All-reduces count as gathers, because replicated
+ * groups issue no others. A query is not a collective. A query waits for both rounds, so all ranks
+ * must make it at the same point. */
 typedef enum fct_use {
     FCT_USE_GATHER = 0,
     FCT_USE_REDUCE,
@@ -45,20 +47,20 @@ void shm_negotiation_retain(shm_negotiation *n);
 void shm_negotiation_release(shm_negotiation *n); /* NULL is allowed */
 
 /* Registers the negotiation with the process group, so that the group's end calls
- * shm_negotiation_close. Writes false to *attached if the group does not support it. Returns -1
- * with a Python exception. */
+ * shm_negotiation_close. Writes false to *attached if the process group does not support a
+ * negotiation. Returns -1 with a Python exception. */
 typedef int (*shm_attach)(fct_pg *pg, shm_negotiation *n, bool *attached);
 
 /* Writes to *accepted whether the next collective of `pg` uses shared memory. Issues the rounds.
- * Declines without a round if the backend is not torch's gloo. Waits run signal handlers, and an
- * interrupted call may be repeated. A rank offers its ring only if `attach` succeeds. Idempotent
- * until the caller counts a gather. Needs the GIL. */
+ * Declines without a round if the backend is not torch's gloo. Waits run signal handlers. A call
+ * that a signal handler interrupted may be repeated. A rank offers its ring only if `attach`
+ * succeeds. Idempotent until the caller counts a gather. Needs the GIL. */
 FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
                                   bool *accepted);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);
-/* Set by the user, on all ranks at the same point of their programs. While paused, the fallback
- * moves all data. */
+/* While a negotiation is paused, the fallback moves all data. All ranks must call the setter at the
+ * same point of their programs. */
 void shm_negotiation_set_paused(shm_negotiation *n, bool paused);
 bool shm_negotiation_is_paused(const shm_negotiation *n);
 

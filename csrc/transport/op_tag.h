@@ -1,4 +1,4 @@
-/* The tag of a collective: which operation a rank issues. */
+/* The tag of a collective, which identifies the operation that a rank issues. */
 #ifndef FSDP_C_TRANSPORT_OP_TAG_H
 #define FSDP_C_TRANSPORT_OP_TAG_H
 
@@ -19,7 +19,7 @@ typedef enum fct_op_kind {
 typedef struct fct_op_tag {
     fct_op_kind kind;
     const char *group; /* FQNs of the modules, "" for the root; valid during the call */
-    uint64_t sequence; /* collectives that the caller issued before over this process group */
+    uint64_t sequence; /* number of the caller's earlier collectives over this process group */
 } fct_op_tag;
 
 #ifdef __cplusplus

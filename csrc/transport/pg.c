@@ -1,6 +1,8 @@
-/* The transport of torch's process group: its own backend moves the data (gloo, NCCL, ...).
+/* The transport of torch's process group: the backend of the group (gloo, NCCL, ...) moves the
+ * data.
  *
- * The negotiation about shared memory needs the number of gathers that this transport has moved. */
+ * This transport counts its gathers, because the negotiation about shared memory needs their
+ * number. */
 #include "pg.h"
 
 #include "group_negotiation.h"
@@ -11,13 +13,13 @@ static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
     return 0;
 }
 
-/* Counts a gather or an all-reduce that was issued. Returns `issued`, the status of the call. */
-static int count_gather(fct_pg *pg, int issued) {
-    shm_negotiation *n = issued == 0 ? fct_negotiation_find(pg) : NULL;
+/* Counts a gather or an all-reduce that was issued. Returns `status`, the result of the call. */
+static int count_gather(fct_pg *pg, int status) {
+    shm_negotiation *n = status == 0 ? fct_negotiation_find(pg) : NULL;
     if (n != NULL) {
         shm_negotiation_count_gather(n);
     }
-    return issued;
+    return status;
 }
 
 static int all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,

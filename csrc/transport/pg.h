@@ -1,4 +1,4 @@
-/* The transport of torch's process group: its own backend moves the data. */
+/* The transport of torch's process group: the backend of the group moves the data. */
 #ifndef FSDP_C_TRANSPORT_PG_H
 #define FSDP_C_TRANSPORT_PG_H
 

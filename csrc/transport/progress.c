@@ -1,11 +1,11 @@
 /* Progress threads, for collectives that cannot be polled; see progress.h.
  *
- * A process group has at most one progress thread. The first task starts it, and it runs one task
- * after the other, in order of issue.
+ * A process group has at most one progress thread. The first task starts the thread, which runs the
+ * tasks one after the other, in order of issue.
  *
- * Invariants: the thread and its callers share ownership of what both use, so either may end first.
- * The thread never takes the GIL: a thread that takes the GIL while the interpreter finalizes would
- * terminate the process. A task becomes done once, under its mutex. */
+ * Invariants: the struct progress_thread and the thread share ownership of the queue, so either may
+ * end first. The thread never takes the GIL: a thread that takes the GIL while the interpreter
+ * finalizes would terminate the process. A task becomes done once, under its mutex. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "progress.h"
 
@@ -24,7 +24,7 @@ struct progress_task {
     progress_task *next; /* in the queue */
 };
 
-/* Shared by the handle and the thread. */
+/* Shared by the struct progress_thread and the thread. */
 typedef struct task_queue {
     atomic_uint owners;
     pthread_mutex_t mutex; /* guards the fields below */
@@ -97,16 +97,16 @@ bool progress_task_is_done(progress_task *task) {
 }
 
 bool progress_task_wait(progress_task *task, int64_t ms) {
-    struct timespec until;
-    (void)clock_gettime(WAIT_CLOCK, &until);
-    until.tv_sec += (time_t)(ms / 1000);
-    until.tv_nsec += (long)(ms % 1000) * 1000000;
-    if (until.tv_nsec >= 1000000000) {
-        until.tv_sec++;
-        until.tv_nsec -= 1000000000;
+    struct timespec deadline;
+    (void)clock_gettime(WAIT_CLOCK, &deadline);
+    deadline.tv_sec += (time_t)(ms / 1000);
+    deadline.tv_nsec += (long)(ms % 1000) * 1000000;
+    if (deadline.tv_nsec >= 1000000000) {
+        deadline.tv_sec++;
+        deadline.tv_nsec -= 1000000000;
     }
     (void)pthread_mutex_lock(&task->mutex);
-    while (!task->done && pthread_cond_timedwait(&task->changed, &task->mutex, &until) == 0) {
+    while (!task->done && pthread_cond_timedwait(&task->changed, &task->mutex, &deadline) == 0) {
     }
     const bool done = task->done;
     (void)pthread_mutex_unlock(&task->mutex);
@@ -118,7 +118,8 @@ static void run_task(progress_task *task) {
     (void)pthread_mutex_lock(&task->mutex);
     task->done = true;
     (void)pthread_mutex_unlock(&task->mutex);
-    (void)pthread_cond_broadcast(&task->changed); /* unlocked, so that a woken thread gets it */
+    /* After the unlock, so that a woken thread can take the mutex at once. */
+    (void)pthread_cond_broadcast(&task->changed);
     progress_task_release(task);
 }
 
@@ -134,7 +135,7 @@ static void queue_release(task_queue *queue) {
 }
 
 /* Returns the first task, which it removes, or NULL if the queue is closed and empty. */
-static progress_task *take_task(task_queue *queue) {
+static progress_task *pop_task(task_queue *queue) {
     (void)pthread_mutex_lock(&queue->mutex);
     while (queue->first == NULL && !queue->closed) {
         (void)pthread_cond_wait(&queue->changed, &queue->mutex);
@@ -150,7 +151,7 @@ static progress_task *take_task(task_queue *queue) {
 
 static void *run_queue(void *argument) {
     task_queue *queue = (task_queue *)argument;
-    for (progress_task *task = take_task(queue); task != NULL; task = take_task(queue)) {
+    for (progress_task *task = pop_task(queue); task != NULL; task = pop_task(queue)) {
         run_task(task);
     }
     queue_release(queue);
@@ -163,7 +164,7 @@ static task_queue *queue_new(void) {
     if (queue == NULL) {
         return NULL;
     }
-    atomic_init(&queue->owners, 2); /* the handle and the thread */
+    atomic_init(&queue->owners, 2); /* the struct progress_thread and the thread */
     (void)pthread_mutex_init(&queue->mutex, NULL);
     init_condition(&queue->changed);
     pthread_t id;

@@ -9,9 +9,9 @@
 extern "C" {
 #endif
 
-/* A task, counted. `run` blocks until the collective of `object` is complete, stores its outcome in
- * the object, and must not use Python. `destroy` frees the object when the last reference to the
- * task is released, on any thread. */
+/* A task, reference-counted. `run` blocks until the collective of `object` is complete, stores its
+ * outcome in the object, and must not use Python. `destroy` frees the object when the last
+ * reference to the task is released, on any thread. */
 typedef struct progress_task progress_task;
 typedef struct progress_job {
     void *object;
@@ -34,9 +34,9 @@ typedef struct progress_thread progress_thread;
 progress_thread *progress_thread_new(void); /* NULL: no memory */
 /* Does not join: the thread exits after its last task. NULL is allowed. */
 void progress_thread_free(progress_thread *thread);
-/* Appends a task and starts the thread at the first call. Any thread may call it. Takes job.object
- * if it succeeds. Returns NULL if the thread or the memory is not available; then the caller keeps
- * the object. */
+/* Appends a task and starts the thread at the first call. Any thread may call the function. Takes
+ * job.object on success. Returns NULL if the thread cannot be started or there is no memory. Then
+ * the caller keeps the object. */
 progress_task *progress_thread_add(progress_thread *thread, progress_job job);
 
 #ifdef __cplusplus

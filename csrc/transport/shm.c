@@ -1,13 +1,14 @@
 /* The shared-memory transport: see README.md.
  *
- * The bridge gives each process group a second c10d backend (bridge/shm_backend.cpp). Its
- * collectives are the operations of shm_collective.h. This table issues a collective on that
- * backend, through the same op of namespace c10d. */
+ * The bridge gives each process group a second c10d backend (bridge/shm_backend.cpp). The
+ * collectives of that backend are the operations of shm_collective.h. This table issues a
+ * collective on that backend, through the same op of namespace c10d. */
 #include "shm.h"
 
 #include "group_negotiation.h"
 
-/* Called in a negotiation that the bridge's backend ends. */
+/* Adds the shared-memory backend to the group. The end of the backend closes the negotiation; see
+ * shm_attach. */
 static int attach(fct_pg *pg, shm_negotiation *n, bool *attached) {
     return fct_pg_add_shm_backend(pg, n, attached);
 }

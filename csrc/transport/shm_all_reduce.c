@@ -1,9 +1,10 @@
 /* All-reduces in shared memory; see shm_all_reduce.h.
  *
- * If the ring can hold the tensors of all ranks, each rank writes its whole tensor and sums all of
- * them. This needs one message phase and no thread. A larger tensor is divided into parts. Each
- * rank sums a share of each part, and then the ranks exchange the sums. The next part is sent
- * before the sums of the previous one, so that ranks need not run in lockstep:
+ * If the ring can hold the tensors of all ranks, each rank writes its whole tensor and sums the
+ * tensors of all ranks. This case needs one phase of messages and no thread. A larger tensor is
+ * divided into parts. Each rank sums a share of each part, and then the ranks exchange the sums.
+ * The next part is sent before the sums of the previous part, so that ranks need not run in
+ * lockstep:
  *
  *     part 0, part 1, sums of 0, part 2, sums of 1, ...
  *
@@ -17,13 +18,13 @@
 #include "../kernels/ring.h"
 #include "shm_tag.h"
 
-static int64_t min_of(int64_t one, int64_t two) {
-    return one < two ? one : two;
+static int64_t min_of(int64_t a, int64_t b) {
+    return a < b ? a : b;
 }
 
 /* ---- ranges ---- */
 
-static shm_range share_in(const shm_collective *c, shm_range part, int64_t rank) {
+static shm_range share_of_rank(const shm_collective *c, shm_range part, int64_t rank) {
     const int64_t world = c->request.world;
     const int64_t share = (part.end - part.begin + world - 1) / world;
     const int64_t begin = min_of(part.begin + rank * share, part.end);
@@ -32,7 +33,7 @@ static shm_range share_in(const shm_collective *c, shm_range part, int64_t rank)
 
 /* The elements of a part that this rank sums. */
 static shm_range summed_range(const shm_collective *c, shm_range part) {
-    return c->sums_whole ? part : share_in(c, part, c->request.rank);
+    return c->sums_whole ? part : share_of_rank(c, part, c->request.rank);
 }
 
 static char *address_of(const shm_collective *c, int64_t element) {
@@ -49,7 +50,7 @@ static size_t byte_count(const shm_collective *c, int64_t begin, int64_t end) {
 static size_t message_bytes(const shm_op *op, size_t message) {
     const shm_collective *c = (const shm_collective *)op;
     const shm_step *step = &c->steps[message];
-    const shm_range range = step->is_sum ? share_in(c, step->part, 0) : step->part;
+    const shm_range range = step->is_sum ? share_of_rank(c, step->part, 0) : step->part;
     return byte_count(c, range.begin, range.end);
 }
 
@@ -61,33 +62,35 @@ static bool can_write(const shm_op *op, size_t message, size_t messages_read) {
 static void write_message(shm_op *op, size_t message, char *buffer) {
     const shm_collective *c = (const shm_collective *)op;
     const shm_step *step = &c->steps[message];
-    const shm_range own = summed_range(c, step->part), part = step->part;
+    const shm_range own_range = summed_range(c, step->part), part = step->part;
     if (step->is_sum) {
-        memcpy(buffer, address_of(c, own.begin), byte_count(c, own.begin, own.end));
+        memcpy(buffer, address_of(c, own_range.begin),
+               byte_count(c, own_range.begin, own_range.end));
     } else if (c->sums_whole) {
         memcpy(buffer, address_of(c, part.begin), byte_count(c, part.begin, part.end));
     } else {
-        const size_t before = byte_count(c, part.begin, own.begin);
+        const size_t before = byte_count(c, part.begin, own_range.begin);
         memcpy(buffer, address_of(c, part.begin), before);
-        memcpy(buffer + before + byte_count(c, own.begin, own.end), address_of(c, own.end),
-               byte_count(c, own.end, part.end));
+        memcpy(buffer + before + byte_count(c, own_range.begin, own_range.end),
+               address_of(c, own_range.end), byte_count(c, own_range.end, part.end));
     }
 }
 
 static void add_inputs(const shm_collective *c, shm_range part, const char *const *peer_data) {
     const shm_request *r = &c->request;
-    const shm_range own = summed_range(c, part);
-    if (own.begin == own.end) {
+    const shm_range own_range = summed_range(c, part);
+    if (own_range.begin == own_range.end) {
         return;
     }
     const void *inputs[SHM_RING_MAX_RANKS];
     for (int rank = 0; rank < r->world; rank++) {
         const char *data = peer_data[rank];
-        inputs[rank] =
-            data == NULL ? address_of(c, own.begin) : data + byte_count(c, part.begin, own.begin);
+        inputs[rank] = data == NULL ? address_of(c, own_range.begin)
+                                    : data + byte_count(c, part.begin, own_range.begin);
     }
-    fck_ring_sum((fck_dtype)r->dtype, address_of(c, own.begin), inputs, r->world,
-                 (int64_t)(r->bytes / r->itemsize), own.begin, own.end - own.begin);
+    fck_ring_sum((fck_dtype)r->dtype, address_of(c, own_range.begin), inputs, r->world,
+                 (int64_t)(r->bytes / r->itemsize), own_range.begin,
+                 own_range.end - own_range.begin);
 }
 
 static void read_message(shm_op *op, size_t message, const char *const *peer_data) {
@@ -99,7 +102,7 @@ static void read_message(shm_op *op, size_t message, const char *const *peer_dat
     }
     for (int rank = 0; rank < c->request.world; rank++) {
         if (rank != c->request.rank) {
-            const shm_range share = share_in(c, step->part, rank);
+            const shm_range share = share_of_rank(c, step->part, rank);
             memcpy(address_of(c, share.begin), peer_data[rank],
                    byte_count(c, share.begin, share.end));
         }

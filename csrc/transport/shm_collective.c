@@ -1,9 +1,8 @@
 /* All-gathers and reduce-scatters over shared memory; see shm_collective.h.
  *
- * A message holds a part of each rank shard that it carries. Parts are multiples of a cache line,
- * so no element is split between messages. The message of an all-gather has a part of this rank's
- * shard. The message of a reduce-scatter has parts of all shards, and leaves the part of this rank
- * uninitialized. */
+ * Rank shards are divided into parts. Parts are multiples of a cache line, so no element is split
+ * between messages. The message of an all-gather has a part of this rank's shard. The message of a
+ * reduce-scatter has parts of all shards, and leaves the part of this rank uninitialized. */
 #include "shm_collective.h"
 
 #include <assert.h>
@@ -27,31 +26,31 @@ static size_t shards_in_message(const shm_collective *c) {
 }
 
 /* Bytes of one rank shard in a message. */
-static size_t part_bytes(const shm_collective *c, size_t message) {
-    const size_t left = c->request.bytes - message * c->part_bytes;
-    return left < c->part_bytes ? left : c->part_bytes;
+static size_t part_bytes_in(const shm_collective *c, size_t message) {
+    const size_t remaining = c->request.bytes - message * c->part_bytes;
+    return remaining < c->part_bytes ? remaining : c->part_bytes;
 }
 
 static size_t message_bytes(const shm_op *op, size_t message) {
     const shm_collective *c = (const shm_collective *)op;
-    return shards_in_message(c) * part_bytes(c, message);
+    return shards_in_message(c) * part_bytes_in(c, message);
 }
 
 /* The bytes that a segment and the part of a message have in common. */
 typedef struct overlap {
-    size_t from;    /* byte offset in the segment */
-    size_t bytes;   /* 0: none */
-    size_t in_part; /* byte offset in the part */
+    size_t in_segment; /* byte offset in the segment */
+    size_t bytes;      /* 0: none */
+    size_t in_part;    /* byte offset in the part */
 } overlap;
 
 static overlap find_overlap(const shm_collective *c, const shm_segment *segment, size_t message) {
     const size_t part_begin = message * c->part_bytes;
-    const size_t part_end = part_begin + part_bytes(c, message);
+    const size_t part_end = part_begin + part_bytes_in(c, message);
     const size_t segment_end = segment->begin + segment->bytes;
-    const size_t from = segment->begin > part_begin ? segment->begin : part_begin;
-    const size_t until = segment_end < part_end ? segment_end : part_end;
-    return from < until ? (overlap){from - segment->begin, until - from, from - part_begin}
-                        : (overlap){0, 0, 0};
+    const size_t begin = segment->begin > part_begin ? segment->begin : part_begin;
+    const size_t end = segment_end < part_end ? segment_end : part_end;
+    return begin < end ? (overlap){begin - segment->begin, end - begin, begin - part_begin}
+                       : (overlap){0, 0, 0};
 }
 
 static void copy_shard(const shm_collective *c, size_t message, size_t shard, char *to) {
@@ -59,21 +58,21 @@ static void copy_shard(const shm_collective *c, size_t message, size_t shard, ch
         const shm_segment *segment = &c->segments[i];
         const overlap o = find_overlap(c, segment, message);
         if (o.bytes > 0) {
-            memcpy(to + o.in_part, segment->data + shard * segment->stride + o.from, o.bytes);
+            memcpy(to + o.in_part, segment->data + shard * segment->stride + o.in_segment, o.bytes);
         }
     }
 }
 
 static void write_message(shm_op *op, size_t message, char *buffer) {
     const shm_collective *c = (const shm_collective *)op;
-    const size_t own = (size_t)c->request.rank;
+    const size_t own_rank = (size_t)c->request.rank;
     if (c->request.kind == FCT_OP_ALL_GATHER) {
-        copy_shard(c, message, own, buffer);
+        copy_shard(c, message, own_rank, buffer);
         return;
     }
-    const size_t bytes = part_bytes(c, message);
+    const size_t bytes = part_bytes_in(c, message);
     for (size_t shard = 0; shard < (size_t)c->request.world; shard++) {
-        if (shard != own) {
+        if (shard != own_rank) {
             copy_shard(c, message, shard, buffer + shard * bytes);
         }
     }
@@ -84,29 +83,30 @@ static void gather_segment(const shm_collective *c, const shm_segment *segment, 
                            const char *const *parts) {
     for (int rank = 0; rank < c->request.world; rank++) {
         if (parts[rank] != NULL) {
-            memcpy(segment->data + (size_t)rank * segment->stride + o.from, parts[rank], o.bytes);
+            memcpy(segment->data + (size_t)rank * segment->stride + o.in_segment, parts[rank],
+                   o.bytes);
         }
     }
 }
 
-/* Adds the data of all ranks into the output. Replaces this rank's entry of `parts`. */
+/* Writes the sum of the data of all ranks to the output. Sets this rank's entry of `parts`. */
 static void sum_segment(const shm_collective *c, const shm_segment *segment, overlap o,
                         const char **parts) {
     const shm_request *r = &c->request;
-    const size_t own = (size_t)r->rank;
+    const size_t own_rank = (size_t)r->rank;
     const int64_t numel = (int64_t)(r->bytes / r->itemsize);
-    const int64_t first = (int64_t)((segment->begin + o.from) / r->itemsize);
-    parts[own] = segment->data + own * segment->stride + o.from;
+    const int64_t first = (int64_t)((segment->begin + o.in_segment) / r->itemsize);
+    parts[own_rank] = segment->data + own_rank * segment->stride + o.in_segment;
     const void *inputs[SHM_RING_MAX_RANKS];
     memcpy(inputs, parts, (size_t)r->world * sizeof *parts);
-    fck_ring_sum((fck_dtype)r->dtype, r->output + segment->begin + o.from, inputs, r->world,
+    fck_ring_sum((fck_dtype)r->dtype, r->output + segment->begin + o.in_segment, inputs, r->world,
                  r->world * numel, r->rank * numel + first, (int64_t)(o.bytes / r->itemsize));
 }
 
 static void read_message(shm_op *op, size_t message, const char *const *peer_data) {
     const shm_collective *c = (const shm_collective *)op;
     const bool sums = c->request.kind == FCT_OP_REDUCE_SCATTER;
-    const size_t own_part = sums ? (size_t)c->request.rank * part_bytes(c, message) : 0;
+    const size_t own_part = sums ? (size_t)c->request.rank * part_bytes_in(c, message) : 0;
     const char *parts[SHM_RING_MAX_RANKS] = {NULL};
     for (size_t i = 0; i < c->request.segment_count; i++) {
         const overlap o = find_overlap(c, &c->segments[i], message);
@@ -196,9 +196,9 @@ shm_submit_result shm_collective_start(shm_collective *c, shm_transport *t, shm_
     return shm_transport_submit(t, &c->op, owner, error);
 }
 
-int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t most_ms,
+int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t max_ms,
                         char error[SHM_ERROR_BYTES]) {
-    return shm_transport_wait(t, &c->op, most_ms, error);
+    return shm_transport_wait(t, &c->op, max_ms, error);
 }
 
 bool shm_collective_is_cpu_bound(const shm_collective *c) {

@@ -1,5 +1,5 @@
 /* Collectives over shared memory: all-gather, reduce-scatter and all-reduce of memory that the
- * caller describes by addresses. The bytes of a rank shard travel in shard order. */
+ * caller describes by addresses. Messages contain the bytes of a rank shard in shard order. */
 #ifndef FSDP_C_TRANSPORT_SHM_COLLECTIVE_H
 #define FSDP_C_TRANSPORT_SHM_COLLECTIVE_H
 
@@ -14,17 +14,17 @@ extern "C" {
 bool shm_can_sum(int32_t dtype);
 /* Returns a new collective, or NULL if there is no memory. Copies the segments. */
 shm_collective *shm_collective_new(const shm_request *request);
-/* Only before its submission or after its completion. NULL is allowed. */
+/* Frees a collective that is not submitted, or that is complete. NULL is allowed. */
 void shm_collective_free(shm_collective *c);
-/* Frees the list of segments after completion, so that no address is kept. */
+/* Frees the list of segments after completion, so that the collective holds no stale address. */
 void shm_collective_drop_segments(shm_collective *c);
 /* Submits the collective; see shm_transport_submit. */
 shm_submit_result shm_collective_start(shm_collective *c, shm_transport *t, shm_owner owner,
                                        char error[SHM_ERROR_BYTES]);
 /* See shm_transport_wait. */
-int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t most_ms,
+int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t max_ms,
                         char error[SHM_ERROR_BYTES]);
-/* The value of shm_transport_is_cpu_bound at the start. */
+/* The result of shm_transport_is_cpu_bound at shm_collective_start. */
 bool shm_collective_is_cpu_bound(const shm_collective *c);
 
 #ifdef __cplusplus

@@ -12,7 +12,7 @@ extern "C" {
 /* Consecutive bytes of a rank shard, and their place in this rank's memory. A rank shard is the
  * elements that belong to one rank. */
 typedef struct shm_segment {
-    char *data;    /* of rank 0's shard */
+    char *data;    /* address of the bytes of rank 0's shard */
     size_t stride; /* bytes from one rank's data to the next rank's */
     size_t begin;  /* byte offset in a rank shard */
     size_t bytes;
@@ -43,7 +43,7 @@ typedef struct shm_range {
 typedef struct shm_step {
     bool is_sum;
     shm_range part;
-    size_t after; /* messages that must be read before it can be written */
+    size_t after; /* messages that must be read before this message can be written */
 } shm_step;
 
 /* The state of a collective. shm_collective.c and shm_all_reduce.c use the fields. */

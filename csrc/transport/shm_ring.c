@@ -1,13 +1,13 @@
 /* A message ring in shared memory; see shm_ring.h.
  *
- * A segment is a memfd: a shared_page with counters and message headers, then the message data.
- * A waiter increments `sleepers`, then checks shm_ring_seq again. A writer publishes, then checks
+ * A segment is a memfd: a shared_page with counters and message headers, then the message data. A
+ * waiter increments `sleepers`, then checks shm_ring_seq again. A writer publishes, then checks
  * `sleepers` and rings the doorbell. All four accesses are seq_cst, so no wake-up is lost. Each
- * rank waits on its own doorbell, because any peer may send what it waits for.
+ * rank waits on its own doorbell, because a message of any peer may end the wait.
  *
- * Messages are contiguous: the free space behind the last message is skipped if the next one does
- * not fit. When all messages are released, the next one starts at offset 0, which is in the cache.
- */
+ * Messages are contiguous: the ring skips the free space behind the last message if the next
+ * message does not fit. When all messages are released, the next message starts at offset 0,
+ * because that memory is in the cache. */
 #define _GNU_SOURCE 1 /* memfd_create, syscall */
 #include "shm_ring.h"
 
@@ -105,13 +105,13 @@ static int move_above_stdio(int fd) {
     if (fd < 0 || fd > STDERR_FILENO) {
         return fd;
     }
-    const int moved = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+    const int new_fd = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
     (void)close(fd);
-    return moved;
+    return new_fd;
 }
 
-/* The lock that a live owner holds. It belongs to the process: children of fork() do not inherit
- * it. */
+/* The lock that a live owner holds. The lock belongs to the process: children of fork() do not
+ * inherit it. */
 static struct flock liveness_lock(void) {
     return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
 }
@@ -186,7 +186,7 @@ static int has_segment_size(const struct stat *info, size_t capacity) {
 /* Maps a peer's segment. Accepts only a regular file of the right size that cannot shrink, with the
  * token of the handle. In another pid namespace the path may name any file. Opening a device may
  * have side effects, and closing a file drops this process's locks on it. So stat comes first. */
-static int map_peer(ring_view *found, const shm_ring_handle *handle, size_t capacity) {
+static int map_peer(ring_view *view, const shm_ring_handle *handle, size_t capacity) {
     char path[64];
     (void)snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)handle->pid,
                    (long long)handle->fd);
@@ -208,7 +208,7 @@ static int map_peer(ring_view *found, const shm_ring_handle *handle, size_t capa
         (void)close(fd);
         return 0;
     }
-    *found = (ring_view){at, fd};
+    *view = (ring_view){at, fd};
     return at->token == (uint64_t)handle->token && at->capacity == capacity;
 }
 
@@ -276,7 +276,8 @@ int shm_ring_peer_has_ended(const shm_ring *ring, int rank) {
            (fcntl(view->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK);
 }
 
-/* The sum of counters that only grow. It changes with each of them until 2^32 increments. */
+/* Returns the sum of counters that only grow. Up to 2^32 increments, each increment changes the
+ * sum. */
 uint32_t shm_ring_seq(const shm_ring *ring) {
     uint32_t seq = 0;
     for (int peer = 0; peer < ring->world_size; peer++) {
@@ -310,12 +311,12 @@ static void wait_on_doorbell(shm_ring *ring, uint32_t seen_seq, int64_t deadline
     (void)atomic_fetch_add(&own->sleepers, 1);
     for (;;) {
         const uint32_t doorbell_value = atomic_load(&own->doorbell);
-        const int64_t left_ns = deadline_ns - now_ns();
-        if (left_ns <= 0 || shm_ring_seq(ring) != seen_seq) {
+        const int64_t remaining_ns = deadline_ns - now_ns();
+        if (remaining_ns <= 0 || shm_ring_seq(ring) != seen_seq) {
             break;
         }
-        const struct timespec time = {.tv_sec = (time_t)(left_ns / 1000000000),
-                                      .tv_nsec = (long)(left_ns % 1000000000)};
+        const struct timespec time = {.tv_sec = (time_t)(remaining_ns / 1000000000),
+                                      .tv_nsec = (long)(remaining_ns % 1000000000)};
         (void)syscall(SYS_futex, &own->doorbell, FUTEX_WAIT, doorbell_value, &time, NULL, 0);
     }
     (void)atomic_fetch_sub(&own->sleepers, 1);
@@ -331,8 +332,8 @@ void shm_ring_wait(shm_ring *ring, uint32_t seen_seq, int64_t ms) {
 
 /* ---- writing ---- */
 
-/* The largest number of this rank's messages that a peer has not released. Writes that peer to
- * *slowest if the pointer is not NULL and the number is not 0. */
+/* Returns the largest number of this rank's messages that a peer has not released. Writes that peer
+ * to *slowest if `slowest` is not NULL and the number is not 0. */
 static uint32_t count_unread(const shm_ring *ring, int *slowest) {
     const uint32_t committed =
         atomic_load_explicit(&ring->own.page->committed, memory_order_relaxed);
@@ -343,8 +344,8 @@ static uint32_t count_unread(const shm_ring *ring, int *slowest) {
         }
         const shared_page *page = ring->views[peer].page;
         uint32_t pending = committed - atomic_load_explicit(&page->released, memory_order_acquire);
-        pending = pending > HEADER_SLOTS ? HEADER_SLOTS
-                                         : pending; /* a corrupt counter may exceed the slots */
+        /* A corrupt counter may exceed the slots. */
+        pending = pending > HEADER_SLOTS ? HEADER_SLOTS : pending;
         if (pending > largest) {
             largest = pending;
             if (slowest != NULL) {
@@ -424,12 +425,12 @@ shm_ring_peek_result shm_ring_peek(shm_ring *ring, int rank, shm_ring_message *m
     }
     /* Copy the header first: the peer may change it between the check and the use. */
     const volatile message_header *header = &view->page->headers[ring->read_seq % HEADER_SLOTS];
-    const message_header got = {header->tag, header->offset, header->bytes};
-    if (committed - ring->read_seq > HEADER_SLOTS || got.offset > ring->capacity ||
-        got.offset % CACHE_LINE != 0 || got.bytes > ring->capacity - got.offset) {
+    const message_header copy = {header->tag, header->offset, header->bytes};
+    if (committed - ring->read_seq > HEADER_SLOTS || copy.offset > ring->capacity ||
+        copy.offset % CACHE_LINE != 0 || copy.bytes > ring->capacity - copy.offset) {
         return SHM_RING_CORRUPT;
     }
-    *message = (shm_ring_message){got.tag, (size_t)got.bytes, data_of(view) + got.offset};
+    *message = (shm_ring_message){copy.tag, (size_t)copy.bytes, data_of(view) + copy.offset};
     return SHM_RING_READY;
 }
 

@@ -6,17 +6,17 @@
  * it. A ring is full only while some peer is behind its owner. So a rank that waits for free memory
  * must keep reading, or two ranks that wait for each other deadlock.
  *
- * The memory is an anonymous file (memfd), which the kernel frees with its last user. Peers open it
- * by pid and file descriptor (shm_ring_handle), and compare a random token. The owner holds a lock
- * on its file while it lives. The kernel drops the lock when the process ends, so peers can test
- * it.
+ * The memory is an anonymous file (memfd), which the kernel frees with its last user. Peers open
+ * the file by pid and descriptor (shm_ring_handle), and compare a random token. The owner holds a
+ * lock on its file. The kernel drops the lock when the process ends, so peers can test whether the
+ * owner lives.
  *
- * A shm_ring is one rank's end: its own memory and its mappings of the peers' memory. One thread at
- * a time may use it. Any number of threads may call shm_ring_seq and shm_ring_wait meanwhile. Peer
- * memory is untrusted: offsets and lengths are validated before use.
+ * A shm_ring contains the rank's own memory and the mappings of the peers' memory. One thread at a
+ * time may use it. At the same time any number of threads may call shm_ring_seq and shm_ring_wait.
+ * Peer memory is untrusted: offsets and lengths are validated before use.
  *
- * Preconditions: shm_ring_connect has succeeded in all functions below it, except for
- * mark_closed and destroy. A rank that is passed is a peer. */
+ * Precondition of all functions below shm_ring_connect, except for mark_closed and destroy:
+ * shm_ring_connect has succeeded. The argument `rank` is the rank of a peer. */
 #ifndef FSDP_C_TRANSPORT_SHM_RING_H
 #define FSDP_C_TRANSPORT_SHM_RING_H
 
@@ -50,20 +50,21 @@ enum { SHM_RING_MAX_RANKS = 64 };
 shm_ring *shm_ring_create(size_t capacity);
 shm_ring_handle shm_ring_get_handle(const shm_ring *ring);
 /* Maps the rings of all peers. `handles` is in rank order, and includes this rank. Returns 0 if a
- * ring cannot be mapped or has another capacity. After that only shm_ring_destroy may be called. */
+ * ring cannot be mapped or has another capacity. After a failure only shm_ring_destroy may be
+ * called. */
 int shm_ring_connect(shm_ring *ring, int rank, int world_size, const shm_ring_handle *handles);
 /* Marks the ring closed: this rank commits no more messages. Wakes waiting peers. No-op in a child
  * of fork(). */
 void shm_ring_mark_closed(shm_ring *ring);
-/* Marks the ring closed and unmaps all memory. A child of fork() that destroys its parent's ring
- * does not mark it closed. NULL is allowed. */
+/* Marks the ring closed and unmaps all memory. In a child of fork(), unmaps the memory only. NULL
+ * is allowed. */
 void shm_ring_destroy(shm_ring *ring);
 
 /* Reserves memory for the next message of `bytes` bytes, at most the capacity. Returns NULL if the
  * slowest peer has not released enough. A second call before shm_ring_commit replaces the
  * reservation. */
 char *shm_ring_reserve(shm_ring *ring, size_t bytes);
-/* Publishes the reserved message and wakes waiting peers. Readers compare the tag. */
+/* Publishes the reserved message with a tag, and wakes waiting peers. */
 void shm_ring_commit(shm_ring *ring, uint32_t tag);
 
 typedef enum shm_ring_peek_result {
@@ -76,10 +77,10 @@ typedef enum shm_ring_peek_result {
 /* Reads the header of the first unreleased message of `rank`. Validates each field against the
  * capacity. Writes *message only for SHM_RING_READY. */
 shm_ring_peek_result shm_ring_peek(shm_ring *ring, int rank, shm_ring_message *message);
-/* Releases the memory of one message of each peer. The caller has peeked all of them. */
+/* Releases the memory of one message of each peer. The caller has peeked these messages. */
 void shm_ring_release(shm_ring *ring);
 
-/* The peer with the most unreleased messages of this rank. Returns -1 if there are none. */
+/* Returns the peer with the most unreleased messages of this rank, or -1 if all are released. */
 int shm_ring_slowest_reader(const shm_ring *ring);
 /* Whether a peer has marked its ring closed or its process has ended. Makes a system call, unlike
  * shm_ring_peek, which detects only the mark. */

@@ -1,14 +1,15 @@
 /* The queue of collectives over rings in shared memory; see shm_transport.h and README.md.
  *
- * shm_transport_submit copies this rank's data into its ring. shm_transport_progress and waits read
- * the peers' rings. An operation that fits into the ring needs no background thread: submit writes
- * all of it. The rest of a larger one is written while peers read, by any thread that waits for the
- * transport. The progress thread waits for such an operation (progress.h). Messages are written and
- * read in order of issue. Without a waiting thread no system call is made.
+ * shm_transport_submit copies this rank's data into its ring. shm_transport_progress and
+ * shm_transport_wait read the peers' rings. An operation that fits into the ring needs no
+ * background thread: submit writes all of it. Threads that wait for the transport write the rest of
+ * a larger operation while peers read. The progress thread waits for operations that are larger
+ * than the ring (progress.h). Messages are written and read in order of issue. The transport makes
+ * no system call while no thread waits.
  *
  * A reader compares the tag and the size of each message with its own, and reports a mismatch.
  * After a mismatch, a timeout or the end of a rank, messages cannot be matched any more. All later
- * operations fail on every rank, as over gloo's connections. */
+ * operations fail on every rank, like operations over gloo's connections. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "shm_transport.h"
 
@@ -21,7 +22,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { SLICE_MS = 100 };
+enum { SLICE_MS = 100 }; /* the longest sleep before peers are checked */
 
 struct shm_transport {
     atomic_uint owners;
@@ -36,8 +37,8 @@ struct shm_transport {
     char error[SHM_ERROR_BYTES]; /* of the first failure */
 };
 
-/* Number of forks between the first process and this one. A child inherits its parent's objects,
- * but must not use its parent's rings. */
+/* Number of forks between the first process and this process. A child inherits its parent's
+ * objects, but must not use its parent's rings. */
 static atomic_uint forks;
 
 static void count_fork(void) {
@@ -150,8 +151,8 @@ static shm_op *fail_all(shm_transport *t, const char *error) {
 
 /* ---- writing ---- */
 
-/* Writes one message. Returns false if all are written, if the ring is full, or if peers' messages
- * must be read first. Caller holds `mutex`. */
+/* Writes one message. Returns false if all messages are written, if the ring is full, or if peers'
+ * messages must be read first. Caller holds `mutex`. */
 static bool write_next(shm_transport *t) {
     shm_op *op = t->writing;
     if (op == NULL ||
@@ -211,23 +212,24 @@ enum { NO_PEER = -1, FAILED = -2 };
 
 static void describe_mismatch(const shm_transport *t, const shm_op *op, size_t bytes, int rank,
                               const shm_ring_message *message, char error[SHM_ERROR_BYTES]) {
-    char own[128], other[128];
-    op->methods->describe_tag(op, op->tag, own, sizeof own);
-    op->methods->describe_tag(op, message->tag, other, sizeof other);
+    char own_text[128], peer_text[128];
+    op->methods->describe_tag(op, op->tag, own_text, sizeof own_text);
+    op->methods->describe_tag(op, message->tag, peer_text, sizeof peer_text);
     (void)snprintf(error, SHM_ERROR_BYTES,
                    "collective mismatch: rank %d issued %s (message of %zu bytes), rank %d issued "
                    "%s (message of %zu bytes)",
-                   t->rank, own, bytes, rank, other, message->bytes);
+                   t->rank, own_text, bytes, rank, peer_text, message->bytes);
 }
 
 /* Returns the first rank after this one whose next message is not committed, or NO_PEER. Writes the
- * peers' data to peer_data if it is not NULL. Returns FAILED and writes `error` if the message will
- * not come, is corrupt or belongs to another collective. Caller holds `mutex`. */
+ * peers' data to peer_data if it is not NULL. Returns FAILED and writes `error` if the peer has
+ * closed its ring, or if the message is corrupt or belongs to another collective. Caller holds
+ * `mutex`. */
 static int find_missing_peer(const shm_transport *t, const shm_op *op, const char **peer_data,
                              char error[SHM_ERROR_BYTES]) {
     const size_t bytes = op->methods->message_bytes(op, op->read);
-    for (int hop = 1; hop < t->world; hop++) {
-        const int rank = (t->rank + hop) % t->world;
+    for (int distance = 1; distance < t->world; distance++) {
+        const int rank = (t->rank + distance) % t->world;
         shm_ring_message message;
         switch (shm_ring_peek(t->ring, rank, &message)) {
         case SHM_RING_EMPTY:
@@ -255,15 +257,15 @@ static int find_missing_peer(const shm_transport *t, const shm_op *op, const cha
     return NO_PEER;
 }
 
-/* Reads one message of each peer and completes the first operation if it was the last one. Returns
- * false if there is no operation, or if a message is not committed. Adds completed operations to
- * *finished. Caller holds `mutex`. */
+/* Reads one message of each peer and completes the first operation if that was its last message.
+ * Returns false if there is no operation, or if a message is not committed. Sets *finished to the
+ * list of operations that the call completed. Caller holds `mutex`. */
 static bool read_next(shm_transport *t, shm_op **finished) {
     shm_op *op = t->first;
     if (op == NULL) {
         return false;
     }
-    bool done = false;
+    bool progressed = false;
     if (op->read < op->written) {
         const char *peer_data[SHM_RING_MAX_RANKS] = {NULL};
         char error[SHM_ERROR_BYTES];
@@ -277,7 +279,7 @@ static bool read_next(shm_transport *t, shm_op **finished) {
         op->methods->read(op, op->read, peer_data);
         shm_ring_release(t->ring);
         op->read++;
-        done = true;
+        progressed = true;
     }
     if (op->read == op->message_count && t->writing != op) {
         t->first = op->next;
@@ -285,21 +287,22 @@ static bool read_next(shm_transport *t, shm_op **finished) {
         op->next = NULL;
         complete(op, NULL);
         *finished = op;
-        done = true;
+        progressed = true;
     }
-    return done;
+    return progressed;
 }
 
+/* Writes or reads one message. Returns false if neither is possible now. */
 static bool advance(shm_transport *t) {
     if (is_forked_child(t)) {
         return false;
     }
     shm_op *finished = NULL;
     (void)pthread_mutex_lock(&t->mutex);
-    const bool moved = write_next(t) || read_next(t, &finished);
+    const bool progressed = write_next(t) || read_next(t, &finished);
     (void)pthread_mutex_unlock(&t->mutex);
     release_owners(finished);
-    return moved;
+    return progressed;
 }
 
 void shm_transport_progress(shm_transport *t) {
@@ -313,8 +316,8 @@ static bool is_done(const shm_op *op) {
     return __atomic_load_n(&op->done, __ATOMIC_ACQUIRE) != 0;
 }
 
-/* A rank that the first operation waits for, NO_PEER, or FAILED with `error`. Caller holds `mutex`.
- */
+/* Returns a rank for which the first operation waits, NO_PEER, or FAILED with `error`. Caller holds
+ * `mutex`. */
 static int find_late_peer(const shm_transport *t, char error[SHM_ERROR_BYTES]) {
     const shm_op *op = t->first;
     if (op == NULL) {
@@ -324,7 +327,7 @@ static int find_late_peer(const shm_transport *t, char error[SHM_ERROR_BYTES]) {
                                   : shm_ring_slowest_reader(t->ring);
 }
 
-/* Fails all operations if the rank that the first one waits for has ended. */
+/* Fails all operations if the rank for which the first operation waits has ended. */
 static void check_peers(shm_transport *t, uint32_t seen_seq) {
     char error[SHM_ERROR_BYTES];
     shm_op *finished = NULL;
@@ -345,23 +348,23 @@ static void check_peers(shm_transport *t, uint32_t seen_seq) {
     release_owners(finished);
 }
 
-/* Does one step of progress. If none is possible and `op` is not complete, waits for a peer, for at
- * most `most_ms`. */
-static void progress_or_wait(shm_transport *t, const shm_op *op, int64_t most_ms) {
+/* Writes or reads one message. If that is not possible and `op` is not complete, waits for a peer,
+ * for at most `max_ms`. */
+static void progress_or_wait(shm_transport *t, const shm_op *op, int64_t max_ms) {
     const uint32_t seen_seq = shm_ring_seq(t->ring);
-    /* Another thread may do the last step while this one waits for the mutex: check `op`. */
+    /* Another thread may complete `op` while this thread waits for the mutex. */
     if (advance(t) || is_done(op)) {
         return;
     }
-    shm_ring_wait(t->ring, seen_seq, most_ms);
+    shm_ring_wait(t->ring, seen_seq, max_ms);
     if (shm_ring_seq(t->ring) == seen_seq) {
         check_peers(t, seen_seq);
     }
 }
 
-/* The time limit of an operation starts at its issue, as in gloo. After `most_ms`, the limit of
- * this call, the operation continues. */
-int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error[SHM_ERROR_BYTES]) {
+/* The time limit of an operation starts at its issue, as in gloo. After `max_ms`, the limit of this
+ * call, the operation continues. */
+int shm_transport_wait(shm_transport *t, shm_op *op, int64_t max_ms, char error[SHM_ERROR_BYTES]) {
     const int64_t begin_ns = now_ns();
     for (;;) {
         shm_transport_progress(t);
@@ -374,23 +377,23 @@ int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error
             return -1;
         }
         const int64_t time_ns = now_ns();
-        int64_t left_ms = op->timeout_ms - (time_ns - op->start_ns) / 1000000;
-        if (left_ms <= 0) {
+        int64_t remaining_ms = op->timeout_ms - (time_ns - op->start_ns) / 1000000;
+        if (remaining_ms <= 0) {
             (void)snprintf(error, SHM_ERROR_BYTES,
                            "Timed out waiting %" PRId64 "ms for the data of other ranks",
                            op->timeout_ms);
             shm_transport_abort(t, error);
             return 1;
         }
-        if (most_ms != 0) {
-            const int64_t own_ms = most_ms - (time_ns - begin_ns) / 1000000;
-            left_ms = own_ms < left_ms ? own_ms : left_ms;
-            if (left_ms <= 0) {
-                (void)snprintf(error, SHM_ERROR_BYTES, "Timed out waiting %" PRId64 "ms", most_ms);
+        if (max_ms != 0) {
+            const int64_t call_ms = max_ms - (time_ns - begin_ns) / 1000000;
+            remaining_ms = call_ms < remaining_ms ? call_ms : remaining_ms;
+            if (remaining_ms <= 0) {
+                (void)snprintf(error, SHM_ERROR_BYTES, "Timed out waiting %" PRId64 "ms", max_ms);
                 return -1;
             }
         }
-        progress_or_wait(t, op, left_ms < SLICE_MS ? left_ms : SLICE_MS);
+        progress_or_wait(t, op, remaining_ms < SLICE_MS ? remaining_ms : SLICE_MS);
     }
 }
 

@@ -16,17 +16,18 @@ extern "C" {
 enum {
     SHM_MAX_MESSAGE = 1 << 20,          /* bytes of the largest message; equal on all ranks */
     SHM_CAPACITY = 4 * SHM_MAX_MESSAGE, /* bytes of a ring for messages */
-    SHM_ERROR_BYTES = 512,              /* of the text that a failing function writes */
+    SHM_ERROR_BYTES = 512,              /* size of the buffer for an error message */
 };
 
 typedef struct shm_op shm_op;
 
-/* The behavior of an operation: this rank writes op->message_count messages and reads as many of
- * each peer. Any thread may call the functions, with or without the GIL. None fails. */
+/* The behavior of an operation: this rank writes op->message_count messages and reads the same
+ * number of messages of each peer. Any thread may call the functions, with or without the GIL. The
+ * functions cannot fail. */
 typedef struct shm_op_methods {
     size_t (*message_bytes)(const shm_op *op, size_t message);
-    /* Whether the contents of a message are known after `messages_read` messages of each peer were
-     * read. True if `messages_read` is the number of the message or more. NULL: always true. */
+    /* Whether write() can produce a message after `messages_read` messages of each peer were read.
+     * Must return true if `messages_read` >= `message`. NULL: always true. */
     bool (*can_write)(const shm_op *op, size_t message, size_t messages_read);
     void (*write)(shm_op *op, size_t message, char *buffer);
     /* `peer_data` has one entry for each rank, valid during the call. This rank's entry is NULL.
@@ -39,20 +40,20 @@ typedef struct shm_op_methods {
 /* The object that owns an operation, usually a c10d work. Any thread may call the functions. */
 typedef struct shm_owner {
     void *object;
-    /* Called once, with the mutex of the transport: all messages are written and read, or `error`
-     * is not NULL. `error` is valid during the call. */
+    /* Called once, with the mutex of the transport, after all messages are written and read, or
+     * with an error message after a failure. `error` is valid during the call; NULL: no failure. */
     void (*complete)(void *object, const char *error);
     /* Called once after complete(), without the mutex. May free the operation. */
     void (*release)(void *object);
 } shm_owner;
 
-/* The first member of a struct that implements an operation. Set the first four fields before
- * shm_transport_submit. The others belong to the transport. */
+/* The first member of a struct that implements an operation. The caller sets the first four fields
+ * before shm_transport_submit. The transport sets the other fields. */
 struct shm_op {
     const shm_op_methods *methods;
     uint32_t tag; /* different tags on two ranks are a collective mismatch */
     size_t message_count;
-    int64_t timeout_ms; /* the operation fails if it is not complete so long after its issue */
+    int64_t timeout_ms; /* time from the issue after which an incomplete operation fails */
     shm_owner owner;
     int64_t start_ns;
     size_t written, read; /* messages */
@@ -60,8 +61,8 @@ struct shm_op {
     struct shm_op *next;
 };
 
-/* One rank's ring and its operations in order of issue. All users of a process group share it. Any
- * thread may call the functions. */
+/* One rank's ring and its operations in order of issue. All users of a process group share the
+ * object. Any thread may call the functions. */
 typedef struct shm_transport shm_transport;
 
 /* Returns a new transport with one owner, or NULL if the ring cannot be created. */
@@ -69,7 +70,7 @@ shm_transport *shm_transport_open(void);
 void shm_transport_retain(shm_transport *t);
 void shm_transport_release(shm_transport *t); /* NULL is allowed */
 shm_ring_handle shm_transport_handle(const shm_transport *t);
-/* Maps the peers' rings. Returns false if one cannot be mapped. */
+/* Maps the peers' rings. Returns false if a ring cannot be mapped. */
 bool shm_transport_connect(shm_transport *t, int rank, int world, const shm_ring_handle *handles);
 /* Records that the ranks have fewer than two CPUs each, so that copies in the background take CPU
  * time from computation. Call it before the first submit. */
@@ -85,16 +86,17 @@ typedef enum shm_submit_result {
 } shm_submit_result;
 
 /* Appends an operation and writes the messages that fit into the ring. Takes one reference of
- * `owner.object`, which must keep `op` alive until complete(). Fails with the error of an earlier
- * failure, after which messages cannot be matched any more. */
+ * `owner.object`, which must keep `op` alive until complete(). After the first failure of the
+ * transport every submit fails with the same error. */
 shm_submit_result shm_transport_submit(shm_transport *t, shm_op *op, shm_owner owner,
                                        char error[SHM_ERROR_BYTES]);
 /* Writes and reads messages until nothing more is possible without waiting. */
 void shm_transport_progress(shm_transport *t);
 /* Blocks until `op` is complete and returns 1. Aborts the transport when the time limit of the
- * operation ends. Returns -1 and writes `error` in a child of fork(), or after `most_ms` if it is
- * not 0; then the operation continues. Call it without the GIL. */
-int shm_transport_wait(shm_transport *t, shm_op *op, int64_t most_ms, char error[SHM_ERROR_BYTES]);
+ * operation ends. Returns -1 and writes `error` in a child of fork(), or after `max_ms`
+ * milliseconds (0: no limit). After -1 the operation continues. The caller does not hold the GIL.
+ */
+int shm_transport_wait(shm_transport *t, shm_op *op, int64_t max_ms, char error[SHM_ERROR_BYTES]);
 /* Fails all operations and every later submit, and marks the ring closed for peers. */
 void shm_transport_abort(shm_transport *t, const char *reason);
 

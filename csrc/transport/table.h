@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-/* One transport. All ranks of a process group use the same one. */
+/* A transport. All ranks of a process group use the same transport. */
 typedef struct fct_transport {
     const char *name;
     bool has_chunks; /* all_gather_chunks and reduce_scatter_chunks are not NULL */

@@ -1,5 +1,5 @@
-/* Selects the transport of each collective; see transport.h. Owns no state: the negotiation of a
- * process group is kept by the bridge while the group lives. */
+/* Selects the transport of each collective; see transport.h. The bridge owns the negotiation of a
+ * process group while the group lives. */
 #include "transport.h"
 
 #include <assert.h>
@@ -55,7 +55,7 @@ int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes
     return t->has_chunks ? fct_pg_can_pass_chunks(pg, takes) : 0;
 }
 
-/* fct_pg_takes_chunks has selected the transport: the only one with chunks. */
+/* fct_pg_takes_chunks has selected shared memory, the only transport with chunks. */
 int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks, size_t count,
                       const fct_chunk_layout *layout, fct_work **work) {
     assert(count > 0 && layout->count > 0);
@@ -89,6 +89,7 @@ int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
         return fct_pg_enter_shm(pg, use == FCT_USE_ALL_REDUCE, entered);
     }
     *entered = NULL;
+    /* The caller issues the gather through torch, so pg.c does not count it. */
     shm_negotiation *n = fct_negotiation_find(pg);
     if (use != FCT_USE_REDUCE && n != NULL) {
         shm_negotiation_count_gather(n);

@@ -1,9 +1,9 @@
 /* Transports move the data of collectives between ranks. The core calls the functions of this
  * header; each call selects the transport of the process group and calls its table.
  *
- * Every collective is one op of namespace c10d, whichever transport moves the data, so
- * CommDebugMode, the flight recorder and tests count the same ops. All functions need the GIL. The
- * conventions of bridge/types.h apply. */
+ * Every collective is one op of namespace c10d, with every transport. So CommDebugMode, the flight
+ * recorder and tests count the same ops. All functions need the GIL. The conventions of
+ * bridge/types.h apply. */
 #ifndef FSDP_C_TRANSPORT_TRANSPORT_H
 #define FSDP_C_TRANSPORT_TRANSPORT_H
 
@@ -18,21 +18,24 @@ extern "C" {
 
 /* ---- collectives ---- */
 
-/* Each issues one asynchronous collective. `tag` is not used after the call; NULL is allowed. *work
- * is new, or NULL if the backend finished at once. The tensors are 1-D and contiguous. The backend
- * keeps references to them until it is done. `factor` is used only for FCT_PREMUL_SUM. */
+/* Each function issues one asynchronous collective. `tag` is not used after the call; NULL is
+ * allowed. *work is new, or NULL if the backend finished at once. The tensors are 1-D and
+ * contiguous. The backend keeps references to the tensors until the collective is complete.
+ * `factor` is used only for FCT_PREMUL_SUM. */
 FCT_CHECK int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                              fct_tensor *input, bool async_op, fct_work **work);
 FCT_CHECK int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                                  fct_tensor *input, fct_reduce_op op, double factor, bool async_op,
                                  fct_work **work);
-/* All-reduces a buffer of gradients. fct_sum_over_ranks (bridge/collective.h) reduces others. */
+/* All-reduces a buffer of gradients. fct_sum_over_ranks (bridge/collective.h) reduces other values.
+ */
 FCT_CHECK int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor,
                              fct_reduce_op op, double factor, bool async_op, fct_work **work);
 
-/* Whether the transport of `device` supports separate chunks, and no observer of the c10d ops
- * (dispatch mode, profiler) needs one packed buffer. `gathers`: for an all-gather. The first
- * all-gathers of a group use packed buffers. The result may differ between ranks. */
+/* Writes to *takes whether the next all-gather (`gathers`) or reduce-scatter may take separate
+ * chunks. That requires a transport with chunks, and no observer of the c10d ops (dispatch mode,
+ * profiler) that needs one packed buffer. The first all-gathers of a group use packed buffers. The
+ * result may differ between ranks. */
 FCT_CHECK int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes);
 /* An in-place all-gather. Chunks are 1-D and contiguous, and contain this rank's parts. The work is
  * new and keeps references to the chunks. `layout` is not used after the call. Requires that
@@ -44,8 +47,8 @@ FCT_CHECK int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *c
 FCT_CHECK int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                                 fct_tensor *const *chunks, size_t count,
                                 const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work);
-/* Whether a gather of rank shards of `row_bytes` bytes, issued now, takes CPU time from
- * computation: see fct_work_is_cpu_bound. Returns the same on all ranks at the same point of their
+/* Whether a gather that is issued now, with rank shards of `row_bytes` bytes, takes CPU time from
+ * computation; see fct_work_is_cpu_bound. The result is equal on all ranks after the same
  * collectives. */
 bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes);
 
@@ -56,12 +59,12 @@ const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use
 
 /* ---- for csrc/python ---- */
 
-/* Between enter and leave the collectives of the group itself use the selected transport, for any
- * caller. `use` is the collective that follows. *entered is for fct_pg_leave_shm. It is NULL if the
- * group uses its own backend. */
+/* Between enter and leave, collectives that any caller issues on the group use the selected
+ * transport. `use` is the collective that follows. *entered is the argument of fct_pg_leave_shm,
+ * NULL if the group uses its own backend. */
 FCT_CHECK int fct_transport_enter(fct_pg *pg, fct_use use, void **entered);
-/* Pauses or resumes shared memory for a group. All ranks must call it at the same point of their
- * programs. */
+/* Pauses or resumes shared memory for a group. All ranks must call the function at the same point
+ * of their programs. */
 FCT_CHECK int fct_transport_pause(fct_pg *pg, bool paused);
 
 #ifdef __cplusplus

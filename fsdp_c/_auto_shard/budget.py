@@ -44,12 +44,12 @@ def split_unit(
     mp_policy: Any,
     ranks: int,
 ) -> list[tuple[nn.Module, ...]]:
-    """Splits a unit into units of at most ``budget`` bytes, without the ``others`` inside it.
+    """Splits a unit into units of at most ``budget`` bytes, without the modules ``others`` inside.
 
     Returns an empty list if the unit is small enough.
     """
-    taken = {p for module in others for p in module.parameters()}
-    size_of = SizeCounter(ignored_params | taken, mp_policy, ranks)
+    claimed = {p for module in others for p in module.parameters()}
+    size_of = SizeCounter(ignored_params | claimed, mp_policy, ranks)
     if size_of({p for module in modules for p in module.parameters()}) <= budget:
         return []
     return [unit for module in modules for unit in split_by_budget(module, budget, others, size_of)]
@@ -72,7 +72,8 @@ def split_by_budget(
     """Returns units of at most ``budget`` bytes, as few and as large as the module tree allows.
 
     A module that fits is not split. For a larger module, the largest children become units until
-    the rest fits. Neighbors in a ``ModuleList`` or ``Sequential`` are combined while they fit. A
+    the remaining children fit. Neighbors in a ``ModuleList`` or ``Sequential`` are combined while
+    their sum fits. A
     unit exceeds ``budget`` only if one module's own parameters do.
 
     Raises:
@@ -83,44 +84,44 @@ def split_by_budget(
     units: list[tuple[nn.Module, ...]] = []
 
     def shrink(module: nn.Module) -> int:
-        """Makes units from parts of the module until the rest fits; returns the rest's bytes."""
+        """Makes units from parts of the module until it fits; returns the remaining bytes."""
         total = size_of(module.parameters())
         if total <= budget or is_sealed(module):
             return total
-        rest, parts = list_parts(module)
-        rest += sum(part.size for part in parts)
+        remaining, parts = list_parts(module)
+        remaining += sum(part.size for part in parts)
         for part in sorted(parts, key=lambda part: -part.size):
-            if rest <= budget:
+            if remaining <= budget:
                 break
             units.append(part.modules)
-            rest -= part.size
-        return rest
+            remaining -= part.size
+        return remaining
 
     def list_parts(module: nn.Module) -> tuple[int, list[_UnitCandidate]]:
         """Returns the bytes of the module's own parameters, and the parts that may become units."""
-        own = size_of(module.parameters(recurse=False))
+        own_size = size_of(module.parameters(recurse=False))
         parts: list[_UnitCandidate] = []
         for child in module.children():
             if child in ignored_modules:
                 continue
             if is_bare_container(child):
                 more, inside = list_parts(child)
-                own += more
+                own_size += more
                 parts += inside
             else:
-                rest = shrink(child)
-                if rest > 0:
-                    parts.append(_UnitCandidate(rest, (child,)))
+                remaining = shrink(child)
+                if remaining > 0:
+                    parts.append(_UnitCandidate(remaining, (child,)))
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             parts = _join_neighbors(parts, budget)
-        return own, parts
+        return own_size, parts
 
     shrink(root)
     return units
 
 
 def _join_neighbors(parts: list[_UnitCandidate], budget: int) -> list[_UnitCandidate]:
-    """Combines neighbors while they fit into ``budget``."""
+    """Combines neighbors while their sum is at most ``budget``."""
     runs: list[_UnitCandidate] = []
     for part in parts:
         if runs and runs[-1].size + part.size <= budget:

@@ -1,4 +1,4 @@
-"""Checks of ``auto_shard`` before it changes the model."""
+"""Checks that ``auto_shard`` runs before it changes the model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def check_nested_wrapping(root: nn.Module) -> None:
-    """Refuses a model with a module that FSDP (1 or 2) was applied to.
+    """Checks that FSDP1 or FSDP2 was not applied to any module of the model.
 
     Raises:
-        ValueError: FSDP was applied to a module; the message has its name.
+        ValueError: FSDP was applied to a module. The message has the module's name.
     """
     for name, module in root.named_modules():
         applied = _get_module_fsdp_state(module) is not None
@@ -34,7 +34,10 @@ def check_nested_wrapping(root: nn.Module) -> None:
 
 
 def warn_on_overridden_mixed_precision(classes: Collection[type[nn.Module]]) -> None:
-    """Warns that modules of ``classes`` become separate units with full precision, if any."""
+    """Warns that modules of ``classes`` become separate units with full precision.
+
+    Does nothing if ``classes`` is empty.
+    """
     if classes:
         warnings.warn(
             "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the model "
@@ -68,7 +71,7 @@ def find_mixed_requires_grad(
 
 
 def post_order_named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns every module once with its name, in post-order, the root last.
+    """Returns every module once with its name, in post-order: children before their parent.
 
     Siblings are in registration order.
     """
@@ -86,7 +89,7 @@ def managed_param_to_fqn(
 ) -> dict[nn.Parameter, str]:
     """Returns the parameters that a unit of ``module`` would manage, with their names.
 
-    Call it for inner units before outer ones.
+    The caller must process inner units before outer units.
 
     Args:
         module: The module of the unit.

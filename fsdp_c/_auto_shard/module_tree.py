@@ -1,4 +1,4 @@
-"""Searches in the module tree: repeated layers, large embeddings and heads, containers."""
+"""Searches the module tree for repeated layers, large embeddings and heads, containers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 def iterate_children_first(root: nn.Module) -> Iterator[nn.Module]:
     """Yields every module once in post-order, children in registration order, ``root`` last."""
-    seen = {root}
+    visited = {root}
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         for _, child in module.named_children():
-            if child is not None and child not in seen:
-                seen.add(child)
+            if child is not None and child not in visited:
+                visited.add(child)
                 yield from visit(child)
         yield module
 
@@ -37,8 +37,8 @@ def is_sealed(module: nn.Module) -> bool:
 def find_repeated_blocks(root: nn.Module, ignored_modules: set[nn.Module]) -> list[nn.Module]:
     """Returns the repeated layers of ``root``, in post-order.
 
-    These are two or more elements of one class in a ``ModuleList`` or ``Sequential``. The outermost
-    ones are selected, so experts inside a layer do not become units. The first of three searches
+    Repeated layers are two or more elements of one class in a ``ModuleList`` or ``Sequential``.
+    Only the outermost are selected, so experts inside a layer do not become units. The first search
     with a result decides: modules with children and equal parameter names and shapes, modules with
     children, modules without children.
 
@@ -74,9 +74,9 @@ def find_large_ends(
         for child in module.children():
             if child in inside or is_sealed(child):
                 continue
-            own = list(child.parameters(recurse=False))
+            own_params = list(child.parameters(recurse=False))
             if isinstance(child, (nn.Embedding, nn.Linear)) and not any(child.children()):
-                if size_of(own) >= largest and all(holders[id(p)] == 1 for p in own):
+                if size_of(own_params) >= largest and all(holders[id(p)] == 1 for p in own_params):
                     yield child
             else:
                 yield from visit(child)

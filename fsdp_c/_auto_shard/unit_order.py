@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def iterate_enclosing_units(
     root: nn.Module, units: Collection[nn.Module]
 ) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
-    """Yields every module, per registration, with the modules of ``units`` that contain it.
+    """Yields every module, once per registration, with the modules of ``units`` that contain it.
 
     The containing modules are ordered from the outermost to the innermost.
     """
@@ -80,12 +80,14 @@ def merge_tied(
             outcome = f"{inner} does not become a unit"
             changed = {inner}
         else:
-            both = Unit(first.modules + second.modules, first.names + second.names, first.kwargs)
-            units = [both if unit is first else unit for unit in units if unit is not second]
+            merged = Unit(first.modules + second.modules, first.names + second.names, first.kwargs)
+            units = [merged if unit is first else unit for unit in units if unit is not second]
             outcome = "the two become one unit"
             changed = {first, second}
-        rest = sum(p.numel() for p, holders in owners.items() if len(changed & holders.keys()) == 1)
-        if rest > shared.numel():
+        unshared = sum(
+            p.numel() for p, holders in owners.items() if len(changed & holders.keys()) == 1
+        )
+        if unshared > shared.numel():
             warnings.warn(f"{tied}: {outcome}", stacklevel=4)
 
 
@@ -112,13 +114,13 @@ def sort_units(model: nn.Module, units: list[Unit]) -> list[Unit]:
                 if unit_of[outer] is not unit_of[module]:
                     inside[unit_of[outer]].add(unit_of[module])
     ordered: dict[Unit, None] = {}
-    waiting = list(units)
-    while waiting:
-        ready = next((unit for unit in waiting if inside[unit] <= ordered.keys()), None)
+    pending = list(units)
+    while pending:
+        ready = next((unit for unit in pending if inside[unit] <= ordered.keys()), None)
         if ready is None:
-            names = "; ".join(str(unit) for unit in waiting)
+            names = "; ".join(str(unit) for unit in pending)
             raise ValueError(f"tied weights put these units inside one another: {names}")
-        waiting.remove(ready)
+        pending.remove(ready)
         ordered[ready] = None
     return list(ordered)
 

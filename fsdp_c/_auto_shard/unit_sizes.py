@@ -24,19 +24,21 @@ def split_large_units(
 ) -> list[Unit]:
     """Returns ``units``, and splits units that would temporarily use over ``max_transient`` bytes.
 
-    A unit that cannot be split stays as large as it is.
+    A unit that cannot be split is returned unchanged.
     """
     result: list[Unit] = []
-    taken = {module for unit in units for module in unit.modules}
+    claimed = {module for unit in units for module in unit.modules}
     for unit in units:
         inside = {m for module in unit.modules for m in module.modules()}
         policy = unit.kwargs.get("mp_policy")
         params = {p for module in unit.modules for p in module.parameters()}
         budget = max(1, int(max_transient / _estimate_transient_per_byte(params, policy, ranks)))
-        others = ((taken - set(unit.modules)) & inside) | ignored_modules
+        others = ((claimed - set(unit.modules)) & inside) | ignored_modules
         parts = split_unit(unit.modules, budget, others, ignored_params, policy, ranks)
         result += [
-            replace(unit, modules=part, names=tuple(names[m] for m in part), regathers=True)
+            replace(
+                unit, modules=part, names=tuple(names[m] for m in part), unshard_in_backward=True
+            )
             for part in parts
         ]
         result.append(unit)
@@ -46,10 +48,10 @@ def split_large_units(
 def check_unit_sizes(
     owned: Mapping[Unit, Collection[nn.Parameter]], max_transient: int, ranks: int
 ) -> None:
-    """Refuses units that temporarily use more than ``max_transient`` bytes.
+    """Checks that no unit temporarily uses more than ``max_transient`` bytes.
 
     Raises:
-        ValueError: A unit exceeds the bound. The message names it and its largest parameter.
+        ValueError: A unit exceeds the bound. The message names the unit and its largest parameter.
     """
     for unit, params in owned.items():
         needed = count_transient_bytes(params, unit.kwargs.get("mp_policy"), ranks)
@@ -65,15 +67,15 @@ def check_unit_sizes(
 
 def count_transient_bytes(params: Iterable[nn.Parameter], mp_policy: Any, ranks: int) -> int:
     """Returns the most bytes that a unit of ``params`` temporarily uses beyond its shard."""
-    gathered, rows, whole = 0, 0, 0
+    gathered, reduced, gradients = 0, 0, 0
     for param in params:
         computed = get_compute_dtype(param, mp_policy)
         elements = count_padded_elements(param, ranks)
         gathered += elements * computed.itemsize
         if param.requires_grad:
-            rows += elements * _get_reduce_dtype(param, computed, mp_policy).itemsize
-            whole += param.numel() * computed.itemsize
-    return max(2 * gathered, whole + rows + rows // ranks)
+            reduced += elements * _get_reduce_dtype(param, computed, mp_policy).itemsize
+            gradients += param.numel() * computed.itemsize
+    return max(2 * gathered, gradients + reduced + reduced // ranks)
 
 
 def _get_reduce_dtype(param: nn.Parameter, computed: torch.dtype, mp_policy: Any) -> torch.dtype:
@@ -91,7 +93,8 @@ def _estimate_transient_per_byte(
 ) -> float:
     """Returns the temporary bytes of a unit per byte that it gathers.
 
-    They are the larger of parameters with gather buffer, and gradients with reduction buffers.
+    The result is the larger of two sums: parameters with gather buffer, and gradients with
+    reduction buffers.
     """
     reduced = 0.0
     for param in params:
@@ -112,8 +115,8 @@ def join_small_units(
     """Returns ``units`` in order, with small neighbors combined to units of ``smallest`` bytes.
 
     A combined unit gathers at least ``smallest`` bytes, unless it would use more than
-    ``max_transient`` bytes temporarily. The reason is the fixed cost of a collective, tens of
-    microseconds, which each small layer pays three times a step.
+    ``max_transient`` bytes temporarily. A collective has a fixed cost of tens of microseconds,
+    which each unit has three times per step.
 
     Neighbors are consecutive children of one parent with equal arguments. The root and units of
     several modules are not combined.
@@ -130,7 +133,7 @@ def join_small_units(
         needed = count_transient_bytes(params, unit.kwargs.get("mp_policy"), ranks)
         return max_transient is None or needed <= max_transient
 
-    def close(parent: str) -> None:
+    def join_waiting(parent: str) -> None:
         group = waiting.pop(parent, [])
         if group:
             result.append(_join_units(group))
@@ -139,24 +142,24 @@ def join_small_units(
         parent = unit.names[0].rpartition(".")[0]
         size = count_gathered(unit)
         if len(unit.modules) > 1 or unit.names == ("",) or size >= smallest:
-            close(parent)
+            join_waiting(parent)
             result.append(unit)
             continue
         if parent in waiting and not (
             _have_equal_arguments(waiting[parent][0], unit) and can_join(parent, unit)
         ):
-            close(parent)
+            join_waiting(parent)
         waiting.setdefault(parent, []).append(unit)
         if sum(map(count_gathered, waiting[parent])) >= smallest:
-            close(parent)
+            join_waiting(parent)
     for parent in list(waiting):
-        close(parent)
+        join_waiting(parent)
     return result
 
 
 def _have_equal_arguments(a: Unit, b: Unit) -> bool:
     """Whether both units have equal arguments."""
-    if a.regathers != b.regathers or a.kwargs.keys() != b.kwargs.keys():
+    if a.unshard_in_backward != b.unshard_in_backward or a.kwargs.keys() != b.kwargs.keys():
         return False
     return all(a.kwargs[key] is b.kwargs[key] or a.kwargs[key] == b.kwargs[key] for key in a.kwargs)
 

@@ -1,4 +1,4 @@
-"""Buckets of bytes: their plan, packing on the source rank, unpacking into shards."""
+"""Plans buckets of full tensors, packs them on the source rank, and unpacks them into shards."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ class Chunk:
 
 
 def plan_buckets(
-    wanted: dict[str, tuple[torch.dtype, torch.Size]],
+    tensors: dict[str, tuple[torch.dtype, torch.Size]],
     destinations: dict[str, Destination],
     limit: int,
 ) -> list[list[Chunk]]:
     """Returns buckets of at most ``limit`` bytes, with chunks in the order of the source.
 
-    A row that is longer, or a tensor that cannot be split into rows, gets a separate bucket.
+    A row of more than ``limit`` bytes gets a separate bucket, and so does such a tensor that cannot
+    be split into rows.
     """
     buckets: list[list[Chunk]] = []
     used = limit
-    for name, (dtype, shape) in wanted.items():
+    for name, (dtype, shape) in tensors.items():
         rows = shape[0] if shape else 1
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        whole = destinations[name].starts is None or not shape
+        is_one_row = destinations[name].starts is None or not shape
         first = 0
         while first < rows:
             free = max(limit - used, 0)
-            count = rows if whole else min(rows - first, free // max(row_bytes, 1))
+            count = rows if is_one_row else min(rows - first, free // max(row_bytes, 1))
             if count * row_bytes > free or count == 0:
                 if used > 0:  # continue in a new bucket
                     buckets.append([])
@@ -119,10 +120,10 @@ def iterate_copies(
     local = destination.local
     if destination.starts is None:
         value: Any = destination.value
-        whole = distribute_tensor(
+        distributed = distribute_tensor(
             rows.to(local.device), value.device_mesh, value.placements, src_data_rank=None
         )
-        yield local, whole._local_tensor
+        yield local, distributed._local_tensor
         return
     if local.ndim == 0:
         yield local, rows

@@ -1,6 +1,6 @@
-"""Destinations of full tensors: the blocks of the model's tensors on this rank.
+"""Destinations of full tensors that are loaded: this rank's blocks of the model's tensors.
 
-Tensors on the meta device get memory, and are registered when their values are complete.
+Tensors on the meta device get new memory. They are registered after all values are loaded.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Destination:
 
 def make_destinations(model: nn.Module, targets: dict[str, Any]) -> dict[str, Destination]:
     destinations: dict[str, Destination] = {}
-    made: dict[int, torch.Tensor] = {}
+    allocated: dict[int, torch.Tensor] = {}
     for name, value in targets.items():
         local = value._local_tensor if isinstance(value, DTensor) else value
         if local.is_meta:
-            if id(value) not in made:
-                made[id(value)] = torch.empty_like(local, device=_choose_device(value, model))
-            local = made[id(value)]
+            if id(value) not in allocated:
+                allocated[id(value)] = torch.empty_like(local, device=_choose_device(value, model))
+            local = allocated[id(value)]
         destinations[name] = Destination(value, local.detach(), _find_block_start(value))
     return destinations
 
@@ -54,7 +54,7 @@ def make_destinations(model: nn.Module, targets: dict[str, Any]) -> dict[str, De
 def agree_on_destinations(
     model: nn.Module, targets: dict[str, Any], ranks: LoadingRanks
 ) -> dict[str, Destination]:
-    """Returns the destinations. Raises on all ranks if one has no memory for its meta tensors."""
+    """Returns the destinations. Raises on all ranks if the allocation fails on any rank."""
     destinations: dict[str, Destination] = {}
     failure: Exception | None = None
     try:
@@ -66,14 +66,14 @@ def agree_on_destinations(
 
 
 def _choose_device(value: torch.Tensor, model: nn.Module) -> torch.device:
-    """Returns the device on which to make a meta tensor."""
+    """Returns the device on which to allocate memory for a meta tensor."""
     meshes = (p.device_mesh for p in (value, *model.parameters()) if isinstance(p, DTensor))
     mesh = next(meshes, None)
     return torch.device("cpu") if mesh is None else _get_device_from_mesh(mesh)
 
 
 def _find_block_start(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the first index of this rank's block in each dimension, or None if not one block."""
+    """Returns the first index of this rank's block by dimension; None if it is not one block."""
     starts = [0] * value.ndim
     if not isinstance(value, DTensor):
         return tuple(starts)
@@ -97,25 +97,25 @@ def _find_block_start(value: torch.Tensor) -> tuple[int, ...] | None:
 
 def register_tensors(model: nn.Module, destinations: dict[str, Destination]) -> None:
     """Registers the new tensors in place of those on the meta device."""
-    made: dict[int, torch.Tensor] = {}
+    allocated: dict[int, torch.Tensor] = {}
     for destination in destinations.values():
         value: Any = destination.value
-        if not value.is_meta or id(value) in made:
+        if not value.is_meta or id(value) in allocated:
             continue
         tensor: torch.Tensor = destination.local
         if isinstance(value, DTensor):
             tensor = DTensor(tensor, value._spec, requires_grad=False)
         if isinstance(value, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=value.requires_grad)
-        made[id(value)] = tensor
-    if not made:
+        allocated[id(value)] = tensor
+    if not allocated:
         return
     for module in model.modules():
         for registered in (module._parameters, module._buffers):
             slots: dict[str, Any] = registered
             for name, value in slots.items():
-                if id(value) in made:
-                    slots[name] = made[id(value)]
+                if id(value) in allocated:
+                    slots[name] = allocated[id(value)]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -131,13 +131,13 @@ def load_other_entries(
 ) -> None:
     """Passes entries that are not parameters or buffers to ``load_state_dict``.
 
-    These are extra states and tensors that modules make for their state dicts.
+    These are extra states, and tensors that modules create for their state dicts.
     """
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    rest = {name: value for name, value in objects.items() if name in targets}
+    entries = {name: value for name, value in objects.items() if name in targets}
     for name, destination in destinations.items():
         if id(destination.value) not in own and not destination.value.is_meta:
-            rest[name] = destination.value
-    if rest:
+            entries[name] = destination.value
+    if entries:
         names = {clean_tensor_name(name): name for name in model.state_dict(keep_vars=True)}
-        model.load_state_dict({names[name]: value for name, value in rest.items()}, strict=False)
+        model.load_state_dict({names[name]: value for name, value in entries.items()}, strict=False)

@@ -14,10 +14,10 @@ from .source import Header, LoadingRanks
 def match_names(
     model: nn.Module, targets: dict[str, Any], header: Header, strict: bool, ranks: LoadingRanks
 ) -> _IncompatibleKeys:
-    """Returns the names that only one side has; raises the errors of ``load_state_dict``."""
-    offered = header.tensors.keys() | header.objects.keys()
-    given = {id(value) for name, value in targets.items() if name in offered}
-    missing = [n for n, v in targets.items() if n not in offered and id(v) not in given]
+    """Returns missing and unexpected names; raises the errors of ``load_state_dict``."""
+    names_in_file = header.tensors.keys() | header.objects.keys()
+    available = {id(value) for name, value in targets.items() if name in names_in_file}
+    missing = [n for n, v in targets.items() if n not in names_in_file and id(v) not in available]
     unexpected = [name for name in (*header.tensors, *header.objects) if name not in targets]
     problems = []
     if strict and missing:

@@ -33,6 +33,6 @@ def show_progress(
         yield lambda count: None
         return
     total = sum(max(chunk.end for chunk in bucket) for bucket in buckets)
-    shown = None if progress is None else False  # None: tqdm checks for a terminal
-    with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=shown) as bar:
+    is_disabled = None if progress is None else False  # None: tqdm checks for a terminal
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=is_disabled) as bar:
         yield bar.update

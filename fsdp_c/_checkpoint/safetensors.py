@@ -1,6 +1,6 @@
-"""Reading safetensors files, by the safetensors library: it checks the header and maps the file.
+"""Reads safetensors files with the safetensors library, which checks the header and maps the file.
 
-Nothing is executed and nothing is read before it is used.
+The module executes no code of a file, and reads a tensor at its first use.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         path: A ``.safetensors`` file.
 
     Raises:
-        ValueError: the file is not what its header says, or the header does not cover it.
-        OSError: it cannot be opened.
-        ImportError: the safetensors library is not installed.
+        ValueError: The size of the file does not match its header, or the header does not cover the
+            file.
+        OSError: The file cannot be opened.
+        ImportError: The safetensors library is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -59,22 +60,22 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         self._names = dict.fromkeys(self._file.offset_keys())
         self._check_names()
 
-    def _make_error(self, why: str) -> ValueError:
-        return ValueError(f"{self.path} is not a safetensors file: {why}")
+    def _make_error(self, reason: str) -> ValueError:
+        return ValueError(f"{self.path} is not a safetensors file: {reason}")
 
     def _check_names(self) -> None:
-        """Refuses a header with duplicate names, of which the library would use the last one."""
+        """Raises for duplicate names in the header. The library would use the last entry."""
         with open(self.path, "rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             text = file.read(length)
 
-        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            found = dict(pairs)
-            if len(found) < len(pairs):
+        def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            result = dict(pairs)
+            if len(result) < len(pairs):
                 raise self._make_error("a name is in its header twice")
-            return found
+            return result
 
-        json.loads(text, object_pairs_hook=unique)
+        json.loads(text, object_pairs_hook=check_unique)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
@@ -97,25 +98,25 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
 class SafetensorsIndex(Mapping[str, torch.Tensor]):
     """Maps names to the tensors of a checkpoint in several files (``.safetensors.index.json``).
 
-    The files lie in the folder of the index or below, by the names that it gives. (Links are
-    followed: Hugging Face's cache is made of them.)
+    The index has the files' paths, relative to its folder. Links are followed, because Hugging
+    Face's cache consists of links.
 
     Raises:
-        ValueError: the index is none, names a file elsewhere, or a tensor that its file does not
-            have; a file is broken.
-        OSError: a file cannot be opened.
-        ImportError: the safetensors library is not installed.
+        ValueError: The index is invalid, names a file outside of its folder, or names a tensor that
+            its file does not have; or a file is invalid.
+        OSError: A file cannot be opened.
+        ImportError: The safetensors library is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = Path(path)
-        places = _read_index(path)
-        files = {name: SafetensorsFile(path.parent / name) for name in sorted(set(places.values()))}
+        index = _read_index(path)
+        files = {name: SafetensorsFile(path.parent / name) for name in sorted(set(index.values()))}
         self._files: dict[str, SafetensorsFile] = {}
-        for name, place in sorted(places.items(), key=lambda item: item[1]):
-            if name not in files[place]:
-                raise ValueError(f"{path} places '{name}' in {place}, which does not have it")
-            self._files[name] = files[place]
+        for name, file_name in sorted(index.items(), key=lambda item: item[1]):
+            if name not in files[file_name]:
+                raise ValueError(f"{path} places '{name}' in {file_name}, which does not have it")
+            self._files[name] = files[file_name]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._files[name][name]
@@ -134,32 +135,32 @@ class SafetensorsIndex(Mapping[str, torch.Tensor]):
 def _read_index(path: Path) -> dict[str, str]:
     """Returns the map from tensor names to file names in the index at ``path``."""
     try:
-        places = dict(json.loads(path.read_bytes())["weight_map"])
+        index = dict(json.loads(path.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path} is not an index of safetensors files") from None
-    for name, place in places.items():
-        if not isinstance(place, str) or not place or "\0" in place:
-            raise ValueError(f"{path} places '{name}' in {place!r}, which is no name of a file")
-        if PurePath(place).is_absolute() or ".." in PurePath(place).parts:
-            raise ValueError(f"{path} places '{name}' in {place!r}, which is not in its folder")
-    return places
+    for name, file_name in index.items():
+        if not isinstance(file_name, str) or not file_name or "\0" in file_name:
+            raise ValueError(f"{path} places '{name}' in {file_name!r}, which is no name of a file")
+        if PurePath(file_name).is_absolute() or ".." in PurePath(file_name).parts:
+            raise ValueError(f"{path} places '{name}' in {file_name!r}, which is not in its folder")
+    return index
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | SafetensorsIndex:
     """Opens a file, the files of an index, or a folder with either.
 
     Raises:
-        FileNotFoundError: nothing of the kind is there.
-        ValueError: what is there is broken.
-        ImportError: the safetensors library is not installed.
+        FileNotFoundError: The path has no file, and no folder with such a file.
+        ValueError: The file or index is invalid.
+        ImportError: The safetensors library is not installed.
     """
     path = Path(path)
     if path.is_dir():
-        found = [
+        result = [
             *sorted(path.glob("*.safetensors.index.json")),
             *sorted(path.glob("*.safetensors")),
         ]
-        if not found:
+        if not result:
             raise FileNotFoundError(f"no safetensors file in {path}")
-        path = found[0]
+        path = result[0]
     return SafetensorsIndex(path) if path.suffix == ".json" else SafetensorsFile(path)

@@ -1,4 +1,4 @@
-"""The source of ``load_full_state_dict``, and the communication of the ranks that load together.
+"""The source of ``load_full_state_dict``, and collectives of the ranks that load together.
 
 A failure on one rank raises on all ranks, so that no rank waits in a collective forever.
 """
@@ -26,7 +26,7 @@ Source = Mapping[str, Any] | str | os.PathLike[str] | None
 class Header:
     """The contents of the source: dtype and shape of its tensors, and its other values.
 
-    Values that the model has no name for are None.
+    Values under names that the model does not have are None.
     """
 
     tensors: dict[str, tuple[torch.dtype, torch.Size]]
@@ -34,24 +34,24 @@ class Header:
 
 
 class LoadingRanks:
-    """The communication of the ranks that load together."""
+    """Collectives of the ranks that load together."""
 
     def __init__(self, src: int, group: dist.ProcessGroup | None) -> None:
         self.src = src
         self.group = group
         self.size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.is_source = self.size == 1 or dist.get_rank() == src
-        kinds = {"cpu"}
+        device_types = {"cpu"}
         if dist.is_initialized():
-            used = group if group is not None else dist.group.WORLD
-            kinds = {device.type for device in used._device_types}  # type: ignore[union-attr]
-        self.kinds = kinds
+            process_group = group if group is not None else dist.group.WORLD
+            device_types = {device.type for device in process_group._device_types}  # type: ignore[union-attr]
+        self.device_types = device_types
 
     def choose_device(self, preferred: torch.device) -> torch.device:
         """Returns ``preferred`` if the group communicates on it, else a device that it supports."""
-        if preferred.type in self.kinds:
+        if preferred.type in self.device_types:
             return preferred
-        return torch.device("cpu" if "cpu" in self.kinds else min(self.kinds))
+        return torch.device("cpu" if "cpu" in self.device_types else min(self.device_types))
 
     def broadcast(self, buffer: torch.Tensor) -> Callable[[], Any]:
         """Starts a broadcast from the source rank. Returns a function that waits for it."""
@@ -66,19 +66,20 @@ class LoadingRanks:
             return message
         return object_collectives.broadcast_object(message, self.src, self.group)
 
-    def raise_if_any_failed(self, failure: Exception | None, elsewhere: str) -> None:
-        """Raises on all ranks if one has failed.
+    def raise_if_any_failed(self, failure: Exception | None, peer_message: str) -> None:
+        """Raises on all ranks if at least one rank has failed.
 
-        A rank with a failure raises it. Other ranks raise a ``RuntimeError`` with ``elsewhere``.
+        A rank with a ``failure`` raises this exception. Other ranks raise a ``RuntimeError`` with
+        ``peer_message``.
         """
-        bad = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
+        any_failed = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
         if self.size > 1:
-            bad = bad.to(self.choose_device(bad.device))
-            dist.all_reduce(bad, dist.ReduceOp.MAX, self.group)
+            any_failed = any_failed.to(self.choose_device(any_failed.device))
+            dist.all_reduce(any_failed, dist.ReduceOp.MAX, self.group)
         if failure is not None:
             raise failure
-        if bad.item():
-            raise RuntimeError(f"load_full_state_dict: another rank {elsewhere}")
+        if any_failed.item():
+            raise RuntimeError(f"load_full_state_dict: another rank {peer_message}")
 
 
 class Reader:
@@ -104,7 +105,7 @@ class Reader:
             self._keys[name] = key
 
     def header(self, targets: Collection[str]) -> Header:
-        """``targets``: the names that the model has."""
+        """Returns the header, without values that are not in ``targets``, the model's names."""
         tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
         objects: dict[str, Any] = {}
         facts = getattr(self._source, "facts", None)

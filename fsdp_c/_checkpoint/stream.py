@@ -18,13 +18,13 @@ PARTLY_LOADED = "The model is partly loaded; load again before using it"
 @torch.no_grad()
 def read_own_rows(
     reader: Reader | None,
-    wanted: dict[str, tuple[torch.dtype, torch.Size]],
+    tensors: dict[str, tuple[torch.dtype, torch.Size]],
     destinations: dict[str, Destination],
 ) -> Exception | None:
     """Reads this rank's rows from the file. Returns the failure, or None."""
     assert reader is not None
     try:
-        for name in wanted:
+        for name in tensors:
             copy_all(list(iterate_copies(reader[name], 0, destinations[name])))
     except Exception as error:
         return _make_partial_load_error("this rank", error)
@@ -74,7 +74,7 @@ def stream_buckets(
 def _fill_bucket(
     reader: Reader | None, bucket: list[Chunk], buffer: torch.Tensor, failure: Exception | None
 ) -> Exception | None:
-    """Packs a bucket, or sets its first byte if that fails or an earlier bucket failed."""
+    """Packs a bucket. Sets its first byte if this bucket or an earlier bucket fails."""
     assert reader is not None
     if failure is None:
         buffer[:HEADER_BYTES] = 0
@@ -87,8 +87,10 @@ def _fill_bucket(
     return failure
 
 
-def _make_partial_load_error(who: str, failure: Exception | None) -> RuntimeError:
-    why = "" if failure is None else f" ({type(failure).__name__}: {failure})"
-    partly = RuntimeError(f"load_full_state_dict: {who} {READ_FAILED}{why}. {PARTLY_LOADED}")
-    partly.__cause__ = failure
-    return partly
+def _make_partial_load_error(subject: str, failure: Exception | None) -> RuntimeError:
+    reason = "" if failure is None else f" ({type(failure).__name__}: {failure})"
+    partial_error = RuntimeError(
+        f"load_full_state_dict: {subject} {READ_FAILED}{reason}. {PARTLY_LOADED}"
+    )
+    partial_error.__cause__ = failure
+    return partial_error

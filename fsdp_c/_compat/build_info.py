@@ -25,7 +25,7 @@ class Build:
         torch: The release, with its local part: ``2.13.0+cpu``.
         python: ``3.11``.
         kernels: ``CPU``, or ``CPU and CUDA 13.0``.
-        source: The folder of the build. It may no longer exist.
+        source: The folder of the build, which may no longer exist.
     """
 
     torch: str
@@ -37,8 +37,8 @@ class Build:
 def read_build() -> Build | None:
     """Returns the contents of the file; ``None`` if it is missing or invalid."""
     try:
-        noted = json.loads(BUILD_RECORD.read_text())
-        return Build(**{field.name: str(noted[field.name]) for field in fields(Build)})
+        record = json.loads(BUILD_RECORD.read_text())
+        return Build(**{field.name: str(record[field.name]) for field in fields(Build)})
     except (OSError, ValueError, KeyError):
         return None
 
@@ -48,49 +48,53 @@ def get_release(version: str) -> str:
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 
-def format_build_command(found: Build | None) -> str:
+def format_build_command(build: Build | None) -> str:
     """Returns the command that rebuilds the extension."""
-    source = found.source if found is not None else str(BUILD_RECORD.parents[1])
+    source = build.source if build is not None else str(BUILD_RECORD.parents[1])
     if not (Path(source) / "setup.py").is_file():
         source = "PATH/TO/A/CLONE/OF/fsdp_c"
     options = "--no-build-isolation --no-deps --force-reinstall"
     return f"{sys.executable} -m pip install {options} {source}"
 
 
-def find_mismatch(found: Build | None, has_extension: bool) -> str | None:
+def find_mismatch(build: Build | None, has_extension: bool) -> str | None:
     """Returns one sentence with the mismatch and the command that fixes it, or ``None``."""
     clone = BUILD_RECORD.parents[1]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if found is not None and get_release(found.torch) != get_release(torch.__version__):
+    if build is not None and get_release(build.torch) != get_release(torch.__version__):
         return (
-            f"fsdp_c was built for torch {found.torch} and this is torch {torch.__version__}: "
-            f"build it again with  {format_build_command(found)}"
+            f"fsdp_c was built for torch {build.torch} and this is torch {torch.__version__}: "
+            f"build it again with  {format_build_command(build)}"
         )
     if not has_extension:
-        if found is None and (clone / "setup.py").is_file():
+        if build is None and (clone / "setup.py").is_file():
             return (
                 f"this is the source of fsdp_c, in {clone}: to use what pip has installed, leave "
                 f"that folder (cd ..); to build here, run  {sys.executable} -m pip install "
                 f"--no-build-isolation --no-deps -e {clone}"
             )
-        other = f", but for Python {found.python}" if found and found.python != python else ""
-        command = format_build_command(found)
-        return f"fsdp_c has no extension for Python {python}{other}: build it with  {command}"
+        other_python = (
+            f", but for Python {build.python}" if build and build.python != python else ""
+        )
+        command = format_build_command(build)
+        return (
+            f"fsdp_c has no extension for Python {python}{other_python}: build it with  {command}"
+        )
     return None
 
 
 def check_build() -> None:
-    """Refuses an extension of another release.
+    """Checks that the extension was built for this torch release.
 
     Raises:
         ImportError: The extension is missing or was built for another release. The message has
-            both releases and the command that fixes it.
+            both releases and the build command.
     """
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
-    there = any(BUILD_RECORD.with_name(f"_C{suffix}").exists() for suffix in suffixes)
-    wrong = find_mismatch(read_build(), there)
-    if wrong is not None:
-        raise ImportError(wrong)
+    extension_exists = any(BUILD_RECORD.with_name(f"_C{suffix}").exists() for suffix in suffixes)
+    mismatch = find_mismatch(read_build(), extension_exists)
+    if mismatch is not None:
+        raise ImportError(mismatch)
 
 
 check_build()

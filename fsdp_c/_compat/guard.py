@@ -1,4 +1,4 @@
-"""Makes patches of torch's FSDP2 take effect on fsdp_c's modules too.
+"""Makes patches of torch's FSDP2 take effect on fsdp_c's modules, too.
 
 Libraries and torch's own tests replace methods of ``FSDPParamGroup``, ``FSDPState`` and
 ``FSDPParam``, attributes of single groups, and functions of FSDP2's modules. Three mechanisms
@@ -8,9 +8,9 @@ support these patches:
   torch's class if it is patched, else fsdp_c's method.
 - torch's own functions run fsdp_c's methods for fsdp_c's objects. Patches usually call the
   function that they replaced.
-- The C code compares torch's attributes with the expected ones once per hook
-  (``csrc/python/guard.c``), and calls the patched method if one differs. :func:`bind` passes the
-  expected attributes to the core.
+- The C code compares torch's attributes with the expected attributes once per hook
+  (``csrc/python/guard.c``), and calls the patched method if an attribute differs. :func:`bind`
+  passes the expected attributes to the core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import fsdp_c._C as _C
-from fsdp_c_autoload.redirect import Redirection, copy_of
+from fsdp_c_autoload.redirect import Redirection, copy_function
 
 from . import patches
 from .originals import find_expected, find_original, get_codes, is_from_torch, is_torch_function
@@ -46,27 +46,27 @@ _redirections: dict[tuple[type, str], Redirection] = {}  # kept while a sharded 
 
 
 def get_torch_function(cls: type, name: str) -> Callable[..., Any]:
-    """Returns torch's ``cls.name`` as it is for torch's own objects, without redirection."""
+    """Returns the ``cls.name`` that torch's own objects use, without redirection."""
     redirection = _redirections.get((cls, name))
     return redirection.original if redirection is not None else getattr(cls, name)
 
 
-# ---- descriptors for methods that torch's classes have too ---------------------------------------
+# ---- descriptors for methods that torch's classes also have --------------------------------------
 
 
 class _TorchAttribute:
     """Descriptor that returns torch's current attribute if patched, else fsdp_c's method."""
 
-    def __init__(self, torch_class: type, name: str, own: Callable[..., Any]) -> None:
+    def __init__(self, torch_class: type, name: str, own_method: Callable[..., Any]) -> None:
         self.torch_class = torch_class
         self.name = name
-        self.own = own
-        self.__doc__ = own.__doc__
+        self.own_method = own_method
+        self.__doc__ = own_method.__doc__
 
     def __get__(self, obj: object, owner: type | None = None) -> Any:
-        current = vars(self.torch_class).get(self.name, self.own)
+        current = vars(self.torch_class).get(self.name, self.own_method)
         if current is _originals.get((self.torch_class, self.name)) and not self.is_redirected:
-            current = self.own
+            current = self.own_method
         bind = getattr(type(current), "__get__", None)
         return current if bind is None else bind(current, obj, owner)
 
@@ -81,8 +81,8 @@ _Class = TypeVar("_Class", bound=type)
 def follow_patches(torch_class: type) -> Callable[[_Class], _Class]:
     """Class decorator: patches of ``torch_class`` apply to the methods of the decorated class.
 
-    torch's functions run the decorated class's methods for its objects. A method that calls
-    ``super()`` is an exception: torch's function does not run it, since it calls that function.
+    torch's functions run the decorated class's methods for its objects. Methods that
+    call ``super()`` are an exception: torch's function does not run them, since they call it.
     """
 
     def decorate(own_class: _Class) -> _Class:
@@ -93,17 +93,19 @@ def follow_patches(torch_class: type) -> Callable[[_Class], _Class]:
 
 
 def _add_descriptors(own_class: type, torch_class: type) -> None:
-    for name, found in list(vars(torch_class).items()):
-        own = next((vars(c)[name] for c in own_class.__mro__[:-1] if name in vars(c)), None)
-        is_redefined = own is not None and own is not found
+    for name, attribute in list(vars(torch_class).items()):
+        own_method = next((vars(c)[name] for c in own_class.__mro__[:-1] if name in vars(c)), None)
+        is_redefined = own_method is not None and own_method is not attribute
         if (
             name.startswith("__")
             or not is_redefined
-            or not callable(own)
-            or isinstance(found, property)
+            or not callable(own_method)
+            or isinstance(attribute, property)
         ):
             continue
-        function = find_original(found, torch_class.__module__, f"{torch_class.__name__}.{name}")
+        function = find_original(
+            attribute, torch_class.__module__, f"{torch_class.__name__}.{name}"
+        )
         if function is None:
             logger.warning(
                 "fsdp_c: %s.%s was replaced before fsdp_c was imported, by an object that does not "
@@ -113,33 +115,34 @@ def _add_descriptors(own_class: type, torch_class: type) -> None:
             )
         else:
             _originals[torch_class, name] = function
-            if "__class__" not in getattr(getattr(own, "__code__", None), "co_freevars", ()):
+            if "__class__" not in getattr(getattr(own_method, "__code__", None), "co_freevars", ()):
                 patches.apply_with_first_model(
                     (torch_class, name),
-                    functools.partial(_redirect, torch_class, name, own_class, own),
+                    functools.partial(_redirect, torch_class, name, own_class, own_method),
                 )
-        setattr(own_class, name, _TorchAttribute(torch_class, name, own))
+        setattr(own_class, name, _TorchAttribute(torch_class, name, own_method))
 
 
 def _redirect(
-    torch_class: type, name: str, own_class: type, own: Callable[..., Any]
+    torch_class: type, name: str, own_class: type, own_method: Callable[..., Any]
 ) -> Callable[[], bool]:
-    """Makes torch's ``torch_class.name`` run ``own`` for objects of ``own_class``.
+    """Makes torch's ``torch_class.name`` run ``own_method`` for objects of ``own_class``.
 
     Redirects the innermost function, because torch's decorators around it disable dynamo and
-    functorch. Keyword arguments reach ``own`` by position. Returns a function that undoes it.
+    functorch. Keyword arguments reach ``own_method`` by position. Returns a function that undoes
+    the redirection.
     """
 
     function = inspect.unwrap(_originals[torch_class, name])
-    original = copy_of(function)
+    original = copy_function(function)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, own_class):
             return original(self, *args, **kwargs)
         if kwargs:
             bound = inspect.signature(original).bind(self, *args, **kwargs)
-            return own(*bound.args, **bound.kwargs)
-        return own(self, *args)
+            return own_method(*bound.args, **bound.kwargs)
+        return own_method(self, *args)
 
     def undo() -> bool:
         _redirections.pop((torch_class, name), None)
@@ -187,7 +190,7 @@ PARAM_METHODS = {
     "unsharded_grad_data": _C.CALL_GRADS,
     "_get_grad_inner_tensor": _C.CALL_GRADS,
 }
-# If one of these is replaced, torch's own constructor makes the parameters.
+# If one of these methods is replaced, torch's constructor makes the parameters.
 _CONSTRUCTION = (
     "__init__",
     "_init_sharded_param",
@@ -195,7 +198,7 @@ _CONSTRUCTION = (
     "init_unsharded_param",
 )
 # Further methods that the constructor calls. If none is replaced, the template cache makes equal
-# parameters from the attributes of the first one.
+# parameters from the attributes of the first parameter.
 _CONSTRUCTION_HELPERS = (
     "_init_shard_mesh",
     "_init_sharding_spec",
@@ -322,8 +325,8 @@ def _list_methods(own_class: type, torch_class: type, names: tuple[str, ...]) ->
 def _list_functions(module: ModuleType, names: Iterable[str], bits: int) -> list[tuple[Any, ...]]:
     """Returns an entry for each function or class of a module.
 
-    torch's own object is expected even if a library replaced it before fsdp_c was imported. If
-    that object is unknown, ``None`` is expected, which counts as patched.
+    The entry expects torch's object, even if a library replaced it before fsdp_c was imported. If
+    torch's object is unknown, the entry expects ``None``, which counts as patched.
     """
     return [(vars(module), name, find_expected(module, name), None, bits) for name in names]
 
@@ -334,8 +337,8 @@ def _list_class_attributes(cls: type, names: Iterable[str], bits: int) -> list[t
     for name in names:
         static = getattr_static(cls, name)
         function = getattr(static, "__func__", static)
-        own = is_from_torch(function)
-        rows.append((cls, name, static if own else None, function if own else None, bits))
+        is_own = is_from_torch(function)
+        rows.append((cls, name, static if is_own else None, function if is_own else None, bits))
     return rows
 
 
@@ -344,14 +347,14 @@ def _is_debug_enabled() -> bool:
 
 
 def _find_resize() -> Any:
-    """Returns torch's ``UntypedStorage.resize_``, the one that is not a Python function."""
+    """Returns torch's ``UntypedStorage.resize_``, which is not a Python function."""
     methods = (vars(c).get("resize_") for c in torch.UntypedStorage.__mro__)
     return next((method for method in methods if isinstance(method, MethodDescriptorType)), None)
 
 
 def _list_entries() -> tuple[tuple[Any, ...], ...]:
     """Returns (owner, name, expected, also accepted, bits) for all but group and state methods."""
-    both = _C.CALL_GATHER | _C.CALL_REDUCE
+    gather_and_reduce = _C.CALL_GATHER | _C.CALL_REDUCE
     defined = [name for name in get_codes(torch_collectives) if name in vars(torch_collectives)]
     rows = [
         *_list_functions(dist, (ALL_GATHER,), _C.CALL_GATHER),
@@ -361,7 +364,7 @@ def _list_entries() -> tuple[tuple[Any, ...], ...]:
         ),
         *_list_functions(torch_group, ("foreach_reduce",), _C.CALL_REDUCE),
         *_list_functions(torch_group, ("RegisterPostBackwardFunction",), _C.CALL_NODE_CLASS),
-        *_list_functions(torch_collectives, defined, both),
+        *_list_functions(torch_collectives, defined, gather_and_reduce),
     ]
     gathers: list[type] = [torch_group.DefaultAllGather, torch_group.ProcessGroupAllocAllGather]
     for cls in gathers:
@@ -377,7 +380,9 @@ def _list_entries() -> tuple[tuple[Any, ...], ...]:
         if name in vars(FSDPParam):
             rows.append((FSDPParam, name, _EXPECTED[name], None, bits))
     # torch's memory trackers replace resize_. All size changes then call the replacement.
-    rows.append((torch.UntypedStorage, "resize_", _find_resize(), None, both | _C.CALL_MEMORY))
+    rows.append(
+        (torch.UntypedStorage, "resize_", _find_resize(), None, gather_and_reduce | _C.CALL_MEMORY)
+    )
     return tuple(rows)
 
 

@@ -26,13 +26,13 @@ from .torch_releases import raise_unsupported
 class ParamOfOlderTorch:
     """Members of ``FSDPParam`` that depend on the release.
 
-    They describe the sharded and unsharded DTensors, were removed by torch 2.15, or are set by
-    torch's constructor, which ``Param`` does not call.
+    Some members describe the sharded and unsharded DTensors. torch 2.15 removed some of them.
+    torch's constructor, which ``Param`` does not call, sets the others.
     """
 
     is_spmd_types = False
     keep_unsharded_storage = False  # the group owns this setting
-    _release_all_gather_outputs_after_post_all_gather = False  # Param does it: _release_outputs()
+    _release_all_gather_outputs_after_post_all_gather = False  # see Param._release_outputs()
 
     mesh_info: Any
     reduce_dtype: torch.dtype | None
@@ -42,12 +42,12 @@ class ParamOfOlderTorch:
 
     @property
     def _sharding_spec_by_dtype(self) -> dict[torch.dtype, DTensorSpec]:
-        """torch's cache of specs. It is always empty, because the core makes the gradients."""
+        """torch's cache of specs; always empty, because the core makes the gradients."""
         return {}
 
     @_sharding_spec_by_dtype.setter
     def _sharding_spec_by_dtype(self, value: dict[torch.dtype, DTensorSpec]) -> None:
-        """Does nothing: torch's constructor assigns it."""
+        """Does nothing. torch's constructor assigns this attribute."""
 
     @property
     def unsharded_accumulated_grad_data(self) -> torch.Tensor:
@@ -58,7 +58,7 @@ class ParamOfOlderTorch:
         return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined]
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Moves the gradient to the accumulated one, in the reduce dtype.
+        """Moves the gradient to the accumulated gradient, in the reduce dtype.
 
         The core calls it if a gradient method is patched.
         """
@@ -69,7 +69,7 @@ class ParamOfOlderTorch:
             self.unsharded_accumulated_grad = grad.to(dtype)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Adds the gradient to the accumulated one, if both exist, and clears it."""
+        """Adds the gradient to the accumulated gradient, if both exist, and clears ``grad``."""
         param, accumulated = self._unsharded_param, self.unsharded_accumulated_grad
         if accumulated is not None and param.grad is not None:
             accumulated += param.grad
@@ -148,17 +148,17 @@ class StateOfOlderTorch:
         return _state._get_module_fsdp_state(module)
 
     def _validate_no_duplicate_params(self) -> None:
-        seen = set()
+        visited = set()
         for state in self._state_ctx.all_states:
             for group in state._fsdp_param_groups:
                 for param in group.fsdp_params:
-                    if param._orig_param_uid in seen:
+                    if param._orig_param_uid in visited:
                         raise ValueError(
                             f"Parameter '{param._param_fqn}' is shared with a parameter already "
                             "managed by another FSDP group: put both modules into one, "
                             "fully_shard([module_a, module_b])"
                         )
-                    seen.add(param._orig_param_uid)
+                    visited.add(param._orig_param_uid)
 
 
 def register_group_hooks(torch_state: Any, state: Any) -> Any:

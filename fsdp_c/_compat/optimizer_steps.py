@@ -1,7 +1,7 @@
 """Counts every ``optimizer.step()`` as a write to the shards of its parameters.
 
-DTensor's operations write shards without incrementing version counters. Without the count a gather
-made before the step, for example by an evaluation, would not be recognized as stale.
+DTensor's operations write shards without incrementing version counters. Without the count, the core
+would reuse a gather from before the step, for example of an evaluation, with stale values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from . import patches
 class _CountStep:
     """Calls ``_C.count_step`` without a Python frame.
 
-    Dynamo prints a warning for the C function itself. It calls this object from a compiled step.
+    Dynamo prints a warning if a compiled step calls the C function directly. An object of this
+    class is called without a warning.
     """
 
     __call__ = staticmethod(_C.count_step)

@@ -1,8 +1,8 @@
 """Finds torch's own functions, even if a library replaced them before fsdp_c was imported.
 
 With ``FSDP_C=1`` the first ``fully_shard`` call imports fsdp_c, so libraries patch torch first. An
-attribute of a torch module is then possibly a library's object. Two sources stay torch's: the code
-that the module's loader returns, and the function that a pass-through wrapper holds.
+attribute of a torch module may then be a library's object. Two sources still have torch's function:
+the code that the module's loader returns, and the function that a pass-through wrapper calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsdp_c_autoload.redirect import reachable
+from fsdp_c_autoload.redirect import iterate_wrapped
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NO_GRAD = os.path.join(_TORCH, "utils", "_contextlib.py")
@@ -32,7 +32,7 @@ def _list_codes(code: CodeType) -> dict[str, CodeType]:
 def get_codes(module: ModuleType) -> dict[str, CodeType]:
     """Returns the module's functions and class bodies by name, from its loader.
 
-    Returns an empty dict if the loader has no code, for example for a module made by hand.
+    Returns an empty dict if the loader has no code, for example for a module that code created.
     """
     get_code = getattr(getattr(module, "__loader__", None), "get_code", None)
     code = get_code(module.__name__) if get_code is not None else None
@@ -62,9 +62,9 @@ def is_torch_function(function: Any, module: str, qualname: str) -> bool:
     return file.startswith(folder) or file == _NO_GRAD
 
 
-def find_original(found: Any, module: str, qualname: str) -> FunctionType | None:
-    """Returns torch's own function, ``found`` or the function that the wrapper ``found`` holds."""
-    for function in reachable(found):
+def find_original(candidate: Any, module: str, qualname: str) -> FunctionType | None:
+    """Returns torch's function: ``candidate``, or the function that ``candidate`` wraps."""
+    for function in iterate_wrapped(candidate):
         if is_torch_function(function, module, qualname):
             return function
     return None
@@ -74,9 +74,9 @@ def find_undecorated(module: ModuleType, name: str) -> Any:
     """Returns torch's function of that name without decorators and without a library's wrappers.
 
     Raises:
-        AttributeError: The module's attribute does not lead to torch's function.
+        AttributeError: The module's attribute is not torch's function and does not wrap it.
     """
-    for function in reachable(getattr(module, name)):
+    for function in iterate_wrapped(getattr(module, name)):
         code = getattr(function, "__code__", None)
         if code is not None and (code.co_name, code.co_filename) == (name, _get_code_file(module)):
             return function
@@ -95,18 +95,18 @@ def _get_code_file(module: ModuleType) -> str | None:
 # ---- attributes of modules -----------------------------------------------------------------------
 
 
-def is_from_torch(found: Any) -> bool:
+def is_from_torch(candidate: Any) -> bool:
     """Whether torch defines the function, the class, or the class of the object."""
-    code = getattr(found, "__code__", None)
+    code = getattr(candidate, "__code__", None)
     if code is not None:
         return bool(code.co_filename.startswith(_TORCH))
-    maker = found if isinstance(found, (BuiltinFunctionType, type)) else type(found)
+    maker = candidate if isinstance(candidate, (BuiltinFunctionType, type)) else type(candidate)
     return str(maker.__module__).partition(".")[0] == "torch"
 
 
 def find_expected(module: ModuleType, name: str) -> Any:
-    """Returns torch's object of that name in the module; ``None``: no object there leads to it."""
-    for function in reachable(vars(module).get(name)):
+    """Returns torch's object ``name`` of the module, also below wrappers; None if not found."""
+    for function in iterate_wrapped(vars(module).get(name)):
         if is_from_torch(function) and getattr(function, "__name__", None) == name:
             return function
     return None

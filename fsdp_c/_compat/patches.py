@@ -5,13 +5,13 @@ value is still in place: a later patch by other code is never removed.
 
 A change has a scope, which determines how long it stays:
 
-- ``Scope.INSTALL``: torch's functions run fsdp_c's. Present from :func:`install` to
+- ``Scope.INSTALL``: torch's functions run fsdp_c's functions. Present from :func:`install` to
   :func:`uninstall`.
-- ``Scope.MODELS``: sharded models need it to train. Present from the first sharded model on, while
-  fsdp_c is installed or a sharded model is alive.
-- ``Scope.EXIT``: torch's threads need it at the end of the process, also without a live model.
-  Present from the first training step on. :func:`uninstall` marks it as no longer needed. It is
-  undone then, or, if a model is alive, with the last live model.
+- ``Scope.MODELS``: sharded models need the change to train. Present from the first sharded model
+  on, while fsdp_c is installed or a sharded model is alive.
+- ``Scope.EXIT``: torch's threads need the change at the end of the process, also without a live
+  model. Present from the first training step on. :func:`uninstall` undoes the change or, if a model
+  is alive, marks it: the change is then undone when the last model is freed.
 
 "Installed" and "a sharded model is alive" are independent::
 
@@ -30,7 +30,7 @@ A change has a scope, which determines how long it stays:
 
 A model is alive while one of its states or parameter groups exists: each holds the lease of
 :func:`lease`. Python frees models in reference cycles at a garbage collection, so a deleted model
-may stay alive until the next one.
+may stay alive until the next collection.
 
 The end of the last lease can come at any point of the program, also while torch iterates over a
 dict of hooks. An undo that would change this dict then waits for the end of the next garbage
@@ -54,11 +54,11 @@ from types import FrameType
 from typing import Any
 
 Undo = Callable[[], bool]
-"""Undoes one change. Returns False if the object holds a newer value of other code, which stays."""
+"""Undoes one change. Returns False if other code has set a newer value, which is kept."""
 
 
 class Scope(enum.Enum):
-    """How long a change stays: see the module's docstring."""
+    """The lifetime of a change: see the module's docstring."""
 
     INSTALL = enum.auto()
     MODELS = enum.auto()
@@ -72,7 +72,7 @@ class _Lease:
 
 
 Change = Callable[[], Undo]
-"""Makes a change and returns its undo. It must neither shard a model nor call this module."""
+"""Makes a change and returns its undo. Must neither shard a model nor call this module."""
 
 _lock = threading.Lock()  # held while changes are made or undone
 _changes: dict[Hashable, tuple[Scope, Undo]] = {}  # in the order in which they were made
@@ -113,7 +113,7 @@ def set_attribute(owner: Any, name: str, value: Any, before: Any = _ABSENT) -> U
     """Sets ``owner.name`` and returns the undo.
 
     Args:
-        before: The value that the undo restores, if it is not the present one.
+        before: The value that the undo restores. Default: the present value.
     """
     if before is _ABSENT:
         before = vars(owner).get(name, _ABSENT)
@@ -152,7 +152,7 @@ def keys() -> list[Hashable]:
 
 
 def _apply(scope: Scope, key: Hashable, change: Change) -> None:
-    """Caller holds ``_lock``."""
+    """Makes the change unless it is in place. Caller holds ``_lock``."""
     if key not in _changes:
         _changes[key] = (scope, change())
 
@@ -163,7 +163,7 @@ def _apply(scope: Scope, key: Hashable, change: Change) -> None:
 def lease() -> object:
     """Returns an object that keeps the changes of ``Scope.MODELS`` in place while it is alive.
 
-    Makes the registered ones that are not in place. All callers share one lease.
+    Makes the registered changes that are not in place. All callers share one lease.
     """
     global _lease, _is_check_due
     current = None if _lease is None else _lease()
@@ -176,7 +176,7 @@ def lease() -> object:
                 for key, change in _model_changes.items():
                     _apply(Scope.MODELS, key, change)
                 current = _Lease()
-                _lease = weakref.ref(current, _lease_ended)
+                _lease = weakref.ref(current, _on_lease_end)
             except BaseException:
                 _is_check_due = True  # undoes the changes made so far
                 raise
@@ -210,7 +210,7 @@ def has_live_models() -> bool:
 
 @contextmanager
 def _hold_lock() -> Iterator[None]:
-    """Holds the lock. Afterwards runs the check that a lease's end requested meanwhile."""
+    """Holds the lock. Then runs the check, if a lease has ended while the lock was held."""
     try:
         with _lock:
             yield
@@ -218,8 +218,8 @@ def _hold_lock() -> Iterator[None]:
         _check_if_due()
 
 
-def _lease_ended(ended: weakref.ref[_Lease]) -> None:
-    """Called at the end of a lease, in any thread and at any point of the program."""
+def _on_lease_end(ended: weakref.ref[_Lease]) -> None:
+    """Runs at the end of a lease, in any thread and at any point of the program."""
     global _is_check_due
     if sys.is_finalizing():
         return
@@ -228,7 +228,7 @@ def _lease_ended(ended: weakref.ref[_Lease]) -> None:
 
 
 def _check_if_due() -> None:
-    """Undoes what became unneeded, if a lease has ended. Never blocks.
+    """Undoes unneeded changes, if a lease has ended. Never blocks.
 
     If the lock is held, also by this thread, its holder runs the check afterwards.
     """
@@ -258,7 +258,7 @@ def _undo_unneeded() -> None:
             del _changes[key]
 
 
-_ITERATES = {
+_HOOK_ITERATIONS = {
     (os.path.join("torch", "optim", "optimizer.py"), "wrapper"),
     (os.path.join("torch", "nn", "modules", "module.py"), "register_parameter"),
 }
@@ -266,7 +266,7 @@ _ITERATES = {
 
 
 def _is_iterating_over_hooks() -> bool:
-    """Whether a thread executes one of ``_ITERATES``."""
+    """Whether a thread executes one of ``_HOOK_ITERATIONS``."""
     return any(map(_is_within_iteration, sys._current_frames().values()))
 
 
@@ -274,7 +274,8 @@ def _is_within_iteration(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
         if any(
-            code.co_name == name and code.co_filename.endswith(file) for file, name in _ITERATES
+            code.co_name == name and code.co_filename.endswith(file)
+            for file, name in _HOOK_ITERATIONS
         ):
             return True
         frame = frame.f_back

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-LEAST, MOST, PAUSE = 0.05, 1.0, 0.01
+MIN_WAIT, MAX_WAIT, PAUSE = 0.05, 1.0, 0.01
 """Limits of the wait for other threads, and the pause between two checks, in seconds."""
 
 THREADS = "/proc/self/task"
@@ -25,15 +25,15 @@ def _is_running(thread: str) -> bool:
     try:
         with open(f"{THREADS}/{thread}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "RD"
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return False
 
 
 def _has_running_threads() -> bool:
-    own = str(threading.get_native_id())
+    own_thread = str(threading.get_native_id())
     try:
-        return any(thread != own and _is_running(thread) for thread in os.listdir(THREADS))
-    except OSError:  # no Linux
+        return any(thread != own_thread and _is_running(thread) for thread in os.listdir(THREADS))
+    except OSError:  # not Linux
         return False
 
 
@@ -42,15 +42,15 @@ def wait_for_threads() -> None:
 
     Threads that wait for the GIL get it during the pauses. A thread that will need the GIL later is
     still running or runnable. Two consecutive checks must find no such thread: a thread that starts
-    to wait for the GIL during a check, which holds it, looks asleep.
+    to wait for the GIL during a check sleeps, because the check holds the GIL.
     """
     begin = time.monotonic()
-    quiet = 0
+    idle_checks = 0
     while True:
         time.sleep(PAUSE)
         waited = time.monotonic() - begin
-        quiet = 0 if _has_running_threads() else quiet + 1
-        if waited >= MOST or (waited >= LEAST and quiet >= 2):
+        idle_checks = 0 if _has_running_threads() else idle_checks + 1
+        if waited >= MAX_WAIT or (waited >= MIN_WAIT and idle_checks >= 2):
             return
 
 

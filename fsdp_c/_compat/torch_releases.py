@@ -1,9 +1,9 @@
 """Functions and types of FSDP2 that differ between torch releases, under one name each.
 
-torch's own version is used if it exists, else a replacement. The module detects a release by the
-names that torch defines or by the code of its modules (``originals.py``). It does not read
-attributes of functions, because libraries replace functions before fsdp_c is imported. Everything
-here runs at import or during init.
+The module uses torch's version if it exists, else a replacement. The module detects a release by
+the names that torch defines or by the code of its modules (``originals.py``). The module does not
+read attributes of functions, because libraries replace functions before fsdp_c is imported. All of
+its functions run at import or during init.
 
 ``older_torch.py`` has the members of torch's classes that older releases lack, and
 ``_runtime/module_methods.py`` the methods of modules. ``_runtime/torch215_methods.py`` and
@@ -94,7 +94,7 @@ collect_grad_tensors: Callable[[Any], tuple[torch.Tensor, ...]] = getattr(
 replace_grad_tensors: Callable[[Any, Iterator[torch.Tensor]], Any] = getattr(
     _utils, "replace_grad_tensors", _replace_grad_tensors
 )
-"""Returns the structure with each tensor that requires grad replaced by an iterator's next one."""
+"""Returns the structure in which an iterator's tensors replace those that require grad."""
 
 
 dtensor_new: Callable[..., DTensor] = getattr(torch.Tensor, "_dtensor__new__", None) or DTensor
@@ -111,7 +111,7 @@ REDUCE_SCATTER = (
 
 
 def make_orig_dtype_argument(dtype: torch.dtype | None) -> Any:
-    """The argument ``orig_dtype`` of torch's ``foreach_reduce``, as a tuple of arguments.
+    """Returns the argument ``orig_dtype`` of torch's ``foreach_reduce``, as a tuple of arguments.
 
     Empty from torch 2.15 on, where ``sharded_grad_dtype`` of each parameter replaces it."""
     return (dtype,) if _HAS_ORIG_DTYPE_ARGUMENT else ()
@@ -122,8 +122,12 @@ def _has_orig_dtype_argument() -> bool:
 
     Reads torch's source: development versions of 2.15 differ, and a wrapper hides the argument.
     """
-    takes = has_parameter(_collectives, "foreach_reduce", "orig_dtype")
-    return not hasattr(_param.FSDPParam, "unsharded_grad_dtype") if takes is None else takes
+    has_argument = has_parameter(_collectives, "foreach_reduce", "orig_dtype")
+    return (
+        not hasattr(_param.FSDPParam, "unsharded_grad_dtype")
+        if has_argument is None
+        else has_argument
+    )
 
 
 _HAS_ORIG_DTYPE_ARGUMENT = _has_orig_dtype_argument()
@@ -190,4 +194,4 @@ def _get_uid(param: nn.Parameter) -> int:
 
 
 orig_param_uid: Callable[[nn.Parameter], int] = getattr(_param, "_get_orig_param_uid", _get_uid)
-"""Returns the unique number stored on a parameter object. Equal numbers reveal tied parameters."""
+"""Returns the unique number stored on a parameter object. Tied parameters have equal numbers."""

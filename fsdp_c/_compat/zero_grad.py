@@ -1,15 +1,15 @@
-"""``zero_grad`` that also drops gradients which wait for their reduction.
+"""``zero_grad`` that also drops gradients that wait for their reduction.
 
 A backward without gradient synchronization leaves its gradients inside the units, not in ``.grad``
-of a parameter. torch's ``zero_grad`` does not reach them, so under torch's FSDP2 the next reduction
-adds them. Under DDP's ``no_sync`` and in a plain model, ``zero_grad`` drops the gradients of such a
-backward, and so do the two functions here:
+of a parameter. torch's ``zero_grad`` does not drop such gradients, so under torch's FSDP2 the next
+reduction adds them. Under DDP's ``no_sync`` and in a plain model, ``zero_grad`` drops the gradients
+of such a backward. Two changes have the same effect for fsdp_c's modules:
 
-- :func:`add_zero_grad` gives a class ``FSDP<Name>`` a method ``zero_grad``. A module around a
-  sharded module, or inside one, keeps torch's method and torch's behavior.
+- :func:`add_zero_grad` gives a class ``FSDP<Name>`` a method ``zero_grad``. A module around or
+  inside a sharded module keeps torch's method and torch's behavior.
 - ``torch.optim.Optimizer.zero_grad`` is wrapped while a sharded model is alive or fsdp_c is
-  installed. torch calls no hook in it, and an optimizer does not know which of its parameters are
-  sharded.
+  installed. torch's function calls no hook, and an optimizer has no record of which of its
+  parameters are sharded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def register_group(group: Any) -> None:
-    """Makes ``zero_grad`` reach the gradients that the parameter group ``group`` defers."""
+    """Makes ``zero_grad`` drop the gradients that the parameter group ``group`` defers."""
     _groups.add(group)
 
 
 def add_zero_grad(cls: type[nn.Module]) -> None:
-    """Gives a class ``FSDP<Name>`` its ``zero_grad``, while a sharded model is alive."""
+    """Adds ``zero_grad`` to a class ``FSDP<Name>``, while a sharded model is alive."""
 
     @functools.wraps(cls.zero_grad)
     def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -44,11 +44,11 @@ def add_zero_grad(cls: type[nn.Module]) -> None:
 
 
 def _wrap_optimizer_method() -> patches.Undo:
-    zero = torch.optim.Optimizer.zero_grad
+    torch_zero_grad = torch.optim.Optimizer.zero_grad
 
-    @functools.wraps(zero)
+    @functools.wraps(torch_zero_grad)
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        zero(self, *args, **kwargs)
+        torch_zero_grad(self, *args, **kwargs)
         _drop_deferred(param for group in self.param_groups for param in group["params"])
 
     return patches.set_attribute(torch.optim.Optimizer, "zero_grad", zero_grad)
@@ -58,13 +58,13 @@ patches.apply_with_first_model("Optimizer.zero_grad", _wrap_optimizer_method)
 
 
 def _drop_deferred(params: Iterable[torch.Tensor]) -> None:
-    """Drops the deferred gradients of ``params``, sharded or unsharded ones."""
+    """Drops the deferred gradients of ``params``, which are sharded or unsharded parameters."""
     groups = [group for group in _groups if group._deferred]
     if not groups:
         return
-    chosen = {id(param) for param in params}
+    param_ids = {id(param) for param in params}
     for group in groups:
         for param in group.fsdp_params:
             unsharded = getattr(param, "_unsharded_param", None)
-            if id(param.sharded_param) in chosen or id(unsharded) in chosen:
+            if id(param.sharded_param) in param_ids or id(unsharded) in param_ids:
                 param._drop_grad()

@@ -1,4 +1,4 @@
-"""Passes the Python functions and classes that the C extension calls to it, at import.
+"""Passes Python functions and classes to the C extension, which calls them. Runs at import.
 
 ``fsdp_c/__init__.py`` imports this module before it returns any other name.
 """
@@ -35,7 +35,7 @@ def _format_class_names(state: Any) -> str:
 
 
 def _warn_view_output(state: Any) -> None:
-    """Warns that a wrapped module returned a view (an in-place op on it would lose the hook)."""
+    """Warns that a module returned a view: an in-place operation on it would lose the hook."""
     warnings.warn(
         f"FSDP2-wrapped module ({_format_class_names(state)}) returned a view tensor. An in-place "
         "op on this view drops the pre-backward hook, so that the parameters are not gathered for "

@@ -1,7 +1,7 @@
 """``GroupCollectives``: moves a group's data by torch's own functions, without the core.
 
 The core calls these methods (csrc/core/callbacks.h) for groups with custom collectives, patched
-functions or tensors without memory. The state machine in C is the same for both.
+functions or tensors without memory. The state machine in C is the same as without fallback.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
     def _copy_out_forward(self, gathered: Any) -> None:
         """Copies out an all-gather over the smaller mesh.
 
-        Its shards may differ in size from the whole mesh's, but they fit into the same outputs.
+        Shards of the smaller mesh may differ in size from shards of the full mesh, but their
+        all-gather fits into the same outputs.
         """
         if gathered.all_gather_event is not None:
             self.device_handle.current_stream().wait_event(gathered.all_gather_event)
@@ -100,13 +101,13 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             param.alloc_all_gather_outputs()
             (output,) = param.all_gather_outputs
             outputs.append(output[: world * numels[0]].view(world, -1))
-        rows = gathered.all_gather_output.view(world, -1)
-        if rows.dtype == torch.uint8:
+        rank_shards = gathered.all_gather_output.view(world, -1)
+        if rank_shards.dtype == torch.uint8:
             outputs = [output.view(torch.uint8) for output in outputs]
         counted = tuple(output for output in outputs if not output.is_inference())
         with torch.autograd._unsafe_preserve_version_counter(counted):
             torch.ops.fsdp.split_with_sizes_copy(
-                rows, gathered.all_gather_input_split_sizes, dim=1, out=outputs
+                rank_shards, gathered.all_gather_input_split_sizes, dim=1, out=outputs
             )
 
     @torch.no_grad()
@@ -146,22 +147,24 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         reduce_dtype = self._prepare_fallback_reduce(params, grads)
         comm.release_inputs(keep=comm.reduce_scatter_max_input_buffers - 1)
         hooked: list[torch.Tensor] = []
-        several = len({param.sharded_grad_dtype for param in params}) > 1
-        seen: list[Any] = [CastingParam(p) for p in params] if several else [*params]
+        has_several_dtypes = len({param.sharded_grad_dtype for param in params}) > 1
+        torch_params: list[Any] = (
+            [CastingParam(p) for p in params] if has_several_dtypes else [*params]
+        )
         scatter = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
-        reduced = replicas if self.all_reduce_grads else None
+        all_reduce_group = replicas if self.all_reduce_grads else None
         with (
             use_transport(group, self.device, scatter),
-            use_all_reduce_transport(reduced, self.device, scatter),
+            use_all_reduce_transport(all_reduce_group, self.device, scatter),
         ):
-            kept = torch_group.foreach_reduce(  # type: ignore[call-arg]
-                seen,
+            results = torch_group.foreach_reduce(  # type: ignore[call-arg]
+                torch_params,
                 grads,
                 group,  # type: ignore[arg-type]
                 comm.reduce_scatter_stream,
                 scatter,
-                *make_orig_dtype_argument(None if several else params[0].orig_dtype),
+                *make_orig_dtype_argument(None if has_several_dtypes else params[0].orig_dtype),
                 reduce_dtype,
                 self.device,
                 self.gradient_divide_factor,
@@ -174,7 +177,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             )
         # foreach_reduce returns: input, its event, a stream (some releases), event of the whole
         # reduction, all-reduced tensor, its event, partial reduce output.
-        row, _, partial = kept[-3:]
+        reduced, _, partial = results[-3:]
         if partial is not None:
             self._keep_partials(params, partial)
         offloaded = [p.grad_offload_event for p in params if p.grad_offload_event is not None]
@@ -182,9 +185,9 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             self._offloaded = offloaded[-1]
         if self.device.type == "cpu":
             return
-        comm.keep_input(kept[0], kept[1])
+        comm.keep_input(results[0], results[1])
         # The reduced tensor must live until its cast has run on its stream.
-        self._fallback_events.append((kept[-4], row, hooked))
+        self._fallback_events.append((results[-4], reduced, hooked))
         if order_compute or len(self._fallback_events) > 1:
             self._fallback_finalize()
 
@@ -193,9 +196,11 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
     ) -> torch.dtype:
         """Converts both lists in place for torch's ``foreach_reduce``; returns the reduce dtype."""
         if isinstance(self.mesh_info, DDPMeshInfo) and self.all_reduce_grads:
-            late = [p for p in self.fsdp_params if p._partial is not None and p not in params]
-            params += late
-            grads += [self._make_zeros(param) for param in late]
+            with_partials = [
+                p for p in self.fsdp_params if p._partial is not None and p not in params
+            ]
+            params += with_partials
+            grads += [self._make_zeros(param) for param in with_partials]
         dtypes = {grad.dtype for grad in grads}
         reduce_dtype = self._reduce_dtype or functools.reduce(torch.promote_types, dtypes)
         if any(dtype.is_complex for dtype in dtypes):
@@ -204,22 +209,22 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             if len(dtypes) > 1:
                 grad = grad.to(reduce_dtype)
             # The core passes 1-D zeros for a parameter that was never unsharded.
-            flat = grad.ndim != len(param._orig_size)
-            grads[index] = grad.view(param._orig_size) if flat else grad
+            is_flat = grad.ndim != len(param._orig_size)
+            grads[index] = grad.view(param._orig_size) if is_flat else grad
         return reduce_dtype
 
     def _make_recording_hook(
-        self, rows: list[torch.Tensor]
+        self, recorded: list[torch.Tensor]
     ) -> Callable[[torch.Tensor], None] | None:
-        """Returns the user's all-reduce hook, wrapped to append its argument to ``rows``."""
+        """Returns the user's all-reduce hook, wrapped to append its argument to ``recorded``."""
         hook = self._reduce_hook
         if hook is None:
             return None
 
-        def run(row: torch.Tensor) -> None:
-            rows.append(row)
+        def run(reduced: torch.Tensor) -> None:
+            recorded.append(reduced)
             with exclude_user_collectives():
-                hook(row)
+                hook(reduced)
 
         return run
 
@@ -245,10 +250,10 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
                 ]
             )
 
-    def _keep_partials(self, params: list[Param], row: torch.Tensor) -> None:
-        """Adds reduce-scattered gradients to those that wait for a backward that all-reduces."""
+    def _keep_partials(self, params: list[Param], reduced: torch.Tensor) -> None:
+        """Adds reduce-scattered gradients to the gradients that wait for an all-reduce."""
         with torch.no_grad(), self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
-            for param, part in zip(params, row.split([p.padded_numel for p in params])):
+            for param, part in zip(params, reduced.split([p.padded_numel for p in params])):
                 param._partial = part if param._partial is None else param._partial + part
 
     def _fallback_finalize(self) -> None:

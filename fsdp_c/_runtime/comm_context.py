@@ -1,4 +1,4 @@
-"""``CommContext``: the communication context's streams as torch objects."""
+"""``CommContext``: the streams of a communication context as torch objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._compat.guard import follow_patches
 
 
 class _SettableProperty:
-    """A property with the value of ``read`` until it is assigned, as by a patched ``lazy_init``."""
+    """A property with the value of ``read``, until code such as a patched ``lazy_init`` sets it."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read
@@ -53,19 +53,19 @@ class CommContext(_C.CommContext, FSDPCommContext):
     def release_inputs(self, keep: int = 0) -> None:
         """Releases all but the newest ``keep`` inputs.
 
-        The current stream waits for their reduce-scatters first.
+        The current stream first waits for the reduce-scatters of the released inputs.
         """
         while len(self._inputs) > keep:
             self.device_handle.current_stream().wait_event(self._inputs[0][1])
             del self._inputs[0]
 
-    def _stream(self, which: int) -> Any:
-        numbers = self._stream_numbers(which)
+    def _stream(self, role: int) -> Any:
+        numbers = self._stream_numbers(role)
         if numbers is None:
             return self.device_handle.current_stream()
-        kind = getattr(self.device_handle, "Stream", torch.Stream)
+        stream_class = getattr(self.device_handle, "Stream", torch.Stream)
         number, index, device_type = numbers
-        return kind(stream_id=number, device_index=index, device_type=device_type)
+        return stream_class(stream_id=number, device_index=index, device_type=device_type)
 
     @_SettableProperty
     def all_gather_copy_in_stream(self) -> Any:
@@ -87,7 +87,7 @@ class CommContext(_C.CommContext, FSDPCommContext):
         """The stream of all-reduces."""
         return self._stream(3)
 
-    # The core owns this state. These properties only show whether reductions are pending.
+    # The core owns the buffers and events of torch's attributes below.
 
     @_SettableProperty
     def all_gather_state(self) -> None:
@@ -122,7 +122,7 @@ class CommContext(_C.CommContext, FSDPCommContext):
     ) -> tuple[Any, Any]:
         """Returns the copy-in and gather streams of a gather by torch's functions.
 
-        These are the context's streams if the gather may overlap, else the current stream twice.
+        Returns the context's streams if the gather may overlap, else the current stream twice.
         """
         if not async_op and training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
             return self.gather_streams

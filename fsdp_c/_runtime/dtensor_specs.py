@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 _specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDictionary()
-"""Cache of living DTensor specs. A spec keeps its mesh alive, whose ``id`` is part of the key."""
+"""Cache of DTensor specs in use. A spec keeps its mesh alive, whose ``id`` is part of the key."""
 
 
 @functools.lru_cache(4096)
@@ -48,22 +48,22 @@ def get_shared_spec(
     return spec
 
 
-def make_parameter(made: DTensor, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """Returns ``nn.Parameter(made)``. A new DTensor around ``local`` is converted in place."""
-    is_new = type(made) is DTensor and made._local_tensor is local and not made.requires_grad
+def make_parameter(param: DTensor, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """Returns ``nn.Parameter(param)``. A new DTensor around ``local`` is converted in place."""
+    is_new = type(param) is DTensor and param._local_tensor is local and not param.requires_grad
     if not is_new or type(local) is not torch.Tensor:
-        return nn.Parameter(made, requires_grad=requires_grad)
-    made.requires_grad_(requires_grad)
-    made._is_param = True
-    return made  # type: ignore[return-value]
+        return nn.Parameter(param, requires_grad=requires_grad)
+    param.requires_grad_(requires_grad)
+    param._is_param = True
+    return param  # type: ignore[return-value]
 
 
 def has_no_values(param: torch.Tensor) -> bool:
-    """Whether ``param`` is fake. A fast path for DTensors of plain tensors avoids ``is_fake``."""
+    """Whether ``param`` is a fake tensor. DTensors of plain tensors skip the slower ``is_fake``."""
     local = param._local_tensor if type(param) is DTensor else None
-    is_usual = (
+    is_plain = (
         type(local) is torch.Tensor
         and not torch._is_functional_tensor(local)
         and not torch._C._functorch.is_functorch_wrapped_tensor(local)
     )
-    return not is_usual and is_fake(param)
+    return not is_plain and is_fake(param)

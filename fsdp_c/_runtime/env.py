@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 OFF = ("", "0", "no", "off", "false")
-"""Values that mean off, in any case. ``fsdp_c_autoload`` has a copy, as it imports no fsdp_c."""
+"""Values for off, in lower case. ``fsdp_c_autoload``, which cannot import fsdp_c, has a copy."""
 
 
 def is_env_enabled(name: str, unset: str = "") -> bool:

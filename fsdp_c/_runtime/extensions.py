@@ -1,8 +1,8 @@
 """All-gather extensions: methods of a tensor subclass that customize its all-gather.
 
 ``fsdp_pre_all_gather`` returns the tensors to gather. ``fsdp_post_all_gather`` makes the unsharded
-parameter from the gathered tensors. torch's own code calls them and validates their results. The C
-core calls this module, and owns memory, packing and the collective.
+parameter from the gathered tensors. torch's code calls both methods and validates their results.
+The C core calls this module, and owns memory, packing and the collective.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def leave_inference_mode(function: Callable[..., Result]) -> Callable[..., Resul
     """Decorator that leaves inference mode, because training may use the tensors made inside."""
 
     @functools.wraps(function)
-    def outside(*args: Any) -> Result:
+    def call_outside(*args: Any) -> Result:
         if not torch.is_inference_mode_enabled():
             return function(*args)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args)
 
-    return outside
+    return call_outside
 
 
 def has_extensions(param: FSDPParam) -> bool:
@@ -78,7 +78,7 @@ def make_unsharded(param: FSDPParam) -> None:
 def release_outputs(param: FSDPParam, resharded_smaller: bool) -> None:
     """Frees the gathered tensors if the extension allows it (torch 2.15).
 
-    They are kept if the group reshards to a smaller mesh, because its shards are read from them.
+    Keeps the tensors if the group reshards to a smaller mesh, because they contain its shards.
     """
     may_release = getattr(param._sharded_local_tensor, _RELEASES_OUTPUTS, None)
     if may_release is not None and not resharded_smaller and may_release():

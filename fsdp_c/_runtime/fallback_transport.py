@@ -1,7 +1,7 @@
 """Shared-memory transport (csrc/transport) for collectives that torch's functions issue.
 
 All ranks of a process group use the same transport. A rank on which torch's functions move the
-data, for example because of a patch on that rank only, must use it, too.
+data, for example because of a patch on that rank only, must use this transport, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ _DEFAULTS = (
 
 @contextlib.contextmanager
 def _enter_transport(group: Any, device: torch.device, comm: Any, use: int) -> Iterator[None]:
-    may = device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
-    entered = _C.enter_direct(group, use) if may else None
+    can_enter = (
+        device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
+    )
+    entered = _C.enter_direct(group, use) if can_enter else None
     try:
         yield
     finally:
@@ -40,8 +42,8 @@ def use_transport(
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which collectives of ``group`` on the CPU use the negotiated transport.
 
-    ``comm`` is the object that calls the collectives. A custom object is left to its own transport,
-    as on all other ranks.
+    ``comm`` is the object that calls the collectives. A custom object keeps its own transport, as
+    on all other ranks.
     """
     return _enter_transport(group, device, comm, _GATHER if type(comm) in _GATHERS else _REDUCE)
 
@@ -58,7 +60,7 @@ def use_all_reduce_transport(
 
 @contextlib.contextmanager
 def exclude_user_collectives() -> Iterator[None]:
-    """Context for user hooks, whose all-reduces are not those of the unit's gradients."""
+    """Context for user hooks: their all-reduces do not count as gradient all-reduces."""
     before = _C.set_gradient_all_reduce(False)
     try:
         yield

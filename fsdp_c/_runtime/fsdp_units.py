@@ -1,4 +1,4 @@
-"""Access to a model's units, of fsdp_c's or torch's ``fully_shard``."""
+"""Access to the units of a model that fsdp_c's or torch's ``fully_shard`` sharded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 
 
 def require_module(model: Any, caller: str) -> None:
-    """Refuses an argument that is not a module.
+    """Checks that an argument is a module.
 
     Raises:
         TypeError: ``model`` is not a module. The message names ``caller``.
@@ -31,7 +31,7 @@ def list_sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def get_units(model: nn.Module, caller: str) -> list[Any]:
-    """Returns the parameter groups of ``model``, outer ones first, each once.
+    """Returns the parameter groups of ``model``, outer groups first, each once.
 
     Raises:
         ValueError: ``model`` has no sharded module. The message names ``caller``.
@@ -50,14 +50,14 @@ def get_units(model: nn.Module, caller: str) -> list[Any]:
 
 def get_groups(state: Any) -> list[Any]:
     """Returns the parameter groups of a state of torch or fsdp_c. torch 2.11 has at most one."""
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:
-        found = [state._fsdp_param_group]
-    return [group for group in found if group is not None]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Frees all gathered parameters: sharded ones are registered everywhere afterwards."""
+    """Frees all gathered parameters, and registers the sharded parameters of all units."""
     for module in list_sharded_modules(model):
         module.reshard()
 
@@ -69,11 +69,11 @@ def iterate_groups(model: nn.Module) -> Iterator[tuple[str, FSDPState, Any]]:
         state = _get_module_fsdp_state(module)
         if state is not None:
             names.setdefault(state, []).append(name or "(root)")
-    for state, of_state in names.items():
+    for state, module_names in names.items():
         groups = get_groups(state)
         for index, group in enumerate(groups):
             suffix = f" [{index}]" if len(groups) > 1 else ""
-            yield ", ".join(of_state) + suffix, state, group
+            yield ", ".join(module_names) + suffix, state, group
 
 
 def get_param_names(model: nn.Module, groups: list[tuple[str, Any]]) -> dict[int, str]:

@@ -1,11 +1,11 @@
 """Total norm of gradients and their scaling: local norms, one collective, local scaling.
 
 torch's ``clip_grad_norm_`` dispatches several DTensor operations per gradient. The functions here
-use the local tensors, with bit-equal results. ``fsdp_c.clip_grad_norm_`` and
-``torch_clipping.py``, which replaces torch's functions, call them.
+use the local tensors, with bit-equal results. Callers are ``fsdp_c.clip_grad_norm_`` and
+``torch_clipping.py``, which replaces torch's functions.
 
 ``csrc/python/clip.c`` collects the local gradients. For the 2-norm of contiguous float32 gradients
-on the CPU it also computes the total norm and scales. torch's operators do the rest.
+on the CPU it also computes the total norm and scales. torch's operators implement all other cases.
 """
 
 from __future__ import annotations
@@ -42,17 +42,20 @@ _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def compute_norm_on_cpu(
-    tensors: list[torch.Tensor], kind_of: list[int], named: list[GroupNames | None]
+    tensors: list[torch.Tensor], kind_of: list[int], group_names: list[GroupNames | None]
 ) -> float | None:
     """Returns the total norm, or None if sums are pending or a gradient is not float32 on CPU."""
-    return None if None in named else _C.clip_norm(tensors, kind_of, named)
+    return None if None in group_names else _C.clip_norm(tensors, kind_of, group_names)
 
 
 def scale_on_cpu(
     tensors: list[torch.Tensor], max_norm: float, total: float, all_or_none: bool = False
 ) -> bool:
-    """Scales to ``max_norm``. Does nothing and returns False if ``all_or_none`` and a gradient is
-    not contiguous float32 on the CPU."""
+    """Scales the gradients to ``max_norm``.
+
+    If ``all_or_none`` and a gradient is not contiguous float32 on the CPU, scales none and returns
+    False.
+    """
     scaled = _C.clip_scale(tensors, max_norm, total, _PARALLEL_NUMEL, all_or_none)
     if scaled is None:
         return False
@@ -91,10 +94,10 @@ def clip_any(
     groups = [_get_shard_groups(mesh, placements) for mesh, placements in kinds]
     first: dict[_GroupKey, _Groups] = {}
     groups = [first.setdefault(_make_group_key(group), group) for group in groups]
-    whole = tensors
+    gradients = tensors
     if any(_is_partial(placements) for _, placements in kinds):
-        whole = [_sum_partial(param.grad) for param in params if param.grad is not None]
-    total = _compute_total_norm(whole, groups, kind_of, norm_type, foreach)
+        gradients = [_sum_partial(param.grad) for param in params if param.grad is not None]
+    total = _compute_total_norm(gradients, groups, kind_of, norm_type, foreach)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise make_nonfinite_error(norm_type)
     _scale_grads(tensors, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
@@ -110,7 +113,7 @@ def make_nonfinite_error(norm_type: float) -> RuntimeError:
 
 
 def _sum_partial(grad: torch.Tensor) -> torch.Tensor:
-    """Returns the local tensor after pending sums: norms of the terms do not give the sum's."""
+    """Returns the local tensor after pending sums: the norm of a sum needs the sum itself."""
     if not isinstance(grad, DTensor):
         return grad
     placements = [Replicate() if p.is_partial() else p for p in grad.placements]
@@ -145,9 +148,9 @@ def _compute_local_norms(
     if math.isinf(norm_type) or norm_type < 0:
         # An empty local tensor gets the neutral element of max, min or a sum of inverse powers.
         neutral = 0.0 if norm_type > 0 else math.inf
-        full = [tensor for tensor in tensors if tensor.numel() > 0]
-        if len(full) < len(tensors):
-            norms = iter(_compute_local_norms(full, norm_type, device, foreach))
+        non_empty = [tensor for tensor in tensors if tensor.numel() > 0]
+        if len(non_empty) < len(tensors):
+            norms = iter(_compute_local_norms(non_empty, norm_type, device, foreach))
             return [next(norms) if t.numel() > 0 else t.new_full((), neutral) for t in tensors]
     if tensors and _choose_foreach(tensors, device, foreach):
         return list(torch._foreach_norm(tensors, norm_type))
@@ -169,14 +172,14 @@ def _choose_foreach(
 def _reduce_norms(
     norms: torch.Tensor, groups: list[_Groups], kind_of: list[int], norm_type: float
 ) -> torch.Tensor:
-    """Reduces norms of local shards to norms of whole tensors: (n,) -> (n,), in place."""
+    """Reduces norms of local shards to norms of full tensors: (n,) -> (n,), in place."""
     if all(group == groups[0] for group in groups):
         return _all_reduce_norms(norms, groups[0], norm_type)
-    for over in dict.fromkeys(groups):
-        own = [i for i, kind in enumerate(kind_of) if groups[kind] == over]
-        if own:
-            indices = torch.tensor(own, device=norms.device)
-            norms[indices] = _all_reduce_norms(norms[indices], over, norm_type)
+    for shard_groups in dict.fromkeys(groups):
+        members = [i for i, kind in enumerate(kind_of) if groups[kind] == shard_groups]
+        if members:
+            indices = torch.tensor(members, device=norms.device)
+            norms[indices] = _all_reduce_norms(norms[indices], shard_groups, norm_type)
     return norms
 
 
@@ -184,20 +187,20 @@ def _all_reduce_norms(norms: torch.Tensor, groups: _Groups, norm_type: float) ->
     if not groups:
         return norms
     op: Any = dist.ReduceOp.SUM
-    power = not math.isinf(norm_type) and norm_type not in (0.0, 1.0)
+    sums_powers = not math.isinf(norm_type) and norm_type not in (0.0, 1.0)
     if math.isinf(norm_type):
         op = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
-    if power:
+    if sums_powers:
         norms = norms**norm_type
     for group in groups:
         dist.all_reduce(norms, op, group)
-    return norms ** (1.0 / norm_type) if power else norms
+    return norms ** (1.0 / norm_type) if sums_powers else norms
 
 
 def _scale_grads(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
     # Other devices would need a synchronization to read the factor. Fake tensors have no values.
-    known = factor.device.type == "cpu" and type(factor) is torch.Tensor and not is_tracing()
-    if known and factor.item() == 1.0:
+    is_cheap = factor.device.type == "cpu" and type(factor) is torch.Tensor and not is_tracing()
+    if is_cheap and factor.item() == 1.0:
         return
     parts = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
     for (device, _), ((part,), _) in parts.items():
@@ -216,16 +219,16 @@ class PerMeshCache:
 
     def __init__(self, find: Callable[[DeviceMesh, Any], Any]) -> None:
         self._find = find
-        self._known: dict[tuple[int, Any], tuple[weakref.ref[DeviceMesh], Any]] = {}
+        self._cache: dict[tuple[int, Any], tuple[weakref.ref[DeviceMesh], Any]] = {}
 
     def __call__(self, mesh: DeviceMesh, placements: Any) -> Any:
         key = (id(mesh), placements)  # the same object: an equal mesh may have other groups
-        known = self._known.get(key)
-        if known is None or known[0]() is not mesh:
-            alive = {k: entry for k, entry in self._known.items() if entry[0]() is not None}
-            known = (weakref.ref(mesh), self._find(mesh, placements))
-            self._known = {**alive, key: known}
-        return known[1]
+        cached = self._cache.get(key)
+        if cached is None or cached[0]() is not mesh:
+            live = {k: entry for k, entry in self._cache.items() if entry[0]() is not None}
+            cached = (weakref.ref(mesh), self._find(mesh, placements))
+            self._cache = {**live, key: cached}
+        return cached[1]
 
 
 def _find_group_names(mesh: DeviceMesh, placements: Any) -> GroupNames | None:
@@ -239,7 +242,7 @@ _group_names_cache = PerMeshCache(_find_group_names)
 
 
 def get_group_names(mesh: DeviceMesh | None, placements: Any) -> GroupNames | None:
-    """Returns the names of the groups to reduce over and their likeness; None for pending sums."""
+    """Returns the names and the key of the groups to reduce over; None for pending sums."""
     return ((), ()) if mesh is None else _group_names_cache(mesh, placements)
 
 
@@ -247,14 +250,16 @@ def _get_shard_groups(mesh: DeviceMesh | None, placements: Any) -> _Groups:
     """Returns the process groups over which a gradient is sharded; none for a plain tensor."""
     if mesh is None:
         return ()
-    split = (dim for dim, p in enumerate(placements) if not (p.is_replicate() or p.is_partial()))
-    return tuple(mesh.get_group(dim) for dim in split)
+    sharded_dims = (
+        dim for dim, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())
+    )
+    return tuple(mesh.get_group(dim) for dim in sharded_dims)
 
 
 def _make_group_key(groups: _Groups) -> _GroupKey:
     """Returns a key that is equal for process groups with equal ranks and backends.
 
-    Equal meshes that are made twice have different groups, and DTensor's caches mix them.
+    Equal meshes may have different groups, and DTensor's caches mix these meshes.
     """
     return tuple(
         (tuple(dist.get_process_group_ranks(group)), dist.get_backend_config(group))

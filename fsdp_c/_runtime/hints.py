@@ -60,11 +60,11 @@ def with_hint(error: BaseException, note: str) -> BaseException:
     return error
 
 
-def format_names(names: Iterable[str], shown: int = 3) -> str:
-    """Returns the first ``shown`` names in quotes, and the number of further names."""
+def format_names(names: Iterable[str], limit: int = 3) -> str:
+    """Returns the first ``limit`` names in quotes, and the number of further names."""
     listed = list(names)
-    text = ", ".join(f"'{name}'" for name in listed[:shown])
-    return text + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
+    text = ", ".join(f"'{name}'" for name in listed[:limit])
+    return text + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
 
 
 def get_class_name(module: Any) -> str:
@@ -232,10 +232,10 @@ def _hint_on_ignored(call: _Call) -> str | None:
     ignored = call.kwargs.get("ignored_params")
     if ignored is None or isinstance(ignored, (set, frozenset)):
         return None
-    of = "head" if not isinstance(ignored, nn.Module) else type(ignored).__name__.lower()
+    owner = "head" if not isinstance(ignored, nn.Module) else type(ignored).__name__.lower()
     return (
         f"ignored_params: a set of parameters, not a {type(ignored).__name__}: "
-        f"set(model.{of}.parameters()), for example."
+        f"set(model.{owner}.parameters()), for example."
     )
 
 

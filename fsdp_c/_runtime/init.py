@@ -1,7 +1,7 @@
 """Shards parameters and registers states on modules, for ``fully_shard`` and ``replicate``.
 
-:func:`shard_modules` takes a snapshot before its first change. Its caller restores the snapshot
-when it raises.
+:func:`shard_modules` takes a snapshot before its first change. The caller restores the
+snapshot if ``shard_modules`` raises.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .param_group import ParamGroup
 from .param_template import ParamFactory
 from .serialization import add_methods, refuse_deepcopy
 from .state import State
-from .transaction import Snapshot, Transaction
+from .transaction import ModuleSnapshot, Transaction
 
 
 class WrapperApi(NamedTuple):
@@ -81,8 +81,8 @@ def shard_modules(
 ) -> State:
     """Shards the parameters of ``module`` and registers their state; returns the state.
 
-    ``transaction`` gets a snapshot before the first change. The caller rolls it back on every
-    exception.
+    ``transaction`` gets a snapshot before the first change. The caller rolls the transaction back
+    on every exception.
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _check_not_applied(api, modules)
@@ -92,7 +92,7 @@ def shard_modules(
     split = meshes.split(params)
     infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
     holders = [m for info in infos.values() for m in (info.module, *info.shared_modules)]
-    transaction.set_snapshot(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
+    transaction.set_snapshot(ModuleSnapshot([*modules, *managed, *holders], [*params, *buffers]))
     _move_states_to_device(params, buffers, device)
     state = api.state_class()
     _store_state(api, state, modules)

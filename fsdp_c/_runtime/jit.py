@@ -16,7 +16,7 @@ from .env import is_env_enabled
 from .nvrtc import ENTRIES, Nvrtc, find_libraries
 
 _kept: list[object] = []
-"""Keeps the objects alive whose addresses the extension holds."""
+"""Objects whose addresses the extension uses. They are never freed."""
 
 
 def is_jit_requested() -> bool:
@@ -33,7 +33,7 @@ def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int]:
     """Loads ``code``. Returns the addresses of ``cuLaunchKernel`` and of the two kernels.
 
     Raises:
-        RuntimeError: The driver refuses the code.
+        RuntimeError: The driver cannot load the code.
         AttributeError: The driver is older than CUDA 12.
     """
     library = ctypes.c_void_p()
@@ -67,5 +67,5 @@ def build_kernels(device: torch.device) -> tuple[int, int, int]:
 
 
 def install_kernels(device: torch.device) -> None:
-    """Makes the kernels of CUDA devices; raises as :func:`build_kernels`."""
+    """Builds the kernels and passes them to the core; raises as :func:`build_kernels`."""
     _C.use_jit(*build_kernels(device))

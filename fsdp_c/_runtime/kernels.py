@@ -26,7 +26,7 @@ def describe_kernels(device: torch.device) -> str:
 def log_kernels(device: torch.device) -> None:
     """Logs one line per device type and process; a warning if CUDA kernels are missing.
 
-    If ``FSDP_C_JIT`` requests it, NVRTC compiles missing kernels first.
+    With ``FSDP_C_JIT=1``, NVRTC first compiles missing kernels.
     """
     if device.type in _logged_devices:
         return
@@ -36,14 +36,16 @@ def log_kernels(device: torch.device) -> None:
             jit.install_kernels(device)
         except (RuntimeError, OSError, AttributeError) as error:
             logger.warning("fsdp_c: NVRTC has made no kernels: %s", error)
-    lacking = device.type == "cuda" and _C.kernels_of(device) == "torch" and not torch.version.hip
+    has_no_cuda_kernels = (
+        device.type == "cuda" and _C.kernels_of(device) == "torch" and not torch.version.hip
+    )
     logger.log(
-        logging.WARNING if lacking else logging.INFO,
+        logging.WARNING if has_no_cuda_kernels else logging.INFO,
         "fsdp_c: memory is packed and unpacked on %s by %s%s",
         device.type,
         describe_kernels(device),
         ": it was built without nvcc, or for another CUDA release (FSDP_C_JIT=1 has NVRTC compile "
         "kernels)"
-        if lacking
+        if has_no_cuda_kernels
         else "",
     )

@@ -102,7 +102,7 @@ def check_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) ->
 
 
 def _iterate_repeated_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields layers with submodules that share a container with others of their class."""
+    """Yields layers with submodules whose container has another layer of the same class."""
     for prefix, container in model.named_modules():
         if not issubclass(get_original_class(container), (nn.ModuleList, nn.Sequential)):
             continue
@@ -122,22 +122,22 @@ def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
     state = _get_module_fsdp_state(model)
     if state is None:
         return []
-    of_root = {
+    root_ids = {
         id(module)
         for _, group in groups
         if group in state._fsdp_param_groups
         for param in group.fsdp_params
         for module, _ in iterate_slots(param)
     }
-    left = [
+    missed = [
         name
         for name, layer in _iterate_repeated_layers(model)
-        if any(id(module) in of_root for module in layer.modules())
+        if any(id(module) in root_ids for module in layer.modules())
     ]
-    if not left:
+    if not missed:
         return []
     return [
-        f"{format_names(left)} are repeated layers but no units: their parameters are gathered "
+        f"{format_names(missed)} are repeated layers but no units: their parameters are gathered "
         "with the root's and stay unsharded through forward and backward. Call fully_shard on each "
         "before the root"
     ]
@@ -148,17 +148,17 @@ def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
     state = _get_module_fsdp_state(model)
     if state is None:
         return []
-    of_root = {id(group) for group in state._fsdp_param_groups}
-    wanted = {group.mp_policy.param_dtype for _, group in groups if id(group) not in of_root}
-    own = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
-    if state._mp_policy.param_dtype is not None or not own or wanted - {None} != wanted:
+    root_ids = {id(group) for group in state._fsdp_param_groups}
+    inner = {group.mp_policy.param_dtype for _, group in groups if id(group) not in root_ids}
+    outer = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
+    if state._mp_policy.param_dtype is not None or not outer or inner - {None} != inner:
         return []
     names = get_param_names(model, groups)
-    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in wanted))
+    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in inner))
     return [
-        f"the blocks compute in {dtypes}, but {format_names([names[id(param)] for param in own])} "
+        f"the blocks compute in {dtypes}, but {format_names([names[id(p)] for p in outer])} "
         "in the root in full precision: pass mp_policy to the root's fully_shard, too"
-    ] * bool(wanted)
+    ] * bool(inner)
 
 
 def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:

@@ -1,7 +1,8 @@
-"""Warnings about parameters that were replaced after sharding, and optimizers that hold old ones.
+"""Warnings about parameters that were replaced after sharding, and optimizers of stale parameters.
 
-A hook of torch records parameters that are registered on sharded modules. The hook of an
-optimizer's step checks them, and the optimizer at its first step.
+A parameter registration hook records parameters that are registered on sharded modules. An
+optimizer step pre-hook checks the recorded parameters. At the first step of each optimizer, it
+also checks the parameters of the optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _params_by_uid: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDiction
 _params_by_slot: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Maps a module to its sharded parameters: name to weak reference to the ``FSDPParam``."""
 _replaced_slots: dict[tuple[int, str], tuple[Any, int]] = {}
-"""Maps (id of module, name) to the ``FSDPParam`` and the ``id`` of a parameter registered since."""
+"""Maps (id of module, name) to the ``FSDPParam`` and the ``id`` of the replacement."""
 _checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -39,7 +40,7 @@ def record_sharded_params(fsdp_params: Iterable[Any]) -> None:
             _params_by_slot.setdefault(module, {})[name] = reference
 
 
-def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _record_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     slots = _params_by_slot.get(module)
     fsdp_param = slots[name]() if slots is not None and name in slots else None
     if fsdp_param is not None and all(
@@ -59,11 +60,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 # Compiled code calls the hook without tracing it.
-_on_registration._torchdynamo_disable = True  # type: ignore[attr-defined]
+_record_registration._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 patches.apply_with_first_model(
     "parameter registration hook: lint",
-    lambda: patches.add_hook(register_module_parameter_registration_hook, _on_registration),
+    lambda: patches.add_hook(register_module_parameter_registration_hook, _record_registration),
 )
 patches.apply_with_first_model(
     "optimizer step pre hook: lint",
@@ -72,15 +73,15 @@ patches.apply_with_first_model(
 
 
 def _check_replaced_slots() -> None:
-    lost = []
-    for reference, number in _replaced_slots.values():
+    replaced = []
+    for reference, param_id in _replaced_slots.values():
         fsdp_param = reference()
         # load_state_dict(assign=True) registers parameters that the unit then uses.
-        if fsdp_param is not None and id(fsdp_param.sharded_param) != number:
-            lost.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
+        if fsdp_param is not None and id(fsdp_param.sharded_param) != param_id:
+            replaced.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
     _replaced_slots.clear()
-    if lost:
-        warn_once(format_replaced(lost))
+    if replaced:
+        warn_once(format_replaced(replaced))
 
 
 def format_replaced(names: list[str]) -> str:

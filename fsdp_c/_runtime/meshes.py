@@ -1,8 +1,8 @@
 """torch's mesh infos, extended to notify parameter groups of assignments.
 
 torch's FSDP2 reads the process groups from a mesh info at each collective. Fault-tolerance
-libraries assign other process groups to it. The C core keeps its own references to process groups,
-so an assignment must reach it.
+libraries assign other process groups to the mesh info. The C core has its own references to process
+groups, so it must be notified of an assignment.
 """
 
 from __future__ import annotations
@@ -53,21 +53,22 @@ class MeshSubscriber(Protocol):
 def _set_and_notify(self: Any, name: str, value: Any) -> None:
     """Sets an attribute and notifies all groups.
 
-    If a group refuses the value, restores the previous one, notifies the groups again and raises.
+    If a group raises, restores the previous value, notifies the groups again and raises.
     """
     absent = object()
     before = self.__dict__.get(name, absent)
     object.__setattr__(self, name, value)
-    users = list(self.__dict__.get(_SUBSCRIBERS, ()))  # a new object of a notifying class has none
+    # An object that was created from a notifying class has no subscribers.
+    subscribers = list(self.__dict__.get(_SUBSCRIBERS, ()))
     try:
-        for group in users:
+        for group in subscribers:
             group._refresh_process_groups()
     except BaseException:
         if before is absent:
             object.__delattr__(self, name)
         else:
             object.__setattr__(self, name, before)
-        for group in users:
+        for group in subscribers:
             group._refresh_process_groups()
         raise
 
@@ -94,9 +95,9 @@ def subscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
     info.__dict__[_SUBSCRIBERS].add(group)
     cls: Any = type(info)
     if cls.__setattr__ is not _set_and_notify:
-        number = id(info)
+        info_id = id(info)
         patches.apply(patches.Scope.MODELS, "mesh infos", lambda: _restore_all)
-        _subscribed[number] = weakref.ref(info, lambda _: _subscribed.pop(number, None))
+        _subscribed[info_id] = weakref.ref(info, lambda _: _subscribed.pop(info_id, None))
         info.__class__ = _make_notifying_class(cls)
 
 
@@ -113,7 +114,7 @@ def _has_subscribers(info: DataParallelMeshInfo) -> bool:
 
 
 def _restore_all() -> bool:
-    """Restores the classes of mesh infos that no group uses. Returns whether none is in use."""
+    """Restores the classes of mesh infos without subscribers. Returns whether all are restored."""
     infos = [info for reference in list(_subscribed.values()) if (info := reference()) is not None]
     for info in infos:
         if not _has_subscribers(info):
@@ -123,22 +124,22 @@ def _restore_all() -> bool:
 
 def _restore(info: DataParallelMeshInfo) -> None:
     cls: Any = type(info)
-    if cls.__dict__.get("__setattr__") is _set_and_notify:  # else other code made a subclass
+    if cls.__dict__.get("__setattr__") is _set_and_notify:  # otherwise other code derived a class
         info.__dict__.pop(_SUBSCRIBERS, None)
         info.__class__ = cls.__base__
         _subscribed.pop(id(info), None)
 
 
 def has_own_size(group: Any) -> bool:
-    """Whether the class of ``group`` overrides ``size()``, so that it may change in each step."""
+    """Whether the class of ``group`` overrides ``size()``: the size may change in each step."""
     return getattr(type(group), "size", None) is not dist.ProcessGroup.size
 
 
 def get_size_and_rank(group: Any, size: int, rank: int) -> tuple[int, int]:
     """Returns size and rank of a process group.
 
-    For a group with its own ``size()``, returns ``size`` and ``rank`` of the mesh: the call of a
-    fault-tolerant group may wait for a quorum.
+    For a group with its own ``size()``, returns ``size`` and ``rank`` of the mesh, because
+    ``size()`` of a fault-tolerant group may wait for a quorum.
     """
     return (size, rank) if has_own_size(group) else (group.size(), group.rank())
 
@@ -152,7 +153,7 @@ def get_group_name(group: Any) -> str:
 
 
 def find_unregistered_group(group: Any) -> dist.ProcessGroup | None:
-    """Returns ``group`` if it is a process group of torch that its name does not resolve to.
+    """Returns ``group`` if it is a process group of torch that is not registered under its name.
 
     Returns ``None`` in all other cases.
     """

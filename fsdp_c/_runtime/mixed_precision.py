@@ -35,12 +35,12 @@ else:
 
         Attributes:
             param_dtype_override_fn: A function that ``fully_shard`` calls once for each parameter.
-                It returns ``None`` or ``param_dtype`` for parameters that compute in
-                ``param_dtype``. It returns the parameter's own dtype to leave it uncast, for
-                example ``lambda param: torch.float32 if param.ndim == 1 else None``. The results
-                must be equal on all ranks. Forward inputs are always cast to ``param_dtype``. A
-                unit still uses one gather, and one reduction in ``reduce_dtype`` or in the widest
-                dtype of the gradients.
+                If the function returns ``None`` or ``param_dtype``, the parameter computes in
+                ``param_dtype``. If it returns the parameter's own dtype, there is no cast. Example:
+                ``lambda param: torch.float32 if param.ndim == 1 else None``. The results must be
+                equal on all ranks. Forward inputs are always cast to ``param_dtype``. A unit still
+                uses one gather, and one reduction in ``reduce_dtype`` or in the widest dtype of the
+                gradients.
         """
 
         param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = (
@@ -68,7 +68,7 @@ def get_compute_dtype(
 
     Raises:
         ValueError: The policy's function returned an object that is not a dtype or ``None``, or a
-            dtype that is neither ``param_dtype`` nor the parameter's own.
+            dtype that is neither ``param_dtype`` nor the parameter's dtype.
     """
     override = getattr(policy, "param_dtype_override_fn", None)
     dtype = override(param) if override is not None else None
@@ -92,7 +92,7 @@ def has_grad_dtype(param: torch.Tensor) -> bool:
 
 
 def check_policy(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
-    """Refuses an object that is not a policy, as the installed torch does.
+    """Raises for an object that is not a policy, as the installed torch does.
 
     Raises:
         TypeError: ``policy`` is not a policy, and torch is 2.15 or newer.

@@ -1,6 +1,7 @@
 """Adds methods of newer torch releases to the classes ``FSDP<Name>`` of sharded modules.
 
-These are the methods that this torch's ``FSDPModule`` lacks, and those of ``torch215_methods.py``.
+Added are the methods that the installed torch's ``FSDPModule`` lacks, and the methods of
+``torch215_methods.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def _iterate_groups(module: Any, recurse: bool) -> Iterator[Any]:
 
 
 def _reset_iter_state(self: Any) -> None:
-    """Resets the iteration after an exception in forward or backward. Call it on the root."""
+    """Resets the iteration after an exception in forward or backward. For roots only."""
     self._get_fsdp_state()._reset_iter_state()
 
 
@@ -37,7 +38,7 @@ def _set_reduce_scatter_unused_params(
 def _set_reduce_scatter_max_input_buffers(
     self: Any, max_input_buffers: int, *, recurse: bool = True
 ) -> None:
-    """Sets how many reduce-scatter inputs may be alive at once.
+    """Sets how many reduce-scatter inputs may be allocated at the same time.
 
     Raises:
         TypeError: ``max_input_buffers`` is not an int.

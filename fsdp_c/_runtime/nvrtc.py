@@ -1,6 +1,6 @@
 """Interface to NVRTC, NVIDIA's compiler library, which torch's CUDA wheels contain.
 
-It compiles the device code of the CUDA kernels on systems without nvcc.
+NVRTC compiles the device code of the CUDA kernels on systems without nvcc.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "kernel_sources"
 KERNELS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "csrc/kernels"
-"""The folder of the sources: the installed one, or the repository's."""
+"""The folder of the kernel sources: in the installed package, or else in the repository."""
 FIRST = 70
+"""The oldest supported architecture: sm_70."""
 STANDARD = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
 """Headers that rtc.cuh replaces when NVRTC compiles."""
 KERNEL_SOURCES = ("kernels.h", "index.h", "cast.h", "batch.cuh", "lines.cuh")
@@ -21,12 +22,13 @@ ENTRIES = ("fck_move_lines", "fck_cast_lines")
 
 
 class Nvrtc:
-    """One library: ``libnvrtc.so.12`` of some release."""
+    """A loaded NVRTC library, such as ``libnvrtc.so.12``."""
 
     def __init__(self, library: str | Path) -> None:
-        # NVRTC loads its builtins library by name. The folder of pip is not on the loader's path.
-        for half in Path(library).parent.glob("libnvrtc-builtins.so*"):
-            ctypes.CDLL(str(half))
+        # NVRTC loads its builtins library by name. The folder of the wheel is not on the loader's
+        # search path.
+        for builtins in Path(library).parent.glob("libnvrtc-builtins.so*"):
+            ctypes.CDLL(str(builtins))
         self.lib = ctypes.CDLL(str(library))
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self.lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
@@ -66,22 +68,22 @@ class Nvrtc:
             # The headers also declare host functions, which the kernels do not call.
             options = [b"--std=c++17", b"--device-as-default-execution-space"]
             options += [f"--gpu-architecture=sm_{arch}".encode()]
-            chosen = (ctypes.c_char_p * len(options))(*options)
-            if self.lib.nvrtcCompileProgram(program, len(options), chosen) != 0:
+            option_array = (ctypes.c_char_p * len(options))(*options)
+            if self.lib.nvrtcCompileProgram(program, len(options), option_array) != 0:
                 raise RuntimeError(self._log(program))
-            return self._result(program, "CUBIN")
+            return self._get_output(program, "CUBIN")
         finally:
             self.lib.nvrtcDestroyProgram(ctypes.byref(program))
 
-    def _result(self, program: ctypes.c_void_p, what: str) -> bytes:
+    def _get_output(self, program: ctypes.c_void_p, output: str) -> bytes:
         size = ctypes.c_size_t()
-        self._check(getattr(self.lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        self._check(getattr(self.lib, f"nvrtcGet{output}Size")(program, ctypes.byref(size)))
         text = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self.lib, f"nvrtcGet{what}")(program, text))
+        self._check(getattr(self.lib, f"nvrtcGet{output}")(program, text))
         return text.raw
 
     def _log(self, program: ctypes.c_void_p) -> str:
-        return self._result(program, "ProgramLog").rstrip(b"\0").decode()
+        return self._get_output(program, "ProgramLog").rstrip(b"\0").decode()
 
 
 def find_libraries() -> list[Path]:

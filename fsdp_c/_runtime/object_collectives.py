@@ -14,16 +14,16 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 def gather_objects(item: Any) -> list[Any]:
     """Returns the items of all ranks of the default group, in rank order, on all ranks."""
     device = torch.device(_get_object_coll_device())
-    own = _pickle_to_tensor(item).to(device)
-    count = torch.tensor([own.numel()], device=device)
+    own_data = _pickle_to_tensor(item).to(device)
+    count = torch.tensor([own_data.numel()], device=device)
     counts = [torch.empty_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count)
     sizes = [int(size) for size in counts]
-    row = own.new_zeros(max(sizes))
-    row[: own.numel()] = own
-    rows = [torch.empty_like(row) for _ in sizes]
-    dist.all_gather(rows, row)
-    return [_unpickle_tensor(row[:size]) for row, size in zip(rows, sizes)]
+    padded = own_data.new_zeros(max(sizes))
+    padded[: own_data.numel()] = own_data
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded)
+    return [_unpickle_tensor(padded[:size]) for padded, size in zip(rows, sizes)]
 
 
 def broadcast_object(item: Any, src: int, group: dist.ProcessGroup | None) -> Any:
@@ -44,5 +44,5 @@ def _pickle_to_tensor(item: Any) -> torch.Tensor:
 
 
 def _unpickle_tensor(data: torch.Tensor) -> Any:
-    held = data.cpu().contiguous()
-    return pickle.loads(ctypes.string_at(held.data_ptr(), held.numel()))
+    contiguous = data.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(contiguous.data_ptr(), contiguous.numel()))

@@ -1,7 +1,7 @@
 """``Param``: the parts of a sharded parameter that do not run in each step.
 
-``param_shard.py`` has the base class that makes the shard, ``replaced_shard.py`` the one that
-adopts replaced or converted parameters.
+``param_shard.py`` has the base class that makes the shard. ``replaced_shard.py`` has the base class
+that adopts replaced or converted parameters.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class Param(ReplaceableShard):
         device: The device of unsharded parameters, and of shards that are not offloaded.
         shard_placement_fn: Returns the dimension to shard. ``None``: dimension 0.
         mp_policy: Dtypes for computation and reduction.
-        offload_policy: Whether shards live on the CPU.
+        offload_policy: Whether shards are in CPU memory.
 
-    The constructor copies this rank's shard. :meth:`register` puts it on the modules. torch's own
-    code makes the sharding specs of parallel DTensors and runs the all-gather extensions.
+    The constructor copies this rank's shard. :meth:`register` registers it on the modules. torch's
+    own code makes the sharding specs of parallel DTensors and runs the all-gather extensions.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Param(ReplaceableShard):
         if forward is not None:
             rows = -(-self._orig_size[0] // forward[0])
             start = min(forward[1] * rows, self._orig_size[0])
-            kept = min(rows, self._orig_size[0] - start)
-            self.sharded_post_forward_size = torch.Size((kept, *self._orig_size[1:]))
+            own_rows = min(rows, self._orig_size[0] - start)
+            self.sharded_post_forward_size = torch.Size((own_rows, *self._orig_size[1:]))
             self.contiguous_sharded_post_forward_stride = make_contiguous_strides_for(
                 self.sharded_post_forward_size
             )
@@ -186,15 +186,15 @@ class Param(ReplaceableShard):
         self._note_shard()
 
     def register(self) -> None:
-        """Registers the sharded parameter on every module that holds the original."""
+        """Registers the sharded parameter on every module that has the original parameter."""
         info = self._module_info
         slots = [(info.module, info.param_name)]
         slots += zip(info.shared_modules, info.shared_param_names)
-        direct = [
+        uses_default_setattr = [
             getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
             for module, _ in slots
         ]
-        self._set_slots(slots, direct)
+        self._set_slots(slots, uses_default_setattr)
         self._register_sharded()
         if find_overridden_methods(self, Param) & _C.CALL_SWAP:
             self._setattr_on_modules(self.sharded_param)
@@ -215,13 +215,14 @@ class Param(ReplaceableShard):
 
     @sharded_state.setter
     def sharded_state(self, value: ShardedState) -> None:
-        """Does nothing: torch's functions assign it per parameter, but the group owns the state."""
+        """Does nothing: torch's functions assign a state per parameter, but the group owns it."""
 
     # The core calls the next three methods inside its own transition, if one of them is overridden.
-    # They then register this parameter only. The core frees memory after all are registered.
+    # In that case, a method registers only its own parameter. The core frees memory after all are
+    # registered.
 
     def to_sharded(self) -> None:
-        """Calls ``_to_sharded()`` of the group: its parameters change together."""
+        """Calls ``_to_sharded()`` of the group. All parameters of a group change together."""
         group = self._get_group()
         if self._swapping:
             self._setattr_on_modules(self.sharded_param)
@@ -266,17 +267,17 @@ class Param(ReplaceableShard):
         if mp_policy is not self.mp_policy:
             self._policy_dtype = get_compute_dtype(mp_policy, self.sharded_param)
         param_dtype = self._policy_dtype
-        before = self.param_dtype or self.orig_dtype
+        previous = self.param_dtype or self.orig_dtype
         self.orig_dtype = self.sharded_param.dtype
-        reduced = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
+        reduce_dtype = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # no cast for computation; reductions may be wider
-            reduced = reduced and torch.promote_types(reduced, torch.complex32)
-        elif reduced == param_dtype and not REDUCES_AS_STORED:
-            reduced = None
+            reduce_dtype = reduce_dtype and torch.promote_types(reduce_dtype, torch.complex32)
+        elif reduce_dtype == param_dtype and not REDUCES_AS_STORED:
+            reduce_dtype = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
-        self.param_dtype, self.reduce_dtype = param_dtype, reduced
-        if before is not None and before != (param_dtype or self.orig_dtype):
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        if previous is not None and previous != (param_dtype or self.orig_dtype):
             self._forget_unsharded()
         if REDUCES_AS_STORED and self.orig_dtype.is_floating_point:
             self._init_grad_dtype()
@@ -309,10 +310,12 @@ class Param(ReplaceableShard):
         Inference mode is off, because later training forwards reuse the parameter.
         """
         with torch.inference_mode(False), torch.no_grad():
-            whole = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
+            unsharded = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
             if self._unsharded_dtensor_spec is not None:
-                whole = _from_local_no_grad(whole, self._get_unsharded_dtensor_spec(whole))
-            parameter = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+                unsharded = _from_local_no_grad(
+                    unsharded, self._get_unsharded_dtensor_spec(unsharded)
+                )
+            parameter = nn.Parameter(unsharded, requires_grad=self.sharded_param.requires_grad)
             if self._grad_dtype is not None:
                 parameter.grad_dtype = self._grad_dtype
             return self._restore_class(parameter)
@@ -342,7 +345,7 @@ class Param(ReplaceableShard):
                 parameter.grad_dtype = self.sharded_grad_dtype
             return parameter
 
-    # The core calls these at each gather of a parameter whose shard has all-gather extensions.
+    # The core calls the next two methods at each gather of a parameter with all-gather extensions.
 
     def _extend_inputs(self) -> list[torch.Tensor]:
         return extensions.prepare_inputs(self)
@@ -350,14 +353,14 @@ class Param(ReplaceableShard):
     def _extend_unsharded(self) -> None:
         extensions.make_unsharded(self)
 
-    # torch's version also prints the error with a stack on every rank.
+    # torch's version also prints the error and the stack on every rank.
 
     def _assert_in_states(self, *states: ShardedState) -> None:
         if self.sharded_state not in states:
             raise AssertionError(f"Expects to be in one of {states}, not {self.sharded_state}")
 
     def init_unsharded_param(self) -> None:
-        """Makes the unsharded parameter; with extensions by torch's method, else as the core."""
+        """Makes the unsharded parameter. All-gather extensions use torch's method instead."""
         extended = hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
         if not extended and not hasattr(self, "_unsharded_param"):
             self._unsharded_param = self._make_unsharded(self.all_gather_outputs[0])
@@ -372,10 +375,10 @@ class Param(ReplaceableShard):
 
 
 def get_param_class() -> type[Param]:
-    """Returns ``Param``, or a class derived from it and a subclass that replaced ``FSDPParam``."""
-    found = getattr(torch_group, "FSDPParam", FSDPParam)
-    is_subclass = isinstance(found, type) and issubclass(found, FSDPParam)
-    return _make_subclass(found) if is_subclass and found is not FSDPParam else Param
+    """Returns ``Param``, or a class derived from it and from a replacement of ``FSDPParam``."""
+    param_class = getattr(torch_group, "FSDPParam", FSDPParam)
+    is_subclass = isinstance(param_class, type) and issubclass(param_class, FSDPParam)
+    return _make_subclass(param_class) if is_subclass and param_class is not FSDPParam else Param
 
 
 @functools.cache

@@ -44,11 +44,11 @@ class ParamGroup(GroupCommunication):
         params: The group's parameters, in the order of the modules' traversal.
         modules: The modules that ``fully_shard`` was called on.
         mesh_info: The mesh: its shard dimension, its replicate dimension, or both.
-        post_forward_mesh_info: ``mesh_info`` to reshard after forward, a mesh with a smaller shard
-            dimension to keep a larger shard, ``None`` to stay unsharded.
+        post_forward_mesh_info: ``mesh_info``: reshards after forward. A mesh with a smaller shard
+            dimension: keeps a larger shard. ``None``: stays unsharded.
         device: Device of collectives and unsharded parameters.
         mp_policy: Mixed precision.
-        offload_policy: Whether shards live on the CPU.
+        offload_policy: Whether shards are in CPU memory.
         comm_ctx: Communication context of the state until lazy init shares the root's.
     """
 
@@ -104,7 +104,7 @@ class ParamGroup(GroupCommunication):
     # ---- lazy init ----
 
     def lazy_init(self) -> None:
-        """Applies changes of parameters since ``fully_shard`` and validates them. Idempotent."""
+        """Adopts parameters that changed since ``fully_shard``, and validates them. Idempotent."""
         params = self.fsdp_params
         if self.is_sharded and not self._reset_sharded_params:
             for param in params:
@@ -123,9 +123,9 @@ class ParamGroup(GroupCommunication):
         for param in self.fsdp_params:
             param.init_dtype_attrs(self.mp_policy)
         # Frozen parameters count: they may be trained later.
-        del self._reduce_dtype  # that of the parameters
-        several = len({param._policy_dtype for param in self.fsdp_params}) > 1
-        if several or any(
+        del self._reduce_dtype  # restores the default: the dtype of the parameters
+        has_several_dtypes = len({param._policy_dtype for param in self.fsdp_params}) > 1
+        if has_several_dtypes or any(
             param.orig_dtype.is_complex or param._has_sharded_grad_dtype_override
             for param in self.fsdp_params
         ):
@@ -160,9 +160,9 @@ class ParamGroup(GroupCommunication):
         group = weakref.ref(self)
 
         def to_sharded(*args: Any, **kwargs: Any) -> None:
-            alive = group()
-            if alive is not None:
-                alive._to_sharded()
+            live_group = group()
+            if live_group is not None:
+                live_group._to_sharded()
 
         cls = torch_group.FSDPParamGroup
         name_like_torch_hook(to_sharded, cls, "_register_state_dict_hooks", "to_sharded_hook")

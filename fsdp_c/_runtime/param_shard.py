@@ -28,7 +28,7 @@ def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a wrapper subclass without memory of its own."""
+    """Whether ``tensor`` is a wrapper subclass without own storage."""
     return type(tensor) is not torch.Tensor and (
         is_traceable_wrapper_subclass(tensor) or not _C.has_memory(tensor)
     )
@@ -36,11 +36,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 def copy_user_attributes(param: nn.Parameter) -> dict[str, Any]:
     """Returns the attributes of a parameter object, without the inner tensors of a subclass."""
-    is_made_of_tensors = not isinstance(param, DTensor) and is_wrapper(param)
+    has_inner_tensors = not isinstance(param, DTensor) and is_wrapper(param)
     return {
         name: value
         for name, value in vars(param).items()
-        if not (is_made_of_tensors and isinstance(value, torch.Tensor))
+        if not (has_inner_tensors and isinstance(value, torch.Tensor))
     }
 
 
@@ -77,7 +77,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         if self._has_sharded_grad_dtype_override:
             self.sharded_param.grad_dtype = self.sharded_grad_dtype
         self._adopted = self.sharded_param._local_tensor
-        self._sharded_param_data = self._with_padding(padded, self._adopted)
+        self._sharded_param_data = self._view_with_padding(padded, self._adopted)
         self._note_shard()
 
     def _read_grad_dtype(self, param: nn.Parameter) -> None:
@@ -90,7 +90,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
             self.sharded_grad_dtype = param.grad_dtype
 
     def _init_sharding_spec_plain(self, param: nn.Parameter, fsdp_placement: Shard) -> torch.Tensor:
-        """Sets the sharding spec of a plain tensor (equal ones share it); returns ``param``."""
+        """Sets the sharding spec, which equal plain parameters share; returns ``param``."""
         if is_patched("_init_sharding_spec_plain"):
             return super()._init_sharding_spec_plain(param, fsdp_placement)
         self._spmd_mesh = self.mesh_info.mesh
@@ -131,8 +131,8 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
             padded.narrow(dim, 0, shard.size(dim)).copy_(shard)
         return padded
 
-    def _with_padding(self, padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Returns ``local`` and the padding behind it as a 1-D view with its version counter."""
+    def _view_with_padding(self, padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Returns a 1-D view of ``local`` with its padding and its version counter."""
         if is_wrapper(local):
             return padded.view(-1)
         return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
@@ -141,7 +141,8 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
     def _sharded_local_tensor(self) -> torch.Tensor:
         return self.sharded_param._local_tensor
 
-    # These raise on errors. torch's versions also print the error with a stack on every rank.
+    # The next two methods raise on errors. torch's versions also print the error and the stack on
+    # every rank.
 
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """Wraps ``tensor`` (``sharded_size``). ``DTensor.__init__`` would import dynamo."""

@@ -1,7 +1,8 @@
 """Cache of the attributes of ``Param``, keyed by (mesh, policy, placement, shape, stride, dtype).
 
-Most parameters of a model share a key with others. The constructor of ``Param`` makes the first
-parameter of each key. The others copy its attributes, except for those of the parameter itself.
+Most parameters of a model share a key with other parameters. The constructor of ``Param`` makes the
+first parameter of each key. Later parameters copy its attributes, except for ``_PER_CALL`` and
+``_PER_PARAM``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _Template:
     """
 
     def __init__(self, first: Param, world: int, rank: int) -> None:
-        self.facts = {
+        self.shared_attributes = {
             name: value
             for name, value in vars(first).items()
             if name not in _PER_CALL and name not in _PER_PARAM
@@ -57,7 +58,7 @@ class _Template:
 
 
 _templates: weakref.WeakValueDictionary[Any, _Template] = weakref.WeakValueDictionary()
-"""Maps keys to the templates of living parameters."""
+"""Maps keys to the templates of live parameters."""
 
 
 def _make_placement_fn(placement: Shard | None) -> Callable[[nn.Parameter], Shard] | None:
@@ -73,7 +74,7 @@ def _get_shard_position(info: DataParallelMeshInfo) -> tuple[int, int]:
 
 
 class ParamFactory:
-    """Makes the ``Param`` objects of one call; takes the constructor arguments of ``Param``."""
+    """Makes the ``Param`` objects of one ``fully_shard`` call."""
 
     def __init__(
         self,
@@ -109,20 +110,17 @@ class ParamFactory:
     def __call__(
         self, param: nn.Parameter, info: ParamModuleInfo, placement: Shard | None
     ) -> Param:
-        """Returns a ``Param`` for ``param``. Its ``register()`` puts it on the modules."""
-        if (
-            not self._uses_templates
-            or type(param) is not nn.Parameter
-            or has_grad_dtype(param)
-        ):
+        """Returns a ``Param`` for ``param``. The caller registers it on the modules."""
+        is_plain = type(param) is nn.Parameter and not has_grad_dtype(param)
+        if not self._uses_templates or not is_plain:
             return self._construct(param, info, placement)
         key = (self._key, placement, param.size(), param.stride(), param.dtype)
-        kind = _templates.get(key)
-        if kind is not None:
-            return self._make_from_template(kind, param, info)
-        made = self._construct(param, info, placement)
-        vars(made)["_template"] = _templates[key] = _Template(made, self._world, self._rank)
-        return made
+        template = _templates.get(key)
+        if template is not None:
+            return self._make_from_template(template, param, info)
+        result = self._construct(param, info, placement)
+        vars(result)["_template"] = _templates[key] = _Template(result, self._world, self._rank)
+        return result
 
     def _construct(
         self, param: nn.Parameter, info: ParamModuleInfo, placement: Shard | None
@@ -132,23 +130,23 @@ class ParamFactory:
         )
 
     def _make_from_template(
-        self, kind: _Template, param: nn.Parameter, info: ParamModuleInfo
+        self, template: _Template, param: nn.Parameter, info: ParamModuleInfo
     ) -> Param:
-        made = Param.__new__(Param)
-        _C.Param.__init__(made, *kind.layout)
-        notes = vars(made)
-        notes.update(kind.facts)
-        notes.update(self._call_attributes)
+        result = Param.__new__(Param)
+        _C.Param.__init__(result, *template.layout)
+        own_attributes = vars(result)
+        own_attributes.update(template.shared_attributes)
+        own_attributes.update(self._call_attributes)
         attributes = dict(vars(param))
-        notes.update(
-            _template=kind,
+        own_attributes.update(
+            _template=template,
             _module_info=info,
             _orig_attributes=attributes,
             _orig_param_uid=orig_param_uid(param),
         )
-        made._sharding_spec = kind.spec
-        made.orig_dtype, made.param_dtype, made.reduce_dtype = kind.dtypes
-        notes["_adopted"] = made._cut(param, kind.dim)
+        result._sharding_spec = template.spec
+        result.orig_dtype, result.param_dtype, result.reduce_dtype = template.dtypes
+        own_attributes["_adopted"] = result._cut(param, template.dim)
         if attributes:
-            made._copy_attributes(made.sharded_param)
-        return made
+            result._copy_attributes(result.sharded_param)
+        return result

@@ -1,6 +1,6 @@
 """``GroupCommunication``: meshes, process groups, custom collectives and hooks of a group.
 
-It passes process groups to the core, and chooses between the core and torch's functions.
+The class passes process groups to the core, and chooses between the core and torch's functions.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .param import Param
 
 
 def _get_allocating_group(comm: Any, cls: type) -> Any:
-    """The process group from which an unmodified ``comm`` of torch's class allocates, else None."""
+    """Returns the process group from which an unmodified ``comm`` of torch allocates, or None."""
     group = getattr(comm, "_group", None)
-    is_torchs = type(comm) is cls and vars(comm).keys() == {"_group"}
-    return group if is_torchs and isinstance(group, dist.ProcessGroup) else None
+    is_unmodified = type(comm) is cls and vars(comm).keys() == {"_group"}
+    return group if is_unmodified and isinstance(group, dist.ProcessGroup) else None
 
 
 class GroupCommunication(GroupCollectives):
-    """The part of ``ParamGroup`` that determines how its data are communicated."""
+    """The part of ``ParamGroup`` that chooses process groups and collectives."""
 
     _comms: dict[str, Any]
     _mesh_info: Any  # one of torch's classes of mesh infos
@@ -67,29 +67,31 @@ class GroupCommunication(GroupCollectives):
         subscribe(value, self)
 
     def _refresh_process_groups(self) -> None:
-        """Passes the process groups that the mesh infos hold now to the core.
+        """Passes the present process groups of the mesh infos to the core.
 
         Raises:
             ValueError: The size or rank of a process group differs from the mesh that the
                 parameters are sharded for.
         """
         info, smaller = self._mesh_info, self._smaller_mesh_info
-        found: list[tuple[str, Any, int, int]] = []
+        slots: list[tuple[str, Any, int, int]] = []
         if isinstance(info, FSDPMeshInfo):
             size, rank = info.shard_mesh_size, info.shard_mesh_rank
-            found.append(("shard", info.shard_process_group, size, rank))
+            slots.append(("shard", info.shard_process_group, size, rank))
             scatter = getattr(info, "reduce_scatter_process_group", None)  # not in torch 2.11
-            found.append(("scatter", scatter, size, rank))
+            slots.append(("scatter", scatter, size, rank))
         if smaller is not None:
             size, rank = smaller.shard_mesh_size, smaller.shard_mesh_rank
-            found.append(("post_forward", smaller.shard_process_group, size, rank))
+            slots.append(("post_forward", smaller.shard_process_group, size, rank))
         if isinstance(info, DDPMeshInfo):
             size, rank = info.replicate_mesh_size, info.replicate_mesh_rank
-            found.append(("replicate", info.replicate_process_group, size, rank))
-        links = {kind: self._make_process_group_arguments(kind, *rest) for kind, *rest in found}
+            slots.append(("replicate", info.replicate_process_group, size, rank))
+        process_groups = {
+            kind: self._make_process_group_arguments(kind, *slot) for kind, *slot in slots
+        }
         for kind in ("shard", "scatter", "post_forward", "replicate"):
-            if kind in links or kind != "shard":
-                self._set_process_group(kind, *links.get(kind, (None, 1, 0, None)))
+            if kind in process_groups or kind != "shard":
+                self._set_process_group(kind, *process_groups.get(kind, (None, 1, 0, None)))
         self._update_fallback()
 
     def _make_process_group_arguments(
@@ -120,9 +122,8 @@ class GroupCommunication(GroupCollectives):
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, value: FSDPMeshInfo | None) -> None:
         if value is not None:
-            subscribe(
-                value, self
-            )  # before the comparison: watch() changes the class that == compares
+            # Before the comparison: subscribe() changes the class, which == compares.
+            subscribe(value, self)
         before = self._smaller_mesh_info
         self._smaller_mesh_info = None if value == self._mesh_info else value
         try:
@@ -181,36 +182,38 @@ class GroupCommunication(GroupCollectives):
         self._reduce_hook = hook
         self._has_reduce_hook = hook is not None
 
-    def _run_reduce_hook(self, row: torch.Tensor) -> None:
-        """Runs the user's all-reduce hook on ``row`` in place (1-D, this rank's reduced shards)."""
+    def _run_reduce_hook(self, reduced: torch.Tensor) -> None:
+        """Runs the user's all-reduce hook in place on ``reduced``: 1-D, this rank's shards."""
         assert self._reduce_hook is not None
         stream = self._all_reduce_hook_stream
         if self.device.type == "cpu" or stream is None:
-            self._reduce_hook(row)  # the core's all-reduce stream is the current stream
+            self._reduce_hook(reduced)  # the core's all-reduce stream is the current stream
             return
         current = self.device_handle.current_stream()
         stream.wait_stream(current)
         with self.device_handle.stream(stream):
-            self._reduce_hook(row)
+            self._reduce_hook(reduced)
         current.wait_stream(stream)
 
     def _update_fallback(self) -> None:
         """Chooses for gather and reduce between the core and torch's functions (fallback)."""
         for param in self.fsdp_params:
             param._extended = has_extensions(param)
-        # Only torch's code reads tensor subclasses that have no memory of their own.
-        unreadable = any(
+        # Only torch's code reads tensor subclasses that have no storage.
+        has_no_storage = any(
             not param._extended and not _C.has_memory(param._sharded_param_data)
             for param in self.fsdp_params
         )
-        fake = any(has_no_values(param.sharded_param) for param in self.fsdp_params)
+        has_fake_params = any(has_no_values(param.sharded_param) for param in self.fsdp_params)
         info = self._mesh_info
         groups = [getattr(i, "shard_process_group", None) for i in (info, self._smaller_mesh_info)]
         replicas = getattr(info, "replicate_process_group", None)
         groups += [getattr(info, "reduce_scatter_process_group", None), replicas]
-        foreign = any(g is not None and not isinstance(g, dist.ProcessGroup) for g in groups)
-        elastic = replicas is not None and has_own_size(replicas)
-        needs_fallback = fake or foreign
+        has_foreign_groups = any(
+            g is not None and not isinstance(g, dist.ProcessGroup) for g in groups
+        )
+        has_variable_size = replicas is not None and has_own_size(replicas)
+        needs_fallback = has_fake_params or has_foreign_groups
         memory = [
             _get_allocating_group(self._all_gather_comm, torch_group.ProcessGroupAllocAllGather),
             _get_allocating_group(
@@ -224,13 +227,13 @@ class GroupCommunication(GroupCollectives):
             self._param_calls |= find_overridden_methods(param, Param)
         self._uses_fallback_gather = (
             needs_fallback
-            or unreadable
+            or has_no_storage
             or self._param_calls & _C.CALL_GATHER != 0
             or not (memory[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather)
         )
         self._uses_fallback_reduce = (
             needs_fallback
-            or elastic
+            or has_variable_size
             or self._param_calls & _C.CALL_REDUCE != 0
             or not (
                 memory[1] or type(self._reduce_scatter_comm) is torch_group.DefaultReduceScatter

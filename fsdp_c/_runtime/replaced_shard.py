@@ -1,6 +1,7 @@
-"""``ReplaceableShard``: uses a parameter or local tensor that other code put in the shard's place.
+"""``ReplaceableShard``: adopts a parameter or local tensor that replaced the shard.
 
-``Module._apply``, ``load_state_dict(assign=True)`` and assignments to ``param.data`` do that.
+``Module._apply``, ``load_state_dict(assign=True)`` and assignments to ``param.data`` replace
+shards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .param_shard import ParamShard, is_wrapper
 
 
 class GroupOfParam(Protocol):
-    """The methods and attributes of its group that a parameter uses."""
+    """The methods and attributes of a parameter group that its parameters use."""
 
     _sharded_state: Any
 
@@ -49,7 +50,7 @@ class ReplaceableShard(ParamShard):
         return self._group() if self._group is not None else None
 
     def reset_sharded_param(self) -> None:
-        """Uses the parameter that the module holds now as the sharded parameter.
+        """Makes the parameter that the module has now the sharded parameter.
 
         ``Module._apply`` and ``load_state_dict(assign=True)`` replace the parameter or its local
         tensor. The local tensor is padded again if necessary.
@@ -88,7 +89,7 @@ class ReplaceableShard(ParamShard):
         self._adopt_shard()
 
     def _refresh_shard(self) -> None:
-        """Uses a local tensor that was assigned to the sharded parameter; called before a gather.
+        """Adopts a local tensor that was assigned to the sharded parameter. Called before a gather.
 
         Raises:
             AssertionError, RuntimeError: As :meth:`reset_sharded_param`.
@@ -117,20 +118,24 @@ class ReplaceableShard(ParamShard):
         local, info = param._local_tensor, self._module_info
         if local.is_meta:
             return  # the user materializes it before the first gather
-        where = (
+        context = (
             f"parameter '{self._param_fqn or info.param_name}' of {tuple(self._orig_size)}, rank "
             f"{self._shard_rank}: it is to be sharded as {self._sharding_spec.placements}, as "
             "distribute_tensor() does it"
         )
         sizes = (self.sharded_size, self.padded_sharded_param_size)
         if local.size() not in sizes and (local.numel() > 0 or self.sharded_size.numel() > 0):
-            raise AssertionError(f"Expects size {self.sharded_size} but got {local.shape}\n{where}")
+            raise AssertionError(
+                f"Expects size {self.sharded_size} but got {local.shape}\n{context}"
+            )
         if param.shape != param._spec.shape:  # an assignment to param.data causes this
-            raise AssertionError(f"Expects size {param._spec.shape} but got {param.shape}\n{where}")
+            raise AssertionError(
+                f"Expects size {param._spec.shape} but got {param.shape}\n{context}"
+            )
         if local.dtype != param.dtype:
             raise RuntimeError(
                 f"expected the local tensor to have dtype {param.dtype} but got {local.dtype}\n"
-                f"{where}; to change the dtype, convert the module (module.to(dtype))"
+                f"{context}; to change the dtype, convert the module (module.to(dtype))"
             )
 
     @torch.inference_mode(False)
@@ -139,7 +144,7 @@ class ReplaceableShard(ParamShard):
         if local is self._adopted and is_wrapper(local):
             return
         if self._is_current(local):
-            self._sharded_param_data = self._with_padding(self._sharded_param_data, local)
+            self._sharded_param_data = self._view_with_padding(self._sharded_param_data, local)
             return
         dim = self.fsdp_placement.dim
         padded, unpinned = local, self.pin_memory and not local.is_pinned()
@@ -153,13 +158,13 @@ class ReplaceableShard(ParamShard):
         self._sharded_param_data = padded.view(-1)
 
     def _is_current(self, local: torch.Tensor) -> bool:
-        """Whether ``local`` starts the memory that the core reads, with the padding behind it."""
+        """Whether ``local``, followed by its padding, is the memory that the core reads."""
         data = self._sharded_param_data
         if data.is_meta or data.dtype != local.dtype or is_wrapper(data) or is_wrapper(local):
             return False
-        lies_there = (
+        shares_memory = (
             local.untyped_storage()._cdata == data.untyped_storage()._cdata
             and local.storage_offset() == data.storage_offset()
             and local.is_contiguous()
         )
-        return lies_there and not (local.is_conj() or local.is_neg())
+        return shares_memory and not (local.is_conj() or local.is_neg())

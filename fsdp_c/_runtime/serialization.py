@@ -1,7 +1,7 @@
 """Remedies for failing copies, pickles and loads of sharded modules.
 
-``init.py`` adds these methods to the class ``FSDP<Name>`` of a module. They call the next method
-in the class hierarchy, and add a note to torch's exceptions.
+``init.py`` adds these methods to the class ``FSDP<Name>`` of a module. Each method calls
+the next method in the class hierarchy, and adds a note to torch's exceptions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .._compat import patches
 from .hints import add_hint, format_names, get_class_name, with_hint
 
 
-def _find_overridden_method(module: nn.Module, name: str, own: Any) -> Any:
-    """Returns the method that ``own`` overrides in the module's class hierarchy."""
+def _find_overridden_method(module: nn.Module, name: str, method: Any) -> Any:
+    """Returns the method that ``method`` overrides in the module's class hierarchy."""
     mro = type(module).__mro__
-    place = next(i for i, cls in enumerate(mro) if vars(cls).get(name) is own)
-    return next(vars(cls)[name] for cls in mro[place + 1 :] if name in vars(cls))
+    index = next(i for i, cls in enumerate(mro) if vars(cls).get(name) is method)
+    return next(vars(cls)[name] for cls in mro[index + 1 :] if name in vars(cls))
 
 
 def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
@@ -45,7 +45,7 @@ def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """``__reduce_ex__`` of sharded modules. Adds a remedy to the failure of ``torch.save``.
 
-    Other picklers may support the class, so they are not refused.
+    Other picklers may support the class, so the method raises only for ``torch.save``.
     """
     kind = type(self)
     caller = sys._getframe(1).f_globals.get("__name__")
@@ -77,11 +77,11 @@ def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | None:
-    own = module.state_dict(keep_vars=True)
+    own_state = module.state_dict(keep_vars=True)
     name = get_class_name(module)
-    if not own.keys() & state.keys():
+    if not own_state.keys() & state.keys():
         stripped = {key.removeprefix("module.").removeprefix("_orig_mod.") for key in state}
-        if own.keys() & stripped:
+        if own_state.keys() & stripped:
             return (
                 f"The keys are of {name} within a wrapper (DistributedDataParallel, torch.compile):"
                 " fsdp_c.load_full_state_dict(model, state, rename=lambda name: "
@@ -90,7 +90,7 @@ def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | Non
     full = [
         key
         for key, value in state.items()
-        if isinstance(own.get(key), DTensor)
+        if isinstance(own_state.get(key), DTensor)
         and isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
     ]
@@ -100,11 +100,11 @@ def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | Non
             "fsdp_c.load_full_state_dict(model, state), where rank 0 alone needs the state."
         )
     other = [
-        f"{key}: {tuple(value.shape)} for {tuple(own[key].shape)}"
+        f"{key}: {tuple(value.shape)} for {tuple(own_state[key].shape)}"
         for key, value in state.items()
-        if isinstance(own.get(key), torch.Tensor)
+        if isinstance(own_state.get(key), torch.Tensor)
         and isinstance(value, torch.Tensor)
-        and value.shape != own[key].shape
+        and value.shape != own_state[key].shape
     ]
     if other:
         return f"Make {name} as it was made for this state; sizes are of whole parameters: " + (
@@ -127,9 +127,8 @@ def add_methods(cls: type) -> None:
             patches.set_class_attribute(cls, name, method)
     if vars(cls).get("__deepcopy__") is refuse_deepcopy:
         _classes_without_deepcopy.add(cls)
-    if (
-        cls in _classes_without_deepcopy
-    ):  # torch's cache keeps the class, so torch may use it after uninstall
+    # torch's cache keeps the class, so torch may use the class after uninstall.
+    if cls in _classes_without_deepcopy:
         patches.set_class_attribute(
             cls, "__deepcopy__", refuse_deepcopy, before=torch_fully_shard._unimplemented_deepcopy
         )

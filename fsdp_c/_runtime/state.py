@@ -42,8 +42,8 @@ _TRACERS = tuple(getattr(_TorchDispatchModeKey, name) for name in ("FAKE", "PROX
 
 def _is_input_device(device: torch.device) -> bool:
     """Whether the root moves its arguments to ``device``, as DistributedDataParallel does."""
-    own = torch._C._get_privateuse1_backend_name()
-    return device.type in ("cuda", "hpu", "xpu", "mtia", own)
+    custom_backend = torch._C._get_privateuse1_backend_name()
+    return device.type in ("cuda", "hpu", "xpu", "mtia", custom_backend)
 
 
 def _disable_functorch() -> contextlib.AbstractContextManager[Any]:
@@ -133,7 +133,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._output_dtype = value.output_dtype
 
     def _register_hooks(self) -> None:
-        """Registers torch's forward hooks: those of one module, or of a list of modules."""
+        """Registers torch's forward hooks for one module or for a list of modules."""
         if len(self._modules) > 1:
             handle = register_group_hooks(torch_state, self)
             self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
@@ -155,16 +155,16 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         handles = (self._pre_forward_hook_handle, self._post_forward_hook_handle)
         if group is not None:
             handles = handles[0].handles
-        made: dict[int, _C.Hook] = {}
+        new_hooks: dict[int, _C.Hook] = {}
         for module in self._modules:
             for post, hooks in enumerate((module._forward_pre_hooks, module._forward_hooks)):
                 for key in [handle.id for handle in handles if handle.id in hooks]:
                     shown = hooks[key]
                     if not _is_hook(shown, self._post_forward if post else self._pre_forward):
                         continue
-                    if id(shown) not in made:
-                        made[id(shown)] = _C.Hook(self, bool(post), shown, group)
-                    hooks[key] = made[id(shown)]
+                    if id(shown) not in new_hooks:
+                        new_hooks[id(shown)] = _C.Hook(self, bool(post), shown, group)
+                    hooks[key] = new_hooks[id(shown)]
 
     def _inputs_to_device(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -177,9 +177,9 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         return moved_args[0], moved_kwargs[0]
 
     def _check_modes(self) -> None:
-        """Refuses an iteration under a dispatch mode or a jit trace that cannot be correct.
+        """Checks that no dispatch mode or jit trace makes the iteration incorrect.
 
-        Unsharded parameters are reused by later forwards, so fake ones would never be replaced.
+        Later forwards reuse unsharded parameters, so fake parameters would never be replaced.
 
         Raises:
             RuntimeError: The parameters are real and the forward is exported or traced, or their
@@ -213,10 +213,10 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             )
 
     def _check_mutations(self) -> None:
-        """Refuses ``allow_mutation_on_saved_tensors`` for parameters that are freed after forward.
+        """Raises under ``allow_mutation_on_saved_tensors`` if parameters are freed after forward.
 
-        That context identifies saved tensors by address and clones them when a write to the address
-        occurs. A clone of freed memory crashes the process.
+        The context identifies saved tensors by address, and clones a saved tensor when its address
+        is written. A clone of freed memory crashes the process.
         """
         for state in self._list_all_states():
             stays = state is self and state._auto_reshard_after_forward
@@ -266,7 +266,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
     def _complete_reset(self) -> None:
         """Drops reduced gradients, as torch does since 2.15, and resets the other roots below.
 
-        These roots are units that ran before this root, and ``fully_shard`` units below
+        Other roots are units that ran before this root, and ``fully_shard`` units below
         ``replicate``.
         """
         if REDUCES_AS_STORED:
@@ -347,7 +347,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             raise
 
     def _register_root_post_backward_final_callback(self) -> None:
-        """Queues the end of backward. Only patches of torch's method call it; the core does not."""
+        """Queues the end of backward. The core does not call this method, but patches may."""
         if not self._state_ctx.post_backward_final_callback_queued:
             self._state_ctx.post_backward_final_callback_queued = True
             Variable._execution_engine.queue_callback(self._root_post_backward_final_callback)

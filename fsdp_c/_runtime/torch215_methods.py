@@ -1,8 +1,8 @@
 """Methods of torch 2.15's ``FSDPModule``, for fsdp_c's states on all releases.
 
-``module_methods.py`` adds them to the class that ``fully_shard`` makes for a module. torch's
+``module_methods.py`` adds the methods to the class that ``fully_shard`` makes for a module. torch's
 ``FSDPModule`` is unchanged. Modules that torch's own ``fully_shard`` sharded may share the class.
-They use torch's method, if torch has it.
+Such modules use torch's method, if torch has it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class GradientReductionHandle(_Handle):
     def wait(self) -> None:
         """Waits for the sharded gradients, on the current stream (on the CPU: in the caller).
 
-        Call it before the optimizer's step. A second call, or one after ``reset_iter_state()``,
-        has no effect.
+        Call ``wait`` before the optimizer's step. A second call has no effect, and neither has a
+        call after ``reset_iter_state()``.
         """
         state, self._state = self._state, None
         if state is not None and state._state_ctx.reduction_pending:
@@ -64,12 +64,13 @@ def _get_root_state(module: Any, method: str) -> State:
 def set_keep_unsharded_storage(self: Any, keep: bool, *, recurse: bool = True) -> None:
     """Sets whether the memory of unsharded parameters is kept when they are resharded.
 
-    Their ``data_ptr()`` is then the same in all steps, as CUDA graphs require. The cost is the
-    memory of all unsharded parameters. ``False`` frees memory that is not in use at once.
+    If ``keep`` is set, the ``data_ptr()`` of unsharded parameters is the same in all steps, as CUDA
+    graphs require. The cost is the memory of all unsharded parameters. ``False`` immediately frees
+    memory that is not in use.
 
     Args:
         keep: Whether to keep the memory, which the next unshard allocates.
-        recurse: Whether to set it for all FSDP modules below, too.
+        recurse: Whether to change the setting of all FSDP modules below, too.
 
     Raises:
         RuntimeError: A module was sharded by torch's ``fully_shard``.
@@ -98,7 +99,8 @@ def set_manual_backward_finalization(self: Any, enabled: bool) -> None:
 def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
     """Reduces the gradients of backwards without synchronization, and waits for all reductions.
 
-    Call it on the root, after the last microbatch. The current settings of each unit apply: units
+    Call it on the root module, after the last microbatch. The current settings of each unit apply:
+        units
     with ``set_requires_gradient_sync(False)`` keep their gradients. Reduced gradients are not
     reduced again.
 

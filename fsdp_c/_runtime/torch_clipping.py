@@ -1,10 +1,10 @@
 """torch's clipping functions on the fast path of ``grad_norm.py``.
 
 ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` run the
-functions here once fsdp_c is switched on (``FSDP_C=1``, :func:`fsdp_c.install`). Arguments, results
-and bits are torch's: the total norm of DTensors is a DTensor. The fast path takes the 2-norm of
-contiguous float32 DTensors on the CPU. All are on one mesh, sharded over at most one dimension.
-torch's own code runs for anything else, and while a mode or a compiler is active.
+functions of this module after ``FSDP_C=1`` or :func:`fsdp_c.install`. Arguments, results
+and bits are torch's: the total norm of DTensors is a DTensor. The fast path computes the 2-norm of
+contiguous float32 DTensors on the CPU that are on one mesh and sharded over at most one dimension.
+torch's code runs in all other cases, and while a mode or a compiler is active.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import fsdp_c._C as _C
-from fsdp_c_autoload.redirect import Redirection, find_torchs
+from fsdp_c_autoload.redirect import Redirection, find_torch_function
 
 from .env import is_env_enabled
 from .grad_norm import (
@@ -101,8 +101,8 @@ def clip_grads_with_norm_(
         bound = _convert_to_float(max_norm)
         if total is not None and bound is not None:
             tensors, kinds, _ = _C.clip_collect(params, True)
-            _, named = _find_common_mesh(kinds, mesh)
-            if tensors and None not in named and scale_on_cpu(tensors, bound, total, True):
+            _, group_names = _find_common_mesh(kinds, mesh)
+            if tensors and None not in group_names and scale_on_cpu(tensors, bound, total, True):
                 return None
     return _get_torch_function("_clip_grads_with_norm_")(params, max_norm, total_norm, foreach)
 
@@ -120,14 +120,14 @@ def _compute_norm(
 ) -> _Norm | None:
     """Returns the total 2-norm of gradients, or of the gradients of parameters.
 
-    Returns None for gradients that the fast path does not take.
+    Returns None for gradients that the fast path does not support.
 
     Raises:
         RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
     """
     grads, kinds, kind_of = _C.clip_collect(tensors, are_params)
-    mesh, named = _find_common_mesh(kinds)
-    total = compute_norm_on_cpu(grads, kind_of, named)
+    mesh, group_names = _find_common_mesh(kinds)
+    total = compute_norm_on_cpu(grads, kind_of, group_names)
     if total is None:
         return None
     if error_if_nonfinite and not math.isfinite(total):
@@ -166,7 +166,9 @@ def _is_plain_execution() -> bool:
 def _is_patched() -> bool:
     """Whether a function that torch's clip_grad_norm_ calls is patched."""
     names = vars(sys.modules[_MODULE])
-    return any(names.get(name) is not one.function for name, one in _redirected.items())
+    return any(
+        names.get(name) is not redirection.function for name, redirection in _redirected.items()
+    )
 
 
 def _find_single_dim_groups(mesh: DeviceMesh, placements: Any) -> GroupNames | None:
@@ -189,20 +191,21 @@ _spec_cache = PerMeshCache(_make_scalar_spec)
 def _find_common_mesh(
     kinds: Kinds, mesh: DeviceMesh | None = None
 ) -> tuple[DeviceMesh | None, list[GroupNames | None]]:
-    """The mesh of all kinds (the given one, else that of the first) and the groups of each kind.
+    """Returns a common mesh of all kinds, and the process groups of each kind.
 
-    The groups are None where torch's result may differ: for plain gradients, for kinds on other
-    meshes or of other groups than the first, and for more than one sharded dimension.
+    The mesh is ``mesh`` if given, else the mesh of the first kind. The groups are None where
+    torch's result may differ: for plain gradients, for kinds on other meshes or of other groups
+    than the first, and for more than one sharded dimension.
     """
-    named: list[GroupNames | None] = []
-    for one, placements in kinds:
-        groups = None if one is None else _single_dim_cache(one, placements)
-        mesh = one if mesh is None else mesh
-        same = mesh is one or mesh == one
-        if groups is None or not same or (named and groups[1] != named[0][1]):  # type: ignore[index]
+    group_names: list[GroupNames | None] = []
+    for kind_mesh, placements in kinds:
+        groups = None if kind_mesh is None else _single_dim_cache(kind_mesh, placements)
+        mesh = kind_mesh if mesh is None else mesh
+        is_same_mesh = mesh is kind_mesh or mesh == kind_mesh
+        if groups is None or not is_same_mesh or (group_names and groups[1] != group_names[0][1]):  # type: ignore[index]
             return mesh, [None]
-        named.append(named[0] if named else groups)
-    return mesh, named
+        group_names.append(group_names[0] if group_names else groups)
+    return mesh, group_names
 
 
 def _wrap_total(total: float, mesh: DeviceMesh | None) -> DTensor:
@@ -213,14 +216,17 @@ def _wrap_total(total: float, mesh: DeviceMesh | None) -> DTensor:
 
 
 def _read_total(total: Any) -> tuple[DeviceMesh | None, float | None]:
-    """The mesh of a total norm, if it is a DTensor, and its value, if it is float32 on the CPU."""
+    """Returns the mesh of a DTensor total norm, and the value of a float32 total norm on the CPU.
+
+    Returns None for a missing mesh or another value.
+    """
     mesh = None
     if type(total) is DTensor:
         if any(type(placement) is not Replicate for placement in total.placements):
             return None, None
         mesh, total = total.device_mesh, total._local_tensor
-    usual = type(total) is torch.Tensor and total.dtype is torch.float32 and total.ndim == 0
-    return mesh, total.item() if usual and total.device.type == "cpu" else None
+    is_scalar = type(total) is torch.Tensor and total.dtype is torch.float32 and total.ndim == 0
+    return mesh, total.item() if is_scalar and total.device.type == "cpu" else None
 
 
 # ---- the switch ----------------------------------------------------------------------------------
@@ -234,12 +240,12 @@ _redirected: dict[str, Redirection] = {}
 
 
 def redirect() -> None:
-    """Makes torch's functions run these, unless ``FSDP_C_CLIP=0`` is set."""
+    """Redirects torch's functions to this module, unless ``FSDP_C_CLIP=0`` is set."""
     if _redirected or not is_env_enabled(ENVIRONMENT_SWITCH, "1"):
         return
     module = sys.modules[_MODULE]
     for name, replacement in _REPLACEMENTS.items():
-        function = find_torchs(module, name)
+        function = find_torch_function(module, name)
         if function is not None:
             _redirected[name] = Redirection(function, replacement)
 

@@ -2,7 +2,7 @@
 
 KeyboardInterrupt can be raised at any line. Therefore a call takes a snapshot before its first
 change, and ``restore`` does not depend on the progress of the call. The outermost function returns
-inside its ``try``. If it raises, no module has changed.
+inside its ``try``. If the call raises, no module has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-class Snapshot:
+class ModuleSnapshot:
     """A copy of modules' class, attributes, parameters, buffers and hooks.
 
     Tensors are kept by reference, because sharding does not write to the original parameters. The
@@ -35,13 +35,13 @@ class Snapshot:
         }
 
     def release(self, params: Iterable[nn.Parameter]) -> None:
-        """Frees copies of sharded ``params`` on other devices, which have no further use."""
+        """Frees copies of sharded ``params`` on other devices, which are no longer needed."""
         for param in params:
             if param in self._data and param.device != self._data[param].device:
                 param.data = self._data[param]
 
     def restore(self) -> None:
-        """Restores all modules and tensors. If one step raises, the others still run."""
+        """Restores all modules and tensors. If one step raises, the other steps still run."""
         with contextlib.ExitStack() as steps:
             for tensor, data in self._data.items():
                 steps.callback(setattr, tensor, "data", data)
@@ -53,9 +53,9 @@ class Transaction:
     """Holds the snapshot of a running call, and restores it if the call fails."""
 
     def __init__(self) -> None:
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ModuleSnapshot | None = None
 
-    def set_snapshot(self, snapshot: Snapshot) -> None:
+    def set_snapshot(self, snapshot: ModuleSnapshot) -> None:
         """Sets the snapshot that :meth:`rollback` restores."""
         self._snapshot = snapshot
 

@@ -1,1 +1,1 @@
-"""The command line, reports and plots. Code that trains imports nothing of it."""
+"""The command line, reports and plots. Code that trains imports no module of this package."""

@@ -1,4 +1,4 @@
-"""Finds the changes that lower the peak memory of a step most, by a dry run with each of them."""
+"""Finds the configuration changes that lower a step's peak memory most: one dry run for each."""
 
 from __future__ import annotations
 
@@ -7,138 +7,147 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .dry_run import step_calls
+from .dry_run import make_step_calls
 from .fake_step import Trace
 from .step_memory import estimate
 from .unit_bytes import Sharding, UnitSizes
 
-_SHOWN = 3
-_WORTH = 0.01  # of the peak
+_MAX_CHANGES = 3
+_MIN_SAVING = 0.01  # as a fraction of the peak
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change, and the bytes by which it lowers the peak."""
+    """A configuration change, and the bytes by which it lowers the peak."""
 
     text: str
     saves: int
 
 
-def changes(sharding: Sharding, trace: Trace | None) -> list[Change]:
-    """Returns the changes that save most, the best first.
+def find_changes(sharding: Sharding, trace: Trace | None) -> list[Change]:
+    """Returns the changes that save the most memory, largest saving first.
 
-    ``trace`` has the events of the model's step. ``None``: the step has no activations.
+    ``trace`` has the events of the model's step. Without a trace, the step has no activations.
     """
-    peak = estimate(sharding, step_calls(sharding, trace)).peak.total
-    useful = []
-    for text, other, events, factor in _candidates(sharding, trace):
-        saves = peak - estimate(other, step_calls(other, events, factor)).peak.total
-        if saves > _WORTH * peak:
-            useful.append(Change(text, saves))
-    return sorted(useful, key=lambda change: -change.saves)[:_SHOWN]
+    peak = estimate(sharding, make_step_calls(sharding, trace)).peak.total
+    found = []
+    for text, changed, events, factor in _iterate_candidates(sharding, trace):
+        saves = peak - estimate(changed, make_step_calls(changed, events, factor)).peak.total
+        if saves > _MIN_SAVING * peak:
+            found.append(Change(text, saves))
+    return sorted(found, key=lambda change: -change.saves)[:_MAX_CHANGES]
 
 
 _Candidate = tuple[str, Sharding, Trace | None, float]
 
 
-def _candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Candidate]:
+def _iterate_candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Candidate]:
     units = sharding.units
-    if any(_computes_in_float32(unit) for unit in units):
-        other = tuple(_computed_in_bfloat16(unit) for unit in units)
+    if any(_has_float32_compute(unit) for unit in units):
+        changed = tuple(_set_bfloat16_compute(unit) for unit in units)
         yield (
             "compute in bfloat16: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
             "reduce_dtype=torch.float32)",
-            replace(sharding, units=other),
+            replace(sharding, units=changed),
             trace,
             0.5,
         )
-    wide = [u for u in units if u.reduced > u.whole_gradients * 3 // 2]
-    if wide:
-        other = tuple(_reduced_as_computed(u) if u in wide else u for u in units)
-        narrow = replace(sharding, units=other)
+    with_wider_reduction = [
+        u for u in units if u.reduce_input_bytes > u.unsharded_gradient_bytes * 3 // 2
+    ]
+    if with_wider_reduction:
+        changed = tuple(
+            _reduce_in_compute_dtype(u) if u in with_wider_reduction else u for u in units
+        )
+        narrow = replace(sharding, units=changed)
         yield "reduce in bfloat16: reduce_dtype=None in mp_policy", narrow, trace, 1.0
     kept = [u for u in units[1:] if u.reshard is False and u.world > 1]
     if kept:
-        other = tuple(replace(u, reshard=True) if u in kept else u for u in units)
-        freed = replace(sharding, units=other)
+        changed = tuple(replace(u, reshard=True) if u in kept else u for u in units)
+        freed = replace(sharding, units=changed)
         yield "free parameters after forward: reshard_after_forward=True", freed, trace, 1.0
     if sharding.step:
         text = "an optimizer with fused=True, whose step needs no copies"
         yield text, replace(sharding, step=0), trace, 1.0
     if sharding.streams and not sharding.offloads:
-        away = replace(sharding, units=tuple(replace(u, offloads=True) for u in units))
-        yield "shards and states in CPU memory: offload_policy=CPUOffloadPolicy()", away, trace, 1.0
+        offloaded = replace(sharding, units=tuple(replace(u, offloads=True) for u in units))
+        yield (
+            "shards and states in CPU memory: offload_policy=CPUOffloadPolicy()",
+            offloaded,
+            trace,
+            1.0,
+        )
     if any(u.world > 1 for u in units):
-        yield "twice as many ranks to shard over", _on_twice_the_ranks(sharding), trace, 1.0
+        yield "twice as many ranks to shard over", _double_ranks(sharding), trace, 1.0
     if trace is not None:
         yield "half the batch, and twice as many backwards for a step", sharding, trace, 0.5
         blocks = {unit.state for unit in units[1:]}
         if blocks:
             text = "checkpoint the units' activations: torch.utils.checkpoint around each block"
-            yield text, sharding, checkpointed(trace, blocks), 1.0
+            yield text, sharding, checkpoint_states(trace, blocks), 1.0
 
 
-def _computes_in_float32(unit: UnitSizes) -> bool:
+def _has_float32_compute(unit: UnitSizes) -> bool:
     return any(param.compute == torch.float32 for param in unit.params)
 
 
-def _computed_in_bfloat16(unit: UnitSizes) -> UnitSizes:
-    """Returns the unit with bfloat16 for computation, and the same dtypes for reduction."""
+def _set_bfloat16_compute(unit: UnitSizes) -> UnitSizes:
+    """Returns the unit with compute dtype bfloat16 in place of float32; reduce dtypes stay."""
     params = (
         p._replace(compute=torch.bfloat16) if p.compute == torch.float32 else p for p in unit.params
     )
     return replace(unit, params=tuple(params))
 
 
-def _reduced_as_computed(unit: UnitSizes) -> UnitSizes:
-    """Returns the unit with gradients that are reduced in the dtype of computation."""
+def _reduce_in_compute_dtype(unit: UnitSizes) -> UnitSizes:
+    """Returns the unit with the compute dtype as reduce dtype."""
     return replace(unit, params=tuple(p._replace(reduce=p.compute) for p in unit.params))
 
 
-def _on_twice_the_ranks(sharding: Sharding) -> Sharding:
+def _double_ranks(sharding: Sharding) -> Sharding:
     units = tuple(replace(u, world=2 * u.world) if u.world > 1 else u for u in sharding.units)
     optimizer, step = sharding.optimizer // 2, sharding.step // 2
     return replace(sharding, units=units, optimizer=optimizer, step=step)
 
 
-def checkpointed(trace: Trace, blocks: set[int]) -> Trace:
+def checkpoint_states(trace: Trace, blocks: set[int]) -> Trace:
     """Returns the trace with activation checkpointing of the states ``blocks``.
 
     Storages that a state saves for backward are freed after forward and allocated in backward.
     """
-    made = Trace()
+    result = Trace()
     sizes: dict[int, int] = {}
-    inside: dict[int, set[int]] = {}  # state -> living storages made in its forward
+    live_storages: dict[int, set[int]] = {}  # state -> live storages that its forward allocated
     saved: dict[int, set[int]] = {}
-    gone: set[int] = set()
+    freed: set[int] = set()
     current = -1
-    for what, which, value in trace.events:
-        if what == "alloc":
-            sizes[which] = value
+    for name, number, value in trace.events:
+        if name == "alloc":
+            sizes[number] = value
             if current >= 0:
-                inside[current].add(which)
-        elif what == "free":
-            for storages in inside.values():
-                storages.discard(which)
-            if which in gone:
-                gone.discard(which)
+                live_storages[current].add(number)
+        elif name == "free":
+            for storages in live_storages.values():
+                storages.discard(number)
+            if number in freed:
+                freed.discard(number)
                 continue
-        elif what == "pre_forward" and which in blocks and not value:
-            current = which
-            inside[current] = set()
-        elif what == "post_forward" and which == current:
-            made.note(what, which, value)
-            saved[which] = inside[which] - set(value)
-            for storage in saved[which]:
-                made.note("free", storage)
-            gone |= saved[which]
+        elif name == "pre_forward" and number in blocks and not value:
+            current = number
+            live_storages[current] = set()
+        elif name == "post_forward" and number == current:
+            result.add_event(name, number, value)
+            saved[number] = live_storages[number] - set(value)
+            for storage in saved[number]:
+                result.add_event("free", storage)
+            freed |= saved[number]
             current = -1
             continue
-        elif what == "pre_backward" and which in saved:
-            made.note(what, which, value)
-            for storage in sorted(saved.pop(which) & gone):
-                made.note("alloc", storage, sizes[storage])
-                gone.discard(storage)
+        elif name == "pre_backward" and number in saved:
+            result.add_event(name, number, value)
+            for storage in sorted(saved.pop(number) & freed):
+                result.add_event("alloc", storage, sizes[storage])
+                freed.discard(storage)
             continue
-        made.note(what, which, value)
-    return made
+        result.add_event(name, number, value)
+    return result

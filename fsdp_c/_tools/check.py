@@ -22,8 +22,8 @@ TIMEOUT = 120  # seconds for the self-test
 
 def format_version() -> str:
     """Returns one line with the releases of fsdp_c, of its build, and of the environment."""
-    found = read_build()
-    built = f"built for torch {found.torch}" if found is not None else "built for an unknown torch"
+    build = read_build()
+    built = f"built for torch {build.torch}" if build is not None else "built for an unknown torch"
     python = _format_python_version()
     return f"fsdp_c {__version__} ({built}); torch {torch.__version__}, Python {python}"
 
@@ -36,17 +36,17 @@ def main() -> int:
     """Prints one line per check. Returns 0 if all checks pass, else 1."""
     print(format_version())
     failed = False
-    for what, well, text in _run_checks():
-        failed = failed or not well
-        print(f"  {what:<12} {'ok' if well else 'WRONG':<6} {text}", flush=True)
+    for subject, is_ok, text in _run_checks():
+        failed = failed or not is_ok
+        print(f"  {subject:<12} {'ok' if is_ok else 'WRONG':<6} {text}", flush=True)
     return int(failed)
 
 
 def _run_checks() -> Iterator[tuple[str, bool, str]]:
     """Yields (name of the check, whether it passed, its finding)."""
-    found = read_build()
+    build = read_build()
     yield "extension", True, str(_C.__file__)
-    yield "torch", *_check_torch(found.torch if found is not None else "")
+    yield "torch", *_check_torch(build.torch if build is not None else "")
     yield "kernels", *_check_kernels()
     yield "devices", True, _list_devices()
     yield "entry point", *_check_entry_point()
@@ -78,8 +78,8 @@ def _list_devices() -> str:
 
 
 def _check_entry_point() -> tuple[bool, str]:
-    found = importlib.metadata.entry_points(group="torch.backends")
-    if any(entry.value == "fsdp_c_autoload:autoload" for entry in found):
+    entries = importlib.metadata.entry_points(group="torch.backends")
+    if any(entry.value == "fsdp_c_autoload:autoload" for entry in entries):
         return True, "torch finds it: FSDP_C=1 switches a job over"
     return True, "not installed with pip: FSDP_C=1 does nothing, python -m fsdp_c and imports work"
 
@@ -112,6 +112,6 @@ def _train_on_two_ranks() -> tuple[bool, str]:
     for rank, (out, error) in zip(ranks, outputs):
         lines = out.split("\n")
         if rank.returncode != 0 or "same" not in lines:
-            said = (out.strip() or error.strip() or "nothing").splitlines()[-1]
-            return False, f"training on gloo failed: {said}"
+            last_line = (out.strip() or error.strip() or "nothing").splitlines()[-1]
+            return False, f"training on gloo failed: {last_line}"
     return True, "trained on gloo with torch's FSDP2 and with fsdp_c: the same bits"

@@ -1,7 +1,7 @@
-"""Runs fsdp_c's C core on the sizes of a model: the events of one step, without memory and devices.
+"""Runs fsdp_c's C core on the sizes of a model, without tensors, devices or ranks.
 
-``fsdp_c._dry_run`` is the core of a training process, linked with functions that count bytes and
-record events in place of torch's. The order of events is therefore that of a training step.
+``fsdp_c._dry_run`` is the same core as ``fsdp_c._C``, linked with functions that count bytes and
+record events instead of calling torch. The order of events therefore equals a training step's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Call(NamedTuple):
 
     Attributes:
         name: One of the names that ``_dry_run.run`` lists.
-        arguments: Its arguments, which are integers.
-        in_backward: For ``pre_forward``, whether it recomputes.
+        arguments: Integers, as ``_dry_run.run`` expects them.
+        in_backward: For ``pre_forward``: whether the forward is a recomputation in backward.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 def run(
     sharding: Sharding, calls: Iterable[Call], *, run: Callable[..., Any] = _dry_run.run
 ) -> list[Event]:
-    """Runs the calls on the core and returns its events. ``run`` is for tests.
+    """Runs the calls on the core and returns its events. Tests replace ``run``.
 
     Raises:
         ValueError: The sharding or a call is invalid. The message names the item.
@@ -52,8 +52,8 @@ def run(
     ]
     arguments = [(call.name, *call.arguments) for call in calls]
     events, _ = run(units, states, arguments, streams=sharding.streams)
-    found: list[Event] = events
-    return found
+    recorded: list[Event] = events
+    return recorded
 
 
 def _describe_unit(unit: UnitSizes) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _describe_unit(unit: UnitSizes) -> dict[str, Any]:
         "reduce": None if unit.reduce_dtype is None else str(unit.reduce_dtype),
         "bucket_bytes": unit.bucket_bytes,
         "reshard_after_forward": bool(unit.reshard),
-        "unshard_in_backward": unit.regathers,
+        "unshard_in_backward": unit.unshard_in_backward,
         "overlap": unit.overlaps,
         "offload": unit.offloads,
         "params": [
@@ -74,7 +74,7 @@ def _describe_unit(unit: UnitSizes) -> dict[str, Any]:
                 "name": param.name,
                 "sizes": param.sizes,
                 "dim": param.dim,
-                "dtype": str(param.own),
+                "dtype": str(param.orig_dtype),
                 "compute": str(param.compute),
                 "reduce": str(param.reduce),
                 "trained": param.trained,
@@ -85,7 +85,9 @@ def _describe_unit(unit: UnitSizes) -> dict[str, Any]:
     }
 
 
-def step_calls(sharding: Sharding, trace: Trace | None, activations: float = 1.0) -> list[Call]:
+def make_step_calls(
+    sharding: Sharding, trace: Trace | None, activations: float = 1.0
+) -> list[Call]:
     """Returns the calls of one step.
 
     Args:
@@ -95,52 +97,54 @@ def step_calls(sharding: Sharding, trace: Trace | None, activations: float = 1.0
         activations: Scales the model's own allocations, but not its gradients.
     """
     return (
-        synthetic_calls(sharding) if trace is None else _traced_calls(sharding, trace, activations)
+        make_synthetic_calls(sharding)
+        if trace is None
+        else _make_traced_calls(sharding, trace, activations)
     )
 
 
-def _traced_calls(sharding: Sharding, trace: Trace, activations: float) -> list[Call]:
+def _make_traced_calls(sharding: Sharding, trace: Trace, activations: float) -> list[Call]:
     calls: list[Call] = []
-    alive: dict[int, int] = {}  # storage -> bytes
-    left = _bytes_beside_gradients(trace)
-    for what, which, value in trace.events:
-        if what == "alloc":
-            alive[which] = value
-            calls.append(Call(what, (which, int(value * activations))))
-        elif what == "free":
-            alive.pop(which, None)
-            calls.append(Call(what, (which,)))
-        elif what == "grad":
+    live: dict[int, int] = {}  # storage -> bytes
+    outside = _count_bytes_outside_gradients(trace)
+    for name, number, value in trace.events:
+        if name == "alloc":
+            live[number] = value
+            calls.append(Call(name, (number, int(value * activations))))
+        elif name == "free":
+            live.pop(number, None)
+            calls.append(Call(name, (number,)))
+        elif name == "grad":
             unit, index, _ = value
             param = sharding.units[unit].params[index]
             size = param.numel * param.compute.itemsize
-            storage = which if alive.pop(which, None) is not None else -1
+            storage = number if live.pop(number, None) is not None else -1
             if storage >= 0:
-                size += left[storage]
+                size += outside[storage]
             calls.append(Call("gradient", (unit, index, storage, size)))
-        elif what in _HOOKS:
-            calls.append(Call(what, (which,), value is True))
+        elif name in _HOOKS:
+            calls.append(Call(name, (number,), value is True))
         else:
-            calls.append(Call(what))
-    return [*calls, *(Call("free", (storage,)) for storage in alive)]
+            calls.append(Call(name))
+    return [*calls, *(Call("free", (storage,)) for storage in live)]
 
 
-def _bytes_beside_gradients(trace: Trace) -> Counter[int]:
-    """Returns the bytes of each gradient's storage that belong to no gradient.
+def _count_bytes_outside_gradients(trace: Trace) -> Counter[int]:
+    """Returns, for each storage that contains gradients, the bytes that belong to no gradient.
 
     A gradient may be a view, and gradients may share a storage.
     """
-    sizes = {which: value for what, which, value in trace.events if what == "alloc"}
+    sizes = {number: value for name, number, value in trace.events if name == "alloc"}
     gradients = {
-        (which, *value[:2]): value[2] for what, which, value in trace.events if what == "grad"
+        (number, *value[:2]): value[2] for name, number, value in trace.events if name == "grad"
     }
-    left: Counter[int] = Counter()
+    outside: Counter[int] = Counter()
     for (storage, *_), size in gradients.items():
-        left[storage] -= size
-    return Counter({s: max(0, sizes.get(s, 0) + left[s]) for s in left})
+        outside[storage] -= size
+    return Counter({s: max(0, sizes.get(s, 0) + outside[s]) for s in outside})
 
 
-def synthetic_calls(sharding: Sharding) -> list[Call]:
+def make_synthetic_calls(sharding: Sharding) -> list[Call]:
     """Returns the calls of a step in which all units run in order, and in reverse in backward.
 
     The first root contains all other states. The model has no activations.
@@ -153,34 +157,37 @@ def synthetic_calls(sharding: Sharding) -> list[Call]:
     for state in [*reversed(inner), 0]:
         if state != 0:
             calls.append(Call("pre_backward", (state,)))
-        for place, unit in reversed([*enumerate(sharding.units)]):
+        for unit_index, unit in reversed([*enumerate(sharding.units)]):
             if unit.state == state:
-                calls += _gradients(place, unit)
+                calls += _make_gradient_calls(unit_index, unit)
         calls.append(Call("post_backward", (state,)))
     return [*calls, Call("end")]
 
 
-def _gradients(place: int, unit: UnitSizes) -> Iterable[Call]:
+def _make_gradient_calls(unit_index: int, unit: UnitSizes) -> Iterable[Call]:
     for index, param in reversed([*enumerate(unit.params)]):
         if param.trained:
             size = param.numel * param.compute.itemsize
-            yield Call("gradient", (place, index, -1, size))
+            yield Call("gradient", (unit_index, index, -1, size))
 
 
 class Collectives:
-    """The collectives that one unit issues in a step: ``all_gather`` and other kinds."""
+    """The collectives that one unit issues in a step.
+
+    Kinds: ``all_gather``, ``reduce_scatter`` and ``all_reduce``.
+    """
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events = list(events)
 
     def sizes(self, kind: str) -> list[int]:
-        """Returns the bytes of each buffer that all ranks fill or reduce together, in order."""
+        """Returns the unsharded bytes of each collective of one kind, in order."""
         return [event.bytes for event in self._events if event.kind == kind]
 
 
-def collectives_of(sharding: Sharding) -> list[Collectives]:
-    """Returns the collectives of each unit in one forward and one backward that reaches all."""
-    events = run(sharding, synthetic_calls(sharding))
+def simulate_collectives(sharding: Sharding) -> list[Collectives]:
+    """Returns the collectives that each unit issues in one forward and backward of all units."""
+    events = run(sharding, make_synthetic_calls(sharding))
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     issued: list[list[Event]] = [[] for _ in sharding.units]
     for event in events:

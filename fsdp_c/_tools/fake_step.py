@@ -1,8 +1,8 @@
-"""Records the allocations of one model step on fake tensors, and when it enters its units.
+"""Records the allocations and the hooks of one model step on fake tensors.
 
-The step needs no process group, computes nothing and uses no memory. The model runs with unsharded
-fake parameters in the units' compute dtypes. Hooks record when the hooks of a sharded model would
-run. ``dry_run.py`` passes these events to the core.
+The step requires no process group, computes no values and allocates no tensor memory. The model
+runs with unsharded fake parameters in the compute dtypes of its units. The recorded hook events are
+those of the hooks of a sharded model. ``dry_run.py`` passes the events to the core.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_c._C as _C
 
 Event = tuple[str, int, Any]
-"""(event name, number of the state or storage, value). The events and their arguments:
+"""(event name, index of a state or storage, value). The events and their arguments:
 
 - ``alloc``: storage, bytes
 - ``free``: storage
 - ``grad``: storage, (unit, parameter of the unit, bytes of the gradient)
-- ``pre_forward``: state, whether backward runs
+- ``pre_forward``: state, whether the hook runs within backward (recomputation)
 - ``post_forward``: state, storages of the output
 - ``pre_backward``, ``post_backward``: state
-- ``backward``: begins
-- ``end``: of the step
+- ``backward``: backward begins
+- ``end``: the step ends
 """
 
 
@@ -55,29 +55,29 @@ class Trace:
 
     events: list[Event] = field(default_factory=list)
 
-    def note(self, what: str, which: int = -1, value: Any = None) -> None:
-        self.events.append((what, which, value))
+    def add_event(self, name: str, number: int = -1, value: Any = None) -> None:
+        self.events.append((name, number, value))
 
 
-class Storages(TorchDispatchMode):
-    """Records the allocation and the end of each storage that operations make."""
+class StorageRecorder(TorchDispatchMode):
+    """Records the allocation and the deallocation of each storage that operations create."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._trace = trace
-        self._known: dict[int, Any] = {}
+        self._numbers: dict[int, Any] = {}
         self._count = 0
 
-    def forget(self, tensors: Sequence[torch.Tensor]) -> None:
+    def exclude(self, tensors: Sequence[torch.Tensor]) -> None:
         """Excludes the storages of ``tensors``, which exist before the step."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._known[storage._cdata] = (-1, weakref.ref(storage))
+            self._numbers[storage._cdata] = (-1, weakref.ref(storage))
 
-    def number(self, tensor: torch.Tensor) -> int:
-        """Returns the number of the tensor's storage; -1 if it existed before the step."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        return known[0] if known is not None else -1
+    def get_number(self, tensor: torch.Tensor) -> int:
+        """Returns the index of the tensor's storage; -1 if the storage existed before the step."""
+        entry = self._numbers.get(tensor.untyped_storage()._cdata)
+        return entry[0] if entry is not None else -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -92,20 +92,20 @@ class Storages(TorchDispatchMode):
     def _record_storage(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known:
+        if key in self._numbers:
             return
         number, self._count = self._count, self._count + 1
 
         def on_free(_: Any) -> None:
-            del self._known[key]
-            self._trace.note("free", number)
+            del self._numbers[key]
+            self._trace.add_event("free", number)
 
-        self._known[key] = (number, weakref.ref(storage, on_free))
-        self._trace.note("alloc", number, storage.nbytes())
+        self._numbers[key] = (number, weakref.ref(storage, on_free))
+        self._trace.add_event("alloc", number, storage.nbytes())
 
 
 class _StateInputs(torch.autograd.Function):
-    """Identity on the inputs of a state. Its backward records the end of the state's backward."""
+    """Identity on the inputs of a state. ``backward`` records the end of the state's backward."""
 
     @staticmethod
     def forward(ctx: Any, trace: Trace, state: int, *tensors: torch.Tensor) -> Any:
@@ -114,15 +114,15 @@ class _StateInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.trace.note("post_backward", ctx.state)
+        ctx.trace.add_event("post_backward", ctx.state)
         return (None, None, *grads)
 
 
-def record(
+def record_events(
     model: nn.Module,
     states: Sequence[StateModules],
     dtype_of: Callable[[nn.Parameter], torch.dtype],
-    places: Mapping[int, tuple[int, int]],
+    param_indices: Mapping[int, tuple[int, int]],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -130,51 +130,51 @@ def record(
     """Records the events of one forward and backward of ``model``.
 
     Args:
-        model: The model, on any device, sharded or not. It is restored afterwards.
+        model: The model, on any device, sharded or not. The function restores it at the end.
         states: The modules whose forward and backward are recorded.
-        dtype_of: Returns the compute dtype of a parameter.
-        places: The unit and the index in it, by ``id`` of a parameter.
-        args, kwargs: The arguments of forward. Only sizes and dtypes of tensors matter.
-        loss: Returns the loss of the output. ``None`` uses the output's ``loss``, or else the sum
-            of its tensors.
+        dtype_of: Function that returns the compute dtype of a parameter.
+        param_indices: Maps the ``id`` of a parameter to (unit, index in the unit).
+        args, kwargs: The arguments of forward. Only sizes and dtypes of tensors are used.
+        loss: Function that returns the loss of the output. ``None`` uses the output's ``loss``, or
+            else the sum of its tensors.
 
     Raises:
         ValueError: The step cannot run on fake tensors. The message has the original exception.
     """
     trace = Trace()
-    storages = Storages(trace)
+    storages = StorageRecorder(trace)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_without_hooks(model))
+        undo.enter_context(_remove_fsdp_c_hooks(model))
         undo.enter_context(torch.enable_grad())
         undo.enter_context(fake)
-        tensors, params = _fake_state(model, dtype_of, undo)
-        storages.forget(tensors)
+        tensors, params = _replace_by_fake_tensors(model, dtype_of, undo)
+        storages.exclude(tensors)
         args, kwargs = pytree.tree_map_only(torch.Tensor, _make_fake, (args, dict(kwargs)))
-        storages.forget([t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)])
+        storages.exclude([t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)])
         _register_state_hooks(states, trace, storages, undo)
-        _register_gradient_hooks(params, places, trace, storages, undo)
+        _register_gradient_hooks(params, param_indices, trace, storages, undo)
         undo.enter_context(storages)
-        undo.enter_context(_quiet())
+        undo.enter_context(_silence_fake_tensor_log())
         try:
             output = model(*args, **kwargs)
-            total = (loss or _loss)(output)
+            total = (loss or _get_loss)(output)
             del output
-            trace.note("backward")
+            trace.add_event("backward")
             total.backward()
         except Exception as error:
             raise ValueError(
                 f"{type(model).__name__} cannot be run on tensors without values, of the batch's "
-                f"sizes and dtypes, to see what it allocates: {type(error).__name__}: {error}"
+                f"sizes and dtypes, to record its memory: {type(error).__name__}: {error}"
             ) from error
         del total
-        trace.note("end")
+        trace.add_event("end")
     return trace
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Disables the log of torch's fake tensors: the exception has the same information."""
+def _silence_fake_tensor_log() -> Iterator[None]:
+    """Disables torch's log of fake tensors: the raised exception has the same information."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -185,21 +185,21 @@ def _quiet() -> Iterator[None]:
 
 
 def _make_fake(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return made.requires_grad_(tensor.requires_grad)
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
 
 
-def _loss(output: Any) -> torch.Tensor:
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, torch.Tensor):
-        return own
+def _get_loss(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
     leaves = [t for t in pytree.tree_leaves(output) if torch.is_tensor(t) and t.requires_grad]
     if not leaves:
         raise TypeError("no tensor of its output requires grad")
     return torch.stack([leaf.sum().float() for leaf in leaves]).sum()
 
 
-def _fake_state(
+def _replace_by_fake_tensors(
     model: nn.Module,
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     undo: contextlib.ExitStack,
@@ -208,7 +208,7 @@ def _fake_state(
 
     Returns all fake tensors, and the fake parameters by the ``id`` of the original parameter.
     """
-    made: dict[int, Any] = {}
+    fakes: dict[int, Any] = {}
     params: dict[int, nn.Parameter] = {}
     for module in model.modules():
         undo.callback(module.__dict__["_parameters"].update, dict(module._parameters))
@@ -216,38 +216,41 @@ def _fake_state(
         for name, param in list(module._parameters.items()):
             if param is None:
                 continue
-            if id(param) not in made:
-                whole = torch.empty(param.shape, dtype=dtype_of(param), device="cpu")
-                made[id(param)] = nn.Parameter(whole, requires_grad=param.requires_grad)
-            params[id(param)] = module._parameters[name] = made[id(param)]
+            if id(param) not in fakes:
+                unsharded = torch.empty(param.shape, dtype=dtype_of(param), device="cpu")
+                fakes[id(param)] = nn.Parameter(unsharded, requires_grad=param.requires_grad)
+            params[id(param)] = module._parameters[name] = fakes[id(param)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                made.setdefault(id(buffer), _make_fake(buffer))
-                module._buffers[name] = made[id(buffer)]
-    return list(made.values()), params
+                fakes.setdefault(id(buffer), _make_fake(buffer))
+                module._buffers[name] = fakes[id(buffer)]
+    return list(fakes.values()), params
 
 
 @contextlib.contextmanager
-def _without_hooks(model: nn.Module) -> Iterator[None]:
+def _remove_fsdp_c_hooks(model: nn.Module) -> Iterator[None]:
     """Removes fsdp_c's forward hooks inside the context."""
-    taken: list[tuple[Any, dict[int, Any]]] = []
+    changed: list[tuple[Any, dict[int, Any]]] = []
     try:
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 own_keys = {key: hook for key, hook in hooks.items() if isinstance(hook, _C.Hook)}
                 if own_keys:
-                    taken.append((hooks, dict(hooks)))
+                    changed.append((hooks, dict(hooks)))
                     for key in own_keys:
                         del hooks[key]
         yield
     finally:
-        for hooks, before in taken:
+        for hooks, before in changed:
             hooks.clear()
             hooks.update(before)
 
 
 def _register_state_hooks(
-    states: Sequence[StateModules], trace: Trace, storages: Storages, undo: contextlib.ExitStack
+    states: Sequence[StateModules],
+    trace: Trace,
+    storages: StorageRecorder,
+    undo: contextlib.ExitStack,
 ) -> None:
     for number, state in enumerate(states):
         hooks = _StateHooks(number, state, trace, storages)
@@ -262,18 +265,22 @@ def _register_state_hooks(
 class _StateHooks:
     """The forward hooks of one state's modules."""
 
-    def __init__(self, number: int, state: StateModules, trace: Trace, storages: Storages) -> None:
+    def __init__(
+        self, number: int, state: StateModules, trace: Trace, storages: StorageRecorder
+    ) -> None:
         self._number = number
         self._state = state
         self._trace = trace
         self._storages = storages
-        self._modules_to_run: set[nn.Module] = set()  # in this forward; empty outside of it
-        self._in_backward = False  # a recomputation has no hooks, as in fsdp_c and torch
+        # Modules that have not run in the current forward. Empty between forwards.
+        self._modules_to_run: set[nn.Module] = set()
+        # A recomputed forward registers no autograd hooks, as in fsdp_c and torch.
+        self._in_backward = False
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._trace.note("pre_forward", self._number, torch._C._current_graph_task_id() != -1)
+        self._trace.add_event("pre_forward", self._number, torch._C._current_graph_task_id() != -1)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        _cast(leaves, self._state.input_dtype)
+        _cast_in_place(leaves, self._state.input_dtype)
         if not self._modules_to_run:
             self._modules_to_run.update(self._state.modules)
             if torch.is_grad_enabled() and not self._in_backward:
@@ -284,18 +291,18 @@ class _StateHooks:
         tracked = [i for i, t in enumerate(leaves) if torch.is_tensor(t) and t.requires_grad]
         if tracked:
             tensors = [leaves[i] for i in tracked]
-            through: Any = _StateInputs.apply(self._trace, self._number, *tensors)
-            for i, tensor in zip(tracked, through):
+            outputs: Any = _StateInputs.apply(self._trace, self._number, *tensors)
+            for i, tensor in zip(tracked, outputs):
                 leaves[i] = tensor
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = pytree.tree_flatten(output)
-        _cast(leaves, self._state.output_dtype)
+        _cast_in_place(leaves, self._state.output_dtype)
         tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
         self._modules_to_run.discard(module)
         if not self._modules_to_run:
-            outputs = tuple(map(self._storages.number, tensors))
-            self._trace.note("post_forward", self._number, outputs)
+            outputs = tuple(map(self._storages.get_number, tensors))
+            self._trace.add_event("post_forward", self._number, outputs)
             for tensor in tensors:
                 if tensor.requires_grad and not self._in_backward:
                     tensor.register_hook(self._pre_backward)
@@ -303,11 +310,11 @@ class _StateHooks:
 
     def _pre_backward(self, grad: torch.Tensor) -> None:
         self._in_backward = True
-        self._trace.note("pre_backward", self._number)
+        self._trace.add_event("pre_backward", self._number)
 
 
-def _cast(leaves: list[Any], dtype: torch.dtype | None) -> None:
-    """Casts floating-point tensors of the list in place. ``None``: no cast."""
+def _cast_in_place(leaves: list[Any], dtype: torch.dtype | None) -> None:
+    """Replaces floating-point tensors of the list by casts to ``dtype``. ``None``: no cast."""
     for i, leaf in enumerate(leaves):
         if dtype is not None and torch.is_tensor(leaf) and leaf.is_floating_point():
             leaves[i] = leaf.to(dtype)
@@ -315,21 +322,21 @@ def _cast(leaves: list[Any], dtype: torch.dtype | None) -> None:
 
 def _register_gradient_hooks(
     params: dict[int, nn.Parameter],
-    places: Mapping[int, tuple[int, int]],
+    param_indices: Mapping[int, tuple[int, int]],
     trace: Trace,
-    storages: Storages,
+    storages: StorageRecorder,
     undo: contextlib.ExitStack,
 ) -> None:
     """Records which storages become gradients of parameters."""
     for original, fake in params.items():
-        place = places.get(original)
-        if place is None or not fake.requires_grad:
+        position = param_indices.get(original)
+        if position is None or not fake.requires_grad:
             continue
 
-        def note(param: torch.Tensor, place: tuple[int, int] = place) -> None:
+        def record_gradient(param: torch.Tensor, position: tuple[int, int] = position) -> None:
             grad = param.grad
             if grad is not None:
-                value = (*place, grad.numel() * grad.itemsize)
-                trace.note("grad", storages.number(grad), value)
+                value = (*position, grad.numel() * grad.itemsize)
+                trace.add_event("grad", storages.get_number(grad), value)
 
-        undo.callback(fake.register_post_accumulate_grad_hook(note).remove)
+        undo.callback(fake.register_post_accumulate_grad_hook(record_gradient).remove)

@@ -10,7 +10,7 @@ from .step_memory import BEFORE, KINDS, Sample, Timeline
 
 _COLORS = ("#4c6a92", "#9aa8bd", "#3f9c8f", "#d98e32", "#b8c46a")
 _BAND_COLORS = ("#ffffff", "#f0f0f0")
-_MAX_SAMPLES = 4000  # samples in the picture
+_MAX_SAMPLES = 4000  # samples in the plot
 
 
 def plot_memory(
@@ -19,7 +19,7 @@ def plot_memory(
     """Draws the timeline to a file, whose extension gives the format.
 
     Args:
-        memory: Bytes of the rank: a line, where it is not far above.
+        memory: The rank's memory in bytes, drawn as a line if it is at most twice the peak.
     """
     from matplotlib.figure import Figure
 
@@ -44,7 +44,7 @@ def plot_memory(
 
 
 def _reduce_samples(samples: list[Sample]) -> list[Sample]:
-    """Reduces the samples: keeps the one with the most memory of each run of neighbors."""
+    """Returns at most ``_MAX_SAMPLES`` samples: of each run, the sample with the most memory."""
     every = -(-len(samples) // _MAX_SAMPLES)
     parts = (samples[i : i + every] for i in range(0, len(samples), every))
     return [max(part, key=lambda sample: sample.total) for part in parts]
@@ -53,14 +53,14 @@ def _reduce_samples(samples: list[Sample]) -> list[Sample]:
 def _draw_bands(axes: Any, samples: list[Sample]) -> None:
     """Draws a band for each unit's forward and backward, and the names of the phases."""
     marks: list[tuple[float, str]] = []
-    start, shade = 0, False
+    start, color_index = 0, False
     for unit, run in groupby(samples, key=lambda sample: sample.unit):
         end = start + len(list(run))
-        axes.axvspan(start, end, color=_BAND_COLORS[shade], zorder=1)
+        axes.axvspan(start, end, color=_BAND_COLORS[color_index], zorder=1)
         if unit and (not marks or (start + end) / 2 - marks[-1][0] > len(samples) / 24):
             marks.append(((start + end) / 2, unit))
-        start, shade = end, not shade
-    axes.set_xticks([place for place, _ in marks])
+        start, color_index = end, not color_index
+    axes.set_xticks([index for index, _ in marks])
     axes.set_xticklabels([unit for _, unit in marks], rotation=40, ha="right", fontsize=8)
     start = 0
     for phase, run in groupby(samples, key=_name_phase):
@@ -80,15 +80,15 @@ def _name_phase(sample: Sample) -> str:
 
 
 def _mark_peak(axes: Any, samples: list[Sample], timeline: Timeline, scale: int, unit: str) -> None:
-    place = max(range(len(samples)), key=lambda i: samples[i].total)
+    index = max(range(len(samples)), key=lambda i: samples[i].total)
     peak = timeline.peak.total / scale
-    beside = place > len(samples) / 2
+    is_right_half = index > len(samples) / 2
     axes.annotate(
         f"{peak:.1f} {unit}, in {timeline.peak}",
-        (place, peak),
-        xytext=(-14 if beside else 14, 16),
+        (index, peak),
+        xytext=(-14 if is_right_half else 14, 16),
         textcoords="offset points",
-        ha="right" if beside else "left",
+        ha="right" if is_right_half else "left",
         arrowprops={"arrowstyle": "->"},
         zorder=5,
     )

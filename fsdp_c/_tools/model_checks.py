@@ -20,20 +20,20 @@ from .._runtime.lint_params import format_replaced
 def check_optimizer_params(
     model: nn.Module, groups: list[tuple[str, Any]], optimizer: torch.optim.Optimizer | None
 ) -> list[str]:
-    """Reports parameters of ``optimizer`` that ``model`` does not have, or that it lacks."""
+    """Reports parameters that only one of ``optimizer`` and ``model`` has."""
     if optimizer is None:
         return []
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     sharded = {id(param.sharded_param) for _, param in iterate_params(groups)}
     temporary = {
         id(p) for _, param in iterate_params(groups) for p in list_registered_params(param)
     } - sharded
-    own = sharded | ({id(parameter) for parameter in model.parameters()} - temporary)
+    owned = sharded | ({id(parameter) for parameter in model.parameters()} - temporary)
     reports = []
-    foreign = len(held - own)
+    foreign = len(ids - owned)
     if foreign:
         reports.append(
-            f"the optimizer holds {foreign} of {len(held)} parameters that are not the model's: "
+            f"the optimizer holds {foreign} of {len(ids)} parameters that are not the model's: "
             "it was built before sharding, which replaces parameters, and will not train them. "
             "Build it after the last fully_shard"
         )
@@ -41,7 +41,7 @@ def check_optimizer_params(
     missing = [
         names[id(param)]
         for _, param in iterate_params(groups)
-        if param.sharded_param.requires_grad and id(param.sharded_param) not in held
+        if param.sharded_param.requires_grad and id(param.sharded_param) not in ids
     ]
     if missing and not foreign:
         reports.append(

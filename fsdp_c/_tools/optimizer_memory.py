@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .fake_step import Storages, Trace
+from .fake_step import StorageRecorder, Trace
 
 OptimizerArgument: TypeAlias = "str | Optimizer | Callable[..., Optimizer] | None"
 
@@ -23,38 +23,39 @@ class OptimizerBytes(NamedTuple):
         name: The optimizer's class.
         states: Bytes of states.
         step: Bytes that a step allocates temporarily.
-        whole: Whether ``step`` counts for all parameters together; else for the largest one.
+        counts_all_parameters: Whether ``step`` is per byte of all parameters; else per byte of the
+            largest parameter.
     """
 
     name: str
     states: float
     step: float
-    whole: bool
+    counts_all_parameters: bool
 
 
 def measure_optimizer(
-    wanted: OptimizerArgument, dtype: torch.dtype, on_cpu: bool
+    choice: OptimizerArgument, dtype: torch.dtype, on_cpu: bool
 ) -> OptimizerBytes:
     """Returns the memory of an optimizer, measured by steps of small parameters.
 
     Args:
-        wanted: An optimizer, an optimizer class, a function that makes an optimizer from
+        choice: An optimizer, an optimizer class, a function that makes an optimizer from
             parameters, or a class name of ``torch.optim`` in any case. ``None``: AdamW.
         dtype: The dtype of the parameters.
         on_cpu: Whether the step runs on the CPU. On other devices torch's default is ``foreach``.
 
     Raises:
         ValueError: torch has no such class, or its step requires more than gradients.
-        TypeError: ``wanted`` has another type.
+        TypeError: ``choice`` has another type.
     """
-    make = _make_constructor(wanted, on_cpu)
+    make = _make_constructor(choice, on_cpu)
     try:
         once, optimizer, parameters = _measure_step(make, 1, dtype)
         twice = _measure_step(make, 2, dtype)[0]
     except Exception as error:
-        name = getattr(wanted, "__name__", wanted)
+        name = getattr(choice, "__name__", choice)
         raise ValueError(
-            f"{name} cannot make a step of two small parameters, to see what it allocates: "
+            f"{name} cannot step two small parameters, which measures its memory: "
             f"{type(error).__name__}: {error}"
         ) from error
     size = parameters[0].numel() * dtype.itemsize
@@ -78,33 +79,33 @@ def count_state_bytes(optimizer: Optimizer) -> int:
 
 
 def _make_constructor(
-    wanted: OptimizerArgument, on_cpu: bool
+    choice: OptimizerArgument, on_cpu: bool
 ) -> Callable[[list[torch.Tensor]], Optimizer]:
     settings: dict[str, Any] = {}
-    if wanted is None:
-        wanted = torch.optim.AdamW
-    if isinstance(wanted, str):
+    if choice is None:
+        choice = torch.optim.AdamW
+    if isinstance(choice, str):
         named = {name.lower(): cls for name, cls in vars(torch.optim).items()}
         named = {name: cls for name, cls in named.items() if _is_optimizer(cls)}
-        if wanted.lower() not in named:
-            like = difflib.get_close_matches(wanted.lower(), named, 1)
-            mean = f": did you mean {named[like[0]].__name__}?" if like else ""
-            raise ValueError(f"torch.optim has no optimizer '{wanted}'{mean}")
-        wanted = named[wanted.lower()]
-    if isinstance(wanted, Optimizer):
-        known = inspect.signature(type(wanted).__init__).parameters
-        settings = {key: value for key, value in wanted.defaults.items() if key in known}
-        wanted = type(wanted)
-    if not callable(wanted):
+        if choice.lower() not in named:
+            matches = difflib.get_close_matches(choice.lower(), named, 1)
+            suggestion = f": did you mean {named[matches[0]].__name__}?" if matches else ""
+            raise ValueError(f"torch.optim has no optimizer '{choice}'{suggestion}")
+        choice = named[choice.lower()]
+    if isinstance(choice, Optimizer):
+        accepted = inspect.signature(type(choice).__init__).parameters
+        settings = {key: value for key, value in choice.defaults.items() if key in accepted}
+        choice = type(choice)
+    if not callable(choice):
         raise TypeError(
-            f"an optimizer is a class, its name, or a function that makes one, not {wanted!r}"
+            f"an optimizer is a class, its name, or a function that makes one, not {choice!r}"
         )
-    if not on_cpu and isinstance(wanted, type):
-        known = inspect.signature(wanted).parameters
-        if "foreach" in known and not settings.get("fused") and settings.get("foreach") is None:
+    if not on_cpu and isinstance(choice, type):
+        accepted = inspect.signature(choice).parameters
+        if "foreach" in accepted and not settings.get("fused") and settings.get("foreach") is None:
             settings["foreach"] = True
-    called = wanted
-    return lambda parameters: called(parameters, **settings)
+    constructor = choice
+    return lambda parameters: constructor(parameters, **settings)
 
 
 def _is_optimizer(cls: Any) -> bool:
@@ -114,7 +115,7 @@ def _is_optimizer(cls: Any) -> bool:
 def _measure_step(
     make: Callable[[list[torch.Tensor]], Optimizer], count: int, dtype: torch.dtype
 ) -> tuple[int, Optimizer, list[torch.Tensor]]:
-    """Returns the most bytes that a step after the first allocates temporarily.
+    """Returns the peak of temporary bytes of the second step.
 
     Also returns the optimizer and its parameters.
     """
@@ -124,18 +125,18 @@ def _measure_step(
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     trace = Trace()
-    storages = Storages(trace)
-    kept = [value for state in optimizer.state.values() for value in state.values()]
-    kept += [*parameters, *(parameter.grad for parameter in parameters)]
-    storages.forget([value for value in kept if isinstance(value, torch.Tensor)])
+    storages = StorageRecorder(trace)
+    existing = [value for state in optimizer.state.values() for value in state.values()]
+    existing += [*parameters, *(parameter.grad for parameter in parameters)]
+    storages.exclude([value for value in existing if isinstance(value, torch.Tensor)])
     with storages:
         optimizer.step()
-    alive, total, peak = {}, 0, 0
-    for what, which, value in trace.events:
-        if what == "alloc":
-            alive[which] = value
+    live, total, peak = {}, 0, 0
+    for name, storage, value in trace.events:
+        if name == "alloc":
+            live[storage] = value
             total += value
         else:
-            total -= alive.pop(which)
+            total -= live.pop(storage)
         peak = max(peak, total)
     return peak, optimizer, [*parameters]

@@ -19,10 +19,10 @@ from .report import parse_bytes, parse_dtype
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the plan; 0 where it fits (or no ``--memory`` was given), 1 where it does not.
+    """Prints the plan. Returns 1 if the peak exceeds ``--memory``, else 0.
 
     Raises:
-        SystemExit: 2, with a message, for arguments that cannot be understood.
+        SystemExit: An argument is invalid. The exit status is 2, and stderr has a message.
     """
     parser = _make_parser()
     options = parser.parse_args(arguments)
@@ -51,22 +51,22 @@ def main(arguments: Sequence[str]) -> int:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_c plan",
-        description="What a model will need on each rank, before there are any.",
+        description="Estimates the memory of a model on each rank. Needs no ranks.",
     )
     add = parser.add_argument
     add("model", help="package.module:name of a class or function that makes the model")
     add("ranks", help="ranks to shard over: 8, or replicas x ranks to shard over: 2x4")
     add("--batch", nargs="+", default=[], metavar="SHAPE[:DTYPE]", help="2x2048:int64, 8x3x224x224")
-    add("--memory", help="memory of one rank, for a verdict: 80GiB")
+    add("--memory", help="memory of one rank, to compare with the peak: 80GiB")
     add("--policy", default="blocks", help='"blocks" (the default), or bytes of a unit: 512MiB')
-    add("--max-transient", help="temporary memory of one unit at most: 2GiB")
+    add("--max-transient", help="maximum of temporary memory of one unit: 2GiB")
     add("--param-dtype", type=_parse_dtype, help="dtype of computation: bfloat16")
     add("--reduce-dtype", type=_parse_dtype, help="dtype of gradient reductions: float32")
     add("--optimizer", default="AdamW", help="a class of torch.optim")
     add("--no-reshard", action="store_true", help="reshard_after_forward=False")
     add("--offload", action="store_true", help="shards and states in CPU memory")
     add("--device", default="cuda")
-    add("--plot", help="file for a picture of the step's memory: memory.png")
+    add("--plot", help="file for a plot of the step's memory: memory.png")
     return parser
 
 

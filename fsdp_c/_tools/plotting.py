@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 
 def require_matplotlib() -> None:
-    """Refuses to draw without matplotlib.
+    """Checks that matplotlib is installed.
 
-    Call it on all ranks, although one rank draws: otherwise the other ranks would continue.
+    All ranks must call this function, although only one rank draws, so that all of them raise.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""``Explanation``, the result of ``explain`` and ``plan``: units, memory, verdict and advice."""
+"""``Explanation``, the result of ``explain`` and ``plan``: units, memory and suggested changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .._runtime.fsdp_units import get_original_class
-from .advice import Change, changes
-from .dry_run import Collectives, collectives_of, step_calls
+from .advice import Change, find_changes
+from .dry_run import Collectives, make_step_calls, simulate_collectives
 from .fake_step import Trace
 from .plotting import require_matplotlib
 from .step_memory import KINDS, Sample, Timeline, estimate
@@ -22,21 +22,21 @@ _SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _SIZES |= {f"{key}i": 1024**power for power, key in enumerate("kmgt", 1)}
 _DESCRIPTIONS = {
     "shards": "parameters on this rank, and buffers",
-    "states": "of the optimizer, and what its step needs",
-    "gathered": "whole parameters and the buffers of all-gathers",
-    "gradients": "whole and sharded ones, and the buffers of reductions",
-    "activations": "what forward leaves for backward",
+    "states": "of the optimizer, and temporary memory of its step",
+    "gathered": "unsharded parameters and all-gather buffers",
+    "gradients": "unsharded and sharded gradients, reduction buffers",
+    "activations": "tensors that forward saves for backward",
 }
 
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One group of parameters that is gathered and reduced together.
+    """Sizes of one unit: the parameters that are gathered and reduced together.
 
     Sizes are bytes on this rank. ``gathers``, ``reduce_scatters`` and ``all_reduces`` count the
     collectives of one forward and one backward that reaches the unit. ``transient`` is the memory
-    that the unit uses temporarily beyond its shards. It is the larger of two values: unsharded
-    parameters and gather buffer, or gradients with input and output of the reduction.
+    that the unit uses temporarily beyond its shards: the larger of unsharded parameters with gather
+    buffer, and gradients with input and output of the reduction.
     """
 
     name: str
@@ -57,15 +57,15 @@ class Explanation:
     """The result of :func:`fsdp_c.explain` and :func:`fsdp_c.plan`; ``str()`` formats it.
 
     Attributes:
-        title: The title of the picture.
+        title: The title of the plot.
         units: One report for each unit.
         warnings: Likely configuration mistakes.
         timeline: Bytes by kind on this rank, over one step.
         received: Bytes that this rank receives in a step, by process group: ``shard`` (all-gathers
             and reduce-scatters) and ``replicate`` (all-reduces).
-        changes: The changes that lower the peak most, with the bytes that they save.
+        changes: The configuration changes that lower the peak most, with the bytes that they save.
         optimizer: The optimizer's name, or empty.
-        memory: Bytes that the rank has; ``None`` if the caller did not pass them.
+        memory: The rank's memory in bytes; ``None`` if the caller did not pass it.
         knows_activations: Whether the caller passed a batch.
         kernels: The implementation that packs and unpacks, by device type; empty for a plan.
         buffers: Bytes of this process's CPU buffer cache: in use, and free for reuse
@@ -106,7 +106,12 @@ class Explanation:
         plot_memory(self.title, self.timeline, self.memory, path)
 
     def __str__(self) -> str:
-        lines = [*_table(self.units), *_memory(self), *_network(self), *_verdict(self)]
+        lines = [
+            *_format_units(self.units),
+            *_format_memory(self),
+            *_format_network(self),
+            *_format_fit_and_changes(self),
+        ]
         lines += [f"packed on {device} by {kernels}" for device, kernels in self.kernels.items()]
         if self.buffers is not None:
             used, free = map(format_bytes, self.buffers)
@@ -128,14 +133,14 @@ def make_explanation(
 
     Without a trace, the step is synthetic and has no activations.
     """
-    collectives = collectives_of(sharding)
+    collectives = simulate_collectives(sharding)
     return Explanation(
         title=title,
-        units=list(_reports(layout, collectives)),
+        units=list(_make_unit_reports(layout, collectives)),
         warnings=warnings,
-        timeline=estimate(sharding, step_calls(sharding, trace)),
-        received=_received(sharding.units, collectives),
-        changes=changes(sharding, trace),
+        timeline=estimate(sharding, make_step_calls(sharding, trace)),
+        received=_count_received_bytes(sharding.units, collectives),
+        changes=find_changes(sharding, trace),
         optimizer=optimizer,
         memory=None if memory is None else parse_bytes(memory),
         knows_activations=trace is not None,
@@ -169,16 +174,16 @@ def format_bytes(count: float) -> str:
 # ---- units ---------------------------------------------------------------------------------------
 
 
-def _reports(layout: Layout, collectives: list[Collectives]) -> Iterator[UnitReport]:
+def _make_unit_reports(layout: Layout, collectives: list[Collectives]) -> Iterator[UnitReport]:
     for unit, modules, issued in zip(layout.units, layout.modules, collectives):
         params = unit.params
         reductions = issued.sizes("reduce_scatter") or issued.sizes("all_reduce")
         yield UnitReport(
-            name=_without_wrapper_names(unit.name),
-            modules=", ".join(_inner_class_name(module) for module in modules),
+            name=_remove_wrapper_names(unit.name),
+            modules=", ".join(_get_inner_class_name(module) for module in modules),
             parameters=len(params),
             elements=sum(param.numel for param in params),
-            dtypes="; ".join(sorted({_dtypes(param) for param in params})),
+            dtypes="; ".join(sorted({_format_dtypes(param) for param in params})),
             mesh=f"{unit.replicas}x{unit.world}" if unit.replicas > 1 else str(unit.world),
             shard_bytes=unit.shard,
             gathers=len(issued.sizes("all_gather")),
@@ -188,60 +193,60 @@ def _reports(layout: Layout, collectives: list[Collectives]) -> Iterator[UnitRep
         )
 
 
-def _without_wrapper_names(name: str) -> str:
+def _remove_wrapper_names(name: str) -> str:
     parts = name.split(".")
     return ".".join(p for p in parts if p not in ("_checkpoint_wrapped_module", "_orig_mod"))
 
 
-def _inner_class_name(module: Any) -> str:
+def _get_inner_class_name(module: Any) -> str:
     """Returns the class name of a module, or of the module inside a checkpoint wrapper."""
     inner = getattr(module, "_checkpoint_wrapped_module", None)
     return get_original_class(module if inner is None else inner).__name__
 
 
-def _dtypes(param: ParamSize) -> str:
-    kinds = (param.own, param.compute, param.reduce)
+def _format_dtypes(param: ParamSize) -> str:
+    kinds = (param.orig_dtype, param.compute, param.reduce)
     return "/".join(str(dtype).removeprefix("torch.") for dtype in kinds)
 
 
-def folded(units: list[UnitReport]) -> list[UnitReport]:
+def combine_similar_units(units: list[UnitReport]) -> list[UnitReport]:
     """Combines neighboring units that differ only in one number of their names."""
     runs: list[list[UnitReport]] = []
     for unit in units:
-        if runs and _continues(runs[-1], unit):
+        if runs and _can_extend_run(runs[-1], unit):
             runs[-1].append(unit)
         else:
             runs.append([unit])
-    return [run[0] if len(run) == 1 else _combine(run) for run in runs]
+    return [run[0] if len(run) == 1 else _merge_run(run) for run in runs]
 
 
-def _pattern(name: str) -> tuple[str, list[int]]:
+def _split_numbers(name: str) -> tuple[str, list[int]]:
     return re.sub(r"\d+", "#", name), [int(number) for number in re.findall(r"\d+", name)]
 
 
-def _continues(run: list[UnitReport], unit: UnitReport) -> bool:
+def _can_extend_run(run: list[UnitReport], unit: UnitReport) -> bool:
     if replace(unit, name="") != replace(run[-1], name=""):
         return False
-    before, first = _pattern(run[-1].name)
-    after, second = _pattern(unit.name)
+    before, first = _split_numbers(run[-1].name)
+    after, second = _split_numbers(unit.name)
     steps = [b - a for a, b in zip(first, second)]
     if before != after or sorted(steps) != [0] * (len(steps) - 1) + [1]:
         return False
-    begun = _pattern(run[0].name)[1]  # the same number must differ in all names of the run
-    return len(run) == 1 or begun[steps.index(1)] != first[steps.index(1)]
+    begin = _split_numbers(run[0].name)[1]  # the same number must differ in all names of the run
+    return len(run) == 1 or begin[steps.index(1)] != first[steps.index(1)]
 
 
-def _combine(run: list[UnitReport]) -> UnitReport:
-    first, last = _pattern(run[0].name), _pattern(run[-1].name)
+def _merge_run(run: list[UnitReport]) -> UnitReport:
+    first, last = _split_numbers(run[0].name), _split_numbers(run[-1].name)
     numbers = iter(f"{a}-{b}" if a != b else str(a) for a, b in zip(first[1], last[1]))
     name = re.sub("#", lambda _: next(numbers), first[0])
     return replace(run[0], name=name, modules=f"{len(run)} x {run[0].modules}")
 
 
-def _table(units: list[UnitReport]) -> list[str]:
-    head = "unit modules params elements dtypes mesh shard AG RS AR transient"
-    rows = [tuple(head.split())]
-    for unit in folded(units):
+def _format_units(units: list[UnitReport]) -> list[str]:
+    header = "unit modules params elements dtypes mesh shard AG RS AR transient"
+    rows = [tuple(header.split())]
+    for unit in combine_similar_units(units):
         counts = (unit.gathers, unit.reduce_scatters, unit.all_reduces)
         rows.append(
             (
@@ -258,34 +263,36 @@ def _table(units: list[UnitReport]) -> list[str]:
         )
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
-    each = "each " if any(" x " in unit.modules for unit in folded(units)) else ""
+    prefix = "each " if any(" x " in unit.modules for unit in combine_similar_units(units)) else ""
     return [
         *lines,
-        f"({each}dtypes: stored/computed/reduced in; mesh: ranks to shard over, or replicas x "
+        f"({prefix}dtypes: stored/computed/reduced in; mesh: ranks to shard over, or replicas x "
         "ranks; AG, RS, AR: all-gathers, reduce-scatters and all-reduces of a step; transient: "
-        "what the unit needs for a while beyond its shard)",
+        "memory that the unit uses temporarily beyond its shard)",
     ]
 
 
 # ---- a step --------------------------------------------------------------------------------------
 
 
-def _memory(found: Explanation) -> Iterator[str]:
-    peak = found.peak
+def _format_memory(explanation: Explanation) -> Iterator[str]:
+    peak = explanation.peak
     yield ""
     yield "memory on this rank, in one step   at the peak   at most"
     for kind, size in zip(KINDS, peak.bytes):
-        if kind == "activations" and not found.knows_activations:
+        if kind == "activations" and not explanation.knows_activations:
             yield f"  {kind:<31}{'unknown':>13}   pass batch=..."
-        elif kind == "states" and not found.optimizer:
+        elif kind == "states" and not explanation.optimizer:
             yield f"  {kind:<31}{'unknown':>13}   pass the optimizer"
         else:
-            most = format_bytes(found.timeline.highest(kind))
+            most = format_bytes(explanation.timeline.highest(kind))
             yield f"  {kind:<31}{format_bytes(size):>13}{most:>10}   {_DESCRIPTIONS[kind]}"
     yield f"the peak: {format_bytes(peak.total)}, in {peak}"
 
 
-def _received(units: tuple[UnitSizes, ...], collectives: list[Collectives]) -> dict[str, int]:
+def _count_received_bytes(
+    units: tuple[UnitSizes, ...], collectives: list[Collectives]
+) -> dict[str, int]:
     shard = replicate = 0
     for unit, issued in zip(units, collectives):
         part = (unit.world - 1) / unit.world
@@ -295,26 +302,31 @@ def _received(units: tuple[UnitSizes, ...], collectives: list[Collectives]) -> d
     return {"shard": shard, "replicate": replicate}
 
 
-def _network(found: Explanation) -> Iterator[str]:
+def _format_network(explanation: Explanation) -> Iterator[str]:
     parts = [
-        f"{format_bytes(size)} in its {link} group" for link, size in found.received.items() if size
+        f"{format_bytes(size)} in its {link} group"
+        for link, size in explanation.received.items()
+        if size
     ]
     if parts:
         yield f"the network: this rank receives {' and '.join(parts)} in a step"
 
 
-def _verdict(found: Explanation) -> Iterator[str]:
-    if found.memory is not None:
-        left = found.memory - found.peak.total
-        known = "" if found.knows_activations else ", without activations"
-        if left >= 0:
-            yield f"it fits into {format_bytes(found.memory)}: {format_bytes(left)} are left{known}"
+def _format_fit_and_changes(explanation: Explanation) -> Iterator[str]:
+    if explanation.memory is not None:
+        headroom = explanation.memory - explanation.peak.total
+        suffix = "" if explanation.knows_activations else ", without activations"
+        if headroom >= 0:
+            yield (
+                f"it fits into {format_bytes(explanation.memory)}: "
+                f"{format_bytes(headroom)} are left{suffix}"
+            )
         else:
-            memory, excess = format_bytes(found.memory), format_bytes(-left)
-            yield f"it does not fit into {memory}: {excess} too much{known}"
-    if found.changes:
-        yield "what would lower the peak most:"
-    for change in found.changes:
+            memory, excess = format_bytes(explanation.memory), format_bytes(-headroom)
+            yield f"it does not fit into {memory}: {excess} too much{suffix}"
+    if explanation.changes:
+        yield "changes that lower the peak most:"
+    for change in explanation.changes:
         yield f"  {format_bytes(change.saves):>10}  {change.text}"
 
 

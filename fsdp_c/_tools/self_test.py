@@ -22,7 +22,7 @@ WORLD = 2
 
 
 def train(shard: Any) -> tuple[bool, list[torch.Tensor]]:
-    """Trains a small model for two steps. Returns whether fsdp_c ran it, losses and parameters."""
+    """Trains a small model for two steps. Returns whether fsdp_c ran, losses, parameters."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -45,23 +45,25 @@ class Timeline:
         return max(self.samples, key=lambda sample: sample.total)
 
     def highest(self, kind: str) -> int:
-        """The most bytes of one kind at any time."""
-        place = KINDS.index(kind)
-        return max(sample.bytes[place] for sample in self.samples)
+        """Returns the largest number of bytes of one kind during the step."""
+        index = KINDS.index(kind)
+        return max(sample.bytes[index] for sample in self.samples)
 
 
-BEFORE = "before the step"  # the phase of samples that add up the initial memory
+BEFORE = "before the step"  # the phase of the samples of initial memory
 
 
 def estimate(sharding: Sharding, calls: Sequence[Call]) -> Timeline:
     """Computes the memory of the step that consists of ``calls``."""
     events = dry_run.run(sharding, calls)
-    return Timeline([*_samples(sharding, calls, events)])
+    return Timeline([*_iterate_samples(sharding, calls, events)])
 
 
-def _samples(sharding: Sharding, calls: Sequence[Call], events: list[Event]) -> Iterator[Sample]:
+def _iterate_samples(
+    sharding: Sharding, calls: Sequence[Call], events: list[Event]
+) -> Iterator[Sample]:
     live = dict.fromkeys(KINDS, 0)
-    phases = _phases(sharding, calls)
+    phases = _find_phases(sharding, calls)
 
     def sample(phase: str, unit: str = "") -> Sample:
         return Sample(phase, unit, tuple(live.values()))
@@ -97,19 +99,19 @@ _PHASES = {
 }
 
 
-def _phases(sharding: Sharding, calls: Sequence[Call]) -> list[tuple[str, str]]:
+def _find_phases(sharding: Sharding, calls: Sequence[Call]) -> list[tuple[str, str]]:
     """Returns the phase of the step and the unit's name for each call."""
     first: dict[int, str] = {}
     for unit in sharding.units:
         first.setdefault(unit.state, unit.name)
     phases = []
-    now = (BEFORE, "")
+    current = (BEFORE, "")
     for call in calls:
         if call.name == "backward":
-            now = ("backward of the loss", "")
+            current = ("backward of the loss", "")
         elif call.name in _PHASES and not call.in_backward and call.arguments[0] in first:
-            now = (_PHASES[call.name], first[call.arguments[0]])
-        phases.append(now)
+            current = (_PHASES[call.name], first[call.arguments[0]])
+        phases.append(current)
         if call.name == "end":
-            now = (_STEP, "")
+            current = (_STEP, "")
     return phases

@@ -84,13 +84,13 @@ class StepTrace:
     def __str__(self) -> str:
         """Returns the summary, and a table of milliseconds by unit, averaged over the ranks."""
         if not self._closed:
-            return f"a trace that {'an exception has ended' if self._left else 'is still open'}"
+            return f"a trace that {'an exception has ended' if self._raised else 'is still open'}"
         if not self._has_units():
             return "a trace without steps"
         return f"{self.summary()}\n{_format_table(self.seconds())}"
 
     _closed = False
-    _left = False  # by an exception
+    _raised = False  # whether an exception left the block
 
     def _has_units(self) -> bool:
         return any(span.unit for rank in self.ranks for span in rank)
@@ -99,8 +99,8 @@ class StepTrace:
         if not self._closed:
             raise RuntimeError(
                 "nothing was traced: an exception has left the with-block"
-                if self._left
-                else "the trace is still open: ask it after the with-block"
+                if self._raised
+                else "the trace is still open: read it after the with-block"
             )
         if not self._has_units():
             raise RuntimeError(
@@ -133,38 +133,38 @@ def _format_shares(ranks: list[list[Span]]) -> str:
         for span in rank:
             if span.lane == trace_spans.COMPUTE:
                 total[span.kind] += span.length
-    whole = max(span.end for rank in ranks for span in rank)
-    parts = [(total[kind] / len(ranks) / whole, kind) for kind in _ORDER]
+    duration = max(span.end for rank in ranks for span in rank)
+    parts = [(total[kind] / len(ranks) / duration, kind) for kind in _ORDER]
     text = ", ".join(
         f"{share:.0%} {kind}".replace("%", " %") for share, kind in parts if share >= 0.005
     )
     count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    return f"{_format_ms(whole)} on {count}: {text}"
+    return f"{_format_ms(duration)} on {count}: {text}"
 
 
 def _format_communication(ranks: list[list[Span]]) -> str:
     """Formats the share of communication that overlaps with computation, and the longest wait."""
-    running = sum(_measure_covered([s for s in r if s.lane in WAITS]) for r in ranks)
+    communication = sum(_measure_covered([s for s in r if s.lane in WAITS]) for r in ranks)
     waits = [(s, i) for i, rank in enumerate(ranks) for s in rank if s.kind in WAITS.values()]
-    if not running:
+    if not communication:
         return "Nothing was communicated"
-    hidden = 1 - sum(span.length for span, _ in waits) / running
+    hidden = 1 - sum(span.length for span, _ in waits) / communication
     text = f"{max(hidden, 0):.0%} of communication is hidden".replace("%", " %")
     if not waits:
         return f"{text}; nothing is waited for"
     longest, rank = max(waits, key=lambda wait: wait[0].length)
     kind = "gather" if longest.kind == trace_spans.GATHER_WAIT else "reduction"
     unit = "the root" if longest.unit == trace_spans.ROOT else f"'{longest.unit}'"
-    on = f" on rank {rank}" if len(ranks) > 1 else ""
-    return f"{text}; {unit} waits {_format_ms(longest.length)} for its {kind}{on}"
+    suffix = f" on rank {rank}" if len(ranks) > 1 else ""
+    return f"{text}; {unit} waits {_format_ms(longest.length)} for its {kind}{suffix}"
 
 
 def _measure_covered(collectives: list[Span]) -> int:
     """Returns the nanoseconds in which at least one of the collectives is running."""
-    total, now = 0, 0
+    total, covered_end = 0, 0
     for span in sorted(collectives, key=lambda span: span.begin):
-        total += max(0, span.end - max(now, span.begin))
-        now = max(now, span.end)
+        total += max(0, span.end - max(covered_end, span.begin))
+        covered_end = max(covered_end, span.end)
     return total
 
 
@@ -191,7 +191,7 @@ def _format_table(seconds: dict[str, dict[str, float]]) -> str:
 
 
 def _make_sort_key(unit: str) -> list[tuple[bool, int, str]]:
-    """Sort key that orders blocks.2 before blocks.10, and time outside of units last."""
+    """Returns a sort key that orders blocks.2 before blocks.10, and time outside of units last."""
     if not unit:
         return [(True, 1, "")]
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in unit.split(".")]

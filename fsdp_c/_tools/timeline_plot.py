@@ -38,11 +38,11 @@ def plot_timeline(title: str, ranks: list[list[Span]], path: str | os.PathLike[s
 def draw_timeline(axes: Any, title: str, ranks: list[list[Span]], legend: bool = True) -> None:
     """Draws the spans of the first ranks into axes of matplotlib."""
     shown = ranks[:_MAX_RANKS]
-    left_out = len(ranks) - len(shown)
-    more = f" ({left_out} more ranks are not shown)" if left_out else ""
+    hidden_ranks = len(ranks) - len(shown)
+    suffix = f" ({hidden_ranks} more ranks are not shown)" if hidden_ranks else ""
     width = axes.figure.get_figwidth()
-    whole = (title + more).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
-    axes.set_title("\n".join(textwrap.wrap(whole, int(9.3 * width))), fontsize=10.5,
+    full_title = (title + suffix).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
+    axes.set_title("\n".join(textwrap.wrap(full_title, int(9.3 * width))), fontsize=10.5,
                    loc="left")  # fmt: skip
     _draw_rows(axes, shown, _list_lanes(shown), width)
     if legend:
@@ -58,10 +58,10 @@ def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: floa
     last = max(span.end for rank in ranks for span in rank) / 1e6
     ticks, names = [], []
     for number, rank in enumerate(ranks):
-        for place, lane in enumerate(lanes):
-            y = number * (len(lanes) + 0.5) + place
+        for row, lane in enumerate(lanes):
+            y = number * (len(lanes) + 0.5) + row
             ticks.append(y)
-            names.append(f"rank {number}  {_ROWS[lane]}" if place == 0 else _ROWS[lane])
+            names.append(f"rank {number}  {_ROWS[lane]}" if row == 0 else _ROWS[lane])
             _draw_lane(axes, y, [span for span in rank if span.lane == lane], last, width)
     axes.set_yticks(ticks, names, fontsize=9)
     axes.set_ylim(ticks[-1] + 0.6, -0.6)
@@ -74,20 +74,20 @@ def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: floa
     axes.tick_params(axis="y", length=0)
 
 
-def _draw_lane(axes: Any, y: float, found: list[Span], last: float, width: float) -> None:
-    for depth, span in _stack_spans(found):
+def _draw_lane(axes: Any, y: float, spans: list[Span], last: float, width: float) -> None:
+    for depth, span in _stack_spans(spans):
         begin, length = span.begin / 1e6, span.length / 1e6
-        place, tall = (y - 0.4, 0.8) if depth is None else (y - 0.4 + 0.4 * depth, 0.38)
+        bottom, height = (y - 0.4, 0.8) if depth is None else (y - 0.4 + 0.4 * depth, 0.38)
         axes.broken_barh(
-            [(begin, length)], (place, tall), facecolor=_COLORS[span.kind], edgecolor="white",
+            [(begin, length)], (bottom, height), facecolor=_COLORS[span.kind], edgecolor="white",
             linewidth=0.4,
         )  # fmt: skip
         capacity = length / last * width * 13  # approximate number of characters that fit
         label = _choose_label(span.unit, capacity)
         if label:
             axes.text(
-                begin + length / 2, place + tall / 2, label, ha="center", va="center", fontsize=7,
-                color="black" if span.kind in _LIGHT_KINDS else "white",
+                begin + length / 2, bottom + height / 2, label, ha="center", va="center",
+                fontsize=7, color="black" if span.kind in _LIGHT_KINDS else "white",
             )  # fmt: skip
 
 
@@ -95,26 +95,26 @@ _LIGHT_KINDS = (trace_spans.OUTSIDE, trace_spans.REDUCE_WAIT)
 
 
 def _choose_label(unit: str, capacity: float) -> str:
-    """Returns the unit's name, its number, or nothing, depending on the space."""
+    """Returns the longest label that fits: the unit's name, its last component, or empty."""
     short = unit.rpartition(".")[2].strip("()")
     return next((text for text in (unit, short) if text and len(text) + 1 <= capacity), "")
 
 
-def _stack_spans(found: list[Span]) -> list[tuple[int | None, Span]]:
+def _stack_spans(spans: list[Span]) -> list[tuple[int | None, Span]]:
     """Assigns overlapping spans to two half rows; None for a span that uses the full row."""
-    placed: list[tuple[int | None, Span]] = []
-    for i, span in enumerate(found):
-        near = found[max(0, i - 3) : i] + found[i + 1 : i + 4]
-        alone = all(other.end <= span.begin or span.end <= other.begin for other in near)
-        placed.append((None if alone else i % 2, span))
-    return placed
+    assigned: list[tuple[int | None, Span]] = []
+    for i, span in enumerate(spans):
+        near = spans[max(0, i - 3) : i] + spans[i + 1 : i + 4]
+        overlaps_none = all(other.end <= span.begin or span.end <= other.begin for other in near)
+        assigned.append((None if overlaps_none else i % 2, span))
+    return assigned
 
 
-def _draw_legend(axes: Any, found: list[Span]) -> None:
-    """Draws the legend below the picture, with the kinds that occur."""
+def _draw_legend(axes: Any, spans: list[Span]) -> None:
+    """Draws the legend below the plot, with the kinds that occur."""
     from matplotlib.patches import Patch
 
-    kinds = [kind for kind in _COLORS if any(span.kind == kind for span in found)]
+    kinds = [kind for kind in _COLORS if any(span.kind == kind for span in spans)]
     patches = [Patch(color=_COLORS[kind], label=kind) for kind in kinds]
     axes.legend(
         handles=patches, loc="upper center", ncols=len(patches), frameon=False, fontsize=9,
@@ -123,7 +123,7 @@ def _draw_legend(axes: Any, found: list[Span]) -> None:
 
 
 def _make_legend_transform(axes: Any) -> Any:
-    """Where a legend leaves capacity for the numbers and the word under an axis: 0.45 inches."""
+    """Returns a transform that is 0.45 inches below the axis: the height of its ticks and label."""
     from matplotlib.transforms import ScaledTranslation
 
     return axes.transAxes + ScaledTranslation(0, -0.45, axes.figure.dpi_scale_trans)

@@ -1,7 +1,8 @@
 """Converts the ranges that a profiler records to spans of a step's time, by unit.
 
 While a profiler is active, the core emits torch's ranges ("FSDP::all_gather (blocks.0)"). The
-process group emits a range for each running collective, and torch one for each optimizer step.
+process group emits a range for each running collective. torch emits a range for each optimizer
+step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ GATHER, REDUCE = "gather", "reduction"
 
 COMPUTE, HOST = "compute", "host"
 LANES = (HOST, COMPUTE, GATHER, REDUCE)
-"""The rows in which spans are drawn. ``host`` and ``compute`` differ if a device computes."""
+"""The rows of the plot. ``host`` and ``compute`` differ if a device computes."""
 
 WAITS = {GATHER: GATHER_WAIT, REDUCE: REDUCE_WAIT}
 ROOT = "(root)"
@@ -33,7 +34,7 @@ class Event(NamedTuple):
     """A range of the profiler, in nanoseconds.
 
     Attributes:
-        flying: Whether the range is a running collective, which ends on another thread.
+        is_async: Whether the range is a running collective, which ends on another thread.
         on_device: Whether the range is a kernel.
         id: The number that an operator and the kernels launched by it share.
     """
@@ -41,17 +42,17 @@ class Event(NamedTuple):
     name: str
     begin: int
     end: int
-    flying: bool = False
+    is_async: bool = False
     on_device: bool = False
     id: int = 0
 
 
 class Span(NamedTuple):
-    """A stretch of one rank's time, in nanoseconds.
+    """An interval of one rank's time, in nanoseconds.
 
     Attributes:
         lane: One of ``LANES``.
-        kind: The activity; in the lanes of gathers and reductions the lane itself.
+        kind: The activity. In the lanes of gathers and reductions, ``kind`` equals the lane.
         unit: The name of a module, ``(root)``, or empty.
     """
 
@@ -96,9 +97,9 @@ _WAITING = {
     "root_post_backward_callback": REDUCE,
 }
 """Ranges in which the host waits for a collective."""
-_OWN = ("all_gather", "all_gather_copy_out", "post_backward_reduce")
+_OWN_COLLECTIVE = ("all_gather", "all_gather_copy_out", "post_backward_reduce")
 """Ranges in which the host waits for the unit's own last collective."""
-_ISSUING = ("all_gather", "post_backward_reduce")
+_ISSUES_COLLECTIVE = ("all_gather", "post_backward_reduce")
 """Ranges that issue the collective and may wait for it: torch's FSDP2 on the CPU, and hooks."""
 
 
@@ -112,7 +113,7 @@ class _Range(NamedTuple):
 
 
 def _parse_range(event: Event) -> _Range | None:
-    if event.flying or event.on_device:
+    if event.is_async or event.on_device:
         return None
     if event.name.startswith("Optimizer.step"):
         return _Range(OPTIMIZER, "", event.begin, event.end)
@@ -123,12 +124,15 @@ def _parse_range(event: Event) -> _Range | None:
 
 
 def _find_segments(ranges: list[_Range], block: Event) -> Iterator[tuple[_Range | None, Span]]:
-    """Splits the host's time by the innermost range; None if the model computes."""
+    """Splits the host's time by the innermost range.
+
+    Yields (range, span). The range is None while the model computes.
+    """
     inside: list[_Range] = []
-    units = _Units()
+    units = _UnitStack()
     now = block.begin
 
-    def until(time: int) -> Iterator[tuple[_Range | None, Span]]:
+    def emit_until(time: int) -> Iterator[tuple[_Range | None, Span]]:
         nonlocal now
         if time > now:
             top = inside[-1] if inside else None
@@ -139,21 +143,21 @@ def _find_segments(ranges: list[_Range], block: Event) -> Iterator[tuple[_Range 
             yield top, Span(COMPUTE, kind, unit, now, time)
             now = time
 
-    def leave(time: int) -> Iterator[tuple[_Range | None, Span]]:
+    def close_ranges(time: int) -> Iterator[tuple[_Range | None, Span]]:
         while inside and inside[-1].end <= time:
-            yield from until(inside[-1].end)
-            units.left(inside.pop())
+            yield from emit_until(inside[-1].end)
+            units.end_range(inside.pop())
 
     for r in ranges:
-        yield from leave(r.begin)
-        yield from until(r.begin)
-        units.entered(r)
+        yield from close_ranges(r.begin)
+        yield from emit_until(r.begin)
+        units.begin_range(r)
         inside.append(r)
-    yield from leave(block.end)
-    yield from until(block.end)
+    yield from close_ranges(block.end)
+    yield from emit_until(block.end)
 
 
-class _Units:
+class _UnitStack:
     """Stack of the units that are computing, the innermost last."""
 
     def __init__(self) -> None:
@@ -163,7 +167,7 @@ class _Units:
     def computing(self) -> tuple[str, str]:
         return self._stack[-1] if self._stack else (OUTSIDE, "")
 
-    def entered(self, r: _Range) -> None:
+    def begin_range(self, r: _Range) -> None:
         if r.label == "post_forward":
             self._remove((FORWARD, r.unit))
         elif r.label in ("post_backward_accumulate", "post_backward_reshard"):
@@ -171,7 +175,7 @@ class _Units:
         elif r.label == "root_post_backward_callback":
             self._stack = [entry for entry in self._stack if entry[0] != BACKWARD]
 
-    def left(self, r: _Range) -> None:
+    def end_range(self, r: _Range) -> None:
         if r.label == "pre_forward":
             self._stack.append((FORWARD, r.unit))
         elif r.label == "pre_backward":
@@ -194,7 +198,7 @@ def _classify_collective(event: Event) -> str | None:
 
     Returns None for other events.
     """
-    is_running = event.name.startswith("nccl") if event.on_device else event.flying
+    is_running = event.name.startswith("nccl") if event.on_device else event.is_async
     if is_running or event.name.startswith("c10d::"):
         name = event.name.lower()
         return GATHER if "gather" in name else REDUCE if "reduce" in name else None
@@ -232,7 +236,7 @@ def _find_collectives(events: list[Event], ranges: list[_Range]) -> list[Span]:
 def _find_completions(events: list[Event]) -> dict[str, deque[Event]]:
     """Returns the events that end collectives, by family: kernels if there are any."""
     running = [e for e in events if not (e.on_device and _HOST_RANGE.match(e.name))]
-    running = [e for e in running if (e.flying or e.on_device) and _classify_collective(e)]
+    running = [e for e in running if (e.is_async or e.on_device) and _classify_collective(e)]
     if any(event.on_device for event in running):
         running = [event for event in running if event.on_device]
     return {f: deque(e for e in running if _classify_collective(e) == f) for f in (GATHER, REDUCE)}
@@ -252,22 +256,22 @@ def _find_enclosing_range(ranges: list[_Range], begins: list[int], event: Event)
 def _replace_waits(
     segments: Iterable[tuple[_Range | None, Span]], collectives: list[Span]
 ) -> Iterator[Span]:
-    """Yields the segments, and splits waiting ones at the completion of their collectives."""
+    """Yields the segments. Segments that wait are split at the completion of their collectives."""
     for r, span in segments:
         lane = _WAITING.get(r.label) if r is not None else None
         if lane is None:
             yield span
             continue
         awaited = [f for f in collectives if f.lane == lane and f.begin < span.end]
-        if r is not None and r.label in _OWN:
+        if r is not None and r.label in _OWN_COLLECTIVE:
             awaited = [f for f in awaited if f.unit == r.unit][-1:]
-        if r is not None and r.label in _ISSUING:
+        if r is not None and r.label in _ISSUES_COLLECTIVE:
             awaited = [f for f in awaited if f.end <= r.end]
         yield from _cut_span(span, awaited, WAITS[lane])
 
 
 def _cut_span(span: Span, collectives: list[Span], kind: str) -> Iterator[Span]:
-    """A span, and as waits of ``kind`` what the collectives cover of it."""
+    """Splits a span: the parts that the collectives cover become waits of ``kind``."""
     now = span.begin
     for collective in collectives:
         begin, end = max(now, collective.begin), min(span.end, collective.end)
@@ -297,15 +301,18 @@ def _join_spans(spans: Iterable[Span], gap: int = 0) -> list[Span]:
 def _make_device_spans(
     kernels: list[Event], events: list[Event], host: list[Span]
 ) -> Iterator[Span]:
-    """Kernels as what the host was at when it launched them, overlaps cut off."""
+    """Yields a span for each kernel, with the host's kind and unit at the launch.
+
+    Kernels that overlap with an earlier kernel begin at its end.
+    """
     launched = {event.id: event.begin for event in events if not event.on_device}
     begins = [span.begin for span in host]
     now = 0
     for kernel in kernels:
         kind, unit = OUTSIDE, ""
-        place = bisect_right(begins, launched.get(kernel.id, -1)) - 1
-        if place >= 0:
-            kind, unit = host[place].kind, host[place].unit
+        index = bisect_right(begins, launched.get(kernel.id, -1)) - 1
+        if index >= 0:
+            kind, unit = host[index].kind, host[index].unit
         if kind in WAITS.values():
             kind = SHARDING
         begin = max(now, kernel.begin)
@@ -315,15 +322,15 @@ def _make_device_spans(
 
 
 def _find_device_waits(compute: list[Span], collectives: list[Span]) -> Iterator[Span]:
-    """The pauses of a device's kernels in which a collective is under way."""
+    """Yields the parts of the pauses between kernels in which a collective runs."""
     collectives = sorted(collectives, key=lambda collective: collective.begin)
     for before, after in pairwise(compute):
         pause = before._replace(kind="", begin=before.end, end=after.begin)
-        pieces = (
+        parts = (
             _cut_span(pause, [collective], WAITS[collective.lane]) for collective in collectives
         )
-        taken = pause.begin
-        for piece in chain.from_iterable(pieces):
-            if piece.kind and piece.end > taken:
-                yield piece._replace(begin=max(taken, piece.begin))
-                taken = piece.end
+        covered_end = pause.begin
+        for part in chain.from_iterable(parts):
+            if part.kind and part.end > covered_end:
+                yield part._replace(begin=max(covered_end, part.begin))
+                covered_end = part.end

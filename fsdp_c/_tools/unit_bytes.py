@@ -1,4 +1,4 @@
-"""Computes the unit sizes of a sharded model, or of a model that would be sharded by a plan."""
+"""Computes the sizes of units, for a sharded model or for the units of a plan."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BUCKET_LIMIT = 2**30
 
 
 class ParamSize(NamedTuple):
-    """One parameter: its sizes, its sharded dim, its dtypes, and whether it is trained."""
+    """One parameter: sizes, sharded dim, dtypes, and whether it requires grad (``trained``)."""
 
     name: str
     sizes: tuple[int, ...]
     dim: int
-    own: torch.dtype
+    orig_dtype: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     trained: bool
@@ -39,8 +39,8 @@ class ParamSize(NamedTuple):
     def numel(self) -> int:
         return prod(self.sizes)
 
-    def padded(self, world: int) -> int:
-        """Returns the elements of one rank's shard, with padding."""
+    def padded_numel(self, world: int) -> int:
+        """Returns the number of elements of one rank's shard, with padding."""
         rows = self.sizes[self.dim]
         return -(-rows // world) * (self.numel // max(rows, 1))
 
@@ -57,7 +57,7 @@ class UnitSizes:
         params: The unit's parameters.
         reshard: Whether parameters are freed after forward, or the number of ranks to reshard to.
         offloads: Whether shards, gradients and optimizer states are in CPU memory.
-        regathers: Whether backward gathers parameters that were freed after forward.
+        unshard_in_backward: Whether backward gathers parameters that were freed after forward.
         bucket_bytes: Bytes of gradients at which a reduction is started; 0: one reduction.
         overlaps: Whether reductions overlap with backward on devices with streams.
         settings: Other settings of the parameter group, by their names in ``_dry_run.run``.
@@ -70,7 +70,7 @@ class UnitSizes:
     params: tuple[ParamSize, ...]
     reshard: bool | int
     offloads: bool = False
-    regathers: bool = True
+    unshard_in_backward: bool = True
     bucket_bytes: int = BUCKET_LIMIT
     overlaps: bool = True
     settings: dict[str, bool] = field(default_factory=dict)
@@ -83,42 +83,48 @@ class UnitSizes:
     @property
     def shard(self) -> int:
         """Sharded parameters, with padding."""
-        return sum(param.padded(self.world) * param.own.itemsize for param in self.params)
+        return sum(
+            param.padded_numel(self.world) * param.orig_dtype.itemsize for param in self.params
+        )
 
     @property
-    def whole_gradients(self) -> int:
-        """Unsharded gradients as backward makes them, without padding."""
+    def unsharded_gradient_bytes(self) -> int:
+        """Unsharded gradients in the compute dtype, without padding."""
         return sum(param.numel * param.compute.itemsize for param in self.trained)
 
     @property
-    def reduced(self) -> int:
+    def reduce_input_bytes(self) -> int:
         """Unsharded gradients in the reduce dtype, with padding."""
-        sizes = (param.padded(self.world) * param.reduce.itemsize for param in self.trained)
+        sizes = (param.padded_numel(self.world) * param.reduce.itemsize for param in self.trained)
         return sum(sizes) * self.world
 
     def transient(self, reductions: list[int]) -> int:
-        """Returns the most bytes beyond the shards while the unit gathers, or while it reduces.
+        """Returns the peak of bytes beyond the shards while the unit gathers or reduces.
 
         Args:
             reductions: Unsharded bytes of each reduction, in order. Empty: one reduction.
         """
-        casts = any(param.own != param.compute for param in self.params)
-        padded = sum(p.padded(self.world) * p.compute.itemsize for p in self.params) * self.world
-        most = 2 * padded if self.world > 1 else padded if casts else 0
-        left, before, outputs = self.whole_gradients, 0, 0
+        casts = any(param.orig_dtype != param.compute for param in self.params)
+        padded = (
+            sum(p.padded_numel(self.world) * p.compute.itemsize for p in self.params) * self.world
+        )
+        peak = 2 * padded if self.world > 1 else padded if casts else 0
+        remaining, previous, outputs = self.unsharded_gradient_bytes, 0, 0
         total = max(1, sum(reductions))
-        for size in reductions or [self.reduced]:
+        for size in reductions or [self.reduce_input_bytes]:
             outputs += size // self.world if self.world > 1 else 0
-            most = max(most, left + before + size + outputs)
-            left, before = left - self.whole_gradients * size // total, size
-        return most
+            peak = max(peak, remaining + previous + size + outputs)
+            remaining, previous = remaining - self.unsharded_gradient_bytes * size // total, size
+        return peak
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype of the unit's reductions; ``None`` if it has no parameters."""
         dtypes = {param.reduce for param in self.params}
         if len(dtypes) > 1:
-            dtypes = {functools.reduce(torch.promote_types, (param.own for param in self.params))}
+            dtypes = {
+                functools.reduce(torch.promote_types, (param.orig_dtype for param in self.params))
+            }
         return next(iter(dtypes), None)
 
 
@@ -129,7 +135,7 @@ class StateSizes:
     Attributes:
         root: The index of the state whose forward is outermost; its own index for a root.
         modules: The number of modules of the call.
-        forward_prefetch, backward_prefetch: Indices of the states that it prefetches explicitly.
+        forward_prefetch, backward_prefetch: Indices of the states that the state prefetches.
     """
 
     root: int
@@ -168,80 +174,83 @@ class Layout:
     """The units of a model, and the modules and tensors that belong to them.
 
     Attributes:
-        modules_of_states: The modules of each state.
+        state_modules: The modules of each state.
         states: The ``fully_shard`` calls in module order.
         units: The sizes of each unit.
         modules: The modules of each unit.
-        dtypes: The compute dtypes by ``id`` of a registered parameter.
-        places: The unit and the index in it, by ``id`` of a registered parameter.
+        dtypes: Maps the ``id`` of a registered parameter to its compute dtype.
+        param_indices: Maps the ``id`` of a registered parameter to (unit, index in the unit).
     """
 
-    modules_of_states: list[StateModules] = field(default_factory=list)
+    state_modules: list[StateModules] = field(default_factory=list)
     states: list[StateSizes] = field(default_factory=list)
     units: list[UnitSizes] = field(default_factory=list)
     modules: list[tuple[nn.Module, ...]] = field(default_factory=list)
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
-    places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    param_indices: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-# ---- of a sharded model --------------------------------------------------------------------------
+# ---- layout of a sharded model -------------------------------------------------------------------
 
 
-def layout_of(model: nn.Module) -> Layout:
+def make_sharded_layout(model: nn.Module) -> Layout:
     """Returns the layout of a sharded model."""
     layout = Layout()
-    found = _states_of(model)
-    index_of = {state: index for index, state in enumerate(found)}
-    for state in found:
-        layout.modules_of_states.append(
+    states = _list_states(model)
+    index_of = {state: index for index, state in enumerate(states)}
+    for state in states:
+        layout.state_modules.append(
             StateModules(tuple(state._modules), state._input_dtype, state._output_dtype)
         )
-        layout.states.append(_state_sizes(state, layout.states, found, index_of))
+        layout.states.append(_make_state_sizes(state, layout.states, states, index_of))
     for name, state, group in fsdp_units.iterate_groups(model):
-        place, index = len(layout.units), index_of[state]
-        reshard = _reshards(state, group, is_root=layout.states[index].root == index)
-        layout.units.append(_live_unit(name, index, group, reshard))
+        unit_index, index = len(layout.units), index_of[state]
+        reshard = _get_reshard(state, group, is_root=layout.states[index].root == index)
+        layout.units.append(_make_unit_sizes(name, index, group, reshard))
         layout.modules.append(tuple(group.modules))
         for number, param in enumerate(group.fsdp_params):
             for registered in fsdp_units.list_registered_params(param):
                 layout.dtypes[id(registered)] = fsdp_units.get_compute_dtype(param)
-                layout.places[id(registered)] = place, number
+                layout.param_indices[id(registered)] = unit_index, number
     return layout
 
 
-def _states_of(model: nn.Module) -> list[Any]:
+def _list_states(model: nn.Module) -> list[Any]:
     """Returns the states below ``model`` in module order."""
     states = (_get_module_fsdp_state(module) for module in model.modules())
     return list(dict.fromkeys(state for state in states if state is not None))
 
 
-def _state_sizes(
+def _make_state_sizes(
     state: Any, before: list[StateSizes], states: list[Any], index_of: dict[Any, int]
 ) -> StateSizes:
-    """Returns the sizes of a state. ``before`` has those of the states above and before it."""
+    """Returns the sizes of a state.
+
+    ``before`` has the sizes of all states that precede it in module order.
+    """
     root = len(before)
     for index, sizes in enumerate(before):
-        inside = (module for own in states[index]._modules for module in own.modules())
+        inside = (module for outer in states[index]._modules for module in outer.modules())
         if sizes.root == index and state._modules[0] in inside:
             root = index
             break
 
-    def indices(name: str) -> tuple[int, ...]:
+    def find_indices(name: str) -> tuple[int, ...]:
         targets = getattr(state, name, None) or ()
         return tuple(index_of[target] for target in targets if target in index_of)
 
     return StateSizes(
         root,
         len(state._modules),
-        indices("_states_to_forward_prefetch"),
-        indices("_states_to_backward_prefetch"),
+        find_indices("_states_to_forward_prefetch"),
+        find_indices("_states_to_backward_prefetch"),
     )
 
 
 _SETTINGS = ("reshard_after_backward", "reduce_grads", "all_reduce_grads")
 
 
-def _live_unit(name: str, state: int, group: Any, reshard: bool | int) -> UnitSizes:
+def _make_unit_sizes(name: str, state: int, group: Any, reshard: bool | int) -> UnitSizes:
     info = group.mesh_info
     offload = group.offload_policy
     offloads = isinstance(offload, CPUOffloadPolicy) and group.device.type != "cpu"
@@ -251,30 +260,30 @@ def _live_unit(name: str, state: int, group: Any, reshard: bool | int) -> UnitSi
         state=state,
         world=info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1,
         replicas=info.replicate_mesh_size if isinstance(info, DDPMeshInfo) else 1,
-        params=tuple(_live_size(param) for param in group.fsdp_params),
+        params=tuple(_make_param_sizes(param) for param in group.fsdp_params),
         reshard=reshard,
         offloads=offloads,
-        regathers=group.unshard_in_backward,
+        unshard_in_backward=group.unshard_in_backward,
         bucket_bytes=getattr(group, "_bucket_bytes", 0),
         overlaps=getattr(group, "_reduction_overlap", None) is not False,
         settings=settings | ({"pinned": bool(offload.pin_memory)} if offloads else {}),
     )
 
 
-def _live_size(param: Any) -> ParamSize:
+def _make_param_sizes(param: Any) -> ParamSize:
     compute = fsdp_units.get_compute_dtype(param)
     return ParamSize(
         name=getattr(param, "_param_fqn", None) or param._module_info.param_name,
         sizes=tuple(param._orig_size) or (1,),
         dim=getattr(getattr(param, "fsdp_placement", None), "dim", 0),
-        own=param.orig_dtype,
+        orig_dtype=param.orig_dtype,
         compute=compute,
         reduce=param.reduce_dtype or compute,
         trained=param.sharded_param.requires_grad,
     )
 
 
-def _reshards(state: Any, group: Any, is_root: bool) -> bool | int:
+def _get_reshard(state: Any, group: Any, is_root: bool) -> bool | int:
     """Whether a group reshards after forward, or to how many ranks.
 
     A root whose first forward has not run yet stays unsharded, like an initialized root.
@@ -287,15 +296,15 @@ def _reshards(state: Any, group: Any, is_root: bool) -> bool | int:
     return True
 
 
-# ---- of a model as it would be sharded -----------------------------------------------------------
+# ---- layout of a planned model -------------------------------------------------------------------
 
 
-def layout_for(model: nn.Module, planned: list[Unit], mesh: tuple[int, int]) -> Layout:
+def make_planned_layout(model: nn.Module, planned: list[Unit], mesh: tuple[int, int]) -> Layout:
     """Returns the layout of planned units on a mesh of (replicas, ranks to shard over)."""
     layout = Layout()
     position = {module: index for index, module in enumerate(model.modules())}
     names = {param: name for name, param in model.named_parameters()}
-    params = _params_of(model, planned)
+    params = _assign_params(model, planned)
     inner = sorted(planned[:-1], key=lambda unit: position[unit.modules[0]])
     for unit in [planned[-1], *inner]:  # the root first, then in module order
         policy = unit.kwargs.get("mp_policy")
@@ -303,36 +312,38 @@ def layout_for(model: nn.Module, planned: list[Unit], mesh: tuple[int, int]) -> 
         dtype = getattr(policy, "param_dtype", None) if casts else None
         state = len(layout.states)
         layout.states.append(StateSizes(0, len(unit.modules)))
-        layout.modules_of_states.append(
+        layout.state_modules.append(
             StateModules(unit.modules, dtype, getattr(policy, "output_dtype", None))
         )
-        sizes = [_planned_size(names.get(param, ""), param, policy) for param in params[unit]]
+        sizes = [
+            _make_planned_param_sizes(names.get(param, ""), param, policy) for param in params[unit]
+        ]
         if not sizes:
             continue
         for index, (param, size) in enumerate(zip(params[unit], sizes)):
             layout.dtypes[id(param)] = size.compute
-            layout.places[id(param)] = len(layout.units), index
-        layout.units.append(_planned_unit(unit, state, sizes, mesh))
+            layout.param_indices[id(param)] = len(layout.units), index
+        layout.units.append(_make_planned_unit_sizes(unit, state, sizes, mesh))
         layout.modules.append(unit.modules)
     return layout
 
 
-def _params_of(model: nn.Module, planned: list[Unit]) -> dict[Unit, dict[nn.Parameter, None]]:
+def _assign_params(model: nn.Module, planned: list[Unit]) -> dict[Unit, dict[nn.Parameter, None]]:
     """Maps each unit to its parameters, in module order."""
     owner = {module: unit for unit in planned for module in unit.modules}
     params: dict[Unit, dict[nn.Parameter, None]] = {unit: {} for unit in planned}
-    taken: set[int] = set()
-    seen: set[nn.Module] = set()
+    assigned: set[int] = set()
+    visited: set[nn.Module] = set()
 
     def visit(module: nn.Module, unit: Unit) -> None:
         unit = owner.get(module, unit)
-        if module in seen:
+        if module in visited:
             return
-        seen.add(module)
+        visited.add(module)
         ignored = unit.kwargs.get("ignored_params") or ()
         for param in module._parameters.values():
-            if param is not None and param not in ignored and id(param) not in taken:
-                taken.add(id(param))
+            if param is not None and param not in ignored and id(param) not in assigned:
+                assigned.add(id(param))
                 params[unit][param] = None
         for child in module.children():
             visit(child, unit)
@@ -341,7 +352,7 @@ def _params_of(model: nn.Module, planned: list[Unit]) -> dict[Unit, dict[nn.Para
     return params
 
 
-def _planned_unit(
+def _make_planned_unit_sizes(
     unit: Unit, state: int, params: Iterable[ParamSize], mesh: tuple[int, int]
 ) -> UnitSizes:
     reshard = unit.kwargs.get("reshard_after_forward")
@@ -359,12 +370,12 @@ def _planned_unit(
         params=tuple(params),
         reshard=reshard,
         offloads=offloads,
-        regathers=unit.regathers,
+        unshard_in_backward=unit.unshard_in_backward,
         settings={"pinned": offload.pin_memory} if isinstance(offload, CPUOffloadPolicy) else {},
     )
 
 
-def _planned_size(name: str, param: nn.Parameter, policy: Any) -> ParamSize:
+def _make_planned_param_sizes(name: str, param: nn.Parameter, policy: Any) -> ParamSize:
     dtype = get_compute_dtype(policy, param) if policy is not None else None
     compute = dtype if dtype is not None and param.is_floating_point() else param.dtype
     reduce = (
@@ -377,7 +388,7 @@ def _planned_size(name: str, param: nn.Parameter, policy: Any) -> ParamSize:
 # ---- tensors outside of units --------------------------------------------------------------------
 
 
-def other_bytes(model: nn.Module, dtypes: dict[int, torch.dtype]) -> int:
+def count_bytes_outside_units(model: nn.Module, dtypes: dict[int, torch.dtype]) -> int:
     """Returns the bytes of buffers and of parameters that belong to no unit."""
     tensors: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
     tensors |= {id(p): p for p in model.parameters() if id(p) not in dtypes}

@@ -110,7 +110,7 @@ def test_setting_matches_torch_bitwise_without_races(
         for launch in SETTINGS
     ],
 )
-def test_torch_trains_at_least_97_percent_of_settings(
+def test_torch_trains_at_least_97_percent_of_settings_on_device(
     get_records: GetRecords, launch: Launch
 ) -> None:
     last_entries = [records[0][-1] for records in get_records(False, launch)]

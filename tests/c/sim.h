@@ -96,15 +96,15 @@ void sim_calls_clear(void);
 typedef enum sim_fault_kind {
     SIM_NO_FAULT = 0,
     SIM_FAULT_BOUNDARY, /* a fct_ call fails */
-    SIM_FAULT_HOST,     /* an fc_callbacks callback fails */
+    SIM_FAULT_CALLBACK, /* an fc_callbacks callback fails */
     SIM_FAULT_KERNEL,   /* a kernel launch fails */
     SIM_FAULT_MEMORY,   /* the core's malloc returns NULL */
 } sim_fault_kind;
 
 typedef enum sim_fault_span {
     SIM_ONCE,
-    SIM_ALL_AFTER,  /* and every later call */
-    SIM_HOST_AFTER, /* and every later host callback */
+    SIM_ALL_AFTER,       /* and every later call */
+    SIM_CALLBACKS_AFTER, /* and every later callback of fc_callbacks */
 } sim_fault_span;
 
 /* Lets the n-th call from now on fail, of all calls that can (n >= 1). 0: no fault. */
@@ -160,15 +160,15 @@ typedef void (*sim_row_fn)(void *context, int64_t rank, void *row, int64_t bytes
 void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context);
 /* Sets the gradient factors of the ranks: base + k * step for rank k. The default is 1 and 1. */
 void sim_pg_weigh(const char *name, double base, double step);
-/* Requires memory of a process group's allocator for all-gathers and reduce-scatters. `gives`: the
- * group itself has an allocator. */
-void sim_pg_has_memory(const char *name, bool gives);
+/* From now on, all-gathers and reduce-scatters require memory of a process group's allocator.
+ * `has_allocator`: this process group has an allocator. */
+void sim_pg_has_memory(const char *name, bool has_allocator);
 /* Returns an allocator of the process group, whose reference it takes. */
 fct_allocator *sim_allocator_new(fct_pg *pg);
 /* While set, collectives do not complete before a wait. */
 void sim_collectives_stall(bool stall);
 /* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */
-void sim_collectives_are_cpu_bound(bool copied);
+void sim_collectives_are_cpu_bound(bool are);
 
 /* ---- autograd ---- */
 
@@ -177,8 +177,8 @@ void sim_set_in_backward(bool value);
 void sim_set_recording(bool value);
 /* Calls the notifications of the leaf, as autograd does after it has accumulated into the leaf. */
 int sim_subscriptions_run(const fct_tensor *leaf);
-/* run_at_end runs and removes the callback for the end of the backward; returns 0 if there is none.
- * drop_at_end removes it without a call. */
+/* sim_run_at_end() runs and removes the callback for the end of the backward. Returns 0 if there is
+ * no callback. sim_drop_at_end() removes the callback without a call. */
 int sim_run_at_end(void);
 void sim_drop_at_end(void);
 

@@ -32,14 +32,14 @@ int64_t sim_local_numel(const sim_param *p, int32_t dim, int64_t world, int64_t 
     return c.outer * (left < 0 ? 0 : (left < c.chunk ? left : c.chunk)) * c.inner;
 }
 
-void sim_shard_values(const sim_param *p, const double *whole, int32_t dim, int64_t world,
+void sim_shard_values(const sim_param *p, const double *full, int32_t dim, int64_t world,
                       int64_t rank, double *out) {
     cut c = cut_for(p, dim, world);
     for (int64_t o = 0; o < c.outer; o++) {
         for (int64_t r = 0; r < c.chunk; r++) {
             int64_t row = rank * c.chunk + r;
             for (int64_t i = 0; i < c.inner; i++) {
-                *out++ = row < c.rows ? whole[(o * c.rows + row) * c.inner + i] : 0.0;
+                *out++ = row < c.rows ? full[(o * c.rows + row) * c.inner + i] : 0.0;
             }
         }
     }

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const spans[] = {"", " and all after it", " and all host call-backs after it"};
+static const char *const spans[] = {"", " and all after it", " and all callbacks after it"};
 
 /* Optional memory of cleanup (event pool, parking record) can be missing without an error. With
  * persistent failures the next required call reports one. */
@@ -22,7 +22,7 @@ static void check_status(sim_model *m, const sim_breakage *b, fc_status status) 
         expected = FC_ESTATE;
         break;
     case SIM_FAULT_BOUNDARY:
-    case SIM_FAULT_HOST:
+    case SIM_FAULT_CALLBACK:
         expected = FC_ERAISED;
         break;
     }
@@ -76,7 +76,7 @@ static void repeat_step(sim_model *m, const sim_breakage *b, fc_status status) {
     check_status(m, b, status);
     sim_model_check(m, "after a failure");
     fct_error_put_back(NULL);
-    if (b->carry_on) {
+    if (b->step_before_reset) {
         sim_fault_arm(0, SIM_ONCE);
         sim_model_discard_step(m);
         (void)!sim_model_step(m);
@@ -114,7 +114,7 @@ static int broken_run(const sim_scenario *s, const char *device, const sim_break
     sim_model_free(m);
     sim_named_end("%s, on %s, where call %lld (%s) fails%s%s%s", s->name, device, (long long)b->nth,
                   name != NULL ? name : "none", spans[b->span],
-                  b->carry_on ? ", training goes on without a reset" : "",
+                  b->step_before_reset ? ", training goes on without a reset" : "",
                   b->in_reset ? ", and so does the reset" : "");
     return broken;
 }
@@ -124,12 +124,12 @@ static int64_t read_env_number(const char *name, int64_t standard) {
     return value != NULL ? strtoll(value, NULL, 0) : standard;
 }
 
-/* Returns the distance between two failing calls, and the first one, which differs per scenario and
- * device. */
+/* Returns the distance between the numbers of two failing calls. */
 static int64_t stride_of(const sim_breakage *b, int step) {
-    return (b->thin || step > 0) && getenv("SWEEP_WHOLE") == NULL ? 3 : 1;
+    return (b->every_third || step > 0) && getenv("SWEEP_WHOLE") == NULL ? 3 : 1;
 }
 
+/* Returns the number of the first failing call, which differs per scenario and device. */
 static int64_t first_of(const char *scenario, const char *device, int64_t stride) {
     return 1 + (int64_t)(strlen(scenario) + strlen(device)) % stride;
 }

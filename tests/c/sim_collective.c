@@ -22,8 +22,8 @@ struct fct_pg {
     double base, step;
     int stream;
     size_t refs;
-    bool gives; /* it has an allocator */
-    bool takes; /* it requires memory of an allocator */
+    bool has_allocator;
+    bool needs_allocator; /* its collectives require memory of an allocator */
 };
 
 struct fct_work {
@@ -33,12 +33,12 @@ struct fct_work {
 static fct_pg groups[GROUPS_MAX];
 static size_t group_count;
 static bool sync_on_current;
-static bool copied;
+static bool are_cpu_bound;
 static int shared_stream;
 
 void sim_groups_begin(void) {
     group_count = 0;
-    copied = false;
+    are_cpu_bound = false;
     sync_on_current = sim_now.streams && sim_random() % 2 == 0;
     shared_stream = sim_stream_reserve(true);
 }
@@ -78,10 +78,10 @@ void sim_pg_weigh(const char *name, double base, double step) {
     pg->step = step;
 }
 
-void sim_pg_has_memory(const char *name, bool gives) {
+void sim_pg_has_memory(const char *name, bool has_allocator) {
     fct_pg *pg = find(name);
-    pg->gives = gives;
-    pg->takes = true;
+    pg->has_allocator = has_allocator;
+    pg->needs_allocator = true;
 }
 
 struct fct_allocator {
@@ -106,7 +106,7 @@ int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serv
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_allocator_serves")) {
         return -1;
     }
-    *serves = allocator->pg->gives;
+    *serves = allocator->pg->has_allocator;
     return 0;
 }
 
@@ -117,7 +117,7 @@ int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_allocator_empty")) {
         return -1;
     }
-    if (!pg->gives || device.type != sim_device().type || numel < 0) {
+    if (!pg->has_allocator || device.type != sim_device().type || numel < 0) {
         sim_fail("%s: unexpected allocation of %lld elements", pg->name, (long long)numel);
     }
     *out = sim_tensor_new(dtype, 1, &numel, NULL);
@@ -129,16 +129,16 @@ int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype
 
 /* Records a failure if rows must be in memory of a process group and are not, or are not exactly
  * that memory. */
-static void check_memory(const fct_pg *pg, const fct_tensor *row, bool whole, const char *what) {
+static void check_memory(const fct_pg *pg, const fct_tensor *row, bool is_exact, const char *what) {
     const sim_block *block = sim_tensor_block(row);
     fct_facts facts;
     fct_tensor_facts(row, &facts);
-    if (!pg->takes || facts.numel == 0) {
+    if (!pg->needs_allocator || facts.numel == 0) {
         return;
     }
     if (block == NULL || !block->of_group) {
         sim_fail("%s of %s in memory that is not from a process group's allocator", what, pg->name);
-    } else if (whole && facts.storage_bytes != facts.numel * facts.itemsize) {
+    } else if (is_exact && facts.storage_bytes != facts.numel * facts.itemsize) {
         sim_fail("%s of %s over a part of %lld bytes", what, pg->name,
                  (long long)facts.storage_bytes);
     }
@@ -221,16 +221,16 @@ int fct_work_wait(fct_work *work) {
 
 bool fct_work_is_cpu_bound(const fct_work *work) {
     (void)work;
-    return copied;
+    return are_cpu_bound;
 }
 
 bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
     (void)pg;
-    return copied && row_bytes > 0;
+    return are_cpu_bound && row_bytes > 0;
 }
 
 void sim_collectives_are_cpu_bound(bool are) {
-    copied = are;
+    are_cpu_bound = are;
 }
 
 bool fct_work_done(fct_work *work) {

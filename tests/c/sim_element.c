@@ -37,7 +37,7 @@ double sim_get(fct_dtype dtype, const void *address) {
     uint16_t bits = 0;
     float single = 0;
     double value = 0;
-    int64_t whole = 0;
+    int64_t integer = 0;
     dtype = part_of(dtype);
     switch (dtype) {
     case FCK_UINT8:
@@ -51,8 +51,8 @@ double sim_get(fct_dtype dtype, const void *address) {
         memcpy(&single, address, sizeof single);
         return (double)single;
     case 4:
-        memcpy(&whole, address, sizeof whole);
-        return (double)whole;
+        memcpy(&integer, address, sizeof integer);
+        return (double)integer;
     default:
         memcpy(&value, address, sizeof value);
         return value;
@@ -62,7 +62,7 @@ double sim_get(fct_dtype dtype, const void *address) {
 void sim_put(fct_dtype dtype, void *address, double value) {
     float single = (float)value;
     uint16_t bits = 0;
-    int64_t whole = 0;
+    int64_t integer = 0;
     if (part_of(dtype) != dtype) {
         sim_put(part_of(dtype), (char *)address + sim_itemsize(dtype) / 2, 0.0);
         dtype = part_of(dtype);
@@ -80,8 +80,8 @@ void sim_put(fct_dtype dtype, void *address, double value) {
         memcpy(address, &single, sizeof single);
         return;
     case 4:
-        whole = (int64_t)value;
-        memcpy(address, &whole, sizeof whole);
+        integer = (int64_t)value;
+        memcpy(address, &integer, sizeof integer);
         return;
     default:
         memcpy(address, &value, sizeof value);

@@ -54,7 +54,7 @@ fc_status sim_extend_inputs(void *owner) {
     if (!p->core.extended) {
         sim_fail("extend_inputs of %s, which has no hooks", p->name);
     }
-    if (sim_fault(SIM_FAULT_HOST, "extend_inputs")) {
+    if (sim_fault(SIM_FAULT_CALLBACK, "extend_inputs")) {
         return FC_ERAISED;
     }
     p->hooked_gathers++;
@@ -76,17 +76,17 @@ fc_status sim_extend_inputs(void *owner) {
 /* ---- the unsharded parameter ---- */
 
 /* Creates a view of an output without the padding at its end. */
-static int first_elements(const sim_param *p, size_t output, fct_tensor **whole) {
+static int make_unpadded_view(const sim_param *p, size_t output, fct_tensor **unpadded) {
     const int64_t stride[1] = {1};
     return fct_tensor_alias(p->core.extension.outputs[output].tensor, 1, &p->numel, stride, 0,
-                            whole);
+                            unpadded);
 }
 
 /* target (1-D) = first output + second output. */
 static int sum_outputs(const sim_param *p, fct_tensor *target) {
     fct_tensor *parts[2] = {NULL, NULL};
     int failed = -1;
-    if (first_elements(p, 0, &parts[0]) == 0 && first_elements(p, 1, &parts[1]) == 0 &&
+    if (make_unpadded_view(p, 0, &parts[0]) == 0 && make_unpadded_view(p, 1, &parts[1]) == 0 &&
         fct_tensor_copy(target, parts[0]) == 0 && fct_tensor_add(target, parts[1]) == 0) {
         failed = 0;
     }
@@ -134,7 +134,7 @@ static fc_status make_first(sim_param *p) {
 
 fc_status sim_extend_unsharded(void *owner) {
     sim_param *p = (sim_param *)owner;
-    if (sim_fault(SIM_FAULT_HOST, "extend_unsharded")) {
+    if (sim_fault(SIM_FAULT_CALLBACK, "extend_unsharded")) {
         return FC_ERAISED;
     }
     sim_log("made:%s", p->name);
@@ -145,7 +145,7 @@ fc_status sim_extend_unsharded(void *owner) {
     return sum_outputs(p, p->core.extension.inner[0].tensor) == 0 ? FC_OK : FC_ERAISED;
 }
 
-/* ---- what others send ---- */
+/* ---- inputs of the other ranks ---- */
 
 size_t sim_extended_inputs(const sim_param *p, int64_t padded, int64_t grown, fct_dtype *dtypes,
                            int64_t *numels) {

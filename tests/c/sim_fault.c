@@ -1,6 +1,6 @@
 /* Injected faults, and the exception that is pending after one.
  *
- * One counter covers everything that can fail: boundary calls, host callbacks, kernel launches and
+ * One counter covers everything that can fail: boundary calls, fc_callbacks, kernel launches and
  * the core's malloc, calloc and realloc (through the linker's --wrap). As in Python there is one
  * pending exception. A call that fails while one is pending keeps the first. */
 #include "sim_internal.h"
@@ -98,7 +98,7 @@ bool sim_fault(sim_fault_kind kind, const char *name) {
         return false;
     }
     if (faults.fired != SIM_NO_FAULT) {
-        if (faults.span == SIM_HOST_AFTER && kind != SIM_FAULT_HOST) {
+        if (faults.span == SIM_CALLBACKS_AFTER && kind != SIM_FAULT_CALLBACK) {
             return false;
         }
     } else if (--faults.left > 0) {
@@ -110,7 +110,7 @@ bool sim_fault(sim_fault_kind kind, const char *name) {
         faults.fired = kind;
         faults.name = name;
     }
-    faults.error = faults.error || kind == SIM_FAULT_BOUNDARY || kind == SIM_FAULT_HOST;
+    faults.error = faults.error || kind == SIM_FAULT_BOUNDARY || kind == SIM_FAULT_CALLBACK;
     return true;
 }
 

@@ -56,20 +56,20 @@ int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *con
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_split_copy")) {
         return -1;
     }
-    const shape whole = shape_of(rows, what);
+    const shape input = shape_of(rows, what);
     int64_t offset = 0;
     for (size_t i = 0; i < count; i++) {
         const shape part = shape_of(out[i], what);
-        if (part.rows != whole.rows || part.columns != sizes[i] || part.dtype != whole.dtype) {
+        if (part.rows != input.rows || part.columns != sizes[i] || part.dtype != input.dtype) {
             sim_fail("%s into another shape or dtype", what);
             return 0;
         }
-        queue_assign(out[i], 0, part.columns, rows, offset, whole.columns, whole.rows, part.columns,
+        queue_assign(out[i], 0, part.columns, rows, offset, input.columns, input.rows, part.columns,
                      what);
         offset += sizes[i];
     }
-    if (offset != whole.columns) {
-        sim_fail("%s of %lld of %lld columns", what, (long long)offset, (long long)whole.columns);
+    if (offset != input.columns) {
+        sim_fail("%s of %lld of %lld columns", what, (long long)offset, (long long)input.columns);
     }
     return 0;
 }
@@ -79,7 +79,7 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_chunk_cat")) {
         return -1;
     }
-    const shape whole = shape_of(out, what);
+    const shape output = shape_of(out, what);
     int64_t offset = 0;
     for (size_t i = 0; i < count; i++) {
         const shape t = shape_of(tensors[i], what);
@@ -87,20 +87,21 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
             sim_fail("%s of an empty tensor, or of several dtypes", what);
             return 0;
         }
-        int64_t share = (t.rows + chunks - 1) / chunks;
+        int64_t chunk_rows = (t.rows + chunks - 1) / chunks;
         for (int64_t c = 0; c < chunks; c++) {
-            int64_t left = t.rows - c * share;
-            int64_t rows = left < 0 ? 0 : left < share ? left : share;
-            int64_t at = c * whole.columns + offset;
-            queue_assign(out, at, t.columns, tensors[i], c * share * t.columns, t.columns, rows,
+            int64_t rows_left = t.rows - c * chunk_rows;
+            int64_t rows = rows_left < 0 ? 0 : rows_left < chunk_rows ? rows_left : chunk_rows;
+            int64_t at = c * output.columns + offset;
+            queue_assign(out, at, t.columns, tensors[i], c * chunk_rows * t.columns, t.columns,
+                         rows, t.columns, what);
+            queue_assign(out, at + rows * t.columns, t.columns, NULL, 0, 0, chunk_rows - rows,
                          t.columns, what);
-            queue_assign(out, at + rows * t.columns, t.columns, NULL, 0, 0, share - rows, t.columns,
-                         what);
         }
-        offset += share * t.columns;
+        offset += chunk_rows * t.columns;
     }
-    if (offset != whole.columns || chunks != whole.rows) {
-        sim_fail("%s into %lld of %lld columns", what, (long long)offset, (long long)whole.columns);
+    if (offset != output.columns || chunks != output.rows) {
+        sim_fail("%s into %lld of %lld columns", what, (long long)offset,
+                 (long long)output.columns);
     }
     return 0;
 }

@@ -40,7 +40,7 @@ typedef struct sim_use {
 } sim_use;
 
 sim_block *sim_block_alloc(size_t bytes, bool of_host);
-/* `checked`: the caller does not know the other users of the block. On the CPU every use must then
+/* `checked`: other code may still use the block, so on the CPU every use must
  * be ordered before the free. */
 void sim_block_free(sim_block *block, bool checked);
 /* Returns the live block that contains these bytes. Records a failure and returns NULL if there is
@@ -120,7 +120,7 @@ fct_tensor *sim_tensor_in_host(fct_dtype dtype, int32_t ndim, const int64_t *siz
 bool sim_tensor_is_of_host(const fct_tensor *t);
 bool sim_tensor_is_pinned(const fct_tensor *t);
 int sim_stream_of(const fct_tensor *t); /* stream that works on the tensor's memory */
-/* Queued on the current stream: copies `from` to `to`. One of them may be in host memory. */
+/* Queued on the current stream: copies `from` to `to`. `from` or `to` may be in host memory. */
 sim_point sim_tensor_cross(fct_tensor *to, const fct_tensor *from, const char *what);
 /* Queued on the current stream: copies `from` to `to`, or writes zeros if `from` is NULL. */
 void sim_tensor_assign(fct_tensor *to, const fct_tensor *from, const char *what);

@@ -1,5 +1,5 @@
 /* Life cycle of a simulated model: parameters, groups and states as csrc/python creates them, the
- * host callbacks, and the checks that can run at any time. Steps are in sim_train.c, expected
+ * fc_callbacks, and the checks that can run at any time. Steps are in sim_train.c, expected
  * values in sim_account.c. */
 #include "sim_model.h"
 
@@ -11,7 +11,7 @@
 
 #include "sim_internal.h"
 
-/* ---- host callbacks ---- */
+/* ---- fc_callbacks ---- */
 
 int sim_whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **out) {
     int64_t strides[3] = {1, 1, 1};
@@ -28,7 +28,7 @@ static int callback_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **u
     sim_callback("make_unsharded");
     sim_param *p = (sim_param *)owner;
     fct_tensor *made = NULL;
-    if (sim_fault(SIM_FAULT_HOST, "make_unsharded")) {
+    if (sim_fault(SIM_FAULT_CALLBACK, "make_unsharded")) {
         return -1;
     }
     if (sim_whole_tensor(p, flat, &made) != 0) {
@@ -47,7 +47,7 @@ static int callback_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **u
 static int callback_make_post_forward(void *owner, fct_tensor *data) {
     sim_callback("make_post_forward");
     sim_param *p = (sim_param *)owner;
-    if (data != NULL && sim_fault(SIM_FAULT_HOST, "make_post_forward")) {
+    if (data != NULL && sim_fault(SIM_FAULT_CALLBACK, "make_post_forward")) {
         return -1;
     }
     if (data != NULL) {
@@ -73,7 +73,7 @@ static int callback_swap(void *owner, fc_sharded_state state) {
         if (p->registered[slot] == state) {
             continue;
         }
-        if (sim_fault(SIM_FAULT_HOST, what[state])) {
+        if (sim_fault(SIM_FAULT_CALLBACK, what[state])) {
             return -1;
         }
         p->registered[slot] = state;
@@ -107,7 +107,7 @@ static int callback_refresh_shard(void *owner) {
     if (p->replacement == NULL) {
         return 0;
     }
-    if (sim_fault(SIM_FAULT_HOST, "refresh_shard")) {
+    if (sim_fault(SIM_FAULT_CALLBACK, "refresh_shard")) {
         return -1;
     }
     fc_param_set_sharded_data(&p->core, p->replacement);
@@ -119,7 +119,7 @@ static int callback_refresh_shard(void *owner) {
 static int callback_set_sharded_grad(void *owner, fct_tensor *local) {
     sim_callback("set_sharded_grad");
     sim_param *p = (sim_param *)owner;
-    if (sim_fault(SIM_FAULT_HOST, "set_sharded_grad")) {
+    if (sim_fault(SIM_FAULT_CALLBACK, "set_sharded_grad")) {
         return -1;
     }
     fct_tensor *grad = sim_grad_peek(p->sharded);
@@ -162,7 +162,7 @@ static int callback_grad_arrived(void *owner) {
 static int callback_reduce_hook(void *group, fct_tensor *row) {
     sim_callback("reduce_hook");
     (void)group;
-    if (sim_fault(SIM_FAULT_HOST, "reduce_hook")) {
+    if (sim_fault(SIM_FAULT_CALLBACK, "reduce_hook")) {
         return -1;
     }
     return fct_tensor_div(row, 0.5);
@@ -201,8 +201,8 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     p->full = (double *)sim_alloc((size_t)(p->numel + 1) * sizeof *p->full);
     p->gradient = (double *)sim_alloc((size_t)(p->numel + 1) * sizeof *p->gradient);
     for (int64_t i = 0; i < p->numel; i++) {
-        double whole = (double)(((uint64_t)i * 7 + p->seed) % 33);
-        p->full[i] = fct_dtype_is_floating(p->shape.dtype) ? (whole - 16.0) / 8.0 : whole;
+        double integer = (double)(((uint64_t)i * 7 + p->seed) % 33);
+        p->full[i] = fct_dtype_is_floating(p->shape.dtype) ? (integer - 16.0) / 8.0 : integer;
     }
     assert_int_equal(fc_param_init(&p->core, p, shape->ndim, shape->sizes, shape->dim, s->world,
                                    s->rank, &error),
@@ -312,7 +312,7 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     g->core.reducer.has_hook = s->user_reduce;
     g->core.place.modules = s->modules_share_group ? 2 : 1;
     g->core.settings.reshard_after_forward =
-        !s->stay_after_forward && !(layer == 0 && s->root_stays);
+        !s->no_reshard_after_forward && !(layer == 0 && s->root_no_reshard_after_forward);
     g->core.settings.unshard_async_op = s->async_unshard;
     g->core.reducer.force_sum = s->force_sum;
     g->core.reducer.reduce_unused = s->reduce_unused;

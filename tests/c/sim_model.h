@@ -1,5 +1,5 @@
 /* A simulated model on the core, driven as csrc/python drives it. It has a root state and a
- * sequence of layers with their parameter groups, the host callbacks, autograd's order of events
+ * sequence of layers with their parameter groups, the fc_callbacks, autograd's order of events
  * and an optimizer. It also records the expected value of every parameter and gradient
  * (sim_account.c).
  *
@@ -62,9 +62,9 @@ typedef struct sim_scenario {
     size_t max_reductions; /* default 1 */
     double divide_factor;  /* 0: none */
     bool force_sum;
-    bool stay_after_forward; /* reshard_after_forward=False, everywhere */
-    bool root_stays;         /* the same for the root only: the default of fully_shard */
-    bool stay_while_unsynced;
+    bool no_reshard_after_forward;      /* reshard_after_forward=False, everywhere */
+    bool root_no_reshard_after_forward; /* the same for the root only: the default of fully_shard */
+    bool no_reshard_while_unsynced;
     bool async_unshard;
     bool reduce_unused;
     fc_overlap overlap; /* overlap of reductions with later work */
@@ -73,13 +73,13 @@ typedef struct sim_scenario {
     bool recompute;     /* activation checkpointing of each layer */
     /* Before each backward a recording one runs that gives no gradients. The next backward also
      * runs through the graph that it recorded. */
-    bool doubled;
+    bool two_graphs;
     bool modules_share_group; /* module_count > 1 */
     /* No output has a hook: backward has nodes, but neither a beginning nor an end. */
-    bool unhooked;
+    bool outputs_without_hooks;
     int64_t bucket_bytes; /* size of gradient buckets in bytes; 0: one reduction */
     bool last_first;      /* autograd reaches the last parameters of a group first */
-    bool twice;           /* each parameter's gradient arrives in two parts */
+    bool split_gradients; /* each parameter's gradient arrives in two parts */
     bool offload;         /* shards and gradients are in host memory: pinned, unless `unpinned` */
     bool unpinned;
     bool memory_of_groups; /* buffers come from the process groups' allocators */
@@ -91,12 +91,12 @@ typedef struct sim_param {
     sim_shape shape;
     char name[48];
     int64_t numel;
-    double *full;         /* values of the whole parameter */
+    double *full;         /* values of the unsharded parameter */
     double *gradient;     /* gradient of this step's backwards on rank 0, summed */
     size_t contributions; /* number of gradients in that sum */
     /* Sharded parameter over this rank's elements. Its .grad is the result. */
     fct_tensor *sharded;
-    fct_tensor *unsharded;          /* the host's reference */
+    fct_tensor *unsharded;          /* reference that Python would own */
     fct_tensor *post_forward;       /* the same for the parameter over the smaller group's shard */
     fct_tensor *replacement;        /* shard that a user has assigned; owned, or NULL */
     fc_sharded_state registered[2]; /* second slot only if tied */
@@ -107,7 +107,7 @@ typedef struct sim_param {
 typedef struct sim_group {
     fc_group core;
     char name[24];
-    char pg_names[4][32]; /* of the links shard, scatter, replicate and post_forward */
+    char pg_names[4][32]; /* of the process groups shard, scatter, replicate and post_forward */
     sim_param params[SIM_PARAMS_MAX];
     size_t count;
     size_t hook; /* latest hook that has refreshed the group; see sim_hook.c */
@@ -187,8 +187,8 @@ size_t sim_callbacks_of(const char *name);
  * without padding. */
 int64_t sim_padded_numel(const sim_param *p, int32_t dim, int64_t world);
 int64_t sim_local_numel(const sim_param *p, int32_t dim, int64_t world, int64_t rank);
-/* Writes the padded shard of `rank`: its chunk of `whole`, then zeros. */
-void sim_shard_values(const sim_param *p, const double *whole, int32_t dim, int64_t world,
+/* Writes the padded shard of `rank`: its chunk of `full`, then zeros. */
+void sim_shard_values(const sim_param *p, const double *full, int32_t dim, int64_t world,
                       int64_t rank, double *out);
 fct_dtype sim_compute_dtype(const sim_param *p);
 /* Write the row that a rank sends in the all-gathers of a sim_group: of its shards, or of its

@@ -22,7 +22,8 @@ static void record(sim_model *m, sim_tape_kind kind, sim_layer *layer, sim_group
 
 /* ---- computing ---- */
 
-/* Reads the parameters as a layer does: they must exist, complete and with the expected values. */
+/* Reads the parameters as a layer does. Records a failure if a parameter is not unsharded or does
+ * not have the expected values. */
 static void use_params(sim_layer *layer) {
     for (size_t k = 0; k < layer->group_count; k++) {
         sim_group *g = &layer->groups[k];
@@ -43,12 +44,12 @@ static void use_params(sim_layer *layer) {
     }
 }
 
-/* Returns the gradient of one use on rank 0: -2 .. 2. */
+/* Returns an element of the gradient of the `use`-th use of the parameter on rank 0: -2 .. 2. */
 static double gradient_of(const sim_param *p, size_t use, int64_t element) {
     return (double)(((uint64_t)element * 3 + p->seed + use * 5) % 5) - 2.0;
 }
 
-static fc_status give_gradient(const sim_model *m, sim_param *p) {
+static fc_status accumulate_gradient(const sim_model *m, sim_param *p) {
     double *values = (double *)sim_scratch((size_t)(p->numel + 1) * sizeof *values);
     fct_dtype dtype = sim_compute_dtype(p);
     fct_tensor *grad = NULL;
@@ -60,10 +61,10 @@ static fc_status give_gradient(const sim_model *m, sim_param *p) {
     if (p->shape.transposed && p->shape.ndim == 2) {
         const int64_t sizes[2] = {p->shape.sizes[1], p->shape.sizes[0]};
         const int64_t strides[2] = {1, p->shape.sizes[0]};
-        fct_tensor *turned = sim_tensor_new(dtype, 2, sizes, values);
-        grad = sim_tensor_view(turned, 2, p->shape.sizes, strides);
+        fct_tensor *transposed = sim_tensor_new(dtype, 2, sizes, values);
+        grad = sim_tensor_view(transposed, 2, p->shape.sizes, strides);
         sim_tensor_write(grad, values, "a transposed gradient");
-        fct_tensor_release(turned);
+        fct_tensor_release(transposed);
     } else {
         grad = sim_tensor_new(dtype, p->shape.ndim, p->shape.sizes, values);
     }
@@ -73,7 +74,7 @@ static fc_status give_gradient(const sim_model *m, sim_param *p) {
     return (fc_status)sim_subscriptions_run(p->core.unsharded);
 }
 
-static fc_status give_gradients(sim_model *m, sim_layer *layer) {
+static fc_status accumulate_gradients(sim_model *m, sim_layer *layer) {
     fc_status status = FC_OK;
     for (size_t k = 0; k < layer->group_count; k++) {
         sim_group *g = &layer->groups[k];
@@ -82,7 +83,7 @@ static fc_status give_gradients(sim_model *m, sim_layer *layer) {
             if (p->core.unsharded != NULL && !p->shape.unused &&
                 !(p->shape.early && m->backwards > 0) &&
                 fct_tensor_requires_grad(p->core.unsharded)) {
-                FC_TRY(give_gradient(m, p));
+                FC_TRY(accumulate_gradient(m, p));
             }
         }
     }
@@ -119,7 +120,7 @@ static fc_status pre_forward(sim_model *m, sim_layer *layer, bool grad) {
         fc_group *g = &layer->groups[k].core;
         FC_TRY(SIM_HOOK(sim_hook_refresh(g), fc_group_pre_forward(g, &entering)));
         /* The root's input does not require grad, so it has no node. */
-        if (entering && grad && (layer != &m->layers[0] || m->scenario.unhooked)) {
+        if (entering && grad && (layer != &m->layers[0] || m->scenario.outputs_without_hooks)) {
             record(m, SIM_NODE, layer, &layer->groups[k]);
         }
     }
@@ -140,7 +141,7 @@ static fc_status post_forward(sim_model *m, sim_layer *layer, bool grad) {
         fc_group *g = &layer->groups[k].core;
         FC_TRY(SIM_HOOK(sim_hook_refresh(g), fc_group_post_forward(g)));
     }
-    if (grad && !m->scenario.unhooked) {
+    if (grad && !m->scenario.outputs_without_hooks) {
         record(m, SIM_OUTPUT, layer, NULL);
     }
     FC_TRY(fc_state_end_forward(&layer->core));
@@ -177,8 +178,8 @@ static int call_at_end(void *owner) {
     fc_status status = SIM_HOOK(fc_iteration_visit_groups(&m->iteration, sim_hook_refresh),
                                 fc_iteration_end_backward(&m->iteration, &m->comm));
     const fc_comm_ctx *c = &m->comm;
-    bool over = m->iteration.is_last_backward && !m->iteration.manual;
-    if (status == FC_OK && over && (c->kept_rows[0].copied != NULL || c->kept_rows[1].copied)) {
+    bool is_last = m->iteration.is_last_backward && !m->iteration.manual;
+    if (status == FC_OK && is_last && (c->kept_rows[0].copied != NULL || c->kept_rows[1].copied)) {
         fail_msg("rows are kept after the backward that reduced them");
     }
     return status;
@@ -192,7 +193,7 @@ static void release_model(void *owner) {
     ((sim_model *)owner)->hook_owners--;
 }
 
-static fc_status backward_compute(sim_model *m, sim_layer *layer, bool give) {
+static fc_status backward_compute(sim_model *m, sim_layer *layer, bool with_gradients) {
     fc_status status = FC_OK;
     if (m->scenario.recompute && layer != &m->layers[0]) {
         FC_TRY(pre_forward(m, layer, true));
@@ -200,18 +201,19 @@ static fc_status backward_compute(sim_model *m, sim_layer *layer, bool give) {
         FC_TRY(post_forward(m, layer, true));
     }
     use_params(layer);
-    if (give) {
-        FC_TRY(give_gradients(m, layer));
+    if (with_gradients) {
+        FC_TRY(accumulate_gradients(m, layer));
     }
-    if (give && m->scenario.twice) {
-        FC_TRY(give_gradients(m, layer));
+    if (with_gradients && m->scenario.split_gradients) {
+        FC_TRY(accumulate_gradients(m, layer));
     }
 done:
     return status;
 }
 
-/* Runs backward through the forward's graph. `give`: parameters get gradients. */
-static fc_status backward(sim_model *m, bool give) {
+/* Runs backward through the forward's graph. `with_gradients`: gradients are accumulated into the
+ * parameters. */
+static fc_status backward(sim_model *m, bool with_gradients) {
     fc_status status = FC_OK;
     const fct_hook at_end = {m, call_at_end, retain_model, release_model};
     for (size_t i = m->tape_length; i-- > 0;) {
@@ -223,7 +225,7 @@ static fc_status backward(sim_model *m, bool give) {
                             fc_state_pre_backward(&layer->core, &at_end)));
             break;
         case SIM_COMPUTE:
-            FC_TRY(backward_compute(m, layer, give));
+            FC_TRY(backward_compute(m, layer, with_gradients));
             break;
         case SIM_NODE:
             FC_TRY(SIM_HOOK(sim_hook_refresh(&group->core), fc_group_leave_backward(&group->core)));
@@ -237,9 +239,8 @@ done:
     return status;
 }
 
-/* Runs backward through the graph that a recording backward created: from the gradients at the
- * layers' nodes to the outputs' gradients. The root has no node, so it is entered without a
- * hook. */
+/* Runs backward through the graph that a recording backward created, from the gradients at the
+ * layers' nodes to the gradients of the outputs. The root has no node, so no hook runs for it. */
 static fc_status double_backward(sim_model *m) {
     fc_status status = FC_OK;
     const fct_hook at_end = {m, call_at_end, retain_model, release_model};
@@ -250,7 +251,7 @@ static fc_status double_backward(sim_model *m) {
                             fc_state_pre_double_backward(state, &at_end)));
         } else if (m->tape[i].kind == SIM_COMPUTE) {
             use_params(m->tape[i].layer);
-            FC_TRY(give_gradients(m, m->tape[i].layer));
+            FC_TRY(accumulate_gradients(m, m->tape[i].layer));
         }
     }
 done:
@@ -259,7 +260,7 @@ done:
 
 static fc_status run_backwards(sim_model *m) {
     fc_status status = FC_OK;
-    if (m->scenario.doubled) {
+    if (m->scenario.two_graphs) {
         size_t recorded = m->tape_length;
         sim_set_recording(true);
         status = backward(m, false);
@@ -291,7 +292,7 @@ void sim_model_set_sync(sim_model *m, sim_sync sync) {
             fc_group *g = &m->layers[i].groups[k].core;
             g->settings.reduce_grads = reduce;
             g->reducer.all_reduce_grads = sync == SIM_SYNC;
-            g->settings.reshard_after_backward = reduce || !m->scenario.stay_while_unsynced;
+            g->settings.reshard_after_backward = reduce || !m->scenario.no_reshard_while_unsynced;
         }
     }
 }

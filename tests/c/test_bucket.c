@@ -15,7 +15,7 @@
 static const sim_scenario replicated = {
     .world = 1,
     .replicas = 2,
-    .stay_after_forward = true,
+    .no_reshard_after_forward = true,
     .bucket_bytes = 32,
     .shape_count = 4,
     .shapes = {FLOATS(.dtype = 0), FLOATS(.dtype = 0), FLOATS(.dtype = 0), FLOATS(.dtype = 0)}};

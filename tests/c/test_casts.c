@@ -73,22 +73,22 @@ static void random_bit_patterns_convert_between_all_dtypes(void **state) {
  * ties to even. A single rounding of 1 + 2^-11 + 2^-40 would give 1 + 2^-10. */
 static void float64_to_16_bit_rounds_through_float32_as_in_torch(void **state) {
     (void)state;
-    const double half_case = 1 + ldexp(1, -11) + ldexp(1, -40);
+    const double float16_case = 1 + ldexp(1, -11) + ldexp(1, -40);
     const double bfloat16_case = 1 + ldexp(1, -8) + ldexp(1, -40);
     FOR_EACH_BACKEND(backend) {
-        uint16_t *half =
-            (uint16_t *)(void *)packed(backend, &half_case, FCK_FLOAT64, FCK_FLOAT16, 1);
-        uint16_t *brain =
+        uint16_t *float16_bits =
+            (uint16_t *)(void *)packed(backend, &float16_case, FCK_FLOAT64, FCK_FLOAT16, 1);
+        uint16_t *bfloat16_bits =
             (uint16_t *)(void *)packed(backend, &bfloat16_case, FCK_FLOAT64, FCK_BFLOAT16, 1);
-        assert_int_equal(*half, 0x3c00);
-        assert_int_equal(*brain, 0x3f80);
-        free(half);
-        free(brain);
+        assert_int_equal(*float16_bits, 0x3c00);
+        assert_int_equal(*bfloat16_bits, 0x3f80);
+        free(float16_bits);
+        free(bfloat16_bits);
     }
 }
 
-/* Quiet and signaling NaN, both signs, the smallest and the largest payload. The arrays are long
- * enough for vector loops. */
+/* Covers quiet and signaling NaN, both signs, and the smallest and the largest payload. The arrays
+ * are long enough for vector loops. */
 static void nan_stays_nan_in_every_conversion(void **state) {
     (void)state;
     static const uint64_t fractions[] = {
@@ -124,7 +124,8 @@ static void nan_stays_nan_in_every_conversion(void **state) {
     }
 }
 
-/* NaN included: the bits must not depend on the loop that ran. Every length covers every tail. */
+/* The bits must not depend on the kind of loop, also for NaN. The lengths cover all tails of the
+ * vector loops. */
 static void vector_loops_match_portable_loops_bit_for_bit(void **state) {
     (void)state;
     const fck_loops *best = fck_loops_best();

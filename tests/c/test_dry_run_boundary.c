@@ -193,7 +193,7 @@ static void work_is_recorded_with_the_unit_of_its_group(void **state) {
     end();
 }
 
-static void range_gives_its_events_a_unit_and_a_label(void **state) {
+static void events_have_unit_and_label_of_innermost_range(void **state) {
     (void)state;
     begin(false);
     void *outer = fct_profile_enter("FSDP::pre_forward (#3)");
@@ -210,7 +210,7 @@ static void range_gives_its_events_a_unit_and_a_label(void **state) {
     end();
 }
 
-static void deferred_reference_ends_with_the_call(void **state) {
+static void deferred_reference_is_released_at_the_end_of_the_call(void **state) {
     (void)state;
     begin(false);
     fcd_defer_release(new_tensor(10, cpu));
@@ -232,8 +232,8 @@ int main(void) {
         cmocka_unit_test(cast_to_the_same_dtype_allocates_nothing),
         cmocka_unit_test(wait_for_an_unrecorded_event_is_no_event),
         cmocka_unit_test(work_is_recorded_with_the_unit_of_its_group),
-        cmocka_unit_test(range_gives_its_events_a_unit_and_a_label),
-        cmocka_unit_test(deferred_reference_ends_with_the_call),
+        cmocka_unit_test(events_have_unit_and_label_of_innermost_range),
+        cmocka_unit_test(deferred_reference_is_released_at_the_end_of_the_call),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

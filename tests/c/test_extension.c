@@ -76,19 +76,19 @@ static void inner_tensor_size_is_its_whole_storage(void **state) {
     begin();
     const int64_t two[1] = {2};
     const int64_t one[1] = {1};
-    fct_tensor *whole = vector(7, FCK_FLOAT32);
+    fct_tensor *storage = vector(7, FCK_FLOAT32);
     fct_tensor *part = NULL;
-    assert_int_equal(fct_tensor_alias(whole, 1, two, one, 4, &part), 0);
+    assert_int_equal(fct_tensor_alias(storage, 1, two, one, 4, &part), 0);
     assert_int_equal(fc_extension_set_inner(&extension, &part, 1), FC_OK);
     assert_int_equal(extension.inner[0].bytes, 28);
     fc_extension_free(&extension);
-    assert_false(sim_tensor_has_memory(whole));
+    assert_false(sim_tensor_has_memory(storage));
     assert_int_equal(fc_extension_set_inner(&extension, &part, 1), FC_OK); /* while freed */
     assert_int_equal(extension.inner[0].bytes, (4 + 2) * 4);
     assert_int_equal(alloc(), FC_OK);
     assert_int_equal(fc_extension_bytes(&extension), 24);
     fct_tensor_release(part);
-    fct_tensor_release(whole);
+    fct_tensor_release(storage);
     end();
 }
 

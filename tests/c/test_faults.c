@@ -1,13 +1,14 @@
-/* Failure injection during training: each call that can fail (boundary calls, host callbacks,
+/* Failure injection during training: each call that can fail (boundary calls, fc_callbacks,
  * kernel launches, malloc) fails in its own run. sim_break.h lists the conditions that must hold
  * afterwards. test_recovery.c covers combined failures. */
 #include "sim_break.h"
 
 /* Later steps make the same calls as the first, but reuse plans, memory and events. Without kernels
- * only the packing differs. In both cases every third call fails, unless SWEEP_WHOLE is set. */
+ * only the packing differs. In later steps, and in all steps without kernels, only every third call
+ * fails, unless SWEEP_WHOLE is set. */
 static void sweep(const sim_scenario *scenario, const char *device) {
     const bool no_kernels = scenario->device.no_kernels;
-    sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE, .thin = no_kernels},
+    sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE, .every_third = no_kernels},
               no_kernels ? 1 : SIM_BREAK_STEPS);
 }
 

@@ -107,8 +107,8 @@ static void pack_with_casts_is_one_operation_per_dtype_pair(void **state) {
 }
 
 /* In a row of bytes all copies without a cast are one operation. A float at an unaligned offset
- * (behind three bytes) is cast first and joins that operation. */
-static void pack_into_byte_row_copies_uncast_shards_in_one_operation(void **state) {
+ * (10 bytes) is first cast into a temporary tensor, which the same operation copies. */
+static void pack_into_byte_row_copies_shards_without_cast_in_one_operation(void **state) {
     (void)state;
     fixture f;
     fct_tensor *floats = NULL;
@@ -209,11 +209,12 @@ static void unpack_uses_temporary_for_dim_1_shards_with_several_parameters(void 
     expect_launches("fct_tensor_empty fct_split_copy fct_tensor_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){20, 21, 22, 23}, "one vector");
     sim_tensor_expect(f.params[1].flat, (const double[8]){1, 2, 3, 4, 5, 6, 7, 8}, "the matrix");
-    sim_tensor_expect(f.params[2].flat, (const double[4]){10, 11, 12, 13}, "the other");
+    sim_tensor_expect(f.params[2].flat, (const double[4]){10, 11, 12, 13}, "another vector");
     end(&f);
 }
 
-/* CUDA's alignment gaps, in a build without CUDA kernels: still one operation. */
+/* A row on CUDA has alignment gaps. In a build without CUDA kernels, one split operation still
+ * copies all shards; its outputs for the gaps are temporary memory. */
 static void unpack_splits_off_alignment_gaps(void **state) {
     (void)state;
     fixture f;
@@ -324,7 +325,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(pack_of_one_dtype_is_one_operation),
         cmocka_unit_test(pack_with_casts_is_one_operation_per_dtype_pair),
-        cmocka_unit_test(pack_into_byte_row_copies_uncast_shards_in_one_operation),
+        cmocka_unit_test(pack_into_byte_row_copies_shards_without_cast_in_one_operation),
         cmocka_unit_test(pack_on_one_rank_writes_flat_tensors_directly),
         cmocka_unit_test(unpack_of_dim_0_shards_is_one_split),
         cmocka_unit_test(unpack_copies_dim_1_shards_directly_with_one_other_parameter),

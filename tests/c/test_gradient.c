@@ -135,13 +135,13 @@ static int unwrap(void *param, fct_tensor *grad, fct_tensor **local) {
     return fct_tensor_cast(grad, FCK_FLOAT64, local);
 }
 
-static void collect_unwraps_dtensor_gradients_through_host(void **state) {
+static void collect_unwraps_dtensor_gradients_through_callback(void **state) {
     (void)state;
-    fc_callbacks host = sim_callbacks;
+    fc_callbacks callbacks = sim_callbacks;
     fct_facts facts;
     begin((sim_shape)FLOATS, 0);
-    host.unwrap_grad = unwrap;
-    base->callbacks = &host;
+    callbacks.unwrap_grad = unwrap;
+    base->callbacks = &callbacks;
     params[1].core.wrapped = true;
     accumulate_gradient(0, 1.0);
     accumulate_gradient(1, 2.0);
@@ -162,7 +162,7 @@ int main(void) {
         cmocka_unit_test(collect_of_never_unsharded_parameter_gives_zeros_of_full_size),
         cmocka_unit_test(to_accumulated_in_reduce_dtype_leaves_gradient_in_grad),
         cmocka_unit_test(to_accumulated_casts_to_reduce_dtype_and_accumulates),
-        cmocka_unit_test(collect_unwraps_dtensor_gradients_through_host),
+        cmocka_unit_test(collect_unwraps_dtensor_gradients_through_callback),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -181,10 +181,10 @@ static void one_rank_aliases_shards_if_all_parameters_can(void **state) {
         unshard(&f);
         for (size_t j = 0; j < 2; j++) {
             fct_facts shard;
-            fct_facts whole;
+            fct_facts unsharded;
             fct_tensor_facts(f.group->params[j].core.sharded_data, &shard);
-            fct_tensor_facts(f.group->params[j].core.unsharded, &whole);
-            assert_ptr_equal(whole.data, shard.data);
+            fct_tensor_facts(f.group->params[j].core.unsharded, &unsharded);
+            assert_ptr_equal(unsharded.data, shard.data);
         }
         assert_int_equal(fc_group_reshard(f.core), FC_OK);
     }
@@ -218,7 +218,7 @@ static void parameter_is_cast_at_any_offset_in_row(void **state) {
 static void reshard_in_forward_is_skipped_without_reshard_after_forward(void **state) {
     (void)state;
     sim_scenario scenario = plain;
-    scenario.stay_after_forward = true;
+    scenario.no_reshard_after_forward = true;
     fixture f = begin(scenario);
     unshard(&f);
     f.core->training_state = FC_FORWARD;
@@ -249,7 +249,7 @@ static void reshard_in_forward_uses_smaller_group_if_set(void **state) {
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     assert_null(f.group->params[0].core.post_forward_data);
-    assert_null(f.group->params[0].post_forward); /* the host has released it, too */
+    assert_null(f.group->params[0].post_forward); /* the callback has released its reference */
     end(&f);
 }
 
@@ -357,7 +357,7 @@ static void freezing_sharded_parameter_while_unsharded_persists(void **state) {
     end(&f);
 }
 
-static void to_unsharded_registers_memory_filled_by_host(void **state) {
+static void to_unsharded_registers_memory_filled_by_caller(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_param *p = &f.group->params[0];
@@ -365,7 +365,7 @@ static void to_unsharded_registers_memory_filled_by_host(void **state) {
     assert_int_equal(fc_group_to_unsharded(f.core), FC_ESTATE);
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(fc_param_alloc_flat(&p->core, f.core->base.device, &facts, NULL), FC_OK);
-    sim_tensor_write(p->core.flat, p->full, "a gather of the host");
+    sim_tensor_write(p->core.flat, p->full, "the flat tensor");
     assert_int_equal(fc_group_to_unsharded(f.core), FC_OK);
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
@@ -466,7 +466,7 @@ static void transition_after_failed_rollback_repairs_registration_first(void **s
     fixture f = begin(scenario);
     sim_param *p = &f.group->params[0];
     unshard(&f);
-    sim_fault_arm(2, SIM_HOST_AFTER);
+    sim_fault_arm(2, SIM_CALLBACKS_AFTER);
     assert_int_equal(fc_group_to_sharded(f.core), FC_ERAISED);
     assert_true(f.core->registration_dirty);
     assert_int_equal(f.core->sharded_state, FC_UNSHARDED);
@@ -584,7 +584,7 @@ int main(void) {
         cmocka_unit_test(unshard_in_backward_keeps_parameters_of_forward),
         cmocka_unit_test(freezing_unsharded_parameter_freezes_sharded_parameter),
         cmocka_unit_test(freezing_sharded_parameter_while_unsharded_persists),
-        cmocka_unit_test(to_unsharded_registers_memory_filled_by_host),
+        cmocka_unit_test(to_unsharded_registers_memory_filled_by_caller),
         cmocka_unit_test(begin_iteration_without_after_compute_skips_compute_stream),
         cmocka_unit_test(unshard_in_backward_disabled_starts_no_gather),
         cmocka_unit_test(unshard_of_shard_on_other_device_fails),

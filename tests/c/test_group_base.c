@@ -1,4 +1,4 @@
-/* Fixed parts of a group: links, allocators, fallbacks, and names of profiler ranges. */
+/* Fixed parts of a group: process groups, allocators, fallbacks, and names of profiler ranges. */
 #include "core/group_base.h"
 
 #include <stdlib.h>
@@ -53,12 +53,12 @@ static void reduce_scatter_uses_own_process_group_if_set(void **state) {
 static void group_base_fini_releases_every_process_group(void **state) {
     (void)state;
     fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
-    fc_process_group *const links[4] = {&base.shard, &base.scatter, &base.replicate,
-                                        &base.post_forward};
+    fc_process_group *const process_groups[4] = {&base.shard, &base.scatter, &base.replicate,
+                                                 &base.post_forward};
     sim_pg_register("world", 4, 2, NULL, NULL);
     for (size_t i = 0; i < 4; i++) {
-        fc_process_group_set(links[i], "world", 4, 2);
-        assert_int_equal(fc_process_group_open(links[i]), FC_OK);
+        fc_process_group_set(process_groups[i], "world", 4, 2);
+        assert_int_equal(fc_process_group_open(process_groups[i]), FC_OK);
     }
     assert_int_equal(sim_count_alive().groups, 4);
     end(&base); /* fails if a process group is still referenced */
@@ -73,17 +73,18 @@ static void buffer_comes_from_process_group_allocator_if_available(void **state)
         assert_int_equal(fct_pg_resolve("world", &groups[i]), 0);
     }
     fc_group_base_set_memory(&base, sim_allocator_new(groups[0]), sim_allocator_new(groups[1]));
-    for (int gives = 0; gives < 2; gives++) {
+    for (int has_allocator = 0; has_allocator < 2; has_allocator++) {
         fct_tensor *buffer = NULL;
-        bool has = !gives;
-        sim_pg_has_memory("world", gives != 0);
+        bool has = !has_allocator;
+        sim_pg_has_memory("world", has_allocator != 0);
         assert_int_equal(fc_group_base_has_memory(&base, base.gather_memory, &has), FC_OK);
-        assert_int_equal(has, gives);
+        assert_int_equal(has, has_allocator);
         sim_calls_clear();
         assert_int_equal(fc_group_base_buffer(&base, base.reduce_memory, 5, FCK_FLOAT32, &buffer),
                          FC_OK);
-        assert_string_equal(sim_calls_text(), gives ? "fct_allocator_serves fct_allocator_empty"
-                                                    : "fct_allocator_serves fct_tensor_empty");
+        assert_string_equal(sim_calls_text(), has_allocator
+                                                  ? "fct_allocator_serves fct_allocator_empty"
+                                                  : "fct_allocator_serves fct_tensor_empty");
         assert_int_equal(sim_tensor_numel(buffer), 5);
         fct_tensor_release(buffer);
     }

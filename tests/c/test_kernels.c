@@ -277,13 +277,13 @@ static void pack_gradients_distributes_to_rows_and_pads_with_zeros(void **state)
 static void pack_gradients_of_uneven_small_and_empty_gradients_match_example(void **state) {
     (void)state;
     const float uneven[7] = {1, 2, 3, 4, 5, 6, 7};
-    const double lonely[1] = {9};
+    const double single[1] = {9};
     static const float rows[5][3] = {{1, 2, 9}, {3, 4, 0}, {5, 6, 0}, {7, 0, 0}, {0, 0, 0}};
     FOR_EACH_BACKEND(backend) {
         float dst[5][3];
         memset(dst, UNTOUCHED, sizeof dst);
         const fck_gradient gradients[] = {{uneven, 7, 2, 0, 1, 4, FCK_FLOAT32},
-                                          {lonely, 1, 1, 2, 1, 8, FCK_FLOAT64},
+                                          {single, 1, 1, 2, 1, 8, FCK_FLOAT64},
                                           {NULL, 0, 0, 3, 1, 4, FCK_FLOAT32}};
         assert_null(backend->pack_gradients(gradients, 3, 5, dst, 3, FCK_FLOAT32, NULL));
         assert_memory_equal(dst, rows, sizeof dst);
@@ -291,7 +291,7 @@ static void pack_gradients_of_uneven_small_and_empty_gradients_match_example(voi
     }
 }
 
-/* A gradient of numel 0 with a chunk (an unused parameter's) is padding only. */
+/* An unused parameter has a chunk, and a gradient of numel 0. Its slots contain only padding. */
 static void pack_gradients_writes_zeros_for_missing_gradient(void **state) {
     (void)state;
     FOR_EACH_BACKEND(backend) {

@@ -72,7 +72,7 @@ static void layout_of_one_rank_has_no_padding(void **state) {
 
 /* ---- other dims ---- */
 
-static void layout_of_other_dim_splits_every_outer_block(void **state) {
+static void layout_of_nonzero_dim_splits_every_outer_block(void **state) {
     (void)state;
     const int64_t sizes[4] = {2, 3, 6, 5};
     fc_layout l = make_layout(4, sizes, 2, 3, 1);
@@ -112,7 +112,7 @@ static void expect_refused(int32_t ndim, const int64_t *sizes, int32_t dim, int6
     assert_memory_equal(&layout, &before, sizeof layout);
 }
 
-static void layout_of_uneven_other_dim_is_refused(void **state) {
+static void layout_of_uneven_nonzero_dim_is_refused(void **state) {
     (void)state;
     const int64_t sizes[2] = {4, 5};
     expect_refused(2, sizes, 1, 2, 0, "dim 1 of size 5 cannot be cut into 2 equal parts");
@@ -172,9 +172,9 @@ int main(void) {
         cmocka_unit_test(layout_covers_all_rows_in_rank_order_with_short_last_ranks),
         cmocka_unit_test(layout_of_empty_tensor_has_empty_shards),
         cmocka_unit_test(layout_of_one_rank_has_no_padding),
-        cmocka_unit_test(layout_of_other_dim_splits_every_outer_block),
+        cmocka_unit_test(layout_of_nonzero_dim_splits_every_outer_block),
         cmocka_unit_test(layout_of_last_dim_is_supported),
-        cmocka_unit_test(layout_of_uneven_other_dim_is_refused),
+        cmocka_unit_test(layout_of_uneven_nonzero_dim_is_refused),
         cmocka_unit_test(layout_without_valid_dim_is_refused),
         cmocka_unit_test(layout_with_rank_outside_world_is_refused),
         cmocka_unit_test(layout_with_negative_size_is_refused),

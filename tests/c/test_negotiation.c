@@ -188,7 +188,7 @@ static void query_both_rounds(void) {
     end(n);
 }
 
-static void query_waits_for_both_rounds(void **state) {
+static void negotiation_query_waits_for_both_rounds(void **state) {
     (void)state;
     run_negotiation(query_both_rounds, 2);
 }
@@ -289,7 +289,7 @@ static void fail_to_issue_round_1(void) {
     end(n);
 }
 
-static void round_that_could_not_be_issued_is_issued_again(void **state) {
+static void negotiation_round_is_issued_again_after_failed_issue(void **state) {
     (void)state;
     run_negotiation(fail_to_issue_round_1, 2);
 }
@@ -313,13 +313,13 @@ static void end_of_the_group_during_the_negotiation_declines(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(all_ranks_accept_after_the_same_number_of_gathers),
-        cmocka_unit_test(query_waits_for_both_rounds),
+        cmocka_unit_test(negotiation_query_waits_for_both_rounds),
         cmocka_unit_test(reduce_scatter_issues_the_second_round),
         cmocka_unit_test(paused_gathers_are_not_counted),
         cmocka_unit_test(veto_of_one_rank_declines_on_all),
         cmocka_unit_test(other_backends_decline_without_a_round),
         cmocka_unit_test(interrupted_wait_may_be_repeated),
-        cmocka_unit_test(round_that_could_not_be_issued_is_issued_again),
+        cmocka_unit_test(negotiation_round_is_issued_again_after_failed_issue),
         cmocka_unit_test(end_of_the_group_during_the_negotiation_declines),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

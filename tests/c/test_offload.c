@@ -52,7 +52,7 @@ static fct_tensor *new_ones(int64_t numel) {
     return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
 }
 
-static void uncast_offloaded_shards_are_uploaded_to_row(void **state) {
+static void offloaded_shards_without_cast_are_uploaded_to_row(void **state) {
     (void)state;
     for (int pinned = 0; pinned < 2; pinned++) {
         fixture f;
@@ -67,7 +67,7 @@ static void uncast_offloaded_shards_are_uploaded_to_row(void **state) {
     }
 }
 
-static void cast_offloaded_shards_are_staged_for_pack(void **state) {
+static void offloaded_shards_with_cast_are_staged_for_pack(void **state) {
     (void)state;
     fixture f;
     begin(&f, 2, true, FCK_BFLOAT16);
@@ -136,20 +136,20 @@ static bool needs_grad_now(void *param) {
     return is_hooked;
 }
 
-static const fc_callbacks host = {.has_grad = has_grad, .needs_grad_now = needs_grad_now};
+static const fc_callbacks callbacks = {.has_grad = has_grad, .needs_grad_now = needs_grad_now};
 
 /* Sends a gradient and checks the copy. Returns true if the copy was only queued. */
-static bool send_gradient(bool pinned, bool has, bool hooked) {
+static bool send_gradient(bool pinned, bool has_earlier, bool hooked) {
     fixture f;
     fct_tensor *local = NULL;
     fct_event *sent = NULL;
     bool queued = false;
     const double values[4] = {1, 1, 1, 1};
-    has_gradient = has;
+    has_gradient = has_earlier;
     is_hooked = hooked;
     begin(&f, 2, pinned, FCT_NO_DTYPE);
     fct_tensor *view = new_ones(4);
-    assert_int_equal(fc_offload_send(f.list[0], &host, view, &local, &queued), FC_OK);
+    assert_int_equal(fc_offload_send(f.list[0], &callbacks, view, &local, &queued), FC_OK);
     fct_tensor_release(view); /* its memory belongs to this stream, so reuse is ordered */
     if (queued) {
         assert_int_equal(fct_event_new(sim_device(), &sent), 0);
@@ -163,7 +163,7 @@ static bool send_gradient(bool pinned, bool has, bool hooked) {
     return queued;
 }
 
-static void gradient_copy_is_queued_if_nothing_reads_it_now(void **state) {
+static void gradient_copy_is_queued_if_no_callback_reads_gradient_now(void **state) {
     (void)state;
     assert_true(send_gradient(true, false, false));
     assert_false(send_gradient(false, false, false));
@@ -180,7 +180,7 @@ static void simulator_reports_early_read_of_queued_gradient(void **state) {
     has_gradient = is_hooked = false;
     begin(&f, 2, true, FCT_NO_DTYPE);
     fct_tensor *view = new_ones(4);
-    assert_int_equal(fc_offload_send(f.list[0], &host, view, &local, &queued), FC_OK);
+    assert_int_equal(fc_offload_send(f.list[0], &callbacks, view, &local, &queued), FC_OK);
     sim_tensor_expect(local, values, "the gradient");
     assert_true(sim_take_failures() > 0);
     fct_tensor_release(view);
@@ -190,11 +190,11 @@ static void simulator_reports_early_read_of_queued_gradient(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(uncast_offloaded_shards_are_uploaded_to_row),
-        cmocka_unit_test(cast_offloaded_shards_are_staged_for_pack),
+        cmocka_unit_test(offloaded_shards_without_cast_are_uploaded_to_row),
+        cmocka_unit_test(offloaded_shards_with_cast_are_staged_for_pack),
         cmocka_unit_test(offloaded_shards_of_one_rank_fill_flat_tensors),
         cmocka_unit_test(failed_upload_releases_staged_copies),
-        cmocka_unit_test(gradient_copy_is_queued_if_nothing_reads_it_now),
+        cmocka_unit_test(gradient_copy_is_queued_if_no_callback_reads_gradient_now),
         cmocka_unit_test(simulator_reports_early_read_of_queued_gradient),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,4 +1,4 @@
-/* Post-forward order of groups, and each group's stack of positions in it. */
+/* The post-forward order of groups, and a group's stack of its indices in that order. */
 #include "core/order.h"
 
 #include "core/group.h"
@@ -38,7 +38,7 @@ static void forgotten_group_becomes_null_and_indices_stay(void **state) {
     fc_order_fini(&order);
 }
 
-static void post_forward_indices_are_a_stack(void **state) {
+static void index_stack_returns_indices_in_reverse_order(void **state) {
     (void)state;
     fc_index_stack positions = {NULL, 0, 0};
     for (size_t i = 0; i < MANY; i++) {
@@ -50,18 +50,18 @@ static void post_forward_indices_are_a_stack(void **state) {
     fc_index_stack_fini(&positions);
 }
 
-/* Every growth fails once; existing entries must stay. */
+/* Each allocation fails once. The entries must stay, and the next append must succeed. */
 static void failed_append_leaves_order_unchanged(void **state) {
     (void)state;
     fc_order order = {NULL, 0, 0};
     fc_index_stack positions = {NULL, 0, 0};
-    size_t refused = 0;
+    size_t failures = 0;
     sim_begin((sim_config){.seed = 1});
     for (size_t i = 0; i < MANY; i++) {
         size_t position = MANY;
         sim_fault_arm(1, SIM_ONCE);
         if (fc_order_append(&order, &groups[i % 3], &position) == FC_ENOMEM) {
-            refused++;
+            failures++;
             assert_int_equal(position, MANY);
             assert_int_equal(order.count, i);
             assert_int_equal(fc_order_append(&order, &groups[i % 3], &position), FC_OK);
@@ -69,12 +69,12 @@ static void failed_append_leaves_order_unchanged(void **state) {
         assert_int_equal(position, i);
         sim_fault_arm(1, SIM_ONCE);
         if (fc_index_stack_push(&positions, i) == FC_ENOMEM) {
-            refused++;
+            failures++;
             assert_int_equal(positions.count, i);
             assert_int_equal(fc_index_stack_push(&positions, i), FC_OK);
         }
     }
-    assert_true(refused >= 4);
+    assert_true(failures >= 4);
     for (size_t i = 0; i < MANY; i++) {
         assert_ptr_equal(order.items[i], &groups[i % 3]);
         assert_int_equal(positions.items[i], i);
@@ -88,7 +88,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(order_keeps_append_sequence),
         cmocka_unit_test(forgotten_group_becomes_null_and_indices_stay),
-        cmocka_unit_test(post_forward_indices_are_a_stack),
+        cmocka_unit_test(index_stack_returns_indices_in_reverse_order),
         cmocka_unit_test(failed_append_leaves_order_unchanged),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -8,7 +8,8 @@
 
 static const int64_t five_by_two[2] = {5, 2};
 
-/* Creates the shard of `rank` of two ranks (3 rows of 5, padded), or of one. */
+/* Creates the parameter on `rank`. Of two ranks, each has 3 rows (rank 1 has padding); a single
+ * rank has all 5 rows. */
 static fc_param begin(int64_t world, int64_t rank) {
     fc_param p;
     fc_error err = {""};
@@ -86,15 +87,15 @@ static void flat_aliases_shard_on_one_rank(void **state) {
     (void)state;
     fc_param p = begin(1, 0);
     fc_error err = {""};
-    bool can = false;
-    assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);
-    assert_true(can);
+    bool can_alias = false;
+    assert_int_equal(fc_param_can_alias(&p, sim_device(), &can_alias, &err), FC_OK);
+    assert_true(can_alias);
     assert_int_equal(fc_param_alias_flat(&p), FC_OK);
     fc_param_free(&p); /* the shard's memory must not be freed */
     assert_true(sim_tensor_has_memory(p.sharded_data));
     p.param_dtype = FCK_BFLOAT16;
-    assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);
-    assert_false(can);
+    assert_int_equal(fc_param_can_alias(&p, sim_device(), &can_alias, &err), FC_OK);
+    assert_false(can_alias);
     end(&p);
 }
 

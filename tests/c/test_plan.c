@@ -9,6 +9,7 @@
 static const fct_device CPU = {FCT_DEVICE_CPU, -1};
 static const fct_device CUDA = {FCT_DEVICE_CUDA, 0};
 
+/* Codes of torch::ScalarType without a FCK_ constant. */
 enum { INT64 = 4, COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10, BITS1X8 = 18 };
 
 /* Creates a parameter sharded on `dim` over two ranks, as on rank 1. */
@@ -85,7 +86,7 @@ static void gather_plan_of_several_compute_dtypes_uses_bytes(void **state) {
     fc_param_fini(&b);
 }
 
-/* 3 bfloat16, no element, one float64 and 5 bytes. */
+/* The shards are 3 bfloat16, an empty shard, one float64 and 5 bytes. */
 static void gather_plan_on_cuda_aligns_slots_and_rows_to_16_bytes(void **state) {
     (void)state;
     fc_param a = vector("a", 6, FCK_BFLOAT16, FCT_NO_DTYPE);
@@ -113,7 +114,7 @@ static void gather_plan_on_cuda_aligns_slots_and_rows_to_16_bytes(void **state) 
     fc_param_fini(&c);
 }
 
-static void gather_plan_slot_of_other_dim_has_several_blocks(void **state) {
+static void gather_plan_slot_of_nonzero_dim_has_several_blocks(void **state) {
     (void)state;
     const int64_t sizes[3] = {3, 4, 2};
     fc_param a = vector("a", 2, FCK_FLOAT32, FCT_NO_DTYPE);
@@ -251,7 +252,7 @@ static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
         assert_false(plan.chunks.chunks[2].owned);
         assert_int_equal(plan.chunks.chunks[2].numel, 2 + 3);
     }
-    /* Rows of bytes are packed, and so are rows on other devices. */
+    /* Rows of several dtypes, and rows on other devices than the CPU, cannot be split. */
     b.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CPU, &err), FC_OK);
     assert_false(fc_gather_plan_can_split(&plan));
@@ -291,7 +292,7 @@ static fct_tensor *gradient_of(int32_t ndim, const int64_t *sizes, fct_dtype dty
     return sim_tensor_new(dtype, ndim, sizes, values);
 }
 
-/* Adds the gradient (taken) to the plan. */
+/* Adds the gradient to the plan. Takes `grad`. */
 static void collect(fc_reduce_plan *plan, fc_param *p, fct_tensor *grad) {
     assert_int_equal(fc_reduce_plan_reserve(plan, plan->count + 1), FC_OK);
     plan->params[plan->count] = p;
@@ -302,7 +303,7 @@ typedef struct reduction {
     fc_param matrix; /* 5 x 3, sharded on dim 0 */
     fc_param vector; /* 3 elements */
     fc_reduce_plan plan;
-    bool foreign; /* of the latest fc_reduce_plan_lay_out */
+    bool foreign; /* output of the latest fc_reduce_plan_lay_out */
     fc_error err;
 } reduction;
 
@@ -386,7 +387,8 @@ static void mixed_gradients_are_reduced_in_widest_dtype(void **state) {
     assert_int_equal(reduce_dtype_of(COMPLEX32, COMPLEX128), COMPLEX128);
 }
 
-/* Expects this message for a shard (taken) of a parameter of 4 floats on two ranks. */
+/* Asserts that a parameter of 4 floats on two ranks refuses the shard with `message`. Takes
+ * `shard`. */
 static void expect_invalid_shard(fct_tensor *shard, const char *message) {
     fc_error err = {""};
     fct_facts facts;
@@ -398,12 +400,12 @@ static void expect_invalid_shard(fct_tensor *shard, const char *message) {
     fc_param_fini(&p);
 }
 
-static void invalid_shard_is_named_with_reason(void **state) {
+static void invalid_shard_is_refused_with_name_and_reason(void **state) {
     (void)state;
     const int64_t two[1] = {2};
     const int64_t three[1] = {3};
     const int64_t stride[1] = {2};
-    fct_tensor *apart = NULL;
+    fct_tensor *strided = NULL;
     fct_tensor *freed = NULL;
     sim_begin((sim_config){.seed = 1});
     expect_invalid_shard(
@@ -416,10 +418,10 @@ static void invalid_shard_is_named_with_reason(void **state) {
         "the shard of parameter 'lm_head.weight' changed its dtype since it was "
         "initialised: 2 elements of torch.bfloat16 in a storage of 4 bytes; expected 2 of "
         "torch.float32");
-    fct_tensor *whole = gradient_of(1, three, FCK_FLOAT32);
-    assert_int_equal(fct_tensor_alias(whole, 1, two, stride, 0, &apart), 0);
-    fct_tensor_release(whole);
-    expect_invalid_shard(apart,
+    fct_tensor *storage = gradient_of(1, three, FCK_FLOAT32);
+    assert_int_equal(fct_tensor_alias(storage, 1, two, stride, 0, &strided), 0);
+    fct_tensor_release(storage);
+    expect_invalid_shard(strided,
                          "the shard of parameter 'lm_head.weight' is not contiguous: 2 elements of "
                          "torch.float32 in a storage of 12 bytes; expected 2 of torch.float32");
     freed = gradient_of(1, two, FCK_FLOAT32);
@@ -454,7 +456,7 @@ static void gradients_without_common_dtype_require_reduce_dtype(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
-    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, 4));
+    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, INT64));
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_EASSERT);
     assert_string_equal(r.err.message, "FSDP reduce-scatter expects uniform gradient dtype but got "
                                        "{torch.float32, torch.int64}");
@@ -462,7 +464,7 @@ static void gradients_without_common_dtype_require_reduce_dtype(void **state) {
     end(&r);
 }
 
-static void reduce_plan_of_other_dim_has_several_blocks(void **state) {
+static void reduce_plan_of_nonzero_dim_has_several_blocks(void **state) {
     (void)state;
     reduction r = begin();
     const int64_t sizes[2] = {3, 4};
@@ -479,14 +481,14 @@ static void reduce_plan_of_other_dim_has_several_blocks(void **state) {
 static void non_contiguous_gradient_is_copied(void **state) {
     (void)state;
     reduction r = begin();
-    const int64_t turned_sizes[2] = {3, 5};
+    const int64_t transposed_sizes[2] = {3, 5};
     const int64_t strides[2] = {1, 5};
     fct_facts facts;
     fct_facts copied;
-    fct_tensor *turned = gradient_of(2, turned_sizes, FCK_FLOAT32);
-    collect(&r.plan, &r.matrix, sim_tensor_view(turned, 2, matrix_sizes, strides));
-    fct_tensor_facts(turned, &facts);
-    fct_tensor_release(turned);
+    fct_tensor *transposed = gradient_of(2, transposed_sizes, FCK_FLOAT32);
+    collect(&r.plan, &r.matrix, sim_tensor_view(transposed, 2, matrix_sizes, strides));
+    fct_tensor_facts(transposed, &facts);
+    fct_tensor_release(transposed);
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     fct_tensor_facts(r.plan.grads[0], &copied);
     assert_true(copied.contiguous);
@@ -494,7 +496,7 @@ static void non_contiguous_gradient_is_copied(void **state) {
     end(&r);
 }
 
-static void gradient_of_wrong_size_is_named(void **state) {
+static void gradient_of_wrong_size_is_refused_with_name(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(1, vector_sizes, FCK_FLOAT32));
@@ -550,7 +552,7 @@ int main(void) {
         cmocka_unit_test(gather_plan_casts_to_compute_dtype),
         cmocka_unit_test(gather_plan_of_several_compute_dtypes_uses_bytes),
         cmocka_unit_test(gather_plan_on_cuda_aligns_slots_and_rows_to_16_bytes),
-        cmocka_unit_test(gather_plan_slot_of_other_dim_has_several_blocks),
+        cmocka_unit_test(gather_plan_slot_of_nonzero_dim_has_several_blocks),
         cmocka_unit_test(gather_plan_build_uses_current_parameters),
         cmocka_unit_test(post_forward_plan_gathers_compute_dtype_shards),
         cmocka_unit_test(gather_plan_with_unsupported_cast_is_not_native),
@@ -561,12 +563,12 @@ int main(void) {
         cmocka_unit_test(reduce_plan_skips_parameters_without_gradient),
         cmocka_unit_test(reduce_dtype_overrides_gradient_dtype),
         cmocka_unit_test(mixed_gradients_are_reduced_in_widest_dtype),
-        cmocka_unit_test(invalid_shard_is_named_with_reason),
+        cmocka_unit_test(invalid_shard_is_refused_with_name_and_reason),
         cmocka_unit_test(real_reduce_dtype_applies_to_parts_of_complex_gradients),
         cmocka_unit_test(gradients_without_common_dtype_require_reduce_dtype),
-        cmocka_unit_test(reduce_plan_of_other_dim_has_several_blocks),
+        cmocka_unit_test(reduce_plan_of_nonzero_dim_has_several_blocks),
         cmocka_unit_test(non_contiguous_gradient_is_copied),
-        cmocka_unit_test(gradient_of_wrong_size_is_named),
+        cmocka_unit_test(gradient_of_wrong_size_is_refused_with_name),
         cmocka_unit_test(gradient_with_freed_memory_is_refused),
         cmocka_unit_test(drop_grads_releases_gradients),
         cmocka_unit_test(dtype_sizes_and_names_match_torch),

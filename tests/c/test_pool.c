@@ -85,7 +85,7 @@ static void alternating_small_sizes_are_all_kept(void **state) {
     assert_int_equal(fck_pool_stats().waiting_bytes, 20 * MIB);
 }
 
-static void peak_use_of_old_rounds_is_forgotten(void **state) {
+static void pool_limit_ignores_peak_use_of_old_rounds(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(160 * MIB));
     for (int i = 0; i < 7; i++) {
@@ -188,7 +188,7 @@ int main(void) {
         cmocka_unit_test_setup(block_is_reused_only_for_similar_size, begin),
         cmocka_unit_test_setup(idle_memory_is_limited_to_slack_above_peak_use, begin),
         cmocka_unit_test_setup(alternating_small_sizes_are_all_kept, begin),
-        cmocka_unit_test_setup(peak_use_of_old_rounds_is_forgotten, begin),
+        cmocka_unit_test_setup(pool_limit_ignores_peak_use_of_old_rounds, begin),
         cmocka_unit_test_setup(pool_with_keep_disabled_frees_at_once, begin),
         cmocka_unit_test_setup(failed_allocation_is_not_counted, begin),
         cmocka_unit_test_setup(concurrent_threads_get_distinct_blocks, begin),

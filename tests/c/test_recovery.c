@@ -7,7 +7,7 @@
 #include "sim_break.h"
 
 static void sweep(const sim_scenario *scenario, const char *device, sim_breakage b) {
-    b.thin = true;
+    b.every_third = true;
     if (!scenario->device.no_kernels) {
         sim_sweep(scenario, device, b, 1);
     }
@@ -22,11 +22,11 @@ static void sweep_persistent_failures(const sim_scenario *scenario, const char *
 }
 
 static void sweep_carry_on(const sim_scenario *scenario, const char *device) {
-    sweep(scenario, device, (sim_breakage){.carry_on = true});
+    sweep(scenario, device, (sim_breakage){.step_before_reset = true});
 }
 
 static void sweep_failed_rollbacks(const sim_scenario *scenario, const char *device) {
-    sweep(scenario, device, (sim_breakage){.span = SIM_HOST_AFTER, .carry_on = true});
+    sweep(scenario, device, (sim_breakage){.span = SIM_CALLBACKS_AFTER, .step_before_reset = true});
 }
 
 static void failed_reset_can_be_repeated(void **state) {

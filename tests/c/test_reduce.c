@@ -244,13 +244,13 @@ static void reduce_unused_reduces_zeros_for_missing_gradient(void **state) {
     end(&f);
 }
 
-static void expect_in_flight_after_reduction(bool streams, bool copied, fc_overlap overlap,
+static void expect_in_flight_after_reduction(bool streams, bool is_cpu_bound, fc_overlap overlap,
                                              size_t in_flight) {
     sim_scenario scenario = two_ranks;
     scenario.device.streams = streams;
     scenario.overlap = overlap;
     fixture f = begin(scenario);
-    sim_collectives_are_cpu_bound(copied);
+    sim_collectives_are_cpu_bound(is_cpu_bound);
     if (streams) {
         assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
     }
@@ -265,11 +265,11 @@ static void expect_in_flight_after_reduction(bool streams, bool copied, fc_overl
 static void non_overlapping_reduction_completes_before_backward_continues(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
-        for (int copied = 0; copied < 2; copied++) {
-            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_NEVER, 0);
-            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_ALWAYS, 1);
-            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_UNLESS_CPU_BOUND,
-                                             copied && !streams ? 0 : 1);
+        for (int is_cpu_bound = 0; is_cpu_bound < 2; is_cpu_bound++) {
+            expect_in_flight_after_reduction(streams, is_cpu_bound, FC_OVERLAP_NEVER, 0);
+            expect_in_flight_after_reduction(streams, is_cpu_bound, FC_OVERLAP_ALWAYS, 1);
+            expect_in_flight_after_reduction(streams, is_cpu_bound, FC_OVERLAP_UNLESS_CPU_BOUND,
+                                             is_cpu_bound && !streams ? 0 : 1);
         }
     }
 }
@@ -457,9 +457,9 @@ static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
         scenario.reduce_dtype = FCK_BFLOAT16;
         scenario.user_reduce = true;
         fixture f = begin(scenario);
-        fc_callbacks host = sim_callbacks;
-        host.reduce_hook = reduce_hook_on_user_stream;
-        core(&f)->base.callbacks = &host;
+        fc_callbacks callbacks = sim_callbacks;
+        callbacks.reduce_hook = reduce_hook_on_user_stream;
+        core(&f)->base.callbacks = &callbacks;
         user.joined = joined != 0;
         assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
         assert_int_equal(fct_stream_new(sim_device(), false, &user.stream), 0);
@@ -499,9 +499,9 @@ static void offload_copies_before_failure_are_waited_for_after_reset(void **stat
     scenario.offload = true;
     scenario.shapes[scenario.shape_count++] = (sim_shape)FLOATS;
     fixture f = begin(scenario);
-    fc_callbacks host = sim_callbacks;
-    host.set_sharded_grad = take_until_failure;
-    core(&f)->base.callbacks = &host;
+    fc_callbacks callbacks = sim_callbacks;
+    callbacks.set_sharded_grad = take_until_failure;
+    core(&f)->base.callbacks = &callbacks;
     takes_left = 1;
     assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
     compute_gradients(&f, 2.0);

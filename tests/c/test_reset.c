@@ -1,5 +1,4 @@
-/* Resets and context changes during a reduction: the work that is discarded, and the work that must
- * continue. */
+/* Resets, and changes of a group's communication context, while a reduction is pending. */
 #include "core/reduction.h"
 
 #include <stdlib.h>
@@ -12,7 +11,8 @@ typedef struct fixture {
     sim_group *group; /* of the only layer */
 } fixture;
 
-/* Rank 0 of two. Rank 1 has twice the gradient, so the mean is 1.5 times rank 0's. */
+/* The test is rank 0 of two. The gradient of rank 1 is twice that of rank 0, so the mean is 1.5
+ * times the gradient of rank 0. */
 static const sim_scenario two_ranks = {
     .world = 2, .layers = 1, .shape_count = 1, .shapes = {{.ndim = 1, .sizes = {4}}}};
 
@@ -45,7 +45,7 @@ static void compute_gradient(const fixture *f) {
     sim_grad_accumulate(p->core.unsharded, sim_tensor_new(FCK_FLOAT32, 1, p->shape.sizes, values));
 }
 
-static void finish(const fixture *f) {
+static void finish_and_check_gradient(const fixture *f) {
     const double values[4] = {3.0, 3.0, 3.0, 3.0};
     assert_int_equal(fc_reduction_recycle(&f->model->comm, 0), FC_OK);
     const fct_tensor *grad = sim_grad_peek(f->group->params[0].sharded);
@@ -53,27 +53,27 @@ static void finish(const fixture *f) {
     sim_tensor_expect(grad, values, "the reduced gradient");
 }
 
-/* Gradient hooks are user code. This one resets the root in the middle of a reduction. */
-static sim_model *resetting;
+/* Gradient hooks are user code. The hook of this test resets the root during a reduction. */
+static sim_model *model_to_reset;
 static bool fails_after_reset;
 
 static int set_sharded_grad_and_reset(void *owner, fct_tensor *local) {
-    assert_int_equal(fc_state_reset(&resetting->layers[0].core), FC_OK);
+    assert_int_equal(fc_state_reset(&model_to_reset->layers[0].core), FC_OK);
     return fails_after_reset ? -1 : sim_callbacks.set_sharded_grad(owner, local);
 }
 
 static void gradient_hook_can_reset_root(void **state) {
     (void)state;
-    fc_callbacks host = sim_callbacks;
-    host.set_sharded_grad = set_sharded_grad_and_reset;
+    fc_callbacks callbacks = sim_callbacks;
+    callbacks.set_sharded_grad = set_sharded_grad_and_reset;
     for (int bits = 0; bits < 8; bits++) {
         sim_scenario scenario = two_ranks;
         scenario.device.streams = (bits & 1) != 0;
         scenario.shapes[0].hooked = (bits & 2) != 0;
         fixture f = begin(scenario);
-        resetting = f.model;
+        model_to_reset = f.model;
         fails_after_reset = (bits & 4) != 0;
-        core(&f)->base.callbacks = &host;
+        core(&f)->base.callbacks = &callbacks;
         compute_gradient(&f);
         fc_status status = fc_group_post_backward(core(&f));
         status = status == FC_OK ? fc_reduction_recycle(&f.model->comm, 0) : status;
@@ -84,12 +84,12 @@ static void gradient_hook_can_reset_root(void **state) {
         sim_model_zero_grad(f.model);
         compute_gradient(&f);
         assert_int_equal(fc_group_post_backward(core(&f)), FC_OK);
-        finish(&f);
+        finish_and_check_gradient(&f);
         end(&f);
     }
 }
 
-/* Roots may share a context, as pipeline stages do. */
+/* Pipeline stages are roots that share a communication context. */
 static void reset_keeps_pending_work_of_other_root(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
@@ -109,7 +109,7 @@ static void reset_keeps_pending_work_of_other_root(void **state) {
     assert_int_equal(fc_state_reset(other), FC_OK);
     assert_int_equal(f.model->comm.reductions, 1);
     assert_int_equal(f.model->comm.order.count, 1);
-    finish(&f);
+    finish_and_check_gradient(&f);
     end(&f);
     fc_iteration_fini(&stage);
 }
@@ -124,7 +124,7 @@ static void set_comm_fails_while_group_is_reduced(void **state) {
     assert_int_equal(fc_group_post_backward(core(&f)), FC_OK);
     assert_int_equal(fc_group_set_comm(core(&f), &other), FC_ESTATE);
     assert_non_null(strstr(f.model->comm.error.message, "while its gradients are being reduced"));
-    finish(&f);
+    finish_and_check_gradient(&f);
     assert_int_equal(fc_group_set_comm(core(&f), &other), FC_OK);
     assert_ptr_equal(core(&f)->base.comm, &other);
     assert_int_equal(fc_group_set_comm(core(&f), &f.model->comm), FC_OK);
@@ -132,8 +132,8 @@ static void set_comm_fails_while_group_is_reduced(void **state) {
     fc_comm_fini(&other);
 }
 
-/* torch's numpy() shares the memory without a reference to the storage. A free would leave the
- * array with freed memory. */
+/* The array of torch's numpy() uses the memory of the storage without a reference to it. If reset
+ * freed the memory, the array would point to freed memory. */
 static void reset_keeps_memory_shared_with_numpy_array(void **state) {
     (void)state;
     const double values[4] = {7.0, 7.0, 7.0, 7.0};
@@ -146,29 +146,29 @@ static void reset_keeps_memory_shared_with_numpy_array(void **state) {
         fct_tensor *flat = f.group->params[0].core.flat;
         fct_tensor_retain(flat);
         sim_tensor_share(flat);
-        sim_tensor_write(flat, values, "what the array shows");
+        sim_tensor_write(flat, values, "the array");
         assert_int_equal(fc_group_reshard(core(&f)), FC_ESTATE);
         assert_int_equal(core(&f)->sharded_state, FC_UNSHARDED);
         assert_non_null(strstr(f.model->comm.error.message, "storage that is not resizable\n"));
         assert_int_equal(fc_state_reset(&f.model->layers[0].core), FC_OK);
         assert_int_equal(core(&f)->sharded_state, FC_SHARDED);
-        sim_tensor_expect(flat, values, "what the array shows");
+        sim_tensor_expect(flat, values, "the array");
         fct_tensor_release(flat);
         compute_gradient(&f);
         assert_int_equal(fc_group_post_backward(core(&f)), FC_OK);
-        finish(&f);
+        finish_and_check_gradient(&f);
         end(&f);
     }
 }
 
-/* Autograd has discarded the end-of-backward callback without calling it. */
+/* An iteration is lost if autograd destroyed its end-of-backward callback without a call. */
 static void iteration_is_lost_only_after_discarded_backward(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     fc_state *s = &f.model->layers[0].core;
     fc_iteration *it = s->iteration;
     assert_false(fc_iteration_is_lost(it));
-    it->callback_queued = true; /* registered by other code, which does not count it */
+    it->callback_queued = true; /* by user code, which does not update `callbacks` */
     assert_false(fc_iteration_is_lost(it));
     it->callback_counted = true;
     it->callbacks = 1;

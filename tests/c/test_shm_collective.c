@@ -251,7 +251,7 @@ static void end_one_rank(void) {
     shm_collective_free(op.collective);
 }
 
-static void end_of_a_peer_fails_the_wait(void **state) {
+static void exit_of_a_peer_fails_the_wait(void **state) {
     (void)state;
     run_ranks(end_one_rank, 2);
 }
@@ -312,7 +312,7 @@ int main(void) {
         cmocka_unit_test(wait_with_a_limit_leaves_the_operation_pending),
         cmocka_unit_test(different_collectives_fail_on_all_ranks_and_later_ones_too),
         cmocka_unit_test(timeout_fails_this_rank_and_later_collectives_of_peers),
-        cmocka_unit_test(end_of_a_peer_fails_the_wait),
+        cmocka_unit_test(exit_of_a_peer_fails_the_wait),
         cmocka_unit_test(abort_completes_pending_operations_with_the_reason),
         cmocka_unit_test(forked_child_cannot_use_or_close_the_transport),
     };

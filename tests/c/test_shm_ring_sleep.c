@@ -1,8 +1,8 @@
 /* Shared-memory ring: a change wakes every waiter.
  *
  * The first tests stop the ring before each of its accesses to shared words and run an action of
- * another rank there. So they reach races of a few instructions deterministically. The later tests
- * use waiting processes. */
+ * another rank there. These tests reach races of a few instructions deterministically. The later
+ * tests use waiting processes. */
 #define _GNU_SOURCE 1
 #include <setjmp.h>
 #include <stdatomic.h>
@@ -77,7 +77,7 @@ static inline uint32_t add(_Atomic uint32_t *word, uint32_t value) {
 static void step(void) {
     if (injected.at > 0 && --injected.at == 0) {
         const delayed_store held = delayed;
-        delayed.word = NULL; /* the action is another rank's, which does not flush it */
+        delayed.word = NULL; /* the action runs as another rank: it must not flush this store */
         injected.run();
         flush_store();
         delayed = held;
@@ -270,7 +270,7 @@ static void wait_for_commit(void) {
     require(me.rank != 0 || check_next(1, 9));
 }
 
-/* The ring of rank 0 is full. */
+/* Rank 0 fills its ring, so it can commit only after rank 1 has released a message. */
 static void wait_for_release(void) {
     require(commit(me.rank == 0 ? CAPACITY : 0));
     barrier();

@@ -1,5 +1,5 @@
-/* The simulation itself: each test makes one mistake, which must be detected, and then runs the
- * same steps correctly. */
+/* Tests of the simulation itself. Most tests run steps with a mistake, which the simulation must
+ * report, and the same steps without the mistake. */
 #include "sim.h"
 
 #include <string.h>
@@ -38,7 +38,7 @@ static void copy(fct_tensor *to, const fct_tensor *from) {
 
 static void sim_reports_read_not_ordered_after_write(void **state) {
     (void)state;
-    for (int right = 0; right < 2; right++) {
+    for (int is_ordered = 0; is_ordered < 2; is_ordered++) {
         sim_begin((sim_config){.seed = 1, .streams = true});
         fct_stream main = fct_stream_current(sim_device());
         fct_stream side = side_stream();
@@ -46,13 +46,13 @@ static void sim_reports_read_not_ordered_after_write(void **state) {
         fct_tensor *b = vector_of(2.0);
         sim_drain();
         copy(a, b);
-        if (right) {
+        if (is_ordered) {
             order(main, side);
         }
         (void)fct_stream_set_current(side);
         sim_tensor_expect(a, (const double[8]){2, 2, 2, 2, 2, 2, 2, 2}, "a");
         (void)fct_stream_set_current(main);
-        assert_int_equal(sim_take_failures() > 0, !right);
+        assert_int_equal(sim_take_failures() > 0, !is_ordered);
         fct_tensor_release(a);
         fct_tensor_release(b);
         sim_drain();
@@ -63,7 +63,7 @@ static void sim_reports_read_not_ordered_after_write(void **state) {
 
 static void sim_reports_write_not_ordered_after_read(void **state) {
     (void)state;
-    for (int right = 0; right < 2; right++) {
+    for (int is_ordered = 0; is_ordered < 2; is_ordered++) {
         sim_begin((sim_config){.seed = 2, .streams = true});
         fct_stream main = fct_stream_current(sim_device());
         fct_stream side = side_stream();
@@ -73,12 +73,12 @@ static void sim_reports_write_not_ordered_after_read(void **state) {
         sim_drain();
         copy(b, a); /* reads a on main */
         (void)fct_stream_set_current(side);
-        if (right) {
+        if (is_ordered) {
             order(main, side);
         }
         copy(a, c); /* writes a on side */
         (void)fct_stream_set_current(main);
-        assert_int_equal(sim_take_failures() > 0, !right);
+        assert_int_equal(sim_take_failures() > 0, !is_ordered);
         sim_drain();
         fct_tensor_release(a);
         fct_tensor_release(b);
@@ -87,10 +87,10 @@ static void sim_reports_write_not_ordered_after_read(void **state) {
     }
 }
 
-/* A freed block that another stream still reads may not be reused by its own stream. */
+/* A stream must not reuse a block that it has freed while another stream reads the block. */
 static void sim_reports_reuse_of_memory_still_in_use(void **state) {
     (void)state;
-    for (int right = 0; right < 2; right++) {
+    for (int is_ordered = 0; is_ordered < 2; is_ordered++) {
         sim_begin((sim_config){.seed = 3, .streams = true});
         fct_stream main = fct_stream_current(sim_device());
         fct_stream side = side_stream();
@@ -102,11 +102,11 @@ static void sim_reports_reuse_of_memory_still_in_use(void **state) {
         (void)fct_stream_set_current(main);
         fct_tensor_release(a);
         assert_int_equal(sim_take_failures(), 0);
-        if (right) {
+        if (is_ordered) {
             order(side, main);
         }
         fct_tensor *c = vector_of(3.0);
-        assert_int_equal(sim_take_failures() > 0, !right);
+        assert_int_equal(sim_take_failures() > 0, !is_ordered);
         sim_drain();
         fct_tensor_release(b);
         fct_tensor_release(c);
@@ -173,17 +173,17 @@ static void row_of_ranks(void *context, int64_t rank, void *row, int64_t bytes) 
     }
 }
 
-typedef struct exchange {
+typedef struct pending_all_gather {
     fct_pg *pg;
     fct_tensor *all; /* 2 rows of 4 */
-    fct_tensor *own; /* row 1 of them */
+    fct_tensor *own; /* row 1 of `all` */
     fct_work *work;
-} exchange;
+} pending_all_gather;
 
-static exchange start_all_gather(bool right_row) {
-    exchange x = {NULL, NULL, NULL, NULL};
+static pending_all_gather start_all_gather(bool is_row_correct) {
+    pending_all_gather x = {NULL, NULL, NULL, NULL};
     const int64_t four[1] = {4};
-    double first = right_row ? 10 : 0;
+    double first = is_row_correct ? 10 : 0;
     sim_pg_register("world", 2, 1, row_of_ranks, NULL);
     assert_int_equal(fct_pg_resolve("world", &x.pg), 0);
     x.all =
@@ -194,7 +194,7 @@ static exchange start_all_gather(bool right_row) {
     return x;
 }
 
-static void end_exchange(const exchange *x) {
+static void end_all_gather(const pending_all_gather *x) {
     fct_work_release(x->work);
     fct_tensor_release(x->own);
     fct_tensor_release(x->all);
@@ -205,12 +205,12 @@ static void sim_all_gather_returns_rows_of_all_ranks(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_begin((sim_config){.seed = 5, .streams = streams != 0});
-        exchange x = start_all_gather(true);
+        pending_all_gather x = start_all_gather(true);
         assert_non_null(x.work);
         assert_int_equal(fct_work_wait(x.work), 0);
         sim_tensor_expect(x.all, (const double[8]){0, 1, 2, 3, 10, 11, 12, 13},
                           "the gathered rows");
-        end_exchange(&x);
+        end_all_gather(&x);
         sim_end();
     }
 }
@@ -218,10 +218,10 @@ static void sim_all_gather_returns_rows_of_all_ranks(void **state) {
 static void sim_reports_wrong_row_in_all_gather(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 5});
-    exchange x = start_all_gather(false);
+    pending_all_gather x = start_all_gather(false);
     assert_int_equal(fct_work_wait(x.work), 0);
     assert_int_equal(sim_take_failures(), 1);
-    end_exchange(&x);
+    end_all_gather(&x);
     sim_end();
 }
 
@@ -229,10 +229,10 @@ static void sim_reports_gathered_buffer_read_before_wait(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_begin((sim_config){.seed = 5, .streams = streams != 0});
-        exchange x = start_all_gather(true);
+        pending_all_gather x = start_all_gather(true);
         sim_tensor_write(x.all, (const double[8]){0}, "an early write");
         assert_true(sim_take_failures() > 0);
-        end_exchange(&x);
+        end_all_gather(&x);
         sim_drain();
         (void)sim_take_failures(); /* the row that was sent may have been overwritten */
         sim_end();
@@ -243,10 +243,10 @@ static void sim_reports_memory_freed_during_collective(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 5});
     sim_collectives_stall(true);
-    exchange x = start_all_gather(true);
+    pending_all_gather x = start_all_gather(true);
     fct_storage_free(x.all);
     assert_true(sim_take_failures() > 0);
-    end_exchange(&x);
+    end_all_gather(&x);
     sim_end();
 }
 
@@ -254,9 +254,9 @@ static void sim_collective_holds_tensors_until_complete(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 5});
     sim_collectives_stall(true);
-    exchange x = start_all_gather(true);
+    pending_all_gather x = start_all_gather(true);
     assert_false(fct_work_done(x.work));
-    end_exchange(&x);
+    end_all_gather(&x);
     assert_int_equal(sim_count_alive().tensors, 2);
     sim_drain();
     assert_int_equal(sim_count_alive().tensors, 0);

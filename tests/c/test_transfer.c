@@ -136,7 +136,7 @@ static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
 }
 
 /* The matrix is sharded on dim 1. */
-static void pack_gradients_of_other_dim_distributes_by_block(void **state) {
+static void pack_gradients_of_nonzero_dim_distributes_by_block(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -144,13 +144,13 @@ static void pack_gradients_of_other_dim_distributes_by_block(void **state) {
         fc_reduce_plan plan = {.count = 0};
         bool foreign = true;
         const int64_t two_by_four[2] = {2, 4};
-        const double whole[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+        const double values[8] = {1, 2, 3, 4, 5, 6, 7, 8};
         const double packed[8] = {1, 2, 5, 6, 3, 4, 7, 8};
         begin(&f, no_kernels != 0, FCT_NO_DTYPE);
         assert_int_equal(fc_param_init(&columns, NULL, 2, two_by_four, 1, 2, 1, &f.err), FC_OK);
         assert_int_equal(fc_reduce_plan_reserve(&plan, 1), FC_OK);
         plan.params[0] = &columns;
-        plan.grads[0] = sim_tensor_new(FCK_FLOAT32, 2, two_by_four, whole);
+        plan.grads[0] = sim_tensor_new(FCK_FLOAT32, 2, two_by_four, values);
         plan.count = 1;
         assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
@@ -201,21 +201,21 @@ static void transfer_to_small_buffer_is_refused(void **state) {
     (void)state;
     fixture f;
     begin(&f, false, FCT_NO_DTYPE);
-    fct_tensor *whole = buffer_of(FCK_FLOAT32, 12);
+    fct_tensor *storage = buffer_of(FCK_FLOAT32, 12);
     const int64_t eleven[1] = {11};
     const int64_t stride[1] = {1};
-    fct_tensor *part = sim_tensor_view(whole, 1, eleven, stride); /* the storage is larger */
+    fct_tensor *part = sim_tensor_view(storage, 1, eleven, stride); /* the storage is larger */
     assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 1, &f.err),
                      FC_EASSERT);
     assert_non_null(strstr(f.err.message, "does not fit its buffer"));
     assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, 0, part, &f.err),
                      FC_EASSERT);
     assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, &f.err), FC_OK);
-    fct_storage_free(whole);
+    fct_storage_free(storage);
     assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, &f.err),
                      FC_EASSERT);
     fct_tensor_release(part);
-    fct_tensor_release(whole);
+    fct_tensor_release(storage);
     end(&f);
 }
 
@@ -225,7 +225,7 @@ int main(void) {
         cmocka_unit_test(pack_casts_to_compute_dtype),
         cmocka_unit_test(unpack_restores_whole_tensors),
         cmocka_unit_test(pack_gradients_distributes_rows_and_pads_with_zeros),
-        cmocka_unit_test(pack_gradients_of_other_dim_distributes_by_block),
+        cmocka_unit_test(pack_gradients_of_nonzero_dim_distributes_by_block),
         cmocka_unit_test(cast_without_kernel_uses_torch),
         cmocka_unit_test(transfer_to_small_buffer_is_refused),
     };

@@ -60,7 +60,7 @@ def case_plain(report: Report) -> None:
     job = Job()
     job.steps(report)
     report.record_model(job.model)
-    report.record("whole model", job.accelerator.get_state_dict(job.model))
+    report.record("full state dict", job.accelerator.get_state_dict(job.model))
 
 
 def case_tied(report: Report) -> None:
@@ -99,7 +99,8 @@ def case_no_wrap(report: Report) -> None:
 
 
 def checkpoint(report: Report, kind: str, **settings: Any) -> None:
-    """Saves after two steps and trains on. A new job loads the checkpoint and trains equally."""
+    """Saves after two steps and trains on. A new job loads the checkpoint and trains the same
+    steps. Both models must have equal parameters."""
     job = Job(state_dict_type=kind)
     job.steps(report, last=2)
     job.accelerator.save_state(str(report.files / "state"), **settings)

@@ -229,10 +229,10 @@ def case_adamw8bit_uneven(report: Report) -> None:
     model, optimizer = make()
     train(report, model, optimizer, steps=2, width=128)
     moments = [list(state.values()) for state in optimizer.state.values()]
-    report.note("moments", moments)
+    report.record("moments", moments)
     kinds: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(kinds, [type(moment.to_local()).__name__ for _, moment, _ in moments])
-    report.note("kinds", kinds)
+    report.record("kinds", kinds)
     assert kinds == [["OptimState8bit", "Tensor"], ["Tensor", "Tensor"]]
     weights, state = get_state_dict(model, optimizer)
     save({"model": weights, "optimizer": state}, checkpoint_id=report.files / "uneven")
@@ -241,9 +241,9 @@ def case_adamw8bit_uneven(report: Report) -> None:
     weights, state = get_state_dict(fresh, other)
     load({"model": weights, "optimizer": state}, checkpoint_id=report.files / "uneven")
     set_state_dict(fresh, other, model_state_dict=weights, optim_state_dict=state)
-    report.note("loaded", [list(state.values()) for state in other.state.values()])
+    report.record("loaded", [list(state.values()) for state in other.state.values()])
     train(report, fresh, other, steps=1, width=128)
-    report.model(fresh)
+    report.record_model(fresh)
 
 
 if __name__ == "__main__":

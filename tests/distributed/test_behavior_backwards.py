@@ -14,7 +14,7 @@ from behavior import assert_same, returned
         "chunked_losses_with_other_settings",
         "chunked_losses_on_other_meshes",
         "chunked_losses_training_only_the_head",
-        "group_member_called_alone",
+        "group_members_called_directly",
         "opaque_root_outputs",
         "backwards_within_a_backward",
         "reentrant_checkpoint_of_the_head",

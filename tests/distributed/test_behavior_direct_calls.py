@@ -1,4 +1,4 @@
-"""Methods of groups and states that a program calls directly do what they do under torch."""
+"""Methods of groups and states behave as in torch when a program calls them directly."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 from behavior import assert_same
 
 SCENARIOS = (
-    "group_post_backward_by_hand_fp32",
-    "group_post_backward_by_hand_bf16",
-    "group_post_backward_by_hand_hsdp",
-    "group_post_backward_by_hand_offload",
-    "group_post_backward_by_hand_all_reduce_hook",
-    "group_post_backward_by_hand_gradient_hooks",
-    "group_post_backward_by_hand_then_end_of_backward",
-    "group_post_backward_by_hand_then_finalize_backward",
-    "group_post_backward_by_hand_twice",
-    "group_post_backward_by_hand_before_other_collectives",
-    "end_of_backward_by_hand",
-    "post_backward_by_hand_between_forward_and_backward",
-    "backward_of_one_group_by_hand",
-    "post_backward_hook_registered_by_hand",
+    "group_post_backward_called_directly_fp32",
+    "group_post_backward_called_directly_bf16",
+    "group_post_backward_called_directly_hsdp",
+    "group_post_backward_called_directly_offload",
+    "group_post_backward_called_directly_all_reduce_hook",
+    "group_post_backward_called_directly_gradient_hooks",
+    "group_post_backward_called_directly_then_end_of_backward",
+    "group_post_backward_called_directly_then_finalize_backward",
+    "group_post_backward_called_directly_twice",
+    "group_post_backward_called_directly_before_other_collectives",
+    "end_of_backward_callback_called_directly",
+    "post_backward_called_directly_between_forward_and_backward",
+    "backward_of_one_group_called_directly",
+    "post_backward_hook_registered_directly",
     "direct_calls_after_lazy_init",
 )
 
@@ -30,7 +30,7 @@ def test_direct_calls_match_torch(name: str) -> None:
 
 
 def test_direct_calls_on_four_ranks_match_torch() -> None:
-    assert_same("group_post_backward_by_hand_hsdp_on_four_ranks", 4)
+    assert_same("group_post_backward_called_directly_hsdp_on_four_ranks", 4)
 
 
 @pytest.mark.torch("2.13")  # the attribute that is missing first differs between releases

@@ -28,7 +28,7 @@ def test_complex_parameters_on_replicas_match_torch() -> None:
 
 
 def test_complex_parameters_on_one_rank_match_plain_model() -> None:
-    (result,) = assert_same("complex_parameters_alone", world=1)
+    (result,) = assert_same("complex_parameters_on_one_rank", world=1)
     for case, (plain, sharded) in result.items():
         assert differences(plain, sharded) == [], case
 

@@ -40,9 +40,9 @@ def test_partial_forwards_match_torch(name: str) -> None:
 
 def test_module_run_alone_is_not_counted_in_the_next_forward() -> None:
     for result in assert_same("group_member_run_alone_between_forwards"):
-        whole = Counter(result[4])
-        assert whole["P middle, last POST_BACKWARD"] == 1
-        assert sum(count for event, count in whole.items() if event.startswith("U middle")) == 2
+        counts = Counter(result[4])
+        assert counts["P middle, last POST_BACKWARD"] == 1
+        assert sum(count for event, count in counts.items() if event.startswith("U middle")) == 2
 
 
 def test_recomputed_modules_are_not_counted_in_the_next_forward() -> None:
@@ -53,8 +53,8 @@ def test_recomputed_modules_are_not_counted_in_the_next_forward() -> None:
 
 def test_units_inside_checkpoints_are_prefetched_in_torchs_order() -> None:
     for result in assert_same("prefetched_within_checkpoints"):
-        assert result["by default"][1] != result["as told"][1]
-        assert result["by default"][2].keys() == result["as told"][2].keys()
+        assert result["without lists"][1] != result["with lists"][1]
+        assert result["without lists"][2].keys() == result["with lists"][2].keys()
 
 
 @pytest.mark.parametrize("name", ["composable_checkpoints", "within_composable_ddp"])

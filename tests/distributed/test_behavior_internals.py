@@ -32,7 +32,7 @@ def test_live_model_after_uninstall_trains_with_the_bits_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", ["event_of_the_optimizer", "hooks_on_unsharded_gradients"])
-def test_scenario_matches_torch(name: str) -> None:
+def test_internals_scenario_matches_torch(name: str) -> None:
     assert_same(name)
 
 

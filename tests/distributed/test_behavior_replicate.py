@@ -15,9 +15,9 @@ def test_replicate_root_excludes_fully_sharded_children() -> None:
     for result in assert_same("fully_sharded_below_replicated"):
         assert result["roots"] == [True, False, True, False]
         assert result["names"] == ["", "0", "", "2"]
-        assert result["members"] == [3, 3, 1, 3]
+        assert result["states in context"] == [3, 3, 1, 3]
 
 
 def test_sharded_child_of_replicated_model_can_run_first() -> None:
     for result in assert_same("sharded_child_of_replicated_model_run_first"):
-        assert result["alone"].shape == (4, 5)
+        assert result["output of child"].shape == (4, 5)

@@ -8,12 +8,12 @@ from behavior import assert_same, differences, raised, returned
 
 
 def test_one_rank_issues_no_collectives() -> None:
-    (counts,) = returned("collectives_alone", "fsdp_c", world=1)
+    (counts,) = returned("collectives_on_one_rank", "fsdp_c", world=1)
     assert counts == {}
 
 
 def test_training_on_one_rank_matches_plain_model() -> None:
-    (result,) = assert_same("training_alone", world=1)
+    (result,) = assert_same("training_on_one_rank", world=1)
     expected = result.pop("not sharded")
     assert len(result) == 3
     for case, results in result.items():
@@ -21,7 +21,7 @@ def test_training_on_one_rank_matches_plain_model() -> None:
 
 
 def test_training_with_empty_parameters_on_one_rank_matches_plain_model() -> None:
-    (result,) = returned("training_with_empty_parameters_alone", "fsdp_c", world=1)
+    (result,) = returned("training_with_empty_parameters_on_one_rank", "fsdp_c", world=1)
     expected = result.pop("not sharded")
     assert len(result) == 3
     for case, results in result.items():
@@ -29,35 +29,35 @@ def test_training_with_empty_parameters_on_one_rank_matches_plain_model() -> Non
 
 
 def test_mixed_precision_on_one_rank_matches_torch() -> None:
-    (result,) = assert_same("mixed_precision_alone", world=1)
+    (result,) = assert_same("mixed_precision_on_one_rank", world=1)
     first, second, third = result.values()
     assert differences(first, second) and differences(first, third)
 
 
 def test_accumulation_on_one_rank_matches_torch() -> None:
-    (result,) = assert_same("accumulation_alone", world=1)
+    (result,) = assert_same("accumulation_on_one_rank", world=1)
     assert differences(result["not sharded"], result["sharded"]) == []
 
 
 def test_evaluation_before_the_step_leaves_no_stale_weights_on_one_rank() -> None:
-    (by_fsdp_c,) = returned("evaluation_alone", "fsdp_c", world=1)
-    (by_torch,) = returned("evaluation_alone", "torch", world=1)
+    (by_fsdp_c,) = returned("evaluation_on_one_rank", "fsdp_c", world=1)
+    (by_torch,) = returned("evaluation_on_one_rank", "torch", world=1)
     assert by_fsdp_c["with"] == by_fsdp_c["without"] == by_torch["without"]
     assert by_torch["with"] != by_torch["without"]
 
 
 def test_inference_mode_on_one_rank_matches_no_grad() -> None:
     """torch fails, because it reads version counters, which inference tensors do not have."""
-    (result,) = returned("inference_mode_alone", "fsdp_c", world=1)
+    (result,) = returned("inference_mode_on_one_rank", "fsdp_c", world=1)
     for when in ("at first", "after training"):
         assert result[f"{when}, inference_mode"] == result[f"{when}, no_grad"]
     assert differences(result["without"], result["at first"]) == []
-    (error,) = raised("inference_mode_alone", "torch", world=1)
+    (error,) = raised("inference_mode_on_one_rank", "torch", world=1)
     assert re.search("version counter|before doing inplace update", error.text)
 
 
 def test_state_dicts_on_one_rank_match_torch() -> None:
-    (result,) = assert_same("state_dict_alone", world=1)
+    (result,) = assert_same("state_dict_on_one_rank", world=1)
     assert set(result["kinds"]) == {"DTensor"}
     assert differences(result["weights"], result["full"]) == []
     assert differences(result["went on"], result["loaded"]) == []
@@ -65,8 +65,8 @@ def test_state_dicts_on_one_rank_match_torch() -> None:
 
 def test_in_place_write_in_forward_persists_for_unsharded_parameters() -> None:
     """torch loses the write, because it copies the parameters even on one rank."""
-    (by_fsdp_c,) = returned("writes_in_forward_alone", "fsdp_c", world=1)
-    (by_torch,) = returned("writes_in_forward_alone", "torch", world=1)
+    (by_fsdp_c,) = returned("writes_in_forward_on_one_rank", "fsdp_c", world=1)
+    (by_torch,) = returned("writes_in_forward_on_one_rank", "torch", world=1)
     assert differences(by_fsdp_c["before"], by_fsdp_c["not sharded"]) != []
     assert differences(by_fsdp_c["not sharded"], by_fsdp_c["sharded"]) == []
     for lost in (by_fsdp_c["cast"], by_torch["sharded"], by_torch["cast"]):

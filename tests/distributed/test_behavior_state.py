@@ -17,12 +17,14 @@ from behavior import assert_same, differences, raised, returned
         "sharded_state_dicts",
     ],
 )
-def test_scenario_matches_torch(name: str) -> None:
+def test_state_scenario_matches_torch(name: str) -> None:
     assert_same(name)
 
 
 def test_state_dict_aliases_the_trained_weights() -> None:
-    for weights, state_dict, equal, same_memory, _ in assert_same("state_dict_stays_aliased"):
+    for weights, state_dict, equal, same_memory, _ in assert_same(
+        "state_dict_aliases_trained_weights"
+    ):
         assert differences(weights, state_dict) == []
         assert all(equal) and all(same_memory)
 

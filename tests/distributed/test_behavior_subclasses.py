@@ -17,10 +17,10 @@ def test_wrapper_subclasses_without_extensions_match_torch() -> None:
     for result in assert_same("wrappers_without_extensions"):
         for case, results in result.items():
             assert case.split()[0] in results[7], "the shards must be wrappers"
-    assert_same("wrappers_without_extensions_alone", world=1)
+    assert_same("wrappers_without_extensions_on_one_rank", world=1)
 
 
-def test_extension_patched_onto_a_plain_tensor_matches_torch() -> None:
+def test_all_gather_extension_patched_onto_plain_tensor_matches_torch() -> None:
     pairs = zip(
         returned("extensions_patched_onto_tensors", "fsdp_c"),
         returned("extensions_patched_onto_tensors", "torch"),
@@ -31,9 +31,9 @@ def test_extension_patched_onto_a_plain_tensor_matches_torch() -> None:
         assert differences(by_torch["None"]["sizes"], by_fsdp_c["None"]["sizes"]) == []
 
 
-def test_extension_can_release_all_gather_outputs() -> None:
+def test_extension_hooks_can_free_memory_of_all_gather_outputs() -> None:
     """torch supports the release hook from 2.15 on."""
     for result in returned("extensions_patched_onto_tensors", "fsdp_c"):
-        whole = 6 * 6
-        assert result["False"]["sizes"] == 2 * [[[2 * whole], [4 * whole]]]
-        assert result["True"]["sizes"] == 2 * [[[0], [4 * whole]]]
+        numel = 6 * 6
+        assert result["False"]["sizes"] == 2 * [[[2 * numel], [4 * numel]]]
+        assert result["True"]["sizes"] == 2 * [[[0], [4 * numel]]]

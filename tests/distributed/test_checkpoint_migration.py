@@ -1,4 +1,4 @@
-"""The recipes of docs/migrate.md load FSDP1 and DDP checkpoints, and training continues equally."""
+"""Recipes of docs/migrate.md load FSDP1 and DDP checkpoints, and training gives equal losses."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def mesh_name(mesh: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("world", sorted({size_of(mesh) for mesh in MESHES}))
-def test_training_around_a_save_matches_torch(world: int) -> None:
+def test_training_before_and_after_a_save_matches_torch(world: int) -> None:
     for by_torch, by_fsdp_c in zip(
         save_checkpoints("torch", world), save_checkpoints("fsdp_c", world), strict=True
     ):

@@ -25,9 +25,9 @@ def test_load_and_trace_work_without_numpy() -> None:
     run_ranks(contexts_and_ema.without_numpy, 2)
 
 
-def test_separate_ends_of_auto_shard_do_not_change_bits() -> None:
+def test_auto_shard_with_separate_ends_keeps_bits() -> None:
     run_ranks(contexts_and_ema.separate_ends, 2)
 
 
-def test_full_params_ema_generation_and_old_checkpoints() -> None:
+def test_full_params_ema_generation_and_old_checkpoints_work_on_two_ranks() -> None:
     run_ranks(contexts_and_ema.contexts_ema_and_checkpoints, 2)

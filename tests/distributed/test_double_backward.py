@@ -19,7 +19,7 @@ from test_torch_bugs import differences_beyond_rounding
 SCENARIOS = ("double_backward",)
 BIT_EQUAL = [
     "gradient_penalty",
-    "penalty_alone",
+    "penalty_without_loss",
     "penalty_that_always_reshards",
     "penalty_that_reshards_after_backward_only",
     "penalty_that_never_reshards",
@@ -137,7 +137,7 @@ def test_autograd_grad_of_sharded_parameters_raises() -> None:
         assert "appears to not have been used in the graph" in result["error"]
 
 
-def test_penalty_alone_gives_nonzero_gradients() -> None:
+def test_penalty_of_double_backward_alone_gives_nonzero_gradients() -> None:
     """The tests above would be void if the penalty had no gradient."""
     import double_backward
 

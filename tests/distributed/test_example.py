@@ -133,14 +133,14 @@ def test_example_training_lowers_the_loss(runs: Runs) -> None:
 def test_resumed_example_run_equals_an_uninterrupted_one(
     runs: Runs, writer: str, reader: str, precision: str, tmp_path: Path
 ) -> None:
-    whole = runs.get(writer, precision)
+    uninterrupted = runs.get(writer, precision)
     # The checkpoint was saved after a validation, whose forward leaves the root unsharded.
-    halfway = whole / "checkpoints" / "step_000003"
+    halfway = uninterrupted / "checkpoints" / "step_000003"
     more = PRECISIONS[precision]
     result = launch("--impl", reader, "--out", tmp_path, "--resume", halfway, *more)
     assert result.returncode == 0, rank_errors(result)
     assert "after step 3." in result.stdout
-    assert losses(tmp_path) == losses(whole)
+    assert losses(tmp_path) == losses(uninterrupted)
 
 
 def test_example_prints_and_writes_its_results(runs: Runs) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from patch_effects import CALLED_LESS_OFTEN, NOT_CALLED
 
-pytestmark = pytest.mark.xdist_group("patch-sweep")  # they share a process and torch's outcome
+pytestmark = pytest.mark.xdist_group("patch-sweep")  # the tests share one process
 WORKER = Path(__file__).with_name("workers") / "patch_sweep.py"
 STYLES = ("plain", "wraps")
 GROUPS = 6
@@ -116,19 +116,21 @@ def test_foreach_reduce_wrapped_as_by_nemo_automodel_is_called_and_bits_are_equa
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_all_targets_wrapped_at_once_keep_bits_and_are_called(sweep: Sweep, style: str) -> None:
+def test_wrapping_all_patch_targets_keeps_bits_and_calls_each_wrapper(
+    sweep: Sweep, style: str
+) -> None:
     assert sweep.problems(sweep.targets, style) == []
 
 
 @pytest.mark.parametrize("part", range(GROUPS))
 @pytest.mark.parametrize("style", STYLES)
-def test_wrapped_group_of_targets_keeps_bits_and_is_called(
+def test_wrapping_part_of_patch_targets_keeps_bits_and_calls_each_wrapper(
     sweep: Sweep, style: str, part: int
 ) -> None:
     assert sweep.problems(sweep.called[part::GROUPS], style) == []
 
 
-def test_tables_name_only_targets_that_torch_calls(sweep: Sweep) -> None:
+def test_tables_of_patch_targets_name_only_functions_that_torch_calls(sweep: Sweep) -> None:
     assert [n for n in (*NOT_CALLED, *CALLED_LESS_OFTEN) if sweep.calls.get(n, 0) == 0] == []
 
 
@@ -138,7 +140,9 @@ def test_tables_name_only_targets_that_torch_calls(sweep: Sweep) -> None:
     reason="runs for 10 minutes or more; FSDP_C_PATCH_SWEEP=single runs it",
 )
 @pytest.mark.parametrize("style", STYLES)
-def test_each_target_wrapped_alone_is_called_as_often_as_by_torch(sweep: Sweep, style: str) -> None:
+def test_each_patch_target_wrapped_alone_is_called_as_often_as_by_torch(
+    sweep: Sweep, style: str
+) -> None:
     problems = []
     for name in sweep.called:
         outcomes = sweep.run([name], style)

@@ -48,7 +48,7 @@ def both(name: str) -> tuple[list[Any], list[Any]]:
     return returned(name, "torch", 2, MODULES), returned(name, "fsdp_c", 2, MODULES)
 
 
-def test_document_and_scenarios_have_the_same_rows() -> None:
+def test_private_surface_document_has_one_row_per_scenario() -> None:
     table, listed = DOCUMENT.read_text().split("## Differences")
     found = [row[-1].strip("`") for row in rows(table)]
     assert sorted(found) == sorted(scenarios())
@@ -57,7 +57,7 @@ def test_document_and_scenarios_have_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in scenarios() if name not in DIFFERENT])
-def test_private_use_gives_the_result_of_torch(name: str) -> None:
+def test_private_surface_scenario_matches_torch(name: str) -> None:
     from_torch, from_fsdp_c = both(name)
     found = differences(from_torch, from_fsdp_c, name)
     assert not found, "torch and fsdp_c differ:\n" + "\n".join(found[:20])

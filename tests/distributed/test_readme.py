@@ -84,7 +84,7 @@ def test_every_python_fence_is_a_block() -> None:
         assert text.count("```python") + text.count("```py\n") == len(readme.blocks(text)), path
 
 
-def test_blocks_that_are_not_run_need_a_library_of_another_environment() -> None:
+def test_document_blocks_that_are_not_run_need_a_library_of_another_environment() -> None:
     reasons = []
     for path in DOCUMENTS:
         text = path.read_text()

@@ -31,14 +31,16 @@ def test_both_groups_of_hybrid_sharding_use_shared_memory() -> None:
 
 
 @functools.cache
-def compare_with_obstacles() -> list[dict[str, tuple[int, bool]]]:
-    return run_ranks(shared_memory.compare_with_obstacles, 3)
+def compare_with_fallback_reasons() -> list[dict[str, tuple[int, bool]]]:
+    return run_ranks(shared_memory.compare_with_fallback_reasons, 3)
 
 
-@pytest.mark.parametrize("obstacle", shared_memory.OBSTACLES)
-def test_obstacle_on_one_rank_makes_all_ranks_fall_back(obstacle: str) -> None:
-    mapped = 3 if obstacle == "nothing" else 0
-    assert [results[obstacle] for results in compare_with_obstacles()] == [(mapped, True)] * 3
+@pytest.mark.parametrize("fallback_reason", shared_memory.FALLBACK_REASONS)
+def test_fallback_reason_on_one_rank_makes_all_ranks_use_gloo(fallback_reason: str) -> None:
+    mapped = 3 if fallback_reason == "nothing" else 0
+    assert [results[fallback_reason] for results in compare_with_fallback_reasons()] == [
+        (mapped, True)
+    ] * 3
 
 
 def test_forked_child_is_refused_and_does_not_affect_its_parent() -> None:

@@ -35,9 +35,9 @@ def assert_equal(result: Any) -> None:
 def test_keep_unsharded_storage_keeps_parameter_addresses() -> None:
     for result in run_scenario("kept_storage"):
         assert_equal(result)
-        assert result["stays"]
-        assert result["kept"] > 0
-        assert result["freed"] == result["others"]
+        assert result["are addresses equal"]
+        assert result["bytes while kept"] > 0
+        assert result["bytes after disabling"] == result["bytes of default model"]
 
 
 def test_keep_unsharded_storage_without_recurse_affects_one_unit() -> None:
@@ -52,7 +52,7 @@ def test_deferred_gradients_are_reduced_by_finalize_backward_only() -> None:
     for result in run_scenario("deferred_reductions"):
         assert_equal(result)
         assert result["counts"] == [[0, 4], [0, 4]]
-        assert result["held"] == 0
+        assert result["unsharded bytes"] == 0
 
 
 def test_finalize_backward_only_waits_for_issued_reductions() -> None:
@@ -75,13 +75,13 @@ def test_finalize_backward_keeps_gradients_of_units_without_sync() -> None:
 
 def test_finalize_backward_raises_in_invalid_states() -> None:
     for result in run_scenario("invalid_finalizations"):
-        assert "requires manual backward finalization" in result["automatic"]
-        assert "must be called on the root" in result["below"]
-        assert "must be called on the root" in result["below, manual"]
-        assert "while a backward is running" in result["running"]
+        assert "requires manual backward finalization" in result["automatic mode"]
+        assert "must be called on the root" in result["mode of child"]
+        assert "must be called on the root" in result["finalization of child"]
+        assert "while a backward is running" in result["during backward"]
         assert "call wait()" in result["pending"]
-        assert "call wait()" in result["pending mode"]
-        assert result["afterwards"] == ""
+        assert "call wait()" in result["mode while pending"]
+        assert result["mode after wait"] == ""
 
 
 def test_reset_iter_state_drops_a_pending_finalization() -> None:
@@ -107,7 +107,7 @@ def test_param_dtype_override_sets_the_compute_dtype_of_one_parameter() -> None:
 
 def test_invalid_param_dtype_override_raises_and_leaves_the_model() -> None:
     for result in run_scenario("invalid_dtype_overrides"):
-        assert result["other"].startswith("ValueError")
-        assert "float64" in result["other"]
-        assert result["none"].startswith("ValueError")
-        assert "torch.dtype or None" in result["none"]
+        assert result["float64"].startswith("ValueError")
+        assert "float64" in result["float64"]
+        assert result["string"].startswith("ValueError")
+        assert "torch.dtype or None" in result["string"]

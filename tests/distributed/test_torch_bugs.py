@@ -297,8 +297,8 @@ def test_several_dtypes_with_partial_reductions_give_right_gradients() -> None:
 
 
 def test_b4_shard_dim_1_is_gathered_from_a_smaller_group() -> None:
-    assert all(run_torch("columns_alone", 4))
-    assert not any(run_fsdp_c("columns_alone", 4))
+    assert all(run_torch("backward_with_shard_1_and_smaller_reshard_group", 4))
+    assert not any(run_fsdp_c("backward_with_shard_1_and_smaller_reshard_group", 4))
     assert_near("columns_between_forward_and_backward")
 
 

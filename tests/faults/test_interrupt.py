@@ -9,7 +9,7 @@ import interrupt
 import pytest
 from launch import run_ranks
 
-pytestmark = pytest.mark.xdist_group("interrupt")  # they share launches
+pytestmark = pytest.mark.xdist_group("interrupt")  # the tests share launches
 
 
 @functools.cache

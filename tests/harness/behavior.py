@@ -324,7 +324,7 @@ def outcomes(
 def returned(
     name: str, implementation: str, world: int = 2, modules: tuple[str, ...] = MODULES
 ) -> list[Any]:
-    """Returns what the scenario returned on each rank. Fails if it raised on any rank."""
+    """Returns the scenario's result on each rank. Fails if it raised on any rank."""
     results = [ranks[name] for ranks in outcomes(implementation, world, modules)]
     for rank, result in enumerate(results):
         if isinstance(result, Raised):

@@ -3,7 +3,7 @@
 - without_kernels: torch's foreach operations replace fsdp_c's kernels, as on unsupported devices.
 - in_chunks: every parameter is a separate chunk of the collective, as large parameters are. The
   recording of collectives disables chunked collectives; test_chunks.py covers those.
-- in_buckets: every gradient is reduced separately. This changes the collectives, but no results.
+- in_buckets: every gradient is reduced separately. Buckets change the collectives, but no results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def torch_records(tmp_path_factory: pytest.TempPathFactory) -> list[RankRecords]
 
 
 @pytest.mark.parametrize("implementation", ["without_kernels", "in_chunks"])
-def test_other_data_path_matches_torch(
+def test_alternative_data_path_matches_torch(
     torch_records: list[RankRecords], tmp_path: Path, implementation: str
 ) -> None:
     fsdp_c_records = run_grid(

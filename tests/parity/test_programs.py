@@ -113,7 +113,7 @@ def test_hang_of_a_program_passes_only_if_torch_hangs_in_a_rerun(
         ("gave 'FSDPNet'", 12, 10, False),
     ],
 )
-def test_rules_allow_more_hooks_only_in_torch_after_a_failed_fully_shard(
+def test_known_differences_allow_more_hooks_only_in_torch_after_failed_fully_shard(
     first: str, by_torch: int, by_fsdp_c: int, is_allowed: bool
 ) -> None:
     program: list[Step] = [("shard_one", {"module": 10}), ("forward_without_hooks", {"model": 1})]

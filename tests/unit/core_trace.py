@@ -96,9 +96,9 @@ def run_dry(model: Any, batch: Any, run: Callable[..., Any] = _dry_run.run) -> l
 
     ``run`` replaces ``fsdp_c._dry_run.run``.
     """
-    layout = unit_bytes.layout_of(model)
+    layout = unit_bytes.make_sharded_layout(model)
     sharding = unit_bytes.Sharding(units=tuple(layout.units), states=tuple(layout.states))
-    step = dry_run.step_calls(
+    step = dry_run.make_step_calls(
         sharding, record_step(model, layout, batch, lambda output: output.sum())
     )
     calls = [*step, dry_run.Call("zero_grad"), *step]

@@ -80,7 +80,7 @@ class Mistake(NamedTuple):
     note: str
     """A substring of the note that fsdp_c adds."""
     make: Callable[[Api], Any]
-    """Makes the mistake; raises."""
+    """Makes the mistake and raises torch's exception."""
 
 
 MISTAKES: dict[str, Mistake] = {}

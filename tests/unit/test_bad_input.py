@@ -68,7 +68,7 @@ class WithScalar(nn.Module):
         return self.linear(x) * self.temperature
 
 
-def test_scalar_parameter_raises_and_corrected_call_works(fake_group: int) -> None:
+def test_scalar_parameter_raises_and_corrected_call_succeeds(fake_group: int) -> None:
     module = WithScalar()
     assert_raises_unchanged(module, ValueError, "doesn't support scalar parameters.*temperature")
     module.temperature = nn.Parameter(torch.ones(1))
@@ -76,7 +76,7 @@ def test_scalar_parameter_raises_and_corrected_call_works(fake_group: int) -> No
     train(module)
 
 
-def test_noncontiguous_parameter_raises_and_corrected_call_works(fake_group: int) -> None:
+def test_noncontiguous_parameter_raises_and_corrected_call_succeeds(fake_group: int) -> None:
     module = nn.Linear(4, 4)
     module.weight = nn.Parameter(module.weight.detach().t())
     assert_raises_unchanged(
@@ -128,7 +128,9 @@ def test_two_dimensional_mesh_without_names_raises(fake_group: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 0, -2, 16])
-def test_reshard_after_forward_not_dividing_world_size_raises(fake_group: int, size: int) -> None:
+def test_reshard_after_forward_that_does_not_divide_world_size_raises(
+    fake_group: int, size: int
+) -> None:
     assert_raises_unchanged(
         nn.Linear(4, 4), ValueError, "should be a factor of 8", reshard_after_forward=size
     )

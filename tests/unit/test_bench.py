@@ -35,7 +35,7 @@ def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
         assert wall > 0 and (ratio == 1.0 or name != "fsdp_c")
 
 
-def test_meter_around_allocation_measures_memory_faults_and_time() -> None:
+def test_meter_measures_memory_faults_and_time_of_allocation() -> None:
     import meter
     import torch
 
@@ -49,7 +49,7 @@ def test_meter_around_allocation_measures_memory_faults_and_time() -> None:
         assert cost.faults > 0
 
 
-def test_overview_draws_a_pair_of_bars_per_model(tmp_path: Path) -> None:
+def test_pictures_script_draws_a_pair_of_bars_per_model(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     costs = {name: {"without": {"wall": wall}} for name, wall in (("torch", 20.0), ("fsdp_c", 5.0))}
     models = {kind: {"title": f"{kind} model", "costs": costs} for kind in ("small", "deep")}

@@ -13,8 +13,8 @@ import torch.nn as nn
 
 import fsdp_c
 from fsdp_c import MixedPrecisionPolicy, fully_shard, replicate
-from fsdp_c._tools.dry_run import collectives_of
-from fsdp_c._tools.unit_bytes import BUCKET_LIMIT, Sharding, layout_of
+from fsdp_c._tools.dry_run import simulate_collectives
+from fsdp_c._tools.unit_bytes import BUCKET_LIMIT, Sharding, make_sharded_layout
 
 MIB = 2**20
 
@@ -122,9 +122,9 @@ def test_planned_buckets_equal_those_of_runtime(fake_group: int) -> None:
     for size in (1000, 80, 81, 1):
         fsdp_c.set_bucket_cap(module, size / MIB)
         spans = group_of(module)._buckets
-        layout = layout_of(module)
+        layout = make_sharded_layout(module)
         sharding = Sharding(units=tuple(layout.units), states=tuple(layout.states))
-        [unit] = collectives_of(sharding)
+        [unit] = simulate_collectives(sharding)
         # 8 ranks divide the four rows of a parameter, so every second row is padding.
         sizes = [2 * 64, 2 * 16] * 3
         assert unit.sizes("reduce_scatter") == [sum(sizes[slice(*span)]) for span in spans]

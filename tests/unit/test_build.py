@@ -129,7 +129,7 @@ class Tree:
         return output
 
     def values(self, folder: str = "fsdp_c") -> list[int]:
-        """Returns what the built module computes."""
+        """Returns the results of the built module's functions."""
         code = f"import torch, sys; sys.path.insert(0, {folder!r}); import _C; print(*_C.values())"
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=self.root, env=TOOL_ENV, capture_output=True, text=True)
@@ -237,13 +237,13 @@ def test_changed_compiler_recompiles_everything(tree: Tree) -> None:
     assert "core/core.c" in (tree.root / "runs").read_text()
 
 
-def test_missing_compiler_is_named_with_remedy(tree: Tree) -> None:
+def test_missing_compiler_is_reported_with_remedy(tree: Tree) -> None:
     output = tree.build(fails=True, CXX="no-such-compiler -m64")
     assert "the C++ compiler 'no-such-compiler -m64' is not found: install gcc and g++" in output
     assert "Traceback" not in output
 
 
-def test_missing_cmake_is_named_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cmake_is_reported_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path: None)
     with pytest.raises(SystemExit, match=r"cmake is not found: run .* pip install cmake ninja"):
         run_cmake.find_program("cmake")

@@ -99,7 +99,7 @@ def test_python_modules_declare_their_functions_in_their_own_headers() -> None:
     assert set(dependencies["objects"]) == {"version_cache"}
 
 
-def test_dependency_that_points_up_is_found(tmp_path: Path) -> None:
+def test_find_upward_returns_dependency_on_higher_layer(tmp_path: Path) -> None:
     low, high = tmp_path / "low.c", tmp_path / "high.c"
     low.write_text("int fc_low(void) {\n    return fc_high(); /* not fc_never() */\n}\n")
     high.write_text('#include "low.h"\n\nint fc_high(void) {\n    return fc_low();\n}\n')
@@ -121,8 +121,9 @@ def test_only_state_machine_modules_take_fc_group() -> None:
 
 DIVIDER = "/* ---- names of torch's private interface;"
 FOR_TESTS = {"_buckets", "_check", "deferred_collectives"}
+"""Attributes that neither fsdp_c's Python code nor torch reads: tests read them."""
 SIMULATIONS = {"dry_run.py", "advice.py", "fake_step.py", "step_memory.py", "trace_spans.py"}
-"""Files that simulate a step. They use names of torch's attributes for other things."""
+"""Files that simulate a step. Some of their own attributes have names of torch's attributes."""
 _TABLE = re.compile(r"^(?:static )?Py(?:GetSet|Method)Def \w+\[\] = .*?^};", re.M | re.S)
 _ENTRY = re.compile(r'^    (?:\{|GROUP_FLAG\()"(\w+)",', re.M)
 

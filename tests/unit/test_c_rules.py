@@ -71,7 +71,7 @@ def test_headers_of_mutating_functions_state_preconditions() -> None:
     assert [h.name for h in sorted(headers) if "Precondition" not in h.read_text()] == []
 
 
-def test_mutating_function_is_found_by_its_first_pointer() -> None:
+def test_is_mutating_depends_on_const_of_first_pointer() -> None:
     assert c_sources.is_mutating("fc_group *g, const fc_order *order")
     assert c_sources.is_mutating("int64_t a, int64_t *out")
     assert not c_sources.is_mutating("const fc_group *g, size_t *count")
@@ -179,7 +179,7 @@ def test_globals_and_thread_locals_are_listed_with_a_reason() -> None:
     assert list_globals().keys() == GLOBALS.keys()
 
 
-def test_global_is_found_in_every_scope(tmp_path: Path) -> None:
+def test_list_globals_finds_variables_of_every_scope(tmp_path: Path) -> None:
     source = tmp_path / "sample.cpp"
     source.write_text("""
 // static int comment;
@@ -270,7 +270,7 @@ def test_core_compares_no_device_type() -> None:
     assert found == []
 
 
-def test_device_comparison_is_found() -> None:
+def test_device_comparison_pattern_matches_comparisons_only() -> None:
     for line in (
         "device.type == FCT_DEVICE_CPU",
         "base->device.type != FCT_DEVICE_MTIA",

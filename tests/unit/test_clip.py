@@ -77,18 +77,20 @@ def compare(module: nn.Module, max_norm: float, norm_type: float = 2.0, **kwargs
 
 class TestParityWithTorch:
     @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])
-    def test_two_norm_matches_torch(self, fake_group: int, max_norm: float) -> None:
+    def test_clip_by_two_norm_matches_torch(self, fake_group: int, max_norm: float) -> None:
         assert compare(sharded_module(), max_norm) > 5
 
     @pytest.mark.parametrize("norm_type", [1.0, 3.0, 2, "inf", float("inf"), 0.0])
-    def test_other_norm_types_match_torch(self, fake_group: int, norm_type: Any) -> None:
+    def test_clip_by_other_norm_types_matches_torch(self, fake_group: int, norm_type: Any) -> None:
         shapes = [
             shape for shape in SHAPES if shape[0] >= 8
         ]  # torch raises on empty shards for inf
         compare(sharded_module(shapes), 0.5, float(norm_type))
 
     @pytest.mark.parametrize("norm_type", [4.0, 0.5, 1.5, -1.0, -math.inf])
-    def test_unusual_norm_types_are_close_to_torch(self, fake_group: int, norm_type: float) -> None:
+    def test_clip_by_unusual_norm_types_is_close_to_torch(
+        self, fake_group: int, norm_type: float
+    ) -> None:
         module = sharded_module([(64, 8), (40, 33)])
         give_grads(module)
         by_torch = torch.nn.utils.get_total_norm(
@@ -97,8 +99,8 @@ class TestParityWithTorch:
         by_fsdp_c = clip_grad_norm_(module, 1e9, norm_type)
         torch.testing.assert_close(by_fsdp_c, by_torch, rtol=1e-6, atol=0)
 
-    def test_norm_of_each_parameter_matches_torch(self, fake_group: int) -> None:
-        """Covers the square root as well: MKL's is not correctly rounded on every machine."""
+    def test_clip_by_norm_of_each_parameter_alone_matches_torch(self, fake_group: int) -> None:
+        """Covers the square root, too: MKL's square root is not correctly rounded everywhere."""
         module = sharded_module([(8 * n, 3) for n in range(1, 60)])
         give_grads(module)
         for param in module.parameters():
@@ -106,25 +108,27 @@ class TestParityWithTorch:
             assert torch.equal(clip_grad_norm_([param], 1e9), by_torch)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
-    def test_other_dtypes_match_torch(self, fake_group: int, dtype: torch.dtype) -> None:
+    def test_clip_of_other_dtypes_matches_torch(self, fake_group: int, dtype: torch.dtype) -> None:
         compare(sharded_module(dtype=dtype), 0.5)
 
     @pytest.mark.parametrize("foreach", [True, False])
-    def test_foreach_on_and_off_match_torch(self, fake_group: int, foreach: bool) -> None:
+    def test_clip_with_foreach_on_or_off_matches_torch(
+        self, fake_group: int, foreach: bool
+    ) -> None:
         compare(sharded_module(), 0.5, foreach=foreach)
 
-    def test_mixed_dtypes_match_torch(self, fake_group: int) -> None:
+    def test_clip_of_mixed_dtypes_matches_torch(self, fake_group: int) -> None:
         module = nn.ModuleList(
             [sharded_module(), sharded_module(dtype=torch.bfloat16), sharded_module()]
         )
         compare(module, 0.5)
 
-    def test_gradients_above_the_thread_limit_match_torch(self, fake_group: int) -> None:
+    def test_clip_of_gradients_above_the_thread_limit_matches_torch(self, fake_group: int) -> None:
         compare(sharded_module([(8 * 300, 200), (64, 8)]), 0.5)
 
     @settings(max_examples=50, deadline=None)
     @given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.floats(1e-3, 1e3))
-    def test_plain_tensors_of_any_length_match_torch(
+    def test_clip_of_plain_tensors_of_any_length_matches_torch(
         self, lengths: list[int], max_norm: float
     ) -> None:
         def grads() -> list[torch.Tensor]:
@@ -140,7 +144,7 @@ class TestParityWithTorch:
         for a, b in zip(by_fsdp_c, by_torch, strict=True):
             assert torch.equal(a.grad, b.grad)
 
-    def test_extreme_values_match_torch(self) -> None:
+    def test_clip_of_extreme_gradients_matches_torch(self) -> None:
         for values in ([1e30, 1e30], [1e-30, 1e-40], [0.0], [math.inf, 1.0], [math.nan, 1.0]):
             by_torch, by_fsdp_c = torch.zeros(len(values)), torch.zeros(len(values))
             by_torch.grad, by_fsdp_c.grad = torch.tensor(values), torch.tensor(values)
@@ -158,7 +162,7 @@ class TestDefaults:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
-    def test_default_dtype_does_not_change_the_total(
+    def test_default_dtype_does_not_change_total_norm(
         self, fake_group: int, dtype: torch.dtype, norm_type: float
     ) -> None:
         # torch computes the norm of the first parameter, fsdp_c's kernels that of the second.
@@ -175,7 +179,7 @@ class TestDefaults:
             assert torch.equal(a, b)
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
-    def test_default_device_does_not_change_the_total(
+    def test_default_device_does_not_change_total_norm(
         self, fake_group: int, norm_type: float
     ) -> None:
         module = sharded_module([(8 * 300, 200), (64, 8)])
@@ -185,7 +189,7 @@ class TestDefaults:
         assert torch.equal(found[0], expected[0])
         assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 
-    def test_total_without_gradients_is_on_the_default_device(self) -> None:
+    def test_total_norm_without_gradients_is_on_default_device(self) -> None:
         with torch.device("meta"):
             assert clip_grad_norm_([], 1.0).is_meta
             assert torch.nn.utils.clip_grad_norm_([], 1.0).is_meta
@@ -231,7 +235,7 @@ class TestSeveralMeshes:
             "with replicas",
         ],
     )
-    def test_c_implementation_has_the_bits_of_the_python_implementation(
+    def test_clip_in_c_has_the_bits_of_clip_in_python(
         self, fake_group: int, shapes: Any, names: Any, calls: int
     ) -> None:
         meshes = [
@@ -264,7 +268,9 @@ class TestWithoutValues:
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
     @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-    def test_fake_tensors_give_a_fake_total(self, device: str, norm_type: float) -> None:
+    def test_clip_of_fake_tensors_returns_fake_total_norm(
+        self, device: str, norm_type: float
+    ) -> None:
         with FakeTensorMode():
             for call in (torch.nn.utils.clip_grad_norm_, clip_grad_norm_):
                 param = torch.zeros(3, device=device)
@@ -275,21 +281,21 @@ class TestWithoutValues:
                 with pytest.raises(DataDependentOutputException):
                     call([param], 1.0, norm_type, error_if_nonfinite=True)
 
-    def test_fake_gradients_outside_their_mode_give_a_fake_total(self) -> None:
+    def test_clip_of_fake_gradients_outside_their_mode_returns_fake_total_norm(self) -> None:
         with FakeTensorMode():
             param = torch.zeros(3)
             param.grad = torch.ones(3)
         assert isinstance(clip_grad_norm_([param], 1.0), FakeTensor)
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
-    def test_real_gradients_in_fake_mode_are_not_written(self, norm_type: float) -> None:
+    def test_clip_in_fake_mode_writes_no_real_gradients(self, norm_type: float) -> None:
         param = torch.zeros(3)
         param.grad = torch.ones(3)
         with FakeTensorMode(allow_non_fake_inputs=True):
             assert isinstance(clip_grad_norm_([param], 1.0, norm_type), FakeTensor)
         assert torch.equal(param.grad, torch.ones(3))
 
-    def test_sharded_fake_gradients_give_a_fake_total(self, fake_group: int) -> None:
+    def test_clip_of_sharded_fake_gradients_returns_fake_total_norm(self, fake_group: int) -> None:
         mesh = init_device_mesh("cpu", (8,))
         with FakeTensorMode():
             module = fully_shard(nn.Linear(16, 16), mesh=mesh)
@@ -323,12 +329,16 @@ class TestCollectives:
         return comm.get_total_counts()
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-    def test_one_collective_for_all_parameters(self, fake_group: int, norm_type: float) -> None:
+    def test_clip_issues_one_collective_for_all_parameters(
+        self, fake_group: int, norm_type: float
+    ) -> None:
         module = sharded_module()
         give_grads(module)
         assert self.count(module, norm_type) == 1
 
-    def test_no_collective_for_replicated_and_plain_gradients(self, fake_group: int) -> None:
+    def test_clip_of_replicated_and_plain_gradients_issues_no_collective(
+        self, fake_group: int
+    ) -> None:
         module = nn.Linear(4, 4)
         mesh = init_device_mesh("cpu", (8,))
         module.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
@@ -339,7 +349,7 @@ class TestCollectives:
         assert comm.get_total_counts() == 0
         assert total == pytest.approx(math.sqrt(20))
 
-    def test_one_collective_per_sharded_mesh_dimension(self, fake_group: int) -> None:
+    def test_clip_issues_one_collective_per_sharded_mesh_dimension(self, fake_group: int) -> None:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         module = nn.Module()
         placements = [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Replicate(), Shard(0)]]
@@ -349,7 +359,7 @@ class TestCollectives:
             module.register_parameter(f"p{i}", param)
         assert self.count(module) == 2 + 1 + 1
 
-    def test_partial_gradients_are_reduced_first(self, single_group: int) -> None:
+    def test_clip_reduces_partial_gradients_first(self, single_group: int) -> None:
         mesh = init_device_mesh("cpu", (1,))
         param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
         param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
@@ -359,7 +369,7 @@ class TestCollectives:
 
 
 class TestArguments:
-    def test_module_tensor_and_iterator_are_accepted(self) -> None:
+    def test_clip_accepts_module_tensor_and_iterator(self) -> None:
         module = nn.Linear(2, 2)
         module(torch.ones(1, 2)).sum().backward()
         total = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
@@ -367,7 +377,7 @@ class TestArguments:
         assert torch.equal(clip_grad_norm_(iter(module.parameters()), 100.0), total)
         assert clip_grad_norm_(module.bias, 100.0) == pytest.approx(math.sqrt(2))
 
-    def test_parameters_without_gradient_are_skipped(self, fake_group: int) -> None:
+    def test_clip_skips_parameters_without_gradient(self, fake_group: int) -> None:
         module = sharded_module()
         assert torch.equal(clip_grad_norm_(module, 1.0), torch.tensor(0.0))
         assert torch.equal(clip_grad_norm_([], 1.0), torch.tensor(0.0))
@@ -377,7 +387,7 @@ class TestArguments:
         total = clip_grad_norm_(params, 1e9)
         assert torch.equal(total, clip_grad_norm_(params[1:], 1e9))
 
-    def test_gradients_below_max_norm_are_not_written(self, fake_group: int) -> None:
+    def test_clip_does_not_write_gradients_below_max_norm(self, fake_group: int) -> None:
         module = sharded_module()
         give_grads(module)
         before = [p.grad._local_tensor.clone() for p in module.parameters()]
@@ -388,7 +398,7 @@ class TestArguments:
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
     @pytest.mark.parametrize("value", [math.inf, math.nan])
-    def test_nonfinite_totals_raise_before_anything_changes(
+    def test_clip_with_nonfinite_total_norm_raises_before_any_write(
         self, fake_group: int, norm_type: float, value: float
     ) -> None:
         module = sharded_module()
@@ -400,7 +410,7 @@ class TestArguments:
         for param, grad in zip(module.parameters(), before, strict=True):
             assert torch.equal(param.grad._local_tensor.nan_to_num(), grad.nan_to_num())
 
-    def test_empty_shards_have_an_infinity_norm(self, fake_group: int) -> None:
+    def test_clip_of_empty_shards_by_infinity_norm_succeeds(self, fake_group: int) -> None:
         module = sharded_module([(64, 8), (3,)])
         give_grads(module)
         for param in module.parameters():
@@ -411,7 +421,7 @@ class TestArguments:
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, math.inf)
 
     @pytest.mark.parametrize("strides", ["t", "expand"])
-    def test_noncontiguous_gradients_match_torch(self, strides: str) -> None:
+    def test_clip_of_noncontiguous_gradients_matches_torch(self, strides: str) -> None:
         by_fsdp_c, by_torch = torch.zeros(4, 6), torch.zeros(4, 6)
         for param in (by_fsdp_c, by_torch):
             values = torch.arange(24.0)
@@ -431,13 +441,13 @@ class TestArguments:
             grads.append(param.grad)
         assert torch.equal(*grads) and grads[0].norm() < 1.0001
 
-    def test_empty_generator_warns(self) -> None:
+    def test_clip_of_empty_generator_warns(self) -> None:
         for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
             with pytest.warns(UserWarning, match="`parameters` is an empty generator") as caught:
                 call((p for p in ()), 1.0)
             assert caught[0].filename == __file__
 
-    def test_invalid_arguments_raise_torchs_errors(self) -> None:
+    def test_clip_with_invalid_arguments_raises_torchs_errors(self) -> None:
         with pytest.raises(AttributeError, match="grad"):
             clip_grad_norm_([object()], 1.0)  # type: ignore[list-item]
         for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):

@@ -1,6 +1,6 @@
 """Log messages about configurations that silently train nothing or waste memory.
 
-Each is logged once, with the name of the module, and never raised as a Python warning.
+Each message is logged once, with the name of the module, and is never raised as a Python warning.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_optimizer_with_some_unsharded_parameters_logs_their_names(logged: Logge
 
 
 def test_optimizer_with_parameters_replaced_by_sharded_ones_logs_nothing(logged: Logged) -> None:
-    """accelerate replaces an optimizer's parameters in this way."""
+    """accelerate replaces the parameters of an optimizer's groups after sharding."""
     model = MLPModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["params"] = list(sharded(model).parameters())
@@ -253,7 +253,7 @@ def test_unit_much_larger_than_median_logs_warning(
         return sharded(model)
 
     step(model_with_large_head())
-    assert logged() == []  # the unit is smaller than _LARGE
+    assert logged() == []  # the unit is smaller than lint._LARGE_BYTES
     monkeypatch.setattr(lint, "_LARGE_BYTES", 64 * 2**10)
     step(model_with_large_head())
     (line,) = logged()
@@ -313,18 +313,18 @@ def test_warning_is_not_logged_on_rank_3(logged: Logged) -> None:
     assert logged() == []
 
 
-def test_failing_check_does_not_stop_training(
+def test_failing_configuration_check_does_not_stop_training(
     logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*args: Any) -> None:
+    def raise_os_error(*args: Any) -> None:
         raise OSError("the check fails")
 
-    monkeypatch.setattr(lint, "check_blocks_in_root", fails)
+    monkeypatch.setattr(lint, "check_blocks_in_root", raise_os_error)
     step(fully_shard(MLPModel()))  # type: ignore[arg-type]
     assert logged() == []
 
 
-def test_models_and_optimizers_are_freed_after_check(logged: Logged) -> None:
+def test_checked_models_and_optimizers_are_freed(logged: Logged) -> None:
     import gc
     import weakref
 

@@ -102,7 +102,7 @@ def torch_files() -> frozenset[str]:
 
 
 def path_exists(name: str, document: Path) -> bool:
-    """Whether the path exists below the root, csrc or the document's folder, or in torch.
+    """Returns whether the path exists below the root, csrc or the document's folder, or in torch.
 
     A bare file name may be that of any source file.
     """
@@ -116,7 +116,7 @@ def path_exists(name: str, document: Path) -> bool:
 
 
 def has_field(struct: str, field: str) -> bool:
-    """Whether a struct of csrc has the field. Fields of nested structs count."""
+    """Returns whether a struct of csrc has the field. Fields of nested structs count."""
     for text in sources().values():
         body = re.search(rf"\bstruct {struct} \{{(.*?)^\}}", text, re.M | re.S)
         if body is not None:
@@ -125,7 +125,7 @@ def has_field(struct: str, field: str) -> bool:
 
 
 def resolves(name: str) -> bool:
-    """Whether the modules and attributes of a dotted name exist."""
+    """Returns whether the modules and attributes of a dotted name exist."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -139,7 +139,7 @@ def resolves(name: str) -> bool:
 
 
 def is_known(name: str) -> bool:
-    """Whether the sources, or torch's FSDP and DistributedDataParallel, use the name."""
+    """Returns whether the sources, or torch's FSDP and DistributedDataParallel, use the name."""
     import torch.distributed.fsdp as fsdp
     from torch.nn.parallel import DistributedDataParallel
 
@@ -217,7 +217,7 @@ DOCUMENT_WITH_KNOWN_NAMES = """
 Read `core/group.h`, `group.c`, `tests/c`, `csrc/bridge/*.cpp`; call `fc_group_unshard`,
 `fct_fault_arm(n)`, `fsdp_c.auto_shard(model)`, `fc_param.partial`, `zero_grad()`, `make
 test`, the prefixes `fc_` and `fct_`, `model`, run
-`test_unknown_names_are_listed_in_order`. Not a name: `a = b`.
+`test_unknown_names_returns_names_in_order`. Not a name: `a = b`.
 
 ```
 make demo     # trains a small GPT
@@ -225,7 +225,7 @@ make demo     # trains a small GPT
 """
 
 
-def test_unknown_names_are_listed_in_order() -> None:
+def test_unknown_names_returns_names_in_order() -> None:
     assert unknown_names(DOCUMENT_WITH_UNKNOWN_NAMES, ROOT / "README.md") == [
         "core/nowhere.h",
         "nowhere.py",
@@ -245,5 +245,5 @@ def test_unknown_names_are_listed_in_order() -> None:
     ]
 
 
-def test_known_names_are_not_listed() -> None:
+def test_unknown_names_omits_known_names() -> None:
     assert unknown_names(DOCUMENT_WITH_KNOWN_NAMES, ROOT / "README.md") == []

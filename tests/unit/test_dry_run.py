@@ -311,6 +311,6 @@ def test_invalid_state_raises_with_the_name_of_the_item(state: Any, match: str) 
         ([("gradient", 0, 0, -1, 32)], r"calls\[0\] \(gradient\): .*'weight' is not unsharded"),
     ],
 )
-def test_invalid_call_raises_with_its_index(calls: Any, match: str) -> None:
+def test_dry_run_of_invalid_call_raises_with_its_index(calls: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         _dry_run.run([UNIT], [{"root": 0}], calls)

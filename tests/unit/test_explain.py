@@ -44,7 +44,7 @@ def world(fake_group: int) -> None:
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def test_table_has_one_row_per_unit() -> None:
+def test_explain_returns_one_row_per_unit() -> None:
     units = quiet_explain(sharded(mp_policy=MIXED)).units
     assert [unit.name for unit in units] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
     assert [unit.modules for unit in units] == ["MLPModel", "MLPBlock", "MLPBlock", "MLPBlock"]

@@ -27,7 +27,7 @@ def test_each_module_has_tests() -> None:
 
 
 @pytest.mark.parametrize("module", find_tests.TESTS_OF)
-def test_listed_tests_exist(module: str) -> None:
+def test_tests_in_table_of_find_tests_exist(module: str) -> None:
     missing = set(find_tests.TESTS_OF[module]) - find_tests.all_test_files().keys()
     assert missing == set()
 
@@ -53,12 +53,12 @@ def test_command_of_a_worker_runs_the_tests_that_import_it() -> None:
     ]
 
 
-def test_test_file_is_its_own_test() -> None:
+def test_find_tests_of_test_file_returns_the_file() -> None:
     assert names("tests/c/test_gather.c") == ["TESTS=test_gather"]
     assert names("tests/unit/test_names.py")[2:] == ["tests/unit/test_names.py"]
 
 
-def test_file_that_does_not_exist_is_an_error() -> None:
+def test_find_tests_of_missing_file_exits_with_error() -> None:
     command = [sys.executable, str(ROOT / "tests/find_tests.py"), "csrc/core/no_such_file.c"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2

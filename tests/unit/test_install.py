@@ -329,7 +329,7 @@ def test_fsdp_c_is_not_imported_without_environment_variable(probe: Any, value: 
     assert not facts["late"]
 
 
-def test_autoload_and_switches_accept_the_same_off_values() -> None:
+def test_autoload_and_env_module_accept_the_same_off_values() -> None:
     assert fsdp_c_autoload.OFF == env_module.OFF
 
 
@@ -447,7 +447,7 @@ def test_script_and_child_environment_use_fsdp_c(scripts: Path) -> None:
     assert done.stdout.split("\n")[0] == "True 1", done.stderr
 
 
-def test_help_and_missing_script_print_usage(scripts: Path) -> None:
+def test_command_with_help_or_missing_script_prints_usage(scripts: Path) -> None:
     env = installed_environment(scripts)
     with_help, empty = (run("-m", "fsdp_c", *a, env=env, cwd=scripts) for a in (["--help"], []))
     assert (
@@ -458,7 +458,7 @@ def test_help_and_missing_script_print_usage(scripts: Path) -> None:
     assert empty.returncode == 2 and empty.stderr == with_help.stdout
 
 
-def test_unknown_option_is_an_error(scripts: Path) -> None:
+def test_command_with_unknown_option_exits_with_usage(scripts: Path) -> None:
     done = run("-m", "fsdp_c", "--chek", env=installed_environment(scripts), cwd=scripts)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("unknown option --chek: ")

@@ -64,7 +64,7 @@ def test_exit_stops_waiting_for_thread_after_timeout() -> None:
     assert run_program(60) == "False True"
 
 
-def test_exit_without_proc_stops_waiting_after_timeout() -> None:
+def test_exit_without_proc_file_system_stops_waiting_after_timeout() -> None:
     assert run_program(60, "no /proc") == "False True"
 
 

@@ -76,7 +76,7 @@ def test_nvrtc_kernels_give_gradients_bit_equal_to_torch(
         assert torch.equal(grad, torch_grad)
 
 
-def test_shard_on_dim_1_takes_as_many_launches_as_on_dim_0(
+def test_shards_on_dim_1_need_as_many_kernel_launches_as_on_dim_0(
     fake_group: int, jit_driver: ctypes.CDLL
 ) -> None:
     counts = {}
@@ -86,7 +86,7 @@ def test_shard_on_dim_1_takes_as_many_launches_as_on_dim_0(
     assert counts["Shard(0)"] == counts["Shard(1)"] == 3 * 3 * 5  # steps, blocks, kernels per block
 
 
-def test_launch_failure_of_driver_raises(fake_group: int, jit_driver: ctypes.CDLL) -> None:
+def test_jit_with_failing_launch_of_driver_raises(fake_group: int, jit_driver: ctypes.CDLL) -> None:
     model = fsdp_c.fully_shard(torch.nn.Linear(16, 16))
     jit_driver.refuse_next()
     with pytest.raises(RuntimeError, match="the driver did not take a launch"):
@@ -95,7 +95,7 @@ def test_launch_failure_of_driver_raises(fake_group: int, jit_driver: ctypes.CDL
     model(torch.randn(2, 16)).sum().backward()
 
 
-def test_load_failure_of_driver_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:
+def test_jit_with_failing_load_of_driver_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="cuLibraryLoadData failed with CUresult 200"):
         jit.load(driver, b"no code")
     assert _C.kernels_of(torch.device("cuda")) == ("cuda" if _C.CUDA_KERNELS else "torch")

@@ -128,7 +128,7 @@ def launches_of(model: nn.Module, x: torch.Tensor) -> Counter[str]:
 
 
 def is_nested(event: Any) -> bool:
-    """Whether a writing operator or a collective called the operator."""
+    """Returns whether a writing operator or a collective called the operator."""
     parent = event.cpu_parent
     while parent is not None:
         if parent.name in WRITES or parent.name.startswith("c10d::"):

@@ -104,7 +104,7 @@ def test_state_hook_attributes_are_torchs_functions() -> None:
 
 
 @pytest.mark.parametrize("kind", ["group", "state", "param"])
-def test_objects_of_torch_keep_their_types_beside_an_fsdp_c_model(kind: str) -> None:
+def test_torch_objects_keep_torch_types_while_fsdp_c_model_exists(kind: str) -> None:
     result = model_of(fsdp_c.fully_shard)  # redirects torch's functions while it exists
     model = model_of(IMPLEMENTATIONS["torch"])
     step(model)

@@ -33,7 +33,7 @@ from fsdp_c import fully_shard, load_full_state_dict
 def fake_rank(rank: int, world: int) -> Iterator[None]:
     """Makes this process the given rank of a fake default process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    _clear_sharding_prop_cache()  # it caches meshes of other ranks, which compare equal
+    _clear_sharding_prop_cache()  # meshes of other ranks in the cache compare equal
     try:
         yield
     finally:

@@ -130,12 +130,12 @@ def test_folders_import_only_allowed_folders() -> None:
     assert find_forbidden(imports) == []
 
 
-def test_import_of_higher_layer_is_found() -> None:
+def test_find_forbidden_returns_imports_of_higher_layers() -> None:
     imports = {"_compat/a.py": {"_runtime/b.py"}, "clip.py": {"_tools/c.py", "names.py"}}
     assert find_forbidden(imports) == ["_compat/a.py -> _runtime/b.py", "clip.py -> _tools/c.py"]
 
 
-def test_no_files_import_each_other() -> None:
+def test_package_has_no_import_cycle() -> None:
     """Imports of the package itself are excluded: its names are imported by then, or at a call."""
     graph = {name: found - {"__init__.py", name} for name, found in imports_by_file().items()}
     beside = {name for name in graph if layer_of(name) == AUTOLOAD.name}
@@ -167,7 +167,7 @@ def test_classes_have_at_most_300_lines() -> None:
     assert {name: classes for name, classes in found.items() if classes} == {}
 
 
-def test_long_class_is_found() -> None:
+def test_find_long_classes_returns_classes_above_limit() -> None:
     text = "class A:\n    x = 1\n    y = 2\nclass B:\n    x = 1\n"
     assert find_long_classes(text, 2) == ["A"]
 

@@ -179,7 +179,7 @@ def test_subclass_or_dtype_override_disables_the_template(
     assert len(made) == 3
 
 
-def test_templates_are_freed_with_their_parameters(fake_group: int) -> None:
+def test_param_templates_are_freed_with_their_parameters(fake_group: int) -> None:
     gc.collect()
     before = len(param_template._templates)
     sharded = fully_shard(nn.Linear(40, 24))

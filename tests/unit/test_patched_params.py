@@ -359,11 +359,11 @@ def test_packed_weight_classes_of_a_library_are_kept() -> None:
             "keys": list(state),
             "loaded": str(loaded),
             "grads": [p.grad._local_tensor for p in model.parameters() if p.requires_grad],
-            "whole": [weight.detach().clone() for weight in map(unsharded, layers)],
+            "unsharded": [weight.detach().clone() for weight in map(unsharded, layers)],
         }
 
     torch_result, result = map(scenario, IMPLEMENTATIONS)
-    for name in ("grads", "whole"):
+    for name in ("grads", "unsharded"):
         assert all(map(torch.equal, result.pop(name), torch_result.pop(name)))
     assert result == torch_result
     assert result["classes"] == [["Packed"] * 3] * 2 and result["shards"] == ["Packed"] * 2

@@ -222,7 +222,7 @@ def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:
     assert 25 * 2**30 < explanation.peak.total < 60 * 2**30
 
 
-# ---- what is said --------------------------------------------------------------------------------
+# ---- printed text --------------------------------------------------------------------------------
 
 
 def test_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> None:
@@ -240,7 +240,7 @@ def test_table_merges_only_adjacent_units_of_equal_size() -> None:
 
     names = ["a.0", "a.1", "a.3", "b.0.c.1", "b.0.c.2", "b.1.c.2", "d"]
     units = [*map(unit, names), unit("e.0"), unit("e.1", 2)]
-    assert [(merged.name, merged.modules) for merged in report.folded(units)] == [
+    assert [(merged.name, merged.modules) for merged in report.combine_similar_units(units)] == [
         ("a.0-1", "2 x Block"),
         ("a.3", "Block"),
         ("b.0.c.1-2", "2 x Block"),
@@ -251,7 +251,7 @@ def test_table_merges_only_adjacent_units_of_equal_size() -> None:
     ]
 
 
-def test_fits_compares_peak_with_given_memory() -> None:
+def test_plan_fits_if_peak_is_below_given_memory() -> None:
     model = meta_model()
     peak = quiet_plan(model, batch=TOKENS).peak.total
     fits, fails = (quiet_plan(model, batch=TOKENS, memory=peak + by) for by in (1024, -1024))
@@ -450,7 +450,9 @@ def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
     with pytest.raises(ValueError, match=match):
         auto_shard(model, max_transient=100_000)
     assert type(model) is LargeVocabulary and not model._forward_pre_hooks
-    with pytest.raises(ValueError, match="too small for the unit"):  # it has both tied modules
+    with pytest.raises(
+        ValueError, match="too small for the unit"
+    ):  # the unit has both tied modules
         auto_shard(LargeVocabulary(tied=True), {type(model.layers[0])}, max_transient=100_000)
 
 

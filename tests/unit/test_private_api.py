@@ -48,7 +48,7 @@ ONLY_IN_TORCH = {
 
 @pytest.mark.torch("2.13")  # fsdp_c has the attributes of this release
 @pytest.mark.parametrize("kind", ["state", "group", "param", "comm context", "state context"])
-def test_objects_have_all_attributes_of_torch_objects(kind: str) -> None:
+def test_fsdp_c_objects_have_all_attributes_of_torch_objects(kind: str) -> None:
     objects = []
     for shard in IMPLEMENTATIONS:
         model = model_of(shard)

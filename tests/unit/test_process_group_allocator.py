@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from test_process_groups import BOTH, Group, param_groups_of
+from test_process_groups import SHARD_FUNCTIONS, Group, param_groups_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -60,11 +60,11 @@ def step(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("has_allocator", [True, False])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED])
-def test_allocator_of_group_is_called_as_by_torch(
+def test_allocator_of_process_group_is_called_as_by_torch(
     fake_group: int, has_allocator: bool, policy: MixedPrecisionPolicy
 ) -> None:
     results = []
-    for shard in BOTH:
+    for shard in SHARD_FUNCTIONS:
         calls: list[str] = []
         group = AllocatingGroup(8, calls, "group")
         group.has_allocator = has_allocator
@@ -128,19 +128,19 @@ def test_allocated_tensor_of_wrong_layout_raises(
     assert step(model) == expected
 
 
-@pytest.mark.parametrize("shard", BOTH)
-def test_exception_of_allocator_is_raised(fake_group: int, shard: Any) -> None:
-    def fail(memory: torch.Tensor) -> torch.Tensor:
+@pytest.mark.parametrize("shard", SHARD_FUNCTIONS)
+def test_exception_of_process_group_allocator_is_raised(fake_group: int, shard: Any) -> None:
+    def raise_memory_error(memory: torch.Tensor) -> torch.Tensor:
         raise MemoryError("out of memory")
 
     group = AllocatingGroup(8, [], "group")
     model = build(shard, group)
-    group.transform = fail
+    group.transform = raise_memory_error
     with pytest.raises(MemoryError, match="out of memory"):
         step(model)
 
 
-def test_step_after_forward_in_inference_mode_trains(fake_group: int) -> None:
+def test_step_with_allocator_after_forward_in_inference_mode_trains(fake_group: int) -> None:
     model = build(fully_shard, AllocatingGroup(8, [], "group"))
     with torch.inference_mode():
         model(torch.ones(2, 8))

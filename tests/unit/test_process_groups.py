@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from fsdp_c import fully_shard
 
 pytestmark = pytest.mark.torch("2.13")
-BOTH = (torch_fully_shard, fully_shard)
+SHARD_FUNCTIONS = (torch_fully_shard, fully_shard)
 
 
 class Group(dist.ProcessGroup):
@@ -149,7 +149,7 @@ def train_with_replacement(shard: Callable[..., Any], name: str, when: str) -> l
 def test_replaced_group_of_mesh_info_is_called_as_by_torch(
     fake_group: int, name: str, when: str
 ) -> None:
-    expected, actual = (train_with_replacement(shard, name, when) for shard in BOTH)
+    expected, actual = (train_with_replacement(shard, name, when) for shard in SHARD_FUNCTIONS)
     assert expected[1] != []
     assert actual == expected
 
@@ -181,7 +181,7 @@ def test_group_of_unknown_backend_receives_reduce_ops_of_torch(
 ) -> None:
     """torch does not check whether such a backend supports PREMUL_SUM."""
     results = []
-    for shard in BOTH:
+    for shard in SHARD_FUNCTIONS:
         calls: list[str] = []
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
         model = build(shard, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
@@ -197,7 +197,7 @@ def test_group_of_unknown_backend_receives_reduce_ops_of_torch(
 
 def test_replicate_group_of_changing_size_gives_gradients_of_torch(fake_group: int) -> None:
     results = []
-    for shard in BOTH:
+    for shard in SHARD_FUNCTIONS:
         calls: list[str] = []
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
         model = build(shard, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
@@ -270,7 +270,7 @@ def test_object_with_interface_of_process_group_is_called_as_by_torch(fake_group
             return getattr(self.inner, name)
 
     results = []
-    for shard in BOTH:
+    for shard in SHARD_FUNCTIONS:
         calls: list[str] = []
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
         model = build(shard, mesh)

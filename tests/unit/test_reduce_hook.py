@@ -47,10 +47,10 @@ def run_hook(has_stream: bool) -> list[str]:
     return log
 
 
-def test_hook_with_stream_runs_between_two_stream_waits() -> None:
+def test_all_reduce_hook_with_stream_runs_between_two_stream_waits() -> None:
     waits = "user waits for all-reduce", "all-reduce waits for user"
     assert run_hook(has_stream=True) == [waits[0], "on user", "hook", waits[1]]
 
 
-def test_hook_without_stream_runs_on_current_stream_without_waits() -> None:
+def test_all_reduce_hook_without_stream_runs_on_current_stream_without_waits() -> None:
     assert run_hook(has_stream=False) == ["hook"]

@@ -36,7 +36,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 def test_reset_iter_state_in_gradient_hook_lets_next_step_train(
     single_group: int, raises: bool
 ) -> None:
-    """Users do this to skip a step whose gradients are not finite."""
+    """Users call ``reset_iter_state`` in a hook to skip a step whose gradients are not finite."""
     model = make_sharded_model()
 
     def reset(param: nn.Parameter) -> None:
@@ -76,7 +76,7 @@ def test_lists_of_states_groups_and_params_are_copies(single_group: int) -> None
     loss_of(model).backward()
 
 
-def fail(*unused: Any) -> None:
+def raise_step_skipped(*unused: Any) -> None:
     raise StepSkipped
 
 
@@ -94,7 +94,7 @@ def test_reset_iter_state_resets_nested_units_that_are_own_roots(
         root = fully_shard(nn.ModuleDict({"head": nn.Linear(4, 4)}).head)
         root(torch.ones(2, 4))
         root.inner = inner
-    handle = inner.register_forward_pre_hook(fail)
+    handle = inner.register_forward_pre_hook(raise_step_skipped)
     with pytest.raises(StepSkipped):
         inner(torch.ones(2, 4))
     handle.remove()

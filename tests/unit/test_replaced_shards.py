@@ -230,7 +230,7 @@ def test_dtensor_data_of_other_dtype_or_shape_raises(
         train_step(model)
 
 
-def test_replacement_check_is_not_run_while_shards_are_unchanged(
+def test_check_for_replaced_shards_is_skipped_while_shards_are_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_of()

@@ -207,7 +207,7 @@ class TestIndex:
     @pytest.mark.parametrize(
         "text", ["", "{}", "[]", '{"weight_map": 3}', "[" * 100_000, "\x00\xff"], ids=range(6)
     )
-    def test_invalid_index_raises(self, tmp_path: Path, text: str) -> None:
+    def test_index_with_invalid_json_raises(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "i.json").write_text(text)
         with pytest.raises(ValueError, match="not an index"):
             SafetensorsIndex(tmp_path / "i.json")

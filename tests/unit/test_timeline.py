@@ -38,14 +38,14 @@ STEP_ON_CPU = [
     Event("FSDP::pre_forward (a)", 100, 200),
     Event("FSDP::all_gather (a)", 101, 120),
     Event("c10d::_allgather_base_", 105, 115, id=7),
-    Event("gloo:all_gather", 110, 170, flying=True),
+    Event("gloo:all_gather", 110, 170, is_async=True),
     Event("FSDP::all_gather_copy_out (a)", 130, 190),
     Event("FSDP::post_forward (a)", 300, 310),
     Event("FSDP::pre_backward (a)", 400, 410),
     Event("FSDP::post_backward_accumulate (a)", 500, 501),
     Event("FSDP::post_backward_reduce (a)", 505, 550),
     Event("c10d::_reduce_scatter_base_", 520, 540, id=8),
-    Event("gloo:all_reduce", 530, 700, flying=True),
+    Event("gloo:all_reduce", 530, 700, is_async=True),
     Event("FSDP::root_post_backward_callback", 600, 720),
     Event("Optimizer.step#SGD.step", 800, 900),
 ]
@@ -83,7 +83,7 @@ def test_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
         Event(BLOCK, 0, 1000),
         Event("FSDP::all_gather (a)", 100, 200),
         Event("c10d::_allgather_base_", 110, 120),
-        Event("gloo:all_gather", 125, 190, flying=True),
+        Event("gloo:all_gather", 125, 190, is_async=True),
     ]
     assert (trace_spans.GATHER_WAIT, "a", 120, 190) in spans_in_lane(make_spans(events), COMPUTE)
 
@@ -91,15 +91,15 @@ def test_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
 def test_spans_omit_collectives_issued_outside_of_fsdp() -> None:
     other_collectives = [
         Event("c10d::_allgather_base_", 10, 12),
-        Event("gloo:all_gather", 15, 105, flying=True),
-        Event("gloo:all_gather", -50, -5, flying=True),  # issued before the trace
+        Event("gloo:all_gather", 15, 105, is_async=True),
+        Event("gloo:all_gather", -50, -5, is_async=True),  # issued before the trace
     ]
     all_spans = make_spans(STEP_ON_CPU + other_collectives)
     assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
 
 
 def test_spans_of_cuda_step_have_times_of_kernels() -> None:
-    host_events = [event for event in STEP_ON_CPU if not event.flying]
+    host_events = [event for event in STEP_ON_CPU if not event.is_async]
     launches = [Event("aten::mm", 250, 252, id=1), Event("aten::mm", 420, 425, id=2)]
     kernels = [
         Event("ncclDevKernel_AllGather_RING_LL", 2000, 2100, on_device=True, id=7),

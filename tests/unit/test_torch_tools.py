@@ -40,7 +40,7 @@ from fsdp_c import _C
 
 Shard = Callable[..., Any]
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-BOTH: list[Shard] = [public.fully_shard, fsdp_c.fully_shard]
+SHARD_FUNCTIONS: list[Shard] = [public.fully_shard, fsdp_c.fully_shard]
 
 
 def model_of(shard: Shard, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def world(fake_group: int) -> int:
 # ---- types and lookups ---------------------------------------------------------------------------
 
 
-def test_objects_are_instances_of_torch_classes() -> None:
+def test_fsdp_c_objects_are_instances_of_torch_classes() -> None:
     model = model_of(fsdp_c.fully_shard)
     model(torch.ones(2, 16))
     state = model[0]._get_fsdp_state()
@@ -149,9 +149,11 @@ def track_memory(shard: Shard, **kwargs: Any) -> tuple[list[Any], int, dict[Any,
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED], ids=["fp32", "mixed"])
 def test_memory_tracker_records_same_updates_as_with_torch(policy: MixedPrecisionPolicy) -> None:
-    track_memory(BOTH[0], mp_policy=policy)  # fills DTensor's caches, which would be recorded
+    track_memory(
+        SHARD_FUNCTIONS[0], mp_policy=policy
+    )  # fills DTensor's caches, which would be recorded
     (torch_updates, torch_peak, torch_end), (updates, peak, end) = (
-        track_memory(shard, mp_policy=policy) for shard in BOTH
+        track_memory(shard, mp_policy=policy) for shard in SHARD_FUNCTIONS
     )
 
     def of_parameters(updates: list[Any]) -> list[Any]:
@@ -173,7 +175,7 @@ def test_memory_tracker_records_same_updates_as_with_torch(policy: MixedPrecisio
 def test_training_on_fake_tensors_gives_gradient_shapes_of_torch() -> None:
     mesh = init_device_mesh("cpu", (8,))
     shapes = []
-    for shard in BOTH:
+    for shard in SHARD_FUNCTIONS:
         with FakeTensorMode():
             model = model_of(shard, mesh=mesh, mp_policy=MIXED)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -239,7 +241,7 @@ def python_mesh(calls: list[str]) -> DeviceMesh:
 
 def test_methods_of_python_process_group_are_called_as_by_torch() -> None:
     results = []
-    for shard in BOTH:
+    for shard in SHARD_FUNCTIONS:
         calls: list[str] = []
         module = shard(nn.Linear(8, 8), mesh=python_mesh(calls), reshard_after_forward=True)
         nn.init.ones_(module.weight)
@@ -254,7 +256,7 @@ def test_methods_of_python_process_group_are_called_as_by_torch() -> None:
 
 @pytest.mark.torch("2.13")  # the fake group of older releases does not write gathered tensors
 @pytest.mark.parametrize("hooks", ["original", "registered again"])
-@pytest.mark.parametrize("shard", BOTH, ids=["torch", "fsdp_c"])
+@pytest.mark.parametrize("shard", SHARD_FUNCTIONS, ids=["torch", "fsdp_c"])
 def test_dynamo_compiles_code_between_hooks(shard: Shard, hooks: str) -> None:
     torch._dynamo.reset()
     counters.clear()

@@ -92,7 +92,7 @@ def test_later_forward_on_fake_tensors_works(single_group: int) -> None:
     assert_trains(model)
 
 
-def test_forward_of_model_of_fake_tensors_works(single_group: int) -> None:
+def test_forward_of_model_of_fake_tensors_returns_fake_tensor(single_group: int) -> None:
     mesh = init_device_mesh("cpu", (1,))
     with FakeTensorMode():
         model = fully_shard(make_model(), mesh=mesh)

@@ -393,7 +393,7 @@ def outcomes() -> str:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_torch_is_unchanged(outcomes: str, scenario: str) -> None:
+def test_scenario_leaves_torch_unchanged(outcomes: str, scenario: str) -> None:
     assert f"{scenario} passed\n" in outcomes, outcomes
 
 
@@ -444,7 +444,7 @@ def test_inherited_attribute_is_deleted_by_undo() -> None:
     assert "value" not in vars(Derived) and Derived.value == 1
 
 
-def test_change_buried_under_a_newer_one_is_not_made_twice(registry: Any) -> None:
+def test_change_below_a_newer_value_is_not_applied_again(registry: Any) -> None:
     owner = SimpleNamespace(value=0)
     registry.apply_with_first_model("value", lambda: registry.set_attribute(owner, "value", 1))
     lease = registry.lease()
@@ -478,7 +478,7 @@ def test_model_changes_stay_while_installed_or_alive(registry: Any) -> None:
     assert vars(owner) == {}
 
 
-def test_exit_change_stays_until_uninstall(registry: Any) -> None:
+def test_change_in_exit_scope_stays_until_uninstall(registry: Any) -> None:
     owner = SimpleNamespace()
     lease = registry.lease()
     registry.apply(registry.Scope.EXIT, "exit", lambda: registry.set_attribute(owner, "exit", 1))
@@ -491,7 +491,7 @@ def test_exit_change_stays_until_uninstall(registry: Any) -> None:
     assert vars(owner) == {}
 
 
-def test_lease_that_ends_while_a_change_is_made_is_noticed_afterwards(registry: Any) -> None:
+def test_change_of_lease_that_ends_during_apply_is_undone_afterwards(registry: Any) -> None:
     owner = SimpleNamespace()
     registry.apply_with_first_model("model", lambda: registry.set_attribute(owner, "model", 1))
     leases = [registry.lease()]
@@ -531,7 +531,7 @@ def make_function(result: str) -> FunctionType:
 def test_redirection_undo_keeps_newer_code_and_runs_the_original_below_it() -> None:
     function = make_function("torch's")
     redirection = redirect.Redirection(function, lambda: "fsdp_c")
-    below = redirect.copy_of(function)  # what a tool that replaces code objects calls
+    below = redirect.copy_function(function)  # what a tool that replaces code objects calls
     newer = make_function("newer").__code__
     function.__code__ = newer
     assert below() == "fsdp_c"

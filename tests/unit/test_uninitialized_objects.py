@@ -69,7 +69,7 @@ def test_group_of_uninitialized_or_foreign_parameters_raises() -> None:
     make_group([param])
 
 
-def test_group_or_link_with_other_rank_or_size_than_parameters_raises() -> None:
+def test_group_with_other_rank_or_size_than_its_parameters_raises() -> None:
     """Otherwise the buffers would be too small for the layout."""
     param: Any = _C.Param((4, 4), 0, 2, 0)
     for link in ({"world": 4}, {"world": 2, "rank": 1}, {"world": 2, "rank": 2}, {"world": 0}):

@@ -357,7 +357,9 @@ class TestTiedWeights:
 
     @settings(max_examples=200)
     @given(st.data())
-    def test_random_ties_put_every_parameter_in_one_unit(self, data: st.DataObject) -> None:
+    def test_auto_shard_with_random_ties_puts_every_parameter_in_one_unit(
+        self, data: st.DataObject
+    ) -> None:
         leaves = [nn.Linear(2, 2) for _ in range(6)]
         model = nn.Sequential(
             Block(leaves[:2]), nn.Sequential(Block(leaves[2:4]), leaves[4]), leaves[5]

@@ -50,9 +50,9 @@ int find_range(dl_phdr_info *info, size_t, void *data) {
 
 } // namespace
 
-void Journal::log_calls(const std::string &library, const std::string &what, int64_t at) {
+void Journal::log_calls(const std::string &library, const std::string &name, int64_t at) {
     calls.clear();
-    fault = what;
+    fault = name;
     fault_at = at;
     library_begin = library_end = 0;
     if (!library.empty()) {

@@ -28,8 +28,8 @@ struct Journal {
     int64_t fault_at = -1; /* index of the logged call that fails */
 
     /* Starts logging the calls from the library whose file name contains `library`, and arms the
-     * fault `what` for the call of index `at`. */
-    void log_calls(const std::string &library, const std::string &what, int64_t at);
+     * fault `name` for the call of index `at`. */
+    void log_calls(const std::string &library, const std::string &name, int64_t at);
     void report(std::string text);
     void count(const char *name);
     /* Counts a call and logs it if it comes from the logged library. `orders`: the call orders
@@ -37,7 +37,7 @@ struct Journal {
     bool log_call(const char *kind, c10::Stream stream, bool orders = true);
 
   private:
-    /* Whether the log has the calls that order streams, or the others. The fault decides. */
+    /* Whether the log has the calls that order streams, or all other calls. The fault selects. */
     bool logs_ordering_calls() const {
         return fault != "other stream" && fault != "early free";
     }

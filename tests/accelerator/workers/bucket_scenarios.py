@@ -29,7 +29,7 @@ def buckets(tools: SimTools) -> Record:
 
 @scenario
 def buckets_of_one_unit(tools: SimTools) -> Record:
-    """One unit; the first of two microbatches accumulates gradients without a reduction."""
+    """The model is one unit. The first of two microbatches accumulates gradients."""
     model = tools.fully_shard(blocks(), mesh=tools.flat())
     name_memory(model)
     return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features._all_sync)
@@ -42,7 +42,7 @@ def buckets_with_replicas(tools: SimTools) -> Record:
 
 
 @scenario
-def buckets_kept_after_backward(tools: SimTools) -> Record:
+def buckets_without_reshard_after_backward(tools: SimTools) -> Record:
     return tools.train(
         _set_smallest_buckets(tools, tools.shard(blocks())),
         micro=2,
@@ -51,6 +51,6 @@ def buckets_kept_after_backward(tools: SimTools) -> Record:
 
 
 @scenario
-def buckets_offloaded(tools: SimTools) -> Record:
+def buckets_with_offload(tools: SimTools) -> Record:
     model = tools.shard(blocks(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED)
     return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features._all_sync)

@@ -204,7 +204,7 @@ def memory_freed_while_in_use_is_reported_at_next_allocation(device: Any) -> Non
         x.add_(1)
     del x
     assert device.findings() == []
-    torch.empty(7, device="sim")  # even if it does not reuse the block
+    torch.empty(7, device="sim")  # an allocation checks all freed blocks
     (finding,) = device.findings()
     assert "write by allocation" in finding and "aten::add" in finding
 
@@ -251,14 +251,15 @@ def memory_statistics_count_rounded_blocks(device: Any) -> None:
     assert [block["bytes"] for block in blocks] == [4000]
 
 
-# ---- writes that come too early ----
+# ---- writes that happen before an earlier reader ----
 
 
 def _read_then_overwrite(ordered: bool, freed: bool) -> float:
     """Reads ones on another stream, multiplies them by two, and overwrites them with threes.
 
-    ``ordered``: the overwrite waits for the reader. ``freed``: it goes to a new allocation in the
-    same memory. Returns the mean of the reader's result: 2.0, or 6.0 if the overwrite comes early.
+    ``ordered``: the overwrite waits for the reader. ``freed``: the overwrite is a write to a new
+    allocation of the same memory. Returns the mean of the reader's result: 2.0, or 6.0 if the
+    overwrite happens before the read.
     """
     side = new_stream()
     x = torch.ones(100, device="sim")
@@ -324,7 +325,7 @@ def host_write_to_pinned_source_without_wait_is_reported(device: Any) -> None:
 
 
 def run(rank: int, world_size: int) -> dict[str, str]:
-    """Rank entry point: runs every check. Returns the error by check, empty if it passed."""
+    """Runs all checks in one rank. Maps each check to its error, or to "" if the check passed."""
     device = simulated.start()
     errors = {}
     for name, function in CHECKS.items():

@@ -99,7 +99,7 @@ def extension_hooks_of_replicas(tools: SimTools) -> Record:
 
 
 @scenario
-def extension_hooks_kept(tools: SimTools) -> Record:
+def extension_hooks_without_reshard(tools: SimTools) -> Record:
     return _train(tools, tools.shard(blocks(), reshard_after_forward=False))
 
 

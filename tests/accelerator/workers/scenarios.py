@@ -1,8 +1,8 @@
 """Short trainings on the simulated device, by one rank of a group whose ranks have equal data.
 
 ``SCENARIOS`` has at least one scenario for each part of FSDP2 that orders streams in its own way.
-Each takes the ``SimTools`` of one implementation and returns a record of losses and digests, as the
-functions of features.py do.
+Each scenario takes the ``SimTools`` of one implementation and returns a record of losses and
+digests, as the functions of features.py do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toy_models import Checkpointed
 
 TORCH_RACES = {
     "interleaved": "write by allocation",
-    "shared_context_of_the_roots_alone": "read by aten::_foreach_copy_",
+    "context_shared_by_roots_only": "read by aten::_foreach_copy_",
     "reduce_hook_on_a_stream_with_a_cast": "write by allocation",
     "offload_with_a_reduce_hook": "write by allocation",
     **direct_call_scenarios.TORCH_RACES,
@@ -58,7 +58,7 @@ def mixed(tools: SimTools) -> Record:
 
 
 @scenario
-def half(tools: SimTools) -> Record:
+def in_float16(tools: SimTools) -> Record:
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
     return tools.train(tools.shard(blocks(), mp_policy=policy))
 
@@ -74,7 +74,7 @@ def second_dim(tools: SimTools) -> Record:
 
 
 @scenario
-def kept_after_forward(tools: SimTools) -> Record:
+def without_reshard_after_forward(tools: SimTools) -> Record:
     return tools.train(tools.shard(blocks(), reshard_after_forward=False))
 
 
@@ -114,7 +114,7 @@ def accumulated(tools: SimTools) -> Record:
 
 
 @scenario
-def kept_after_backward(tools: SimTools) -> Record:
+def without_reshard_after_backward(tools: SimTools) -> Record:
     model = tools.shard(blocks())
     return tools.train(
         model, micro=2, sync=lambda m, last: m.set_reshard_after_backward(last) or None
@@ -215,7 +215,8 @@ def offload_read_at_once(tools: SimTools) -> Record:
 
 @scenario
 def offload_accumulated(tools: SimTools) -> Record:
-    """A backward without a reduction, then two with one. The last adds to offloaded gradients."""
+    """One backward without reduction, then two with reduction. The last backward accumulates into
+    offloaded gradients."""
     model = _shard_offloaded(tools, mp_policy=MIXED, shard_placement_fn=features._second)
     model._set_unshard_async_op(True)
     count = itertools.count()
@@ -280,8 +281,8 @@ def memory_from_groups_with_replicas(tools: SimTools) -> Record:
 
 @scenario
 def memory_from_the_group_smaller_group(tools: SimTools) -> Record:
-    """The smaller group's all-gathers use memory of the whole group. The second training runs
-    without ``set_allocate_memory_from_process_group_for_comm``."""
+    """All-gathers of the smaller group use memory that the shard group allocates. The second
+    training runs without ``set_allocate_memory_from_process_group_for_comm``."""
     model = tools.shard(blocks(), reshard_after_forward=2, offload_policy=CPUOffloadPolicy())
     record: Record = []
     for enabled in (True, False):
@@ -315,8 +316,8 @@ def checkpointed(tools: SimTools) -> Record:
 
 
 def _two_roots(tools: SimTools, share_children: bool) -> Record:
-    """Trains two models whose roots share a comm context, with ``share_children`` also their
-    units."""
+    """Trains two models whose roots share a comm context. If ``share_children``, all units of both
+    models share this context."""
     first, second = tools.shard(blocks()), tools.shard(blocks(seed=1))
     for model in (first, second):
         model._get_fsdp_state()._lazy_init()
@@ -337,14 +338,14 @@ def shared_context(tools: SimTools) -> Record:
 
 
 @scenario
-def shared_context_of_the_roots_alone(tools: SimTools) -> Record:
+def context_shared_by_roots_only(tools: SimTools) -> Record:
     return _two_roots(tools, share_children=False)
 
 
 @scenario
 def interleaved(tools: SimTools) -> Record:
-    """Two forwards, then two backwards. No backward waits for the second one's prefetched unshard
-    of a unit of the first."""
+    """Two forwards, then two backwards. In torch, no stream waits for one of the prefetched
+    all-gathers (B16 in tests/TORCH_BUGS.md)."""
     model = tools.shard(blocks())
     record: Record = []
     for step in range(3):
@@ -476,7 +477,7 @@ def _manual_finalization(tools: SimTools, **kwargs: Any) -> Record:
     """Trains on two microbatches per step. fsdp_c reduces in ``finalize_backward``, torch 2.13 in
     the last backward.
 
-    Another operation runs between ``finalize_backward`` and ``wait()``, beside fsdp_c's reductions.
+    Another operation runs between ``finalize_backward`` and ``wait()``, while fsdp_c reduces.
     """
     model = tools.shard(blocks(), **kwargs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -506,7 +507,7 @@ def manual_finalization(tools: SimTools) -> Record:
 
 
 @scenario
-def manual_finalization_half(tools: SimTools) -> Record:
+def manual_finalization_in_float16(tools: SimTools) -> Record:
     return _manual_finalization(tools, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
 
 
@@ -553,11 +554,11 @@ def _train_after_failure(tools: SimTools, reset: bool = True, **kwargs: Any) -> 
     model = tools.shard(blocks(), **kwargs)
     record = tools.train(model)
 
-    def fail(gradient: torch.Tensor) -> None:
-        raise RuntimeError("on purpose")
+    def raise_error(gradient: torch.Tensor) -> None:
+        raise RuntimeError("injected failure")
 
     hidden = model[0](tools.input(0))
-    hidden.register_hook(fail)
+    hidden.register_hook(raise_error)
     try:
         model[2](model[1](hidden)).sum().backward()
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 """Bugs that the simulated device must report: each breaks one ordering point of fsdp_c.
 
 A bug is a scenario, a fault of call_faults.py, and the kind and stack of the calls to break. Each
-matching call is broken in a separate run, until the device reports one.
+matching call is broken in a separate run, until the device reports the expected finding.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ import simulated
 
 class Bug(NamedTuple):
     scenario: str
+    """Name in ``sim_tools.SCENARIOS``."""
     fault: str
+    """Effect on the broken call: "drop", "wrong stream", "other stream" or "early free"."""
     kind: str
+    """Kind of the calls to break, such as "wait", "record" or "allocate"."""
     path: tuple[str, ...]
-    """Functions that the stack contains in this order, innermost first. Others may be between."""
+    """Functions that the stack contains in this order, innermost first. Other functions may be
+    between them."""
     expected: str = "race"
     """Text that the finding contains."""
 
@@ -90,7 +94,7 @@ BUGS = {
         "plain", "early free", "allocate", ("fc_reduce_run", "call_post_backward"), "allocation"
     ),
     "the optimizer does not wait for the last reduction": Bug(
-        "half", "drop", "wait", ("fc_reduce_settle", "fc_iteration_end_backward")
+        "in_float16", "drop", "wait", ("fc_reduce_settle", "fc_iteration_end_backward")
     ),
     "the end of a reduction is recorded on another stream": Bug(
         "plain", "wrong stream", "record", ("fc_comm_record", "fc_reduce_run"), "allocation"
@@ -102,7 +106,7 @@ BUGS = {
         "plain", "other stream", "current", ("fc_transfer_unpack", "fc_group_pre_backward")
     ),
     "the end of a backward runs on a thread with another stream": Bug(
-        "half", "other stream", "current", ("fc_reduce_settle", "fc_iteration_end_backward")
+        "in_float16", "other stream", "current", ("fc_reduce_settle", "fc_iteration_end_backward")
     ),
     "a gather buffer from the process group is freed as soon as the all-gather is issued": Bug(
         "memory_from_the_group",
@@ -204,7 +208,7 @@ BUGS = {
         "allocation",
     ),
     "the handle of a manual finalization does not wait": Bug(
-        "manual_finalization_half",
+        "manual_finalization_in_float16",
         "drop",
         "wait",
         ("fc_reduce_settle", "fc_iteration_complete"),
@@ -213,7 +217,7 @@ BUGS = {
 
 
 def matches(call: call_faults.CallSite, bug: Bug) -> bool:
-    """Whether the call has the bug's kind and its stack contains ``bug.path`` in order."""
+    """Returns whether the call has the bug's kind and its stack contains ``bug.path`` in order."""
     functions = iter(call.stack)
     return call.kind == bug.kind and all(
         any(name in function for function in functions) for name in bug.path
@@ -223,16 +227,16 @@ def matches(call: call_faults.CallSite, bug: Bug) -> bool:
 def matching_calls(bug: Bug) -> list[int]:
     """Returns the indices of the calls that match the bug.
 
-    The run is given the fault, which decides the kinds of calls that the device logs, but no index,
-    so no call fails.
+    The run has the bug's fault, because the fault selects the kinds of calls that the device logs.
+    The run has no index, so no call fails.
     """
     calls = call_faults.run(bug.scenario, fault=bug.fault).calls
     return [index for index, call in enumerate(calls) if matches(call, bug)]
 
 
 def expected_findings(bug: Bug) -> list[str]:
-    """Breaks the matching calls in turn until the device reports one. Returns the findings that
-    contain ``bug.expected``."""
+    """Breaks the matching calls in turn until the device reports a finding that contains
+    ``bug.expected``. Returns these findings."""
     indices = matching_calls(bug)
     if not indices:
         return ["the bug matches no call of the scenario"]
@@ -253,14 +257,14 @@ EARLY_READS = (
     "the gradients are packed on another stream",
     "the optimizer does not wait for the last reduction",
 )
-"""Bugs by which memory is read too early. They change bits if the device delays writes."""
+"""Bugs by which memory is read too early. These bugs change bits if the device delays writes."""
 
 SEEDS = 8
 
 
 def count_wrong_runs(bug: Bug) -> int:
-    """Runs the scenario with the bug and delayed writes, over all seeds. Returns how many records
-    differ from that of a run without both."""
+    """Runs the scenario with the bug and delayed writes, over all seeds. Returns the number of
+    records that differ from the record of a run without bug and delays."""
     expected = call_faults.run(bug.scenario).record
     indices = matching_calls(bug)
     wrong = 0
@@ -274,8 +278,8 @@ def count_wrong_runs(bug: Bug) -> int:
 
 
 def count_wrong_runs_without_bug(name: str) -> int:
-    """Runs the scenario with delayed writes, over all seeds. Returns how many records differ from
-    that of a run without them."""
+    """Runs the scenario with delayed writes, over all seeds. Returns the number of records that
+    differ from the record of a run without delays."""
     expected = call_faults.run(name).record
     wrong = 0
     for seed in range(1, SEEDS + 1):
@@ -296,8 +300,8 @@ EARLY_OVERWRITES = (
     "in double backward, a gather buffer is released before its copy-out",
     "a manual finalization frees an input before its reduce-scatter is done",
 )
-"""Bugs by which memory is overwritten too early. They change bits if the device lets writes come
-early."""
+"""Bugs by which memory is overwritten too early. These bugs change bits if the device executes
+recorded writes before earlier readers (``replay_early_writes``)."""
 
 
 def count_early_writes(bug: Bug) -> tuple[int, int]:
@@ -329,7 +333,7 @@ class Results(NamedTuple):
 
 
 def run(rank: int, world_size: int) -> Results:
-    """Rank entry point: tries every bug."""
+    """Rank entry point: runs every bug."""
     warnings.simplefilter("ignore")
     sim_tools.join_loop_group()
     simulated.use_kernels(True)

@@ -1,8 +1,8 @@
 """Registers the simulated accelerator with torch: device type ``sim`` and module ``torch.sim``.
 
 ``start()`` registers the device once per process. ``torch.sim`` has the functions of torch's own
-device modules. The C++ module that ``start()`` returns has those of the simulation: findings,
-counters, injected faults.
+device modules. The C++ module that ``start()`` returns has the functions of the simulation:
+findings, counters, injected faults.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from simulated_build import NAME, library
+from simulated_build import NAME, build_library
 
 
 @functools.cache
 def start() -> Any:
     """Registers the device with torch at the first call. Returns the C++ module."""
     torch.utils.rename_privateuse1_backend("sim")
-    path = str(library())
+    path = str(build_library())
     loader = importlib.machinery.ExtensionFileLoader(NAME, path)
     spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
     assert spec is not None
@@ -100,8 +100,8 @@ def _use_device(device: Any) -> Iterator[None]:
 
 
 def _make_stream(device: Any = None, priority: int = 0, **ids: int) -> torch.Stream:
-    """Returns a new stream or, as ``torch.cuda.Stream`` does, the existing one whose ``stream_id``,
-    ``device_index`` and ``device_type`` are given."""
+    """Returns a new stream or, like ``torch.cuda.Stream``, the existing stream with the given
+    ``stream_id``, ``device_index`` and ``device_type``."""
     if ids:
         return torch.Stream(**ids)
     return torch.Stream(torch.device("sim", _device_index(device)), priority=priority)

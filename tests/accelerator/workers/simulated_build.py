@@ -20,7 +20,7 @@ NAME = "simulated_device"
 FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
-def library() -> Path:
+def build_library() -> Path:
     """Returns the path of the built extension module. Recompiles objects whose source, headers,
     flags, Python or torch have changed."""
     folder = ROOT / "build/accelerator"
@@ -39,7 +39,10 @@ def library() -> Path:
 
 
 def _objects(folder: Path) -> list[Path]:
-    """Compiles one object per source. Its name contains a hash of everything it is built from."""
+    """Compiles one object per source.
+
+    An object's name contains a hash of its source, all headers, the flags, Python and torch.
+    """
     headers = "".join(path.read_text() for path in sorted(SOURCES.glob("*.h")))
     common = _digest(torch.__version__ + sys.version + " ".join(_flags()) + headers)
     object_by_source = {
@@ -77,4 +80,4 @@ def _digest(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(library())
+    print(build_library())

@@ -137,12 +137,12 @@ def chunked_losses_with_other_settings(api: Api) -> Any:
     model = Trunk()
     for part in (*model.blocks, model.head):
         api.fully_shard(part)
-    results["head alone"] = chunked_loss(api, api.fully_shard(model), 0)
+    results["separate head"] = chunked_loss(api, api.fully_shard(model), 0)
     return results
 
 
 @scenario()
-def group_member_called_alone(api: Api) -> Any:
+def group_members_called_directly(api: Api) -> Any:
     """Calls members of a group directly, after a full step and after an evaluation."""
     model = shard_with_grouped_head(api)
     record: list[Any] = []

@@ -82,35 +82,35 @@ def finalize_groups(model: Any) -> None:
 
 
 @scenario()
-def group_post_backward_by_hand_fp32(api: Api) -> list[Any]:
+def group_post_backward_called_directly_fp32(api: Api) -> list[Any]:
     return reduce_by_groups(shard(api, blocks_and_head()), api.rank)
 
 
 @scenario()
-def group_post_backward_by_hand_bf16(api: Api) -> list[Any]:
+def group_post_backward_called_directly_bf16(api: Api) -> list[Any]:
     return reduce_by_groups(shard(api, blocks_and_head(), mp_policy=MIXED), api.rank)
 
 
 @scenario()
-def group_post_backward_by_hand_hsdp(api: Api) -> list[Any]:
+def group_post_backward_called_directly_hsdp(api: Api) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     return reduce_by_groups(shard(api, blocks_and_head(), mesh=mesh), api.rank)
 
 
 @scenario(4)
-def group_post_backward_by_hand_hsdp_on_four_ranks(api: Api) -> list[Any]:
+def group_post_backward_called_directly_hsdp_on_four_ranks(api: Api) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return reduce_by_groups(shard(api, blocks_and_head(), mesh=mesh, mp_policy=MIXED), api.rank)
 
 
 @scenario()
-def group_post_backward_by_hand_offload(api: Api) -> list[Any]:
+def group_post_backward_called_directly_offload(api: Api) -> list[Any]:
     policy = CPUOffloadPolicy(pin_memory=False)
     return reduce_by_groups(shard(api, blocks_and_head(), offload_policy=policy), api.rank)
 
 
 @scenario()
-def group_post_backward_by_hand_all_reduce_hook(api: Api) -> list[Any]:
+def group_post_backward_called_directly_all_reduce_hook(api: Api) -> list[Any]:
     """The hook divides each reduced row; it has run when ``post_backward`` returns."""
     rows: list[int] = []
 
@@ -125,7 +125,7 @@ def group_post_backward_by_hand_all_reduce_hook(api: Api) -> list[Any]:
 
 
 @scenario()
-def group_post_backward_by_hand_gradient_hooks(api: Api) -> list[Any]:
+def group_post_backward_called_directly_gradient_hooks(api: Api) -> list[Any]:
     """Post-accumulate-grad hooks of sharded parameters have run when ``post_backward`` returns."""
     model = shard(api, blocks_and_head())
     observed: list[str] = []
@@ -140,18 +140,18 @@ def group_post_backward_by_hand_gradient_hooks(api: Api) -> list[Any]:
 
 
 @scenario()
-def group_post_backward_by_hand_then_end_of_backward(api: Api) -> list[Any]:
+def group_post_backward_called_directly_then_end_of_backward(api: Api) -> list[Any]:
     """As torch's own pipeline stage does."""
     return reduce_by_groups(shard(api, blocks_and_head()), api.rank, end_backward)
 
 
 @scenario()
-def group_post_backward_by_hand_then_finalize_backward(api: Api) -> list[Any]:
+def group_post_backward_called_directly_then_finalize_backward(api: Api) -> list[Any]:
     return reduce_by_groups(shard(api, blocks_and_head()), api.rank, finalize_groups)
 
 
 @scenario()
-def group_post_backward_by_hand_twice(api: Api) -> list[Any]:
+def group_post_backward_called_directly_twice(api: Api) -> list[Any]:
     """The second call finds no gradients and changes nothing."""
 
     def again(model: Any) -> None:
@@ -162,7 +162,7 @@ def group_post_backward_by_hand_twice(api: Api) -> list[Any]:
 
 
 @scenario()
-def group_post_backward_by_hand_before_other_collectives(api: Api) -> list[Any]:
+def group_post_backward_called_directly_before_other_collectives(api: Api) -> list[Any]:
     """Collectives of the user on the same process group come after the reductions."""
     model = shard(api, blocks_and_head())
     observed: list[Any] = []
@@ -179,8 +179,8 @@ def group_post_backward_by_hand_before_other_collectives(api: Api) -> list[Any]:
 
 
 @scenario()
-def end_of_backward_by_hand(api: Api) -> list[Any]:
-    """The root's callback alone reduces what the microbatches left."""
+def end_of_backward_callback_called_directly(api: Api) -> list[Any]:
+    """Only the root's end-of-backward callback reduces the gradients of the microbatches."""
     model = shard(api, blocks_and_head())
     accumulate(model, api.rank, 0)
     end_backward(model)
@@ -188,7 +188,7 @@ def end_of_backward_by_hand(api: Api) -> list[Any]:
 
 
 @scenario()
-def post_backward_by_hand_between_forward_and_backward(api: Api) -> list[Any]:
+def post_backward_called_directly_between_forward_and_backward(api: Api) -> list[Any]:
     """Without gradients there is nothing to reduce; the backward that follows reduces as ever."""
     model = shard(api, blocks_and_head())
     output = model(batch(api.rank))
@@ -200,7 +200,7 @@ def post_backward_by_hand_between_forward_and_backward(api: Api) -> list[Any]:
 
 
 @scenario()
-def backward_of_one_group_by_hand(api: Api) -> list[Any]:
+def backward_of_one_group_called_directly(api: Api) -> list[Any]:
     """pre_backward unshards; gradients that the program sets are reduced by post_backward."""
     model = shard(api, blocks_and_head())
     model(batch(api.rank)).square().mean().backward()
@@ -216,7 +216,7 @@ def backward_of_one_group_by_hand(api: Api) -> list[Any]:
 
 
 @scenario()
-def post_backward_hook_registered_by_hand(api: Api) -> list[Any]:
+def post_backward_hook_registered_directly(api: Api) -> list[Any]:
     """A node above the inputs reduces within the backward, although no module hook ran."""
     model = shard(api, blocks_and_head())
     model(batch(api.rank)).square().mean().backward()

@@ -86,7 +86,7 @@ def complex_parameters_of_replicas(api: Api) -> list[torch.Tensor]:
 
 
 @scenario(1)
-def complex_parameters_alone(api: Api) -> dict[str, Any]:
+def complex_parameters_on_one_rank(api: Api) -> dict[str, Any]:
     """Runs a plain and a sharded model on one rank."""
     return {
         name: [

@@ -195,19 +195,19 @@ def counts_of_collectives(api: Api) -> dict[str, Any]:
 
 
 class Chunked(nn.Module):
-    """A norm and a head in one group. Without ``full_value``, the caller runs the head."""
+    """A norm and a head in one group. Without ``with_head``, the caller runs the head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
 
-    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, with_head: bool) -> torch.Tensor:
         normed: torch.Tensor = self.norm(x)
-        return self.head(normed) if whole else normed
+        return self.head(normed) if with_head else normed
 
-    def step(self, x: torch.Tensor, whole: bool) -> None:
-        outputs = [self(x, whole)]
-        if not whole:
+    def step(self, x: torch.Tensor, with_head: bool) -> None:
+        outputs = [self(x, with_head)]
+        if not with_head:
             outputs = [self.head(part) for part in outputs[0].chunk(2)]
         torch.stack([output.square().sum() for output in outputs]).sum().backward()
 
@@ -229,7 +229,7 @@ def gathers_of_chunked_steps(api: Api) -> dict[str, Any]:
 
 @scenario()
 def counts_of_accumulation(api: Api) -> dict[str, Any]:
-    """Collectives of three microbatches; in the last one all or some modules synchronize."""
+    """Collectives of three microbatches. In the last microbatch, all or some modules reduce."""
     results: dict[str, Any] = {}
     for forward, backward, mode in itertools.product(
         (None, True, False), (True, False), ("all", "root", "one block")

@@ -25,7 +25,7 @@ def halves(shard: torch.Tensor) -> Sent:
     return (half, half.double(), torch.arange(3) + shard.numel()), "halves"
 
 
-def halves_alone(shard: torch.Tensor) -> Sent:
+def halves_without_integers(shard: torch.Tensor) -> Sent:
     return halves(shard)[0][:2], None
 
 
@@ -54,9 +54,9 @@ def send_padded(param: Any, send: Callable[[torch.Tensor], Sent]) -> Callable[[t
     """Wraps ``send`` so that a smaller shard is padded to the size of the others."""
 
     def sent(shard: torch.Tensor) -> Sent:
-        whole = shard.new_zeros(param.padded_sharded_param_size)
-        whole[: len(shard)] = shard
-        return send(whole)
+        padded = shard.new_zeros(param.padded_sharded_param_size)
+        padded[: len(shard)] = shard
+        return send(padded)
 
     return sent
 
@@ -191,9 +191,9 @@ def hooks_of_extensions(api: Api) -> dict[str, Any]:
     pair = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     return {
         "plain": train_with_hooks(api),
-        "uneven rows": train_with_hooks(api, halves_alone, width=5),
+        "uneven rows": train_with_hooks(api, halves_without_integers, width=5),
         "uneven rows, mixed precision": train_with_hooks(
-            api, halves_alone, width=5, mp_policy=MIXED
+            api, halves_without_integers, width=5, mp_policy=MIXED
         ),
         "one input": train_with_hooks(api, send_unchanged, first),
         "in bf16": train_with_hooks(api, narrow, first),
@@ -347,13 +347,13 @@ INVALID_PRE: dict[str, Callable[[torch.Tensor], Any]] = {
     "nothing": lambda shard: None,
     "no pair": lambda shard: (shard, shard, shard),
     "no tensors": lambda shard: ((3,), None),
-    "turned": lambda shard: ((torch.ones(4, 3).t(),), None),
+    "transposed": lambda shard: ((torch.ones(4, 3).t(),), None),
     "too small": lambda shard: ((shard[:1],), None),
 }
 INVALID_POST: dict[str, Callable[..., Any]] = {
     "nothing": lambda *args, out=None: None,
-    "a tensor alone": lambda outputs, *args, out=None: outputs[0],
-    "too little": lambda outputs, *args, out=None: (torch.ones(2), ()),
+    "a tensor instead of a pair": lambda outputs, *args, out=None: outputs[0],
+    "too few elements": lambda outputs, *args, out=None: (torch.ones(2), ()),
     "no tensor": lambda outputs, *args, out=None: (3, ()),
 }
 

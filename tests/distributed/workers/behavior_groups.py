@@ -68,11 +68,11 @@ def record_steps(model: nn.Module, run: Callable[[int], Any], steps: int = 3) ->
     return [*results, grads(model)]
 
 
-# ---- modules that run by themselves ----
+# ---- modules that are called outside of the root's forward ----
 
 
 class HeadedModel(nn.Module):
-    """A body and a head. Without ``whole``, the caller runs the head on parts of the output."""
+    """A body and a head. Without ``with_head``, the caller runs the head on parts of the output."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -83,9 +83,9 @@ class HeadedModel(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor, whole: bool = True) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, with_head: bool = True) -> torch.Tensor:
         hidden = self.norm(self.body(self.embedding(tokens)))
-        return self.head(hidden) if whole else hidden
+        return self.head(hidden) if with_head else hidden
 
 
 def tokens(rank: int, step: int) -> torch.Tensor:
@@ -110,8 +110,9 @@ def shard_headed_model(api: Api, tied: bool = False, recomputed: bool = False, *
 def run_in_chunks(
     model: Any, rank: int, step: int, note: Callable[[], Any] = lambda: None
 ) -> list[Any]:
-    """Runs loss and backward of the head per half of the hidden states, then the remaining one."""
-    hidden = model(tokens(rank, step), whole=False)
+    """Runs loss and backward of the head for each half of the hidden states, then the backward of
+    the other modules."""
+    hidden = model(tokens(rank, step), with_head=False)
     results: list[Any] = [hidden.dtype]
     gradients = []
     for part in hidden.detach().float().chunk(2, dim=1):
@@ -130,10 +131,10 @@ def losses_of_chunks(api: Api) -> dict[str, Any]:
     half = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
     cases: dict[str, dict[str, Any]] = {
         "resharded": {"reshard_after_forward": True},
-        "kept": {"reshard_after_forward": False},
-        "kept by all": {"reshard_after_forward": 1},
+        "not resharded": {"reshard_after_forward": False},
+        "resharded to groups of one": {"reshard_after_forward": 1},
         "tied": {"tied": True},
-        "tied and kept": {"tied": True, "reshard_after_forward": False},
+        "tied and not resharded": {"tied": True, "reshard_after_forward": False},
         "recomputed": {"recomputed": True},
         "output cast": {"mp_policy": half},
     }
@@ -183,23 +184,24 @@ def two_forwards_without_the_head(api: Api) -> list[Any]:
     model = shard_headed_model(api)
 
     def run(step: int) -> None:
-        first = model(tokens(api.rank, step), whole=False)
-        second = model(tokens(api.rank, step + 9), whole=False)
+        first = model(tokens(api.rank, step), with_head=False)
+        second = model(tokens(api.rank, step + 9), with_head=False)
         (first.square().sum() + second.square().sum()).backward()
 
     return record_steps(model, run)
 
 
 class SeparateLast(nn.Module):
-    """The caller may run ``last``, which is in one group with ``middle`` and listed before it."""
+    """The caller may run ``last``. ``last`` and ``middle`` share a group, which lists ``last``
+    first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle, self.last = (nn.Linear(DIM, DIM) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, with_last: bool = True) -> torch.Tensor:
         x = self.middle(self.first(x)).relu()
-        return self.last(x) if whole else x
+        return self.last(x) if with_last else x
 
 
 @scenario()
@@ -214,7 +216,7 @@ def group_member_run_alone_between_forwards(api: Api) -> list[Any]:
         if step % 2:
             model(batch(api.rank, step)).square().mean().backward()
             return
-        hidden = model(batch(api.rank, step), whole=False)
+        hidden = model(batch(api.rank, step), with_last=False)
         part = hidden.detach().requires_grad_()
         model.last(part).square().mean().backward()
         hidden.backward(part.grad)
@@ -273,12 +275,12 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.symbols, self.places = nn.Embedding(SYMBOLS, DIM), nn.Embedding(8, DIM)
+        self.symbols, self.positions = nn.Embedding(SYMBOLS, DIM), nn.Embedding(8, DIM)
         self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, SYMBOLS)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.symbols(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.symbols(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
@@ -291,7 +293,7 @@ def prefetched_within_checkpoints(api: Api) -> dict[str, Any]:
     model: Any = Tower()
     for kind in (Layer, FeedForward):
         apply_activation_checkpointing(model, check_fn=lambda m, kind=kind: isinstance(m, kind))  # type: ignore[misc]
-    api.fully_shard([model.symbols, model.places])
+    api.fully_shard([model.symbols, model.positions])
     for layer in model.layers:
         api.fully_shard(layer.inner.up)
         api.fully_shard(layer)
@@ -301,14 +303,14 @@ def prefetched_within_checkpoints(api: Api) -> dict[str, Any]:
     def run(step: int) -> None:
         model(tokens(api.rank, step)).square().mean().backward()
 
-    results = {"by default": record_steps(model, run)}
+    results = {"without lists": record_steps(model, run)}
     model.zero_grad()
     model.head.set_modules_to_backward_prefetch([model.layers[2]])
     for index in (2, 1):
         before = model.layers[index - 1]
         model.layers[index].set_modules_to_backward_prefetch([before, before.inner.up])
     model.layers[0].set_modules_to_backward_prefetch([model.symbols])
-    return results | {"as told": record_steps(model, run)}
+    return results | {"with lists": record_steps(model, run)}
 
 
 @scenario()

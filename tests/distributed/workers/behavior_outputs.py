@@ -1,4 +1,4 @@
-"""Scenarios of module inputs and outputs: containers, views, other forward methods."""
+"""Scenarios of module inputs and outputs: containers, views, registered forward methods."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ def train_mixed(api: Api, model: nn.Sequential) -> dict[str, Any]:
     for step in range(2):
         with CollectiveCounter() as forward:
             loss = model(batch(api.rank, step)).square().mean()
-        kinds = [type(param).__name__ for param in model.parameters()]
+        param_types = [type(param).__name__ for param in model.parameters()]
         with CollectiveCounter() as backward:
             loss.backward()
         results[f"step {step}"] = [
             loss.detach(),
             dict(forward.counts),
-            kinds,
+            param_types,
             dict(backward.counts),
         ]
         results[f"gradients {step}"] = grads(model)
@@ -56,7 +56,7 @@ def train_mixed(api: Api, model: nn.Sequential) -> dict[str, Any]:
     states = [module._get_fsdp_state() for module in (model, *list(model)[:-1])]
     results["roots"] = [state._is_root for state in states]
     results["names"] = [groups_of(state)[0]._module_fqn for state in states]
-    results["members"] = [len(state._state_ctx.all_states) for state in states]
+    results["states in context"] = [len(state._state_ctx.all_states) for state in states]
     return results
 
 
@@ -75,5 +75,5 @@ def sharded_child_of_replicated_model_run_first(api: Api) -> dict[str, Any]:
     """The sharded child runs before the first forward of the root."""
     model = mixed_model(api, api.replicate)
     with torch.no_grad():
-        alone = model[1](batch(api.rank))
-    return {"alone": alone, **train_mixed(api, model)}
+        output = model[1](batch(api.rank))
+    return {"output of child": output, **train_mixed(api, model)}

@@ -32,7 +32,7 @@ def step(model: nn.Module) -> None:
 
 
 @solo()
-def collectives_alone(api: Api) -> dict[str, Any]:
+def collectives_on_one_rank(api: Api) -> dict[str, Any]:
     """Counts collectives of steps, evaluations, accumulation, a divide factor and unshard calls."""
     results: Counter[str] = Counter()
     for reshard in (None, True, False):
@@ -51,7 +51,7 @@ def collectives_alone(api: Api) -> dict[str, Any]:
 
 
 @solo()
-def training_alone(api: Api) -> dict[str, Any]:
+def training_on_one_rank(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {"not sharded": train(blocks_and_head(), 0, 3)}
     for reshard in (None, True, False):
         results[f"reshard {reshard}"] = train(
@@ -78,7 +78,7 @@ def model_with_empty_parameters() -> nn.Sequential:
 
 
 @solo()
-def training_with_empty_parameters_alone(api: Api) -> dict[str, Any]:
+def training_with_empty_parameters_on_one_rank(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {"not sharded": train(model_with_empty_parameters(), 0, 3)}
     for reshard in (None, True, False):
         model = shard(api, model_with_empty_parameters(), reshard_after_forward=reshard)
@@ -87,7 +87,7 @@ def training_with_empty_parameters_alone(api: Api) -> dict[str, Any]:
 
 
 @solo()
-def mixed_precision_alone(api: Api) -> dict[str, Any]:
+def mixed_precision_on_one_rank(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for param, reduce in (
         (torch.bfloat16, torch.float32),
@@ -101,7 +101,7 @@ def mixed_precision_alone(api: Api) -> dict[str, Any]:
 
 
 @solo()
-def accumulation_alone(api: Api) -> dict[str, Any]:
+def accumulation_on_one_rank(api: Api) -> dict[str, Any]:
     """Returns gradients of two microbatches, and of one with divide factor 3."""
     results: dict[str, Any] = {}
     for name, model in (
@@ -123,7 +123,7 @@ def accumulation_alone(api: Api) -> dict[str, Any]:
 
 
 @solo()
-def evaluation_alone(api: Api) -> dict[str, list[float]]:
+def evaluation_on_one_rank(api: Api) -> dict[str, list[float]]:
     """Returns losses of steps with and without an evaluation between backward and step."""
 
     def losses(evaluate: bool) -> list[float]:
@@ -145,7 +145,7 @@ def evaluation_alone(api: Api) -> dict[str, list[float]]:
 
 
 @solo()
-def inference_mode_alone(api: Api) -> dict[str, Any]:
+def inference_mode_on_one_rank(api: Api) -> dict[str, Any]:
     """Evaluates first, then trains and evaluates again."""
     model = shard(api, blocks_and_head(), reshard_after_forward=True)
     results: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def inference_mode_alone(api: Api) -> dict[str, Any]:
 
 
 @solo()
-def state_dict_alone(api: Api) -> dict[str, Any]:
+def state_dict_on_one_rank(api: Api) -> dict[str, Any]:
     model = shard(api, blocks_and_head())
     train(model, 0, 1)
     options = StateDictOptions(full_state_dict=True)
@@ -180,7 +180,7 @@ def state_dict_alone(api: Api) -> dict[str, Any]:
 
 
 @solo()
-def writes_in_forward_alone(api: Api) -> dict[str, Any]:
+def writes_in_forward_on_one_rank(api: Api) -> dict[str, Any]:
     """Returns a weight that a hook clamps before forward: plain, sharded, and in bfloat16."""
 
     def clamp(block: Any, args: Any) -> None:

@@ -66,7 +66,7 @@ def state_dict_of_a_model(api: Api) -> dict[str, Any]:
 
 
 @scenario()
-def state_dict_stays_aliased(api: Api) -> list[Any]:
+def state_dict_aliases_trained_weights(api: Api) -> list[Any]:
     """A state dict taken before training aliases the trained weights."""
     model = shard(api, blocks_and_head())
     state = model.state_dict()

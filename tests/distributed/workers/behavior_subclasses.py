@@ -18,7 +18,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 class Pair(TwoTensor):
-    """A TwoTensor with all-gather extensions. Results of operations are pairs as well."""
+    """A TwoTensor with all-gather extensions. Results of operations are TwoTensors, too."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
         return (self.a, self.b), None
@@ -130,7 +130,7 @@ def wrappers_without_extensions(api: Api) -> dict[str, Any]:
         f"{kind.__name__} {name}": train_wrapped(api, kind, name != "beside tensors", **kwargs)
         for kind in (Wrapping, Traceable)
         for name, kwargs in (
-            ("alone", {}),
+            ("all parameters", {}),
             ("beside tensors", {}),
             ("kept after forward", {"reshard_after_forward": False}),
             ("mixed precision", {"mp_policy": MIXED}),
@@ -139,7 +139,7 @@ def wrappers_without_extensions(api: Api) -> dict[str, Any]:
 
 
 @scenario(1)
-def wrappers_without_extensions_alone(api: Api) -> list[Any]:
+def wrappers_without_extensions_on_one_rank(api: Api) -> list[Any]:
     return train_wrapped(api, Wrapping, True)
 
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 from behavior import Api, batch, blocks_and_head, grads, scenario, shard
 from torch.distributed.device_mesh import init_device_mesh
 
-ZERO: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
+ZERO_GRAD_CALLS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "module": lambda model, optimizer: model.zero_grad(),
@@ -24,7 +24,10 @@ def gradients_after_zero_grad(
     zero: Callable[[nn.Module, torch.optim.Optimizer], None],
     **options: Any,
 ) -> dict[str, torch.Tensor | None]:
-    """Returns gradients of a batch after ``zero`` has dropped a microbatch without sync."""
+    """Runs a microbatch as ``prepare`` sets, calls ``zero``, and runs a batch with reduction.
+
+    Returns the gradients of the batch: ``zero`` must have dropped those of the microbatch.
+    """
     model = shard(api, blocks_and_head(2), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepare(model)
@@ -55,11 +58,15 @@ def microbatches_dropped_by_zero_grad(api: Api) -> Any:
     """``zero_grad`` of an optimizer, of the module, and of its parent."""
     hsdp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     results: dict[str, Any] = {
-        "alone": gradients_after_zero_grad(api, lambda model: None, ZERO["module"])
+        "without microbatch": gradients_after_zero_grad(
+            api, lambda model: None, ZERO_GRAD_CALLS["module"]
+        )
     }
-    for name, zero in ZERO.items():
+    for name, zero in ZERO_GRAD_CALLS.items():
         results[name] = gradients_after_zero_grad(api, disable_sync, zero)
-        results[f"{name}, staying"] = gradients_after_zero_grad(api, disable_sync_and_reshard, zero)
+        results[f"{name}, without reshard"] = gradients_after_zero_grad(
+            api, disable_sync_and_reshard, zero
+        )
         results[f"{name}, replicas"] = gradients_after_zero_grad(
             api, disable_all_reduce, zero, mesh=hsdp
         )

@@ -1,7 +1,7 @@
 """Rank functions of test_checkpoint_migration.py: recipes of docs/migrate.md for old checkpoints.
 
-Each function trains under FSDP1 or DDP, saves model and optimizer, and continues. Then it loads the
-files into a model of fsdp_c, continues, and compares losses and weights.
+Each function trains under FSDP1 or DDP, saves model and optimizer, and continues. The function then
+loads the files into a model of fsdp_c, continues, and compares losses and weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import fsdp_c
 
 DIM = 6
 SAVED, STEPS = 3, 6
-"""Number of steps before the checkpoint, and in total."""
+"""Number of steps before the checkpoint, and number of all steps."""
 
 Losses = list[float]
 
@@ -81,7 +81,8 @@ def assert_continues(
 
 
 def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Last step of the recipe. ``saved`` is empty except on rank 0."""
+    """Runs the recipe's last step: loads the optimizer state. ``saved`` is empty except on rank
+    0."""
     for param_state in saved.get("state", {}).values():  # FSDP1 shares "step" among parameters
         param_state.update({key: copy.deepcopy(value) for key, value in param_state.items()})
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -93,12 +94,12 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, saved: dict[str
 
 def fsdp1(rank: int, world: int, folder: str) -> None:
     """Migrates full checkpoints with flat parameters and with ``use_orig_params``."""
-    _fsdp1(Path(folder) / "flat.pt", False, _adamw_of_all)
+    _fsdp1(Path(folder) / "flat.pt", False, _adamw_with_one_group)
     _fsdp1(Path(folder) / "original.pt", True, _sgd)
 
 
-def _adamw_of_all(model: nn.Module) -> torch.optim.Optimizer:
-    """Flat parameters mix weights and biases, so all are in one group."""
+def _adamw_with_one_group(model: nn.Module) -> torch.optim.Optimizer:
+    """Returns AdamW with one group, because flat parameters contain weights and biases."""
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 

@@ -140,7 +140,8 @@ class RecordOps(TorchDispatchMode):
 
 
 def train_with_special_rank(rank: int, world: int) -> list[bool]:
-    """Whether bits stay equal with a dispatch mode, a profiler, no kernels or patches on rank 0."""
+    """Returns whether bits stay equal if rank 0 has a dispatch mode, a profiler, no kernels or
+    patches."""
     _C._testing.chunks_from(1)
     plain = _train(_model())
     equal = []
@@ -166,7 +167,8 @@ def train_with_special_rank(rank: int, world: int) -> list[bool]:
 
 
 def unshard_inside_a_gather(rank: int, world: int) -> bool:
-    """Whether a unit has its bits if a patch on rank 0 unshards another unit inside its gather."""
+    """Returns whether a unit has the right bits if a patch on rank 0 unshards another unit during
+    the unit's gather."""
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 
     _C._testing.chunks_from(1)

@@ -116,8 +116,8 @@ def compare_clipping(rank: int, norm_type: float, max_norm: float, exact: bool) 
     for model in (by_fsdp_c, by_torch):
         backward(model, rank, 100)
     if norm_type == math.inf:  # torch raises on the empty shards of some ranks
-        whole = [p.grad.full_tensor() for p in by_torch.parameters()]
-        expected = torch.nn.utils.get_total_norm(whole, norm_type)
+        full_grads = [p.grad.full_tensor() for p in by_torch.parameters()]
+        expected = torch.nn.utils.get_total_norm(full_grads, norm_type)
         scale = min(max_norm / (expected.item() + 1e-6), 1.0)
         for param in by_torch.parameters():
             param.grad._local_tensor.mul_(scale)
@@ -147,10 +147,10 @@ def clip_hybrid(rank: int, world: int) -> None:
     fully_shard(model, mesh=mesh, ignored_params={plain})
     model(torch.ones(2, 5) * (rank + 1)).sum().backward()
     dist.all_reduce(plain.grad)
-    whole = [
+    full_grads = [
         p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
     ]
-    expected = torch.nn.utils.get_total_norm(whole)
+    expected = torch.nn.utils.get_total_norm(full_grads)
     torch.testing.assert_close(clip_grad_norm_(model, 1.0), expected, rtol=1e-6, atol=0)
     again = clip_grad_norm_(model, 1.0)
     torch.testing.assert_close(again, torch.tensor(1.0), rtol=1e-5, atol=0)
@@ -166,13 +166,13 @@ def clip_on_several_meshes(rank: int, world: int) -> None:
     fully_shard(model[1], mesh=hybrid)
     fully_shard(model[2], mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("other",)))
     model(torch.ones(2, 7) * (rank + 1)).square().sum().backward()
-    whole = [p.grad.full_tensor().clone() for p in model.parameters()]
-    expected = torch.nn.utils.get_total_norm(whole)
+    full_grads = [p.grad.full_tensor().clone() for p in model.parameters()]
+    expected = torch.nn.utils.get_total_norm(full_grads)
     with CommDebugMode() as comm:
         total = clip_grad_norm_(model, 1.0)
     assert comm.get_total_counts() == 2
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
-    for param, grad in zip(model.parameters(), whole, strict=True):
+    for param, grad in zip(model.parameters(), full_grads, strict=True):
         clipped = grad / (expected + 1e-6)
         torch.testing.assert_close(param.grad.full_tensor(), clipped, rtol=1e-6, atol=1e-7)
 
@@ -185,8 +185,8 @@ def full_values(seed: int = 5) -> dict[str, torch.Tensor]:
 def assert_weights(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
     """Asserts that the shards hold the values of ``full`` and that forward uses them."""
     for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        assert torch.equal(whole, full[name]), name
+        found = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(found, full[name]), name
     plain = Net()
     plain.load_state_dict(full)
     tokens = torch.arange(7)
@@ -280,7 +280,7 @@ def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
 
 
 class LayerWithExtraState(nn.Linear):
-    """A layer with extra state, which ``set_extra_state`` accepts only if ``takes``."""
+    """A layer with extra state, which ``set_extra_state`` accepts if ``accepts_state``."""
 
     accepts_state = True
 
@@ -357,13 +357,13 @@ def full_params_of_uneven_shards(rank: int) -> None:
     full = full_values()
     model = sharded_net()
     load_full_state_dict(model, full if rank == 0 else None)
-    with full_params(model, rank0_only=True, offload_to_cpu=True) as whole:
-        results = {name: param.detach().clone() for name, param in whole.items()}
+    with full_params(model, rank0_only=True, offload_to_cpu=True) as params:
+        results = {name: param.detach().clone() for name, param in params.items()}
     assert bool(results) == (rank == 0)
     for name, value in results.items():
         assert torch.equal(value, full[name])
-    with full_params(model) as whole, torch.no_grad():
-        for param in whole.values():
+    with full_params(model) as params, torch.no_grad():
+        for param in params.values():
             param.mul_(2)
     doubled = {n: v if n == "steps" else v * 2 for n, v in full.items()}
     assert_weights(model, doubled)
@@ -389,11 +389,11 @@ def sharded_ema(rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         ema.update(model)
-        whole = [param.full_tensor() for param in model.parameters()]
+        weights = [param.full_tensor() for param in model.parameters()]
         if step == 0:
-            expected = whole
+            expected = weights
         else:
-            expected = [a.lerp(b, 1 - 0.9) for a, b in zip(expected, whole, strict=True)]
+            expected = [a.lerp(b, 1 - 0.9) for a, b in zip(expected, weights, strict=True)]
     with ema.applied(model):
         for param, value in zip(model.parameters(), expected, strict=True):
             assert torch.equal(param.full_tensor(), value)

@@ -117,7 +117,7 @@ def gradient_penalty(api: Api, **kwargs: Any) -> Found:
 
 
 @scenario()
-def penalty_alone(api: Api) -> Found:
+def penalty_without_loss(api: Api) -> Found:
     """Backward enters the graph of the forward inside the units, not at their outputs."""
     return train_both(shard(api, curved_model()), curved_model(), api.rank, penalty)
 

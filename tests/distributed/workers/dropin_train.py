@@ -53,7 +53,7 @@ def main() -> None:
     with open(os.path.join(sys.argv[1], f"rank{rank}.json"), "w") as file:
         json.dump(report, file)
     dist.destroy_process_group()
-    time.sleep(0.05)  # see _let_threads_finish in launch.py
+    time.sleep(0.05)  # see _wait_for_gloo_threads in launch.py
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ NOT_CALLED = {
     "_fsdp_common._cast_fp_tensor": _CAST + "FSDPState._cast_forward_inputs",
     "_fsdp_common.is_bw": "the core has the state of the backward in C",
 }
-"""Target -> reason, and what to patch instead."""
+"""Target -> reason, and the function to patch instead."""
 
 CALLED_LESS_OFTEN = {
     "FSDPParam._setattr_on_modules": "construction registers the sharded parameter in C",

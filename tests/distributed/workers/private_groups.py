@@ -1,6 +1,7 @@
-"""Parameter groups of FSDP2, as public code uses them: docs/private-surface.md.
+"""Scenarios of FSDP2's private interface of parameter groups, as public libraries use it.
 
-Each scenario has the name of its row. Each returns only values that are equal under torch.
+docs/private-surface.md has one row for each scenario, with the scenario's name. A scenario returns
+only values that must be equal under torch and fsdp_c.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.nn as nn
 from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard, train
 from extensions import Extended
 from fsdp_units import units_of
-from private_hooks import kind_of_error
+from private_hooks import error_type
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -47,7 +48,7 @@ def kinds(model: nn.Module) -> list[str]:
 
 @scenario()
 def group_lookups(api: Api) -> list[Any]:
-    """A module with parameters, and a module whose parameters belong to its blocks."""
+    """Groups of a module with parameters, and of a module whose parameters belong to blocks."""
     model: Any = nn.Sequential(ResidualBlock(), ResidualBlock())
     for block in model:
         api.fully_shard(block)
@@ -83,7 +84,7 @@ def group_sharded_states(api: Api) -> list[Any]:
 
 
 def closest_sharded(module: nn.Module) -> nn.Module:
-    """The smallest sharded module that has ``module`` in it, among all that have a state."""
+    """Returns the smallest module that has a state and contains ``module``."""
     parents = [m for m in _module_state_mapping if module in m.modules()]
     return min(parents, key=lambda parent: len(list(parent.modules())))
 
@@ -136,7 +137,7 @@ def group_meshes(api: Api) -> list[Any]:
 
 @scenario()
 def group_settings(api: Api) -> list[Any]:
-    """Policies, device, dtypes and switches of a group."""
+    """Policies, device, dtypes and flags of a group."""
     policy, offload = MixedPrecisionPolicy(param_dtype=torch.bfloat16), OffloadPolicy()
     model: Any = shard(api, blocks_and_head(1), mp_policy=policy, offload_policy=offload)
     group = group_of(model[0])
@@ -181,7 +182,7 @@ def group_contexts(api: Api) -> list[Any]:
 
 @scenario()
 def group_names(api: Api) -> list[Any]:
-    """Names that groups and parameters have after the first forward; one is written before."""
+    """Names of groups and parameters after the first forward. One name is set before it."""
     model: Any = shard(api, blocks_and_head(2))
     group_of(model[0])._module_fqn = "embedding"
     model(batch(api.rank))
@@ -193,7 +194,7 @@ def group_names(api: Api) -> list[Any]:
 
 @scenario()
 def group_training_state_written(api: Api) -> list[Any]:
-    """States are set to idle after a forward without a backward, and the model is resharded."""
+    """Sets training states to idle after a forward without backward, and reshards the model."""
     model: Any = shard(api, blocks_and_head(), reshard_after_forward=False)
     model(batch(api.rank))
     for group in groups_of(model):
@@ -206,7 +207,7 @@ def group_training_state_written(api: Api) -> list[Any]:
 
 @scenario()
 def group_post_forward_mesh_removed(api: Api) -> list[Any]:
-    """Without a mesh for after forward a group stays unsharded, until the mesh is put back."""
+    """A group whose post_forward_mesh_info is None stays unsharded until the mesh is restored."""
     model: Any = shard(api, blocks_and_head(1))
     group = group_of(model[0])
     info, group.post_forward_mesh_info = group.post_forward_mesh_info, None
@@ -240,7 +241,7 @@ def group_unsharded_asynchronously(api: Api) -> list[Any]:
 
 
 @scenario()
-def group_unsharded_by_hand(api: Api) -> list[Any]:
+def group_unsharded_directly(api: Api) -> list[Any]:
     model: Any = shard(api, blocks_and_head())
     group = group_of(model[0])
     model._get_fsdp_state()._lazy_init()
@@ -255,7 +256,7 @@ def group_unsharded_by_hand(api: Api) -> list[Any]:
 
 @scenario()
 def group_prefetches_replaced(api: Api) -> list[Any]:
-    """Methods of the class are replaced: one does nothing, one counts."""
+    """Replaces a method by one that records calls, and another by one without effect."""
     calls: list[str] = []
     original = FSDPParamGroup._prefetch_unshard
 
@@ -275,7 +276,7 @@ def group_prefetches_replaced(api: Api) -> list[Any]:
 
 @scenario()
 def group_post_backward_replaced(api: Api) -> list[Any]:
-    """A wrapper takes the place of ``FSDPParamGroup.post_backward`` and reads gradients first."""
+    """Replaces ``FSDPParamGroup.post_backward`` by a wrapper that first reads gradients."""
     original = FSDPParamGroup.post_backward
     observed: list[Any] = []
 
@@ -291,8 +292,8 @@ def group_post_backward_replaced(api: Api) -> list[Any]:
     return observed
 
 
-def finish_by_hand(model: Any, each: Callable[[Any], None]) -> None:
-    """Pipeline stages do this after their last microbatch."""
+def finish_called_directly(model: Any, each: Callable[[Any], None]) -> None:
+    """Reduces all gradients, as torch's pipeline stages do after their last microbatch."""
     model.set_is_last_backward(True)
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)
@@ -313,19 +314,19 @@ def accumulate(model: Any, rank: int) -> None:
 
 
 @scenario()
-def group_post_backward_by_hand(api: Api) -> list[Any]:
+def group_post_backward_called_directly(api: Api) -> list[Any]:
     model: Any = shard(api, blocks_and_head())
     observed: list[Any] = []
     for _ in range(2):
         accumulate(model, api.rank)
-        finish_by_hand(model, lambda group: None)
+        finish_called_directly(model, lambda group: None)
         observed += [grads(model), kinds(model)]
     return observed
 
 
 @scenario()
-def group_gradients_accumulated_by_hand(api: Api) -> list[Any]:
-    """Gradients are added to those that wait in another dtype, then reduced."""
+def group_gradients_accumulated_directly(api: Api) -> list[Any]:
+    """Adds gradients to the accumulated gradients of another dtype, then reduces them."""
 
     def accumulate_to_unsharded(group: Any) -> None:
         for param in group.fsdp_params:
@@ -339,15 +340,15 @@ def group_gradients_accumulated_by_hand(api: Api) -> list[Any]:
         accumulate(model, api.rank)
         waiting = [param.unsharded_accumulated_grad for param in group_of(model[0]).fsdp_params]
         observed.append([None if grad is None else grad.detach().clone() for grad in waiting])
-        finish_by_hand(model, accumulate_to_unsharded)
+        finish_called_directly(model, accumulate_to_unsharded)
         observed += [grads(model), kinds(model)]
     return observed
 
 
 @scenario()
 def group_parameters_replaced(api: Api) -> list[Any]:
-    """``fsdp_params`` is a list; a shorter one is assigned before the first forward."""
+    """Assigns a shorter list to ``fsdp_params`` before the first forward."""
     group = group_of(shard(api, blocks_and_head(1))[0])
     shorter = group.fsdp_params[:-1]
-    assigned = kind_of_error(lambda: setattr(group, "fsdp_params", shorter))
+    assigned = error_type(lambda: setattr(group, "fsdp_params", shorter))
     return [type(group.fsdp_params).__name__, assigned, len(group.fsdp_params)]

@@ -1,6 +1,7 @@
-"""Forward hooks of FSDP2, as public code recognizes and exchanges them: docs/private-surface.md.
+"""Scenarios in which a program recognizes and replaces the forward hooks of FSDP2.
 
-Each scenario has the name of its row. Each returns only values that are equal under torch.
+docs/private-surface.md has one row for each scenario, with the scenario's name. A scenario returns
+only values that must be equal under torch and fsdp_c.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The pre-forward and the post-forward hooks of a module, in order."""
+    """Returns the pre-forward and the post-forward hooks of a module, in order."""
     return [hook for name in HOOKS for hook in getattr(module, name).values()]
 
 
@@ -39,7 +40,7 @@ def state_of(module: Any) -> Any:
 
 
 def sharded_list(api: Api) -> nn.Sequential:
-    """A root whose first two blocks share one state."""
+    """Returns a root whose first two blocks share one state."""
     model = blocks_and_head()
     api.fully_shard([model[0], model[1]])
     return api.fully_shard(model)
@@ -51,12 +52,12 @@ def replicated(api: Api) -> Any:
 
 
 def modules_of_each_kind(api: Api) -> list[Any]:
-    """A sharded module, the two of a list, a replicated module."""
+    """Returns a sharded module, two modules that share one state, and a replicated module."""
     listed = sharded_list(api)
     return [shard(api, blocks_and_head(1))[0], listed[0], listed[1], replicated(api)]
 
 
-def kind_of_error(run: Callable[[], Any]) -> str:
+def error_type(run: Callable[[], Any]) -> str:
     try:
         run()
     except Exception as error:
@@ -64,7 +65,7 @@ def kind_of_error(run: Callable[[], Any]) -> str:
     return "no exception"
 
 
-# ---- hooks: what they are ----
+# ---- properties of hooks ----
 
 
 @scenario()
@@ -107,7 +108,7 @@ def hook_owners(api: Api) -> list[Any]:
 
 @scenario()
 def hook_equality(api: Api) -> list[Any]:
-    """Hooks and the methods that they stand for, found in either order."""
+    """Equality of hooks and of the state's methods that they wrap, compared in both orders."""
     observed: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
@@ -131,7 +132,7 @@ def hook_signatures(api: Api) -> list[Any]:
             repr(hook).split(" of ")[0].split(" at ")[0],
             callable(hook),
             inspect.iscoroutinefunction(hook),
-            kind_of_error(hook),
+            error_type(hook),
         ]
         for module in modules_of_each_kind(api)
         for hook in hooks_of(module)
@@ -140,16 +141,16 @@ def hook_signatures(api: Api) -> list[Any]:
 
 @scenario()
 def hook_copies(api: Api) -> list[Any]:
-    """Copies, weak references, attributes that are set, and pickles."""
+    """Copies, weak references, new attributes and pickles of hooks."""
     observed: list[Any] = []
     for module in modules_of_each_kind(api):
         for hook in hooks_of(module):
             observed.append([copy.copy(hook) == hook, weakref.ref(hook)() is hook])
-            observed.append(kind_of_error(functools.partial(setattr, hook, "note", 1)))
+            observed.append(error_type(functools.partial(setattr, hook, "note", 1)))
             observed.append(getattr(hook, "note", None))
-            observed.append(kind_of_error(functools.partial(copy.deepcopy, hook)))
+            observed.append(error_type(functools.partial(copy.deepcopy, hook)))
             if isinstance(hook, types.FunctionType):
-                observed.append(kind_of_error(functools.partial(pickle.dumps, hook)))
+                observed.append(error_type(functools.partial(pickle.dumps, hook)))
             wrapper = functools.wraps(hook)(lambda *args: None)
             observed.append([wrapper.__qualname__, wrapper.__wrapped__ is hook])
     return observed
@@ -157,7 +158,7 @@ def hook_copies(api: Api) -> list[Any]:
 
 @scenario()
 def hook_registration(api: Api) -> list[Any]:
-    """Order among users' hooks, and the flags that a module keeps beside its hooks."""
+    """The order of FSDP2's and users' hooks, and the flags that a module stores for its hooks."""
     models = [blocks_and_head(1), blocks_and_head(2), blocks_and_head(1)]
     for model in models:
         for block in list(model)[:-1]:
@@ -181,7 +182,7 @@ def hook_registration(api: Api) -> list[Any]:
     return observed
 
 
-# ---- hooks: what is done with them ----
+# ---- hooks that are removed, wrapped or called ----
 
 
 def is_fsdp_hook(hook: Any) -> bool:
@@ -190,20 +191,20 @@ def is_fsdp_hook(hook: Any) -> bool:
 
 @scenario()
 def hooks_removed_by_module_name(api: Api) -> list[Any]:
-    """Hooks of FSDP2 are taken out by ``__module__``, weights are changed, hooks are put back."""
+    """Removes the hooks whose ``__module__`` is FSDP2's, writes weights, and restores the hooks."""
     observed: list[Any] = []
     for build in (lambda: shard(api, blocks_and_head()), lambda: sharded_list(api)):
         model: Any = build()
         model(batch(api.rank)).square().mean().backward()
         model.zero_grad()
-        kept: list[tuple[nn.Module, str, Any]] = []
+        removed: list[tuple[nn.Module, str, Any]] = []
         for module in model.modules():
             if not isinstance(module, FSDPModule):
                 continue
             module.unshard()
             for name in HOOKS:
                 hooks = getattr(module, name)
-                kept.append((module, name, hooks))
+                removed.append((module, name, hooks))
                 rest = OrderedDict((k, h) for k, h in hooks.items() if not is_fsdp_hook(h))
                 observed.append([len(hooks), len(rest)])
                 setattr(module, name, rest)
@@ -216,7 +217,7 @@ def hooks_removed_by_module_name(api: Api) -> list[Any]:
             for param in model.parameters():
                 param.add_(1)
             observed.append(model(batch(api.rank, 2)))
-        for module, name, hooks in kept:
+        for module, name, hooks in removed:
             setattr(module, name, hooks)
             module.reshard()
         observed += [weights(model), train(model, api.rank, 2)]
@@ -225,7 +226,7 @@ def hooks_removed_by_module_name(api: Api) -> list[Any]:
 
 @scenario()
 def hook_handles_removed(api: Api) -> list[Any]:
-    """Handles are removed and methods of the state registered around a wrapper."""
+    """Removes the hooks by their handles, and registers wrapped methods of the state instead."""
     model = shard(api, blocks_and_head())
     calls: list[str] = []
 
@@ -255,7 +256,7 @@ def hook_handles_removed(api: Api) -> list[Any]:
 
 @scenario()
 def hooks_wrapped_in_place(api: Api) -> list[Any]:
-    """Each hook is replaced, in the module's dict, by a function that calls it."""
+    """Replaces each hook, in the module's dict, by a function that calls the hook."""
     observed: list[Any] = []
     for model in (shard(api, blocks_and_head()), sharded_list(api)):
         calls: list[str] = []
@@ -276,8 +277,8 @@ def hooks_wrapped_in_place(api: Api) -> list[Any]:
 
 
 @scenario()
-def hooks_called_by_hand(api: Api) -> list[Any]:
-    """A hook is called by the names of its arguments, or as the function of its owner."""
+def hooks_called_directly(api: Api) -> list[Any]:
+    """Calls hooks with keyword arguments, and as functions with the owner as first argument."""
     block = api.fully_shard(ResidualBlock())
     x = batch(api.rank)
     pre, post = hooks_of(block)
@@ -324,7 +325,7 @@ def hooks_of_state_dicts(api: Api) -> list[Any]:
 
 @scenario()
 def memory_tracker(api: Api) -> list[Any]:
-    """``FSDPMemTracker`` exchanges hooks and methods of groups, and puts torch's back."""
+    """``FSDPMemTracker`` replaces hooks and methods of groups, and restores torch's."""
     model = shard(api, blocks_and_head())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = FSDPMemTracker(model, optimizer)

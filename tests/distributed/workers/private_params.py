@@ -1,6 +1,7 @@
-"""Single parameters of FSDP2, as public code uses them: docs/private-surface.md.
+"""Scenarios of FSDP2's private interface of parameters, as public libraries use it.
 
-Each scenario has the name of its row. Each returns only values that are equal under torch.
+docs/private-surface.md has one row for each scenario, with the scenario's name. A scenario returns
+only values that must be equal under torch and fsdp_c.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def param_shards(api: Api) -> list[Any]:
 
 @scenario()
 def param_modules(api: Api) -> list[Any]:
-    """Where parameters are registered, also a parameter that two modules share."""
+    """The modules that register a parameter, also for a parameter that two modules share."""
     model = blocks_and_head(1)
     model.append(nn.Linear(3, 3))
     model[2].weight = nn.Parameter(torch.ones(3, 3))
@@ -73,7 +74,7 @@ def param_dtypes(api: Api) -> list[Any]:
 
 @scenario()
 def param_unsharded(api: Api) -> list[Any]:
-    """Unsharded parameters and the memory below them, in forward and after it."""
+    """Unsharded parameters and the bytes of their memory, in forward and after forward."""
     model: Any = shard(api, blocks_and_head(1))
     group = group_of(model[0])
     observed: list[Any] = [[hasattr(p, "_unsharded_param") for p in group.fsdp_params]]
@@ -113,7 +114,7 @@ def param_placements(api: Api) -> list[Any]:
 
 @scenario()
 def param_gradients_unsharded(api: Api) -> list[Any]:
-    """Gradients that wait for a reduction, with and without another dtype for it."""
+    """Accumulated gradients before their reduction, without and with a reduce dtype."""
     observed: list[Any] = []
     for policy in (MixedPrecisionPolicy(), MIXED):
         model: Any = shard(api, blocks_and_head(1), mp_policy=policy)
@@ -126,7 +127,7 @@ def param_gradients_unsharded(api: Api) -> list[Any]:
 
 @scenario()
 def param_source(api: Api) -> list[Any]:
-    """The source of methods, which a library edits and compiles."""
+    """Hashes of the source of methods. A library edits and compiles this source."""
     names = ("_init_sharded_param", "init_unsharded_param", "init_dtype_attrs", "to_unsharded")
     sources = [inspect.getsource(getattr(FSDPParam, name)) for name in names]
     api.fully_shard(ResidualBlock())
@@ -139,7 +140,7 @@ def param_source(api: Api) -> list[Any]:
 
 @scenario()
 def param_data_moved(api: Api) -> list[Any]:
-    """The shard's data and the local tensor over it are replaced by copies."""
+    """Replaces the data of each shard, and the local tensor that views the data, by copies."""
     model: Any = shard(api, blocks_and_head())
     for group in groups_of(model):
         for param in group.fsdp_params:
@@ -163,8 +164,9 @@ def param_gradient_hooks(api: Api) -> list[Any]:
 
 
 @scenario()
-def param_made_by_hand(api: Api) -> list[Any]:
-    """``FSDPParam`` is called with what an existing one holds; the old hook is removed."""
+def param_constructed_directly(api: Api) -> list[Any]:
+    """Constructs an ``FSDPParam`` from the attributes of an existing one, whose load hook is
+    removed."""
     model: Any = shard(api, blocks_and_head(1))
     linear = model[0].linear
     old = next(p for p in group_of(model[0]).fsdp_params if p._orig_size == (DIM, DIM))
@@ -195,7 +197,7 @@ def param_made_by_hand(api: Api) -> list[Any]:
 
 @scenario()
 def param_set_on_modules(api: Api) -> list[Any]:
-    """Another parameter is registered for a while."""
+    """Registers another parameter on the modules, then the original parameter again."""
     model: Any = shard(api, blocks_and_head(1))
     model(batch(api.rank))
     params = group_of(model[0]).fsdp_params
@@ -213,7 +215,7 @@ def param_set_on_modules(api: Api) -> list[Any]:
 
 @scenario()
 def param_extensions_set(api: Api) -> list[Any]:
-    """All-gather extensions are set as attributes of a shard's local tensor."""
+    """Sets all-gather extensions as attributes of a shard's local tensor."""
     model: Any = shard(api, blocks_and_head(1))
     param = next(p for p in group_of(model[0]).fsdp_params if p._orig_size == (DIM, DIM))
     padded = param._sharded_param_data.view(param.padded_sharded_param_size)

@@ -1,6 +1,7 @@
-"""Module classes and states of FSDP2, as public code reads them: docs/private-surface.md.
+"""Scenarios of FSDP2's module classes and private states, as public libraries read them.
 
-Each scenario has the name of its row. Each returns only values that are equal under torch.
+docs/private-surface.md has one row for each scenario, with the scenario's name. A scenario returns
+only values that must be equal under torch and fsdp_c.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 import torch.nn as nn
 from behavior import Api, batch, blocks_and_head, grads, scenario, shard, train
-from private_hooks import kind_of_error, modules_of_each_kind, sharded_list, state_of
+from private_hooks import error_type, modules_of_each_kind, sharded_list, state_of
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable_state import _get_module_state, _State
 from torch.distributed.fsdp import (
@@ -49,7 +50,7 @@ def class_names(api: Api) -> list[Any]:
 def class_table(api: Api) -> list[Any]:
     module = api.fully_shard(ResidualBlock())
     table = get_cls_to_fsdp_cls()
-    return [table[ResidualBlock] is type(module), kind_of_error(lambda: copy.deepcopy(module))]
+    return [table[ResidualBlock] is type(module), error_type(lambda: copy.deepcopy(module))]
 
 
 @scenario()
@@ -73,7 +74,7 @@ def marks_of_managed_modules(api: Api) -> list[Any]:
 
 @scenario()
 def forward_methods(api: Api) -> list[Any]:
-    """A registered method keeps torch's attributes, and unshards."""
+    """A registered forward method has torch's attributes and unshards its module."""
     block: Any = blocks_and_head(1)[0]
     block.encode = types.MethodType(ResidualBlock.forward, block)
     api.fully_shard(block)
@@ -88,7 +89,7 @@ def forward_methods(api: Api) -> list[Any]:
 
 @scenario()
 def state_lookups(api: Api) -> list[Any]:
-    """All ways that lead to a state."""
+    """All functions of torch that return the state of a module."""
     observed: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
@@ -116,7 +117,7 @@ def state_types(api: Api) -> list[Any]:
 
 @scenario()
 def state_contexts(api: Api) -> list[Any]:
-    """The states of a root, their order, and what they share from the first forward on."""
+    """The states of a root, their order, and the contexts that they share after lazy init."""
     model: Any = sharded_list(api)
     root = state_of(model)
     before = [root._is_root, len(root._state_ctx.all_states)]
@@ -171,7 +172,7 @@ def state_training_states(api: Api) -> list[Any]:
 
 @scenario()
 def state_prefetch_lists(api: Api) -> list[Any]:
-    """Lists of states to prefetch are written."""
+    """Assigns lists of states to prefetch."""
     model: Any = shard(api, blocks_and_head())
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -182,8 +183,8 @@ def state_prefetch_lists(api: Api) -> list[Any]:
 
 
 @scenario()
-def lazy_init_by_hand(api: Api) -> list[Any]:
-    """A root is initialized early, and is still resharded after forward."""
+def lazy_init_called_directly(api: Api) -> list[Any]:
+    """Runs lazy init before the first forward. The root is still resharded after forward."""
     model: Any = shard(api, blocks_and_head(1))
     state = state_of(model)
     info = state._fsdp_param_group.post_forward_mesh_info

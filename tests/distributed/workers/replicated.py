@@ -114,9 +114,9 @@ def train(model: Any, steps: int = 3, **kwargs: Any) -> Record:
     return record + [plain(p) for p in model.parameters()]
 
 
-def assert_same(expected: Record, tracebacks: Record, label: object) -> None:
-    assert len(expected) == len(tracebacks), label
-    for i, (a, b) in enumerate(zip(expected, tracebacks)):
+def assert_same(expected: Record, actual: Record, label: object) -> None:
+    assert len(expected) == len(actual), label
+    for i, (a, b) in enumerate(zip(expected, actual)):
         assert a.dtype == b.dtype and torch.equal(a, b), f"{label}: item {i}: {a} and {b}"
 
 
@@ -126,7 +126,7 @@ def bucket_count(model: Any) -> int:
 
 
 def outcomes(rank: int, world: int) -> dict[str, str]:
-    """Runs all scenarios of this world size; returns each one's traceback, or ""."""
+    """Runs all scenarios of this world size. Maps each scenario to its traceback, or to ""."""
     tracebacks = {}
     for scenario in SCENARIOS[world]:
         if scenario in SINCE_TORCH_2_13 and not releases.has("2.13"):
@@ -274,13 +274,13 @@ def failure(rank: int, world: int) -> None:
     for name, cap in CAPS.items():
         expected = train(make_replicated(cap)())
         model: Any = make_replicated(cap)()
-        x = model.first.register_full_backward_pre_hook(_fail)
+        handle = model.first.register_full_backward_pre_hook(_raise_user_error)
         try:
             model(batch(5)).square().mean().backward()
             raise AssertionError("the hook did not run")
         except _UserError:
             pass
-        x.remove()
+        handle.remove()
         [group] = model._get_fsdp_state()._fsdp_param_groups
         reduced = sum(param.sharded_param.grad is not None for param in group.fsdp_params)
         assert name == "several" or (reduced > 0) == (name == "each")
@@ -293,7 +293,7 @@ class _UserError(Exception):
     pass
 
 
-def _fail(*unused: Any) -> None:
+def _raise_user_error(*unused: Any) -> None:
     raise _UserError
 
 

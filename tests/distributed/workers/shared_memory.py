@@ -302,22 +302,22 @@ def one_descriptor_left() -> Iterator[None]:
                 os.close(descriptor)
 
 
-OBSTACLES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+FALLBACK_REASONS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "nothing": contextlib.nullcontext,
     "gloo is chosen": gloo_only,
-    "no memory": small_file_size_limit,
-    "no way to the others": one_descriptor_left,
+    "limited file size": small_file_size_limit,
+    "no file descriptors": one_descriptor_left,
 }
 
 
-def compare_with_obstacles(rank: int, world: int) -> dict[str, tuple[int, bool]]:
-    """Maps each obstacle on the last rank to the mapped rings and whether bits equal gloo's."""
+def compare_with_fallback_reasons(rank: int, world: int) -> dict[str, tuple[int, bool]]:
+    """Maps each reason on the last rank to its number of mapped rings and equality of bits."""
     with gloo_only():
         expected = small_units(new_group())
     results = {}
-    for name, obstacle in OBSTACLES.items():
+    for name, fallback_reason in FALLBACK_REASONS.items():
         group = new_group()
-        with obstacle() if rank == world - 1 else contextlib.nullcontext():
+        with fallback_reason() if rank == world - 1 else contextlib.nullcontext():
             tensors = small_units(group)
         results[name] = mapped_rings(), are_equal(tensors, expected)
         dist.destroy_process_group(group)
@@ -422,8 +422,8 @@ def record_prefetches(rank: int, world: int) -> dict[int, tuple[list[bool], bool
 
 
 def count_steps_ahead(rank: int, world: int) -> int:
-    """Steps in which rank 0 finished backward before rank 1 began it. Buckets have 4 kB, so rank 0
-    had issued two of them."""
+    """Returns the number of steps in which rank 0 ended backward before rank 1 began backward.
+    Buckets have 4 kB, so rank 0 had issued two buckets."""
     store = dist.distributed_c10d._get_default_store()
     mesh = DeviceMesh.from_group(new_group(), "cpu")
     model = fsdp_c.replicate(chain([32] * 4), mesh=mesh, bucket_cap_mb=1 / 256)
@@ -540,7 +540,7 @@ def train_until_last_rank_is_killed(rank: int, world: int) -> None:
 
 
 def train_with_stopped_rank(rank: int, world: int) -> bool:
-    """Whether training with a rank that is stopped for 0.3 s has the bits of gloo."""
+    """Returns whether training with a rank that is stopped for 0.3 s has the bits of gloo."""
     model = model_of(dist.group.WORLD, [33] * 4)
     with gloo_only():
         other = model_of(new_group(), [33] * 4)

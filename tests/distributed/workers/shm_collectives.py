@@ -170,7 +170,7 @@ def wait_in_reverse_order(rank: int, world: int) -> bool:
 
 
 def is_declined(rank: int, world: int, variable: str, value: str) -> bool:
-    """Whether this rank has no direct group if the last rank sets ``variable``."""
+    """Returns whether this rank has no direct group if the last rank sets ``variable``."""
     import os
 
     if rank == world - 1:
@@ -187,8 +187,8 @@ def _model() -> nn.Module:
 
 
 def send_before_peers_gather(rank: int, world: int) -> bool:
-    """Whether bits stay equal if rank 0 gathers all units and then sends a message that its peers
-    receive before their first gather."""
+    """Returns whether bits stay equal if rank 0 gathers all units and then sends a message, which
+    its peers receive before their first gather."""
     model = _model()
     units = [model, *model]
     message = torch.zeros(1)
@@ -209,7 +209,7 @@ def send_before_peers_gather(rank: int, world: int) -> bool:
 
 
 def train_with_unequal_group_counts(rank: int, world: int) -> bool:
-    """Whether bits stay equal if rank r has sharded r models that it never runs."""
+    """Returns whether bits stay equal if rank r has sharded r models that it never runs."""
     idle = [_model() for _ in range(rank)]
     first = _train(_model(), rank, 1 + world)  # more steps than fallback gathers
     del idle
@@ -227,7 +227,8 @@ def _train(model: nn.Module, rank: int, steps: int = 2) -> list[torch.Tensor]:
 
 
 def train_with_patched_rank(rank: int, world: int) -> tuple[bool, int]:
-    """Whether bits stay equal if rank 0 patches torch's collectives, and how often they ran."""
+    """Returns whether bits stay equal if rank 0 patches torch's collectives, and their number of
+    calls."""
     plain = _train(_model(), rank)
     calls = []
     gather, reduce = torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce
@@ -257,7 +258,7 @@ def train_with_patched_rank(rank: int, world: int) -> tuple[bool, int]:
 
 
 def train_with_observed_rank(rank: int, world: int) -> tuple[bool, dict[str, int]]:
-    """Whether bits stay equal if rank 0 counts ops and profiles, and its counts."""
+    """Returns whether bits stay equal if rank 0 counts ops and profiles, and its counts."""
     plain = _train(_model(), rank, 1)
     assert _C.direct_group(dist.group.WORLD) is not None  # the negotiation has ended
     counts: dict[str, int] = {}
@@ -275,7 +276,7 @@ def train_with_observed_rank(rank: int, world: int) -> tuple[bool, dict[str, int
 
 
 def train_with_both_transports(rank: int, world: int) -> list[bool]:
-    """Whether ``set_transport`` selects the transport, and whether bits stay equal."""
+    """Returns whether ``set_transport`` selects the transport, and whether bits stay equal."""
     model = _model()
     group = dist.group.WORLD
     assert group is not None

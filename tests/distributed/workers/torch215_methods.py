@@ -62,21 +62,20 @@ def kept_storage(api: Api) -> Found:
     for step in range(3):
         results += two_steps(model, api.rank)
         addresses_by_step.append(addresses(model))
-        junk = [
-            torch.empty(64 * (step + i)) for i in range(16)
-        ]  # would reuse memory that was freed
-        del junk
+        # If the parameters' memory had been freed, these tensors would reuse it.
+        fillers = [torch.empty(64 * (step + i)) for i in range(16)]
+        del fillers
     kept = unsharded_bytes(model)
     model.set_keep_unsharded_storage(False)
     other = shard(api, blocks_and_head())
     return {
         "found": results,
         "expected": [record for _ in range(3) for record in two_steps(other, api.rank)],
-        "stays": addresses_by_step[0] == addresses_by_step[1] == addresses_by_step[2]
+        "are addresses equal": addresses_by_step[0] == addresses_by_step[1] == addresses_by_step[2]
         and 0 not in addresses_by_step[0],
-        "kept": kept,
-        "freed": unsharded_bytes(model),
-        "others": unsharded_bytes(other),
+        "bytes while kept": kept,
+        "bytes after disabling": unsharded_bytes(model),
+        "bytes of default model": unsharded_bytes(other),
     }
 
 
@@ -103,7 +102,7 @@ def reference(rank: int, steps: int) -> dict[str, Any]:
 
 @scenario()
 def deferred_reductions(api: Api) -> Found:
-    """Twice: microbatches without gradient synchronization, then one finalization."""
+    """Runs microbatches without gradient synchronization, then one finalization; both twice."""
     model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
     results, counts = [], []
@@ -128,7 +127,7 @@ def deferred_reductions(api: Api) -> Found:
         "expected": [expected, expected],
         "counts": counts,
         "handle": handle is None,
-        "held": unsharded_bytes(model),
+        "unsharded bytes": unsharded_bytes(model),
     }
 
 
@@ -178,25 +177,31 @@ def invalid_finalizations(api: Api) -> Found:
     model = shard(api, blocks_and_head())
     loss_of(model(batch(api.rank))).backward()
     results = {
-        "automatic": error_message(model.finalize_backward),
-        "below": error_message(lambda: model[0].set_manual_backward_finalization(True)),
+        "automatic mode": error_message(model.finalize_backward),
+        "mode of child": error_message(lambda: model[0].set_manual_backward_finalization(True)),
     }
     x = batch(api.rank).requires_grad_()
     output = model(x)
 
     def change(grad: torch.Tensor) -> None:
-        results["running"] = error_message(lambda: model.set_manual_backward_finalization(True))
+        results["during backward"] = error_message(
+            lambda: model.set_manual_backward_finalization(True)
+        )
 
     x.register_hook(change)
     loss_of(output).backward()
     model.set_manual_backward_finalization(True)
-    results["below, manual"] = error_message(model[0].finalize_backward)
+    results["finalization of child"] = error_message(model[0].finalize_backward)
     loss_of(model(batch(api.rank))).backward()
     handle = model.finalize_backward(async_op=True)
     results["pending"] = error_message(model.finalize_backward)
-    results["pending mode"] = error_message(lambda: model.set_manual_backward_finalization(False))
+    results["mode while pending"] = error_message(
+        lambda: model.set_manual_backward_finalization(False)
+    )
     handle.wait()
-    results["afterwards"] = error_message(lambda: model.set_manual_backward_finalization(False))
+    results["mode after wait"] = error_message(
+        lambda: model.set_manual_backward_finalization(False)
+    )
     return results
 
 
@@ -272,8 +277,8 @@ def dtype_overrides_of_single_parameters(api: Api) -> Found:
             model.set_requires_gradient_sync(step + 1 == steps)
             loss_of(model(batch(api.rank, step))).backward()
             loss_of(plain_model(batch(api.rank, step).bfloat16())).backward()
-        wire = reduce_dtype or torch.float32  # the widest compute dtype
-        local = {name: param.grad.to(wire) for name, param in plain_model.named_parameters()}
+        reduced_in = reduce_dtype or torch.float32  # default: the widest compute dtype
+        local = {name: param.grad.to(reduced_in) for name, param in plain_model.named_parameters()}
         results.append(grads(model))
         expected.append({name: grad.float() for name, grad in average(local).items()})
     return {
@@ -293,4 +298,4 @@ def invalid_dtype_overrides(api: Api) -> Found:
         assert type(model) is DtypeRecorder and type(model.scale) is nn.Parameter
         return text
 
-    return {"other": shard_with(torch.float64), "none": shard_with("float32")}
+    return {"float64": shard_with(torch.float64), "string": shard_with("float32")}

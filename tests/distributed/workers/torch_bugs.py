@@ -1,5 +1,7 @@
 """Scenarios of bugs of torch's FSDP2; each returns the results found and the results expected.
 
+Names such as B2 are the entries of tests/TORCH_BUGS.md.
+
 The expected results are those of the unsharded model, with gradients averaged over the ranks
 (``average``).
 """
@@ -88,7 +90,7 @@ def step_by(model: nn.Module, gradients: Gradients, lr: float = 0.1) -> None:
 # ---- groups that are skipped (B2, B7) ----
 
 
-class Choice(nn.Module):
+class SelectableBlocks(nn.Module):
     """Adds the outputs of the chosen blocks and applies a head."""
 
     def __init__(self, blocks: int = 2) -> None:
@@ -101,12 +103,12 @@ class Choice(nn.Module):
         return self.head(sum(rest, first))
 
 
-def choice(blocks: int = 2) -> Choice:
+def selectable_blocks(blocks: int = 2) -> SelectableBlocks:
     torch.manual_seed(7)
-    return Choice(blocks)
+    return SelectableBlocks(blocks)
 
 
-def shard_choice(api: Api, model: Choice, **kwargs: Any) -> Choice:
+def shard_selectable_blocks(api: Api, model: SelectableBlocks, **kwargs: Any) -> SelectableBlocks:
     for block in model.blocks:
         api.fully_shard(block, **kwargs)
     return api.fully_shard(model, **kwargs)
@@ -115,8 +117,8 @@ def shard_choice(api: Api, model: Choice, **kwargs: Any) -> Choice:
 @scenario()
 def group_skipped_in_accumulation(api: Api) -> dict[str, Any]:
     """B2: a block does not run in one of the microbatches without sync, with a reduce dtype."""
-    reference = in_bf16(choice())
-    model = shard_choice(api, choice(), mp_policy=MIXED)
+    reference = in_bf16(selectable_blocks())
+    model = shard_selectable_blocks(api, selectable_blocks(), mp_policy=MIXED)
     expected: Gradients = dict.fromkeys(dict(reference.named_parameters()))
     for step, chosen in enumerate([(0,), (0, 1), (1,)]):
         x = batch(api.rank, step)
@@ -130,7 +132,7 @@ def group_skipped_in_accumulation(api: Api) -> dict[str, Any]:
 @scenario()
 def unused_groups_are_reduced(api: Api) -> dict[str, Any]:
     """B7: the reduce-scatter count of a step must not depend on the blocks of earlier steps."""
-    model = shard_choice(api, choice())
+    model = shard_selectable_blocks(api, selectable_blocks())
     model.set_reduce_scatter_unused_params(True)
     counts = []
     for chosen in [(0,), (0, 1), (0,)]:

@@ -1,4 +1,7 @@
-"""Scenarios of bugs of torch's FSDP2 on 2-D meshes and smaller reshard groups."""
+"""Scenarios of bugs of torch's FSDP2 on 2-D meshes and smaller reshard groups.
+
+Names such as B1 are the entries of tests/TORCH_BUGS.md.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from torch_bugs import (
     PlainScatter,
     add_gradients,
     average,
-    choice,
     loss_of,
-    shard_choice,
+    selectable_blocks,
+    shard_selectable_blocks,
     step_by,
     take_gradients,
 )
@@ -34,8 +37,8 @@ def replicas(api: Api) -> DeviceMesh:
 # ---- partial reductions with replicas (B1) ----
 
 
-class Two(nn.Module):
-    """Two layers of the given sizes in one group; a forward may use only one of them."""
+class TwoLayers(nn.Module):
+    """Two layers of the given sizes in one group. A forward uses the layers ``used``."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ class Two(nn.Module):
 def accumulate(
     api: Api, model: nn.Module, reference: nn.Module, uses: list[tuple[int, ...]]
 ) -> dict[str, Any]:
-    """Accumulates one microbatch per entry of ``uses``; only the last one all-reduces."""
+    """Accumulates one microbatch per entry of ``uses``. Only the last microbatch all-reduces."""
     expected: Gradients = dict.fromkeys(dict(reference.named_parameters()))
     for step, used in enumerate(uses):
         x = batch(api.rank, step)
@@ -62,13 +65,13 @@ def accumulate(
     return {"found": grads(model), "expected": average(expected)}
 
 
-def accumulate_two(
+def accumulate_in_two_layers(
     api: Api, sizes: tuple[int, int], uses: list[tuple[int, ...]], custom: bool = False
 ) -> Any:
     torch.manual_seed(3)
-    reference = Two(*sizes)
+    reference = TwoLayers(*sizes)
     torch.manual_seed(3)
-    model = api.fully_shard(Two(*sizes), mesh=replicas(api))
+    model = api.fully_shard(TwoLayers(*sizes), mesh=replicas(api))
     if custom:
         model.set_custom_reduce_scatter(PlainScatter())
     return accumulate(api, model, reference, uses)
@@ -80,13 +83,13 @@ USES = [[(0,), (1,)], [(0,), (0, 1), (1,)], [(0, 1), (1,), (0, 1)], [(1,), (0,),
 @scenario(4)
 def other_sizes_in_the_next_microbatch(api: Api) -> Any:
     """B1: microbatches have partial gradients of parameters of different sizes."""
-    return accumulate_two(api, (4, 6), USES[0])
+    return accumulate_in_two_layers(api, (4, 6), USES[0])
 
 
 @scenario(4)
 def equal_sizes_in_the_next_microbatch(api: Api) -> Any:
     """B1: microbatches have partial gradients of different parameters of equal size."""
-    return accumulate_two(api, (4, 4), USES[0])
+    return accumulate_in_two_layers(api, (4, 4), USES[0])
 
 
 @scenario(4)
@@ -97,7 +100,7 @@ def every_order_of_use(api: Api) -> Any:
         for uses in USES:
             for sizes in ((4, 4), (3, 6)):
                 for custom in (False, True):
-                    outcome = accumulate_two(api, sizes, uses, custom)
+                    outcome = accumulate_in_two_layers(api, sizes, uses, custom)
                     results["found"].append(outcome["found"])
                     results["expected"].append(outcome["expected"])
     return results
@@ -106,14 +109,20 @@ def every_order_of_use(api: Api) -> Any:
 @scenario(4)
 def group_unused_in_the_last_microbatch(api: Api) -> Any:
     """B1: a group has gradients only from microbatches without all-reduce."""
-    reference, model = choice(), shard_choice(api, choice(), mesh=replicas(api))
+    reference, model = (
+        selectable_blocks(),
+        shard_selectable_blocks(api, selectable_blocks(), mesh=replicas(api)),
+    )
     return accumulate(api, model, reference, [(0, 1), (0,)])
 
 
 @scenario(4)
 def custom_group_unused_in_the_last_microbatch(api: Api) -> Any:
     """B1 with a custom reduce-scatter of the unused group; torch loses its gradients as well."""
-    reference, model = choice(), shard_choice(api, choice(), mesh=replicas(api))
+    reference, model = (
+        selectable_blocks(),
+        shard_selectable_blocks(api, selectable_blocks(), mesh=replicas(api)),
+    )
     model.blocks[1].set_custom_reduce_scatter(PlainScatter())
     return accumulate(api, model, reference, [(0, 1), (0,)])
 
@@ -122,10 +131,10 @@ def custom_group_unused_in_the_last_microbatch(api: Api) -> Any:
 def several_dtypes_on_replicas(api: Api) -> dict[str, Any]:
     """float64 and float32 parameters in one group, reduced in float64, with partial reductions."""
     torch.manual_seed(3)
-    reference = Two(4, 3)
+    reference = TwoLayers(4, 3)
     reference.second.double()
     torch.manual_seed(3)
-    model = Two(4, 3)
+    model = TwoLayers(4, 3)
     model.second.double()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64, cast_forward_inputs=False)
     api.fully_shard(model, mesh=replicas(api), mp_policy=policy)
@@ -151,7 +160,10 @@ def replicas_using_different_groups(api: Api) -> dict[str, Any]:
     """
     if not api.is_fsdp_c:
         return {}
-    reference, model = choice(), shard_choice(api, choice(), mesh=replicas(api))
+    reference, model = (
+        selectable_blocks(),
+        shard_selectable_blocks(api, selectable_blocks(), mesh=replicas(api)),
+    )
     model.set_reduce_scatter_unused_params(True)
     chosen = (0, 1) if api.rank < 2 else (0,)
     loss_of(reference(batch(api.rank), *chosen)).backward()
@@ -193,7 +205,7 @@ def rows_between_forward_and_backward(api: Api) -> dict[str, Any]:
 
 
 @scenario(4)
-def columns_alone(api: Api) -> str:
+def backward_with_shard_1_and_smaller_reshard_group(api: Api) -> str:
     """B4: returns the error of backward with Shard(1) and a smaller reshard group."""
     torch.manual_seed(3)
     layer = nn.Linear(8, 8, bias=False)
@@ -243,7 +255,7 @@ def columns_between_forward_and_backward(api: Api) -> dict[str, Any]:
 
 @scenario(4)
 def evaluation_on_a_smaller_group(api: Api) -> dict[str, Any]:
-    """Between backward and the step, an evaluation leaves shards over pairs of ranks."""
+    """Between backward and the step, an evaluation leaves shards on pairs of ranks."""
     reference, model = blocks_and_head(), shard(api, blocks_and_head(), reshard_after_forward=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     results: dict[str, Any] = {"found": [], "expected": []}

@@ -107,7 +107,7 @@ class Reduction(InBackward):
 
 
 class Handle(Case):
-    """An all-gather by hand."""
+    """An all-gather by ``model.unshard()``."""
 
     def wait_in(self) -> None:
         self.model.unshard(async_op=True).wait()

@@ -111,9 +111,9 @@ def unpack(world: int, shift: int = 0) -> Work:
     total = sum(sizes)
     memory = random_tensor(total * world + 8, torch.bfloat16)
     rows = memory[shift // 2 : shift // 2 + total * world].view(world, total)
-    whole = [torch.empty(world, size, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
+    outputs = [torch.empty(world, size, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
     descriptors, offset = [], 0
-    for size, entry in zip(sizes, whole):
+    for size, entry in zip(sizes, outputs):
         descriptors.append(
             Column(dst=entry.data_ptr(), offset=offset * 2, bytes=size * 2, blocks=1)
         )
@@ -123,7 +123,7 @@ def unpack(world: int, shift: int = 0) -> Work:
         f"unpack bfloat16, {world} ranks" + (f", {shift} bytes off" if shift else ""),
         total * world * 4,
         lambda: library.cuda().unpack(rows.data_ptr(), total * 2, world, columns, stream()),
-        lambda: torch.split_with_sizes_copy(rows, sizes, dim=1, out=whole),
+        lambda: torch.split_with_sizes_copy(rows, sizes, dim=1, out=outputs),
         has_goal=not shift,
     )
 
@@ -155,14 +155,14 @@ def unpack_second_dim(world: int) -> Work:
     rows, columns = shapes()[0]
     part = columns // world
     gathered = random_tensor(rows * columns, torch.bfloat16).view(world, rows, part)
-    whole = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
-    column = Column(dst=whole.data_ptr(), offset=0, bytes=part * 2, blocks=rows)
+    output = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
+    column = Column(dst=output.data_ptr(), offset=0, bytes=part * 2, blocks=rows)
     table, size = library.array(Column, [column]), rows * part * 2
     return Work(
         f"unpack Shard(1), {world} ranks",
         rows * columns * 4,
         lambda: library.cuda().unpack(gathered.data_ptr(), size, world, table, stream()),
-        lambda: torch.cat(list(gathered), dim=1, out=whole),
+        lambda: torch.cat(list(gathered), dim=1, out=output),
         has_goal=False,
     )
 

@@ -1,7 +1,7 @@
 """Builds the extension for the installed torch, and the kernels as a separate shared library.
 
-On CUDA it runs ``setup.py build_ext --inplace`` for sm_90, without pip, build isolation or network.
-The build needs cmake and ninja on the PATH. Elsewhere the extension must exist already.
+On CUDA this script runs ``setup.py build_ext --inplace`` for sm_90, without pip, build isolation or
+network. The build needs cmake and ninja on the PATH. On other devices the extension must exist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROBE = (
 
 def command() -> list[str]:
     """Returns the build command. setuptools before 77 cannot parse pyproject.toml's license
-    field, so for those the command skips pyproject.toml, which the build does not need."""
+    field. With these versions, the command skips pyproject.toml, which the build does not need."""
     arguments = ["setup.py", "build_ext", "--inplace"]
     if int(setuptools.__version__.split(".")[0]) >= 77:
         return [sys.executable, *arguments]
@@ -49,12 +49,12 @@ def build() -> subprocess.Popen[bytes] | None:
 def main() -> None:
     begin = time.perf_counter()
     build_process = build()
-    kernels = kernel_library.library()
+    kernels = kernel_library.build_library()
     kernel_seconds = time.perf_counter() - begin
     if DEVICE == "sim":
         import simulated_build
 
-        simulated_build.library()
+        simulated_build.build_library()
     status = build_process.wait() if build_process is not None else 0
     seconds = time.perf_counter() - begin
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)

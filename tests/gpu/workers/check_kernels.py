@@ -88,16 +88,16 @@ def actual(case: Case, bare: bool, kernels: Backend | None = None) -> Any:
     """
     source, target = Memory(len(case.source)), Memory(case.size)
     result = np.full(max(case.size, 1), POISON, np.uint8)
-    whole = [(0, len(result))] if case.size else []
+    everything = [(0, len(result))] if case.size else []
     if bare:
         source.write(case.source, case.read)
     else:
         source.write(case.source, [(0, len(case.source))])
-        target.write(result, whole)
+        target.write(result, everything)
     case.launch(kernels or kernel_library.cuda(), source.address, target.address)
     if kernel_library.load().device_synchronize():
         raise RuntimeError(f"{case.name}: the launch failed")
-    target.read(result, case.written if bare else whole)
+    target.read(result, case.written if bare else everything)
     source.free()
     target.free()
     return result
@@ -123,7 +123,7 @@ def run_under_sanitizer(tool: str, rounds: int) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         skip("compute-sanitizer is not installed")
-    kernel_library.library()
+    kernel_library.build_library()
     options = ["--tool", tool, "--error-exitcode", "9"]
     command = [sys.executable, __file__, "--rounds", str(rounds)]
     command += ["--bare"] if tool == "initcheck" else []

@@ -1,13 +1,13 @@
-"""Negative controls of the races step: a training with one wait removed must be detected.
+"""Negative controls of the races step: it must detect a training from which a wait was removed.
 
     dropped_waits.py FILE [--seconds 30]
 
-There are two kinds of controls. In the first, the event that the gathers wait for was recorded
-before the optimizer step (both implementations). In the second, each of fsdp_c's own waits is
-dropped in turn: on CUDA by drop_waits.c (LD_PRELOAD), on the simulated device by the device itself.
-On CUDA a missing wait may change the bits, unless the streams happen to run in order anyway. The
-simulated device reports it as a finding. The script writes to FILE, for each control, the number
-of dropped waits and of those that were detected.
+There are two kinds of controls. In the first, torch and fsdp_c gather after a stale event, which
+was recorded before the optimizer step. In the second, each wait of fsdp_c is dropped in turn: on
+CUDA by drop_waits.c (LD_PRELOAD), on the simulated device by the device. On CUDA, a dropped wait is
+detected if it changes the bits. The bits stay equal if the streams run in the right order by
+chance. The simulated device reports a dropped wait as a finding. The script writes to FILE, for
+each control, the number of dropped waits and the number of detected ones.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ class Waits:
 
     def drop(self, index: int) -> None:
         if self.preloaded is not None:
-            self.preloaded.visit_drop(ctypes.c_long(index))
+            self.preloaded.drop_wait(ctypes.c_long(index))
         else:
             self.simulated.log_calls("fsdp_c/_C.", "drop", index)
 
     def count(self) -> int:
         if self.preloaded is not None:
-            return int(self.preloaded.visit_waits())
+            return int(self.preloaded.count_waits())
         return len(self.simulated.calls())
 
     def stop(self) -> None:
         if self.preloaded is not None:
-            self.preloaded.visit_drop(ctypes.c_long(-1))
+            self.preloaded.drop_wait(ctypes.c_long(-1))
         else:
             self.simulated.log_calls("", "", -1)
 
@@ -101,13 +101,13 @@ def run_with_long_pauses(train: Callable[[], list[Any]]) -> Outcome:
     return digest, bool(device is not None and device.findings())
 
 
-def stale_events(stage: Stage) -> dict[str, Any]:
+def detect_stale_event(stage: Stage) -> dict[str, Any]:
     expected, _ = run_with_long_pauses(lambda: variants.optimizer_event(stage, stale=False))
     digest, has_findings = run_with_long_pauses(lambda: variants.optimizer_event(stage, stale=True))
     return {"dropped": 1, "detected": int(has_findings or digest != expected)}
 
 
-def dropped_waits(stage: Stage, deadline: float) -> dict[str, Any]:
+def detect_dropped_waits(stage: Stage, deadline: float) -> dict[str, Any]:
     waits = Waits()
     train = variants.VARIANTS[VARIANT]
 
@@ -131,16 +131,16 @@ def dropped_waits(stage: Stage, deadline: float) -> dict[str, Any]:
         if has_findings or digest != expected:
             detected.append(index)
     counters = {"waits": counts[0], "dropped": len(dropped), "detected": len(detected)}
-    return counters | {"places": detected}
+    return counters | {"detected_waits": detected}
 
 
-def controls(device: Any, deadline: float) -> dict[str, Any]:
+def run_controls(device: Any, deadline: float) -> dict[str, Any]:
     """Runs all negative controls in this process, which has joined the group."""
     results = {
-        f"stale event, {name}": stale_events(race.make_stage(name, device))
+        f"stale event, {name}": detect_stale_event(race.make_stage(name, device))
         for name in ("torch", "fsdp_c")
     }
-    results["waits of fsdp_c"] = dropped_waits(race.make_stage("fsdp_c", device), deadline)
+    results["waits of fsdp_c"] = detect_dropped_waits(race.make_stage("fsdp_c", device), deadline)
     return results
 
 
@@ -153,7 +153,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     device = start_device()
     loop_group.join(variants.WORLD, device)
-    options.file.write_text(json.dumps(controls(device, deadline)))
+    options.file.write_text(json.dumps(run_controls(device, deadline)))
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def _commands(target: Path) -> list[list[str]]:
     ]
 
 
-def library() -> Path:
+def build_library() -> Path:
     """Returns the path of the library. Compiles it if a source or a command changed."""
     files = [*sorted(KERNELS.iterdir()), MEMORY]
     text = "".join(path.read_text() for path in files) + str(_commands(Path("any.so")))
@@ -153,7 +153,7 @@ def library() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(library()))
+    loaded = ctypes.CDLL(str(build_library()))
     loaded.device_allocate.restype = ctypes.c_void_p
     for function in (loaded.fck_cpu, loaded.fck_cuda, loaded.fck_jit):
         function.restype = ctypes.c_void_p

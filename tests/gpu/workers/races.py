@@ -151,7 +151,11 @@ def run_in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str],
         for implementation in IMPLEMENTATIONS
     ]
     digests, failures = merge_results(results)
-    return digests, failures, dropped_waits.controls(device, deadline) if DEVICE != "cpu" else {}
+    return (
+        digests,
+        failures,
+        dropped_waits.run_controls(device, deadline) if DEVICE != "cpu" else {},
+    )
 
 
 def main() -> None:

@@ -245,7 +245,7 @@ def second_dim(stage: Stage) -> list[Any]:
 
 
 @variant
-def kept_after_forward(stage: Stage) -> list[Any]:
+def without_reshard_after_forward(stage: Stage) -> list[Any]:
     return stage.train(stage.shard(stage.blocks(), reshard_after_forward=False))
 
 
@@ -287,7 +287,7 @@ def accumulated(stage: Stage) -> list[Any]:
 
 
 @variant
-def kept_after_backward(stage: Stage) -> list[Any]:
+def without_reshard_after_backward(stage: Stage) -> list[Any]:
     return stage.train(stage.shard(stage.blocks()), micro=2, sync=_reshard)
 
 

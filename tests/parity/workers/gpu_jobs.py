@@ -64,7 +64,7 @@ def uneven_shards(tools: GpuTools) -> Record:
 
 
 @case
-def kept_after_forward(tools: GpuTools) -> Record:
+def without_reshard_after_forward(tools: GpuTools) -> Record:
     return tools.flat_case(reshard_after_forward=False)
 
 

@@ -33,16 +33,16 @@ class Case:
     leaves: list[nn.Module] = field(default_factory=list)
     """Modules inside the blocks that are wrapped too if ``wrap`` is "deep"."""
     toggled: list[str] = field(default_factory=list)
-    """Parameters whose requires_grad is flipped between steps; contains all of their group."""
+    """Names of parameters whose requires_grad is flipped between steps."""
     ignored: list[str] = field(default_factory=list)
-    """Parameters that may be passed as ignored_params."""
+    """Names of parameters that may be passed as ignored_params."""
     checkpointable: bool = True
     """Whether the blocks take and return plain tensors, so that checkpoint() accepts them."""
     parallel: dict[str, str] = field(default_factory=dict)
     """Parallel style of each module: column, row, or gathered (column with gathered outputs).
     Empty if the model cannot be parallelized."""
     experts: list[str] = field(default_factory=list)
-    """Parameters that may have their own mesh."""
+    """Names of parameters that may have their own mesh."""
     unneeded: list[nn.Module] = field(default_factory=list)
     """Modules whose backward does not read their parameters."""
     methods: list[tuple[nn.Module, str]] = field(default_factory=list)
@@ -261,13 +261,13 @@ def shared_parameters() -> Case:
 
 
 def unused() -> Case:
-    """Parameters without use in forward: some within a block, and a whole block."""
+    """Parameters that forward does not use: some within a block, and a whole block."""
 
-    class Idle(nn.Module):
+    class PartlyUsed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.used = nn.Linear(5, 5)
-            self.idle = nn.Linear(5, 13)
+            self.unused = nn.Linear(5, 13)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(self.used(x))
@@ -275,10 +275,10 @@ def unused() -> Case:
     class Unused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one = Idle()
-            self.never = Block(5, 7)
-            self.two = Idle()
-            self.idle = nn.Parameter(torch.randn(3, 5))
+            self.one = PartlyUsed()
+            self.unused_block = Block(5, 7)
+            self.two = PartlyUsed()
+            self.unused = nn.Parameter(torch.randn(3, 5))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(self.one(x))
@@ -286,7 +286,7 @@ def unused() -> Case:
     model = Unused()
     return Case(
         model,
-        [[model.one], [model.never], [model.two]],
+        [[model.one], [model.unused_block], [model.two]],
         _rows_of(5),
         [model.one.used],
         toggled=["one.used.weight"],

@@ -171,8 +171,8 @@ def partial() -> Case:
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(5, 5)
-            self.idle = nn.Linear(5, 7)
-            self.sleeping = nn.Linear(7, 5)
+            self.unused = nn.Linear(5, 7)
+            self.unused_too = nn.Linear(7, 5)
             self.second = nn.Linear(5, 5)
             self.last = nn.Linear(5, 3)
 
@@ -183,9 +183,9 @@ def partial() -> Case:
     model = Partial()
     return Case(
         model,
-        [[model.first, model.idle], [model.sleeping, model.second]],
+        [[model.first, model.unused], [model.unused_too, model.second]],
         _rows_of(5),
-        toggled=["first.weight", "idle.weight"],
+        toggled=["first.weight", "unused.weight"],
         ignored=["second.bias"],
         checkpointable=False,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from program_operations import FEW, LAST, MANY, NO_YES, arm_trap, call_in_mode, operation
+from program_operations import FEW, LAST, MANY, NO_YES, arm_failure, call_in_mode, operation
 from program_world import NoOperand, World, choose, describe, tensors
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 # ---- units ----
 
 
-@operation(1.2, model=LAST, unit=MANY, later=NO_YES)
-def unshard(world: World, model: int, unit: int, later: bool) -> Any:
-    """``later``: asynchronous; another operation waits for the handle, or none does."""
-    handle = world.unit(model, unit).unshard(async_op=later)
+@operation(1.2, model=LAST, unit=MANY, is_async=NO_YES)
+def unshard(world: World, model: int, unit: int, is_async: bool) -> Any:
+    """Unshards a unit. If ``is_async``, an operation ``wait`` may wait for the handle later."""
+    handle = world.unit(model, unit).unshard(async_op=is_async)
     if handle is not None:
         world.handles.append(handle)
     return handle is None
@@ -40,9 +40,9 @@ def wait(world: World, which: int) -> Any:
     return choose(world.handles, which).wait()
 
 
-@operation(1.0, model=LAST, unit=MANY, every=NO_YES)
-def reshard(world: World, model: int, unit: int, every: bool) -> None:
-    for target in world.units(model) if every else [world.unit(model, unit)]:
+@operation(1.0, model=LAST, unit=MANY, all_units=NO_YES)
+def reshard(world: World, model: int, unit: int, all_units: bool) -> None:
+    for target in world.units(model) if all_units else [world.unit(model, unit)]:
         target.reshard()
 
 
@@ -95,17 +95,23 @@ def input_buffers(world: World, model: int, unit: int, value: int) -> Any:
 
 
 @operation(
-    0.6, way=("forward", "backward"), model=LAST, unit=MANY, first=MANY, count=(1, 2, 0), odd=NO_YES
+    0.6,
+    direction=("forward", "backward"),
+    model=LAST,
+    unit=MANY,
+    first=MANY,
+    count=(1, 2, 0),
+    odd=NO_YES,
 )
 def prefetch(
-    world: World, way: str, model: int, unit: int, first: int, count: int, odd: bool
+    world: World, direction: str, model: int, unit: int, first: int, count: int, odd: bool
 ) -> None:
     units = world.units(model)
     if not units:
         raise NoOperand
     named = [choose(units, first + index) for index in range(count)]
     named += [nn.Linear(2, 2)] if odd and count == 2 else []
-    getattr(world.unit(model, unit), f"set_modules_to_{way}_prefetch")(named)
+    getattr(world.unit(model, unit), f"set_modules_to_{direction}_prefetch")(named)
 
 
 @operation(0.3, model=LAST, unit=MANY)
@@ -193,9 +199,11 @@ def unhook(world: World, which: int) -> None:
 # ---- parameters, gradients, modules ----
 
 
-@operation(1.0, model=LAST, parameter=MANY, value=(False, True), whole=(0, 0, 0, 1))
-def train_parameter(world: World, model: int, parameter: int, value: bool, whole: bool) -> Any:
-    target = (world.module if whole else world.parameter)(model, parameter)
+@operation(1.0, model=LAST, parameter=MANY, value=(False, True), all_of_module=(0, 0, 0, 1))
+def train_parameter(
+    world: World, model: int, parameter: int, value: bool, all_of_module: bool
+) -> Any:
+    target = (world.module if all_of_module else world.parameter)(model, parameter)
     target.requires_grad_(value)
     return sharding_kind(target)
 
@@ -203,7 +211,7 @@ def train_parameter(world: World, model: int, parameter: int, value: bool, whole
 def sharding_kind(target: Any) -> str:
     """Returns whether all parameters are shards, for the rules of ``program_known.py``."""
     params = target.parameters() if isinstance(target, nn.Module) else [target]
-    return "shards" if all(isinstance(param, DTensor) for param in params) else "whole"
+    return "shards" if all(isinstance(param, DTensor) for param in params) else "unsharded"
 
 
 @operation(0.6, model=LAST, parameter=MANY, how=("none", "ones", "double", "detach", "bad"))
@@ -296,7 +304,7 @@ def mode(world: World, model: int, module: int, value: bool) -> None:
 
 @operation(0.6, model=LAST, how=("dict", "full", "offloaded", "sharded", "trained"), keep=NO_YES)
 def save(world: World, model: int, how: str, keep: bool) -> Any:
-    """Saves a state dict. ``keep``: without a copy."""
+    """Saves a state dict. ``keep``: saves the tensors themselves instead of copies."""
     net = world.model(model)
     if how == "dict":
         state = net.state_dict()
@@ -313,12 +321,12 @@ def save(world: World, model: int, how: str, keep: bool) -> Any:
     return state
 
 
-@operation(0.6, model=LAST, which=LAST, strict=(True, False), assign=NO_YES, less=NO_YES)
+@operation(0.6, model=LAST, which=LAST, strict=(True, False), assign=NO_YES, omit_first=NO_YES)
 def load(
-    world: World, model: int, which: int, strict: bool, assign: bool, less: bool
+    world: World, model: int, which: int, strict: bool, assign: bool, omit_first: bool
 ) -> list[list[str]]:
-    """Loads a state dict. ``less``: without the first entry."""
-    state = dict(list(choose(world.saved, which).items())[1 if less else 0 :])
+    """Loads a state dict. ``omit_first``: without the first entry."""
+    state = dict(list(choose(world.saved, which).items())[1 if omit_first else 0 :])
     target = world.model(model).load_state_dict(state, strict=strict, assign=assign)
     return [list(target.missing_keys), list(target.unexpected_keys)]
 
@@ -394,7 +402,7 @@ def calls_within(world: World, model: int, number: int) -> Any:
         handle.remove()
         world.record_event("inner", call_in_mode(world, net, "no_grad", 3))
 
-    with arm_trap(""):
+    with arm_failure(""):
         out = call_in_mode(world, net, "", 3)
     world.outputs.append(out)
     return out

@@ -120,15 +120,15 @@ def call_state(world: World, model: int, unit: int, name: str) -> Any:
     return STATE_METHODS[name](world.unit(model, unit)._get_fsdp_state())
 
 
-@operation(0.5, model=LAST, unit=MANY, whole=(True, False))
-def call_params(world: World, model: int, unit: int, whole: bool) -> Any:
+@operation(0.5, model=LAST, unit=MANY, unsharded=(True, False))
+def call_params(world: World, model: int, unit: int, unsharded: bool) -> Any:
     """Calls ``to_sharded()`` of each ``FSDPParam`` and of the group, which has its own state in
     torch.
 
-    ``whole``: unshards before.
+    ``unsharded``: unshards before the calls.
     """
     group = groups_of(world.unit(model, unit))[0]
-    if whole:
+    if unsharded:
         group.unshard()
         group.wait_for_unshard()
     if not group.is_unsharded:
@@ -167,14 +167,17 @@ def without_hooks(net: nn.Module) -> Iterator[int]:
             hooks.update(before)
 
 
-@operation(0.6, model=LAST, whole=(True, True, False), grad=NO_YES, back=(True, False))
-def forward_without_hooks(world: World, model: int, whole: bool, grad: bool, back: bool) -> Any:
-    """Runs forward without FSDP2's hooks. ``whole``: unshards before. ``back``: reshards after."""
+@operation(0.6, model=LAST, unsharded=(True, True, False), grad=NO_YES, back=(True, False))
+def forward_without_hooks(world: World, model: int, unsharded: bool, grad: bool, back: bool) -> Any:
+    """Runs forward without FSDP2's hooks.
+
+    ``unsharded``: unshards before forward. ``back``: reshards after forward.
+    """
     net = world.model(model)
     units = world.units(model)
     if not units:
         raise NoOperand
-    for unit in units if whole else []:
+    for unit in units if unsharded else []:
         unit.unshard()
     try:
         with without_hooks(net) as count, torch.set_grad_enabled(grad):

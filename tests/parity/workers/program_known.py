@@ -32,7 +32,8 @@ def label_lines(lines: list[str]) -> dict[str, str]:
 
 @dataclass
 class Mismatch:
-    """A difference: the program up to it, torch's lines before it, and both lines at it."""
+    """A difference: the program up to the operation with the difference, torch's earlier lines, and
+    the lines of torch and fsdp_c for the operation."""
 
     world: int
     program: list[Step]
@@ -169,13 +170,13 @@ def two_invalid_arguments(mismatch: Mismatch) -> bool:
 
 
 @rule("requires_grad set while unsharded persists; in torch until the next gather")
-def frozen_while_whole(mismatch: Mismatch) -> bool:
-    return mismatch.returned("train_parameter", "whole")
+def frozen_while_unsharded(mismatch: Mismatch) -> bool:
+    return mismatch.returned("train_parameter", "unsharded")
 
 
 @rule("writes to unsharded parameters on one rank persist; torch loses them")
-def written_while_whole(mismatch: Mismatch) -> bool:
-    return mismatch.returned("write", "whole")
+def written_while_unsharded(mismatch: Mismatch) -> bool:
+    return mismatch.returned("write", "unsharded")
 
 
 @rule("first forward in inference mode: torch keeps inference tensors or fails on one rank (B3)")

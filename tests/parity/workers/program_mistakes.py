@@ -60,7 +60,7 @@ def flag(name: str, wrong: Callable[..., Any], **arguments: Any) -> Mistake:
 
 MISTAKES = {
     "reshard() does nothing": Mistake(
-        replace_method("reshard", lambda right, unit: None), "reshard", {"every": True}
+        replace_method("reshard", lambda right, unit: None), "reshard", {"all_units": True}
     ),
     "a factor is off": Mistake(
         replace_method(
@@ -81,7 +81,7 @@ MISTAKES = {
     "an error is missing": Mistake(
         replace_method("set_modules_to_forward_prefetch", lambda right, unit, units: None),
         "prefetch",
-        {"way": "forward", "odd": True, "count": 2},
+        {"direction": "forward", "odd": True, "count": 2},
     ),
     "a private call has no effect": Mistake(lose_call, "call_group", {"name": "unshard and wait"}),
     "a step is too long": Mistake(lengthen_sgd_steps, "optimizer", {"kind": "sgd"}),

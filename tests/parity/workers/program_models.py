@@ -1,7 +1,7 @@
 """Models of random programs: ``Net`` is a sequence of small blocks of many kinds.
 
-All blocks map (rows, DIM) to (rows, DIM). A block that can raise in forward or backward does so
-while its trap is in ``ARMED``.
+All blocks map (rows, DIM) to (rows, DIM). Some blocks raise while the name of their failure is in
+``ARMED``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 DIM = 4
 """Divisible by the number of ranks. Some blocks have uneven shapes."""
 ARMED: set[str] = set()
+"""Names of the failures that are active: "early" and "forward" in forward, "backward"."""
 
 
 class RaiseInBackward(torch.autograd.Function):
@@ -28,7 +29,7 @@ class RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         if "backward" in ARMED:
-            raise RuntimeError("a fuse has blown in backward")
+            raise RuntimeError("armed failure in backward")
         return grad
 
 
@@ -59,22 +60,22 @@ class Norm(Plain):
         return x + super().forward(self.norm(x.to(self.norm.weight.dtype)), scale)
 
 
-class Trap(Plain):
-    """Raises after its computation in forward, or in backward, while armed."""
+class RaiseLate(Plain):
+    """Raises at the end of forward, or in backward, while armed."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         x = super().forward(x, scale)
         if "forward" in ARMED:
-            raise RuntimeError("a trap has gone off in forward")
+            raise RuntimeError("armed failure at the end of forward")
         return RaiseInBackward.apply(x)
 
 
 class RaiseEarly(Plain):
-    """Raises before its computation while armed."""
+    """Raises at the beginning of forward, or in backward, while armed."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         if "early" in ARMED:
-            raise RuntimeError("a trap has gone off early")
+            raise RuntimeError("armed failure at the beginning of forward")
         return super().forward(RaiseInBackward.apply(x), scale)
 
 
@@ -142,7 +143,7 @@ class Reentrant(Checkpointed):
 
 
 class Counting(nn.Module):
-    """Buffers: those of a batch norm, a counter of forwards, and a non-persistent one."""
+    """Has buffers: those of a batch norm, a counter of forwards, and a non-persistent buffer."""
 
     calls: torch.Tensor
 
@@ -237,21 +238,22 @@ def with_dtype(dtype: torch.dtype) -> Callable[[], nn.Module]:
     return lambda: Norm().to(dtype)
 
 
-def frozen(whole: bool) -> Callable[[], nn.Module]:
+def frozen(whole_block: bool) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         block = Norm()
-        (block if whole else block.linear.weight).requires_grad_(False)
+        (block if whole_block else block.linear.weight).requires_grad_(False)
         return block
 
     return make
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Plain, "norm": Norm, "trap": Trap, "late": RaiseEarly, "nested": Nested,
-    "backwards": Reversed, "bag": Containers, "embed": Embed, "checkpointed": Checkpointed,
-    "reentrant": Reentrant, "counting": Counting, "dead": Unused, "idle": Skipped, "drop": Drop,
-    "paired": Paired, "writing": Writing, "viewing": Viewing, "inactive": Inactive,
-    "odd": lambda: Plain(3), "scalar": Scalar, "frozen": frozen(True), "half frozen": frozen(False),
+    "plain": Plain, "norm": Norm, "raise late": RaiseLate, "raise early": RaiseEarly,
+    "nested": Nested, "reversed": Reversed, "containers": Containers, "embed": Embed,
+    "checkpointed": Checkpointed, "reentrant": Reentrant, "counting": Counting, "unused": Unused,
+    "skipped": Skipped, "drop": Drop, "paired": Paired, "writing": Writing, "viewing": Viewing,
+    "inactive": Inactive, "uneven": lambda: Plain(3), "scalar": Scalar,
+    "frozen": frozen(True), "half frozen": frozen(False),
     "bfloat16": with_dtype(torch.bfloat16), "float16": with_dtype(torch.float16),
     "double": with_dtype(torch.float64),
 }  # fmt: skip
@@ -265,13 +267,13 @@ previous model.
 
 
 class Net(nn.Module):
-    """Blocks and a head. ``way`` is the structure of the output."""
+    """Blocks and a head. ``structure`` is the structure of the output: "tensor", "pair", ..."""
 
-    def __init__(self, kinds: list[str], way: str, before: Net | None) -> None:
+    def __init__(self, kinds: list[str], structure: str, before: Net | None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([KINDS["plain"]()])
         self.head = nn.Linear(DIM, 3)
-        self.way = way
+        self.structure = structure
         for kind in kinds:
             if kind:
                 self.blocks.append(self._make_block(kind, before))
@@ -293,11 +295,11 @@ class Net(nn.Module):
         for block in list(self.blocks)[skip:]:
             x = block(x)
         y = self.head(x.to(self.head.weight.dtype))
-        if self.way == "pair":
+        if self.structure == "pair":
             return y, [x, None]
-        if self.way == "dict":
+        if self.structure == "dict":
             return {"y": y, "x": {"deep": x}, "name": "x"}
-        if self.way == "view":
+        if self.structure == "view":
             return y.view(-1)[1:]
         return y
 

@@ -58,16 +58,18 @@ def operation(weight: float = 1.0, **choices: Sequence[Any]) -> Callable[[Functi
 @operation(
     0.4,
     kinds=[BLOCKS] * 4,
-    way=("tensor", "pair", "dict", "view"),
+    structure=("tensor", "pair", "dict", "view"),
     dtype=(None, None, None, torch.bfloat16, torch.float64),
-    alone=NO_YES,
+    separate=NO_YES,
 )
-def build(world: World, kinds: list[str], way: str, dtype: torch.dtype | None, alone: bool) -> None:
-    """Builds a model. ``alone``: it borrows no block of the first model."""
+def build(
+    world: World, kinds: list[str], structure: str, dtype: torch.dtype | None, separate: bool
+) -> None:
+    """Builds a model. ``separate``: the model shares no block with the first model."""
     if len(world.models) >= 3:
         raise NoOperand
-    before = None if alone or not world.models else world.models[0]
-    net = Net(kinds, way, before if isinstance(before, Net) else None)
+    before = None if separate or not world.models else world.models[0]
+    net = Net(kinds, structure, before if isinstance(before, Net) else None)
     world.models.append(net if dtype is None else net.to(dtype))
 
 
@@ -204,14 +206,14 @@ def call_in_mode(world: World, function: Any, mode: str, rows: int, **kwargs: An
 
 
 MODES = ("", "", "", "", "no_grad", "inference", "autocast", "input")
-TRAPS = ("", "", "", "", "forward", "early")
+FAILURES = ("", "", "", "", "forward", "early")
 ROWS = (3, 4, 3, 3, 1)
 
 
-@operation(6.0, model=LAST, mode=MODES, rows=ROWS, trap=TRAPS, skip=(0, 0, 0, 0, 1, 2))
-def forward(world: World, model: int, mode: str, rows: int, trap: str, skip: int) -> Any:
-    """Runs forward. ``skip``: number of first blocks to skip. ``trap``: the trap that is armed."""
-    with arm_trap(trap):
+@operation(6.0, model=LAST, mode=MODES, rows=ROWS, failure=FAILURES, skip=(0, 0, 0, 0, 1, 2))
+def forward(world: World, model: int, mode: str, rows: int, failure: str, skip: int) -> Any:
+    """Runs forward. ``skip``: number of first blocks to skip. ``failure``: its name in ARMED."""
+    with arm_failure(failure):
         out = call_in_mode(
             world, world.model(model), mode, rows, **({"skip": skip} if skip else {})
         )
@@ -219,10 +221,10 @@ def forward(world: World, model: int, mode: str, rows: int, trap: str, skip: int
     return out
 
 
-@operation(0.7, model=LAST, module=range(20), mode=MODES, trap=TRAPS)
-def forward_of_part(world: World, model: int, module: int, mode: str, trap: str) -> Any:
+@operation(0.7, model=LAST, module=range(20), mode=MODES, failure=FAILURES)
+def forward_of_part(world: World, model: int, module: int, mode: str, failure: str) -> Any:
     """Runs forward of one module of a model."""
-    with arm_trap(trap):
+    with arm_failure(failure):
         out = call_in_mode(world, world.module(model, module), mode, 3)
     world.outputs.append(out)
     return out
@@ -243,8 +245,8 @@ def other_forward(world: World, model: int, module: int, register: bool, of: str
     return out
 
 
-class arm_trap:
-    """Arms the trap of this name in the context."""
+class arm_failure:
+    """Adds ``name`` to ARMED within the context."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -274,15 +276,15 @@ def loss_of(out: Any, part: str) -> torch.Tensor:
     part=("", "", "first", "last"),
     retain=(False, False, False, True),
     keep=(False, False, False, True),
-    trap=("", "", "", "", "backward"),
+    failure=("", "", "", "", "backward"),
 )
-def backward(world: World, which: int, part: str, retain: bool, keep: bool, trap: str) -> Any:
+def backward(world: World, which: int, part: str, retain: bool, keep: bool, failure: str) -> Any:
     """Runs backward of an output. ``keep``: the output stays for another backward."""
     out = choose(world.outputs, which)
     loss = loss_of(out, part)
     if not keep:
         world.outputs.pop(which % len(world.outputs))
-    with arm_trap(trap):
+    with arm_failure(failure):
         loss.backward(retain_graph=retain)
     return loss
 

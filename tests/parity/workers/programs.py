@@ -142,7 +142,7 @@ class Difference:
 
     @property
     def is_hang(self) -> bool:
-        """Whether a rank hung, or a collective of it timed out."""
+        """Returns whether a rank hung, or a collective of the rank timed out."""
         return mentions_hang(self.kind) or mentions_hang(self.text)
 
 
@@ -151,7 +151,7 @@ def mentions_hang(text: str) -> bool:
 
 
 def is_hung(ranks: Iterable[Rank]) -> bool:
-    """Whether a rank did not end, or an operation of it raised a collective's timeout."""
+    """Returns whether a rank did not end, or one of its operations raised a timeout."""
     return any(
         end.startswith("hung") or any(mentions_hang(entry[0]) for entry in lines)
         for lines, end in ranks
@@ -163,7 +163,7 @@ start_server = functools.cache(Server)
 
 
 class Pair:
-    """The servers of torch and fsdp_c; the latter may have a mistake (``program_mistakes.py``)."""
+    """The servers of torch and fsdp_c. fsdp_c may have a mistake (``program_mistakes.py``)."""
 
     def __init__(self, mistake: str = "") -> None:
         self.servers = [start_server("torch"), start_server("fsdp_c")]
@@ -197,7 +197,7 @@ class Pair:
         return runs[0] == runs[1] == runs[2]
 
     def judge_hang(self, program: list[Step], world: int, difference: Difference) -> Difference:
-        """Reruns a program that hung under both. It passes only if torch hangs as well.
+        """Reruns a program that hung. The program passes only if torch hangs, too.
 
         A hang that does not repeat is still a failure, because a race hangs rarely.
         """

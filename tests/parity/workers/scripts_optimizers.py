@@ -1,4 +1,4 @@
-"""Scripts about optimizers: all of torch's, unusual uses of them, and averages of weights.
+"""Scripts about optimizers: all optimizers of torch, unusual uses, and averages of weights.
 
 Scripts import torch.distributed.optim when they run: its import compiles TorchScript and warns.
 """

@@ -34,9 +34,13 @@ class Setting:
     reshard: bool | str | None = None
     """reshard_after_forward of every wrapped module. A string holds a number of ranks."""
     param: str | None = None
+    """MixedPrecisionPolicy.param_dtype"""
     reduce: str | None = None
+    """MixedPrecisionPolicy.reduce_dtype"""
     output: str | None = None
+    """MixedPrecisionPolicy.output_dtype"""
     cast_inputs: bool = True
+    """MixedPrecisionPolicy.cast_forward_inputs"""
     original: str = "fp32"
     """dtype of the parameters before wrapping."""
     inputs: str | None = None
@@ -48,21 +52,30 @@ class Setting:
     """The optimizer receives local shards. With DTensors, torch's sharding propagation takes a
     third of a setting's time for AdamW."""
     clip: bool = False
+    """clip_grad_norm_ before each optimizer step"""
     checkpoint: str | None = None
     """reentrant, nonreentrant: torch's checkpoint() around wrapped blocks; inside: checkpoint
     wrappers within the wrapped blocks."""
     prefetch: str | None = None
+    """forward, backward, both: explicit prefetch of the next two units"""
     divide: str | None = None
+    """Gradient divide factor, or sums instead of averages; see Builder._set_divide."""
     unshard: str | None = None
     """Explicit unshard and reshard calls around the forward."""
     toggle_reshard: bool = False
+    """set_reshard_after_forward between steps"""
     toggle_frozen: bool = False
+    """requires_grad of some parameters changes between steps."""
     evaluate: bool = False
+    """An evaluation under no_grad after each step."""
     hooks: bool = False
+    """Module hooks that record their arguments."""
     ignored: bool = False
+    """ignored_params"""
     state: str | None = None
     """assign, copy: continue in a new model from the state dict; meta: start on the meta device."""
     reset: bool = False
+    """reset_iter_state between steps"""
     zero: str = "none"
     """none: zero_grad drops gradients; keep: zero_grad sets them to zero in place."""
     mesh: str = "flat"
@@ -77,7 +90,7 @@ class Setting:
     reduce_hook: bool = False
     """set_all_reduce_hook"""
     zeros: bool = False
-    """set_reduce_scatter_unused_params"""
+    """set_reduce_scatter_unused_params: zeros are reduced for parameters without a gradient."""
     async_op: bool = False
     """_set_unshard_async_op"""
     keep_sharded: bool = False
@@ -88,7 +101,7 @@ class Setting:
     """Parameters are tensor subclasses with all-gather extensions. one, five: the number of
     arguments of fsdp_pre_all_gather."""
     inference: bool = False
-    """As ``evaluate``, under inference_mode."""
+    """An evaluation under inference_mode after each step."""
     compiled: str | None = None
     """torch.compile (backend eager) of the blocks before wrapping, or of the root after it."""
     perturb: float = 0.0
