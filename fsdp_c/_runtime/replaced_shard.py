@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 from torch.distributed.tensor import DTensor
 
 from .hints import get_class_name, with_hint
+from .mixed_precision import has_grad_dtype
 from .param_shard import ParamShard, is_wrapper
 
 
