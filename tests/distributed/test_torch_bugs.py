@@ -222,7 +222,7 @@ def test_cpu_offload_works_without_an_accelerator() -> None:
 
 @pytest.mark.torch("2.13")
 def test_reset_iter_state_drops_accumulated_gradients() -> None:
-    """The scenario also calls ``zero_grad()``, as torch's reset does from 2.15 on."""
+    """The scenario also calls ``zero_grad()``, as both resets do from 2.15 on."""
     for result in run_torch("reset_in_accumulation"):
         assert bool(differences(result["expected"], result["found"])) != FIXED_IN_2_15
     assert_right("reset_in_accumulation")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import releases
 import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
@@ -47,34 +46,41 @@ def test_policy_is_instance_of_torch_policy_and_supports_replace() -> None:
 # ---- torch 2.15's grad_dtype ---------------------------------------------------------------------
 
 
-def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Sets ``param.grad_dtype`` as torch 2.15 does, including the flag that FSDP reads."""
-    param.grad_dtype = dtype
-    if not releases.has("2.15"):
-        param._has_grad_dtype_override = True
-
-
+@pytest.mark.torch("2.15")
 @pytest.mark.parametrize("dtype", [torch.float32, None])
-def test_fully_shard_of_parameter_with_other_grad_dtype_raises(
+def test_grad_dtype_of_parameter_is_kept_by_fully_shard_and_conversions(
     fake_group: int, dtype: torch.dtype | None
 ) -> None:
-    plain = fsdp_c.fully_shard(nn.Linear(4, 4, dtype=torch.bfloat16))
     layer = nn.Linear(4, 4, dtype=torch.bfloat16)
-    set_grad_dtype(layer.weight, dtype)
-    with pytest.raises(NotImplementedError, match=f"does not follow grad_dtype={dtype}: leave it"):
-        fsdp_c.fully_shard(layer)
-    assert type(layer) is nn.Linear and isinstance(plain, torch_fsdp.FSDPModule)
+    layer.weight.grad_dtype = dtype
+    fsdp_c.fully_shard(layer)
+    layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight.grad_dtype is dtype
+    assert layer.weight.grad.dtype is (dtype or torch.bfloat16)
+    assert layer.bias.grad.dtype is torch.bfloat16
+    layer.zero_grad()
+    layer.to(torch.float16)
+    layer(torch.ones(2, 4, dtype=torch.float16)).sum().backward()
+    assert layer.weight.grad_dtype is dtype
+    assert layer.weight.grad.dtype is (dtype or torch.float16)
+    assert layer.bias.grad.dtype is torch.float16
 
 
-def test_forward_after_setting_other_grad_dtype_raises(fake_group: int) -> None:
+@pytest.mark.torch("2.15")
+def test_grad_dtype_set_after_the_first_forward_is_followed(fake_group: int) -> None:
     layer = fsdp_c.fully_shard(nn.Linear(4, 4, dtype=torch.bfloat16))
-    set_grad_dtype(layer.weight, torch.float32)
-    with pytest.raises(NotImplementedError, match=r"does not follow grad_dtype=torch.float32"):
-        layer(torch.ones(2, 4, dtype=torch.bfloat16))
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    layer(x).sum().backward()
+    layer.zero_grad()
+    layer.weight.grad_dtype = torch.float32
+    layer.to(torch.bfloat16)  # torch reads grad_dtype when a parameter may have been replaced
+    layer(x).sum().backward()
+    assert layer.weight.grad.dtype is torch.float32
 
 
+@pytest.mark.torch("2.13")
 def test_grad_dtype_equal_to_dtype_of_parameter_trains(fake_group: int) -> None:
     layer = nn.Linear(4, 4)
-    set_grad_dtype(layer.weight, torch.float32)
+    layer.weight.grad_dtype = torch.float32
     fsdp_c.fully_shard(layer)(torch.ones(2, 4)).sum().backward()
     assert layer.weight.grad.dtype is torch.float32
