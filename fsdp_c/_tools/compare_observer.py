@@ -33,7 +33,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 
-GRACE = 10.0
+GRACE = 5.0
 """Seconds after the last step: for other ranks to arrive there, then for the script to end."""
 
 

@@ -74,7 +74,8 @@ def _format_value(value: float | None) -> str:
 def _format_measurements(result: Comparison) -> list[str]:
     rows = [("", *IMPLEMENTATIONS, "torch : fsdp_c")]
     seconds = [result.median_seconds(name) for name in IMPLEMENTATIONS]
-    rows.append(_make_row("ms per step (median)", [s and 1000 * s for s in seconds], "{:.4g}"))
+    timed = sum(map(len, result.step_seconds("torch")))
+    rows.append(_make_row(f"ms per step (median of {timed})", [s and 1000 * s for s in seconds], "{:.4g}"))
     for label, key in (("memory", "peak_memory"), ("device memory", "peak_device_memory")):
         peaks = [result.peak_memory(name, key) / 2**20 or None for name in IMPLEMENTATIONS]
         if any(peaks):
@@ -220,8 +221,12 @@ def _draw_differences(axes: Any, result: Comparison) -> None:
         axes.bar([s + shift for s in steps], counts, width=0.4, color=color, label=f"{kind}s")
         if kind == GRADIENT:
             axes.set_ylim(0, max(1, *(result.count_values(step, kind) for step in steps)) * 1.2)
-    axes.legend(frameon=False)
-    _style(axes, f"gradients and parameters that differ: {result.verdict.name.lower()}", result)
+    if any(bar.get_height() for bar in axes.patches):
+        axes.legend(frameon=False)
+    else:
+        axes.text(0.5, 0.5, "none", ha="center", transform=axes.transAxes)
+    title = f"gradients and parameters that differ, of {result.count_values(1, GRADIENT)}"
+    _style(axes, f"{title}: {result.verdict.name.lower()}", result)
 
 
 def _draw_bars(axes: Any, values: list[float], title: str) -> None:
