@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import compare_report
 from .compare_results import Comparison, Verdict, summarize_rank
@@ -146,13 +146,11 @@ def _print(supervisors: Supervisors, text: str) -> None:
 # ---- the runs ------------------------------------------------------------------------------------
 
 
-def _compare(
-    job: Job, options: argparse.Namespace, supervisors: Supervisors, folder: Path
-) -> int:
+def _compare(job: Job, options: argparse.Namespace, supervisors: Supervisors, folder: Path) -> int:
     """Runs the script under both implementations in turns, and reports."""
     implementations = [name for _ in range(options.rounds) for name in ("torch", "fsdp_c")]
     runs = [Run(i, i // 2 + 1, name) for i, name in enumerate(implementations)]
-    records = {rank: [] for rank in supervisors.ranks}  # type: ignore[var-annotated]
+    records: dict[int, list[tuple[Run, list[dict[str, Any]]]]] = {r: [] for r in supervisors.ranks}
     for run in runs:
         if supervisors.is_first:
             print(f"compare: run {run.number + 1} of {len(runs)}, {run.name}", file=sys.stderr)
@@ -161,8 +159,8 @@ def _compare(
         if failure is not None:
             return supervisors.finish(_report_failure(job, run, failure, supervisors))
         for child in launch.children:
-            found = [record for record in read_records(child.record) if "step" in record]
-            records[child.rank].append((run, found))
+            steps = [record for record in read_records(child.record) if "step" in record]
+            records[child.rank].append((run, steps))
     for rank, found in records.items():
         supervisors.put(f"summary/{rank}", summarize_rank(rank, found))
     if not supervisors.is_first:

@@ -27,7 +27,8 @@ WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 def list_plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields the plain tensors of this rank inside ``tensor``: of a DTensor, its local tensor."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":
-        yield from list_plain_tensors(tensor.wait())  # type: ignore[operator]
+        waited: Any = tensor
+        yield from list_plain_tensors(waited.wait())
     elif type(tensor) not in (torch.Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for inner in (getattr(tensor, name) for name in names):

@@ -124,8 +124,15 @@ class CollectiveCounter:
 
 
 ELEMENT_BYTES = {
-    **{"double": 8, "long int": 8, "c10::complex<float>": 8, "c10::complex<double>": 16},
-    **{"float": 4, "int": 4, "c10::Half": 2, "c10::BFloat16": 2, "short int": 2},
+    "double": 8,
+    "long int": 8,
+    "c10::complex<float>": 8,
+    "c10::complex<double>": 16,
+    "float": 4,
+    "int": 4,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "short int": 2,
 }
 """Bytes per element by the profiler's names of dtypes. Other dtypes have one byte."""
 

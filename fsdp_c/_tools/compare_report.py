@@ -44,7 +44,9 @@ def format_report(arguments: tuple[str, ...], result: Comparison) -> str:
 
 
 def _format_steps(result: Comparison) -> list[str]:
-    rows = [("step", "loss", "", "gradient norm", "", "gradients", "parameters")]
+    rows: list[tuple[str, ...]] = [
+        ("step", "loss", "", "gradient norm", "", "gradients", "parameters")
+    ]
     rows.append(("", "torch", "fsdp_c", "torch", "fsdp_c", "that differ", "that differ"))
     names = [result.names(implementation)[0] for implementation in IMPLEMENTATIONS]
     shown = _choose_steps(result)
@@ -72,10 +74,12 @@ def _format_value(value: float | None) -> str:
 
 
 def _format_measurements(result: Comparison) -> list[str]:
-    rows = [("", *IMPLEMENTATIONS, "torch : fsdp_c")]
+    rows: list[tuple[str, ...]] = [("", *IMPLEMENTATIONS, "torch : fsdp_c")]
     seconds = [result.median_seconds(name) for name in IMPLEMENTATIONS]
     timed = sum(map(len, result.step_seconds("torch")))
-    rows.append(_make_row(f"ms per step (median of {timed})", [s and 1000 * s for s in seconds], "{:.4g}"))
+    rows.append(
+        _make_row(f"ms per step (median of {timed})", [s and 1000 * s for s in seconds], "{:.4g}")
+    )
     for label, key in (("memory", "peak_memory"), ("device memory", "peak_device_memory")):
         peaks = [result.peak_memory(name, key) / 2**20 or None for name in IMPLEMENTATIONS]
         if any(peaks):

@@ -72,8 +72,8 @@ def find_differences(
             ends = (_describe_place(record) for record in (left, right))
             yield Difference(step, SEQUENCE, "", rank, run, *ends)
             return
-        for kind, name, *values in _pair_values(left, right):
-            yield Difference(left["step"], kind, name, rank, run, *values)
+        for kind, name, a, b in _pair_values(left, right):
+            yield Difference(left["step"], kind, name, rank, run, a, b)
 
 
 def _place(record: Record) -> tuple[int, int]:
@@ -86,7 +86,7 @@ def _describe_place(record: Record | None) -> str:
     return f"makes step {record['step']} of optimizer {record['optimizer']}"
 
 
-def _pair_values(left: Record, right: Record) -> Iterator[tuple[str, str, str, str]]:
+def _pair_values(left: Record, right: Record) -> Iterator[tuple[str, ...]]:
     """Yields (kind, name, expected, found) of the values that differ in one step."""
     for i, (a, b) in enumerate(zip_longest(left["losses"], right["losses"])):
         if a is None or b is None or a[1] != b[1]:

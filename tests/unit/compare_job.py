@@ -72,7 +72,7 @@ def case_one_parameter() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(1, 4):
         model(torch.randn(2, 4)).square().mean().backward()
-        if UNDER_FSDP_C and step == 2 and RANK == dist.get_world_size() - 1:
+        if UNDER_FSDP_C and step == 2 and dist.get_world_size() - 1 == RANK:
             model.blocks[1].bias.grad._local_tensor.view(torch.int32)[-1] ^= 1
         optimizer.step()
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def case_random() -> None:
 
 def case_raises() -> None:
     train(steps=1)
-    if RANK == dist.get_world_size() - 1:
+    if dist.get_world_size() - 1 == RANK:
         raise ValueError("raised by the script")
     dist.barrier()
 
@@ -106,7 +106,7 @@ def case_exits_early() -> None:
 
 def case_killed() -> None:
     train(steps=1)
-    if RANK == dist.get_world_size() - 1:
+    if dist.get_world_size() - 1 == RANK:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 

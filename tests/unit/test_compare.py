@@ -180,7 +180,7 @@ def test_signal_ends_all_processes(
         time.sleep(0.1)
     time.sleep(0.2)
     process.send_signal(number)
-    out, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=30)
     assert process.returncode == code, error
     assert "Traceback" not in error
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
