@@ -155,6 +155,7 @@ TESTS_OF = {
     "optimizer_memory": EXPLAIN,
     "optimizer_steps": ("test_version_counters", "test_optim"),
     "patches": ("test_undo", "test_install"),
+    "compare_collectives": ("test_compare_observer",),
     "compare_digests": ("test_compare_observer",),
     "compare_report": ("test_compare",),
     "compare_results": ("test_compare",),

@@ -101,60 +101,6 @@ class Clock:
         return seconds
 
 
-class CollectiveCounter:
-    """Counts the c10d operations of one step, and their bytes, with torch's profiler."""
-
-    def __init__(self, torch: Any) -> None:
-        self.profiler: Any = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-        )
-        self.profiler.start()
-
-    def finish(self) -> dict[str, int]:
-        """Returns the number of operations, and the sum of the bytes of their largest tensors."""
-        self.profiler.stop()
-        events = self.profiler.profiler.kineto_results.events()
-        backend_dtypes = {
-            tuple(event.shapes()[0]): event.dtypes()[0]
-            for event in events
-            if ":" in event.name() and "::" not in event.name() and event.shapes()
-        }
-        found = [event for event in events if event.name().startswith("c10d::")]
-        return {"count": len(found), "bytes": sum(_count_bytes(e, backend_dtypes) for e in found)}
-
-
-ELEMENT_BYTES = {
-    "double": 8,
-    "long int": 8,
-    "c10::complex<float>": 8,
-    "c10::complex<double>": 16,
-    "float": 4,
-    "int": 4,
-    "c10::Half": 2,
-    "c10::BFloat16": 2,
-    "short int": 2,
-}
-"""Bytes per element by the profiler's names of dtypes. Other dtypes have one byte."""
-
-
-def _count_bytes(event: Any, backend_dtypes: dict[tuple[int, ...], str]) -> int:
-    """Returns the bytes of an operation's largest tensor. A barrier has none.
-
-    The profiler records no dtype for lists of tensors: their dtype is that of the backend's event.
-    """
-    if event.name() == "c10d::barrier":
-        return 0
-    largest = 0
-    for shapes, dtype in zip(event.structured_input_shapes(), event.dtypes()):
-        is_list = bool(shapes) and isinstance(shapes[0], list)
-        for shape in shapes if is_list else [shapes]:
-            if shape:
-                known = backend_dtypes.get(tuple(shape), "float") if is_list else dtype
-                elements = functools.reduce(lambda a, b: a * b, shape)
-                largest = max(largest, elements * ELEMENT_BYTES.get(known, 1))
-    return largest
-
-
 class Observer:
     """Records the steps of all optimizers of this process, and ends the script after the last."""
 
@@ -175,7 +121,7 @@ class Observer:
         self.gradients: list[Any] = []
         self.stopping = False
         self.uses_device = False
-        self.counter: CollectiveCounter | None = None
+        self.counter: Any = None
         self.clock = Clock(self._synchronize)
         self.file = open(settings["record"], "w", buffering=1)  # noqa: SIM115
 
@@ -243,7 +189,7 @@ class Observer:
                 self.stop()
             if number == 0 and self.step == 1 and self.settings["count_collectives"]:
                 with self._report_failure("the profiler does not start"):
-                    self.counter = CollectiveCounter(self.torch)
+                    self.counter = load_file("compare_collectives").CollectiveCounter()
 
     def _wrap_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run_closure_and_record() -> Any:

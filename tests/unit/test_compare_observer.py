@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_c import names
-from fsdp_c._tools import compare_digests, compare_observer
+from fsdp_c._tools import compare_collectives, compare_digests, compare_observer
 from fsdp_c._tools.compare_digests import digest, squared_norm
 from fsdp_c._tools.compare_observer import Clock, Finished, Observer
 
@@ -352,14 +352,14 @@ def make_event(name: str, shapes: list[Any], dtypes: list[str]) -> Any:
     ],
 )
 def test_bytes_of_a_collective_are_those_of_its_largest_tensor(event: Any, size: int) -> None:
-    assert compare_observer._count_bytes(event, {(10,): "c10::Half"}) == size
+    assert compare_collectives.count_bytes(event, {(10,): "c10::Half"}) == size
 
 
 def test_observer_does_not_import_fsdp_c() -> None:
     """The files that a run under torch alone loads import only torch and the standard library."""
     from test_package_layers import imported_files
 
-    for module in (compare_observer, compare_digests):
+    for module in (compare_observer, compare_collectives, compare_digests):
         path = Path(module.__file__ or "")
         tree_imports = imported_files(path.read_text(), path.parent)
         assert tree_imports <= {"install.py"}, path.name  # imported under fsdp_c only
