@@ -6,6 +6,7 @@ without fsdp_c, which issues the same c10d operations as torch.
 
 from __future__ import annotations
 
+import atexit
 import math
 from typing import Any
 
@@ -20,9 +21,12 @@ class CollectiveCounter:
             activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
         )
         self.profiler.start()
+        # A running profiler crashes the interpreter at its end.
+        atexit.register(self.profiler.stop)
 
     def finish(self) -> dict[str, int]:
         """Returns the number of operations, and the sum of the bytes of their largest tensors."""
+        atexit.unregister(self.profiler.stop)
         self.profiler.stop()
         events = self.profiler.profiler.kineto_results.events()
         backend_dtypes = {
@@ -59,7 +63,7 @@ def count_bytes(event: Any, backend_dtypes: dict[tuple[int, ...], str]) -> int:
     for shapes, dtype in zip(event.structured_input_shapes(), event.dtypes()):
         is_list = bool(shapes) and isinstance(shapes[0], list)
         for shape in shapes if is_list else [shapes]:
-            if shape:
+            if shape or is_list:
                 known = backend_dtypes.get(tuple(shape), "float") if is_list else dtype
                 largest = max(largest, math.prod(shape) * ELEMENT_BYTES.get(known, 1))
     return largest
