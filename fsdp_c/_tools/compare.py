@@ -111,8 +111,6 @@ def _make_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> J
     arguments = tuple(options.module if as_module else options.script)
     if not arguments:
         parser.error("a script or -m module is missing")
-    if arguments[0].startswith("-"):
-        parser.error(f"unknown option {arguments[0]}: options of the script go behind it")
     if not as_module and not os.path.exists(arguments[0]):
         parser.error(f"can't open file {arguments[0]!r}: no such file")
     if not options.timeout > 0:

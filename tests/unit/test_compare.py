@@ -198,7 +198,7 @@ def test_signal_ends_all_processes(
         ([], "a script or -m module is missing"),
         (["--steps", "0", "x.py"], "--steps: expected a number from 1, not '0'"),
         (["nowhere.py"], "can't open file 'nowhere.py': no such file"),
-        (["--its", "x.py"], "unknown option --its: options of the script go behind it"),
+        (["--its", "x.py"], "unrecognized arguments: --its"),
         (["--timeout", "-1", str(JOB)], "--timeout: expected seconds above 0, not -1"),
         (["--json", "/nowhere/x.json", str(JOB)], "cannot write '/nowhere/x.json': its folder"),
     ],
@@ -220,6 +220,17 @@ def test_option_of_torchrun_below_torchrun_is_refused(
     with pytest.raises(SystemExit):
         compare.main(["--nproc-per-node", "2", str(JOB)])
     assert "--nproc-per-node is torchrun's here" in capsys.readouterr().err
+
+
+def test_options_behind_the_script_or_module_belong_to_it() -> None:
+    parser = compare._make_parser()
+    options = parser.parse_args(["--steps", "2", str(JOB), "--steps", "9", "-m", "x"])
+    job = compare._make_job(parser, options)
+    assert job.arguments == (str(JOB), "--steps", "9", "-m", "x") and job.steps == 2
+    options = parser.parse_args(["--rounds", "3", "-m", "package.module", "--rounds", "1"])
+    job = compare._make_job(parser, options)
+    assert job.arguments == ("package.module", "--rounds", "1") and job.as_module
+    assert options.rounds == 3
 
 
 def test_help_lists_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
