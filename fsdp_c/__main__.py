@@ -17,6 +17,7 @@ from typing import Any
 
 import fsdp_c_autoload
 
+from ._tools import script_loader
 from ._tools.script_loader import exit_with, find_module, read_script
 from .install import install
 
@@ -50,7 +51,7 @@ def _hide_own_frames(show: Hook) -> Hook:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        own = (__file__, "<frozen runpy>", runpy.__file__)
+        own = (__file__, script_loader.__file__, "<frozen runpy>", runpy.__file__)
         script = traceback
         while script is not None and script.tb_frame.f_code.co_filename in own:
             script = script.tb_next

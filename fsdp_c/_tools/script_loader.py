@@ -23,7 +23,7 @@ def _main_module(spec: importlib.machinery.ModuleSpec | None, file: str | None) 
     """Returns a new ``__main__`` module with the attributes that the interpreter sets."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
-    if "__annotations__" in globals():  # up to Python 3.13
+    if sys.version_info < (3, 14):
         main.__annotations__ = {}
     main.__spec__ = spec
     main.__package__ = spec.parent if spec is not None else None
