@@ -1,0 +1,377 @@
+"""The program of each rank in one run of ``compare``: runs a script and records its steps.
+
+    python compare_observer.py SETTINGS.json
+
+The file is run by its path, so that a run under torch alone imports nothing of fsdp_c. Under fsdp_c
+it does what ``python -m fsdp_c`` does. The file of records gets one line of JSON for each
+``optimizer.step()``.
+
+The optimizer that steps first counts the steps. Global hooks of torch's optimizers see each step,
+and a wrapper of ``torch.autograd.backward`` sees each loss. Digests are computed outside of the
+measured time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+GRACE = 5.0
+"""Seconds after the last step: for other ranks to arrive there, then for the script to end."""
+
+
+class Finished(SystemExit):
+    """Ends the script after its last step, with exit code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def load_file(name: str) -> ModuleType:
+    """Imports a file of this folder under a name that no script uses."""
+    unique = f"_fsdp_c_{name}"
+    spec = importlib.util.spec_from_file_location(unique, HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[unique] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that dynamo does not trace. dynamo is not imported for this."""
+    untraced: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not untraced and "torch._dynamo.eval_frame" in sys.modules:
+            untraced.append(sys.modules["torch._dynamo"].disable(function))
+        return (untraced[0] if untraced else function)(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+def read_peak_memory() -> int:
+    """Returns the largest resident memory of this process so far, in bytes. 0 if unknown."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class Clock:
+    """Adds up the time outside of :meth:`pause`, in seconds."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self.synchronize = synchronize
+        self.measured = 0.0
+        self.resumed = time.perf_counter()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Waits for the device, then excludes the time of the block."""
+        self.synchronize()
+        self.measured += time.perf_counter() - self.resumed
+        try:
+            yield
+        finally:
+            self.resumed = time.perf_counter()
+
+    def take(self) -> float:
+        """Returns the seconds since the last call. Called inside a pause."""
+        seconds, self.measured = self.measured, 0.0
+        return seconds
+
+
+class Observer:
+    """Records the steps of all optimizers of this process, and ends the script after the last."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+
+        self.torch = torch
+        self.digests = load_file("compare_digests")
+        self.settings = settings
+        self.pid = os.getpid()
+        self.numbers: Any = weakref.WeakKeyDictionary()  # of optimizers, by their first steps
+        self.depths: Any = weakref.WeakKeyDictionary()  # of optimizers: running calls of step()
+        self.names: dict[int, str] = {}
+        self.step = 0  # completed steps of optimizer 0
+        self.followers: set[int] = set()  # optimizers that step after optimizer 0
+        self.awaited: set[int] | None = None  # followers whose last step is still to come
+        self.losses: list[Any] = []
+        self.gradients: list[Any] = []
+        self.stopping = False
+        self.uses_device = False
+        self.counter: Any = None
+        self.clock = Clock(self._synchronize)
+        self.file = open(settings["record"], "w", buffering=1)  # noqa: SIM115
+
+    def install(self) -> None:
+        """Adds the hooks. They stay until the end of the process."""
+        from torch.optim import optimizer
+
+        optimizer.register_optimizer_step_pre_hook(outside_of_graphs(self.before_step))
+        optimizer.register_optimizer_step_post_hook(outside_of_graphs(self.after_step))
+        backward = self.torch.autograd.backward
+
+        @functools.wraps(backward)
+        def record_and_run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            self._record_losses(tensors)
+            return backward(tensors, *args, **kwargs)
+
+        self.torch.autograd.backward = outside_of_graphs(record_and_run_backward)
+
+    # ---- hooks -----------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Records the gradients that the optimizer receives, or wraps the closure that makes them.
+
+        Raises:
+            Finished: The script continued after its last step.
+        """
+        if os.getpid() != self.pid:  # a process that the script has forked
+            return None
+        if self.stopping or (self.awaited is not None and self.numbers.get(optimizer) == 0):
+            self.stop()
+        self.depths[optimizer] = self.depths.get(optimizer, 0) + 1
+        if self.depths[optimizer] > 1:  # step() of a subclass calls that of its base class
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        with self.clock.pause():
+            self._register(optimizer)
+            self.gradients = []
+            if closure is None:
+                self._record_gradients(optimizer)
+                return None
+        wrapped = self._wrap_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Writes the record of one step.
+
+        Raises:
+            Finished: It was the last step.
+        """
+        if os.getpid() != self.pid or not self.depths.get(optimizer):
+            return
+        self.depths[optimizer] -= 1
+        if self.depths[optimizer] > 0:
+            return
+        number = self.numbers[optimizer]
+        with self.clock.pause():
+            if number == 0:
+                self.step += 1
+            else:
+                self.followers.add(number)
+            self._write_record(optimizer, number)
+            if self._is_last(number):
+                self.stop()
+            if number == 0 and self.step == 1 and self.settings["count_collectives"]:
+                with self._report_failure("the profiler does not start"):
+                    self.counter = load_file("compare_collectives").CollectiveCounter()
+
+    def _wrap_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run_closure_and_record() -> Any:
+            result = closure()
+            with self.clock.pause():
+                self._record_gradients(optimizer)
+            return result
+
+        return run_closure_and_record
+
+    def _is_last(self, number: int) -> bool:
+        """Whether optimizer 0 has made all steps, and each of its followers one more."""
+        if self.step < self.settings["steps"]:
+            return False
+        if self.awaited is None:
+            self.awaited = set(self.followers)
+        self.awaited.discard(number)
+        return not self.awaited
+
+    # ---- records ---------------------------------------------------------------------------------
+
+    def _record_losses(self, tensors: Any) -> None:
+        """Copies scalars, in the order of the calls. Their values are read after the step."""
+        if os.getpid() != self.pid:
+            return
+        if isinstance(tensors, self.torch.Tensor):
+            tensors = [tensors]
+        for tensor in tensors:
+            if isinstance(tensor, self.torch.Tensor) and tensor.numel() == 1:
+                with self.torch.no_grad():
+                    plain = self.digests.list_plain_tensors(tensor.detach())
+                    self.losses += [value.clone() for value in plain]
+
+    def _register(self, optimizer: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self.uses_device = self.uses_device or any(p.device.type != "cpu" for p in params)
+        is_new = optimizer not in self.numbers
+        if is_new:
+            self.numbers[optimizer] = len(self.numbers)
+        if is_new or any(id(param) not in self.names for param in params):
+            self.names = self.digests.find_parameter_names()
+            self.names |= {id(p): "" for p in params if id(p) not in self.names}
+
+    def _list_params(self, optimizer: Any) -> Iterator[tuple[str, Any]]:
+        """Yields (name, parameter). Parameters without a model are named by their position."""
+        for i, group in enumerate(optimizer.param_groups):
+            own_names = group.get("param_names") or [""] * len(group["params"])
+            for j, param in enumerate(group["params"]):
+                unnamed = f"parameter {j} of group {i}, shape {tuple(param.shape)}"
+                yield self.names.get(id(param)) or own_names[j] or unnamed, param
+
+    def _record_gradients(self, optimizer: Any) -> None:
+        dist = self.torch.distributed
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        for name, param in self._list_params(optimizer):
+            grad = param.grad
+            squares = self.digests.squared_norm(grad)
+            replicas = 1 if grad is None else self.digests.count_replicas(grad, world)
+            self.gradients.append([name, self.digests.digest(grad), squares, replicas])
+
+    def _write_record(self, optimizer: Any, number: int) -> None:
+        collectives = None
+        if self.counter is not None and number == 0:
+            with self._report_failure("the profiler does not stop"):
+                collectives = self.counter.finish()
+            self.counter = None
+        patches = sys.modules.get("fsdp_c._compat.patches")
+        cuda = self.torch.cuda
+        record = {
+            "step": max(self.step, 1),
+            "optimizer": number,
+            "seconds": self.clock.take(),
+            "losses": [[float(loss), self.digests.digest(loss)] for loss in self.losses],
+            "gradients": self.gradients,
+            "parameters": [[n, self.digests.digest(p)] for n, p in self._list_params(optimizer)],
+            "peak_memory": read_peak_memory(),
+            "peak_device_memory": cuda.max_memory_allocated() if cuda.is_initialized() else 0,
+            "uses_fsdp_c": patches is not None and patches.has_live_models(),
+            "collectives": collectives,
+        }
+        self.losses, self.gradients = [], []
+        self.file.write(json.dumps(record) + "\n")
+
+    @contextlib.contextmanager
+    def _report_failure(self, subject: str) -> Iterator[None]:
+        """Suppresses an exception of a measurement that the comparison does not need."""
+        try:
+            yield
+        except Exception as error:
+            print(f"compare: {subject}: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def _synchronize(self) -> None:
+        if self.uses_device:
+            self.torch.accelerator.synchronize()
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ends the script. The process ends after ``GRACE`` even if the script continues.
+
+        Raises:
+            Finished: Always.
+        """
+        if not self.stopping:
+            self.stopping = True
+            self.file.write(json.dumps({"stopped": True}) + "\n")
+            with contextlib.suppress(Exception):
+                self._wait_for_ranks()
+            threading.Thread(target=_exit_after_grace, daemon=True).start()
+        raise Finished
+
+    def _wait_for_ranks(self) -> None:
+        """Waits until all ranks stop: an early exit would break connections of the others."""
+        from datetime import timedelta
+
+        world = self.settings["world_size"]
+        store = self.torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+            timeout=timedelta(seconds=GRACE), wait_for_workers=False,
+        )  # fmt: skip
+        store.add("fsdp_c_compare/stopped", 1)
+        deadline = time.monotonic() + GRACE
+        while store.add("fsdp_c_compare/stopped", 0) < world and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _exit_after_grace() -> None:
+    time.sleep(GRACE)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Linux only: makes the kernel kill this process when its supervisor dies."""
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def install_fsdp_c(package_root: str) -> None:
+    """Does what ``python -m fsdp_c`` does before a script runs. ``FSDP_C=1`` is set already."""
+    sys.path.insert(0, package_root)
+    from fsdp_c.install import install
+
+    sys.path.remove(package_root)
+    install()
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the random numbers of Python, numpy (if torch has imported it) and torch."""
+    import torch
+
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def main() -> None:
+    """Runs the script of the settings as ``__main__``. Its exceptions propagate."""
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    die_with_parent(settings["supervisor"])
+    faulthandler.dump_traceback_later(settings["stacks_after"])
+    sys.modules["_fsdp_c_compare_observer"] = sys.modules["__main__"]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+    sys.argv[:] = settings["arguments"]
+    loader = load_file("script_loader")
+    if settings["implementation"] == "fsdp_c":
+        install_fsdp_c(settings["package_root"])
+    Observer(settings).install()
+    seed_everything(settings["seed"])
+    if settings["as_module"]:
+        module, code = loader.find_module(sys.argv[0])
+        sys.argv[0] = module.__file__ or sys.argv[0]
+    else:
+        module, code = loader.read_script(sys.argv[0])
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""``python -m fsdp_c compare``: exit codes, reports and files of whole runs; processes that fail.
+
+``compare_job.py`` is the script that the runs train. test_compare_observer.py tests the records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_c._tools import compare, compare_results
+from fsdp_c._tools.compare_results import Comparison, Verdict, find_differences
+from fsdp_c._tools.compare_runs import Exit, Run, find_first_failure
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = Path(__file__).with_name("compare_job.py")
+COMMAND = [sys.executable, "-m", "fsdp_c", "compare"]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def run(
+    case: str, *options: str, ranks: int = 1, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Compares a case of compare_job.py, in one round of three steps unless ``options`` differ."""
+    arguments = ["--steps", "3", "--rounds", "1", "--nproc-per-node", str(ranks), *options]
+    arguments += [str(JOB), case, *([] if folder is None else [str(folder)])]
+    return subprocess.run(
+        [*COMMAND, *arguments], env=environment(), capture_output=True, text=True, timeout=280
+    )
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stdout.strip().splitlines()[-1]
+
+
+# ---- equal and different numbers -----------------------------------------------------------------
+
+
+def test_equal_script_on_two_ranks_exits_0_with_table_json_and_picture(tmp_path: Path) -> None:
+    json_file, picture = tmp_path / "result.json", tmp_path / "result.png"
+    files = ("--json", str(json_file), "--plot", str(picture), "--logs", str(tmp_path / "logs"))
+    done = run("equal", *files, ranks=2, folder=Path("{run}"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert last_line(done) == (
+        "equal: losses, gradients and parameters of 3 steps have the same bits on 2 ranks"
+    )
+    rows = re.findall(r"^(\d)  +(\S+)  +(\S+)  +(\S+)  +(\S+)  +0 of 12  +0 of 12$",
+                      done.stdout, re.M)  # fmt: skip
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert all(row[1] == row[2] and row[3] == row[4] for row in rows)
+    assert re.search(r"^ms per step \(median of 1\) +[\d.]+ +[\d.]+ +[\d.]+$", done.stdout, re.M)
+    assert re.search(r"^peak memory, MiB +[\d.]+ +[\d.]+ +[\d.]+$", done.stdout, re.M)
+    # Two blocks and the root: the root is gathered once, and a block in forward and backward.
+    assert re.search(r"^collectives per step +8 +8 +1.00$", done.stdout, re.M)
+    result = json.loads(json_file.read_text())
+    assert result["verdict"] == "equal" and result["ranks"] == 2 and result["steps"] == 3
+    by_run = result["by_rank"][0]["runs"]
+    uses_fsdp_c = {name: entry["uses_fsdp_c"] for name, entry in by_run.items()}
+    assert uses_fsdp_c == {"torch-1": False, "fsdp_c-1": True}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    logs = (tmp_path / "logs" / "fsdp_c-1-rank1.log").read_text()
+    assert "arguments equal fsdp_c-1" in logs and "trained to the end" not in logs
+
+
+def test_torchrun_prints_one_report_that_names_the_gradient_with_another_bit(
+    tmp_path: Path,
+) -> None:
+    json_file = tmp_path / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "fsdp_c", "compare", "--rounds", "1", "--steps", "2"]
+    command += ["--json", str(json_file), str(JOB), "one_parameter"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1, done.stdout + done.stderr  # torchrun's code for every failure
+    found = re.findall(
+        r"^different: the first difference is in step 2, rank 1: gradient of 'blocks.1.bias': ",
+        done.stdout,
+        re.M,
+    )
+    assert len(found) == 1
+    result = json.loads(json_file.read_text())
+    expected = {"step": 2, "kind": "gradient", "name": "blocks.1.bias", "rank": 1}
+    assert {key: result["first_difference"][key] for key in expected} == expected
+    assert result["exit_code"] == 1
+    assert "note: --rounds 2 also compares torch with itself" in done.stdout
+    assert re.search(r"^2 .* 1 of 12 +[01] of 12$", done.stdout, re.M)
+
+
+def test_scaled_loss_is_named_before_gradients() -> None:
+    done = run("scaled_loss")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.match(
+        r"different: the first difference is in step 2, rank 0: loss: torch (\S+), fsdp_c-1 (\S+)",
+        last_line(done),
+    )
+
+
+def test_script_with_random_numbers_is_inconclusive_and_named() -> None:
+    done = run("random", "--rounds", "2")
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "note: the script does not repeat its own numbers under torch: step 2, " in done.stdout
+    assert last_line(done) == "inconclusive"
+
+
+# ---- other ends of the script --------------------------------------------------------------------
+
+
+def test_script_that_exits_before_the_last_step_is_compared() -> None:
+    done = run("exits_early")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "note: the script ended after 2 of 3 steps" in done.stdout
+
+
+def test_exception_under_torch_exits_2_with_traceback_of_first_rank() -> None:
+    done = run("raises", ranks=2)
+    assert done.returncode == 2
+    assert "ValueError: raised by the script" in done.stdout
+    assert last_line(done).endswith("the script fails under torch alone: torch-1, rank 1: "
+                                    "exit code 1")  # fmt: skip
+
+
+def test_exception_under_fsdp_c_only_exits_3() -> None:
+    done = run("raises_under_fsdp_c")
+    assert done.returncode == 3
+    assert "rank 0: " in done.stdout and "ValueError: raised by the script" in done.stdout
+    assert "the script fails under fsdp_c, and not under torch: fsdp_c-1, rank 0" in done.stdout
+
+
+def test_killed_rank_ends_all_ranks_and_is_named() -> None:
+    done = run("killed", ranks=2)
+    assert done.returncode == 2
+    assert last_line(done).endswith("torch-1, rank 1: killed by SIGKILL")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_loader_workers_and_endless_thread_do_not_delay_the_end(tmp_path: Path) -> None:
+    done = run("loader_and_thread", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+    assert len(pids) == 2 and not any(map(is_alive, pids))
+
+
+def test_run_beyond_time_limit_is_stopped_with_stacks(tmp_path: Path) -> None:
+    done = run("hangs", "--timeout", "25", folder=tmp_path)
+    assert done.returncode == 2
+    assert "in case_hangs" in done.stdout
+    assert last_line(done).endswith("rank 0: still running after 25 s (--timeout)")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "ranks"),
+    [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1), (signal.SIGKILL, -9, 1)],
+)
+def test_signal_ends_all_processes(
+    number: signal.Signals, code: int, ranks: int, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--nproc-per-node", str(ranks), str(JOB), "hangs", str(tmp_path)],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("pid-*"))) < ranks and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.2)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == code, error
+    assert "Traceback" not in error
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(pids) == ranks and not any(map(is_alive, pids))
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a script or -m module is missing"),
+        (["--steps", "0", "x.py"], "--steps: expected a number from 1, not '0'"),
+        (["nowhere.py"], "can't open file 'nowhere.py': no such file"),
+        (["--its", "x.py"], "unrecognized arguments: --its"),
+        (["--timeout", "-1", str(JOB)], "--timeout: expected seconds above 0, not -1"),
+        (["--json", "/nowhere/x.json", str(JOB)], "cannot write '/nowhere/x.json': its folder"),
+    ],
+)
+def test_wrong_arguments_exit_2_with_a_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        compare.main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_option_of_torchrun_below_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        compare.main(["--nproc-per-node", "2", str(JOB)])
+    assert "--nproc-per-node is torchrun's here" in capsys.readouterr().err
+
+
+def test_options_behind_the_script_or_module_belong_to_it() -> None:
+    parser = compare._make_parser()
+    options = parser.parse_args(["--steps", "2", str(JOB), "--steps", "9", "-m", "x"])
+    job = compare._make_job(parser, options)
+    assert job.arguments == (str(JOB), "--steps", "9", "-m", "x") and job.steps == 2
+    options = parser.parse_args(["--rounds", "3", "-m", "package.module", "--rounds", "1"])
+    job = compare._make_job(parser, options)
+    assert job.arguments == ("package.module", "--rounds", "1") and job.as_module
+    assert options.rounds == 3
+
+
+def test_help_lists_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        compare.main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^  {verdict.value}  ", text, re.M) for verdict in Verdict)
+
+
+# ---- differences between records -----------------------------------------------------------------
+
+
+def make_record(step: int, optimizer: int = 0, **values: Any) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "step": step,
+        "optimizer": optimizer,
+        "seconds": 0.1 * step,
+        "losses": [[0.5, "a"]],
+        "gradients": [["w", "b", 4.0, 1], ["v", "None", 0.0, 1]],
+        "parameters": [["w", "c"], ["v", "d"]],
+        "peak_memory": 2**20 * step,
+        "peak_device_memory": 0,
+        "uses_fsdp_c": False,
+        "collectives": None,
+    }
+    return record | values
+
+
+def list_differences(left: list[Any], right: list[Any]) -> list[tuple[Any, ...]]:
+    return [(d.step, d.kind, d.name) for d in find_differences(left, right, 0, "fsdp_c-1")]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "name"),
+    [
+        ({"losses": [[0.5, "z"]]}, "loss", "0"),
+        ({"losses": []}, "loss", "0"),
+        ({"losses": [[0.5, "a"], [0.5, "a"]]}, "loss", "1"),
+        ({"gradients": [["w", "z", 4.0, 1], ["v", "None", 0.0, 1]]}, "gradient", "w"),
+        ({"gradients": [["w", "b", 4.0, 1], ["v", "b", 4.0, 1]]}, "gradient", "v"),
+        ({"gradients": [["w", "b", 4.0, 1]]}, "gradient", "v"),
+        ({"parameters": [["w", "c"], ["v", "z"]]}, "parameter", "v"),
+    ],
+)
+def test_difference_of_each_kind_is_found(values: dict[str, Any], kind: str, name: str) -> None:
+    left = [make_record(1), make_record(2)]
+    assert list_differences(left, [make_record(1), make_record(2)]) == []
+    assert list_differences(left, [make_record(1), make_record(2, **values)]) == [(2, kind, name)]
+
+
+def test_different_order_of_steps_ends_the_comparison() -> None:
+    left = [make_record(1), make_record(2), make_record(3)]
+    sequence = "sequence of steps"
+    assert list_differences(left, left[:2]) == [(3, sequence, "")]
+    assert list_differences(left[:2], left) == [(3, sequence, "")]
+    swapped = [left[0], make_record(1, optimizer=1), *left[1:]]
+    assert list_differences(left, swapped) == [(1, sequence, "")]
+
+
+def compare_records(*runs: list[Any]) -> Comparison:
+    """Compares runs of one rank: torch-1, fsdp_c-1, torch-2 and so on."""
+    names = ("torch", "fsdp_c")
+    pairs = [(Run(i, i // 2 + 1, names[i % 2]), records) for i, records in enumerate(runs)]
+    for run_, records in pairs:
+        records[:] = [r | {"uses_fsdp_c": run_.implementation == "fsdp_c"} for r in records]
+    summary = compare_results.summarize_rank(0, pairs)
+    return Comparison([run_ for run_, _ in pairs], [json.loads(json.dumps(summary))], 3)
+
+
+def three_steps(**changes: Any) -> list[Any]:
+    """Returns the records of three steps. ``s2={...}`` changes values of step 2."""
+    return [make_record(step, **changes.get(f"s{step}", {})) for step in (1, 2, 3)]
+
+
+OTHER_LOSS = {"losses": [[0.25, "z"]]}
+
+
+def test_difference_before_torch_differs_from_itself_is_fsdp_cs() -> None:
+    result = compare_records(
+        three_steps(), three_steps(s1=OTHER_LOSS), three_steps(s2=OTHER_LOSS), three_steps()
+    )
+    assert result.verdict is Verdict.DIFFERENT
+    assert [d.step for d in result.differences] == [1]
+    assert "fsdp_c did not differ in every round" in result.notes
+
+
+def test_difference_after_torch_differs_from_itself_is_not_blamed_on_fsdp_c() -> None:
+    result = compare_records(
+        three_steps(), three_steps(s2=OTHER_LOSS), three_steps(s2=OTHER_LOSS), three_steps()
+    )
+    assert result.verdict is Verdict.INCONCLUSIVE and result.differences == []
+
+
+def test_difference_in_second_round_only_is_found() -> None:
+    result = compare_records(
+        three_steps(), three_steps(), three_steps(), three_steps(s3=OTHER_LOSS)
+    )
+    assert result.verdict is Verdict.DIFFERENT
+    assert [d.run for d in result.differences] == ["fsdp_c-2"]
+
+
+def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
+    assert compare_records([], []).notes == [
+        "the script made no optimizer step, so nothing was compared"
+    ]
+    pairs = [(Run(0, 1, "torch"), three_steps()), (Run(1, 1, "fsdp_c"), three_steps())]
+    summary = compare_results.summarize_rank(0, pairs)
+    result = Comparison([run_ for run_, _ in pairs], [summary], 3)
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.notes[0].startswith("fsdp_c ran no module: the script calls neither fully_shard")
+    for records in (pairs[0][1], pairs[1][1]):
+        records[:] = [record | {"uses_fsdp_c": True} for record in records]
+    summary = compare_results.summarize_rank(0, pairs)
+    result = Comparison([run_ for run_, _ in pairs], [summary], 3)
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.notes[0].startswith("the script shards with fsdp_c itself")
+
+
+def test_first_step_and_profiled_step_are_not_timed() -> None:
+    result = compare_records(three_steps(), three_steps(), three_steps(), three_steps())
+    assert result.step_seconds("torch") == [[pytest.approx(0.3)], pytest.approx([0.2, 0.3])]
+    assert result.peak_memory("torch") == 3 * 2**20
+
+
+def test_rank_that_failed_first_is_reported_before_stopped_ranks() -> None:
+    ends = [
+        Exit(0, "stopped", order=1, is_secondary=True),
+        Exit(1, "exit code 1", order=3),
+        Exit(2, "killed by SIGKILL", order=2),
+        Exit(3, ""),
+    ]
+    found = find_first_failure(ends)
+    assert found is not None and found.rank == 2
+    assert find_first_failure([Exit(0, "")]) is None

@@ -1,0 +1,365 @@
+"""The records that the observer of ``compare`` writes, and its digests and names."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_c import names
+from fsdp_c._tools import compare_collectives, compare_digests, compare_observer
+from fsdp_c._tools.compare_digests import digest, squared_norm
+from fsdp_c._tools.compare_observer import Clock, Finished, Observer
+
+# ---- digests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_digest_depends_on_every_element_dtype_and_shape(dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).to(dtype)
+    digests = {digest(tensor), digest(tensor.view(3, 4)), digest(tensor.to(torch.float16))}
+    for i in range(12):
+        other = tensor.clone()
+        other[i] += 1
+        digests.add(digest(other))
+    assert len(digests) == 15
+    assert digest(tensor) == digest(tensor.clone()) == digest(tensor.repeat_interleave(2)[::2])
+
+
+def test_digest_distinguishes_zeros_none_and_empty_tensors() -> None:
+    zero = torch.zeros(1)
+    assert digest(zero) != digest(-zero)
+    nan = torch.tensor([float("nan")])
+    assert digest(nan) == digest(nan.clone())
+    assert digest(None) == "None" != digest(torch.empty(0))
+    assert digest(torch.empty(0)) != digest(torch.empty(0, 2))
+
+
+def test_digest_of_sparse_conjugated_and_scalar_tensors_contains_values() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert digest(sparse) != digest(2 * sparse)
+    z = torch.tensor([1 + 2j])
+    assert digest(z.conj()) == digest(z.conj().resolve_conj()) != digest(z)
+    assert digest(torch.tensor(1.0)) != digest(torch.tensor(2.0))
+
+
+def test_digest_leaves_storage_resizable() -> None:
+    tensor = torch.ones(4)
+    digest(tensor)
+    tensor.untyped_storage().resize_(0)
+
+
+def test_digest_and_norm_of_dtensor_are_those_of_its_shard(fake_group: int) -> None:
+    mesh = init_device_mesh("cpu", (8,))
+    local = torch.full((2, 3), 2.0)
+    sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    assert digest(sharded) == digest(local)
+    assert squared_norm(sharded) == 24.0
+
+
+def test_norm_is_added_in_float64() -> None:
+    assert squared_norm(torch.tensor([3e30, 4e30])) ** 0.5 == pytest.approx(5e30)
+    assert squared_norm(torch.tensor([3 + 4j])) == 25.0
+    assert squared_norm(None) == 0.0 == squared_norm(torch.tensor([5]))
+
+
+def test_replicas_are_counted_along_replicated_dimensions(fake_group: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 4))
+    local = torch.ones(2, 2)
+    for placements, count in (
+        ((Replicate(), Shard(0)), 2),
+        ((Shard(0), Replicate()), 4),
+        ((Shard(0), Shard(1)), 1),
+    ):
+        tensor = DTensor.from_local(local, mesh, placements, run_check=False)
+        assert compare_digests.count_replicas(tensor, 8) == count
+    assert compare_digests.count_replicas(local, 8) == 8
+
+
+def test_parameter_names_are_those_of_the_outermost_module() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = checkpoint_wrapper(nn.Linear(2, 2))
+    outer = nn.Sequential(OrderedDict(first=nn.Sequential(inner), second=nn.Linear(2, 2)))
+    found = compare_digests.find_parameter_names()
+    assert found[id(inner.weight)] == "first.0.weight"
+    assert found[id(outer.second.bias)] == "second.bias"
+    assert compare_digests.WRAPPERS == names._WRAPPERS
+
+
+# ---- the observer --------------------------------------------------------------------------------
+
+
+class Recording:
+    """An installed observer, and the records that it has written."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        self.path = path
+        self.observer = Observer(
+            {"record": str(path), "steps": steps, "count_collectives": False, "world_size": 1}
+        )
+        self.observer.install()
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+@pytest.fixture
+def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Recording]]:
+    """Installs observers for one test. A stopped observer does not end this process."""
+    from torch.optim import optimizer
+
+    monkeypatch.setattr(optimizer, "_global_optimizer_pre_hooks", OrderedDict())
+    monkeypatch.setattr(optimizer, "_global_optimizer_post_hooks", OrderedDict())
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    monkeypatch.setattr(compare_observer, "_exit_after_grace", lambda: None)
+    recordings: list[Recording] = []
+
+    def start(steps: int = 3) -> Recording:
+        recordings.append(Recording(tmp_path / "records.jsonl", steps))
+        return recordings[-1]
+
+    yield start
+    for recording in recordings:
+        recording.observer.file.close()
+
+
+def train_one_step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_records_contain_loss_gradients_and_parameters(observe: Any) -> None:
+    recording = observe()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    train_one_step(model, optimizer)
+    (record,) = recording.lines
+    assert (record["step"], record["optimizer"]) == (1, 0)
+    assert [entry[0] for entry in record["gradients"]] == ["weight", "bias"]
+    assert record["gradients"][0][1:] == [digest(model.weight.grad), 2.0, 1]
+    assert record["parameters"] == [[n, digest(p)] for n, p in model.named_parameters()]
+    assert len(record["losses"]) == 1 and record["seconds"] > 0 and record["peak_memory"] > 2**20
+    assert not record["uses_fsdp_c"]
+
+
+def test_script_ends_at_the_end_of_the_last_step(observe: Any) -> None:
+    recording = observe(2)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    train_one_step(model, optimizer)
+    with pytest.raises(Finished) as end:
+        train_one_step(model, optimizer)
+    assert end.value.code == 0 and isinstance(end.value, SystemExit)
+    with pytest.raises(Finished):  # a script that catches the first exception
+        train_one_step(model, optimizer)
+    assert [line.get("step") for line in recording.lines] == [1, 2, None]
+    assert recording.lines[-1] == {"stopped": True}
+
+
+def test_losses_of_all_microbatches_are_recorded_in_order(observe: Any) -> None:
+    recording = observe()
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for factor in (1.0, 2.0):
+        (weight * factor).sum().backward()
+    torch.autograd.backward([(weight * 3.0).sum(), weight * torch.ones(2)], [None, torch.ones(2)])
+    optimizer.step()
+    assert [loss[0] for loss in recording.lines[0]["losses"]] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_gradients_that_a_closure_makes_are_recorded(observe: Any, by_keyword: bool) -> None:
+    recording = observe()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+    (record,) = recording.lines
+    assert record["gradients"][0][1] == digest(model.weight.grad) != "None"
+    assert record["losses"][0][0] == float(loss.detach())
+
+
+def test_step_that_calls_the_step_of_its_base_class_counts_once(observe: Any) -> None:
+    class Derived(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    recording = observe()
+    model = nn.Linear(2, 1)
+    optimizer = Derived(model.parameters(), lr=0.5)
+    torch.optim.SGD(nn.Linear(1, 1).parameters())  # its class is hooked, too
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    assert [record["step"] for record in recording.lines] == [1, 2]
+
+
+def test_optimizers_that_step_after_the_first_make_their_last_step(observe: Any) -> None:
+    recording = observe(2)
+    models = [nn.Linear(2, 1) for _ in range(2)]
+    unused, second, first = (
+        torch.optim.SGD(model.parameters(), lr=0.5) for model in [*models, models[0]]
+    )
+    with pytest.raises(Finished):
+        for _ in range(5):
+            train_one_step(models[0], first)
+            train_one_step(models[1], second)
+    assert unused not in recording.observer.numbers
+    steps = [(r["step"], r["optimizer"]) for r in recording.lines[:-1]]
+    assert steps == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_optimizer_that_stops_stepping_does_not_prolong_the_script(observe: Any) -> None:
+    recording = observe(2)
+    models = [nn.Linear(2, 1) for _ in range(2)]
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.5) for model in models)
+    train_one_step(models[0], first)
+    train_one_step(models[1], second)
+    with pytest.raises(Finished):
+        for _ in range(2):
+            train_one_step(models[0], first)
+    assert [r["step"] for r in recording.lines[:-1]] == [1, 1, 2]
+
+
+def test_step_that_the_gradient_scaler_skips_is_not_counted(observe: Any) -> None:
+    recording = observe()
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    (record,) = recording.lines
+    assert [loss[0] for loss in record["losses"]] == [float("inf"), 2.0]
+    assert record["gradients"][0][2] == 1.0  # unscaled
+
+
+@pytest.mark.parametrize("compile_step", [False, True])
+def test_fused_and_compiled_steps_are_recorded(observe: Any, compile_step: bool) -> None:
+    recording = observe(10)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=not compile_step)
+
+    def step() -> None:
+        optimizer.step()
+
+    run = torch.compile(step, backend="eager") if compile_step else step
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        run()
+        optimizer.zero_grad()
+    assert [record["step"] for record in recording.lines] == [1, 2, 3]
+    assert recording.lines[-1]["parameters"][0][1] == digest(model.weight)
+
+
+def test_steps_of_a_forked_process_are_not_recorded(observe: Any) -> None:
+    recording = observe()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recording.observer.pid = os.getpid() + 1
+    train_one_step(model, optimizer)
+    assert recording.lines == []
+
+
+def test_observer_does_not_consume_random_numbers(observe: Any) -> None:
+    observe()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    state = torch.get_rng_state(), random.getstate()
+    train_one_step(model, optimizer)
+    assert torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
+
+
+def test_freed_optimizers_and_models_are_not_kept_alive(observe: Any) -> None:
+    import gc
+    import weakref
+
+    observe()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    train_one_step(model, optimizer)
+    references = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.weight)]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_clock_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(compare_observer.time, "perf_counter", lambda: now[0])
+    clock = Clock(lambda: None)
+    now[0] = 2.0
+    with clock.pause():
+        now[0] = 10.0
+    now[0] = 11.0
+    with clock.pause():
+        assert clock.take() == 3.0
+        now[0] = 20.0
+    now[0] = 24.0
+    with clock.pause():
+        assert clock.take() == 4.0
+
+
+def test_seeds_apply_to_python_numpy_and_torch() -> None:
+    import numpy as np
+
+    def draw() -> tuple[Any, ...]:
+        compare_observer.seed_everything(7)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    assert draw() == draw()
+
+
+def make_event(name: str, shapes: list[Any], dtypes: list[str]) -> Any:
+    return types.SimpleNamespace(
+        name=lambda: name,
+        structured_input_shapes=lambda: shapes,
+        dtypes=lambda: dtypes,
+        shapes=lambda: shapes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("event", "size"),
+    [
+        (make_event("c10d::_allgather_base_", [[20], [10], []], ["float", "float", ""]), 80),
+        (make_event("c10d::_reduce_scatter_base_", [[1], [2, 3]], ["c10::BFloat16"] * 2), 12),
+        (make_event("c10d::allreduce_", [[[10]], []], ["TensorList", ""]), 20),
+        (make_event("c10d::allreduce_", [[[7]], []], ["TensorList", ""]), 28),
+        (make_event("c10d::broadcast_", [[[]], []], ["TensorList", ""]), 4),
+        (make_event("c10d::barrier", [[1]], ["unsigned char"]), 0),
+    ],
+)
+def test_bytes_of_a_collective_are_those_of_its_largest_tensor(event: Any, size: int) -> None:
+    assert compare_collectives.count_bytes(event, {(10,): "c10::Half"}) == size
+
+
+def test_observer_does_not_import_fsdp_c() -> None:
+    """The files that a run under torch alone loads import only torch and the standard library."""
+    from test_package_layers import imported_files
+
+    for module in (compare_observer, compare_collectives, compare_digests):
+        path = Path(module.__file__ or "")
+        tree_imports = imported_files(path.read_text(), path.parent)
+        assert tree_imports <= {"install.py"}, path.name  # imported under fsdp_c only
