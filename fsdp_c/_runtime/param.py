@@ -269,7 +269,9 @@ class Param(ReplaceableShard):
         param_dtype = self._policy_dtype
         previous = self.param_dtype or self.orig_dtype
         self.orig_dtype = self.sharded_param.dtype
-        reduce_dtype = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
+        reduce_dtype = mp_policy.reduce_dtype
+        if not self._has_sharded_grad_dtype_override:
+            reduce_dtype = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # no cast for computation; reductions may be wider
             reduce_dtype = reduce_dtype and torch.promote_types(reduce_dtype, torch.complex32)
         elif reduce_dtype == param_dtype and not REDUCES_AS_STORED:

@@ -122,6 +122,10 @@ class ParamGroup(GroupCommunication):
     def _init_mp_dtypes(self) -> None:
         for param in self.fsdp_params:
             param.init_dtype_attrs(self.mp_policy)
+        self._init_reduce_dtype()
+        self._update_orig_dtype()
+
+    def _init_reduce_dtype(self) -> None:
         # Frozen parameters count: they may be trained later.
         del self._reduce_dtype  # restores the default: the dtype of the parameters
         has_several_dtypes = len({param._policy_dtype for param in self.fsdp_params}) > 1
@@ -132,7 +136,6 @@ class ParamGroup(GroupCommunication):
             self._reduce_dtype = self.mp_policy.reduce_dtype or get_widest_stored_dtype(
                 self.fsdp_params
             )
-        self._update_orig_dtype()
 
     def _update_orig_dtype(self) -> None:
         dtypes = {p.orig_dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
@@ -144,6 +147,8 @@ class ParamGroup(GroupCommunication):
         self._update_fallback()
         if self._reset_sharded_params:
             self._update_orig_dtype()
+            if any(param._has_sharded_grad_dtype_override for param in self.fsdp_params):
+                self._init_reduce_dtype()
 
     def _validate_no_meta_params(self) -> None:
         on_meta = [
