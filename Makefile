@@ -42,7 +42,7 @@ GPU_ARGS ?=
 SANITIZE_TESTS ?= tests/unit
 # Tests that `make sanitize` excludes, because they measure time or memory: benchmarks start processes without the
 # sanitizers, and under the sanitizers the memory pool caches nothing.
-NOT_SANITIZED := test_bench predicted_peak_is_within_one_percent cached_buffers_until_release_memory
+NOT_SANITIZED := test_bench predicted_peak_is_within_one_percent cached_buffers_until_release_memory cpu_seconds
 empty :=
 space := $(empty) $(empty)
 ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \

@@ -6,7 +6,7 @@
 
 bool fcpy_group_check_initialized(const fcpy_group *self) {
     if (self->core.base.callbacks == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the parameter group is not initialised");
+        PyErr_SetString(PyExc_RuntimeError, "the parameter group is not initialized");
     }
     return self->core.base.callbacks != NULL;
 }
@@ -62,7 +62,7 @@ bool fcpy_state_check_initialized(const fcpy_state *self) {
     if (self->core.iteration != NULL && self->core.comm != NULL) {
         return true;
     }
-    PyErr_SetString(PyExc_RuntimeError, "the FSDP state is not initialised");
+    PyErr_SetString(PyExc_RuntimeError, "the FSDP state is not initialized");
     return false;
 }
 

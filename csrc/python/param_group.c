@@ -70,7 +70,7 @@ static int mark_params(PyObject *params) {
         fcpy_param *param = (fcpy_param *)PyTuple_GET_ITEM(params, i);
         if (param->core.owner == NULL || param->grouped) {
             PyErr_Format(PyExc_ValueError, "parameter %zd of the group %s", i,
-                         param->grouped ? "is in a group already" : "is not initialised");
+                         param->grouped ? "is in a group already" : "is not initialized");
             while (i-- > 0) {
                 ((fcpy_param *)PyTuple_GET_ITEM(params, i))->grouped = false;
             }
@@ -168,7 +168,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     /* Read after the arguments are parsed, because parsing may run code. */
     const bool uninitialized = self->core.base.callbacks == NULL;
     if (params != NULL && !uninitialized) {
-        PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
+        PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialized once");
     }
     if (params == NULL || !uninitialized ||
         (pg_name != Py_None && PyUnicode_AsUTF8(pg_name) == NULL) ||

@@ -95,6 +95,10 @@ class Param(ReplaceableShard):
     own code makes the sharding specs of parallel DTensors and runs the all-gather extensions.
     """
 
+    # Properties of torch's class since 2.15.
+    unsharded_grad_dtype: torch.dtype | None
+    may_reduce_grad_outside_dp: bool
+
     def __init__(
         self,
         param: nn.Parameter,

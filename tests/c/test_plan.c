@@ -416,7 +416,7 @@ static void invalid_shard_is_refused_with_name_and_reason(void **state) {
     expect_invalid_shard(
         gradient_of(1, two, FCK_BFLOAT16),
         "the shard of parameter 'lm_head.weight' changed its dtype since it was "
-        "initialised: 2 elements of torch.bfloat16 in a storage of 4 bytes; expected 2 of "
+        "initialized: 2 elements of torch.bfloat16 in a storage of 4 bytes; expected 2 of "
         "torch.float32");
     fct_tensor *storage = gradient_of(1, three, FCK_FLOAT32);
     assert_int_equal(fct_tensor_alias(storage, 1, two, stride, 0, &strided), 0);

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# The default limit of 200 ms for an example fails on a busy machine and under the sanitizers.
+settings.register_profile("fsdp_c", deadline=None)
+settings.load_profile("fsdp_c")
 
 
 @pytest.fixture(autouse=True)

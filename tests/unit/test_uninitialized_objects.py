@@ -41,24 +41,24 @@ def test_method_of_uninitialized_group_raises(cls: Any, name: str) -> None:
     if name == "_invalidate":
         method(group)
         return
-    with pytest.raises(RuntimeError, match="the parameter group is not initialised"):
+    with pytest.raises(RuntimeError, match="the parameter group is not initialized"):
         method(group, *arguments)
 
 
 def test_use_of_uninitialized_group_raises() -> None:
     uninitialized = _C.ParamGroup.__new__(_C.ParamGroup)
     for name, value in (("comm_ctx", _C.CommContext(CPU)), ("_keep_unsharded_storage", True)):
-        with pytest.raises(RuntimeError, match="not initialised"):
+        with pytest.raises(RuntimeError, match="not initialized"):
             setattr(uninitialized, name, value)
     state = _C.State()
-    with pytest.raises(RuntimeError, match="not initialised"):
+    with pytest.raises(RuntimeError, match="not initialized"):
         state._fsdp_param_groups = [uninitialized]
     assert state._fsdp_param_groups == []
 
 
 def test_group_of_uninitialized_or_foreign_parameters_raises() -> None:
     param: Any = _C.Param((4, 4), 0, 1, 0)
-    with pytest.raises(ValueError, match="parameter 1 of the group is not initialised"):
+    with pytest.raises(ValueError, match="parameter 1 of the group is not initialized"):
         make_group([param, _C.Param.__new__(_C.Param)])
     with pytest.raises(ValueError, match="parameter 1 of the group is in a group already"):
         make_group([param, param])
@@ -84,10 +84,10 @@ def test_group_with_other_rank_or_size_than_its_parameters_raises() -> None:
 
 def test_second_init_of_param_or_group_raises() -> None:
     param: Any = _C.Param((4, 4), 0, 1, 0)
-    with pytest.raises(RuntimeError, match="a parameter is initialised once"):
+    with pytest.raises(RuntimeError, match="a parameter is initialized once"):
         param.__init__((8,), 0, 1, 0)
     group = make_group([param])
-    with pytest.raises(RuntimeError, match="a parameter group is initialised once"):
+    with pytest.raises(RuntimeError, match="a parameter group is initialized once"):
         group.__init__([], _C.CommContext(CPU), CPU, None, 1, 0, 1)
 
 
