@@ -226,9 +226,9 @@ MUTATIONS = {
 DRY_RUN_MUTATIONS = {
     "gather buffer is freed after its copy-out has ended": Mutation(
         "boundary_device",
-        "    return issue(FCD_ALL_GATHER, pg, output, work);",
+        "    return issue_collective(FCD_ALL_GATHER, pg, output, work);",
         "    fct_tensor_retain(output);\n    fcd_defer_release(output);\n"
-        "    return issue(FCD_ALL_GATHER, pg, output, work);",
+        "    return issue_collective(FCD_ALL_GATHER, pg, output, work);",
         "test_dry_run_model",
         "[  FAILED  ] gather_buffer_is_freed_at_the_end_of_its_copy_out",
     ),
@@ -287,12 +287,12 @@ RING_MUTATIONS = {
     "waiter reads its doorbell after the check for messages": Mutation(
         "shm_ring",
         "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n"
-        "        const int64_t left_ns = deadline_ns - now_ns();\n"
-        "        if (left_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
+        "        const int64_t remaining_ns = deadline_ns - now_ns();\n"
+        "        if (remaining_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
         "            break;\n"
         "        }\n",
-        "        const int64_t left_ns = deadline_ns - now_ns();\n"
-        "        if (left_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
+        "        const int64_t remaining_ns = deadline_ns - now_ns();\n"
+        "        if (remaining_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
         "            break;\n"
         "        }\n"
         "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n",
@@ -315,8 +315,8 @@ RING_MUTATIONS = {
     ),
     "length check of a message overflows": Mutation(
         "shm_ring",
-        "got.bytes > ring->capacity - got.offset",
-        "got.offset + got.bytes > ring->capacity",
+        "copy.bytes > ring->capacity - copy.offset",
+        "copy.offset + copy.bytes > ring->capacity",
         "test_shm_ring_untrusted",
         "[  FAILED  ] peek_of_invalid_header_returns_corrupt",
     ),
