@@ -127,3 +127,10 @@ fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool zero
 done:
     return status;
 }
+
+void fc_gradient_drop(const fc_group_base *base) {
+    assert(base->count == 0 || base->params != NULL);
+    for (size_t i = 0; i < base->count; i++) {
+        fc_param_drop_grad(base->params[i]);
+    }
+}

@@ -19,5 +19,7 @@ FC_CHECK fc_status fc_gradient_to_accumulated(const fc_group_base *base);
  * gradient contribute zeros. */
 FC_CHECK fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool zero_unused,
                                        fc_reduce_plan *plan);
+/* Drops all partial gradients of the group. */
+void fc_gradient_drop(const fc_group_base *base);
 
 #endif

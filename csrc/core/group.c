@@ -549,10 +549,8 @@ fc_status fc_group_post_backward(fc_group *g) {
     g->deferred =
         !reduces || (fc_group_base_is_replicated(&g->base) && !g->reducer.all_reduce_grads);
     fc_bucket_end(&g->buckets);
-    fc_status status = FC_OK;
-    FC_TRY(reduces ? reduce_remaining(g, order_compute) : keep_gradients(g));
-    FC_TRY(fc_gradient_end(&g->base));
-done:
+    fc_status status = reduces ? reduce_remaining(g, order_compute) : keep_gradients(g);
+    status = status == FC_OK ? fc_gradient_end(&g->base) : status;
     return verify_transition(g, fc_group_check, status);
 }
 
@@ -588,9 +586,7 @@ fc_status fc_group_complete_reductions(fc_group *g) {
 fc_status fc_group_reset(fc_group *g) {
     assert(fc_group_is_ready(g));
     fc_reduce_reset(&g->reducer);
-    for (size_t i = 0; i < g->base.count; i++) {
-        fc_param_drop_grad(g->base.params[i]);
-    }
+    fc_gradient_drop(&g->base);
     fc_gather_abandon(&g->gather);
     fc_bucket_end(&g->buckets);
     g->post_forward_indices.count = 0;
@@ -598,9 +594,7 @@ fc_status fc_group_reset(fc_group *g) {
     g->backward_kind = FC_BACKWARD_PLAIN;
     g->deferred = false;
     fct_memory_trim();
-    fc_status status = FC_OK;
-    FC_TRY(fc_gradient_end(&g->base));
-    FC_TRY(g->ops->to_sharded(g));
-done:
+    fc_status status = fc_gradient_end(&g->base);
+    status = status == FC_OK ? g->ops->to_sharded(g) : status;
     return verify_transition(g, fc_group_check, status);
 }

@@ -139,8 +139,9 @@ FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device
 bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);
 
-/* At the beginning of a backward of the group: if the parameter defers the cast, and its gradient is
- * reduced at the end or added to an earlier one, autograd leaves the gradient in its own dtype. */
+/* At the beginning of a backward of the group: autograd leaves the gradient in its own dtype if the
+ * parameter defers the cast, and if the gradient is reduced at the end or added to an earlier
+ * gradient. */
 FC_CHECK fc_status fc_param_begin_grad(fc_param *p, bool reduces);
 /* At the end of a backward of the group: restores grad_dtype, and casts a gradient that stays in
  * .grad to it. */

@@ -156,7 +156,7 @@ done:
     return status;
 }
 
-/* Returns the common dtype of the sharded gradients, or FCT_NO_DTYPE if they have several dtypes. */
+/* Returns the common dtype of the sharded gradients, or FCT_NO_DTYPE if there are several. */
 static fct_dtype common_dtype(const fc_reduction *r) {
     fct_dtype dtype = r->total > 0 ? fc_param_sharded_grad_dtype(r->params[0]) : FCT_NO_DTYPE;
     for (size_t i = 1; i < r->total; i++) {

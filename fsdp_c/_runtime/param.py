@@ -95,10 +95,6 @@ class Param(ReplaceableShard):
     own code makes the sharding specs of parallel DTensors and runs the all-gather extensions.
     """
 
-    # Properties of torch's class since 2.15.
-    unsharded_grad_dtype: torch.dtype | None
-    may_reduce_grad_outside_dp: bool
-
     def __init__(
         self,
         param: nn.Parameter,
@@ -287,28 +283,6 @@ class Param(ReplaceableShard):
             self._forget_unsharded()
         if REDUCES_AS_STORED and self.orig_dtype.is_floating_point:
             self._init_grad_dtype()
-
-    def _init_grad_dtype(self) -> None:
-        """Sets the unsharded parameter's ``grad_dtype``, which torch has used since 2.15.
-
-        Backwards without reduction accumulate gradients in it. If it is wider than the compute
-        dtype, other backwards leave gradients in the compute dtype, and the reduction casts them.
-        Gradients that DTensor may reduce over further mesh dimensions are always cast first.
-        """
-        dtype = self.unsharded_grad_dtype
-        compute = self.param_dtype or self.orig_dtype
-        self._defers_cast = False
-        self._grad_dtype = dtype
-        self._defers_cast = (
-            dtype is not None
-            and dtype.is_floating_point
-            and compute.is_floating_point
-            and dtype.itemsize > compute.itemsize
-            and not self.may_reduce_grad_outside_dp
-        )
-        unsharded = getattr(self, "_unsharded_param", None)
-        if unsharded is not None and unsharded.grad_dtype != dtype:
-            unsharded.grad_dtype = dtype
 
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
         """Returns the unsharded parameter, a view of ``flat``. The core calls it once.

@@ -55,6 +55,10 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
     _unsharded_dtensor_spec: DTensorSpec | None
     _orig_attributes: dict[str, Any]
 
+    # Properties of torch's class since 2.15.
+    unsharded_grad_dtype: torch.dtype | None
+    may_reduce_grad_outside_dp: bool
+
     @torch.no_grad()
     def _shard(self, param: nn.Parameter) -> None:
         dim = self.fsdp_placement.dim
@@ -88,6 +92,28 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         if has_grad_dtype(param):
             self._has_sharded_grad_dtype_override = True
             self.sharded_grad_dtype = param.grad_dtype
+
+    def _init_grad_dtype(self) -> None:
+        """Sets the unsharded parameter's ``grad_dtype``, which torch has used since 2.15.
+
+        Backwards without reduction accumulate gradients in it. If it is wider than the compute
+        dtype, other backwards leave gradients in the compute dtype, and the reduction casts them.
+        Gradients that DTensor may reduce over further mesh dimensions are always cast first.
+        """
+        dtype = self.unsharded_grad_dtype
+        compute = self.param_dtype or self.orig_dtype
+        self._defers_cast = False
+        self._grad_dtype = dtype
+        self._defers_cast = (
+            dtype is not None
+            and dtype.is_floating_point
+            and compute.is_floating_point
+            and dtype.itemsize > compute.itemsize
+            and not self.may_reduce_grad_outside_dp
+        )
+        unsharded = getattr(self, "_unsharded_param", None)
+        if unsharded is not None and unsharded.grad_dtype != dtype:
+            unsharded.grad_dtype = dtype
 
     def _init_sharding_spec_plain(self, param: nn.Parameter, fsdp_placement: Shard) -> torch.Tensor:
         """Sets the sharding spec, which equal plain parameters share; returns ``param``."""

@@ -28,7 +28,6 @@ struct fct_tensor {
     int64_t strides[SIM_DIMS_MAX];
     fct_dtype dtype;
     bool requires_grad;
-    fct_dtype grad_dtype;
     uint32_t version;
     fct_tensor *grad;
 };
@@ -198,15 +197,6 @@ int fct_tensor_set_requires_grad(fct_tensor *t, bool value) {
         return -1;
     }
     t->requires_grad = value;
-    return 0;
-}
-
-int fct_tensor_set_grad_dtype(fct_tensor *t, fct_dtype dtype) {
-    check_alive(t, "set_grad_dtype");
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_set_grad_dtype")) {
-        return -1;
-    }
-    t->grad_dtype = dtype;
     return 0;
 }
 
@@ -487,14 +477,6 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out) {
     check_alive(t, "grad");
     *out = t->grad;
     t->grad = NULL;
-}
-
-void fct_grad_put(fct_tensor *t, fct_tensor *grad) {
-    check_alive(t, "grad");
-    check_alive(grad, "grad");
-    fct_tensor_retain(grad);
-    fct_tensor_release(t->grad);
-    t->grad = grad;
 }
 
 fct_tensor *sim_grad_peek(const fct_tensor *t) {

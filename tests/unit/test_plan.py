@@ -481,7 +481,7 @@ def test_bound_that_is_no_positive_integer_raises(name: str, fake_group: int) ->
         ({"optimizer": "Adamm"}, ValueError, "no optimizer 'Adamm': did you mean Adam?"),
         ({"optimizer": "Optimizer"}, ValueError, "torch.optim has no optimizer 'Optimizer'"),
         ({"optimizer": 3}, TypeError, "an optimizer is a class, its name, or a function"),
-        ({"optimizer": "LBFGS"}, ValueError, "LBFGS cannot make a step .*closure"),
+        ({"optimizer": "LBFGS"}, ValueError, "LBFGS cannot step .*closure"),
         ({"memory": -3}, ValueError, "expected a number of bytes such as '80GiB', not -3"),
         ({"device": "gpu"}, ValueError, "device is a torch.device or its name, not 'gpu'"),
         ({"reshard": True}, TypeError, "unexpected keyword argument 'reshard'"),
@@ -513,7 +513,9 @@ def test_explain_with_name_of_optimizer_raises(fake_group: int) -> None:
 def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(ValueError, match=r"of the batch's sizes and dtypes, to see .*RuntimeError"):
+    with pytest.raises(
+        ValueError, match=r"of the batch's sizes and dtypes, to record .*RuntimeError"
+    ):
         quiet_plan(MLPModel(), batch=torch.ones(2, 9))
     assert caplog.messages == []
 
@@ -524,7 +526,7 @@ def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
         (("eight",), "ranks are a number, 8, or replicas by ranks to shard over, 2x4, not 'eight'"),
         (("8", "--param-dtype", "bf17"), "argument --param-dtype: torch has no dtype 'bf17'"),
         (("8", "--device", "gpu"), "device is a torch.device or its name"),
-        (("8", "--optimizer", "LBFGS"), "LBFGS cannot make a step"),
+        (("8", "--optimizer", "LBFGS"), "LBFGS cannot step"),
     ],
 )
 def test_plan_command_with_invalid_argument_exits_with_message(
