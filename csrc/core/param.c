@@ -392,8 +392,9 @@ fc_status fc_param_end_grad(fc_param *p) {
     }
     if (fct_grad_has(p->unsharded)) {
         fct_grad_take(p->unsharded, &grad);
-        FC_TRY_RAISED(fct_tensor_cast(grad, p->grad_dtype, &cast));
-        fct_grad_put(p->unsharded, cast);
+        const int failed = fct_tensor_cast(grad, p->grad_dtype, &cast);
+        fct_grad_put(p->unsharded, failed ? grad : cast);
+        FC_TRY_RAISED(failed);
     }
     FC_TRY_RAISED(fct_tensor_set_grad_dtype(p->unsharded, p->grad_dtype));
 done:

@@ -271,7 +271,7 @@ static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-/* Getter and setter of the three dtypes; the closure is the field's offset. */
+/* Getter and setter of a dtype; the closure is the field's offset. */
 static fct_dtype *dtype_field(PyObject *obj, void *closure) {
     return (fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure);
 }

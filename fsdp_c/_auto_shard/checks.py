@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import warnings
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
 import torch.nn as nn
 from torch.distributed.fsdp import _common_utils
@@ -13,9 +12,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 
 from .module_tree import iterate_children_first
 from .unit import Unit
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_nested_wrapping(root: nn.Module) -> None:

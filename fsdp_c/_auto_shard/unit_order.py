@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
 import torch.nn as nn
 
 from .unit import Kwargs, Unit
-
-if TYPE_CHECKING:
-    pass
 
 
 def iterate_enclosing_units(

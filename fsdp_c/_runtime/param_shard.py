@@ -102,7 +102,6 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         """
         dtype = self.unsharded_grad_dtype
         compute = self.param_dtype or self.orig_dtype
-        self._defers_cast = False
         self._grad_dtype = dtype
         self._defers_cast = (
             dtype is not None

@@ -19,7 +19,7 @@ def exit_with(message: str, status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-def _main_module(spec: importlib.machinery.ModuleSpec | None, file: str | None) -> ModuleType:
+def _make_main_module(spec: importlib.machinery.ModuleSpec | None, file: str | None) -> ModuleType:
     """Returns a new ``__main__`` module with the attributes that the interpreter sets."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
@@ -58,7 +58,7 @@ def find_module(name: str) -> tuple[ModuleType, CodeType]:
         )
     if spec is None:
         exit_with(f"{sys.executable}: No module named {name}", 1)
-    return _main_module(spec, spec.origin), _get_code(spec)
+    return _make_main_module(spec, spec.origin), _get_code(spec)
 
 
 def _get_code(spec: importlib.machinery.ModuleSpec) -> CodeType:
@@ -77,7 +77,7 @@ def read_script(path: str) -> tuple[ModuleType, CodeType]:
         spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
         if spec is None:
             exit_with(f"{sys.executable}: can't find '__main__' module in {path!r}", 1)
-        return _main_module(spec, spec.origin), _get_code(spec)
+        return _make_main_module(spec, spec.origin), _get_code(spec)
     file = os.path.abspath(path)
     try:
         with io.open_code(file) as source:
@@ -88,7 +88,7 @@ def read_script(path: str) -> tuple[ModuleType, CodeType]:
         )
     if not safe:
         sys.path[0] = os.path.dirname(os.path.realpath(file))
-    return _main_module(None, file), compile(text, file, "exec", dont_inherit=True)
+    return _make_main_module(None, file), compile(text, file, "exec", dont_inherit=True)
 
 
 def _is_archive(path: str) -> bool:

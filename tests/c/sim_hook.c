@@ -1,7 +1,6 @@
 /* Hooks of a simulated model. Before a hook calls a transition, it refreshes the groups that the
  * transition can reach, as csrc/python does. During the hook, the groups' table of transitions
- * reports each group that was not refreshed. Also counts the core's callbacks, and implements the
- * functions of the bridge that replace gradients. */
+ * reports each group that was not refreshed. Also counts the core's callbacks. */
 #include "sim_model.h"
 
 #include <stdio.h>
@@ -102,21 +101,4 @@ size_t sim_callbacks_of(const char *name) {
         }
     }
     return count;
-}
-
-/* ---- gradients ---- */
-
-/* The simulator casts no gradients. */
-int fct_tensor_set_grad_dtype(fct_tensor *t, fct_dtype dtype) {
-    (void)t;
-    (void)dtype;
-    return sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_set_grad_dtype") ? -1 : 0;
-}
-
-void fct_grad_put(fct_tensor *t, fct_tensor *grad) {
-    fct_tensor *old = NULL;
-    fct_grad_take(t, &old);
-    fct_tensor_release(old);
-    fct_tensor_retain(grad);
-    sim_grad_accumulate(t, grad); /* t has no gradient, so this sets it */
 }

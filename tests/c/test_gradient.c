@@ -130,6 +130,30 @@ static void to_accumulated_in_reduce_dtype_leaves_gradient_in_grad(void **state)
     end();
 }
 
+static void end_of_backward_casts_gradient_in_place_to_grad_dtype(void **state) {
+    (void)state;
+    begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_FLOAT32);
+    fct_facts facts;
+    fc_param *p = &params[2].core;
+    p->grad_dtype = FCK_FLOAT32;
+    p->defers_cast = true;
+    assert_int_equal(fc_gradient_begin(base, true), FC_OK);
+    accumulate_gradient(2, 3.0);
+    accumulate_gradient(0, 1.0);
+    assert_int_equal(fc_gradient_to_accumulated(base), FC_OK);
+    assert_null(p->accumulated);
+    sim_fault_arm(1, SIM_ONCE);
+    assert_int_equal(fc_gradient_end(base), FC_ERAISED);
+    fct_tensor_facts(sim_grad_peek(p->unsharded), &facts);
+    assert_int_equal(facts.dtype, FCK_BFLOAT16);
+    assert_int_equal(fc_gradient_end(base), FC_OK);
+    fct_tensor_facts(sim_grad_peek(p->unsharded), &facts);
+    assert_int_equal(facts.dtype, FCK_FLOAT32);
+    expect_gradient(sim_grad_peek(p->unsharded), 3.0);
+    expect_gradient(sim_grad_peek(params[0].core.unsharded), 1.0);
+    end();
+}
+
 static int unwrap(void *param, fct_tensor *grad, fct_tensor **local) {
     (void)param;
     return fct_tensor_cast(grad, FCK_FLOAT64, local);
@@ -161,6 +185,7 @@ int main(void) {
         cmocka_unit_test(collect_of_unused_trainable_parameter_gives_zeros),
         cmocka_unit_test(collect_of_never_unsharded_parameter_gives_zeros_of_full_size),
         cmocka_unit_test(to_accumulated_in_reduce_dtype_leaves_gradient_in_grad),
+        cmocka_unit_test(end_of_backward_casts_gradient_in_place_to_grad_dtype),
         cmocka_unit_test(to_accumulated_casts_to_reduce_dtype_and_accumulates),
         cmocka_unit_test(collect_unwraps_dtensor_gradients_through_callback),
     };

@@ -126,7 +126,7 @@ class TestParityWithTorch:
     def test_clip_of_gradients_above_the_thread_limit_matches_torch(self, fake_group: int) -> None:
         compare(sharded_module([(8 * 300, 200), (64, 8)]), 0.5)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.floats(1e-3, 1e3))
     def test_clip_of_plain_tensors_of_any_length_matches_torch(
         self, lengths: list[int], max_norm: float

@@ -115,7 +115,7 @@ shapes = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
 
 
 class TestLayouts:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         st.lists(st.one_of(shapes, st.just(())), min_size=1, max_size=6),
         st.integers(1, 200),

@@ -280,7 +280,7 @@ def test_scheduler_and_deepcopy_of_accelerated_optimizer_work() -> None:
     train(copied, [p for group in copied.param_groups for p in group["params"]])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=4),

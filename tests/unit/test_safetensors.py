@@ -119,7 +119,7 @@ class TestFile:
         with pytest.raises(OSError, match=str(tmp_path)):
             SafetensorsFile(tmp_path)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.binary(max_size=40), st.integers(0, 60))
     def test_file_of_random_bytes_raises_only_value_error(
         self, tmp_path_factory: Any, text: bytes, length: int
