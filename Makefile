@@ -31,7 +31,7 @@ DEMO_ARGS ?=
 # BENCH_ARGS=--quick runs the benchmarks with tiny models.
 BENCH_ARGS ?=
 # loadgroup: tests that share an expensive fixture are a group and run on one worker.
-PYTEST_ARGS ?= -n 3 --dist loadgroup
+PYTEST_ARGS ?= -n 4 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
 DOCS_VENV ?= .venv-docs
 WHEELS ?=
