@@ -1,7 +1,7 @@
-"""Checks the torch and Python releases of the extension before it is loaded.
+"""Checks that the extension was built for this torch and this Python, before it is loaded.
 
 An extension built for another release fails with "undefined symbol", or loads and crashes later.
-``setup.py`` writes the releases to a file beside the extension.
+``setup.py`` writes the releases that it builds for to ``_C.json``, beside the extension.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BUILD_RECORD = Path(__file__).parents[1] / "_C.json"
 
 @dataclass(frozen=True)
 class Build:
-    """The contents of the file that ``setup.py`` writes.
+    """The contents of ``_C.json``.
 
     Attributes:
-        torch: The release, with its local part: ``2.13.0+cpu``.
-        python: ``3.11``.
-        kernels: ``CPU``, or ``CPU and CUDA 13.0``.
+        torch: The release of torch, with its local part: ``2.13.0+cpu``.
+        python: The release of Python: ``3.11``.
+        kernels: The devices with kernels: ``CPU``, or ``CPU and CUDA 13.0``.
         source: The folder of the build, which may no longer exist.
     """
 
@@ -35,7 +35,7 @@ class Build:
 
 
 def read_build() -> Build | None:
-    """Returns the contents of the file; ``None`` if it is missing or invalid."""
+    """Returns the contents of ``_C.json``; ``None`` if the file is missing or invalid."""
     try:
         record = json.loads(BUILD_RECORD.read_text())
         return Build(**{field.name: str(record[field.name]) for field in fields(Build)})
