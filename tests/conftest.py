@@ -41,7 +41,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Without groups each worker would start the shared fixtures of a group itself, which doubles the
     duration of the run.
     """
-    gc.freeze()  # excludes torch's objects from garbage collections, which saves 0.2 s each
+    gc.freeze()  # excludes torch's objects, which saves 0.2 s per garbage collection
     if not getattr(session.config.option, "loadgroup", False):
         return
     ungrouped = [

@@ -228,13 +228,13 @@ def importers() -> dict[str, set[Path]]:
 
 def tests_that_import(path: Path) -> list[Path]:
     """Returns the test files that import a worker or a helper, directly or through others."""
-    done: set[Path] = set()
+    visited: set[Path] = set()
     waiting = [path]
     while waiting:
-        for importer in importers().get(waiting.pop().stem, set()) - done:
-            done.add(importer)
+        for importer in importers().get(waiting.pop().stem, set()) - visited:
+            visited.add(importer)
             waiting.append(importer)
-    return sorted(found for found in done if found.name.startswith("test_"))
+    return sorted(found for found in visited if found.name.startswith("test_"))
 
 
 def tests_for(path: Path) -> list[Path]:

@@ -14,7 +14,7 @@ FSDP_C_RUNS = ("fsdp_c", "fsdp_c without kernels")
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, Measurements]]:
-    """Measurements by variant and run."""
+    """Returns measurements by variant and run."""
     (by_variant,) = run_ranks(measurements.run, 1, timeout=280)
     return by_variant
 

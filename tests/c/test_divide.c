@@ -57,17 +57,18 @@ static void forced_sum_is_divided_after_reduction(void **state) {
 
 static void divide_factor_uses_premul_sum_if_supported(void **state) {
     (void)state;
-    const fc_divide_rule can = {
+    const fc_divide_rule supported = {
         .world = 4, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 8, .has_premul = true};
-    fc_divide_rule cannot = can;
-    fc_divide_rule replicated = can;
-    fc_divide_rule half = can;
-    cannot.has_premul = false;
+    fc_divide_rule unsupported = supported;
+    fc_divide_rule replicated = supported;
+    fc_divide_rule float16 = supported;
+    unsupported.has_premul = false;
     replicated.world = 1;
     replicated.replicas = 4;
-    half.dtype = FCK_FLOAT16;
-    DIVIDE_AS({can, {1, 1, FCT_PREMUL_SUM, 0.125, FCT_SUM}}, {cannot, {8, 1, FCT_SUM, 1, FCT_SUM}},
-              {replicated, {8, 1, FCT_SUM, 1, FCT_SUM}}, {half, {4, 2, FCT_SUM, 1, FCT_SUM}});
+    float16.dtype = FCK_FLOAT16;
+    DIVIDE_AS({supported, {1, 1, FCT_PREMUL_SUM, 0.125, FCT_SUM}},
+              {unsupported, {8, 1, FCT_SUM, 1, FCT_SUM}}, {replicated, {8, 1, FCT_SUM, 1, FCT_SUM}},
+              {float16, {4, 2, FCT_SUM, 1, FCT_SUM}});
 }
 
 static void divide_factor_of_world_size_uses_mean(void **state) {

@@ -156,7 +156,7 @@ static void cast_to_the_same_dtype_allocates_nothing(void **state) {
     end();
 }
 
-static void wait_for_an_unrecorded_event_is_no_event(void **state) {
+static void wait_for_an_unrecorded_event_is_not_recorded(void **state) {
     fct_event *e = NULL;
     fct_stream s;
     (void)state;
@@ -230,7 +230,7 @@ int main(void) {
         cmocka_unit_test(freed_storage_has_no_memory_until_its_next_allocation),
         cmocka_unit_test(moved_memory_is_counted_once),
         cmocka_unit_test(cast_to_the_same_dtype_allocates_nothing),
-        cmocka_unit_test(wait_for_an_unrecorded_event_is_no_event),
+        cmocka_unit_test(wait_for_an_unrecorded_event_is_not_recorded),
         cmocka_unit_test(work_is_recorded_with_the_unit_of_its_group),
         cmocka_unit_test(events_have_unit_and_label_of_innermost_range),
         cmocka_unit_test(deferred_reference_is_released_at_the_end_of_the_call),

@@ -34,7 +34,7 @@ static int collect(void *owner, fct_tensor **local) {
     return 0;
 }
 
-static void fallback_of_grads_replaces_collection(void **state) {
+static void fallback_for_gradients_replaces_their_collection(void **state) {
     (void)state;
     const int64_t size[1] = {4};
     const double values[4] = {1.0, 2.0, 3.0, 4.0};
@@ -76,7 +76,7 @@ static void fallback_of_grads_replaces_collection(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(fallback_of_grads_replaces_collection),
+        cmocka_unit_test(fallback_for_gradients_replaces_their_collection),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

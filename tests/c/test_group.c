@@ -264,7 +264,7 @@ static void unshard_between_steps_gathers_written_shards_again(void **state) {
     end(&f);
 }
 
-static void unshard_discards_prefetch_of_since_written_shards(void **state) {
+static void unshard_discards_prefetch_if_shards_were_written_since(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_scenario scenario = plain;
@@ -579,7 +579,7 @@ int main(void) {
         cmocka_unit_test(reshard_in_forward_is_skipped_without_reshard_after_forward),
         cmocka_unit_test(reshard_in_forward_uses_smaller_group_if_set),
         cmocka_unit_test(unshard_between_steps_gathers_written_shards_again),
-        cmocka_unit_test(unshard_discards_prefetch_of_since_written_shards),
+        cmocka_unit_test(unshard_discards_prefetch_if_shards_were_written_since),
         cmocka_unit_test(shard_version_differs_if_lower_address_offsets_more_writes),
         cmocka_unit_test(unshard_in_backward_keeps_parameters_of_forward),
         cmocka_unit_test(freezing_unsharded_parameter_freezes_sharded_parameter),

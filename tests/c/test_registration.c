@@ -55,7 +55,7 @@ static void expect_all(const fixture *f, fc_sharded_state state) {
     }
 }
 
-static void test_swap_registers_every_parameter(void **state) {
+static void swap_registers_every_parameter(void **state) {
     (void)state;
     fixture *f = make_fixture(FC_SHARDED, 0);
     f->dirty = true;
@@ -65,7 +65,7 @@ static void test_swap_registers_every_parameter(void **state) {
     assert_int_equal(fc_registration_check(&f->base, FC_UNSHARDED), FC_OK);
 }
 
-static void test_failed_swap_restores_own_state(void **state) {
+static void failed_swap_restores_own_state(void **state) {
     (void)state;
     fixture *f = make_fixture(FC_SHARDED, 1U << 1);
     assert_int_equal(fc_registration_swap(&f->base, FC_SHARDED, FC_UNSHARDED, &f->dirty),
@@ -75,7 +75,7 @@ static void test_failed_swap_restores_own_state(void **state) {
 }
 
 /* The second call fails, and the third, which restores the second parameter. */
-static void test_failed_rollback_sets_dirty_until_next_swap(void **state) {
+static void failed_rollback_sets_dirty_until_next_swap(void **state) {
     (void)state;
     fixture *f = make_fixture(FC_SHARDED, 1U << 1 | 1U << 2);
     assert_int_equal(fc_registration_swap(&f->base, FC_SHARDED, FC_UNSHARDED, &f->dirty),
@@ -91,7 +91,7 @@ static void test_failed_rollback_sets_dirty_until_next_swap(void **state) {
 }
 
 /* A swap to the group's own state repairs the registration, so it has no state to roll back to. */
-static void test_failed_swap_to_own_state_sets_dirty(void **state) {
+static void failed_swap_to_own_state_sets_dirty(void **state) {
     (void)state;
     fixture *f = make_fixture(FC_UNSHARDED, 1U << 2);
     assert_int_equal(fc_registration_swap(&f->base, FC_UNSHARDED, FC_UNSHARDED, &f->dirty),
@@ -102,10 +102,10 @@ static void test_failed_swap_to_own_state_sets_dirty(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_swap_registers_every_parameter),
-        cmocka_unit_test(test_failed_swap_restores_own_state),
-        cmocka_unit_test(test_failed_rollback_sets_dirty_until_next_swap),
-        cmocka_unit_test(test_failed_swap_to_own_state_sets_dirty),
+        cmocka_unit_test(swap_registers_every_parameter),
+        cmocka_unit_test(failed_swap_restores_own_state),
+        cmocka_unit_test(failed_rollback_sets_dirty_until_next_swap),
+        cmocka_unit_test(failed_swap_to_own_state_sets_dirty),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

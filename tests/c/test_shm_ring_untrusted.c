@@ -113,7 +113,7 @@ static void connect_to_files(void) {
 }
 
 /* A pipe, a memfd of a wrong size, and a memfd without F_SEAL_SHRINK. */
-static void connect_refuses_files_that_are_no_rings(void **state) {
+static void connect_refuses_files_that_are_not_rings(void **state) {
     (void)state;
     int ends[2];
     assert_int_equal(pipe(ends), 0);
@@ -287,7 +287,7 @@ static void random_corruption_stays_within_the_segments(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(connect_accepts_only_the_ring_of_the_handle),
-        cmocka_unit_test(connect_refuses_files_that_are_no_rings),
+        cmocka_unit_test(connect_refuses_files_that_are_not_rings),
         cmocka_unit_test(create_and_connect_under_resource_limits_fail_cleanly),
         cmocka_unit_test(segments_avoid_standard_stream_descriptors),
         cmocka_unit_test_setup_teardown(peek_of_invalid_header_returns_corrupt, create_two_rings,

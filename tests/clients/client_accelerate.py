@@ -162,7 +162,7 @@ def case_ignored(report: Report) -> None:
 
 
 def case_hybrid(report: Report) -> None:
-    """HSDP on four ranks: two replicas with two shards each."""
+    """Trains with HSDP on four ranks: two replicas with two shards each."""
     mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     job = Job(accelerator={"parallelism_config": mesh})
     job.steps(report)

@@ -121,7 +121,7 @@ def case_async(report: Report) -> None:
 
 
 def case_full(report: Report) -> None:
-    """Full state dicts: saved by rank 0 with torch.save, and loaded by broadcast from rank 0."""
+    """Saves full state dicts on rank 0 with torch.save, and loads them by broadcast from rank 0."""
     model, optimizer = build()
     train_steps(report, model, optimizer, 2)
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -141,7 +141,7 @@ def case_full(report: Report) -> None:
 
 
 def case_options(report: Report) -> None:
-    """Remaining options: sharded offload, no frozen parameters, flattened optimizer state."""
+    """Uses the options for offload, for frozen parameters and for flattened optimizer state."""
     model, optimizer = build(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
     train_steps(report, model, optimizer, 2)
     offloaded = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))

@@ -180,7 +180,7 @@ def case_fabric_full(report: Report) -> None:
 
 
 def case_fabric_tensor_parallel(report: Report) -> None:
-    """Four ranks: two data-parallel by two tensor-parallel."""
+    """Trains on four ranks: two data-parallel by two tensor-parallel."""
     fabric, model, optimizer = fabric_job(2, 2)
     fabric_steps(report, fabric, model, optimizer, 0, 3)
     fabric.save(report.files / "shards", {"model": model})

@@ -180,7 +180,7 @@ def case_nf4_no_reshard(report: Report) -> None:
 
 
 def train_with_quantized_optimizer(report: Report, kind: Any) -> None:
-    """Quantized optimizer states, which are DTensors of subclasses; saved and resumed once."""
+    """Trains with quantized optimizer states, DTensors of subclasses; saves and resumes once."""
     torch.compiler.set_stance("force_eager")
     model = shard(build(96))
     optimizer = kind(model.parameters(), lr=0.01)
@@ -214,7 +214,7 @@ def case_adamwfp8(report: Report) -> None:
 
 
 def case_adamw8bit_uneven(report: Report) -> None:
-    """63 rows on two ranks: one rank's moments are quantized, and the other's are not.
+    """Has 63 rows on two ranks: one rank's moments are quantized, and the other's are not.
 
     torchao decides that by the size of a rank's shard. Steps and sharded checkpoints work.
     ``full_tensor()`` of such a moment does not: the ranks gather messages of different sizes.

@@ -129,7 +129,7 @@ def lora(seed: int = 0) -> Any:
 
 
 def case_lora(report: Report) -> None:
-    """A model with frozen and trained parameters. Only the adapter is saved."""
+    """Trains a model with frozen and trained parameters. Only the adapter is saved."""
     trainer = train(report, lora())
     trainer.save_model(str(report.files / "adapter"))
     if rank() == 0:
@@ -174,7 +174,7 @@ def case_generate(report: Report) -> None:
 
 
 def case_sharded_at_load(report: Report) -> None:
-    """``from_pretrained`` with a DistributedConfig, in which transformers calls fully_shard."""
+    """Passes a DistributedConfig to ``from_pretrained``, so that transformers calls fully_shard."""
     if rank() == 0:
         llama().save_pretrained(report.files / "model")
     torch.distributed.barrier()

@@ -233,14 +233,14 @@ def test_client_results_with_fsdp_c_match_torch(launches: Launches, client: str,
         assert all(name.startswith("torch.distributed.") for name in report["states"])
     for report in fsdp_c_reports:
         assert all(name.startswith("fsdp_c") for name in report["states"])
-    for rank, (left, right) in enumerate(zip(torch_reports, fsdp_c_reports)):
-        labels = [label for label, _ in left["entries"]]
-        assert labels == [label for label, _ in right["entries"]], f"rank {rank}"
-        pairs = zip(labels, left["entries"], right["entries"])
+    for rank, (from_torch, from_fsdp_c) in enumerate(zip(torch_reports, fsdp_c_reports)):
+        labels = [label for label, _ in from_torch["entries"]]
+        assert labels == [label for label, _ in from_fsdp_c["entries"]], f"rank {rank}"
+        pairs = zip(labels, from_torch["entries"], from_fsdp_c["entries"])
         mismatches = [
-            f"{label}: {left_entry[1]} {right_entry[1]}"
-            for label, left_entry, right_entry in pairs
-            if left_entry != right_entry
+            f"{label}: {torch_entry[1]} {fsdp_c_entry[1]}"
+            for label, torch_entry, fsdp_c_entry in pairs
+            if torch_entry != fsdp_c_entry
         ]
         assert not mismatches, f"rank {rank}: " + "\n".join(mismatches[:20])
     mismatches = list(differences(folders[False] / case / "files", folders[True] / case / "files"))

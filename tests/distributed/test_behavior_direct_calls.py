@@ -25,19 +25,19 @@ SCENARIOS = (
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_direct_calls_match_torch(name: str) -> None:
+def test_direct_calls_of_private_methods_match_torch(name: str) -> None:
     assert_same(name)
 
 
-def test_direct_calls_on_four_ranks_match_torch() -> None:
+def test_direct_calls_of_private_methods_on_four_ranks_match_torch() -> None:
     assert_same("group_post_backward_called_directly_hsdp_on_four_ranks", 4)
 
 
 @pytest.mark.torch("2.13")  # the attribute that is missing first differs between releases
-def test_direct_calls_before_the_first_forward_raise_as_torch() -> None:
+def test_direct_calls_before_the_first_forward_raise_errors_of_torch() -> None:
     assert_same("direct_calls_before_the_first_forward")
 
 
 @pytest.mark.torch("2.13")
-def test_direct_calls_before_the_first_forward_on_one_rank_raise_as_torch() -> None:
+def test_direct_calls_before_the_first_forward_on_one_rank_raise_errors_of_torch() -> None:
     assert_same("direct_calls_before_the_first_forward_on_one_rank", 1)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from behavior import assert_same
 
-pytestmark = pytest.mark.torch("2.13")  # completes partial groups and supports recomputation
+pytestmark = pytest.mark.torch(
+    "2.13"
+)  # torch 2.13 completes partial groups and supports recomputation
 
 
 def test_chunked_losses_of_a_head_match_torch() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from behavior import assert_same, returned
 
-pytestmark = pytest.mark.torch("2.13")  # arguments of foreach_reduce, hooks within transforms
+pytestmark = pytest.mark.torch("2.13")  # foreach_reduce and hooks within transforms differ before
 
 
 def test_torchs_collectives_accept_fsdp_c_parameters() -> None:

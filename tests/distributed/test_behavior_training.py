@@ -69,7 +69,7 @@ def test_torch_raises_for_a_divide_factor_on_gloo() -> None:
 @pytest.mark.parametrize(
     "name", ["divide_factor_of_the_world_size", "forced_sums", "reductions_in_fp16"]
 )
-def test_reductions_match_torch(name: str) -> None:
+def test_reduction_scenario_matches_torch(name: str) -> None:
     assert_same(name)
 
 
@@ -85,7 +85,7 @@ def test_reduction_settings_give_different_results() -> None:
 
 
 @pytest.mark.parametrize("name", ["optimizers", "clipped_gradients"])
-def test_optimizer_steps_match_torch(name: str) -> None:
+def test_optimizer_scenario_matches_torch(name: str) -> None:
     assert_same(name)
 
 

@@ -17,16 +17,16 @@ WORKER = Path(__file__).with_name("workers") / "compiled_steps.py"
 def run_worker(implementation: str) -> dict[str, Any]:
     """Runs the worker; returns its output: case -> breaks, graphs and bits."""
     env = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(WORKER), implementation],
         env=env,
         capture_output=True,
         text=True,
         timeout=280,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert "does not know how to trace" not in done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-6000:]
+    assert "does not know how to trace" not in completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(600)  # two processes import dynamo

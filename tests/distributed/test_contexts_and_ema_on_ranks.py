@@ -16,7 +16,9 @@ def test_clip_grad_norm_matches_torch_with_one_collective(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_load_full_state_dict_from_a_rank_or_a_file(world: int, tmp_path: Path) -> None:
+def test_full_state_dict_of_a_rank_or_a_file_is_loaded_on_all_ranks(
+    world: int, tmp_path: Path
+) -> None:
     write(tmp_path / "model.safetensors", contexts_and_ema.full_values())
     run_ranks(contexts_and_ema.load, world, (str(tmp_path),))
 

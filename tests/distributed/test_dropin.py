@@ -36,10 +36,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += ["--nproc-per-node", "2", *target, str(folder), "--lr", "1 2"]
             env = installed_environment(folder, **extra)
-            done = subprocess.run(
+            completed = subprocess.run(
                 command, env=env, cwd=JOB.parent, capture_output=True, text=True, timeout=280
             )
-            assert done.returncode == 0, done.stderr[-6000:]
+            assert completed.returncode == 0, completed.stderr[-6000:]
             paths = sorted(folder.glob("rank*.json"))
             reports[name] = [json.loads(path.read_text()) for path in paths]
         return reports[name]

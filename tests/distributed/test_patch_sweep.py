@@ -49,7 +49,7 @@ class Sweep:
     def run(
         self, targets: list[str], style: str, *, by_fsdp_c: bool = True
     ) -> list[dict[str, Any]]:
-        """Outcomes of both ranks."""
+        """Returns the outcomes of both ranks."""
         assert self._worker.stdin is not None and self._worker.stdout is not None
         case = {"targets": targets, "style": style, "by_fsdp_c": by_fsdp_c}
         print(json.dumps(case), file=self._worker.stdin, flush=True)
@@ -57,7 +57,7 @@ class Sweep:
         return outcomes
 
     def problems(self, targets: list[str], style: str) -> list[str]:
-        """One line for each target that breaks a run under fsdp_c, or that it does not call."""
+        """Returns a line for each target that breaks a run or that fsdp_c does not call."""
         outcomes = self.run(targets, style)
         found = difference(self.torch, outcomes)
         if not found:
@@ -71,7 +71,7 @@ class Sweep:
         return single or [f"{targets} ({style}), only together: {found}"]
 
     def missing_calls(self, name: str, calls: int) -> str:
-        """Says that fsdp_c does not call a target that torch calls and no table lists."""
+        """Returns a message if torch calls the target, fsdp_c does not, and no table lists it."""
         missing = self.calls[name] > 0 and calls == 0 and name not in NOT_CALLED
         return f"{name}: torch calls it {self.calls[name]} times, fsdp_c never" if missing else ""
 
@@ -83,7 +83,7 @@ class Sweep:
 
 
 def difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
-    """How the ranks' outcomes differ: an exception or the first tensor; empty: in no bit."""
+    """Describes the first difference of the ranks' outcomes, or returns an empty text."""
     for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
         if "error" in other:
             return f"rank {rank}: {other['error'][-2000:]}"

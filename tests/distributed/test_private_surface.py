@@ -30,52 +30,52 @@ def is_scenario(node: ast.stmt) -> bool:
 
 
 def scenarios() -> list[str]:
-    """The names of all scenarios in the worker modules."""
+    """Returns the names of all scenarios in the worker modules."""
     folder = Path(__file__).parent / "workers"
     trees = [ast.parse((folder / f"{module}.py").read_text()) for module in MODULES]
     return [node.name for tree in trees for node in tree.body if is_scenario(node)]  # type: ignore[attr-defined]
 
 
 def rows(section: str) -> list[list[str]]:
-    """The cells of all table rows in a part of the document, without the head of each table."""
+    """Returns the cells of the table rows in ``section``, without the head of each table."""
     lines = [line for line in section.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return [row for row in cells if not set(row[0]) <= {"-"} and "`" in "".join(row)]
 
 
-def both(name: str) -> tuple[list[Any], list[Any]]:
+def results_of(name: str) -> tuple[list[Any], list[Any]]:
     """Returns the results of a scenario on each rank, under torch and under fsdp_c."""
     return returned(name, "torch", 2, MODULES), returned(name, "fsdp_c", 2, MODULES)
 
 
 def test_private_surface_document_has_one_row_per_scenario() -> None:
-    table, listed = DOCUMENT.read_text().split("## Differences")
-    found = [row[-1].strip("`") for row in rows(table)]
+    scenario_section, difference_section = DOCUMENT.read_text().split("## Differences")
+    found = [row[-1].strip("`") for row in rows(scenario_section)]
     assert sorted(found) == sorted(scenarios())
     assert len(found) == len(set(found)) >= 30
-    assert {row[0].strip("`") for row in rows(listed)} == DIFFERENT
+    assert {row[0].strip("`") for row in rows(difference_section)} == DIFFERENT
 
 
 @pytest.mark.parametrize("name", [name for name in scenarios() if name not in DIFFERENT])
 def test_private_surface_scenario_matches_torch(name: str) -> None:
-    from_torch, from_fsdp_c = both(name)
+    from_torch, from_fsdp_c = results_of(name)
     found = differences(from_torch, from_fsdp_c, name)
     assert not found, "torch and fsdp_c differ:\n" + "\n".join(found[:20])
 
 
 def test_replaced_prefetch_method_is_called_by_torch_only() -> None:
-    for from_torch, from_fsdp_c in zip(*both("group_prefetches_replaced")):
+    for from_torch, from_fsdp_c in zip(*results_of("group_prefetches_replaced")):
         assert differences([from_torch[0], from_torch[2]], [from_fsdp_c[0], from_fsdp_c[2]]) == []
         assert set(from_torch[1]) == {"forward", "backward"} and from_fsdp_c[1] == []
 
 
 def test_assigned_parameter_list_is_refused_by_fsdp_c_only() -> None:
-    for from_torch, from_fsdp_c in zip(*both("group_parameters_replaced")):
+    for from_torch, from_fsdp_c in zip(*results_of("group_parameters_replaced")):
         assert from_torch == ["list", "no exception", 3]
         assert from_fsdp_c == ["list", "AttributeError", 4]
 
 
 def test_hooks_removed_by_module_name_are_all_found() -> None:
-    for observed in both("hooks_removed_by_module_name")[1]:
+    for observed in results_of("hooks_removed_by_module_name")[1]:
         counts = [pair for pair in observed if isinstance(pair, list) and pair == [1, 0]]
         assert len(counts) == 2 * (4 + 3)  # both hooks of each sharded module, in two models

@@ -75,7 +75,7 @@ def test_failing_document_blocks_are_reported(tmp_path: Path) -> None:
         assert 'File "broken.md", line 13' in failures[1]
 
 
-def test_every_python_fence_is_a_block() -> None:
+def test_readme_blocks_finds_every_python_fence() -> None:
     """``readme.blocks`` finds each fenced Python block."""
     assert len(readme.blocks((ROOT / "README.md").read_text())) == 1
     assert sum(len(readme.blocks(path.read_text())) for path in DOCUMENTS) >= 15

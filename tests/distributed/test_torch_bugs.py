@@ -52,7 +52,7 @@ def assert_right(name: str, world: int = 2, run: RunScenario = run_fsdp_c) -> No
 
 
 def differences_beyond_rounding(expected: Any, result: Any, where: str = "") -> list[str]:
-    """Like ``differences``, but allows the rounding errors of another summation order."""
+    """Returns ``differences`` beyond the rounding errors of another summation order."""
     if isinstance(expected, torch.Tensor) and isinstance(result, torch.Tensor):
         if not differences(expected, result, where):
             return []
@@ -72,7 +72,7 @@ def differences_beyond_rounding(expected: Any, result: Any, where: str = "") -> 
 
 
 def assert_near(name: str, run: RunScenario = run_fsdp_c) -> None:
-    """``assert_right`` for four ranks, with the rounding errors of another summation order."""
+    """Checks as ``assert_right`` on four ranks, up to the rounding of another summation order."""
     for rank, result in enumerate(run(name, 4)):
         mismatches = differences_beyond_rounding(
             result["expected"], result["found"], f"rank {rank}"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group("interrupt")  # the tests share launches
 
 @functools.cache
 def outcomes(name: str) -> list[dict[str, dict[str, Any]]]:
-    """Results of both ranks, by case."""
+    """Returns the results of both ranks, by case."""
     return run_ranks(interrupt.interrupt_all, 2, (name,), timeout=240)
 
 
@@ -25,7 +25,7 @@ def test_signal_during_a_collective_is_handled_before_the_peer_joins(case: str) 
     assert late[case]["handled"]
 
 
-@pytest.mark.torch("2.13")  # reset_iter_state
+@pytest.mark.torch("2.13")  # reset_iter_state() is new in 2.13
 @pytest.mark.parametrize("case", interrupt.CASES)
 def test_signal_during_a_collective_of_torch_is_handled_after_the_peer_joins(case: str) -> None:
     waiting, late = outcomes("torch")

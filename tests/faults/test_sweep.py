@@ -1,4 +1,4 @@
-"""Each boundary call and each user callback fails in turn; training after it must be unaffected."""
+"""Each boundary call and each user callback fails in turn. Later training must be unaffected."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_check_jit_reports_wrong_kernels_only(
     assert all(word in line for word, line in zip(messages, lines))
 
 
-def test_graphs_reports_replay_without_effect() -> None:
+def test_graphs_step_reports_replay_without_effect() -> None:
     """Runs graphs.py with a fake CUDA graph that reruns the captured step, or does nothing."""
     script = textwrap.dedent(
         """

@@ -82,7 +82,7 @@ class Api:
         return self.name == "fsdp_c"
 
     def other(self) -> Api:
-        """The other implementation in this process."""
+        """Returns the other implementation in this process."""
         return Api("torch" if self.is_fsdp_c else "fsdp_c", self.rank, self.world, self.folder)
 
 

@@ -135,8 +135,8 @@ def _skip_static_destructors_at_exit() -> None:
 
 
 def _poll(pid: int) -> int | None:
-    done, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if done else None
+    ended_pid, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended_pid else None
 
 
 def _detach_from_server(request: dict[str, Any]) -> None:

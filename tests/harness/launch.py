@@ -281,7 +281,7 @@ def _wait_for_gloo_threads() -> None:
 
 
 def die_with_parent() -> None:
-    """Linux only: requests SIGKILL for this process when its parent dies."""
+    """Requests SIGKILL for this process when its parent dies (Linux only)."""
     import ctypes
 
     try:

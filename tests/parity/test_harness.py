@@ -25,12 +25,12 @@ PLAIN = Setting(family="tiny")
 
 
 def fully_shard_exiting(*args: Any, **kwargs: Any) -> None:
-    """An implementation whose process exits, as after a memory error."""
+    """Ends the process, as a memory error does."""
     os._exit(7)
 
 
 def fully_shard_exiting_on_reshard(module: Any, **kwargs: Any) -> Any:
-    """torch's, but the process exits for reshard_after_forward=True, which PLAIN does not use."""
+    """Calls torch's function, but exits for reshard_after_forward=True. PLAIN does not use it."""
     from torch.distributed.fsdp import fully_shard
 
     if kwargs["reshard_after_forward"]:
@@ -39,7 +39,7 @@ def fully_shard_exiting_on_reshard(module: Any, **kwargs: Any) -> Any:
 
 
 def fully_shard_raising_on_rank_1(module: Any, **kwargs: Any) -> Any:
-    """torch's, but rank 1 raises for reshard_after_forward=True, and the other ranks continue."""
+    """Calls torch's function, but raises on rank 1 for reshard_after_forward=True."""
     from torch.distributed.fsdp import fully_shard
 
     if kwargs["reshard_after_forward"] and torch.distributed.get_rank() == 1:

@@ -60,10 +60,12 @@ class ScriptedServer:
         self.outcomes = list(outcomes)
         self.runs = 0
 
-    def request(self, program: list[Step], world: int, seconds: float, mistake: str = "") -> None:
+    def send_program(
+        self, program: list[Step], world: int, seconds: float, mistake: str = ""
+    ) -> None:
         self.runs += 1
 
-    def response(self) -> list[Rank]:
+    def read_ranks(self) -> list[Rank]:
         return [self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]]
 
 

@@ -2,7 +2,7 @@
 
     compare_job.py CASE [FOLDER]
 
-The function ``case_<CASE>`` changes the job: it raises, ends early, or trains otherwise.
+The function ``case_<CASE>`` changes the job: it raises, ends early, or trains in another way.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def case_scaled_loss() -> None:
     train(scale=lambda step: 1.5 if UNDER_FSDP_C and step >= 2 else 1.0)
 
 
-def case_one_parameter() -> None:
-    """Under fsdp_c the last bit of one gradient on the last rank differs in step 2."""
+def case_one_gradient_bit() -> None:
+    """Under fsdp_c, changes the last bit of one gradient in step 2, on the last rank."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(1, 4):
@@ -78,8 +78,8 @@ def case_one_parameter() -> None:
         optimizer.zero_grad()
 
 
-def case_random() -> None:
-    """Step 2 differs in each run, under torch as well."""
+def case_random_loss() -> None:
+    """Scales the loss from step 2 on by a random factor, so no two runs are equal."""
     noise = int.from_bytes(os.urandom(4), "big") / 2**32
     train(scale=lambda step: 1.0 + noise if step >= 2 else 1.0)
 
@@ -119,8 +119,9 @@ class Samples(torch.utils.data.Dataset):
         return torch.randn(4) + index
 
 
-def case_loader_and_thread() -> None:
-    """Has worker processes and a thread that never ends, and catches the end of the script."""
+def case_loader_workers_and_endless_thread() -> None:
+    """Runs loader workers and an endless thread. A ``finally`` block replaces the exception that
+    ends the script."""
     threading.Thread(target=time.sleep, args=(1000,)).start()
     loader = torch.utils.data.DataLoader(Samples(), batch_size=2, num_workers=2)
     Path(sys.argv[2], f"pid-{RANK}-{UNDER_FSDP_C}").write_text(str(os.getpid()))

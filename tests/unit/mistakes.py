@@ -87,7 +87,7 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistake(first_line: str, note: str) -> Callable[[Callable[[Api], Any]], Callable[[Api], Any]]:
-    """Decorator that adds the function to MISTAKES under its name."""
+    """Returns a decorator that adds the function to MISTAKES under its name."""
 
     def register(make: Callable[[Api], Any]) -> Callable[[Api], Any]:
         MISTAKES[make.__name__] = Mistake(first_line, note, make)

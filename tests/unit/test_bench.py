@@ -19,8 +19,8 @@ def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "report.md"
     command = [sys.executable, "benchmarks/bench.py", "--quick", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
+    assert completed.returncode == 0, (completed.stdout + completed.stderr)[-3000:]
     text = out.read_text()
     for line in ("- machine: ", "- load (", "- date: ", "python benchmarks/steps.py"):
         assert line in text

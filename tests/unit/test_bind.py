@@ -14,7 +14,7 @@ _C = importlib.import_module("fsdp_c._C")
 
 
 @pytest.mark.parametrize("not_a_type", [3, None, "DTensor"])
-def test_bind_with_dtensor_class_that_is_no_type_raises(
+def test_bind_with_dtensor_class_that_is_not_a_type_raises(
     fake_group: int, not_a_type: object
 ) -> None:
     with pytest.raises(TypeError, match="dtensor_class should be a type, not"):

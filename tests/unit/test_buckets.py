@@ -130,7 +130,7 @@ def test_planned_buckets_equal_those_of_runtime(fake_group: int) -> None:
         assert unit.list_sizes("reduce_scatter") == [sum(sizes[slice(*span)]) for span in spans]
 
 
-def test_reading_buckets_does_not_fix_them(fake_group: int) -> None:
+def test_reading_buckets_does_not_finalize_them(fake_group: int) -> None:
     """One rank may call ``explain`` before all ranks freeze parameters. Buckets stay equal."""
     results = []
     for reads_buckets in (False, True):

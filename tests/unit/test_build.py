@@ -132,9 +132,11 @@ class Tree:
         """Returns the results of the built module's functions."""
         code = f"import torch, sys; sys.path.insert(0, {folder!r}); import _C; print(*_C.values())"
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=self.root, env=TOOL_ENV, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return [int(word) for word in done.stdout.split()]
+        completed = subprocess.run(
+            command, cwd=self.root, env=TOOL_ENV, capture_output=True, text=True
+        )
+        assert completed.returncode == 0, completed.stderr
+        return [int(word) for word in completed.stdout.split()]
 
     def record(self) -> dict[str, str]:
         record: dict[str, str] = json.loads((self.root / "fsdp_c/_C.json").read_text())
@@ -148,7 +150,7 @@ def compiled_files(output: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """A tree with a finished release build. Tests leave its sources and its module as they are."""
+    """Returns a tree with a finished release build. Tests change neither sources nor module."""
     tree = Tree(tmp_path_factory.mktemp("tree"))
     tree.build()
     return tree
@@ -156,7 +158,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    """A tree of its own, without a build."""
+    """Returns a new tree without a build."""
     return Tree(tmp_path)
 
 
@@ -326,7 +328,7 @@ def test_build_with_failing_nvcc_omits_kernels_and_prints_warning(tree: Tree) ->
     assert compiled_files(output) == []  # nvcc and the linker run
 
 
-def test_error_in_a_c_file_is_no_error_of_nvcc(tree: Tree) -> None:
+def test_error_in_a_c_file_is_not_reported_as_nvcc_error(tree: Tree) -> None:
     tree.write("csrc/core/other.c", "does not compile\n")
     output = build_with_nvcc(tree, NVCC_WITH_GXX, fails=True)
     assert "fsdp_c: does not compile" in output and "!!" not in output

@@ -128,8 +128,8 @@ _TABLE = re.compile(r"^(?:static )?Py(?:GetSet|Method)Def \w+\[\] = .*?^};", re.
 _ENTRY = re.compile(r'^    (?:\{|GROUP_FLAG\()"(\w+)",', re.M)
 
 
-@pytest.mark.torch("2.13")  # the names of that release
-def test_attributes_that_only_torch_uses_stand_below_the_divider() -> None:
+@pytest.mark.torch("2.13")  # the tables list the attributes of this release
+def test_attribute_tables_separate_attributes_that_only_torch_uses() -> None:
     """Attributes that no file of fsdp_c uses exist for torch only, and stand below the divider."""
     files = [
         path for path in sorted((ROOT / "fsdp_c").rglob("*.py")) if path.name not in SIMULATIONS

@@ -119,10 +119,10 @@ def test_incompatible_build_raises_at_import(
         "-m fsdp_c": ["-m", "fsdp_c", "job.py"],
     }[how]
     env = incompatible_env | ({"FSDP_C": "1"} if how == "FSDP_C=1" else {})
-    done = run(*arguments, env=env, cwd=tmp_path)
-    assert done.returncode == 1
-    assert INCOMPATIBLE in done.stderr and "undefined symbol" not in done.stderr
-    assert "ImportError: fsdp_c was built" in done.stderr.strip().splitlines()[-1]
+    completed = run(*arguments, env=env, cwd=tmp_path)
+    assert completed.returncode == 1
+    assert INCOMPATIBLE in completed.stderr and "undefined symbol" not in completed.stderr
+    assert "ImportError: fsdp_c was built" in completed.stderr.strip().splitlines()[-1]
 
 
 # ---- is_active -----------------------------------------------------------------------------------
@@ -147,30 +147,32 @@ def test_installed_job_logs_one_line_on_rank_0(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB + "fully_shard(nn.Linear(2, 2))\n")
     line = f"fsdp_c {fsdp_c.__version__} runs fully_shard and replicate (torch {torch.__version__})"
     for switch, arguments in (({}, ["-m", "fsdp_c", "job.py"]), ({"FSDP_C": "1"}, ["job.py"])):
-        done = run(*arguments, env=installed_environment(tmp_path, **switch), cwd=tmp_path)
-        assert done.returncode == 0 and done.stderr.splitlines().count(line) == 1, done.stderr
+        completed = run(*arguments, env=installed_environment(tmp_path, **switch), cwd=tmp_path)
+        assert completed.returncode == 0 and completed.stderr.splitlines().count(line) == 1, (
+            completed.stderr
+        )
     (tmp_path / "job.py").write_text(JOB.replace("rank=0", "rank=1"))
-    done = run("job.py", env=installed_environment(tmp_path, FSDP_C="1"), cwd=tmp_path)
-    assert done.returncode == 0 and line not in done.stderr
-    done = run("job.py", env=installed_environment(tmp_path), cwd=tmp_path)
-    assert line not in done.stderr
+    completed = run("job.py", env=installed_environment(tmp_path, FSDP_C="1"), cwd=tmp_path)
+    assert completed.returncode == 0 and line not in completed.stderr
+    completed = run("job.py", env=installed_environment(tmp_path), cwd=tmp_path)
+    assert line not in completed.stderr
 
 
 # ---- the commands --------------------------------------------------------------------------------
 
 
 def test_version_option_prints_versions_of_fsdp_c_torch_and_python() -> None:
-    done = run("-m", "fsdp_c", "--version")
+    completed = run("-m", "fsdp_c", "--version")
     assert re.fullmatch(
         rf"fsdp_c {fsdp_c.__version__} \(built for torch .+\); torch .+, Python 3\.\d+\.\d+\n",
-        done.stdout,
+        completed.stdout,
     )
 
 
 def test_check_option_reports_six_passed_checks() -> None:
-    done = run("-m", "fsdp_c", "--check")
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = dict(re.findall(r"^  (\w[\w ]*?) +ok +(.+)$", done.stdout, re.M))
+    completed = run("-m", "fsdp_c", "--check")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    passed = dict(re.findall(r"^  (\w[\w ]*?) +ok +(.+)$", completed.stdout, re.M))
     assert list(passed) == ["extension", "torch", "kernels", "devices", "entry point", "two ranks"]
     assert passed["two ranks"].endswith("the same bits")
 
@@ -220,8 +222,8 @@ def test_isolated_build_finds_torch_of_its_environment(tmp_path: Path) -> None:
         "print(util.find_spec('torch').origin)\n"
     )
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = run("-c", code, env=env, cwd=tmp_path)
-    assert done.stdout.strip() == str(site / "torch/__init__.py"), done.stderr
+    completed = run("-c", code, env=env, cwd=tmp_path)
+    assert completed.stdout.strip() == str(site / "torch/__init__.py"), completed.stderr
 
 
 def test_build_without_torch_exits_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,7 +361,7 @@ class TestCollectives:
             module.register_parameter(f"p{i}", param)
         assert self.count(module) == 2 + 1 + 1
 
-    def test_clip_reduces_partial_gradients_first(self, single_group: int) -> None:
+    def test_clip_computes_norm_of_reduced_partial_gradients(self, single_group: int) -> None:
         mesh = init_device_mesh("cpu", (1,))
         param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
         param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
@@ -502,15 +502,15 @@ def test_clip_norm_with_wrong_arguments_raises_type_error(arguments: Any) -> Non
 
 
 @pytest.mark.parametrize("index", [-1, 1])
-def test_clip_norm_with_index_of_no_kind_raises_index_error(index: int) -> None:
+def test_clip_norm_with_kind_index_out_of_range_raises_index_error(index: int) -> None:
     with pytest.raises(IndexError, match="index of no kind"):
         _C.clip_norm([torch.ones(1)], [index], [((), ())])
 
 
-@pytest.mark.parametrize("answer", [3, (), ("a", ()), (("a",), (), ())])
-def test_clip_norm_with_malformed_groups_raises_type_error(answer: Any) -> None:
+@pytest.mark.parametrize("malformed", [3, (), ("a", ()), (("a",), (), ())])
+def test_clip_norm_with_malformed_groups_raises_type_error(malformed: Any) -> None:
     with pytest.raises(TypeError, match=r"expects \(names of process groups, likeness\)"):
-        _C.clip_norm([torch.ones(2)], [0], [answer])
+        _C.clip_norm([torch.ones(2)], [0], [malformed])
 
 
 def test_group_names_are_cached_per_mesh_object(

@@ -41,8 +41,8 @@ def run(
     )
 
 
-def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    return done.stdout.strip().splitlines()[-1]
+def last_line(completed: subprocess.CompletedProcess[str]) -> str:
+    return completed.stdout.strip().splitlines()[-1]
 
 
 # ---- equal and different numbers -----------------------------------------------------------------
@@ -51,19 +51,21 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 def test_equal_script_on_two_ranks_exits_0_with_table_json_and_picture(tmp_path: Path) -> None:
     json_file, picture = tmp_path / "result.json", tmp_path / "result.png"
     files = ("--json", str(json_file), "--plot", str(picture), "--logs", str(tmp_path / "logs"))
-    done = run("equal", *files, ranks=2, folder=Path("{run}"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert last_line(done) == (
+    completed = run("equal", *files, ranks=2, folder=Path("{run}"))
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert last_line(completed) == (
         "equal: losses, gradients and parameters of 3 steps have the same bits on 2 ranks"
     )
     rows = re.findall(r"^(\d)  +(\S+)  +(\S+)  +(\S+)  +(\S+)  +0 of 12  +0 of 12$",
-                      done.stdout, re.M)  # fmt: skip
+                      completed.stdout, re.M)  # fmt: skip
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert all(row[1] == row[2] and row[3] == row[4] for row in rows)
-    assert re.search(r"^ms per step \(median of 1\) +[\d.]+ +[\d.]+ +[\d.]+$", done.stdout, re.M)
-    assert re.search(r"^peak memory, MiB +[\d.]+ +[\d.]+ +[\d.]+$", done.stdout, re.M)
+    assert re.search(
+        r"^ms per step \(median of 1\) +[\d.]+ +[\d.]+ +[\d.]+$", completed.stdout, re.M
+    )
+    assert re.search(r"^peak memory, MiB +[\d.]+ +[\d.]+ +[\d.]+$", completed.stdout, re.M)
     # Two blocks and the root: the root is gathered once, and a block in forward and backward.
-    assert re.search(r"^collectives per step +8 +8 +1.00$", done.stdout, re.M)
+    assert re.search(r"^collectives per step +8 +8 +1.00$", completed.stdout, re.M)
     result = json.loads(json_file.read_text())
     assert result["verdict"] == "equal" and result["ranks"] == 2 and result["steps"] == 3
     by_run = result["by_rank"][0]["runs"]
@@ -80,12 +82,15 @@ def test_torchrun_prints_one_report_that_names_the_gradient_with_another_bit(
     json_file = tmp_path / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "fsdp_c", "compare", "--rounds", "1", "--steps", "2"]
-    command += ["--json", str(json_file), str(JOB), "one_parameter"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
-    assert done.returncode == 1, done.stdout + done.stderr  # torchrun's code for every failure
+    command += ["--json", str(json_file), str(JOB), "one_gradient_bit"]
+    completed = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=280
+    )
+    # torchrun exits with status 1 after every failure.
+    assert completed.returncode == 1, completed.stdout + completed.stderr
     found = re.findall(
         r"^different: the first difference is in step 2, rank 1: gradient of 'blocks.1.bias': ",
-        done.stdout,
+        completed.stdout,
         re.M,
     )
     assert len(found) == 1
@@ -93,54 +98,56 @@ def test_torchrun_prints_one_report_that_names_the_gradient_with_another_bit(
     expected = {"step": 2, "kind": "gradient", "name": "blocks.1.bias", "rank": 1}
     assert {key: result["first_difference"][key] for key in expected} == expected
     assert result["exit_code"] == 1
-    assert "note: --rounds 2 also compares torch with itself" in done.stdout
-    assert re.search(r"^2 .* 1 of 12 +[01] of 12$", done.stdout, re.M)
+    assert "note: --rounds 2 also compares torch with itself" in completed.stdout
+    assert re.search(r"^2 .* 1 of 12 +[01] of 12$", completed.stdout, re.M)
 
 
-def test_scaled_loss_is_named_before_gradients() -> None:
-    done = run("scaled_loss")
-    assert done.returncode == 1, done.stdout + done.stderr
+def test_scaled_loss_is_reported_before_gradients() -> None:
+    completed = run("scaled_loss")
+    assert completed.returncode == 1, completed.stdout + completed.stderr
     assert re.match(
         r"different: the first difference is in step 2, rank 0: loss: torch (\S+), fsdp_c-1 (\S+)",
-        last_line(done),
+        last_line(completed),
     )
 
 
-def test_script_with_random_numbers_is_inconclusive_and_named() -> None:
-    done = run("random", "--rounds", "2")
-    assert done.returncode == 4, done.stdout + done.stderr
-    assert "note: the script does not repeat its own numbers under torch: step 2, " in done.stdout
-    assert last_line(done) == "inconclusive"
+def test_script_with_random_numbers_is_reported_as_inconclusive() -> None:
+    completed = run("random_loss", "--rounds", "2")
+    assert completed.returncode == 4, completed.stdout + completed.stderr
+    assert (
+        "note: the script does not repeat its own numbers under torch: step 2, " in completed.stdout
+    )
+    assert last_line(completed) == "inconclusive"
 
 
 # ---- other ends of the script --------------------------------------------------------------------
 
 
 def test_script_that_exits_before_the_last_step_is_compared() -> None:
-    done = run("exits_early")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "note: the script ended after 2 of 3 steps" in done.stdout
+    completed = run("exits_early")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "note: the script ended after 2 of 3 steps" in completed.stdout
 
 
 def test_exception_under_torch_exits_2_with_traceback_of_first_rank() -> None:
-    done = run("raises", ranks=2)
-    assert done.returncode == 2
-    assert "ValueError: raised by the script" in done.stdout
-    assert last_line(done).endswith("the script fails under torch alone: torch-1, rank 1: "
+    completed = run("raises", ranks=2)
+    assert completed.returncode == 2
+    assert "ValueError: raised by the script" in completed.stdout
+    assert last_line(completed).endswith("the script fails under torch alone: torch-1, rank 1: "
                                     "exit code 1")  # fmt: skip
 
 
 def test_exception_under_fsdp_c_only_exits_3() -> None:
-    done = run("raises_under_fsdp_c")
-    assert done.returncode == 3
-    assert "rank 0: " in done.stdout and "ValueError: raised by the script" in done.stdout
-    assert "the script fails under fsdp_c only: fsdp_c-1, rank 0" in done.stdout
+    completed = run("raises_under_fsdp_c")
+    assert completed.returncode == 3
+    assert "rank 0: " in completed.stdout and "ValueError: raised by the script" in completed.stdout
+    assert "the script fails under fsdp_c only: fsdp_c-1, rank 0" in completed.stdout
 
 
-def test_killed_rank_ends_all_ranks_and_is_named() -> None:
-    done = run("killed", ranks=2)
-    assert done.returncode == 2
-    assert last_line(done).endswith("torch-1, rank 1: killed by SIGKILL")
+def test_killed_rank_ends_all_ranks_and_is_reported() -> None:
+    completed = run("killed", ranks=2)
+    assert completed.returncode == 2
+    assert last_line(completed).endswith("torch-1, rank 1: killed by SIGKILL")
 
 
 def is_alive(pid: int) -> bool:
@@ -150,18 +157,18 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_loader_workers_and_endless_thread_do_not_delay_the_end(tmp_path: Path) -> None:
-    done = run("loader_and_thread", folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_script_with_loader_workers_and_endless_thread_ends(tmp_path: Path) -> None:
+    completed = run("loader_workers_and_endless_thread", folder=tmp_path)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
     assert len(pids) == 2 and not any(map(is_alive, pids))
 
 
 def test_run_beyond_time_limit_is_stopped_with_stacks(tmp_path: Path) -> None:
-    done = run("hangs", "--timeout", "25", folder=tmp_path)
-    assert done.returncode == 2
-    assert "in case_hangs" in done.stdout
-    assert last_line(done).endswith("rank 0: still running after 25 s (--timeout)")
+    completed = run("hangs", "--timeout", "25", folder=tmp_path)
+    assert completed.returncode == 2
+    assert "in case_hangs" in completed.stdout
+    assert last_line(completed).endswith("rank 0: still running after 25 s (--timeout)")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +219,7 @@ def test_wrong_arguments_exit_2_with_a_message(
     assert message in capsys.readouterr().err
 
 
-def test_option_of_torchrun_below_torchrun_is_refused(
+def test_torchrun_option_in_a_process_of_torchrun_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -222,7 +229,7 @@ def test_option_of_torchrun_below_torchrun_is_refused(
     assert "--nproc-per-node is torchrun's here" in capsys.readouterr().err
 
 
-def test_options_behind_the_script_or_module_belong_to_it() -> None:
+def test_options_after_the_script_or_module_are_its_arguments() -> None:
     parser = compare._make_parser()
     options = parser.parse_args(["--steps", "2", str(JOB), "--steps", "9", "-m", "x"])
     job = compare._make_job(parser, options)
@@ -309,7 +316,7 @@ def three_steps(**changes: Any) -> list[Any]:
 OTHER_LOSS = {"losses": [[0.25, "z"]]}
 
 
-def test_difference_before_torch_differs_from_itself_is_fsdp_cs() -> None:
+def test_difference_before_torch_differs_from_itself_is_attributed_to_fsdp_c() -> None:
     result = compare_records(
         three_steps(), three_steps(s1=OTHER_LOSS), three_steps(s2=OTHER_LOSS), three_steps()
     )
@@ -318,7 +325,7 @@ def test_difference_before_torch_differs_from_itself_is_fsdp_cs() -> None:
     assert "fsdp_c did not differ in every round" in result.notes
 
 
-def test_difference_after_torch_differs_from_itself_is_not_blamed_on_fsdp_c() -> None:
+def test_difference_after_torch_differs_from_itself_is_not_attributed_to_fsdp_c() -> None:
     result = compare_records(
         three_steps(), three_steps(s2=OTHER_LOSS), three_steps(s2=OTHER_LOSS), three_steps()
     )

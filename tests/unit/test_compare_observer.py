@@ -77,7 +77,7 @@ def test_digest_and_norm_of_dtensor_are_those_of_its_shard(fake_group: int) -> N
     assert compute_squared_norm(sharded) == 24.0
 
 
-def test_norm_is_added_in_float64() -> None:
+def test_squared_norm_is_summed_in_float64() -> None:
     assert compute_squared_norm(torch.tensor([3e30, 4e30])) ** 0.5 == pytest.approx(5e30)
     assert compute_squared_norm(torch.tensor([3 + 4j])) == 25.0
     assert compute_squared_norm(None) == 0.0 == compute_squared_norm(torch.tensor([5]))
@@ -226,7 +226,7 @@ def test_step_that_calls_the_step_of_its_base_class_counts_once(observe: Any) ->
     assert [record["step"] for record in recording.lines] == [1, 2]
 
 
-def test_optimizers_that_step_after_the_first_make_their_last_step(observe: Any) -> None:
+def test_last_step_of_the_script_includes_optimizers_after_the_first(observe: Any) -> None:
     recording = observe(2)
     models = [nn.Linear(2, 1) for _ in range(2)]
     unused, second, first = (
@@ -241,7 +241,7 @@ def test_optimizers_that_step_after_the_first_make_their_last_step(observe: Any)
     assert steps == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-def test_optimizer_that_stops_stepping_does_not_prolong_the_script(observe: Any) -> None:
+def test_optimizer_that_stops_stepping_does_not_delay_the_end_of_the_script(observe: Any) -> None:
     recording = observe(2)
     models = [nn.Linear(2, 1) for _ in range(2)]
     first, second = (torch.optim.SGD(model.parameters(), lr=0.5) for model in models)

@@ -240,8 +240,8 @@ spec.loader.exec_module(module)
 print(len(module.run([], [{"root": 0}], [("pre_forward", 0)])[0]), "torch" in sys.modules)
 """
     command = [sys.executable, "-c", code, str(_dry_run.__file__)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("2 False\n", "")
+    completed = subprocess.run(command, capture_output=True, text=True)
+    assert (completed.stdout, completed.stderr) == ("2 False\n", "")
 
 
 # ---- errors --------------------------------------------------------------------------------------

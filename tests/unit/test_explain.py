@@ -108,11 +108,11 @@ def test_frozen_unit_counts_no_reduce_scatter() -> None:
     assert units["blocks.0"].reduce_scatters == 1
 
 
-def test_transient_is_maximum_of_unshard_and_reduction() -> None:
+def test_transient_bytes_are_maximum_of_unshard_and_reduction() -> None:
     elements = 2 * 128 + 16 + 8
     plain = quiet_explain(sharded()).units[1].transient
     mixed = quiet_explain(sharded(mp_policy=MIXED)).units[1].transient
-    # In fp32 the reduction needs more: the gradients, its input and its output.
+    # In fp32 the reduction needs more: gradients, reduce-scatter input and output.
     assert plain == 4 * (elements + elements + elements // WORLD)
     assert mixed == 2 * elements + 4 * (elements + elements // WORLD)
     frozen = MLPModel()

@@ -93,7 +93,7 @@ def test_choose_keeps_archs_of_torch_that_nvcc_and_kernels_support() -> None:
     assert choose(cu124, known(CUDA_13_0)) == [75, 80, 86, 90]  # CUDA 13 dropped 70
 
 
-def test_choose_without_supported_arch_returns_one_per_generation() -> None:
+def test_choose_without_supported_arch_returns_one_arch_per_generation() -> None:
     assert find_cuda.choose([], find_cuda.codes_of(CUDA_12_4)) == [70, 80, 90]
     assert find_cuda.choose([50], find_cuda.codes_of(CUDA_13_0)) == [75, 80, 90, 100, 110, 120]
     assert find_cuda.choose([80], [50, 60]) == []

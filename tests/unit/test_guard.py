@@ -409,7 +409,7 @@ def test_override_bits_follow_patches_of_each_group_method() -> None:
     assert len(seen) == len(_C.GROUP_METHODS)
 
 
-def test_method_restored_on_the_object_is_no_override() -> None:
+def test_method_restored_on_the_object_is_not_an_override() -> None:
     model = model_of(fsdp_c.fully_shard)
     group = groups_of(model)[0]
     saved = group.pre_backward

@@ -104,9 +104,9 @@ def test_repeated_install_and_uninstall_change_nothing(fake_group: int) -> None:
     codes = fully_shard.__code__, fsdp_c.fully_shard.__code__
     for _ in range(2):
         fsdp_c.install()
-        once = fully_shard.__code__
+        installed_code = fully_shard.__code__
         fsdp_c.install()
-        assert fully_shard.__code__ is once
+        assert fully_shard.__code__ is installed_code
         assert isinstance(fully_shard.state(fully_shard(nn.Linear(2, 2))), State)
         fsdp_c.uninstall()
         fsdp_c.uninstall()
@@ -171,7 +171,7 @@ def test_modules_keep_the_implementation_they_were_sharded_with(fake_group: int)
     with_fsdp_c = fully_shard(nn.Linear(8, 8))
     fsdp_c.uninstall()
     for module, kind in ((torch_module, FSDPState), (with_fsdp_c, State)):
-        x = importlib.import_module("torch").ones(2, 8)
+        x = torch.ones(2, 8)
         module(x).sum().backward()
         assert type(fully_shard.state(module)) is kind
         assert module.weight.grad is not None
@@ -259,7 +259,7 @@ def test_redirection_applies_to_all_references_until_undone() -> None:
     assert held(3, twice=True) == "target" and calls == [((3,), {"twice": True})]
     assert redirection.original(3, twice=True) == 16  # the copy shares the closure cell
     redirection.undo()
-    assert held() == 17  # with the function itself
+    assert held() == 17  # the function runs its own code again
     assert count.__code__ is code and count.note == "kept"
 
 
@@ -280,7 +280,7 @@ import torch
 facts = {}
 facts["after torch"] = sorted(n for n in sys.modules if n.startswith("fsdp_c"))
 facts["finders"] = sum(type(f).__module__ == "fsdp_c_autoload.redirect" for f in sys.meta_path)
-facts["torch.distributed.fsdp came early"] = "torch.distributed.fsdp" in sys.modules
+facts["torch imported torch.distributed.fsdp"] = "torch.distributed.fsdp" in sys.modules
 from torch.distributed.fsdp import fully_shard, FSDPModule
 facts["after fsdp"] = sorted(n for n in sys.modules if n.startswith("fsdp_c"))
 import torch.nn as nn
@@ -312,9 +312,9 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def facts(value: str | None) -> dict[str, Any]:
         if value not in outcomes_by_value:
             env = installed_environment(folder, **({} if value is None else {"FSDP_C": value}))
-            done = run("-c", PROBE, env=env, cwd=folder)
-            assert done.returncode == 0, done.stderr
-            outcomes_by_value[value] = json.loads(done.stdout.splitlines()[-1])
+            completed = run("-c", PROBE, env=env, cwd=folder)
+            assert completed.returncode == 0, completed.stderr
+            outcomes_by_value[value] = json.loads(completed.stdout.splitlines()[-1])
         return outcomes_by_value[value]
 
     return facts
@@ -338,9 +338,9 @@ def test_environment_variable_imports_fsdp_c_at_the_first_call(probe: Any) -> No
     assert facts["after torch"] == ["fsdp_c_autoload", "fsdp_c_autoload.redirect"]
     assert facts["after fsdp"] == facts["after torch"]
     assert facts["finders"] == 1
-    assert not facts["torch.distributed.fsdp came early"]
+    assert not facts["torch imported torch.distributed.fsdp"]
     assert facts["state"] == "fsdp_c._runtime.state" and facts["FSDPModule"]
-    assert facts["loader"] == "SourceFileLoader"  # the hook leaves no trace in the module
+    assert facts["loader"] == "SourceFileLoader"  # not the loader of the import hook
     assert facts["late"]
 
 
@@ -348,8 +348,8 @@ def test_environment_variable_imports_fsdp_c_at_the_first_call(probe: Any) -> No
 def test_entry_point_modules_import_only_the_standard_library(module: ModuleType) -> None:
     code = f"import sys, {module.__name__}; print('torch' in sys.modules, 'fsdp_c' in sys.modules)"
     folder = Path(str(fsdp_c_autoload.__file__)).parents[1]
-    done = run("-S", "-c", code, env={"PYTHONPATH": str(folder)}, cwd=folder)
-    assert done.stdout.split() == ["False", "False"], done.stderr
+    completed = run("-S", "-c", code, env={"PYTHONPATH": str(folder)}, cwd=folder)
+    assert completed.stdout.split() == ["False", "False"], completed.stderr
 
 
 # ---- python -m fsdp_c ----------------------------------------------------------------------------
@@ -368,7 +368,7 @@ print(json.dumps({
     "annotations": "__annotations__" in globals(),
 }))
 """
-USES = """
+PRINT_REDIRECTION = """
 from torch.distributed.fsdp import fully_shard
 import os
 from fsdp_c_autoload import redirect
@@ -376,14 +376,16 @@ print(redirect.is_redirected(fully_shard), os.environ["FSDP_C"])
 """
 SCRIPTS = {
     "facts.py": FACTS,
-    "uses.py": USES,
+    "uses_fully_shard.py": PRINT_REDIRECTION,
     "raises.py": "def f(x):\n    return 1 / x\n\n\nf(0)\n",
     "chained.py": "try:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('b') from e\n",
     "syntax.py": "print('never')\nx = = 2\n",
-    "leaves.py": "import sys\nsys.exit(3)\n",
-    "says.py": "raise SystemExit('a message')\n",
+    "exits.py": "import sys\nsys.exit(3)\n",
+    "exits_with_message.py": "raise SystemExit('a message')\n",
     "interrupted.py": "raise KeyboardInterrupt\n",
-    "hooked.py": "import sys\nsys.excepthook = lambda k, e, t: print('hook', k)\nraise OSError\n",
+    "excepthook.py": (
+        "import sys\nsys.excepthook = lambda k, e, t: print('hook', k)\nraise OSError\n"
+    ),
     "package/__init__.py": "",
     "package/__main__.py": FACTS,
     "package/module.py": FACTS,
@@ -409,10 +411,10 @@ def run_plain_and_fsdp_c(scripts: Path, *arguments: str) -> tuple[Any, Any]:
     env = installed_environment(scripts)
     outcomes = []
     for prefix in ((), ("-m", "fsdp_c")):
-        done = run(*prefix, *arguments, env=env, cwd=scripts)
+        completed = run(*prefix, *arguments, env=env, cwd=scripts)
         # The frames of runpy in a traceback depend on the version of Python.
-        lines = [line for line in done.stderr.splitlines() if "<frozen runpy>" not in line]
-        outcomes.append((done.returncode, done.stdout, lines))
+        lines = [line for line in completed.stderr.splitlines() if "<frozen runpy>" not in line]
+        outcomes.append((completed.returncode, completed.stdout, lines))
     return outcomes[0], outcomes[1]
 
 
@@ -426,10 +428,10 @@ def run_plain_and_fsdp_c(scripts: Path, *arguments: str) -> tuple[Any, Any]:
         ("raises.py",),
         ("chained.py",),
         ("syntax.py",),
-        ("leaves.py",),
-        ("says.py",),
+        ("exits.py",),
+        ("exits_with_message.py",),
         ("interrupted.py",),
-        ("hooked.py",),
+        ("excepthook.py",),
         ("missing.py",),
         ("-m", "missing"),
         ("-m", "package.broken"),
@@ -443,8 +445,10 @@ def test_script_behaves_as_under_plain_python(scripts: Path, arguments: tuple[st
 
 
 def test_script_and_child_environment_use_fsdp_c(scripts: Path) -> None:
-    done = run("-m", "fsdp_c", "uses.py", env=installed_environment(scripts), cwd=scripts)
-    assert done.stdout.split("\n")[0] == "True 1", done.stderr
+    completed = run(
+        "-m", "fsdp_c", "uses_fully_shard.py", env=installed_environment(scripts), cwd=scripts
+    )
+    assert completed.stdout.split("\n")[0] == "True 1", completed.stderr
 
 
 def test_command_with_help_or_missing_script_prints_usage(scripts: Path) -> None:
@@ -459,7 +463,7 @@ def test_command_with_help_or_missing_script_prints_usage(scripts: Path) -> None
 
 
 def test_command_with_unknown_option_exits_with_usage(scripts: Path) -> None:
-    done = run("-m", "fsdp_c", "--chek", env=installed_environment(scripts), cwd=scripts)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("unknown option --chek: ")
-    assert "\nusage: " in done.stderr
+    completed = run("-m", "fsdp_c", "--chek", env=installed_environment(scripts), cwd=scripts)
+    assert completed.returncode == 2 and completed.stdout == ""
+    assert completed.stderr.startswith("unknown option --chek: ")
+    assert "\nusage: " in completed.stderr

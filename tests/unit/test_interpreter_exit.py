@@ -84,8 +84,8 @@ def test_sleeping_or_finished_threads_do_not_count_as_running(
 
 def test_forward_during_interpreter_shutdown_raises() -> None:
     """torch's FSDP2 raises, too, with another message. Training would end in SIGABRT."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", TRAINING_AT_EXIT], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0
-    assert "the root module (FSDPSequential) cannot be trained while the interp" in done.stderr
+    assert completed.returncode == 0
+    assert "the root module (FSDPSequential) cannot be trained while the interp" in completed.stderr

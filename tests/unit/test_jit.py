@@ -35,13 +35,13 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = ROOT / "tests/c/fake_cuda"
     command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{folder}", f"-I{ROOT}/csrc"]
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, "-Wno-unknown-pragmas", str(folder / "driver.cpp"), "-o", str(library)],
         env=env,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     return ctypes.CDLL(str(library))
 
 

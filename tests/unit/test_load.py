@@ -351,7 +351,9 @@ class TestNames:
             make_sharded_model(), {"a": 1, "b": 2}, ValueError, match, rename=lambda name: "x"
         )
 
-    def test_load_of_parameter_from_entry_that_is_no_tensor_raises(self, fake_group: int) -> None:
+    def test_load_of_parameter_from_entry_that_is_not_a_tensor_raises(
+        self, fake_group: int
+    ) -> None:
         full: dict[str, Any] = make_full_state() | {"head.bias": 3}
         assert_raises_unchanged(
             make_sharded_model(),

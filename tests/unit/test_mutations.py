@@ -325,7 +325,7 @@ RING_MUTATIONS = {
         "seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ",
         "seals != 0x1000 && ",
         "test_shm_ring_untrusted",
-        "[  FAILED  ] connect_refuses_files_that_are_no_rings",
+        "[  FAILED  ] connect_refuses_files_that_are_not_rings",
     ),
 }
 
@@ -372,9 +372,9 @@ def test_mutation_of_the_core_fails_the_named_assertion(
         *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )
     assert linked.returncode == 0, linked.stderr
-    done = run(tmp_path / "mutated")
-    assert done.returncode != 0
-    assert mutation.message in done.stdout + done.stderr
+    completed = run(tmp_path / "mutated")
+    assert completed.returncode != 0
+    assert mutation.message in completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize("name", DRY_RUN_MUTATIONS)
@@ -392,9 +392,9 @@ def test_mutation_of_the_dry_run_fails_the_named_assertion(
         *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )
     assert linked.returncode == 0, linked.stderr
-    done = run(tmp_path / "mutated")
-    assert done.returncode != 0
-    assert mutation.message in done.stdout + done.stderr
+    completed = run(tmp_path / "mutated")
+    assert completed.returncode != 0
+    assert mutation.message in completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize("name", RING_MUTATIONS)
@@ -411,6 +411,6 @@ def test_mutation_of_the_shared_memory_ring_fails_the_named_assertion(
         *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )
     assert linked.returncode == 0, linked.stderr
-    done = run(tmp_path / "mutated")
-    assert done.returncode != 0
-    assert mutation.message in done.stdout + done.stderr
+    completed = run(tmp_path / "mutated")
+    assert completed.returncode != 0
+    assert mutation.message in completed.stdout + completed.stderr

@@ -238,9 +238,11 @@ print(*sorted(set(sys.modules) - before))
 
 def run_in_new_interpreter(code: str) -> list[str]:
     """Runs ``code`` in a new interpreter and returns the words that it prints."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    completed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout.split()
 
 
 def test_first_training_step_does_not_import_lazy_modules() -> None:
@@ -263,7 +265,7 @@ def test_features_that_train_import_nothing_of_tools(feature: str) -> None:
     assert [name for name in found if name.startswith("fsdp_c._tools")] == []
 
 
-def test_lazy_names_resolve_to_functions_and_modules() -> None:
+def test_lazily_imported_names_resolve_to_functions_and_modules() -> None:
     code = """
 import importlib, fsdp_c
 importlib.import_module("fsdp_c._tools.plan_command")  # imports the modules of two functions

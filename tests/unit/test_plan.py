@@ -142,10 +142,10 @@ def test_plan_with_invalid_argument_raises(kwargs: Any, match: str) -> None:
 @pytest.mark.parametrize("jobs", ["mlp, ", "hsdp", "gpt, mixed, reshard", "checkpoints, mixed"])
 def test_predicted_peak_is_within_one_percent_of_measured_peak(jobs: str) -> None:
     command = [sys.executable, "benchmarks/plan.py", "--only", jobs]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    match = re.search(r"(\d+) of (\d+) within 1%", done.stdout)
-    assert match is not None and match[1] == match[2] != "0", done.stdout
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    match = re.search(r"(\d+) of (\d+) within 1%", completed.stdout)
+    assert match is not None and match[1] == match[2] != "0", completed.stdout
 
 
 def test_explain_counts_collectives_and_bytes_of_one_step(fake_group: int) -> None:
@@ -332,13 +332,15 @@ def test_plan_command_prints_table_and_sets_exit_status(tmp_path: Path) -> None:
         "def model():\n"
         "    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(4)))\n"
     )
-    done = run_plan(
+    completed = run_plan(
         "user:model", "2x4", "--batch", "2x64", "--memory", "1GiB", "--param-dtype", "bfloat16",
         "--plot", "memory.png", cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^0-3 +4 x Sequential .*float32/bfloat16/bfloat16 +2x4 ", done.stdout, re.M)
-    assert "it fits into 1.0 GiB" in done.stdout and (tmp_path / "memory.png").exists()
+    assert completed.returncode == 0, completed.stderr
+    assert re.search(
+        r"^0-3 +4 x Sequential .*float32/bfloat16/bfloat16 +2x4 ", completed.stdout, re.M
+    )
+    assert "it fits into 1.0 GiB" in completed.stdout and (tmp_path / "memory.png").exists()
     assert run_plan("user:model", "8", "--memory", "1KiB", cwd=tmp_path).returncode == 1
     failed = run_plan("user:nothing", "8", cwd=tmp_path)
     assert failed.returncode == 2 and "user has no function or class 'nothing'" in failed.stderr
@@ -455,7 +457,7 @@ def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
 
 
 @pytest.mark.parametrize("name", ["max_transient", "min_unit"])
-def test_bound_that_is_no_positive_integer_raises(name: str, fake_group: int) -> None:
+def test_bound_that_is_not_a_positive_integer_raises(name: str, fake_group: int) -> None:
     for function in (auto_shard, partial(quiet_plan, world_size=8)):
         for value in (0, -1):
             with pytest.raises(ValueError, match=f"{name} is a positive number of bytes, not"):
@@ -494,7 +496,9 @@ def test_plan_with_argument_of_wrong_type_or_value_raises(
 
 
 @pytest.mark.parametrize("call", [quiet_plan, fsdp_c.explain, auto_shard])
-def test_plan_explain_and_auto_shard_of_no_module_raise(call: Any, fake_group: int) -> None:
+def test_plan_explain_and_auto_shard_of_object_that_is_not_a_module_raise(
+    call: Any, fake_group: int
+) -> None:
     with pytest.raises(TypeError, match="expects a module, not int"):
         call(3)
     match = r"expects a module, not the class LargeVocabulary: LargeVocabulary\(...\) is"

@@ -81,9 +81,7 @@ def raise_step_skipped(*unused: Any) -> None:
 
 
 @pytest.mark.parametrize("outer", ["unused", "used"])
-def test_reset_iter_state_resets_nested_units_that_are_own_roots(
-    single_group: int, outer: str
-) -> None:
+def test_reset_iter_state_resets_nested_units_that_are_roots(single_group: int, outer: str) -> None:
     """A nested unit that ran before its parent, or was added later, is a root itself."""
     model = make_model()
     inner: Any = fully_shard(model[0])

@@ -16,8 +16,8 @@ from fsdp_c import fully_shard
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64)
 
 
-def train_with_replaced_policy(shard: Any, where: str, used: bool) -> list[Any]:
-    """Replaces the policy of the objects in ``where``, after a step if ``used``, and trains.
+def train_with_replaced_policy(shard: Any, owners: str, after_step: bool) -> list[Any]:
+    """Replaces the policies of the state or the groups, after a step if ``after_step``, and trains.
 
     Returns outputs or errors, gradients, and the dtypes of the first layer's inputs.
     """
@@ -27,13 +27,13 @@ def train_with_replaced_policy(shard: Any, where: str, used: bool) -> list[Any]:
     model[0].register_forward_pre_hook(lambda module, args: input_dtypes.append(args[0].dtype))
     shard(model)
     x = torch.ones(2, 4)
-    if used:
+    if after_step:
         model(x).sum().backward()
     state = model._get_fsdp_state()
-    if "group" in where:
+    if "group" in owners:
         for group in state._fsdp_param_groups:
             group.mp_policy = MIXED
-    if "state" in where:
+    if "state" in owners:
         state._mp_policy = MIXED
     results = []
     for _ in range(2):
@@ -49,10 +49,14 @@ def train_with_replaced_policy(shard: Any, where: str, used: bool) -> list[Any]:
 
 
 @pytest.mark.torch("2.13")
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("where", ["state", "group", "state and group"])
-def test_replaced_policy_gives_results_of_torch(fake_group: int, where: str, used: bool) -> None:
-    if releases.has("2.15") and (used or where != "state"):
-        pytest.skip("since 2.15 parameters have the policies, not groups; resets drop gradients")
-    expected = train_with_replaced_policy(torch_fully_shard, where, used)
-    assert train_with_replaced_policy(fully_shard, where, used) == expected
+@pytest.mark.parametrize("after_step", [False, True])
+@pytest.mark.parametrize("owners", ["state", "group", "state and group"])
+def test_replaced_policy_gives_results_of_torch(
+    fake_group: int, owners: str, after_step: bool
+) -> None:
+    if releases.has("2.15") and (after_step or owners != "state"):
+        pytest.skip(
+            "since 2.15 parameters have the policies instead of groups, and resets drop gradients"
+        )
+    expected = train_with_replaced_policy(torch_fully_shard, owners, after_step)
+    assert train_with_replaced_policy(fully_shard, owners, after_step) == expected

@@ -107,7 +107,7 @@ class TestFile:
         [b"[" * 100_000, b'{"a":' * 100_000, b"{]", b"[]", b'{"\xff": 1}', b'{"a": NaN}'],
         ids=["nested lists", "nested objects", "no JSON", "no object", "no UTF-8", "NaN"],
     )
-    def test_header_that_is_no_json_object_raises(self, tmp_path: Path, header: bytes) -> None:
+    def test_header_that_is_not_a_json_object_raises(self, tmp_path: Path, header: bytes) -> None:
         with pytest.raises(ValueError, match=r"is not a safetensors file: .*header"):
             SafetensorsFile(write_header(tmp_path / "a", header))
 

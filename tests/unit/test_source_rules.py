@@ -86,8 +86,8 @@ def test_header_compiles_alone_as_c11(header: Path, tmp_path: Path) -> None:
     unit = tmp_path / "alone.c"
     # The second include checks the include guard. ISO C requires a declaration, hence the typedef.
     unit.write_text(f'#include "{header}"\n#include "{header}"\ntypedef int fc_alone;\n')
-    done = run_tool("gcc", *C_FLAGS, str(unit))
-    assert done.returncode == 0, done.stderr
+    completed = run_tool("gcc", *C_FLAGS, str(unit))
+    assert completed.returncode == 0, completed.stderr
 
 
 # ---- allowed includes ----------------------------------------------------------------------------
@@ -146,7 +146,7 @@ MODULES = ("_C", "_dry_run")
 
 
 def extension(module: str) -> Path:
-    """An extension module that tests run on, normal or sanitized."""
+    """Returns the extension module that tests run on, normal or sanitized."""
     import fsdp_c
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -156,7 +156,7 @@ def extension(module: str) -> Path:
 
 
 def dynamic_symbols(module: str, *options: str) -> list[list[str]]:
-    """Lines of `nm -D` on an extension: [address,] kind, name."""
+    """Returns lines of `nm -D` on an extension: [address,] kind, name."""
     nm = run_tool("nm", "-D", *options, str(extension(module)))
     assert nm.returncode == 0, nm.stderr
     return [line.split() for line in nm.stdout.splitlines()]
@@ -202,8 +202,10 @@ _interpreters.run_string(_interpreters.create(config), load.replace("PATH", repr
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="needs the module _interpreters")
 def test_extension_is_not_loaded_in_subinterpreters() -> None:
-    done = run_tool(sys.executable, "-c", LOAD_IN_SUBINTERPRETER, str(extension()))
-    assert done.stdout == "module _C does not support loading in subinterpreters\n", done.stderr
+    completed = run_tool(sys.executable, "-c", LOAD_IN_SUBINTERPRETER, str(extension()))
+    assert completed.stdout == "module _C does not support loading in subinterpreters\n", (
+        completed.stderr
+    )
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -252,6 +254,6 @@ def test_build_and_c_tests_use_the_same_warning_flags() -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_cuda_kernels_compile() -> None:
-    done = run_tool("make", "cuda-check")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "kernels_cuda.cu compiles" in done.stdout
+    completed = run_tool("make", "cuda-check")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "kernels_cuda.cu compiles" in completed.stdout

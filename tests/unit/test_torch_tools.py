@@ -324,5 +324,5 @@ def test_process_exit_after_forward_waits_for_gloo_threads() -> None:
         "atexit._run_exitfuncs()\n"
         "print(waited)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.endswith("[1]\n"), done.stderr
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert completed.stdout.endswith("[1]\n"), completed.stderr

@@ -45,8 +45,8 @@ def test_user_script_uses_all_public_names_and_arguments() -> None:
 def test_mypy_strict_accepts_user_script() -> None:
     """mypy reports an unused ``type: ignore`` for each error that it does not find."""
     pytest.importorskip("mypy")
-    done = run_checker(sys.executable, "-m", "mypy", "--strict", str(USER_SCRIPT))
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = run_checker(sys.executable, "-m", "mypy", "--strict", str(USER_SCRIPT))
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert len(lines_with_type_errors()) >= 9
 
 
@@ -54,10 +54,12 @@ def test_pyright_accepts_user_script_and_finds_its_type_errors(tmp_path: Path) -
     pyright = shutil.which("pyright", path=str(Path(sys.executable).parent))
     if pyright is None:
         pytest.skip("needs pyright")
-    done = run_checker(pyright, "--pythonpath", sys.executable, str(USER_SCRIPT))
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = run_checker(pyright, "--pythonpath", sys.executable, str(USER_SCRIPT))
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     without_ignores = tmp_path / "without_ignores.py"
     without_ignores.write_text(IGNORED.sub("", USER_SCRIPT.read_text()))
-    done = run_checker(pyright, "--pythonpath", sys.executable, str(without_ignores))
-    errors = {int(n) for n in re.findall(r"without_ignores\.py:(\d+):\d+ - error", done.stdout)}
-    assert errors == set(lines_with_type_errors()), done.stdout
+    completed = run_checker(pyright, "--pythonpath", sys.executable, str(without_ignores))
+    errors = {
+        int(n) for n in re.findall(r"without_ignores\.py:(\d+):\d+ - error", completed.stdout)
+    }
+    assert errors == set(lines_with_type_errors()), completed.stdout

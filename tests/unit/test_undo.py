@@ -22,7 +22,7 @@ from fsdp_c._compat import patches
 from fsdp_c._runtime import meshes
 from fsdp_c_autoload import redirect
 
-pytestmark = pytest.mark.xdist_group("undo")  # one snapshot for all
+pytestmark = pytest.mark.xdist_group("undo")  # the tests share one snapshot
 ROOT = Path(__file__).resolve().parents[2]
 
 IGNORED = [
@@ -385,11 +385,13 @@ for name, code in SCENARIOS.items():
 
 @pytest.fixture(scope="module")
 def outcomes() -> str:
-    """Output of one interpreter that takes a snapshot and runs each scenario in a forked child."""
+    """Runs an interpreter that takes a snapshot and runs each scenario in a forked child."""
     code = f"SCENARIOS = {SCENARIOS!r}\n{SNAPSHOT}{RUN}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    completed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -402,7 +404,7 @@ def test_scenario_leaves_torch_unchanged(outcomes: str, scenario: str) -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The registry without the changes of fsdp_c, and with no live model."""
+    """Yields the registry without the changes of fsdp_c, and with no live model."""
     gc.collect()
     for name, value in (("_changes", {}), ("_model_changes", {}), ("_lease", None)):
         monkeypatch.setattr(patches, name, value)
@@ -544,7 +546,7 @@ def test_redirection_undo_keeps_newer_code_and_runs_the_original_below_it() -> N
     assert function.__code__ is newer
 
 
-def test_redirection_repeated_uses_the_same_code_object() -> None:
+def test_repeated_redirection_uses_the_same_code_object() -> None:
     function = make_function("torch's")
     codes = set()
     size = None

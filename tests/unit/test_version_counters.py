@@ -76,7 +76,7 @@ def test_step_on_shard_created_in_inference_mode_increments_other_shards(fake_gr
     ],
     ids=["no param_groups", "param_groups of int", "group without params", "params of None"],
 )
-def test_count_step_of_object_that_is_no_optimizer_raises(
+def test_count_step_of_object_that_is_not_an_optimizer_raises(
     optimizer: object, error: type[Exception]
 ) -> None:
     with pytest.raises(error):

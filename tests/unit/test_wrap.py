@@ -91,14 +91,18 @@ class TestFrozenParameters:
         ):
             auto_shard(self.model_with_frozen_mlp())
 
-    def test_unit_with_frozen_parameters_raises_with_frozen_error(self, fake_group: int) -> None:
+    def test_unit_with_frozen_parameters_and_frozen_error_argument_raises(
+        self, fake_group: int
+    ) -> None:
         model = self.model_with_frozen_mlp()
         before = snapshot(model)
         with pytest.raises(ValueError, match=r"layers.1 has both.*\n.*\n\['layers.1.norm.weight'"):
             auto_shard(model, frozen="error")
         assert_unchanged(model, before)
 
-    def test_frozen_ignore_or_frozen_units_do_not_warn(self, fake_group: int) -> None:
+    def test_frozen_ignore_argument_or_separate_frozen_units_raise_no_warning(
+        self, fake_group: int
+    ) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             auto_shard(self.model_with_frozen_mlp(), frozen="ignore")
@@ -213,7 +217,7 @@ class TestFullPrecision:
         assert all(isinstance(norm, FSDPModule) for norm in norms)
         train(model)
 
-    def test_batch_norm_is_no_unit_without_mixed_precision(self) -> None:
+    def test_batch_norm_without_mixed_precision_is_not_a_unit(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             units = wrap.plan(Transformer(norm=nn.BatchNorm1d))
@@ -288,7 +292,7 @@ class TestTiedWeights:
         train(model)
         assert model.embed.weight is model.head.weight
 
-    def test_module_tied_to_enclosing_unit_is_no_unit(self, fake_group: int) -> None:
+    def test_module_tied_to_enclosing_unit_is_not_a_unit(self, fake_group: int) -> None:
         model = Transformer(tied=True)
         units = wrap.plan(model, {nn.Embedding, Layer})
         assert units_of(units) == [("layers.0",), ("layers.1",), ("layers.2",), ("",)]
@@ -413,7 +417,7 @@ class TestFailedCalls:
         self.assert_raises_unchanged(Transformer(), ValueError, "should return", policy)
 
     @pytest.mark.parametrize("policy", [None, True, 1.5, "layers", [int], object()])
-    def test_auto_shard_with_object_that_is_no_policy_raises(
+    def test_auto_shard_with_object_that_is_not_a_policy_raises(
         self, fake_group: int, policy: Any
     ) -> None:
         error = ValueError if policy == "layers" else TypeError

@@ -137,7 +137,7 @@ class TestPoliciesOfTorch:
             )
         assert [unit.modules[0] for unit in units] == [*calls, tree]
 
-    def test_containers_without_forward_are_skipped_by_callables(self) -> None:
+    def test_containers_without_forward_are_skipped_by_callable_policies(self) -> None:
         units = wrap.plan(Transformer(), always_wrap_policy)
         assert ("layers",) not in units_of(units)
         assert ("layers.0",) in units_of(units)
@@ -186,12 +186,12 @@ class TestBlocks:
         units = wrap.plan(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
         assert units_of(units) == [("0",), ("2",), ("",)]
 
-    def test_ignored_layer_is_no_block(self) -> None:
+    def test_ignored_layer_is_not_a_block(self) -> None:
         model = Transformer()
         units = wrap.plan(model, ignored_modules=[model.layers[1]])
         assert units_of(units) == [("layers.0",), ("layers.2",), ("",)]
 
-    def test_layers_inside_multihead_attention_are_no_blocks(self) -> None:
+    def test_layers_inside_multihead_attention_are_not_blocks(self) -> None:
         class AttentionWithLayers(nn.MultiheadAttention):
             def __init__(self) -> None:
                 super().__init__(4, 2)

@@ -35,7 +35,7 @@ struct Block {
     size_t requested = 0;
     int device = kHost;
     c10::Stream stream;
-    bool used = false;
+    bool used = false;        /* allocated and not freed */
     bool frees_early = false; /* fault: counts as freed once another stream has used it */
     uint64_t serial = 0;      /* number of the allocation */
     std::string label;
@@ -54,6 +54,7 @@ struct Pool {
     std::vector<Block *> pending;   /* freed, but waiting for other streams */
 };
 
+/* Bytes of one device. */
 struct Usage {
     int64_t now = 0;
     int64_t peak = 0;

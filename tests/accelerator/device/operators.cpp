@@ -203,7 +203,8 @@ class Call {
                 return view;
             }
         }
-        TORCH_CHECK(launch, op_.schema().name(), " is no view on this device");
+        TORCH_CHECK(launch, op_.schema().name(),
+                    ": a result of this view operator is not in the memory of an argument");
         return to_device(result, device_, *launch);
     }
 
@@ -236,19 +237,20 @@ bool is_pinned(const at::Tensor &tensor) {
     return block != nullptr && block->device == Block::kHost;
 }
 
-/* The host waits for a copy to the host unless it is non-blocking and the target is pinned, and for
- * a blocking copy from pinned memory. */
+/* The host waits for a copy to the host, unless the copy is non-blocking and its target is pinned.
+ * The host also waits for a blocking copy from pinned memory. */
 at::Tensor copy_from(const at::Tensor &source, const at::Tensor &target, bool non_blocking) {
     const bool to_device = on_device(target);
     const c10::Device device = to_device ? target.device() : source.device();
-    const bool between = on_device(source) != to_device;
+    const bool crosses_devices = on_device(source) != to_device;
     Launch launch("aten::copy_", current_stream(device.index()));
     launch.reads(source);
     launch.writes(target);
     at::Tensor to = to_device ? as_host(target) : target;
     to.copy_(on_device(source) ? as_host(source) : source);
-    const at::Tensor &outside = to_device ? source : target;
-    if (between && !(non_blocking && is_pinned(outside)) && (!to_device || is_pinned(outside))) {
+    const at::Tensor &host_tensor = to_device ? source : target;
+    if (crosses_devices && !(non_blocking && is_pinned(host_tensor)) &&
+        (!to_device || is_pinned(host_tensor))) {
         launch.host_waits();
     }
     return target;

@@ -1,9 +1,9 @@
-"""Fault injection into one call by which fsdp_c orders streams, takes a stream or allocates memory.
+"""Fault injection into one call that orders streams, returns a stream or allocates memory.
 
 The simulated device logs each event recorded and waited for, each wait for a collective, each query
-of the current stream and each allocation, with the extension's functions on the stack. It can make
-the n-th of these calls fail. So every ordering point of a step can become a seeded bug without
-recompiling fsdp_c. A wait is superfluous if the device reports nothing without it.
+of the current stream and each allocation, with the extension's functions on the stack. The device
+can make the n-th of these calls fail, so every ordering point of a step can become a seeded bug
+without recompiling fsdp_c. A wait is superfluous if the device reports nothing without this wait.
 
 ``python call_faults.py [FAULT] SCENARIO...`` breaks every call of the scenarios in turn and prints
 how many the device reports.
@@ -58,8 +58,10 @@ def _symbols() -> tuple[list[int], list[str]]:
 
 
 def _function_names(frames: list[int]) -> tuple[str, ...]:
-    """Names of the C functions at these return addresses, without C++ functions, ``fct_`` functions
-    and direct repetitions."""
+    """Returns the names of the C functions at these return addresses.
+
+    C++ functions, ``fct_`` functions and direct repetitions are left out.
+    """
     addresses, symbols = _symbols()
     names = [symbols[bisect.bisect_right(addresses, frame - 1) - 1] for frame in frames]
     names = [name for name in names if "(" not in name and not name.startswith("fct_")]
@@ -103,8 +105,8 @@ def run(
 
 
 def replay_early_writes(name: str, fault: str = "", at: int = -1) -> tuple[int, Run]:
-    """Runs a scenario twice: the first run records writes that do not wait for earlier readers, in
-    the second run those readers see the written bytes.
+    """Runs a scenario twice. The first run records writes that do not wait for earlier readers. In
+    the second run those readers read the written bytes.
 
     Returns the number of such writes, and the second run.
     """
@@ -137,7 +139,7 @@ def break_each_call(name: str, fault: str = "drop") -> Iterator[tuple[CallSite, 
 
 
 def main() -> None:
-    """Prints, for each call site of the given scenarios, how many broken calls are reported."""
+    """Prints how many broken calls are reported, for each call site of the given scenarios."""
     sim_tools.join_loop_group()
     simulated.use_kernels(True)
     fault = "drop"

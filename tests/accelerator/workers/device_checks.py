@@ -24,7 +24,7 @@ def new_stream() -> torch.Stream:
 
 
 def use_stream(stream: torch.Stream) -> Any:
-    """Context manager that makes ``stream`` current."""
+    """Makes ``stream`` current within the context."""
     return torch.sim.stream(stream)  # type: ignore[attr-defined]
 
 

@@ -1,9 +1,9 @@
 """Fails each call of a training step in turn on the simulated device, and checks the recovery.
 
-An attempt is that of sweep.py: a clean step, a step with the failure, ``reset_iter_state()``, the
-step again and one more. Faults are armed per thread, so a hook arms those of backward in the
-device's thread. The bits must equal those of a clean run, and neither training nor recovery may
-race.
+As in sweep.py, a model runs one clean step, and then attempts from the same parameters. An attempt
+runs a step with the failure, ``reset_iter_state()``, the failed step again, and another step.
+Faults are armed per thread, so a hook arms those of backward in the device's thread. The bits must
+equal those of a clean run, and neither training nor recovery may race.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def sweep(variant: str, place: str) -> SweepResult:
 
 
 def run(rank: int, world_size: int) -> dict[str, SweepResult]:
-    """Rank entry point: runs all sweeps."""
+    """Runs all sweeps in a rank."""
     warnings.simplefilter("ignore")
     sim_tools.join_loop_group()
     simulated.use_kernels(True)

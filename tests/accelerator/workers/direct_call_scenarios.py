@@ -25,7 +25,7 @@ TORCH_RACES = {
 
 
 def _train(tools: SimTools, model: Any) -> Record:
-    """Three optimizer steps of two microbatches each; the groups reduce after the second."""
+    """Runs three optimizer steps of two microbatches each; the groups reduce after the second."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record: Record = []
     for step in range(3):

@@ -34,8 +34,8 @@ def _current_stream_name(group: Any) -> str:
 
 
 def _pre_all_gather(calls: Record, group: Any, local: torch.Tensor, mesh: Any) -> Any:
-    """Returns three all-gather inputs: half of the shard's values in its own dtype and in float64,
-    and five int32 ones."""
+    """Returns three all-gather inputs: half of the shard's values in its dtype and in float64, and
+    an int32 tensor of five elements."""
     calls.append(("pre_all_gather", _current_stream_name(group), mesh.size()))
     half = local.detach() / 2
     return (half, half.double(), half.new_ones(5, dtype=torch.int32)), len(local)
@@ -61,8 +61,10 @@ def _post_all_gather(
 
 
 def install_hooks(model: nn.Sequential) -> Record:
-    """Sets all-gather hooks on the shards of all matrices. Returns the list to which the hooks
-    append their calls."""
+    """Sets all-gather hooks on the shards of all matrices.
+
+    Returns the list to which the hooks append their calls.
+    """
     calls: Record = []
     _COMPUTE_STREAM[:] = [torch.accelerator.current_stream()]
     for unit in (*model, model):
@@ -137,8 +139,11 @@ def extension_hooks_manual_unshard(tools: SimTools) -> Record:
 
 @scenario
 def extension_offloaded(tools: SimTools) -> Record:
-    """Offloaded shards are copied to the device before their hooks are called. The copy keeps a
-    subclass's methods and loses hooks set on the tensor, so this scenario uses a subclass."""
+    """Offloaded shards are copied to the device before their hooks are called.
+
+    The copy keeps a subclass's methods and loses hooks set on the tensor. This scenario therefore
+    uses a subclass.
+    """
     model = blocks()
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -74,7 +74,7 @@ def _place_matrices_on_dim_1(param: nn.Parameter) -> Shard | None:
 
 
 def _two_dtypes() -> nn.Sequential:
-    """A model with frozen norms in bf16 and other parameters in fp32, gathered together as
+    """Returns a model with frozen norms in bf16 and other parameters in fp32, gathered together as
     bytes."""
     model = _model()
     for block in model:
@@ -83,7 +83,7 @@ def _two_dtypes() -> nn.Sequential:
 
 
 def _with_extensions() -> nn.Sequential:
-    """A model whose matrices send a second all-gather input and are scaled after the all-gather."""
+    """Returns a model whose matrices send a second all-gather input and are scaled afterwards."""
     model = _model()
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -129,7 +129,7 @@ VARIANTS = {
 
 
 def _one_unit(tools: SimTools, bucket_cap_mb: float) -> nn.Sequential:
-    """A model that is one unit, with backward in bfloat16 and reductions in float32."""
+    """Returns a model that is one unit, with backward in bfloat16 and reductions in float32."""
     model = tools.fully_shard(_model(), mesh=tools.flat(), mp_policy=MIXED)
     fsdp_c.set_bucket_cap(model, bucket_cap_mb)
     return model
@@ -209,7 +209,7 @@ def measure_all() -> dict[str, dict[str, Measurements]]:
 
 
 def run(rank: int, world_size: int) -> dict[str, dict[str, Measurements]]:
-    """Rank entry point."""
+    """Measures all variants in a rank."""
     warnings.simplefilter("ignore")
     return measure_all()
 

@@ -59,8 +59,10 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, ScenarioRun]]:
 
 
 def run_double_backward(rank: int, world_size: int) -> dict[str, Record]:
-    """Records of one step with a double backward, under both implementations and for a model that
-    is not sharded."""
+    """Records one step with a double backward.
+
+    The step runs under both implementations and for a model that is not sharded.
+    """
     sim_tools.join_loop_group()
     simulated.start()
     torch_tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, "torch")
@@ -100,7 +102,7 @@ def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
         device.reset()
         records: list[Record] = [[] for _ in range(4)]
 
-        def train(index: int, name: str = implementation, into: Any = records) -> None:
+        def train(index: int, name: str = implementation, records: Any = records) -> None:
             device.set_device(index)
             model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
             with torch.no_grad():
@@ -113,7 +115,7 @@ def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
                 loss = model(torch.full((2, 8), 0.5 + step, device="sim")).sum()
                 loss.backward()
                 gradients = [p.grad for p in model.parameters()]
-                into[index] += [str(loss.device), loss.item(), digest(gradients)]
+                records[index] += [str(loss.device), loss.item(), digest(gradients)]
                 model.zero_grad()
 
         threads = [threading.Thread(target=train, args=(index,)) for index in range(4)]

@@ -41,7 +41,7 @@ def plain(tools: SimTools) -> Record:
 
 @scenario
 def on_a_side_stream(tools: SimTools) -> Record:
-    """The training runs on another stream than the default one. Autograd makes this stream current
+    """Trains on another stream than the default one. Autograd makes this stream current
     in the thread of backward."""
     model = tools.shard(blocks())
     stream = torch.Stream(device="sim")
@@ -215,8 +215,10 @@ def offload_read_at_once(tools: SimTools) -> Record:
 
 @scenario
 def offload_accumulated(tools: SimTools) -> Record:
-    """One backward without reduction, then two with reduction. The last backward accumulates into
-    offloaded gradients."""
+    """Runs one backward without reduction, then two with reduction.
+
+    The last backward accumulates into offloaded gradients.
+    """
     model = _shard_offloaded(tools, mp_policy=MIXED, shard_placement_fn=features._second)
     model._set_unshard_async_op(True)
     count = itertools.count()
@@ -234,7 +236,7 @@ def offload_hsdp_of_six_units(tools: SimTools) -> Record:
 
 @scenario
 def offload_smaller_group(tools: SimTools) -> Record:
-    """Units prefetch their neighbors, and post-accumulate-grad hooks read gradients on the host."""
+    """Prefetches neighbors of units. Post-accumulate-grad hooks read gradients on the host."""
     model = _shard_offloaded(tools, reshard_after_forward=2)
     record: Record = []
     prefetch_neighbours(model)
@@ -344,7 +346,7 @@ def context_shared_by_roots_only(tools: SimTools) -> Record:
 
 @scenario
 def interleaved(tools: SimTools) -> Record:
-    """Two forwards, then two backwards. In torch, no stream waits for one of the prefetched
+    """Runs two forwards, then two backwards. In torch, no stream waits for one of the prefetched
     all-gathers (B16 in tests/TORCH_BUGS.md)."""
     model = tools.shard(blocks())
     record: Record = []
@@ -405,7 +407,7 @@ def clipped(tools: SimTools) -> Record:
 
 
 def _curved() -> nn.Sequential:
-    """Blocks with nonzero second derivatives."""
+    """Returns blocks with nonzero second derivatives."""
     model = blocks()
     for block in model:
         block[1] = nn.Tanh()
@@ -413,7 +415,7 @@ def _curved() -> nn.Sequential:
 
 
 def _penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A loss with a gradient penalty, whose backward is a double backward."""
+    """Returns a loss with a gradient penalty, whose backward is a double backward."""
     x.requires_grad_()
     output = model(x)
     (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -452,7 +454,7 @@ def _double_backward(tools: SimTools, shards: int, **kwargs: Any) -> Record:
 
 
 def double_backward_without_reshard(tools: SimTools) -> Record:
-    """A double backward during which no unit reshards, so torch reads no freed parameters."""
+    """Runs a double backward in which no unit reshards, so torch reads no freed parameters."""
     model = tools.shard(_curved())
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
@@ -544,7 +546,7 @@ def reset_after_a_failure(tools: SimTools) -> Record:
 
 
 def failed_backward(tools: SimTools, reset: bool) -> Record:
-    """A training that continues after a failed backward, without and with CPU offload."""
+    """Trains on after a failed backward, without and with CPU offload."""
     record = _train_after_failure(tools, reset)
     return record + _train_after_failure(tools, reset, offload_policy=CPUOffloadPolicy())
 

@@ -333,7 +333,7 @@ class Results(NamedTuple):
 
 
 def run(rank: int, world_size: int) -> Results:
-    """Rank entry point: runs every bug."""
+    """Runs every bug in a rank."""
     warnings.simplefilter("ignore")
     sim_tools.join_loop_group()
     simulated.use_kernels(True)

@@ -69,7 +69,7 @@ SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
 
 
 def prefetch_neighbours(model: Any) -> None:
-    """Each unit prefetches the next unit in forward and the previous unit in backward."""
+    """Makes each unit prefetch the next unit in forward and the previous unit in backward."""
     for previous, following in itertools.pairwise(model):
         previous.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([previous])

@@ -146,7 +146,7 @@ class Results(NamedTuple):
 
 
 def run(rank: int, world_size: int) -> Results:
-    """Rank entry point: starts the threads that are the ranks."""
+    """Starts the threads that are the ranks."""
     warnings.simplefilter("ignore")
     simulated.start()
     simulated.use_kernels(True)

@@ -114,7 +114,7 @@ def chunked_losses_training_only_the_head(api: Api) -> Any:
 
 @scenario()
 def chunked_losses_with_other_settings(api: Api) -> Any:
-    """Delayed synchronization, hooks on gradients, and other units for norm and head."""
+    """Uses delayed synchronization, hooks on gradients, and other units for norm and head."""
     results: dict[str, Any] = {}
 
     model = shard_with_grouped_head(api)
@@ -240,7 +240,7 @@ def gradients_with_respect_to_the_hidden_state(api: Api) -> Any:
 
 @scenario()
 def chunked_losses_on_other_meshes(api: Api) -> Any:
-    """Chunked losses on 2-D meshes, in mixed precision and of a replicated model."""
+    """Uses chunked losses on 2-D meshes, in mixed precision and with a replicated model."""
     results: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {
         "replicas": {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))},

@@ -32,10 +32,10 @@ SHAPES = ((8, 3), (5,), (7, 2), (1,), (300, 256))
 
 @contextmanager
 def installed(api: Api) -> Iterator[list[int]]:
-    """Under fsdp_c, installs it and yields a counter of the calls that took the C path."""
-    taken = [0]
+    """Installs fsdp_c if it is tested. Yields a counter of the calls that took the C path."""
+    c_calls = [0]
     if not api.is_fsdp_c:
-        yield taken
+        yield c_calls
         return
     import fsdp_c
     from fsdp_c._runtime import torch_clipping
@@ -46,7 +46,7 @@ def installed(api: Api) -> Iterator[list[int]]:
     def counting(function: Any) -> Any:
         def call(*args: Any) -> Any:
             result = function(*args)
-            taken[0] += result is not False
+            c_calls[0] += result is not False
             return result
 
         return call
@@ -55,7 +55,7 @@ def installed(api: Api) -> Iterator[list[int]]:
     torch_clipping.scale_on_cpu = counting(scale)
     fsdp_c.install()
     try:
-        yield taken
+        yield c_calls
     finally:
         fsdp_c.uninstall()
         torch_clipping._wrap_total, torch_clipping.scale_on_cpu = total, scale
@@ -274,8 +274,11 @@ def meshes(api: Api) -> tuple[Any, Any]:
 
 def run(api: Api, cases: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     mesh, hybrid_mesh = meshes(api)
-    with installed(api) as taken:
-        return {"results": cases(api, mesh, hybrid_mesh), "taken": taken[0] if api.is_fsdp_c else 0}
+    with installed(api) as c_calls:
+        return {
+            "results": cases(api, mesh, hybrid_mesh),
+            "c_calls": c_calls[0] if api.is_fsdp_c else 0,
+        }
 
 
 @scenario()

@@ -23,7 +23,7 @@ MICROBATCHES = 3
 
 
 def accumulate(model: Any, rank: int, step: int) -> None:
-    """Backwards of some microbatches, none of which reduces."""
+    """Runs backwards of some microbatches, none of which reduces."""
     set_last_microbatch(model, False)
     for index in range(MICROBATCHES):
         output = model(batch(rank, MICROBATCHES * step + index))
@@ -32,13 +32,13 @@ def accumulate(model: Any, rank: int, step: int) -> None:
 
 
 def local_grads(model: nn.Module) -> list[torch.Tensor | None]:
-    """Local shards of gradients: reading them issues no collective, which would wait."""
+    """Returns local shards of gradients. Full gradients would need a collective, which waits."""
     found = [parameter.grad for parameter in model.parameters()]
     return [None if grad is None else grad.to_local().clone() for grad in found]
 
 
 def outcome(call: Callable[..., Any], *arguments: Any) -> Any:
-    """The call's result, or its exception's type and the first line of the message."""
+    """Returns the call's result, or its exception's type and the first line of the message."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -52,7 +52,7 @@ def states_of(model: nn.Module) -> list[tuple[str, str]]:
 def reduce_by_groups(
     model: Any, rank: int, finish: Callable[[Any], None] | None = None
 ) -> list[Any]:
-    """Three optimizer steps of a pipeline stage; ``finish`` runs after the groups were called."""
+    """Runs three optimizer steps of a pipeline stage. ``finish`` runs after the groups' calls."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     observed: list[Any] = []
     for step in range(3):

@@ -105,7 +105,7 @@ class Partial(nn.Module):
 
 @scenario()
 def order_of_events(api: Api) -> dict[str, list[str]]:
-    """Profiler ranges in order. U: an all-gather starts. P: a reduction starts."""
+    """Returns the profiler ranges in order. U: an all-gather starts. P: a reduction starts."""
     results: dict[str, list[str]] = {}
 
     def record(case: str, run: Callable[[], Any]) -> None:
@@ -229,7 +229,7 @@ def gathers_of_chunked_steps(api: Api) -> dict[str, Any]:
 
 @scenario()
 def counts_of_accumulation(api: Api) -> dict[str, Any]:
-    """Collectives of three microbatches. In the last microbatch, all or some modules reduce."""
+    """Records collectives of three microbatches. In the last one, all or some modules reduce."""
     results: dict[str, Any] = {}
     for forward, backward, mode in itertools.product(
         (None, True, False), (True, False), ("all", "root", "one block")
@@ -323,7 +323,7 @@ class ReportingBlock(ResidualBlock):
 
 @scenario()
 def states_within_a_step(api: Api) -> dict[str, list[Any]]:
-    """States of all modules that user code reads in forward and backward, with prefetch too."""
+    """Records the states of all modules in forward and backward, without and with prefetch."""
 
     def record_states(depth: int, forward: bool) -> list[Any]:
         record: list[Any] = []
@@ -423,7 +423,7 @@ def slices_of_a_sequential(api: Api) -> dict[str, Any]:
 
 @scenario()
 def user_hooks_beside_fsdp_hooks(api: Api) -> list[Any]:
-    """Hooks registered before and after fully_shard, and on gradients of the sharded parameters."""
+    """Registers hooks before and after fully_shard, and on gradients of sharded parameters."""
     record: list[Any] = []
     model = blocks_and_head(1)
     block = model[0]

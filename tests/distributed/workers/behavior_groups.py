@@ -288,7 +288,7 @@ class Tower(nn.Module):
 
 @scenario()
 def prefetched_within_checkpoints(api: Api) -> dict[str, Any]:
-    """Checkpoints around layers and around their inner modules, with and without prefetch lists."""
+    """Uses checkpoints around layers or inner modules, with and without prefetch lists."""
     torch.manual_seed(5)
     model: Any = Tower()
     for kind in (Layer, FeedForward):

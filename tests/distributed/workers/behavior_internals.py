@@ -159,7 +159,7 @@ def group_constructed_directly(api: Api) -> list[Any]:
 
 @scenario()
 def training_after_uninstall(api: Api) -> list[Any]:
-    """One step, then fsdp_c.uninstall(), then steps with and without gradient synchronization."""
+    """Runs a step and fsdp_c.uninstall(), then steps with and without gradient synchronization."""
     with contextlib.ExitStack() as undo:
         if api.is_fsdp_c:
             fsdp_c.install()
@@ -213,7 +213,7 @@ def roots_that_share_a_context(api: Api) -> list[Any]:
 
 @scenario()
 def event_of_the_optimizer(api: Api) -> list[Any]:
-    """``set_post_optim_event`` after each step; the next forward consumes the event."""
+    """Calls ``set_post_optim_event`` after each step; the next forward consumes the event."""
     model: Any = shard(api, blocks_and_head())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     optimizer.register_step_post_hook(lambda *unused: model.set_post_optim_event(torch.cpu.Event()))
@@ -252,7 +252,7 @@ def hooks_on_unsharded_gradients(api: Api) -> list[Any]:
 
 @scenario()
 def transformed_functions(api: Api) -> dict[str, Any]:
-    """Results of transforms, and the parameters' gradients of a backward through them."""
+    """Records results of transforms, and gradients of a backward through the transforms."""
     results: dict[str, Any] = {}
     x, tangent = batch(api.rank), torch.ones(4, DIM)
     for reshard in (True, False):
@@ -304,7 +304,7 @@ def have_gradients(model: nn.Module) -> list[bool]:
 
 @scenario()
 def unfrozen_while_unsharded(api: Api) -> list[Any]:
-    """Parameters frozen during an evaluation that leaves them unsharded, then unfrozen."""
+    """Freezes parameters during an evaluation that leaves them unsharded, then unfreezes them."""
     model = blocks_and_head(1)
     for block in model:
         api.fully_shard(block, reshard_after_forward=False)
@@ -343,7 +343,7 @@ def frozen_while_unsharded_and_stepped(api: Api) -> list[Any]:
 
 @scenario()
 def half_precision_with_a_divide_factor(api: Api) -> dict[str, Any]:
-    """Replicas of one rank each: the sum of gradients divided by a factor, in fp16 and fp32."""
+    """Divides the sum of gradients of one-rank replicas by a factor, in fp16 and fp32."""
     mesh = init_device_mesh("cpu", (api.world, 1), mesh_dim_names=("replicate", "shard"))
     results = {}
     for dtype in (torch.float32, torch.float16):

@@ -44,7 +44,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 @scenario()
 def state_dict_of_a_model(api: Api) -> dict[str, Any]:
-    """State dicts before the first forward, after training, and while unsharded."""
+    """Records state dicts before the first forward, after training, and while unsharded."""
     results: dict[str, Any] = {}
     for reshard in (True, False):
         model = shard(api, blocks_and_head(), reshard_after_forward=reshard)
@@ -84,7 +84,7 @@ def state_dict_aliases_trained_weights(api: Api) -> list[Any]:
 
 @scenario()
 def loaded_state_dict(api: Api) -> dict[str, Any]:
-    """``load_state_dict`` by copy and by assignment, initially, between steps, and unsharded."""
+    """Loads by copy and by assignment: initially, between steps, and while unsharded."""
     results: dict[str, Any] = {}
     for assign in (False, True):
         for when in ("at first", "after a step", "after a forward"):
@@ -169,7 +169,7 @@ def forward_on_the_meta_device(api: Api) -> dict[str, Any]:
 
 @scenario()
 def converted_model(api: Api) -> dict[str, Any]:
-    """``model.double().float()`` before lazy init, after a step, and while unsharded."""
+    """Calls ``model.double().float()`` before lazy init, after a step, and while unsharded."""
     results: dict[str, Any] = {}
     for when in ("at first", "after a step", "after a forward"):
         model = shard(api, blocks_and_head(), reshard_after_forward=False)
@@ -251,7 +251,7 @@ def swapped_after_training(api: Api) -> list[Any]:
 
 @scenario()
 def full_state_dicts(api: Api) -> dict[str, Any]:
-    """Full state dicts on the CPU: saves model and optimizer, loads them and continues."""
+    """Saves full state dicts of model and optimizer on the CPU, loads them and trains on."""
     model = shard(api, blocks_and_head())
     optimizer = adamw(model)
     train(model, api.rank, 2, optimizer)
@@ -331,7 +331,7 @@ def checkpoints(api: Api) -> dict[str, Any]:
 
 @scenario()
 def shared_and_uneven_parameters(api: Api) -> dict[str, Any]:
-    """State dicts with empty shards and with a parameter of two names."""
+    """Records state dicts with empty shards and with a parameter of two names."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -60,14 +60,14 @@ def rows(rank: int, step: int) -> torch.Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))
 
 
-def train_pairs(model: nn.Module, rank: int, backwards: int) -> list[Any]:
-    """Trains with ``backwards`` per step; returns losses, gradients and weights."""
+def train_pairs(model: nn.Module, rank: int, microbatches: int) -> list[Any]:
+    """Trains with ``microbatches`` backwards per step; returns losses, gradients and weights."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05, foreach=True)
     record: list[Any] = []
     for step in range(2):
-        for part in range(backwards):
-            model.set_requires_gradient_sync(part + 1 == backwards)
-            loss = model(rows(rank, 5 * step + part)).square().sum()
+        for microbatch in range(microbatches):
+            model.set_requires_gradient_sync(microbatch + 1 == microbatches)
+            loss = model(rows(rank, 5 * step + microbatch)).square().sum()
             loss.backward()
             record.append(parts_of(loss))
         record += [parts_of(param.grad) for param in model.parameters()]

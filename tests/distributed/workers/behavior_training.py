@@ -383,7 +383,7 @@ def activation_checkpointing(api: Api) -> dict[str, Any]:
 
 @scenario()
 def several_forwards(api: Api) -> list[Any]:
-    """Two and three forwards before one backward; then separate backwards."""
+    """Runs two and three forwards before one backward; then separate backwards."""
     model = shard(api, blocks_and_head())
     record: list[Any] = []
     for count in (2, 3):
@@ -412,7 +412,7 @@ def training_states(model: nn.Module) -> list[str]:
 
 @scenario()
 def kept_graphs(api: Api) -> list[Any]:
-    """backward(retain_graph=True) twice, then once more without it."""
+    """Calls backward(retain_graph=True) twice, then backward() once."""
     record: list[Any] = []
     for reshard in (None, True, False):
         model = shard(api, blocks_and_head(), reshard_after_forward=reshard)
@@ -426,7 +426,7 @@ def kept_graphs(api: Api) -> list[Any]:
 
 @scenario()
 def gradients_of_inputs(api: Api) -> dict[str, Any]:
-    """``autograd.grad`` of inputs; parameters get no gradient."""
+    """Calls ``autograd.grad`` of inputs; parameters get no gradient."""
     model = shard(api, blocks_and_head())
     x = with_grad(api)
     (gradient,) = torch.autograd.grad(model(x).square().mean(), (x,))
@@ -436,7 +436,7 @@ def gradients_of_inputs(api: Api) -> dict[str, Any]:
 
 @scenario()
 def forwards_without_backward(api: Api) -> list[Any]:
-    """Forwards in training mode without a backward."""
+    """Runs forwards in training mode without a backward."""
     model = shard(api, blocks_and_head())
     for step in range(3):
         model(batch(api.rank, step))
@@ -471,7 +471,7 @@ def compiled_blocks(api: Api) -> dict[str, Any]:
 
 @scenario()
 def compiled_model(api: Api) -> dict[str, Any]:
-    """torch.compile of the sharded model: the graph breaks at the hooks."""
+    """Compiles the sharded model: the graph breaks at the hooks."""
 
     def run(backend: Any) -> list[Any]:
         model = shard(api, blocks_and_head())

@@ -24,7 +24,7 @@ def gradients_after_zero_grad(
     zero: Callable[[nn.Module, torch.optim.Optimizer], None],
     **options: Any,
 ) -> dict[str, torch.Tensor | None]:
-    """Runs a microbatch as ``prepare`` sets, calls ``zero``, and runs a batch with reduction.
+    """Runs a microbatch with the settings of ``prepare``, calls ``zero``, and runs a reduced batch.
 
     Returns the gradients of the batch: ``zero`` must have dropped those of the microbatch.
     """
@@ -55,7 +55,7 @@ def disable_sync_and_reshard(model: Any) -> None:
 
 @scenario()
 def microbatches_dropped_by_zero_grad(api: Api) -> Any:
-    """``zero_grad`` of an optimizer, of the module, and of its parent."""
+    """Calls ``zero_grad`` of an optimizer, of the module, and of its parent."""
     hsdp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     results: dict[str, Any] = {
         "without microbatch": gradients_after_zero_grad(
@@ -75,7 +75,7 @@ def microbatches_dropped_by_zero_grad(api: Api) -> Any:
 
 @scenario()
 def zero_grad_of_some_parameters(api: Api) -> Any:
-    """``zero_grad`` of an optimizer of one block, of a module in a block, and of the model."""
+    """Calls ``zero_grad`` of a block's optimizer, of a module in a block, and of the model."""
     return {
         "nothing": gradients_after_zero_grad(api, disable_sync, lambda model, optimizer: None),
         "block": gradients_after_zero_grad(

@@ -74,7 +74,7 @@ class Net(nn.Module):
 def build(
     api: Api, precision: str, mesh: tuple[int, ...], seed: int
 ) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A sharded model and an optimizer. ``mixed``: fp32 parameters that compute in bf16."""
+    """Returns a sharded model and an optimizer. ``mixed``: fp32 parameters that compute in bf16."""
     torch.manual_seed(seed)
     model = Net()
     if precision == "bf16":
@@ -106,7 +106,7 @@ def saving_group() -> dist.ProcessGroup:
 def train(
     rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]
 ) -> list[Any]:
-    """Losses, gradients of this rank and clip norms; each step and rank has its own rows."""
+    """Returns this rank's losses, gradients and clip norms. Each step and rank has its own rows."""
     dtype = next(model.parameters()).dtype
     results: list[Any] = []
     for step in steps:
@@ -126,7 +126,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Parameters, buffers, moments and step counts, gathered."""
+    """Gathers parameters, buffers, moments and step counts."""
     results = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():

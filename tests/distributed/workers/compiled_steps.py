@@ -70,7 +70,7 @@ ACCELERATED = ("SGD", "AdamW")
 
 
 def measure(optimizer_name: str, compiled: str, accelerated: bool) -> dict[str, Any]:
-    """Three steps of a sharded model, whose step is compiled."""
+    """Runs three compiled steps of a sharded model."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)

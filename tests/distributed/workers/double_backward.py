@@ -200,7 +200,7 @@ def penalty_with_checkpointing_outside(api: Api) -> Found:
 
 @scenario()
 def penalty_of_wgan_gp(api: Api) -> Found:
-    """A step of WGAN-GP: three forwards, the penalty on the second, one backward."""
+    """Runs a step of WGAN-GP: three forwards, the penalty on the second, one backward."""
 
     def critic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         first = model(x)

@@ -59,7 +59,7 @@ def _codes_in(code: CodeType) -> dict[str, CodeType]:
 
 
 def _defined_in(module: Any) -> Iterator[Target]:
-    """Functions and classes' members that the module's source defines, replaced or not."""
+    """Returns functions and classes' members that the module's source defines, replaced or not."""
     for name, code in _codes_in(module.__loader__.get_code(module.__name__)).items():
         value = vars(module).get(name)
         if not inspect.isclass(value):
@@ -73,7 +73,7 @@ def _defined_in(module: Any) -> Iterator[Target]:
 
 @functools.cache
 def targets() -> dict[str, Target]:
-    """All functions, methods and properties that the sweep wraps, by name, in a fixed order."""
+    """Returns all functions, methods and properties that the sweep wraps, in a fixed order."""
     modules = [importlib.import_module(f"{PACKAGE}._fully_shard.{name}") for name in MODULES]
     found = [target for module in modules for target in _defined_in(module)]
     return {f"{owner.__name__.rpartition('.')[2]}.{name}": (owner, name) for owner, name in found}
@@ -86,7 +86,7 @@ class Calls(dict[str, int]):
     """Number of calls by target name."""
 
     def wrapper_of(self, label: str, function: Any, style: str) -> Callable[..., Any]:
-        """A pass-through wrapper; ``style`` is "wraps", "plain" or :data:`NEMO`."""
+        """Returns a pass-through wrapper; ``style`` is "wraps", "plain" or :data:`NEMO`."""
         self[label] = 0
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class _Model(nn.Module):
 
 
 def _train(rank: int, mixed: bool) -> list[torch.Tensor]:
-    """Gradients of two steps with two microbatches each, and the parameters afterwards."""
+    """Returns gradients of two steps with two microbatches each, and the final parameters."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.manual_seed(0)
@@ -205,7 +205,7 @@ def _run_rank(rank: int, folder: Path, case: dict[str, Any]) -> None:
 
 
 def run_case(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Outcomes of both ranks; ``{"error": ...}`` where a rank raised or was stopped."""
+    """Returns the outcomes of both ranks; ``{"error": ...}`` where a rank raised or was stopped."""
     folder.mkdir(parents=True)
     children = []
     for rank in range(RANKS):
@@ -223,7 +223,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Answers each line of standard input, a case in JSON, by the name of a pickle of its outcomes.
+    """Runs each case that standard input gives in JSON; prints the path of its pickled outcomes.
 
     The first line of output has the names of all targets."""
     work = Path(sys.argv[1])

@@ -48,7 +48,7 @@ def kinds(model: nn.Module) -> list[str]:
 
 @scenario()
 def group_lookups(api: Api) -> list[Any]:
-    """Groups of a module with parameters, and of a module whose parameters belong to blocks."""
+    """Records groups of a module with parameters, and of a module without own parameters."""
     model: Any = nn.Sequential(ResidualBlock(), ResidualBlock())
     for block in model:
         api.fully_shard(block)
@@ -122,7 +122,7 @@ def group_read_while_gathered(api: Api) -> list[Any]:
 
 @scenario()
 def group_meshes(api: Api) -> list[Any]:
-    """Meshes and process groups, with and without replicas."""
+    """Records meshes and process groups, with and without replicas."""
     observed: list[Any] = []
     hybrid = init_device_mesh("cpu", (api.world, 1), mesh_dim_names=("replicate", "shard"))
     for mesh in (None, hybrid):
@@ -137,7 +137,7 @@ def group_meshes(api: Api) -> list[Any]:
 
 @scenario()
 def group_settings(api: Api) -> list[Any]:
-    """Policies, device, dtypes and flags of a group."""
+    """Records policies, device, dtypes and flags of a group."""
     policy, offload = MixedPrecisionPolicy(param_dtype=torch.bfloat16), OffloadPolicy()
     model: Any = shard(api, blocks_and_head(1), mp_policy=policy, offload_policy=offload)
     group = group_of(model[0])
@@ -166,7 +166,7 @@ def group_settings(api: Api) -> list[Any]:
 
 @scenario()
 def group_contexts(api: Api) -> list[Any]:
-    """The context that groups share for their collectives, between steps."""
+    """Records the context that groups share for their collectives, between steps."""
     model: Any = shard(api, blocks_and_head())
     model(batch(api.rank)).square().mean().backward()
     contexts = [group.comm_ctx for group in groups_of(model)]
@@ -182,7 +182,7 @@ def group_contexts(api: Api) -> list[Any]:
 
 @scenario()
 def group_names(api: Api) -> list[Any]:
-    """Names of groups and parameters after the first forward. One name is set before it."""
+    """Records names of groups and parameters after the first forward. One name is set before it."""
     model: Any = shard(api, blocks_and_head(2))
     group_of(model[0])._module_fqn = "embedding"
     model(batch(api.rank))

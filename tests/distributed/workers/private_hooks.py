@@ -80,7 +80,7 @@ def hook_names(api: Api) -> list[Any]:
 
 @scenario()
 def hook_owners(api: Api) -> list[Any]:
-    """The objects that hooks are bound to, and their functions."""
+    """Records the objects that hooks are bound to, and their functions."""
     observed: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
@@ -108,7 +108,7 @@ def hook_owners(api: Api) -> list[Any]:
 
 @scenario()
 def hook_equality(api: Api) -> list[Any]:
-    """Equality of hooks and of the state's methods that they wrap, compared in both orders."""
+    """Compares hooks with the state's methods that they wrap, in both orders."""
     observed: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
@@ -141,7 +141,7 @@ def hook_signatures(api: Api) -> list[Any]:
 
 @scenario()
 def hook_copies(api: Api) -> list[Any]:
-    """Copies, weak references, new attributes and pickles of hooks."""
+    """Copies, references and pickles hooks, and sets attributes of hooks."""
     observed: list[Any] = []
     for module in modules_of_each_kind(api):
         for hook in hooks_of(module):
@@ -158,7 +158,7 @@ def hook_copies(api: Api) -> list[Any]:
 
 @scenario()
 def hook_registration(api: Api) -> list[Any]:
-    """The order of FSDP2's and users' hooks, and the flags that a module stores for its hooks."""
+    """Records the order of FSDP2's and users' hooks, and the flags of a module's hooks."""
     models = [blocks_and_head(1), blocks_and_head(2), blocks_and_head(1)]
     for model in models:
         for block in list(model)[:-1]:
@@ -297,7 +297,7 @@ def hooks_called_directly(api: Api) -> list[Any]:
 
 @scenario()
 def hooks_of_state_dicts(api: Api) -> list[Any]:
-    """Modules and names of the state-dict hooks that FSDP2 registers."""
+    """Records modules and names of the state-dict hooks that FSDP2 registers."""
     model = shard(api, blocks_and_head(1))
     names = (
         "_state_dict_hooks",

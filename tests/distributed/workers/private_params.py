@@ -23,7 +23,7 @@ from toy_models import ResidualBlock
 
 @scenario()
 def param_shards(api: Api) -> list[Any]:
-    """Sizes and data of shards."""
+    """Records sizes and data of shards."""
     model: Any = shard(api, blocks_and_head(1))
     return [
         [
@@ -43,7 +43,7 @@ def param_shards(api: Api) -> list[Any]:
 
 @scenario()
 def param_modules(api: Api) -> list[Any]:
-    """The modules that register a parameter, also for a parameter that two modules share."""
+    """Records the modules that register a parameter, also if two modules share it."""
     model = blocks_and_head(1)
     model.append(nn.Linear(3, 3))
     model[2].weight = nn.Parameter(torch.ones(3, 3))
@@ -74,7 +74,7 @@ def param_dtypes(api: Api) -> list[Any]:
 
 @scenario()
 def param_unsharded(api: Api) -> list[Any]:
-    """Unsharded parameters and the bytes of their memory, in forward and after forward."""
+    """Records unsharded parameters and their bytes of memory, in forward and after forward."""
     model: Any = shard(api, blocks_and_head(1))
     group = group_of(model[0])
     observed: list[Any] = [[hasattr(p, "_unsharded_param") for p in group.fsdp_params]]
@@ -114,7 +114,7 @@ def param_placements(api: Api) -> list[Any]:
 
 @scenario()
 def param_gradients_unsharded(api: Api) -> list[Any]:
-    """Accumulated gradients before their reduction, without and with a reduce dtype."""
+    """Records accumulated gradients before their reduction, without and with a reduce dtype."""
     observed: list[Any] = []
     for policy in (MixedPrecisionPolicy(), MIXED):
         model: Any = shard(api, blocks_and_head(1), mp_policy=policy)

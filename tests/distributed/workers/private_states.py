@@ -61,7 +61,7 @@ def class_of_a_slice(api: Api) -> list[Any]:
 
 @scenario()
 def marks_of_managed_modules(api: Api) -> list[Any]:
-    """Attributes that ``fully_shard`` adds to modules."""
+    """Records attributes that ``fully_shard`` adds to modules."""
     marks = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
     before = set(vars(blocks_and_head(1)[0]))
     observed: list[Any] = []
@@ -89,7 +89,7 @@ def forward_methods(api: Api) -> list[Any]:
 
 @scenario()
 def state_lookups(api: Api) -> list[Any]:
-    """All functions of torch that return the state of a module."""
+    """Calls all functions of torch that return the state of a module."""
     observed: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
@@ -117,7 +117,7 @@ def state_types(api: Api) -> list[Any]:
 
 @scenario()
 def state_contexts(api: Api) -> list[Any]:
-    """The states of a root, their order, and the contexts that they share after lazy init."""
+    """Records the states of a root, their order, and the contexts that they share."""
     model: Any = sharded_list(api)
     root = state_of(model)
     before = [root._is_root, len(root._state_ctx.all_states)]
@@ -138,7 +138,7 @@ def state_contexts(api: Api) -> list[Any]:
 
 @scenario()
 def state_settings(api: Api) -> list[Any]:
-    """Policies, device and modules of a state."""
+    """Records policies, device and modules of a state."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model: Any = shard(api, blocks_and_head(1), mp_policy=policy)
     state = state_of(model[0])
@@ -151,7 +151,7 @@ def state_settings(api: Api) -> list[Any]:
 
 @scenario()
 def state_training_states(api: Api) -> list[Any]:
-    """``_training_state`` of states and groups, read in forward and backward."""
+    """Records ``_training_state`` of states and groups, in forward and backward."""
     model: Any = shard(api, blocks_and_head(1))
     observed: list[Any] = []
 

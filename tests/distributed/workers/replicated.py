@@ -143,7 +143,7 @@ def outcomes(rank: int, world: int) -> dict[str, str]:
 
 
 def parity(rank: int, world: int) -> None:
-    """Plain training, accumulation, an unused parameter, and halves in both orders."""
+    """Trains plainly, with accumulation, an unused parameter, and halves in both orders."""
     counts = {name: bucket_count(make_replicated(cap)()) for name, cap in CAPS.items()}
     assert counts == {"one": 1, "several": 3, "each": 14}
     settings: list[dict[str, Any]] = [
@@ -190,7 +190,7 @@ def mixed_precision(rank: int, world: int) -> None:
 
 
 def nested(rank: int, world: int) -> None:
-    """``replicate`` on each half and on the root, and below ``fully_shard``."""
+    """Applies ``replicate`` to each half and the root, and below ``fully_shard``."""
 
     def build(call: Callable[..., Any], **kwargs: Any) -> Any:
         model = net()

@@ -1,4 +1,4 @@
-"""Ranks of ``test_shared_memory.py``: collectives over shared memory, fallback, errors and ends.
+"""Ranks of ``test_shared_memory.py``: collectives, fallback, errors, and the end of groups.
 
 Each case runs on a new process group over shared memory, and again over gloo, and compares bits.
 """
@@ -33,13 +33,13 @@ Tensors = list[torch.Tensor]
 
 
 def mapped_rings() -> int:
-    """Rings that this process has mapped: one of each rank of each group, or none."""
+    """Returns the number of rings that this process has mapped: one per rank and group, or 0."""
     with open("/proc/self/maps") as maps:
         return sum("fsdp_c ring" in line for line in maps)
 
 
 def open_ring_descriptors() -> int:
-    """Open descriptors of rings in this process."""
+    """Returns the number of open descriptors of rings in this process."""
     with os.scandir("/proc/self/fd") as entries:
         return sum("fsdp_c ring" in os.readlink(e.path) for e in entries if e.is_symlink())
 
@@ -160,9 +160,9 @@ def _train_replicated(
     model = fsdp_c.replicate(chain(widths), mesh=mesh, mp_policy=policy, bucket_cap_mb=cap)
     model.register_forward_hook(lambda *_: time.sleep(delay * dist.get_rank()))
     tensors = train(model, 8)
-    own = torch.full((5,), float(dist.get_rank()))
-    dist.all_reduce(own, group=group)
-    return [*tensors, own]
+    all_reduced = torch.full((5,), float(dist.get_rank()))
+    dist.all_reduce(all_reduced, group=group)
+    return [*tensors, all_reduced]
 
 
 def all_reduced_in_one_message(group: dist.ProcessGroup) -> Tensors:
@@ -189,8 +189,10 @@ def all_reduced_with_delayed_ranks(group: dist.ProcessGroup) -> Tensors:
 
 
 def all_reduced_by_patched_torch_on_one_rank(group: dist.ProcessGroup) -> Tensors:
-    """Rank 0 patches ``dist.all_reduce``, so that torch's functions reduce there. The hook's
-    all-reduces use gloo on all ranks."""
+    """Rank 0 patches ``dist.all_reduce``, so that torch's functions reduce there.
+
+    The hook's all-reduces use gloo on all ranks.
+    """
     mesh = DeviceMesh.from_group(group, "cpu")
     model = fsdp_c.replicate(chain([33] * 4), mesh=mesh)
     hook_sums: Tensors = []
@@ -248,9 +250,9 @@ def compare_cases(rank: int, world: int) -> dict[str, tuple[int, bool]]:
 
 
 def compare_hybrid_sharding(rank: int, world: int) -> tuple[int, bool]:
-    """The same for HSDP, which reduces gradients over two groups."""
+    """Compares HSDP, which reduces gradients over two groups, with gloo."""
 
-    def trained() -> Tensors:
+    def train_hybrid() -> Tensors:
         model = chain([8, 1100, 1100, 3])
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
         for block in model:
@@ -262,10 +264,10 @@ def compare_hybrid_sharding(rank: int, world: int) -> tuple[int, bool]:
         model.set_requires_all_reduce(True)
         return tensors + train(model, 2)
 
-    tensors = trained()
+    tensors = train_hybrid()
     mapped = mapped_rings()
     with gloo_only():
-        return mapped, are_equal(tensors, trained())
+        return mapped, are_equal(tensors, train_hybrid())
 
 
 # ---- fallback ----
@@ -456,7 +458,7 @@ def _sizes_differ(group: dist.ProcessGroup) -> Callable[[], object]:
 
 
 def _lengths_differ(group: dist.ProcessGroup) -> Callable[[], object]:
-    """Two collectives of one message on rank 0, one collective of two messages on rank 1. All
+    """Issues two collectives of one message on rank 0, and one of two messages on rank 1. All
     messages have 1 MiB."""
     width = 511 if dist.get_rank() == 0 else 1023
     model = model_of(group, [width, 1024])
@@ -585,7 +587,7 @@ def count_resources_after_group_end(rank: int, world: int) -> dict[str, tuple[in
 
 
 def main() -> None:
-    """A script that exits with gathers in flight and without destroying its group."""
+    """Exits with gathers in flight and without destroying the process group."""
     dist.init_process_group("gloo")
     model = model_of(dist.group.WORLD, [700] * 4)
     train(model, 3)

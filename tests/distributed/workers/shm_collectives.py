@@ -29,7 +29,7 @@ SEGMENT = 1 << 20
 
 
 def shard_sizes(seed: int) -> Iterator[int]:
-    """Elements of a rank shard: odd numbers, sizes around a segment, and random sizes."""
+    """Yields sizes of a rank shard: odd numbers, sizes around a segment, and random sizes."""
     yield from (1, 2, 3, 5, 7, 63, 64, 65, 1000, 4099)
     yield from (SEGMENT // 4 - 1, SEGMENT // 4, SEGMENT // 4 + 1, SEGMENT // 2 + 3)
     rng = random.Random(seed)
@@ -38,8 +38,11 @@ def shard_sizes(seed: int) -> Iterator[int]:
 
 
 def dtypes_for(numel: int, world: int) -> tuple[torch.dtype, ...]:
-    """Dtypes to test with ``numel`` elements. Large shards on eight ranks take seconds, so they use
-    only dtypes whose size is near a segment, or one dtype."""
+    """Returns the dtypes to test with ``numel`` elements.
+
+    Large shards on eight ranks take seconds, so they use only dtypes whose size is near a segment,
+    or one dtype.
+    """
     if world < 8 or numel < SEGMENT // 8:
         return DTYPES
     near = tuple(dtype for dtype in DTYPES if abs(numel * dtype.itemsize - SEGMENT) < 8)

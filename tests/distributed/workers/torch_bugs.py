@@ -154,7 +154,7 @@ def mesh_of_one(api: Api) -> DeviceMesh:
 
 @scenario()
 def one_rank_in_inference_mode(api: Api) -> dict[str, Any]:
-    """B3: a forward in inference mode, on a mesh of one rank; then a training step."""
+    """B3: runs a forward in inference mode on a mesh of one rank, then a training step."""
     reference, model = blocks_and_head(), shard(api, blocks_and_head(), mesh=mesh_of_one(api))
     with torch.inference_mode():
         output = model(batch(api.rank)).clone()
@@ -220,7 +220,7 @@ class Halves(torch.Tensor):
 
 @scenario()
 def one_rank_with_an_extension(api: Api) -> dict[str, Any]:
-    """B3: an all-gather extension that sends two tensors, on a mesh of one rank."""
+    """B3: uses an all-gather extension that sends two tensors, on a mesh of one rank."""
     reference, model = nn.Linear(DIM, 3, bias=False), nn.Linear(DIM, 3, bias=False)
     model.weight = nn.Parameter(Halves(reference.weight.detach().clone()))
     api.fully_shard(model, mesh=mesh_of_one(api))
@@ -300,13 +300,13 @@ def two_roots(api: Api, share_first: bool) -> dict[str, Any]:
 
 @scenario()
 def two_roots_sharing_before_lazy_init(api: Api) -> dict[str, Any]:
-    """B15: forwards of two roots with one context, then a backward of each."""
+    """B15: runs forwards of two roots with one context, then a backward of each."""
     return two_roots(api, True)
 
 
 @scenario()
 def two_roots_sharing_after_lazy_init(api: Api) -> dict[str, Any]:
-    """B15 with a context that is shared after lazy init of both roots."""
+    """B15: shares the context after lazy init of both roots."""
     return two_roots(api, False)
 
 
@@ -424,7 +424,7 @@ def frozen_in_first_forward(api: Api) -> Any:
 
 @scenario()
 def dtype_changed_between_steps(api: Api) -> dict[str, Any]:
-    """model.to(dtype) between steps, with and without mixed precision."""
+    """Calls model.to(dtype) between steps, with and without mixed precision."""
     results: dict[str, Any] = {"found": [], "expected": []}
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED):
         master, model = blocks_and_head(), shard(api, blocks_and_head(), mp_policy=policy)
@@ -478,7 +478,7 @@ class Dtypes(nn.Module):
 
 @scenario()
 def several_original_dtypes(api: Api, custom: bool = False) -> dict[str, Any]:
-    """fp32 and bf16 parameters in one group: one reduce dtype, gradients in their own dtypes."""
+    """Trains fp32 and bf16 parameters in one group, with one reduce dtype."""
     results: dict[str, Any] = {"found": [], "expected": []}
     policies = (MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED)
     for policy in policies:
@@ -506,13 +506,13 @@ def several_original_dtypes(api: Api, custom: bool = False) -> dict[str, Any]:
 
 @scenario()
 def several_original_dtypes_with_a_custom_reduce_scatter(api: Api) -> dict[str, Any]:
-    """``several_original_dtypes`` with a custom reduce-scatter and CPU offload."""
+    """Runs ``several_original_dtypes`` with a custom reduce-scatter and CPU offload."""
     return several_original_dtypes(api, custom=True)
 
 
 @scenario()
 def several_original_dtypes_in_accumulation(api: Api) -> dict[str, Any]:
-    """``several_original_dtypes`` with a first microbatch without synchronization."""
+    """Runs ``several_original_dtypes`` with a first microbatch without synchronization."""
     torch.manual_seed(5)
     reference = Dtypes()
     torch.manual_seed(5)

@@ -94,7 +94,7 @@ def equal_sizes_in_the_next_microbatch(api: Api) -> Any:
 
 @scenario(4)
 def every_order_of_use(api: Api) -> Any:
-    """B1: several orders of use, with the default and with a custom reduce-scatter."""
+    """B1: uses parameters in several orders, with the default and a custom reduce-scatter."""
     results: dict[str, Any] = {"found": [], "expected": []}
     if api.is_fsdp_c:
         for uses in USES:
@@ -118,7 +118,7 @@ def group_unused_in_the_last_microbatch(api: Api) -> Any:
 
 @scenario(4)
 def custom_group_unused_in_the_last_microbatch(api: Api) -> Any:
-    """B1 with a custom reduce-scatter of the unused group; torch loses its gradients as well."""
+    """B1: the unused group has a custom reduce-scatter; torch loses its gradients as well."""
     reference, model = (
         selectable_blocks(),
         shard_selectable_blocks(api, selectable_blocks(), mesh=replicas(api)),
@@ -129,7 +129,7 @@ def custom_group_unused_in_the_last_microbatch(api: Api) -> Any:
 
 @scenario(4)
 def several_dtypes_on_replicas(api: Api) -> dict[str, Any]:
-    """float64 and float32 parameters in one group, reduced in float64, with partial reductions."""
+    """Trains float64 and float32 parameters in one group, reduced in float64 in two stages."""
     torch.manual_seed(3)
     reference = TwoLayers(4, 3)
     reference.second.double()
@@ -187,7 +187,7 @@ class Rows(nn.Module):
 
 @scenario(4)
 def rows_between_forward_and_backward(api: Api) -> dict[str, Any]:
-    """B5: values of the registered parameter while it is sharded over pairs of ranks."""
+    """B5: records the registered parameter while it is sharded over pairs of ranks."""
     results: dict[str, Any] = {"found": [], "expected": []}
     for rows in (9, 5, 3, 1, 8):
         torch.manual_seed(3)
@@ -220,7 +220,7 @@ def backward_with_shard_1_and_smaller_reshard_group(api: Api) -> str:
 
 @scenario(4)
 def columns_between_forward_and_backward(api: Api) -> dict[str, Any]:
-    """B4: Shard(1) and a smaller reshard group. torch is skipped, because ranks would hang."""
+    """B4: uses Shard(1) and a smaller reshard group. torch is skipped: its ranks would hang."""
     if not api.is_fsdp_c:
         return {}
     torch.manual_seed(3)

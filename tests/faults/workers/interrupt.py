@@ -50,8 +50,8 @@ class Case:
     def wait_in(self) -> None:
         raise NotImplementedError
 
-    def late(self) -> None:
-        """Rank 1's way through the same collective, and no other."""
+    def join_late(self) -> None:
+        """Runs only the same collective on rank 1."""
         self.wait_in()
 
     def forward(self) -> torch.Tensor:
@@ -65,7 +65,7 @@ class GatherInForward(Case):
     def wait_in(self) -> None:
         self.forward()
 
-    def late(self) -> None:
+    def join_late(self) -> None:
         handle = self.model.register_forward_pre_hook(leave)
         try:
             self.forward()
@@ -87,7 +87,7 @@ class InBackward(Case):
 class GatherInBackward(InBackward):
     """The all-gather of the only block, ahead of its backward."""
 
-    def late(self) -> None:
+    def join_late(self) -> None:
         # Runs after the block's own hook on its output, which waits.
         self.inside.register_hook(leave)
         self.wait_in()
@@ -126,7 +126,7 @@ HANDLED = ["gather in forward", "gather in backward", "reduction"]
 
 
 def fill_memory(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors of every size that a buffer of the model may have, of one value."""
+    """Returns tensors of every size that a buffer of the model may have, of one value."""
     sizes = {2 * p.numel() for p in model.parameters()}
     total = sum(p.numel() for p in model.parameters())
     sizes |= {n for size in (total, total + 8) for n in range(size // 2, size + 8)}
@@ -186,7 +186,7 @@ def wait_until_blocked(pid: int) -> None:
 def signal_and_join(
     case: Case, waiting: int, number: signal.Signals, exchange: Exchange, seconds: float
 ) -> dict[str, bool]:
-    """The other rank's part: signals the one that waits, and joins it after that has reset.
+    """Signals the waiting rank, and joins the collective after that rank has reset its model.
 
     Returns whether it handled the signal, and whether it reset, before this rank joined.
     """
@@ -195,12 +195,12 @@ def signal_and_join(
     os.kill(waiting, number)
     found = {event: exchange.wait(event, seconds) for event in ("handled", "reset")}
     with contextlib.suppress(LateRankLeaves):
-        case.late()
+        case.join_late()
     return found
 
 
 def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
-    """One case: rank 1 checks whether rank 0 handled the signal and reset before rank 1 joined."""
+    """Runs a case. Rank 1 checks whether rank 0 handled the signal and reset before it joined."""
     expected = train(make(api).model, api.rank, 2)
     case = make(api)
     if isinstance(case, Handle):
@@ -230,7 +230,7 @@ def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[s
 
 
 def reset_by_handler(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
-    """One case whose signal has a handler on rank 0 that resets the model, and returns."""
+    """Runs a case in which rank 0's signal handler resets the model and returns."""
     expected = train(make(api).model, api.rank, 2)
     case = make(api)
     found: dict[str, Any] = {"error": ""}
@@ -261,7 +261,7 @@ def reset_by_handler(api: Api, make: Callable[..., Case], peers: list[int]) -> d
 
 
 def interrupt_all(rank: int, world: int, name: str) -> dict[str, dict[str, Any]]:
-    """Every case; fsdp_c also with handlers that reset (``handler: case``)."""
+    """Runs every case, and for fsdp_c each case with a handler that resets (``handler: case``)."""
     api = Api(name, rank, world, Path())
     peers: list[Any] = [None] * world
     dist.all_gather_object(peers, os.getpid())

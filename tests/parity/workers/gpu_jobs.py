@@ -118,7 +118,7 @@ def clipped(tools: GpuTools) -> Record:
 
 
 def hsdp(tools: GpuTools) -> Record:
-    """HSDP; needs an even number of ranks, at least four."""
+    """Trains with HSDP on an even number of ranks, at least four."""
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
     return tools.train(model)
 

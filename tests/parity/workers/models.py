@@ -73,7 +73,7 @@ def _rows_of(dim: int) -> Callable[[torch.Generator, torch.dtype], Inputs]:
 
 
 def mlp() -> Case:
-    """Linear layers of changing width."""
+    """Returns linear layers of changing width."""
     blocks = [
         nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 13)),
         nn.Sequential(nn.Linear(13, 13), nn.Tanh()),
@@ -91,7 +91,7 @@ def mlp() -> Case:
 
 
 def residual() -> Case:
-    """Equal residual blocks below a root that has its own parameters."""
+    """Returns equal residual blocks below a root that has its own parameters."""
 
     class Residual(nn.Module):
         def __init__(self) -> None:
@@ -171,7 +171,7 @@ def _tokens(generator: torch.Generator, dtype: torch.dtype) -> Inputs:
 
 
 def transformer() -> Case:
-    """A transformer, whose token inputs cannot require gradients."""
+    """Returns a transformer, whose token inputs cannot require gradients."""
     model = Transformer(tied=False)
     return Case(
         model,
@@ -184,7 +184,7 @@ def transformer() -> Case:
 
 
 def tied() -> Case:
-    """A parameter with two names in one group: embedding and head, both in the root's group."""
+    """Returns a model whose embedding and head share a parameter. Both are in the root's group."""
     model = Transformer(tied=True, layers=2)
     return Case(
         model,
@@ -212,7 +212,7 @@ def grouped() -> Case:
 
 
 def shared_module() -> Case:
-    """One block that is called twice per forward and registered under two names."""
+    """Returns one block that is called twice per forward and registered under two names."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -236,7 +236,7 @@ def shared_module() -> Case:
 
 
 def shared_parameters() -> Case:
-    """Two linear layers of one block that share weight and bias."""
+    """Returns two linear layers of one block that share weight and bias."""
 
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -261,7 +261,7 @@ def shared_parameters() -> Case:
 
 
 def unused() -> Case:
-    """Parameters that forward does not use: some within a block, and a whole block."""
+    """Returns a model with unused parameters: some within a block, and a whole block."""
 
     class PartlyUsed(nn.Module):
         def __init__(self) -> None:
@@ -295,7 +295,7 @@ def unused() -> Case:
 
 
 def frozen() -> Case:
-    """A frozen block, a partly frozen block and a trainable block."""
+    """Returns a frozen block, a partly frozen block and a trainable block."""
 
     class Frozen(nn.Module):
         def __init__(self) -> None:
@@ -321,7 +321,7 @@ def frozen() -> Case:
 
 
 def tiny() -> Case:
-    """Parameters with fewer rows than ranks, so that most ranks hold empty shards."""
+    """Returns parameters with fewer rows than ranks, so that most ranks hold empty shards."""
 
     class Tiny(nn.Module):
         def __init__(self) -> None:
@@ -345,14 +345,14 @@ def tiny() -> Case:
 
 
 def single() -> Case:
-    """Groups with exactly one parameter."""
+    """Returns groups with exactly one parameter."""
     blocks = [nn.Linear(7, 13, bias=False), nn.Linear(13, 8, bias=False), nn.Linear(8, 5, False)]
     model = nn.Sequential(blocks[0], nn.ReLU(), blocks[1], nn.Tanh(), blocks[2])
     return Case(model, [[b] for b in blocks], _rows_of(7), toggled=["2.weight"])
 
 
 def batchnorm() -> Case:
-    """Batch norms with buffers. Works only if compute and parameter dtype are equal."""
+    """Returns batch norms with buffers, which need equal compute and parameter dtypes."""
     blocks = [
         nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU()),
         nn.Sequential(nn.Linear(13, 5, bias=False), nn.BatchNorm1d(5)),
@@ -368,7 +368,7 @@ def batchnorm() -> Case:
 
 
 def conv() -> Case:
-    """Convolutions with group norms and a linear head."""
+    """Returns convolutions with group norms and a linear head."""
 
     class Conv(nn.Module):
         def __init__(self) -> None:
@@ -405,7 +405,7 @@ class Bundle:
 
 
 def structures() -> Case:
-    """Blocks that take and return tuples, dicts, dataclasses and nested containers."""
+    """Returns blocks that take and return tuples, dicts, dataclasses and nested containers."""
 
     class ToTuple(nn.Module):
         def __init__(self) -> None:
@@ -446,7 +446,7 @@ def structures() -> Case:
 
 
 def keywords() -> Case:
-    """Keyword arguments: tensors, None, numbers and a dict of tensors."""
+    """Returns a model with keyword arguments: tensors, None, numbers and a dict of tensors."""
 
     class Keyed(nn.Module):
         def __init__(self) -> None:
@@ -491,7 +491,7 @@ def keywords() -> Case:
 
 
 def branches() -> Case:
-    """A block whose output is used twice, and a block whose output is unused."""
+    """Returns a block whose output is used twice, and a block whose output is unused."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ from models import Block, Case, Inputs, _rows_of
 
 
 def even() -> Case:
-    """Residual blocks whose dimensions are divisible by eight."""
+    """Returns residual blocks whose dimensions are divisible by eight."""
 
     class Even(nn.Module):
         def __init__(self) -> None:
@@ -70,7 +70,7 @@ def odd() -> Case:
 
 
 def embedding() -> Case:
-    """An embedding with its own group, whose backward needs no parameter."""
+    """Returns an embedding with its own group, whose backward needs no parameter."""
 
     class Embedded(nn.Module):
         def __init__(self) -> None:
@@ -100,7 +100,7 @@ def embedding() -> Case:
 
 
 def methods() -> Case:
-    """Blocks that are called through methods other than forward."""
+    """Returns blocks that are called through methods other than forward."""
 
     class Coder(nn.Module):
         def __init__(self) -> None:
@@ -141,7 +141,7 @@ def methods() -> Case:
 
 
 def chunked() -> Case:
-    """Norm and head in one group. The head is called for each chunk of the norm's output."""
+    """Returns a model with norm and head in one group. The head runs for each chunk."""
 
     class Chunked(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +165,7 @@ def chunked() -> Case:
 
 
 def partial() -> Case:
-    """Groups of several modules. Forward calls only the first, or only the last module."""
+    """Returns groups of several modules. Forward calls only the first, or only the last module."""
 
     class Partial(nn.Module):
         def __init__(self) -> None:
@@ -192,7 +192,7 @@ def partial() -> Case:
 
 
 def conditional() -> Case:
-    """Blocks with two branches. The inputs select the branch, differently on each rank."""
+    """Returns blocks with two branches. The inputs select the branch, differently on each rank."""
 
     class Either(nn.Module):
         def __init__(self) -> None:
@@ -223,7 +223,7 @@ def conditional() -> Case:
 
 
 def views() -> Case:
-    """Blocks whose outputs are views of inputs, of each other and of local tensors."""
+    """Returns blocks whose outputs are views of inputs, of each other and of local tensors."""
 
     class Viewing(nn.Module):
         def __init__(self) -> None:
@@ -257,7 +257,7 @@ def views() -> Case:
 
 
 def pair() -> Case:
-    """Two roots below an unwrapped module, with a shared communication context."""
+    """Returns two roots below an unwrapped module, with a shared communication context."""
 
     class Half(nn.Module):
         def __init__(self) -> None:

@@ -35,9 +35,9 @@ def unshard(world: World, model: int, unit: int, is_async: bool) -> Any:
     return handle is None
 
 
-@operation(0.8, which=LAST)
-def wait(world: World, which: int) -> Any:
-    return choose(world.handles, which).wait()
+@operation(0.8, index=LAST)
+def wait(world: World, index: int) -> Any:
+    return choose(world.handles, index).wait()
 
 
 @operation(1.0, model=LAST, unit=MANY, all_units=NO_YES)
@@ -73,7 +73,7 @@ WITH_RECURSE = {
     value=(False, True),
     recurse=(True, True, False),
 )
-def flag(world: World, name: str, model: int, unit: int, value: bool, recurse: bool) -> Any:
+def set_flag(world: World, name: str, model: int, unit: int, value: bool, recurse: bool) -> Any:
     kwargs = {} if recurse or name not in WITH_RECURSE else {"recurse": False}
     return getattr(world.unit(model, unit), name)(value, **kwargs)
 
@@ -85,12 +85,12 @@ def flag(world: World, name: str, model: int, unit: int, value: bool, recurse: b
     unit=MANY,
     value=(2.0, 1.0, 0.5, 3.0),
 )
-def factor(world: World, name: str, model: int, unit: int, value: float) -> Any:
+def set_divide_factor(world: World, name: str, model: int, unit: int, value: float) -> Any:
     return getattr(world.unit(model, unit), name)(value)
 
 
 @operation(0.2, model=LAST, unit=MANY, value=(2, 1, 0, True))
-def input_buffers(world: World, model: int, unit: int, value: int) -> Any:
+def set_input_buffers(world: World, model: int, unit: int, value: int) -> Any:
     return world.unit(model, unit).set_reduce_scatter_max_input_buffers(value)
 
 
@@ -101,21 +101,27 @@ def input_buffers(world: World, model: int, unit: int, value: int) -> Any:
     unit=MANY,
     first=MANY,
     count=(1, 2, 0),
-    odd=NO_YES,
+    unsharded_last=NO_YES,
 )
 def prefetch(
-    world: World, direction: str, model: int, unit: int, first: int, count: int, odd: bool
+    world: World,
+    direction: str,
+    model: int,
+    unit: int,
+    first: int,
+    count: int,
+    unsharded_last: bool,
 ) -> None:
     units = world.units(model)
     if not units:
         raise NoOperand
-    named = [choose(units, first + index) for index in range(count)]
-    named += [nn.Linear(2, 2)] if odd and count == 2 else []
-    getattr(world.unit(model, unit), f"set_modules_to_{direction}_prefetch")(named)
+    targets = [choose(units, first + index) for index in range(count)]
+    targets += [nn.Linear(2, 2)] if unsharded_last and count == 2 else []
+    getattr(world.unit(model, unit), f"set_modules_to_{direction}_prefetch")(targets)
 
 
 @operation(0.3, model=LAST, unit=MANY)
-def reduce_hook(world: World, model: int, unit: int) -> None:
+def set_reduce_hook(world: World, model: int, unit: int) -> None:
     def double(row: torch.Tensor) -> None:
         row.mul_(2)
 
@@ -128,7 +134,7 @@ def reset_iter_state(world: World, model: int, unit: int) -> None:
 
 
 @operation(0.1, model=LAST, other=LAST)
-def share(world: World, model: int, other: int) -> None:
+def share_context(world: World, model: int, other: int) -> None:
     share_comm_ctx([world.model(model), world.model(other)])
 
 
@@ -164,11 +170,11 @@ def hook_module(
 
 
 def raise_once(world: World, name: str) -> Callable[..., None]:
-    left = [name]
+    remaining = [name]
 
     def hook(*args: Any) -> None:
-        if left:
-            raise RuntimeError(f"a hook of {left.pop()} raises")
+        if remaining:
+            raise RuntimeError(f"a hook of {remaining.pop()} raises")
 
     return hook
 
@@ -183,17 +189,17 @@ def hook_parameter(world: World, model: int, parameter: int, name: str, raising:
     world.hooks.append(getattr(target, name)(hook))
 
 
-@operation(0.3, which=LAST, raising=(0, 0, 1))
-def hook_output(world: World, which: int, raising: bool) -> None:
-    for tensor in tensors(choose(world.outputs, which))[:1]:
+@operation(0.3, index=LAST, raising=(0, 0, 1))
+def hook_output(world: World, index: int, raising: bool) -> None:
+    for tensor in tensors(choose(world.outputs, index))[:1]:
         if tensor.requires_grad:
             hook = raise_once(world, "an output") if raising else recording_hook(world, "an output")
             world.hooks.append(tensor.register_hook(hook))
 
 
-@operation(0.3, which=LAST)
-def unhook(world: World, which: int) -> None:
-    choose(world.hooks, which).remove()
+@operation(0.3, index=LAST)
+def remove_hook(world: World, index: int) -> None:
+    choose(world.hooks, index).remove()
 
 
 # ---- parameters, gradients, modules ----
@@ -214,35 +220,35 @@ def sharding_kind(target: Any) -> str:
     return "shards" if all(isinstance(param, DTensor) for param in params) else "unsharded"
 
 
-@operation(0.6, model=LAST, parameter=MANY, how=("none", "ones", "double", "detach", "bad"))
-def change_grad(world: World, model: int, parameter: int, how: str) -> None:
+@operation(0.6, model=LAST, parameter=MANY, change=("none", "ones", "double", "detach", "bad"))
+def change_grad(world: World, model: int, parameter: int, change: str) -> None:
     target = world.parameter(model, parameter)
-    if how == "none":
+    if change == "none":
         target.grad = None
-    elif how == "ones":
+    elif change == "ones":
         target.grad = torch.ones_like(target)
-    elif how == "bad":
+    elif change == "bad":
         target.grad = torch.ones(3, 3)
     elif target.grad is None:
         raise NoOperand
-    elif how == "double":
+    elif change == "double":
         target.grad.mul_(2)
     else:
         target.grad = target.grad.detach().clone()
 
 
-@operation(0.6, model=LAST, parameter=MANY, how=("no_grad", "data", "new data", "local", "bare"))
-def write(world: World, model: int, parameter: int, how: str) -> str:
+@operation(0.6, model=LAST, parameter=MANY, method=("no_grad", "data", "new data", "local", "bare"))
+def write_parameter(world: World, model: int, parameter: int, method: str) -> str:
     """Writes into a parameter as user code does."""
     target = world.parameter(model, parameter)
-    if how == "no_grad":
+    if method == "no_grad":
         with torch.no_grad():
             target.mul_(0.5)
-    elif how == "data":
+    elif method == "data":
         target.data.add_(0.25)
-    elif how == "new data":
+    elif method == "new data":
         target.data = target.data * 0.75
-    elif how == "bare":
+    elif method == "bare":
         target.mul_(2)
     else:
         local = target._local_tensor if isinstance(target, DTensor) else target
@@ -250,22 +256,24 @@ def write(world: World, model: int, parameter: int, how: str) -> str:
     return sharding_kind(target)
 
 
-@operation(0.25, model=LAST, module=range(20), how=("parameter", "extra", "none", "module", "new"))
-def replace(world: World, model: int, module: int, how: str) -> None:
+@operation(
+    0.25, model=LAST, module=range(20), member=("parameter", "extra", "none", "module", "new")
+)
+def replace_member(world: World, model: int, module: int, member: str) -> None:
     """Replaces or adds a parameter or a module."""
     target = world.module(model, module)
     params = dict(target.named_parameters(recurse=False))
     children = dict(target.named_children())
-    if how == "extra":
+    if member == "extra":
         target.extra = nn.Parameter(torch.ones(3))
-    elif how == "new":
+    elif member == "new":
         target.added = nn.Linear(4, 4)
-    elif how == "module":
+    elif member == "module":
         name = choose(sorted(n for n, c in children.items() if isinstance(c, nn.Linear)), 0)
         setattr(target, name, nn.Linear(4, children[name].out_features))
     else:
         name = choose(sorted(params), 0)
-        if how == "none":
+        if member == "none":
             setattr(target, name, None)
         else:
             setattr(target, name, nn.Parameter(params[name].detach().clone()))
@@ -289,88 +297,92 @@ def refill(module: nn.Module) -> None:
             tensor.fill_(0.3)
 
 
-@operation(0.4, model=LAST, module=(0, 0, 0, *range(20)), how=tuple(CASTS))
-def convert(world: World, model: int, module: int, how: str) -> None:
-    CASTS[how](world.module(model, module))
+@operation(0.4, model=LAST, module=(0, 0, 0, *range(20)), cast=tuple(CASTS))
+def convert(world: World, model: int, module: int, cast: str) -> None:
+    CASTS[cast](world.module(model, module))
 
 
 @operation(0.4, model=LAST, module=(0, 0, *range(20)), value=(False, True))
-def mode(world: World, model: int, module: int, value: bool) -> None:
+def set_training_mode(world: World, model: int, module: int, value: bool) -> None:
     world.module(model, module).train(value)
 
 
 # ---- state ----
 
 
-@operation(0.6, model=LAST, how=("dict", "full", "offloaded", "sharded", "trained"), keep=NO_YES)
-def save(world: World, model: int, how: str, keep: bool) -> Any:
-    """Saves a state dict. ``keep``: saves the tensors themselves instead of copies."""
+@operation(
+    0.6, model=LAST, kind=("dict", "full", "offloaded", "sharded", "trained"), keep_tensors=NO_YES
+)
+def save_state(world: World, model: int, kind: str, keep_tensors: bool) -> Any:
+    """Saves a state dict. ``keep_tensors``: saves the tensors themselves instead of copies."""
     net = world.model(model)
-    if how == "dict":
+    if kind == "dict":
         state = net.state_dict()
     else:
         options = StateDictOptions(
-            full_state_dict=how in ("full", "offloaded"),
-            cpu_offload=how == "offloaded",
-            ignore_frozen_params=how == "trained",
+            full_state_dict=kind in ("full", "offloaded"),
+            cpu_offload=kind == "offloaded",
+            ignore_frozen_params=kind == "trained",
         )
         state = get_model_state_dict(net, options=options)
-    if not keep:
+    if not keep_tensors:
         state = {name: value.detach().clone() for name, value in state.items()}
     world.saved.append(state)
     return state
 
 
-@operation(0.6, model=LAST, which=LAST, strict=(True, False), assign=NO_YES, omit_first=NO_YES)
-def load(
-    world: World, model: int, which: int, strict: bool, assign: bool, omit_first: bool
+@operation(0.6, model=LAST, index=LAST, strict=(True, False), assign=NO_YES, omit_first=NO_YES)
+def load_state(
+    world: World, model: int, index: int, strict: bool, assign: bool, omit_first: bool
 ) -> list[list[str]]:
-    """Loads a state dict. ``omit_first``: without the first entry."""
-    state = dict(list(choose(world.saved, which).items())[1 if omit_first else 0 :])
+    """Loads a state dict, without its first entry if ``omit_first``."""
+    state = dict(list(choose(world.saved, index).items())[1 if omit_first else 0 :])
     target = world.model(model).load_state_dict(state, strict=strict, assign=assign)
     return [list(target.missing_keys), list(target.unexpected_keys)]
 
 
-@operation(0.4, model=LAST, which=LAST, full=NO_YES, strict=(True, False), broadcast=NO_YES)
-def load_for(
-    world: World, model: int, which: int, full: bool, strict: bool, broadcast: bool
+@operation(0.4, model=LAST, index=LAST, full_state=NO_YES, strict=(True, False), from_rank_0=NO_YES)
+def set_model_state(
+    world: World, model: int, index: int, full_state: bool, strict: bool, from_rank_0: bool
 ) -> Any:
     """Loads a state dict by ``set_model_state_dict``."""
     options = StateDictOptions(
-        full_state_dict=full, strict=strict, broadcast_from_rank0=broadcast and full
+        full_state_dict=full_state, strict=strict, broadcast_from_rank0=from_rank_0 and full_state
     )
-    target = set_model_state_dict(world.model(model), choose(world.saved, which), options=options)
+    target = set_model_state_dict(world.model(model), choose(world.saved, index), options=options)
     return [list(target.missing_keys), list(target.unexpected_keys)]
 
 
-@operation(0.3, model=LAST, optimizer=LAST, full=NO_YES, back=NO_YES)
-def optimizer_state(world: World, model: int, optimizer: int, full: bool, back: bool) -> Any:
-    """Gets the state of an optimizer. ``back``: loads it again."""
+@operation(0.3, model=LAST, optimizer=LAST, full_state=NO_YES, load_again=NO_YES)
+def get_optimizer_state(
+    world: World, model: int, optimizer: int, full_state: bool, load_again: bool
+) -> Any:
+    """Returns the state of an optimizer. ``load_again``: loads this state afterwards."""
     net, target = world.model(model), choose(world.optimizers, optimizer)
-    options = StateDictOptions(full_state_dict=full)
+    options = StateDictOptions(full_state_dict=full_state)
     state = get_optimizer_state_dict(net, target, options=options)
-    line = describe(state["state"])
-    if back:
+    description = describe(state["state"])
+    if load_again:
         set_optimizer_state_dict(net, target, state, options=options)
-    return line
+    return description
 
 
 @operation(0.4, model=LAST, parameter=MANY)
-def gathered(world: World, model: int, parameter: int) -> Any:
+def gather_parameter(world: World, model: int, parameter: int) -> Any:
     target = world.parameter(model, parameter)
     return target.full_tensor() if isinstance(target, DTensor) else target
 
 
-@operation(0.3, model=LAST, module=(0, 0, *range(20)), how=("copy", "pickle", "save", "state"))
-def duplicate(world: World, model: int, module: int, how: str) -> Any:
+@operation(0.3, model=LAST, module=(0, 0, *range(20)), method=("copy", "pickle", "save", "state"))
+def duplicate(world: World, model: int, module: int, method: str) -> Any:
     """Copies or serializes a module. A copy of a whole model becomes a model of the program."""
     target = world.module(model, module)
     stream = io.BytesIO()
-    if how == "copy":
+    if method == "copy":
         copied: Any = copy.deepcopy(target)
-    elif how == "pickle":
+    elif method == "pickle":
         copied = pickle.loads(pickle.dumps(target))
-    elif how == "save":
+    elif method == "save":
         torch.save(target, stream)
         copied = None
     else:
@@ -382,18 +394,18 @@ def duplicate(world: World, model: int, module: int, how: str) -> Any:
     return [type(m).__name__ for m in copied.modules()] if copied is not None else None
 
 
-@operation(0.3, what=("outputs", "model", "optimizers", "handles", "hooks"))
-def forget(world: World, what: str) -> None:
+@operation(0.3, kind=("outputs", "model", "optimizers", "handles", "hooks"))
+def drop_objects(world: World, kind: str) -> None:
     """Drops objects and collects garbage."""
-    if what == "model" and len(world.models) > 1:
+    if kind == "model" and len(world.models) > 1:
         world.models.pop()
-    elif what != "model":
-        getattr(world, what).clear()
+    elif kind != "model":
+        getattr(world, kind).clear()
     gc.collect()
 
 
 @operation(0.3, model=LAST, number=FEW)
-def calls_within(world: World, model: int, number: int) -> Any:
+def evaluate_within_forward(world: World, model: int, number: int) -> Any:
     """Runs an evaluation from a hook within a training forward."""
     net = world.model(model)
     handle = net.register_forward_pre_hook(lambda *unused: evaluate())

@@ -103,10 +103,10 @@ def pipeline_stage(
     return losses
 
 
-@operation(1.2, model=LAST, unit=MANY, name=tuple(GROUP_METHODS), every=NO_YES)
-def call_group(world: World, model: int, unit: int, name: str, every: bool) -> Any:
+@operation(1.2, model=LAST, unit=MANY, name=tuple(GROUP_METHODS), all_units=NO_YES)
+def call_group(world: World, model: int, unit: int, name: str, all_units: bool) -> Any:
     """Calls a method of the groups of one unit, or of all units in order."""
-    units = world.units(model) if every else [world.unit(model, unit)]
+    units = world.units(model) if all_units else [world.unit(model, unit)]
     groups = [group for one in units for group in groups_of(one)]
     if not groups:
         raise NoOperand
@@ -122,8 +122,9 @@ def call_state(world: World, model: int, unit: int, name: str) -> Any:
 
 @operation(0.5, model=LAST, unit=MANY, unsharded=(True, False))
 def call_params(world: World, model: int, unit: int, unsharded: bool) -> Any:
-    """Calls ``to_sharded()`` of each ``FSDPParam`` and of the group, which has its own state in
-    torch.
+    """Calls ``to_sharded()`` of each ``FSDPParam``, and ``_to_sharded()`` of the group.
+
+    In torch the group has a state of its own.
 
     ``unsharded``: unshards before the calls.
     """
@@ -167,11 +168,15 @@ def without_hooks(net: nn.Module) -> Iterator[int]:
             hooks.update(before)
 
 
-@operation(0.6, model=LAST, unsharded=(True, True, False), grad=NO_YES, back=(True, False))
-def forward_without_hooks(world: World, model: int, unsharded: bool, grad: bool, back: bool) -> Any:
+@operation(
+    0.6, model=LAST, unsharded=(True, True, False), with_grad=NO_YES, reshard_after=(True, False)
+)
+def forward_without_hooks(
+    world: World, model: int, unsharded: bool, with_grad: bool, reshard_after: bool
+) -> Any:
     """Runs forward without FSDP2's hooks.
 
-    ``unsharded``: unshards before forward. ``back``: reshards after forward.
+    ``unsharded``: unshards before forward. ``reshard_after``: reshards after forward.
     """
     net = world.model(model)
     units = world.units(model)
@@ -180,14 +185,14 @@ def forward_without_hooks(world: World, model: int, unsharded: bool, grad: bool,
     for unit in units if unsharded else []:
         unit.unshard()
     try:
-        with without_hooks(net) as count, torch.set_grad_enabled(grad):
+        with without_hooks(net) as count, torch.set_grad_enabled(with_grad):
             world.record_event("hooks", count)
             out = net(world.rows(3))
             world.record_event(
                 "weights", *(type(parameter).__name__ for parameter in net.parameters())
             )
     finally:
-        for unit in units if back else []:
+        for unit in units if reshard_after else []:
             unit.reshard()
     return [tensor.detach() for tensor in tensors(out)]
 
@@ -195,10 +200,10 @@ def forward_without_hooks(world: World, model: int, unsharded: bool, grad: bool,
 # ---- patches ----
 
 
-@operation(0.5, which=range(len(PATCHED)))
-def patch(world: World, which: int) -> None:
+@operation(0.5, index=range(len(PATCHED)))
+def patch(world: World, index: int) -> None:
     """Replaces a function of torch by a wrapper that calls it."""
-    owner, name = choose(list(PATCHED), which)
+    owner, name = choose(list(PATCHED), index)
     function = getattr(owner, name)
 
     @functools.wraps(function)

@@ -13,9 +13,9 @@ from program_ranks import Step
 
 def pair_lines(by_torch: list[str], by_fsdp_c: list[str]) -> list[tuple[str, str]]:
     """Returns the pairs of lines with equal labels that differ; a missing line is empty."""
-    left, right = label_lines(by_torch), label_lines(by_fsdp_c)
-    labels = dict.fromkeys([*left, *right])
-    pairs = [(left.get(label, ""), right.get(label, "")) for label in labels]
+    torch_lines, fsdp_c_lines = label_lines(by_torch), label_lines(by_fsdp_c)
+    labels = dict.fromkeys([*torch_lines, *fsdp_c_lines])
+    pairs = [(torch_lines.get(label, ""), fsdp_c_lines.get(label, "")) for label in labels]
     return [(a, b) for a, b in pairs if a != b]
 
 
@@ -32,8 +32,10 @@ def label_lines(lines: list[str]) -> dict[str, str]:
 
 @dataclass
 class Mismatch:
-    """A difference: the program up to the operation with the difference, torch's earlier lines, and
-    the lines of torch and fsdp_c for the operation."""
+    """The program up to the operation with a difference, and the lines of both implementations.
+
+    ``before`` has torch's lines of the earlier operations.
+    """
 
     world: int
     program: list[Step]
@@ -48,11 +50,11 @@ class Mismatch:
             for (name, _), lines in zip(self.program, self.before)
         )
 
-    def returned(self, name: str, what: str) -> bool:
-        """Returns whether an earlier operation ``name`` has returned ``what`` under torch."""
+    def returned(self, name: str, text: str) -> bool:
+        """Returns whether an earlier operation ``name`` has returned ``text`` under torch."""
         return any(
-            name == done and lines[0] == f"gave {what!r}"
-            for (done, _), lines in zip(self.program, self.before)
+            name == earlier and lines[0] == f"gave {text!r}"
+            for (earlier, _), lines in zip(self.program, self.before)
         )
 
     def pairs(self) -> list[tuple[str, str]]:
@@ -61,14 +63,14 @@ class Mismatch:
     def has_operation(self, name: str, /, **arguments: object) -> bool:
         """Returns whether the program has this operation with these arguments."""
         return any(
-            name == done and all(given.get(key) == value for key, value in arguments.items())
-            for done, given in self.program
+            name == step_name and all(given.get(key) == value for key, value in arguments.items())
+            for step_name, given in self.program
         )
 
     def both_raised(self, *beginnings: str) -> bool:
-        """Returns whether both raised an error whose text has one of these beginnings."""
-        ways = tuple(f"raised {beginning}" for beginning in beginnings)
-        return self.by_torch[0].startswith(ways) and self.by_fsdp_c[0].startswith(ways)
+        """Returns whether both raised an error whose text begins with one of ``beginnings``."""
+        prefixes = tuple(f"raised {beginning}" for beginning in beginnings)
+        return self.by_torch[0].startswith(prefixes) and self.by_fsdp_c[0].startswith(prefixes)
 
     def hooks_differ(self) -> bool:
         """Returns whether the numbers of FSDP2's hooks differ, which no rule allows.
@@ -80,8 +82,8 @@ class Mismatch:
             for a, b in self.pairs()
             if a.startswith("hooks: ") and b.startswith("hooks: ")
         ]
-        left_by_torch = self.raised(*SHARDING) and all(a > b for a, b in counts)
-        return bool(counts) and not left_by_torch
+        only_torch_has_more = self.raised(*SHARDING) and all(a > b for a, b in counts)
+        return bool(counts) and not only_torch_has_more
 
     def gradients_missing(self) -> bool:
         """Returns whether a gradient exists under only one implementation."""
@@ -97,7 +99,14 @@ class Mismatch:
 
 SHARDING = ("shard", "shard_one", "shard_both", "replicate")
 """Operations that convert modules."""
-WRITING = ("optimize", "step", "load", "load_for", "optimizer_state", "write")
+WRITING = (
+    "step_optimizer",
+    "step",
+    "load_state",
+    "set_model_state",
+    "get_optimizer_state",
+    "write_parameter",
+)
 """Operations that may change the shards."""
 DIVIDED_TWICE_POLICIES = ("fp16, given in fp32", "fp64")
 """Policies under which torch divides gradients before and after their reduction."""
@@ -134,10 +143,10 @@ def find_rule(
 def can_continue(name: str, by_torch: list[str], by_fsdp_c: list[str]) -> bool:
     """Returns whether the comparison can continue, because the state is still the same."""
     labels = {a.split(": ")[0] for a, _ in pair_lines(by_torch, by_fsdp_c)}
-    both = all(lines[0].startswith("raised") for lines in (by_torch, by_fsdp_c))
-    if both and all(label.endswith(".grad") for label in labels):
-        return True  # only reductions differ in time
-    return labels == {by_torch[0].split(": ")[0]} and (both or name == "reset_iter_state")
+    both_raised = all(lines[0].startswith("raised") for lines in (by_torch, by_fsdp_c))
+    if both_raised and all(label.endswith(".grad") for label in labels):
+        return True  # the reductions of the two implementations run at different times
+    return labels == {by_torch[0].split(": ")[0]} and (both_raised or name == "reset_iter_state")
 
 
 @rule("fully_shard that raises leaves the module unchanged; torch marks it as sharded")
@@ -165,8 +174,8 @@ def own_attributes(mismatch: Mismatch) -> bool:
 
 @rule("fully_shard with two invalid arguments: torch reports the other one first")
 def two_invalid_arguments(mismatch: Mismatch) -> bool:
-    name, both = mismatch.program[-1][0], (mismatch.by_torch[0], mismatch.by_fsdp_c[0])
-    return name in SHARDING and all(line.startswith("raised") for line in both)
+    name, results = mismatch.program[-1][0], (mismatch.by_torch[0], mismatch.by_fsdp_c[0])
+    return name in SHARDING and all(result.startswith("raised") for result in results)
 
 
 @rule("requires_grad set while unsharded persists; in torch until the next gather")
@@ -176,7 +185,7 @@ def frozen_while_unsharded(mismatch: Mismatch) -> bool:
 
 @rule("writes to unsharded parameters on one rank persist; torch loses them")
 def written_while_unsharded(mismatch: Mismatch) -> bool:
-    return mismatch.returned("write", "unsharded")
+    return mismatch.returned("write_parameter", "unsharded")
 
 
 @rule("first forward in inference mode: torch keeps inference tensors or fails on one rank (B3)")
@@ -210,7 +219,7 @@ def old_weights(mismatch: Mismatch) -> bool:
 @rule("zero_grad() and a reset drop unreduced gradients; torch reduces them later")
 def dropped(mismatch: Mismatch) -> bool:
     without_sync = any(
-        mismatch.has_operation("flag", name=name)
+        mismatch.has_operation("set_flag", name=name)
         for name in ("set_requires_gradient_sync", "set_requires_all_reduce")
     )
     # A pipeline stage that raises leaves its flags off.
@@ -228,7 +237,7 @@ def refused_root(mismatch: Mismatch) -> bool:
 @rule("after a failed step torch raises another error, because its units keep their state")
 def not_recovered(mismatch: Mismatch) -> bool:
     return mismatch.by_torch[0].startswith("raised RuntimeError: setStorage") and mismatch.raised(
-        "backward", "step", "gradient", "backward_into", "forward", "forward_of_part"
+        "backward", "step", "autograd_grad", "backward_into", "forward", "forward_of_module"
     )
 
 
@@ -244,7 +253,7 @@ def overlapped(mismatch: Mismatch) -> bool:
     gradients = all(
         ".grad: " in (a or b) or a.startswith("gradients: ") for a, b in mismatch.pairs()
     )
-    failed = mismatch.raised("backward", "backward_into", "gradient", "step")
+    failed = mismatch.raised("backward", "backward_into", "autograd_grad", "step")
     return (
         mismatch.world > 1 and gradients and (failed or mismatch.by_torch[0].startswith("raised"))
     )
@@ -254,28 +263,41 @@ def overlapped(mismatch: Mismatch) -> bool:
 def divided_twice(mismatch: Mismatch) -> bool:
     gradients = [a for a, _ in mismatch.pairs() if ".grad: " in a or a.startswith("gradients: ")]
     types = any(f" {name} " in a for a in gradients for name in ("float16", "float64"))
-    forced = mismatch.has_operation("flag", name="set_force_sum_reduction_for_comms", value=True)
+    forced = mismatch.has_operation(
+        "set_flag", name="set_force_sum_reduction_for_comms", value=True
+    )
     policies = any(given.get("policy") in DIVIDED_TWICE_POLICIES for _, given in mismatch.program)
-    return mismatch.has_operation("factor") and bool(gradients) and (types or forced or policies)
+    return (
+        mismatch.has_operation("set_divide_factor")
+        and bool(gradients)
+        and (types or forced or policies)
+    )
 
 
 @rule("on one rank the weights exist when torch has freed them")
 def freed(mismatch: Mismatch) -> bool:
-    alone = mismatch.world == 1 or any(
+    on_one_rank = mismatch.world == 1 or any(
         given.get("mesh") == "replicas" for _, given in mismatch.program
     )
-    return alone and mismatch.by_torch[0].startswith("raised RuntimeError: setStorage")
+    return on_one_rank and mismatch.by_torch[0].startswith("raised RuntimeError: setStorage")
 
 
-BACKWARDS = ("backward", "backward_into", "gradient", "step")
-FORWARDS = ("forward", "forward_of_part", "other_forward", "calls_within", "gradient", "step")
+BACKWARDS = ("backward", "backward_into", "autograd_grad", "step")
+FORWARDS = (
+    "forward",
+    "forward_of_module",
+    "call_other_method",
+    "evaluate_within_forward",
+    "autograd_grad",
+    "step",
+)
 
 
 @rule("the forward after a backward that raised resets its state; torch's units keep it")
 def reset_by_forward(mismatch: Mismatch) -> bool:
     raised = [
-        at
-        for at, ((name, _), lines) in enumerate(zip(mismatch.program, mismatch.before))
+        index
+        for index, ((name, _), lines) in enumerate(zip(mismatch.program, mismatch.before))
         if name in BACKWARDS and lines[0].startswith("raised")
     ]
     return any(name in FORWARDS for name, _ in mismatch.program[min(raised, default=10**6) + 1 :])
@@ -290,5 +312,5 @@ def failed_conversion(mismatch: Mismatch) -> bool:
 def gathered_anew(mismatch: Mismatch) -> bool:
     name = mismatch.program[-1][0]
     return name == "unshard" and (
-        mismatch.has_operation("optimize") or mismatch.has_operation("step")
+        mismatch.has_operation("step_optimizer") or mismatch.has_operation("step")
     )

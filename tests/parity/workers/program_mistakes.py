@@ -55,7 +55,7 @@ def lose_call() -> None:
 
 
 def flag(name: str, wrong: Callable[..., Any], **arguments: Any) -> Mistake:
-    return Mistake(replace_method(name, wrong), "flag", {"name": name, **arguments})
+    return Mistake(replace_method(name, wrong), "set_flag", {"name": name, **arguments})
 
 
 MISTAKES = {
@@ -66,7 +66,7 @@ MISTAKES = {
         replace_method(
             "set_gradient_divide_factor", lambda right, unit, factor: right(unit, factor * 1.5)
         ),
-        "factor",
+        "set_divide_factor",
         {"name": "set_gradient_divide_factor", "unit": 0},
     ),
     "a setting is lost": flag(
@@ -81,8 +81,8 @@ MISTAKES = {
     "an error is missing": Mistake(
         replace_method("set_modules_to_forward_prefetch", lambda right, unit, units: None),
         "prefetch",
-        {"direction": "forward", "odd": True, "count": 2},
+        {"direction": "forward", "unsharded_last": True, "count": 2},
     ),
     "a private call has no effect": Mistake(lose_call, "call_group", {"name": "unshard and wait"}),
-    "a step is too long": Mistake(lengthen_sgd_steps, "optimizer", {"kind": "sgd"}),
+    "a step is too long": Mistake(lengthen_sgd_steps, "create_optimizer", {"kind": "sgd"}),
 }

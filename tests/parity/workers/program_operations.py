@@ -60,15 +60,15 @@ def operation(weight: float = 1.0, **choices: Sequence[Any]) -> Callable[[Functi
     kinds=[BLOCKS] * 4,
     structure=("tensor", "pair", "dict", "view"),
     dtype=(None, None, None, torch.bfloat16, torch.float64),
-    separate=NO_YES,
+    own_blocks=NO_YES,
 )
 def build(
-    world: World, kinds: list[str], structure: str, dtype: torch.dtype | None, separate: bool
+    world: World, kinds: list[str], structure: str, dtype: torch.dtype | None, own_blocks: bool
 ) -> None:
-    """Builds a model. ``separate``: the model shares no block with the first model."""
+    """Builds a model. ``own_blocks``: the model shares no block with the first model."""
     if len(world.models) >= 3:
         raise NoOperand
-    before = None if separate or not world.models else world.models[0]
+    before = None if own_blocks or not world.models else world.models[0]
     net = Net(kinds, structure, before if isinstance(before, Net) else None)
     world.models.append(net if dtype is None else net.to(dtype))
 
@@ -212,7 +212,7 @@ ROWS = (3, 4, 3, 3, 1)
 
 @operation(6.0, model=LAST, mode=MODES, rows=ROWS, failure=FAILURES, skip=(0, 0, 0, 0, 1, 2))
 def forward(world: World, model: int, mode: str, rows: int, failure: str, skip: int) -> Any:
-    """Runs forward. ``skip``: number of first blocks to skip. ``failure``: its name in ARMED."""
+    """Runs forward. ``skip`` is the number of first blocks to skip, ``failure`` a name of ARMED."""
     with arm_failure(failure):
         out = call_in_mode(
             world, world.model(model), mode, rows, **({"skip": skip} if skip else {})
@@ -222,7 +222,7 @@ def forward(world: World, model: int, mode: str, rows: int, failure: str, skip: 
 
 
 @operation(0.7, model=LAST, module=range(20), mode=MODES, failure=FAILURES)
-def forward_of_part(world: World, model: int, module: int, mode: str, failure: str) -> Any:
+def forward_of_module(world: World, model: int, module: int, mode: str, failure: str) -> Any:
     """Runs forward of one module of a model."""
     with arm_failure(failure):
         out = call_in_mode(world, world.module(model, module), mode, 3)
@@ -230,17 +230,19 @@ def forward_of_part(world: World, model: int, module: int, mode: str, failure: s
     return out
 
 
-@operation(0.6, model=LAST, module=range(20), register=(True, False), of=("encode", "both", "none"))
-def other_forward(world: World, model: int, module: int, register: bool, of: str) -> Any:
-    """Calls a method other than forward, which may be registered."""
+@operation(
+    0.6, model=LAST, module=range(20), register=(True, False), method=("encode", "both", "none")
+)
+def call_other_method(world: World, model: int, module: int, register: bool, method: str) -> Any:
+    """Calls a method other than forward. ``register``: registers it as a forward method before."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    targets = [m for m in world.model(model).modules() if hasattr(m, of)]
+    targets = [m for m in world.model(model).modules() if hasattr(m, method)]
     target = choose(targets or [world.model(model)], module)
     if register:
-        register_fsdp_forward_method(target, of)
+        register_fsdp_forward_method(target, method)
     x = world.rows(3)
-    out = getattr(target, of)({"x": x, "n": [x]} if of == "both" else x)
+    out = getattr(target, method)({"x": x, "n": [x]} if method == "both" else x)
     world.outputs.append(out)
     return out
 
@@ -272,27 +274,29 @@ def loss_of(out: Any, part: str) -> torch.Tensor:
 
 @operation(
     6.0,
-    which=(-1, -1, -1, -2, 0),
-    part=("", "", "first", "last"),
-    retain=(False, False, False, True),
-    keep=(False, False, False, True),
+    index=(-1, -1, -1, -2, 0),
+    output_part=("", "", "first", "last"),
+    retain_graph=(False, False, False, True),
+    keep_output=(False, False, False, True),
     failure=("", "", "", "", "backward"),
 )
-def backward(world: World, which: int, part: str, retain: bool, keep: bool, failure: str) -> Any:
-    """Runs backward of an output. ``keep``: the output stays for another backward."""
-    out = choose(world.outputs, which)
-    loss = loss_of(out, part)
-    if not keep:
-        world.outputs.pop(which % len(world.outputs))
+def backward(
+    world: World, index: int, output_part: str, retain_graph: bool, keep_output: bool, failure: str
+) -> Any:
+    """Runs backward of an output. ``keep_output``: the output stays for another backward."""
+    out = choose(world.outputs, index)
+    loss = loss_of(out, output_part)
+    if not keep_output:
+        world.outputs.pop(index % len(world.outputs))
     with arm_failure(failure):
-        loss.backward(retain_graph=retain)
+        loss.backward(retain_graph=retain_graph)
     return loss
 
 
-@operation(0.4, which=LAST, model=LAST, parameter=MANY, count=(1, 2, 30))
-def backward_into(world: World, which: int, model: int, parameter: int, count: int) -> Any:
-    """Runs backward with ``inputs``: gradients of some parameters only."""
-    loss = loss_of(choose(world.outputs, which), "")
+@operation(0.4, index=LAST, model=LAST, parameter=MANY, count=(1, 2, 30))
+def backward_into(world: World, index: int, model: int, parameter: int, count: int) -> Any:
+    """Runs backward with ``inputs``, which computes gradients of some parameters only."""
+    loss = loss_of(choose(world.outputs, index), "")
     params = list(world.model(model).parameters())
     if not params:
         raise NoOperand
@@ -301,15 +305,17 @@ def backward_into(world: World, which: int, model: int, parameter: int, count: i
     return loss
 
 
-@operation(0.4, which=LAST, of=("input", "parameters", "output"), model=LAST)
-def gradient(world: World, which: int, of: str, model: int) -> Any:
-    """``torch.autograd.grad``."""
-    if of == "input":
+@operation(0.4, index=LAST, inputs_kind=("input", "parameters", "output"), model=LAST)
+def autograd_grad(world: World, index: int, inputs_kind: str, model: int) -> Any:
+    """Calls ``torch.autograd.grad``."""
+    if inputs_kind == "input":
         x = world.rows(3).requires_grad_()
         out = world.model(model)(x)
         return torch.autograd.grad(loss_of(out, ""), [x])
-    out = choose(world.outputs, which)
-    inputs = list(world.model(model).parameters()) if of == "parameters" else tensors(out)[:1]
+    out = choose(world.outputs, index)
+    inputs = (
+        list(world.model(model).parameters()) if inputs_kind == "parameters" else tensors(out)[:1]
+    )
     return torch.autograd.grad(loss_of(out, ""), inputs, allow_unused=True, retain_graph=True)
 
 
@@ -342,32 +348,34 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 @operation(0.8, model=LAST, kind=tuple(OPTIMIZERS), trained=(False, True))
-def optimizer(world: World, model: int, kind: str, trained: bool) -> None:
-    """Creates an optimizer. ``trained``: only of parameters that require gradients."""
+def create_optimizer(world: World, model: int, kind: str, trained: bool) -> None:
+    """Creates an optimizer of all parameters, or of those that require gradients (``trained``)."""
     params = [p for p in world.model(model).parameters() if p.requires_grad or not trained]
     world.optimizers.append(OPTIMIZERS[kind](params))
 
 
 @operation(2.0, optimizer=LAST)
-def optimize(world: World, optimizer: int) -> Any:
+def step_optimizer(world: World, optimizer: int) -> Any:
     targets = choose(world.optimizers, optimizer)
     targets.step()
     return list(targets.state_dict()["state"].values())
 
 
-@operation(1.5, by=("optimizer", "model", "unit"), which=LAST, none=(True, False))
-def zero_grad(world: World, by: str, which: int, none: bool) -> None:
-    if by == "optimizer":
-        choose(world.optimizers, which).zero_grad(set_to_none=none)
-    elif by == "model":
-        world.model(which).zero_grad(set_to_none=none)
+@operation(1.5, owner=("optimizer", "model", "unit"), index=LAST, set_to_none=(True, False))
+def zero_grad(world: World, owner: str, index: int, set_to_none: bool) -> None:
+    if owner == "optimizer":
+        choose(world.optimizers, index).zero_grad(set_to_none=set_to_none)
+    elif owner == "model":
+        world.model(index).zero_grad(set_to_none=set_to_none)
     else:
-        world.unit(-1, which).zero_grad(set_to_none=none)
+        world.unit(-1, index).zero_grad(set_to_none=set_to_none)
 
 
 @operation(
-    0.8, model=LAST, max_norm=(0.5, 1e3), kind=(2.0, 1.0, float("inf")), foreach=(None, False)
+    0.8, model=LAST, max_norm=(0.5, 1e3), norm_type=(2.0, 1.0, float("inf")), foreach=(None, False)
 )
-def clip(world: World, model: int, max_norm: float, kind: float, foreach: bool | None) -> Any:
+def clip_gradients(
+    world: World, model: int, max_norm: float, norm_type: float, foreach: bool | None
+) -> Any:
     params = list(world.model(model).parameters())
-    return nn.utils.clip_grad_norm_(params, max_norm, norm_type=kind, foreach=foreach)
+    return nn.utils.clip_grad_norm_(params, max_norm, norm_type=norm_type, foreach=foreach)

@@ -30,7 +30,7 @@ from launch import die_with_parent
 
 HERE = Path(__file__).resolve()
 COLLECTIVE_SECONDS = 15
-"""Timeout of collectives, which ends mismatched ranks. Less than the seconds of a program."""
+"""Timeout of collectives, which ends mismatched ranks. It is less than the time of a program."""
 
 Step = tuple[str, dict[str, Any]]
 Rank = tuple[list[list[str]], str]
@@ -38,7 +38,7 @@ Rank = tuple[list[list[str]], str]
 
 
 class Server:
-    """Client of the server process of one implementation."""
+    """The server process of one implementation, with the pipes to it."""
 
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
@@ -50,13 +50,15 @@ class Server:
             start_new_session=True,
         )
 
-    def request(self, program: list[Step], world: int, seconds: float, mistake: str = "") -> None:
+    def send_program(
+        self, program: list[Step], world: int, seconds: float, mistake: str = ""
+    ) -> None:
         assert self.process.stdin is not None
         request = {"program": program, "world": world, "seconds": seconds, "mistake": mistake}
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
-    def response(self) -> list[Rank]:
+    def read_ranks(self) -> list[Rank]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

@@ -44,20 +44,20 @@ class World:
     known: dict[str, weakref.ref[Any]] = field(default_factory=dict)
     drawn: int = 0
 
-    def model(self, which: int) -> Any:
-        return choose(self.models, which)
+    def model(self, index: int) -> Any:
+        return choose(self.models, index)
 
-    def module(self, model: int, which: int) -> Any:
-        return choose(list(self.model(model).modules()), which)
+    def module(self, model: int, index: int) -> Any:
+        return choose(list(self.model(model).modules()), index)
 
     def units(self, model: int) -> list[Any]:
         return units_of(self.model(model))
 
-    def unit(self, model: int, which: int) -> Any:
-        return choose(self.units(model), which)
+    def unit(self, model: int, index: int) -> Any:
+        return choose(self.units(model), index)
 
-    def parameter(self, model: int, which: int) -> Any:
-        return choose(list(self.model(model).parameters()), which)
+    def parameter(self, model: int, index: int) -> Any:
+        return choose(list(self.model(model).parameters()), index)
 
     def rows(self, count: int) -> torch.Tensor:
         """Returns new random rows; they differ between calls and ranks."""
@@ -65,15 +65,15 @@ class World:
         generator = torch.Generator().manual_seed(1000 * self.api.rank + self.drawn)
         return torch.randn(count, DIM, generator=generator)
 
-    def record_event(self, what: str, *values: Any) -> None:
+    def record_event(self, name: str, *values: Any) -> None:
         """Records an event within an operation."""
-        self.events.append(f"{what}: {', '.join(describe(value) for value in values)}")
+        self.events.append(f"{name}: {', '.join(describe(value) for value in values)}")
 
 
-def choose(objects: list[Any], which: int) -> Any:
+def choose(objects: list[Any], index: int) -> Any:
     if not objects:
         raise NoOperand
-    return objects[which % len(objects)]
+    return objects[index % len(objects)]
 
 
 def tensors(structure: Any) -> list[torch.Tensor]:
@@ -102,7 +102,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
         kind = f"{kind} {layout} {mesh.mesh_dim_names}"
         local = tensor._local_tensor.detach()
     flags = [name for name in ("requires_grad", "is_inference") if has_flag(tensor, name)]
-    flags += [] if tensor.is_leaf else ["made"]
+    flags += [] if tensor.is_leaf else ["non-leaf"]
     dtype = str(tensor.dtype).removeprefix("torch.")
     text = f"{kind} {dtype} {tuple(local.shape)} {' '.join(flags)}"
     if local.device.type == "meta":

@@ -60,7 +60,7 @@ def generate(seed: int) -> list[Step]:
     if rng.random() < 0.85:
         program.append(draw_operation(rng, "shard"))
     if rng.random() < 0.7:
-        program.append(draw_operation(rng, "optimizer"))
+        program.append(draw_operation(rng, "create_optimizer"))
     names = [name for name in OPERATIONS if name in ALWAYS or rng.random() < 0.5]
     weights = [OPERATIONS[name].weight for name in names]
     count = rng.randint(8, 36)
@@ -173,10 +173,10 @@ class Pair:
         """Runs a program under both; concurrently on one rank, in sequence on two."""
         outcomes = []
         for server, mistake in zip(self.servers, self.mistakes):
-            server.request(program, world, seconds, mistake)
+            server.send_program(program, world, seconds, mistake)
             if world > 1:
-                outcomes.append(server.response())
-        return outcomes or [server.response() for server in self.servers]
+                outcomes.append(server.read_ranks())
+        return outcomes or [server.read_ranks() for server in self.servers]
 
     def compare(self, program: list[Step], world: int) -> Difference | None:
         by_torch, by_fsdp_c = self.run(program, world)
@@ -192,8 +192,8 @@ class Pair:
         server = self.servers[0]
         runs = []
         for _ in range(3):
-            server.request(program, world, SECONDS)
-            runs.append([lines[: difference.at + 1] for lines, _ in server.response()])
+            server.send_program(program, world, SECONDS)
+            runs.append([lines[: difference.at + 1] for lines, _ in server.read_ranks()])
         return runs[0] == runs[1] == runs[2]
 
     def judge_hang(self, program: list[Step], world: int, difference: Difference) -> Difference:
@@ -204,8 +204,8 @@ class Pair:
         hung = [0, 0]
         for index, (server, mistake) in enumerate(zip(self.servers, self.mistakes)):
             for _ in range(HANG_RERUNS):
-                server.request(program, world, SECONDS, mistake)
-                hung[index] += is_hung(server.response())
+                server.send_program(program, world, SECONDS, mistake)
+                hung[index] += is_hung(server.read_ranks())
                 if hung[0] or hung[1] == HANGS_COUNTED:
                     break
             if hung[0]:

@@ -106,7 +106,7 @@ def default_device_context(api: Script) -> Any:
 
 @script(costly=True)
 def forward_ad_dual_level(api: Script) -> Any:
-    """Forward-mode derivatives through torch.autograd.forward_ad."""
+    """Computes forward-mode derivatives through torch.autograd.forward_ad."""
     model = api.sharded()
     rows = api.rows()
     with torch.autograd.forward_ad.dual_level():
@@ -117,7 +117,7 @@ def forward_ad_dual_level(api: Script) -> Any:
 
 @script(costly=True)
 def func_jvp(api: Script) -> Any:
-    """Forward-mode derivatives through torch.func."""
+    """Computes forward-mode derivatives through torch.func."""
     rows = api.rows()
     return list(torch.func.jvp(api.sharded(), (rows,), (torch.ones_like(rows),)))
 
