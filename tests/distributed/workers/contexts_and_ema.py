@@ -329,7 +329,8 @@ def load_and_fail_on_one_rank(
                 assert_load_fails(full if rank == 0 else None, "partly loaded", bucket_bytes=60)
         function = no_places if rank == failing_rank else make_destinations
         with unittest.mock.patch.object(destinations, "make_destinations", function):
-            assert_load_fails(full if rank == 0 else None, "no place")
+            message = "no place" if rank == failing_rank else "another rank cannot allocate memory"
+            assert_load_fails(full if rank == 0 else None, message)
     layer = fully_shard(LayerWithExtraState(4, 4))
     state = {"weight": torch.ones(4, 4), "bias": torch.ones(4), "_extra_state": 1}
 
