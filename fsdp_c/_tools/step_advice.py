@@ -62,16 +62,19 @@ class Advice:
         code: The line to write.
         saves: The saving.
         describe: Formats the saving.
+        microbatches: The number of backwards of the step.
     """
 
     finding: str
     code: str
     saves: StepCost
     describe: Callable[[StepCost], str] = field(compare=False, repr=False)
+    microbatches: int = 1
 
     def __str__(self) -> str:
         saving = self.describe(self.saves)
-        return f"{self.finding}{saving and f'. Saves {saving} in a step'}: {self.code}"
+        step = "a step" if self.microbatches == 1 else f"a step of {self.microbatches} microbatches"
+        return f"{self.finding}{saving and f'. Saves {saving} in {step}'}: {self.code}"
 
 
 def find_step_advice(facts: Facts) -> list[Advice]:
@@ -83,7 +86,8 @@ def find_step_advice(facts: Facts) -> list[Advice]:
             after = change.after if isinstance(change.after, StepCost) else change.after.measure()
             saves = now.subtract(after)
             if change.is_saving(saves):
-                found.append(Advice(change.finding, change.code, saves, change.describe))
+                text = change.finding, change.code
+                found.append(Advice(*text, saves, change.describe, facts.microbatches))
     return sorted(found, key=lambda advice: -advice.saves.received)
 
 
