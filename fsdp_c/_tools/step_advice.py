@@ -253,7 +253,7 @@ def find_early_all_reduces(facts: Facts) -> Iterator[_Change]:
     yield _Change(
         f"the replicas all-reduce gradients after each of {facts.microbatches} microbatches",
         "model.set_requires_all_reduce(is_last_microbatch)  # before each forward",
-        StepCost(*after[:-1], last.stored),
+        StepCost(*after)._replace(stored=last.stored),
         _describe_all_reduces,
         lambda saves: saves.all_reduces > 0,
     )
