@@ -351,7 +351,7 @@ def find_smaller_mesh(facts: Facts) -> Iterator[_Change]:
     node, units = facts.ranks_per_node, facts.sharding.units
     worlds = {unit.world for unit in units}
     world = max(worlds, default=1)
-    if len(worlds) != 1 or world <= node or world % node or any(u.replicas > 1 for u in units):
+    if len(worlds) != 1 or world <= node or world % node or not all(map(_can_replicate, units)):
         return
     nodes = world // node
     after = _map_units(facts, lambda unit: replace(unit, world=node, replicas=nodes))
@@ -372,6 +372,11 @@ def find_smaller_mesh(facts: Facts) -> Iterator[_Change]:
         cost._replace(shards=0),  # these bytes stay inside of nodes
         lambda saves: f"{format_bytes(saves.received)} received through groups that span nodes",
     )
+
+
+def _can_replicate(unit: UnitSizes) -> bool:
+    """Whether a unit has no replicas, and no smaller group to reshard to after forward."""
+    return unit.replicas == 1 and isinstance(unit.reshard, bool)
 
 
 _RULES: tuple[Callable[[Facts], Iterator[_Change]], ...] = (

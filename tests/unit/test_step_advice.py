@@ -261,6 +261,8 @@ def test_small_model_needs_no_gathers_between_nodes() -> None:
     assert not has_advice(small, "init_device_mesh")
     assert not has_advice(fsdp_c.plan(model, world_size=4, **kwargs), "init_device_mesh")
     assert not has_advice(after, "init_device_mesh")
+    resharded = fsdp_c.plan(model, world_size=16, reshard_after_forward=4, **kwargs)
+    assert not has_advice(resharded, "init_device_mesh")
 
 
 def test_replicas_that_do_not_all_reduce_are_reported() -> None:
