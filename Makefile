@@ -217,7 +217,7 @@ format: env
 docs: $(DOCS_STAMP)
 	$(PYTHON) docs/configuration_table.py --check
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
-	@echo "open build/docs/index.html"
+	@echo "open build/docs/index.html (search needs a server: python3 -m http.server -d build/docs)"
 
 $(DOCS_STAMP): docs/requirements.txt
 	@[ -x $(DOCS_VENV)/bin/python ] || $(PYTHON) -m venv $(DOCS_VENV)

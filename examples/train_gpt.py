@@ -20,18 +20,16 @@ Without torchrun the script runs as one process. The script writes into the outp
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import checkpoint
 import compare
@@ -39,31 +37,33 @@ import plots
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig, generate, next_byte_loss
+from job import (
+    RANK,
+    Parser,
+    UsageError,
+    exit_with_error,
+    format_closing_lines,
+    gather_full_tensor,
+    init_processes,
+    mean_over_ranks,
+    peak_memory,
+    positive,
+    print_on_rank_0,
+    select_fully_shard,
+    weights_digest,
+)
 from text import Corpus, TextError, Windows, load_corpus
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 CHECKPOINTS = "checkpoints"  # folder below --out
 PHASES = ("data", "forward", "backward", "optimizer")
-RANK = int(os.environ.get("RANK", "0"))
-
-
-class UsageError(Exception):
-    """The command line requires something that this machine or installation does not have."""
 
 
 # --------------------------------------------------------------------------------------------------
 # Command line
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that prints errors on rank 0 only."""
-
-    def error(self, message: str) -> NoReturn:
-        exit_with_error(f"{message} (see --help)")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -123,14 +123,6 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def positive(text: str) -> int:
-    """Parses an integer above zero for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above zero")
-    return value
-
-
 def natural(text: str) -> int:
     """Parses an integer of at least zero for argparse."""
     value = int(text)
@@ -139,60 +131,8 @@ def natural(text: str) -> int:
     return value
 
 
-def print_on_rank_0(*lines: str) -> None:
-    """Prints lines on rank 0."""
-    if RANK == 0:
-        print(*lines, sep="\n", flush=True)
-
-
-def exit_with_error(message: str) -> NoReturn:
-    """Exits with one error message. All ranks call this, since all have the same arguments."""
-    if RANK == 0:
-        print(f"train_gpt: error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(1)  # torchrun ends all ranks at the first exit: let rank 0 print before
-    sys.exit(2)
-
-
 # --------------------------------------------------------------------------------------------------
 # Processes, model, optimizer
-
-
-def select_fully_shard(impl: str) -> Callable[..., Any]:
-    """Returns the ``fully_shard`` of an implementation. No other code depends on ``--impl``."""
-    if impl == "torch":
-        from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
-        return torch_fully_shard
-    try:
-        from fsdp_c import fully_shard
-    except ImportError as error:
-        raise UsageError(f"fsdp_c cannot be imported ({error}); build it first") from error
-    return fully_shard
-
-
-def init_processes(device_option: str) -> tuple[torch.device, DeviceMesh]:
-    """Joins torchrun's process group or, without torchrun, creates one with a single rank."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
-    if device_option == "cuda" and not enough_gpus:
-        raise UsageError(f"--device cuda needs {local_ranks} GPUs, one for each rank")
-    torch.set_num_threads(1)
-    if enough_gpus and device_option != "cpu":
-        # Bit-equal runs require kernels that sum in a fixed order.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return device, init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def build_model(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> GPT:
@@ -228,18 +168,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def gather_full_tensor(value: Tensor) -> Tensor:
-    """Returns the full tensor of a tensor that may be sharded. Every rank must call this."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def mean_over_ranks(value: Tensor) -> float:
-    """Returns the mean of one number per rank. Every rank must call this."""
-    total = value.detach().float().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
-
-
 # --------------------------------------------------------------------------------------------------
 # Results of a run
 
@@ -267,29 +195,6 @@ class History:
         return sum(map(sum, self.seconds.values()))
 
 
-def weights_digest(model: nn.Module) -> str:
-    """Returns a SHA-256 of all full fp32 parameters. Every rank must call this."""
-    digest = hashlib.sha256()
-    # named_parameters() would return the root's unsharded parameters in the compute dtype after a
-    # forward without backward. state_dict() always returns the sharded fp32 parameters.
-    for name, parameter in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(gather_full_tensor(parameter).cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def peak_memory(device: torch.device) -> list[float]:
-    """Returns each rank's peak memory in MiB: of the GPU if there is one, else of the process."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / 2**20
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-    peaks = [0.0] * dist.get_world_size()
-    dist.all_gather_object(peaks, peak)
-    return peaks
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes an indented JSON file."""
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -307,8 +212,9 @@ class Run:
         self.corpus = load_corpus(args.text_bytes, args.text)
         self.windows = Windows(self.corpus.train, args.context, args.seed)
         self.held_out = Windows(self.corpus.validation, args.context, args.seed)
-        self.device, self.mesh = init_processes(args.device)
+        self.device = init_processes(args.device)
         self.ranks = dist.get_world_size()
+        self.mesh = init_device_mesh(self.device.type, (self.ranks,))
         self.settings = self._settings(self.corpus)
         self.model = build_model(args, self.device, self.mesh)
         self.optimizer = build_optimizer(self.model, args.lr)
@@ -496,15 +402,18 @@ class Run:
             phases=history.seconds,
         )
         print_on_rank_0(
-            f"Final loss        {train[-1]:.4f} nats per byte "
-            f"(validation {summary['final_validation_loss']:.4f})",
-            f"Throughput        {summary['tokens_per_second']:,.0f} tokens/s on {ranks} "
-            f"({1e3 * seconds / len(train):.0f} ms per step)",
-            f"Peak memory       {', '.join(f'{peak:.0f}' for peak in peaks)} MiB "
-            f"({'GPU' if self.device.type == 'cuda' else 'resident'}, by rank)",
-            f"Time              {seconds:.1f} s in training steps, "
-            f"{summary['total_seconds']:.1f} s from start to end",
-            f"Weights           sha256 {digest[:16]}",
+            *format_closing_lines(
+                f"{train[-1]:.4f} nats per byte "
+                f"(validation {summary['final_validation_loss']:.4f})",
+                summary["tokens_per_second"],
+                "tokens",
+                len(train),
+                seconds,
+                started,
+                peaks,
+                self.device,
+                digest,
+            ),
             *comparison,
             f"Written to        {args.out}/: losses.json, summary.json, curve.png, "
             f"{'steps.png, step.json, ' if args.compare > 0 else ''}checkpoints/",

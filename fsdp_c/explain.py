@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
@@ -18,6 +19,8 @@ from ._tools.fake_step import Trace, record_events
 from ._tools.optimizer_memory import count_state_bytes, measure_optimizer
 from ._tools.report import Explanation, make_explanation
 
+DEFAULT_RANKS_PER_NODE = 8
+
 
 def explain(
     model: nn.Module,
@@ -26,6 +29,7 @@ def explain(
     batch: Any = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     memory: int | str | None = None,
+    microbatches: int = 1,
     file: TextIO | None = None,
 ) -> Explanation:
     """Prints a model's units, the memory of a step, and warnings about likely mistakes.
@@ -46,14 +50,15 @@ def explain(
             peak.
         memory: The memory of one rank in bytes, or as ``"80GiB"``: the report compares it with the
             peak.
+        microbatches: The number of backwards of an optimizer step, for advice.
         file: The output file. ``None``: standard output.
 
     Returns:
         The report as data. ``.plot("memory.png")`` draws it.
 
     Raises:
-        ValueError: ``model`` has no sharded module, forward raises on fake tensors of the batch, or
-            ``memory`` is not a size.
+        ValueError: ``model`` has no sharded module, forward raises on fake tensors of the batch,
+            ``microbatches`` is not positive, or ``memory`` is not a size.
         TypeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
     """
     require_module(model, "explain")
@@ -67,6 +72,8 @@ def explain(
         *model_checks.check_replaced_params(model, groups),
         *model_checks.check_unmanaged_params(model, groups),
         *model_checks.check_tied_weights(model, groups),
+        *model_checks.check_compiled_root(model),
+        *model_checks.check_replicas(groups),
         *lint.check_blocks_in_root(model, groups),
         *lint.check_policies(model, groups),
         *lint.check_large_units(model, groups),
@@ -82,6 +89,9 @@ def explain(
         trace=record_step(model, layout, batch, loss),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         memory=memory,
+        model=model,
+        microbatches=check_positive("microbatches", microbatches),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", DEFAULT_RANKS_PER_NODE)),
     )
     for _, group in groups:
         explanation.kernels[group.device.type] = kernels.describe_kernels(group.device)
@@ -90,6 +100,20 @@ def explain(
         explanation.buffers = pool["out"], pool["waiting"]
     print(explanation, file=file)
     return explanation
+
+
+def check_positive(name: str, value: Any) -> int:
+    """Returns an argument that is a positive integer.
+
+    Raises:
+        TypeError: ``value`` is not an integer. The message has ``name``.
+        ValueError: ``value`` is not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is an integer, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} is positive, not {value}")
+    return value
 
 
 def record_step(

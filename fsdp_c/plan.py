@@ -14,9 +14,15 @@ from typing_extensions import Unpack
 from . import wrap
 from ._runtime.fsdp_units import require_module
 from ._tools import unit_bytes
+from ._tools.byte_format import parse_bytes
 from ._tools.optimizer_memory import OptimizerArgument, measure_optimizer
-from ._tools.report import Explanation, make_explanation, parse_bytes
-from .explain import compute_optimizer_cost, record_step
+from ._tools.report import Explanation, make_explanation
+from .explain import (
+    DEFAULT_RANKS_PER_NODE,
+    check_positive,
+    compute_optimizer_cost,
+    record_step,
+)
 from .fully_shard import fully_shard
 from .policies import Policy
 from .wrap import UnitKwargs
@@ -32,6 +38,8 @@ def plan(
     batch: Any = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     memory: int | str | None = None,
+    microbatches: int = 1,
+    ranks_per_node: int = DEFAULT_RANKS_PER_NODE,
     max_transient: int | None = None,
     min_unit: int | None = None,
     ignored_modules: Iterable[nn.Module] = (),
@@ -53,7 +61,8 @@ def plan(
         optimizer: A class, a name of ``torch.optim`` in any case, or a function that makes an
             optimizer from parameters, such as ``functools.partial(torch.optim.SGD, momentum=0.9)``.
             ``None``: AdamW.
-        batch, loss, memory, file: As for :func:`fsdp_c.explain`.
+        batch, loss, memory, microbatches, file: As for :func:`fsdp_c.explain`.
+        ranks_per_node: The number of ranks of one node, for advice.
         max_transient, min_unit, ignored_modules, ignored_params: As for ``auto_shard``.
         device: The device type of training. Gathers and reductions overlap with computation on all
             devices but ``"cpu"``.
@@ -101,6 +110,9 @@ def plan(
         trace=record_step(model, layout, batch, loss),
         optimizer=measure_optimizer(optimizer, torch.float32, on_cpu).name,
         memory=memory_bytes,
+        model=model,
+        microbatches=check_positive("microbatches", microbatches),
+        ranks_per_node=check_positive("ranks_per_node", ranks_per_node),
     )
     print(explanation, file=file)
     return explanation

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 CLIP = ("test_clip", "test_behavior_clipping")
-EXPLAIN = ("test_plan", "test_explain", "test_dry_run")
+EXPLAIN = ("test_plan", "test_explain", "test_dry_run", "test_step_advice")
 DRY_RUN = ("test_dry_run", "test_dry_run_boundary", "test_dry_run_model")
 KERNELS = ("test_kernels", "test_casts", "test_find_cuda")
 SHARED_MEMORY = ("test_shared_memory", "test_shm_collectives")
@@ -129,6 +129,7 @@ TESTS_OF = {
     "unit_order": ("test_wrap", "test_wrap_policy"),
     "__init__": ("test_package_layers", "test_typing"),
     "__main__": ("test_install", "test_check"),
+    "byte_format": EXPLAIN,
     "advice": EXPLAIN,
     "bindings": ("test_bind",),
     "build_info": ("test_check",),
@@ -175,6 +176,7 @@ TESTS_OF = {
     "trace_spans": ("test_timeline", "test_trace"),
     "transaction": ("test_undo", "test_keyboard_interrupt"),
     "transport": (*SHARED_MEMORY, "test_buckets"),
+    "step_cost": EXPLAIN,
     "step_memory": EXPLAIN,
     "unit_bytes": EXPLAIN,
     "unit_sizes": ("test_wrap_policy", "test_wrap"),

@@ -85,7 +85,7 @@ def _iterate_candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Ca
             trace,
             1.0,
         )
-    if any(u.world > 1 for u in units):
+    if any(u.world > 1 for u in units) and all(map(_can_double_ranks, units)):
         yield "twice as many ranks to shard over", _double_ranks(sharding), trace, 1.0
     if trace is not None:
         yield "half the batch, and twice as many backwards for a step", sharding, trace, 0.5
@@ -113,6 +113,11 @@ def _reduce_in_compute_dtype(unit: UnitSizes) -> UnitSizes:
     return replace(
         unit, params=tuple(p._replace(reduce_dtype=p.compute_dtype) for p in unit.params)
     )
+
+
+def _can_double_ranks(unit: UnitSizes) -> bool:
+    """Whether twice as many ranks can hold the unit. Only dim 0 can be sharded unevenly."""
+    return all(p.dim == 0 or p.sizes[p.dim] % (2 * unit.world) == 0 for p in unit.params)
 
 
 def _double_ranks(sharding: Sharding) -> Sharding:

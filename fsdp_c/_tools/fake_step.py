@@ -146,6 +146,7 @@ def record_events(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as undo:
         undo.enter_context(_remove_fsdp_c_hooks(model))
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(torch.enable_grad())
         undo.enter_context(fake_mode)
         tensors, params = _replace_by_fake_tensors(model, dtype_of, undo)

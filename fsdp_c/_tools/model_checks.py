@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from .._runtime.fsdp_units import (
     get_param_names,
@@ -15,6 +18,7 @@ from .._runtime.fsdp_units import (
 )
 from .._runtime.hints import format_names
 from .._runtime.lint_params import format_replaced
+from ..names import COMPILED_MODULE
 
 
 def check_optimizer_params(
@@ -102,3 +106,55 @@ def check_tied_weights(model: nn.Module, groups: list[tuple[str, Any]]) -> list[
         for tied in owners.values()
         if len(tied) > 1
     ]
+
+
+def check_compiled_root(model: nn.Module) -> list[str]:
+    """Reports ``torch.compile`` around a module that contains sharded modules."""
+    outer = [
+        (name or type(model).__name__, getattr(module, COMPILED_MODULE, module))
+        for name, module in model.named_modules()
+        if hasattr(module, COMPILED_MODULE) or module._compiled_call_impl is not None
+    ]
+    for name, module in outer:
+        inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
+        if inner:
+            return [
+                f"torch.compile is applied to '{name}', and the hooks of {len(inner)} sharded "
+                "modules in it break its graph into parts. Compile the blocks, then shard them: "
+                "block.compile(); fully_shard(block)"
+            ]
+    return []
+
+
+def check_replicas(groups: list[tuple[str, Any]]) -> list[str]:
+    """Reports replicas (HSDP) whose gradients are not synchronized."""
+    replicated = {name: group for name, group in groups if _count_replicas(group) > 1}
+    if not replicated:
+        return []
+    replicas = max(map(_count_replicas, replicated.values()))
+    reports = []
+    alone = [
+        name
+        for name, group in groups
+        if name not in replicated
+        and group.mesh_info.mesh.size() * replicas == dist.get_world_size()
+        and not any(param.is_dtensor for param in group.fsdp_params)
+    ]
+    if alone:
+        reports.append(
+            f"{format_names(alone)} have a mesh without the {replicas} replicas of "
+            f"{format_names(replicated)}, so their gradients are not averaged over replicas: pass "
+            "the same mesh=mesh, of two dimensions, to each fully_shard"
+        )
+    paused = [name for name, group in replicated.items() if not group.all_reduce_grads]
+    if paused:
+        reports.append(
+            f"the replicas of {format_names(paused)} do not all-reduce their gradients now: before "
+            "the last microbatch of each step, call model.set_requires_all_reduce(True)"
+        )
+    return reports
+
+
+def _count_replicas(group: Any) -> int:
+    info = group.mesh_info
+    return int(info.replicate_mesh_size) if isinstance(info, DDPMeshInfo) else 1

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from .._runtime.mixed_precision import MixedPrecisionPolicy
 from ..plan import plan
-from .report import parse_bytes, parse_dtype
+from .byte_format import parse_bytes
+from .model_source import USAGE, make_model
+from .report import parse_dtype
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,11 +29,13 @@ def main(arguments: Sequence[str]) -> int:
     sys.path.insert(0, os.getcwd())  # as python -m does for modules
     try:
         explanation = plan(
-            _make_model(options.model),
+            make_model(options.model),
             options.policy if not options.policy[:1].isdigit() else parse_bytes(options.policy),
             mesh=_parse_ranks(options.ranks),
-            batch=tuple(_parse_tensor(text) for text in options.batch) or None,
+            batch=_parse_batch(options.batch),
             memory=options.memory,
+            microbatches=options.microbatches,
+            ranks_per_node=options.ranks_per_node,
             optimizer=options.optimizer,
             device=options.device,
             max_transient=None
@@ -54,9 +56,17 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Estimates the memory of a model on each rank. Needs no ranks.",
     )
     add = parser.add_argument
-    add("model", help="package.module:name of a class or function that makes the model")
+    add("model", help=f"package.module:name of a class or function; {USAGE}")
     add("ranks", help="ranks to shard over: 8, or replicas x ranks to shard over: 2x4")
-    add("--batch", nargs="+", default=[], metavar="SHAPE[:DTYPE]", help="2x2048:int64, 8x3x224x224")
+    add(
+        "--batch",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="2x2048:int64, 8x3x224x224, labels=2x2048:int64",
+    )
+    add("--microbatches", type=int, default=1, help="backwards of an optimizer step, for advice")
+    add("--ranks-per-node", type=int, default=8, help="ranks of one node, for advice")
     add("--memory", help="memory of one rank, to compare with the peak: 80GiB")
     add("--policy", default="blocks", help='"blocks" (the default), or bytes of a unit: 512MiB')
     add("--max-transient", help="maximum of temporary memory of one unit: 2GiB")
@@ -86,21 +96,15 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _make_model(name: str) -> nn.Module:
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError(f"the model is package.module:name, not {name!r}")
-    make = getattr(importlib.import_module(module), attribute, None)
-    if not callable(make):
-        raise ValueError(f"{module} has no function or class '{attribute}'")
-    try:
-        with torch.device("meta"):
-            model = make()
-    except Exception as error:
-        raise ValueError(f"{name}() raises {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{name} makes a {type(model).__name__}, not a module")
-    return model
+def _parse_batch(texts: Sequence[str]) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
+    """Returns the arguments of forward: by position, or by name as in ``labels=2x8:int64``."""
+    if not any("=" in text for text in texts):
+        return tuple(map(_parse_tensor, texts)) or None
+    pairs = [text.partition("=") for text in texts]
+    unnamed = [name for name, separator, _ in pairs if not separator]
+    if unnamed:
+        raise ValueError(f"either all tensors of a batch have names or none, not {unnamed[0]!r}")
+    return {name: _parse_tensor(text) for name, _, text in pairs}
 
 
 def _parse_tensor(text: str) -> torch.Tensor:

@@ -9,17 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from .._runtime.fsdp_units import get_original_class
 from .advice import Change, find_changes
+from .byte_format import format_bytes, parse_bytes
 from .dry_run import Collectives, make_step_calls, simulate_collectives
 from .fake_step import Trace
 from .plotting import require_matplotlib
+from .step_advice import Advice, Facts, find_step_advice
 from .step_memory import KINDS, Sample, Timeline, estimate
 from .unit_bytes import Layout, ParamSize, Sharding, UnitSizes
 
-_SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_SIZES |= {f"{key}i": 1024**power for power, key in enumerate("kmgt", 1)}
 _DESCRIPTIONS = {
     "shards": "parameters on this rank, and buffers",
     "states": "of the optimizer, and temporary memory of its step",
@@ -64,6 +65,7 @@ class Explanation:
         received: Bytes that this rank receives in a step, by process group: ``shard`` (all-gathers
             and reduce-scatters) and ``replicate`` (all-reduces).
         changes: The configuration changes that lower the peak most, with the bytes that they save.
+        advice: The configuration changes that avoid collectives or received bytes.
         optimizer: The optimizer's name, or empty.
         memory: The rank's memory in bytes; ``None`` if the caller did not pass it.
         knows_activations: Whether ``timeline`` includes activations: the caller passed a batch.
@@ -78,6 +80,7 @@ class Explanation:
     timeline: Timeline = field(default_factory=Timeline)
     received: dict[str, int] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    advice: list[Advice] = field(default_factory=list)
     optimizer: str = ""
     memory: int | None = None
     knows_activations: bool = False
@@ -116,6 +119,7 @@ class Explanation:
         if self.buffers is not None:
             used, free = map(format_bytes, self.buffers)
             lines.append(f"buffers on the CPU: {used} in use, {free} kept for the next ones")
+        lines += [f"advice: {advice}" for advice in self.advice]
         lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join(lines)
 
@@ -128,11 +132,16 @@ def make_explanation(
     trace: Trace | None,
     optimizer: str,
     memory: int | str | None,
+    model: nn.Module,
+    microbatches: int,
+    ranks_per_node: int,
 ) -> Explanation:
     """Makes an ``Explanation`` from a layout and a trace.
 
     Without a trace, the step is synthetic and has no activations.
     """
+    limit = None if memory is None else parse_bytes(memory)
+    facts = Facts(model, layout, sharding, trace, microbatches, ranks_per_node, limit)
     collectives = simulate_collectives(sharding)
     return Explanation(
         title=title,
@@ -141,34 +150,11 @@ def make_explanation(
         timeline=estimate(sharding, make_step_calls(sharding, trace)),
         received=_count_received_bytes(sharding.units, collectives),
         changes=find_changes(sharding, trace),
+        advice=find_step_advice(facts),
         optimizer=optimizer,
-        memory=None if memory is None else parse_bytes(memory),
+        memory=limit,
         knows_activations=trace is not None,
     )
-
-
-def parse_bytes(size: int | str) -> int:
-    """Returns ``size`` in bytes, for example of ``80 * 2**30``, ``"80GiB"`` or ``"80 GB"``.
-
-    Raises:
-        ValueError: ``size`` is not a number of bytes.
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", str(size).lower())
-    if match is None or match[2] not in _SIZES:
-        raise ValueError(f"expected a number of bytes such as '80GiB', not {size!r}")
-    return int(float(match[1]) * _SIZES[match[2]])
-
-
-def format_bytes(count: float) -> str:
-    """Formats a number of bytes with a binary unit, for example ``1.5 MiB``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
 
 
 # ---- units ---------------------------------------------------------------------------------------

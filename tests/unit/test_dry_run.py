@@ -69,6 +69,25 @@ class Checkpointed(Chain):
         return self.head(x)
 
 
+class Reentrant(Chain):
+    """Recomputes each block in backward, in an autograd graph of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+class RecomputesAllBlocks(Chain):
+    """Recomputes all blocks together in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.blocks
+        x = checkpoint(lambda y: third(second(first(y))), self.embed(x), use_reentrant=False)
+        return self.head(x)
+
+
 class Unused(Chain):
     """Does not run its last block, and one parameter of the root gets no gradient."""
 
@@ -84,6 +103,12 @@ def shard(model: Any, **kwargs: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, **kwargs)
     return fully_shard(model, **kwargs)
+
+
+def prefetch_in_forward(model: Any) -> Any:
+    for block, following in zip(model.blocks, model.blocks[1:]):
+        block.set_modules_to_forward_prefetch([following])
+    return model
 
 
 def nested() -> Any:
@@ -160,6 +185,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "replicate of several units": replicated_blocks,
     "unused parameters": lambda: shard(Unused()),
     "activation checkpointing": lambda: shard(Checkpointed()),
+    "checkpointing of several units": lambda: shard(RecomputesAllBlocks()),
+    "reentrant checkpointing": lambda: shard(Reentrant()),
+    "reentrant checkpointing and prefetch": lambda: prefetch_in_forward(shard(Reentrant())),
     "explicit prefetch": prefetching,
     "list of modules": list_of_modules,
     "several roots": separate_roots,

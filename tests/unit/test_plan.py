@@ -529,6 +529,8 @@ def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
         (("8", "--param-dtype", "bf17"), "argument --param-dtype: torch has no dtype 'bf17'"),
         (("8", "--device", "gpu"), "device is a torch.device or its name"),
         (("8", "--optimizer", "LBFGS"), "cannot measure the memory of LBFGS"),
+        (("8", "--microbatches", "0"), "microbatches is positive, not 0"),
+        (("8", "--batch", "tokens=2x8:int64", "2x8"), "have names or none, not '2x8'"),
     ],
 )
 def test_plan_command_with_invalid_argument_exits_with_message(
@@ -546,3 +548,16 @@ def test_plan_command_with_failing_constructor_exits_with_status_2(
         plan_command.main(["torch.nn:Linear", "8"])
     assert caught.value.code == 2
     assert "torch.nn:Linear() raises TypeError: Linear.__init__()" in capsys.readouterr().err
+
+
+def test_plan_command_passes_named_tensors_and_advice_settings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["8", "--batch", "tokens=2x8:int64", "--ranks-per-node", "4", "--memory", "1GiB"]
+    assert plan_command.main(["test_plan:LargeVocabulary", *arguments]) == 0
+    output = capsys.readouterr().out
+    assert "activations" in output and "unknown" not in output
+    assert "the model is sharded over 2 nodes of 4 ranks" in output
+    arguments = ["2x4", "--microbatches", "3"]
+    assert plan_command.main(["test_plan:LargeVocabulary", *arguments]) == 0
+    assert "all-reduce gradients after each of 3 microbatches" in capsys.readouterr().out

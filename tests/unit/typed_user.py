@@ -134,8 +134,9 @@ def analyze() -> None:
         Model(), mesh=(2, 4), optimizer="sgd", mp_policy=policy, max_transient=2**30, min_unit=2**20
     ).fits
     plan(Model(), nn.Linear, world_size=8, device="cpu", loss=torch.sum, file=sys.stderr)
+    advice: str = str(plan(Model(), world_size=16, microbatches=4, ranks_per_node=8).advice[0])
     units: list[UnitReport] = explanation.units
-    assert units and rate and fits is not None
+    assert units and rate and advice and fits is not None
     with trace(model) as step:
         model(torch.ones(2, 8)).sum().backward()
     step_trace: StepTrace = step

@@ -1,0 +1,105 @@
+"""Trains on a mesh of replicas, shards and tensor-parallel ranks.
+
+    torchrun --nproc-per-node 4 examples/hsdp_tp.py --mesh 1x2x2    # shards x tensor parallel
+    torchrun --nproc-per-node 4 examples/hsdp_tp.py --mesh 2x2x1    # replicas x shards (HSDP)
+    torchrun --nproc-per-node 8 examples/hsdp_tp.py --mesh 2x2x2    # all three
+
+Tensor parallelism splits the MLPs first, so their parameters are DTensors on the mesh dimension
+"tensor". ``fully_shard`` then shards over "shard" and replicates over "replicate". Ranks that
+differ only in "tensor" read the same data.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, GPTConfig, next_byte_loss
+from job import (
+    Progress,
+    UsageError,
+    init_processes,
+    make_parser,
+    positive,
+    print_on_rank_0,
+    run,
+    select_fully_shard,
+)
+from text import Windows, load_corpus
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+DIMENSIONS = ("replicate", "shard", "tensor")
+
+
+def make_mesh(shape: str, device: torch.device) -> DeviceMesh:
+    """Returns the mesh of ``shape``, such as ``1x2x2``."""
+    sizes = tuple(int(size) for size in shape.split("x") if size.isdigit())
+    ranks = dist.get_world_size()
+    if len(sizes) != len(DIMENSIONS):
+        raise UsageError(f"--mesh is REPLICASxSHARDSxTENSOR, such as 1x2x2, not {shape}")
+    if sizes[0] * sizes[1] * sizes[2] != ranks:
+        raise UsageError(f"--mesh {shape} does not have {ranks} ranks")
+    return init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
+
+
+def shard_model(model: GPT, mesh: DeviceMesh, impl: str) -> None:
+    """Splits the MLPs over "tensor", then shards the blocks and the root."""
+    fully_shard = select_fully_shard(impl)
+    # A mesh of one dimension shards. With two dimensions, the first one replicates.
+    data_mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    for block in model.blocks:
+        if mesh["tensor"].size() > 1:
+            plan = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
+            parallelize_module(block, mesh["tensor"], plan)
+        fully_shard(block, mesh=data_mesh)
+    fully_shard(model, mesh=data_mesh)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Trains and reports."""
+    device = init_processes(args.device)
+    mesh = make_mesh(args.mesh, device)
+    torch.manual_seed(args.seed)
+    model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
+    shard_model(model, mesh, args.impl)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=False)
+    print_on_rank_0(f"Training with {args.impl} on {args.mesh} ({', '.join(DIMENSIONS)}) ranks.")
+
+    windows = Windows(load_corpus(args.text_bytes).train, args.context, args.seed)
+    shards = mesh["shard"].size()
+    reader = mesh.get_local_rank("replicate") * shards + mesh.get_local_rank("shard")
+    readers = mesh["replicate"].size() * shards
+    accumulated = args.microbatches
+    progress = Progress(args.steps, device, "tokens")
+    for step in progress.iterate_steps():
+        for microbatch in range(accumulated):
+            # Replicas all-reduce once per step, after the last microbatch.
+            model.set_requires_all_reduce(microbatch == accumulated - 1)
+            position = ((step * accumulated + microbatch) * readers + reader) * args.batch
+            inputs, targets = windows.batch(position, args.batch, device)
+            loss = next_byte_loss(model(inputs), targets) / accumulated
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.add_loss(loss * accumulated, inputs.numel() * accumulated)
+    progress.report(model)
+
+
+if __name__ == "__main__":
+    parser = make_parser("Train a GPT with HSDP and tensor parallelism.", lr=3e-3)
+    parser.add_argument("--mesh", default="1x2x2", help="replicas x shards x tensor parallel")
+    parser.add_argument("--microbatches", type=positive, default=2, help="backwards per step")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences per microbatch")
+    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
+    parser.add_argument("--width", type=positive, default=192, help="size of the hidden state")
+    parser.add_argument("--heads", type=positive, default=6, help="attention heads")
+    parser.add_argument("--context", type=positive, default=128, help="bytes per sequence")
+    parser.add_argument("--text-bytes", type=positive, default=2 << 20, help="bytes of text")
+    arguments = parser.parse_args()
+    run(lambda: train(arguments))

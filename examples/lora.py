@@ -1,0 +1,112 @@
+"""Fine-tunes a model with LoRA: frozen sharded weights, and small trained adapters.
+
+    torchrun --nproc-per-node 2 examples/lora.py --out adapters.pt
+
+The model is the byte-level GPT of gpt.py with random weights. Replace ``make_model`` and the text
+by your own. Each unit has frozen and trained parameters: the frozen ones are gathered and never
+reduced, and only the adapters have gradients and optimizer states.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, GPTConfig, next_byte_loss
+from job import (
+    RANK,
+    Progress,
+    gather_full_tensor,
+    init_processes,
+    make_parser,
+    positive,
+    print_on_rank_0,
+    run,
+    select_fully_shard,
+)
+from text import Windows, load_corpus
+from torch import Tensor, nn
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus the trained product of two matrices of rank ``rank``."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.lora_a.T @ self.lora_b.T
+
+
+def make_model(args: argparse.Namespace) -> GPT:
+    """Returns the frozen model with adapters in the linear layers of its blocks."""
+    model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context))
+    model.requires_grad_(False)
+    for parent in [*model.blocks.modules()]:
+        for name, child in [*parent.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, LoRALinear(child, args.rank))
+    return model
+
+
+def save_adapters(model: nn.Module, path: Path) -> None:
+    """Writes the adapters as full tensors. Every rank must call this."""
+    adapters = {
+        name: gather_full_tensor(value).cpu()
+        for name, value in model.state_dict().items()
+        if "lora_" in name
+    }
+    if RANK == 0:
+        torch.save(adapters, path)
+        print_on_rank_0(f"Written to        {path}: {len(adapters)} tensors")
+
+
+def train(args: argparse.Namespace) -> None:
+    """Trains the adapters and reports."""
+    device = init_processes(args.device)
+    fully_shard = select_fully_shard(args.impl)
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    adapters = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=args.lr)
+    trained = sum(param.numel() for param in adapters)
+    total = sum(param.numel() for param in model.parameters())
+    print_on_rank_0(f"Training {trained:,} of {total:,} parameters with {args.impl}.")
+
+    windows = Windows(load_corpus(args.text_bytes).train, args.context, args.seed)
+    ranks = dist.get_world_size()
+    progress = Progress(args.steps, device, "tokens")
+    for step in progress.iterate_steps():
+        position = (step * ranks + RANK) * args.batch
+        inputs, targets = windows.batch(position, args.batch, device)
+        loss = next_byte_loss(model(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(adapters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.add_loss(loss, inputs.numel())
+    progress.report(model)
+    if args.out is not None:
+        save_adapters(model, args.out)
+
+
+if __name__ == "__main__":
+    parser = make_parser("Fine-tune a frozen GPT with LoRA adapters.", lr=1e-2)
+    parser.add_argument("--out", type=Path, help="file for the trained adapters")
+    parser.add_argument("--rank", type=positive, default=8, help="rank of the adapters")
+    parser.add_argument("--batch", type=positive, default=8, help="sequences per rank and step")
+    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
+    parser.add_argument("--width", type=positive, default=192, help="size of the hidden state")
+    parser.add_argument("--heads", type=positive, default=6, help="attention heads")
+    parser.add_argument("--context", type=positive, default=128, help="bytes per sequence")
+    parser.add_argument("--text-bytes", type=positive, default=2 << 20, help="bytes of text")
+    arguments = parser.parse_args()
+    run(lambda: train(arguments))

@@ -1,0 +1,112 @@
+"""Saves a checkpoint and resumes it, also on another number of ranks.
+
+    torchrun --nproc-per-node 4 examples/resume.py --out run --steps 30
+    torchrun --nproc-per-node 2 examples/resume.py --out run --steps 60
+
+The second command continues after step 30. torch.distributed.checkpoint (DCP) writes each rank's
+shards and reads them for the new number of ranks. The global batch does not depend on the number of
+ranks, so the losses of a resumed run differ only by rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gpt import GPT, GPTConfig, next_byte_loss
+from job import (
+    RANK,
+    Progress,
+    UsageError,
+    init_processes,
+    make_parser,
+    positive,
+    print_on_rank_0,
+    run,
+    select_fully_shard,
+    weights_digest,
+)
+from text import Windows, load_corpus
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+def get_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """Returns the state that a checkpoint contains."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(step)}
+
+
+def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Loads the newest checkpoint below ``out``, if there is one. Returns the step of its save.
+
+    Every rank must call this.
+    """
+    complete = [path.parent for path in out.glob("step_*/.metadata")]  # DCP writes this file last
+    if not complete:
+        return 0
+    state = get_state(model, optimizer, 0)
+    dcp.load(state, checkpoint_id=max(complete))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    return int(state["step"])
+
+
+def train(args: argparse.Namespace) -> None:
+    """Resumes, trains, saves and reports."""
+    device = init_processes(args.device)
+    ranks = dist.get_world_size()
+    if args.batch % ranks:
+        raise UsageError(f"--batch {args.batch} cannot be divided by {ranks} ranks")
+    fully_shard = select_fully_shard(args.impl)
+    torch.manual_seed(args.seed)
+    model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+
+    begin = load(args.out, model, optimizer)
+    if begin > 0:
+        digest = weights_digest(model)[:16]
+        print_on_rank_0(f"Resumed on {ranks} ranks after step {begin}: weights sha256 {digest}")
+    if begin >= args.steps:
+        raise UsageError(f"{args.out} has {begin} steps already: increase --steps")
+
+    windows = Windows(load_corpus(args.text_bytes).train, args.context, args.seed)
+    share = args.batch // ranks
+    progress = Progress(args.steps - begin, device, "tokens")
+    for step in progress.iterate_steps():
+        position = (begin + step) * args.batch + RANK * share
+        inputs, targets = windows.batch(position, share, device)
+        loss = next_byte_loss(model(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.add_loss(loss, inputs.numel())
+    folder = args.out / f"step_{args.steps:06d}"
+    dcp.save(get_state(model, optimizer, args.steps), checkpoint_id=folder)
+    progress.report(model)
+    print_on_rank_0(f"Written to        {folder}")
+
+
+if __name__ == "__main__":
+    parser = make_parser("Train a GPT, save a checkpoint, and resume it on other ranks.", lr=3e-3)
+    parser.add_argument("--out", type=Path, default=Path("resume_out"), help="folder")
+    parser.add_argument("--batch", type=positive, default=16, help="sequences of all ranks")
+    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
+    parser.add_argument("--width", type=positive, default=192, help="size of the hidden state")
+    parser.add_argument("--heads", type=positive, default=6, help="attention heads")
+    parser.add_argument("--context", type=positive, default=128, help="bytes per sequence")
+    parser.add_argument("--text-bytes", type=positive, default=2 << 20, help="bytes of text")
+    arguments = parser.parse_args()
+    run(lambda: train(arguments))

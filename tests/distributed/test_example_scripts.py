@@ -1,0 +1,113 @@
+"""The small examples run for three steps, with the same weights under torch and under fsdp_c."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from launch import RanksFailed, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = ("finetune_hf", "hsdp_tp", "lora", "resume", "vision")
+MAX_LINES = 120
+TINY = ["--device", "cpu", "--steps", "3"]
+TEXT = ["--text-bytes", "300000", "--context", "16"]
+GPT = [*TEXT, *["--layers", "2", "--width", "24", "--heads", "2"]]
+CLOSING_LINES = ["Final loss", "Throughput", "Peak memory", "Time", "Weights"]
+
+
+def launch(script: str, ranks: int, *arguments: object) -> str:
+    """Runs an example in forked ranks and returns the output of rank 0."""
+    words = [*TINY, *map(str, arguments)]
+    output: str = run_ranks(EXAMPLES / f"{script}.py", ranks, words, timeout=240)[0]
+    return output
+
+
+def weights(output: str) -> str:
+    """Returns the digest in the closing lines, which must be complete and in order."""
+    headings = "|".join(CLOSING_LINES)
+    assert re.findall(rf"^({headings})  ", output, re.M) == CLOSING_LINES, output
+    match = re.search(r"^Weights +sha256 (\w{16})$", output, re.M)
+    assert match is not None
+    return match[1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_example_script_has_at_most_120_lines(script: str) -> None:
+    assert len((EXAMPLES / f"{script}.py").read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_example_script_help_lists_implementations(script: str) -> None:
+    output = launch(script, 1, "--help")
+    assert output.startswith(f"usage: {script}.py")
+    assert "--impl {fsdp_c,torch}" in output
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "arguments"),
+    [
+        ("lora", 2, GPT),
+        ("hsdp_tp", 4, [*GPT, "--mesh", "1x2x2"]),
+        ("hsdp_tp", 4, [*GPT, "--mesh", "2x2x1"]),
+        ("vision", 2, ["--size", "8", "--width", "8", "--batch", "4", "--bf16"]),
+    ],
+    ids=["lora", "hsdp_tp 1x2x2", "hsdp_tp 2x2x1", "vision"],
+)
+def test_example_script_trains_the_same_weights_as_torch(
+    script: str, ranks: int, arguments: list[str]
+) -> None:
+    digests = [weights(launch(script, ranks, "--impl", i, *arguments)) for i in ("torch", "fsdp_c")]
+    assert digests[0] == digests[1]
+
+
+def test_digest_of_weights_depends_on_the_training() -> None:
+    """The comparison above would be void if the digests did not depend on the steps."""
+    digests = {weights(launch("lora", 2, *GPT, "--lr", rate)) for rate in ("0.01", "0.02")}
+    assert len(digests) == 2
+
+
+def test_adapters_file_has_full_adapters_only(tmp_path: Path) -> None:
+    import torch
+
+    file = tmp_path / "adapters.pt"
+    launch("lora", 2, *GPT, "--rank", 3, "--steps", 1, "--out", file)
+    adapters = torch.load(file)
+    assert len(adapters) == 2 * 4 * 2  # two matrices for four linear layers of two blocks
+    assert all("lora_" in name and 3 in value.shape for name, value in adapters.items())
+    assert any(value.count_nonzero() for name, value in adapters.items() if "lora_b" in name)
+
+
+def test_checkpoint_of_four_ranks_resumes_on_two_with_the_same_weights(tmp_path: Path) -> None:
+    saved = launch("resume", 4, *GPT, "--out", tmp_path)
+    resumed = launch("resume", 2, *GPT, "--out", tmp_path, "--steps", 6)
+    match = re.search(r"^Resumed on 2 ranks after step 3: weights sha256 (\w{16})$", resumed, re.M)
+    assert match is not None and match[1] == weights(saved)
+    assert weights(resumed) != weights(saved)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000006"]
+    with pytest.raises(RanksFailed, match="has 6 steps already: increase --steps"):
+        launch("resume", 1, *GPT, "--out", tmp_path, "--steps", 6)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
+)
+def test_finetune_hf_without_transformers_names_the_missing_library() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        launch("finetune_hf", 1, *TEXT)
+    lines = failed.value.reports[0].output.splitlines()
+    assert lines == ["finetune_hf: error: transformers is not installed: pip install transformers"]
+
+
+def test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    outputs = [
+        launch("finetune_hf", 2, *TEXT, "--impl", impl, "--out", tmp_path / impl)
+        for impl in ("torch", "fsdp_c")
+    ]
+    assert weights(outputs[0]) == weights(outputs[1])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp_c")
+    assert model.config.hidden_size == 64
