@@ -2,7 +2,7 @@
 #ifndef FSDP_C_TRANSPORT_SHM_ALL_REDUCE_H
 #define FSDP_C_TRANSPORT_SHM_ALL_REDUCE_H
 
-#include "shm_request.h"
+#include "shm_collective_state.h"
 
 /* Makes the steps of an all-reduce and sets the methods of its operation. Returns false if there is
  * no memory. */

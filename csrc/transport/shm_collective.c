@@ -11,6 +11,7 @@
 
 #include "../kernels/ring.h"
 #include "shm_all_reduce.h"
+#include "shm_collective_state.h"
 #include "shm_tag.h"
 
 enum { CACHE_LINE = 64 };

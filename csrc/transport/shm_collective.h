@@ -3,7 +3,7 @@
 #ifndef FSDP_C_TRANSPORT_SHM_COLLECTIVE_H
 #define FSDP_C_TRANSPORT_SHM_COLLECTIVE_H
 
-#include "shm_request.h"
+#include "../bridge/shm_methods.h"
 
 #ifdef __cplusplus
 extern "C" {

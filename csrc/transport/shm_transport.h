@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../bridge/shm_methods.h"
 #include "shm_ring.h"
 
 #ifdef __cplusplus
@@ -16,7 +17,6 @@ extern "C" {
 enum {
     SHM_MAX_MESSAGE = 1 << 20,          /* bytes of the largest message; equal on all ranks */
     SHM_CAPACITY = 4 * SHM_MAX_MESSAGE, /* bytes of a ring for messages */
-    SHM_ERROR_BYTES = 512,              /* size of the buffer for an error message */
 };
 
 typedef struct shm_op shm_op;
@@ -36,16 +36,6 @@ typedef struct shm_op_methods {
     /* Writes a description of a tag to `text`, for an error message. */
     void (*describe_tag)(const shm_op *op, uint32_t tag, char *text, size_t bytes);
 } shm_op_methods;
-
-/* The object that owns an operation, usually a c10d work. Any thread may call the functions. */
-typedef struct shm_owner {
-    void *object;
-    /* Called once, with the mutex of the transport, after all messages are written and read, or
-     * with an error message after a failure. `error` is valid during the call; NULL: no failure. */
-    void (*complete)(void *object, const char *error);
-    /* Called once after complete(), without the mutex. May free the operation. */
-    void (*release)(void *object);
-} shm_owner;
 
 /* The first member of a struct that implements an operation. The caller sets the first four fields
  * before shm_transport_submit. The transport sets the other fields. */
@@ -78,12 +68,6 @@ void shm_transport_set_oversubscribed(shm_transport *t);
 /* Whether a collective that writes `bytes` bytes on this rank would take CPU time from computation:
  * the ranks are oversubscribed, and the ring cannot hold all bytes at once. */
 bool shm_transport_is_cpu_bound(const shm_transport *t, size_t bytes);
-
-typedef enum shm_submit_result {
-    SHM_SUBMIT_FAILED = -1, /* `error` is written; the caller still owns the operation */
-    SHM_SUBMIT_PENDING = 0, /* messages remain: shm_transport_progress writes them */
-    SHM_SUBMIT_WRITTEN = 1, /* all messages are written */
-} shm_submit_result;
 
 /* Appends an operation and writes the messages that fit into the ring. Takes one reference of
  * `owner.object`, which must keep `op` alive until complete(). After the first failure of the
