@@ -19,6 +19,29 @@ void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *ca
     base->count = count;
     base->device = device;
     fc_process_group_set(&base->shard, NULL, world, rank);
+    fc_group_base_refresh(base);
+}
+
+static bool any_defers_cast(const fc_group_base *base) {
+    for (size_t i = 0; i < base->count; i++) {
+        if (base->params[i]->defers_cast) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void fc_group_base_refresh(fc_group_base *base) {
+    assert(base->count == 0 || base->params != NULL);
+    base->defers_casts = any_defers_cast(base);
+}
+
+fc_status fc_group_base_check(const fc_group_base *base) {
+    return base->defers_casts == any_defers_cast(base)
+               ? FC_OK
+               : fc_error_set(&base->comm->error, FC_ESTATE,
+                              "a parameter has changed whether it defers its cast, and the group "
+                              "was not invalidated");
 }
 
 void fc_group_base_fini(fc_group_base *base) {

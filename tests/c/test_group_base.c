@@ -13,9 +13,11 @@ static void log_label(void *group, const char *label) {
 }
 
 static fc_group_base begin(const fc_callbacks *callbacks, bool profile) {
+    static fc_param zeroed;
     fc_group_base base;
     fc_param **params = (fc_param **)calloc(3, sizeof *params);
     assert_non_null(params);
+    params[0] = params[1] = params[2] = &zeroed;
     sim_begin((sim_config){.seed = 1, .profile = profile});
     fc_group_base_init(&base, &owner, callbacks, NULL, params, 3, sim_device(), 4, 2);
     return base;

@@ -66,6 +66,20 @@ MUTATIONS = {
         "test_check",
         "a gather plan is stale",
     ),
+    "changed deferral of casts is not copied to the group": Mutation(
+        "group",
+        "    fc_group_base_refresh(&g->base);\n",
+        "",
+        "test_gradient",
+        "change_of_deferred_cast_requires_invalidate",
+    ),
+    "every backward visits parameters that defer no cast": Mutation(
+        "gradient",
+        "base->defers_casts && i < base->count; i++) {\n        FC_TRY(fc_param_begin_grad",
+        "i < base->count; i++) {\n        FC_TRY(fc_param_begin_grad",
+        "test_gradient",
+        "null pointer",
+    ),
     "one foreach copy is issued per shard": Mutation(
         "foreach",
         "if (f->sizes[i] == f->sizes[first]) {",
