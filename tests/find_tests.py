@@ -65,7 +65,7 @@ TESTS_OF = {
     "record": DRY_RUN,
     "unit": DRY_RUN,
     # csrc/bridge, csrc/transport
-    "allocator": ("test_process_group_allocator",),
+    "allocator": ("test_process_group_allocator", "test_symmetric_memory"),
     "autograd": ("test_behavior_backwards", "test_freed_models", "test_double_backward"),
     "bridge": ("test_sweep", "test_torch_tools"),
     "collective": ("test_shm_collectives", "test_process_groups"),

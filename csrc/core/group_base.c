@@ -92,12 +92,16 @@ fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *mem
                                                                                   : FC_ERAISED;
 }
 
-fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory, int64_t numel,
-                               fct_dtype dtype, fct_tensor **out) {
+fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory,
+                               fc_process_group *pg, int64_t numel, fct_dtype dtype,
+                               fct_tensor **out) {
     fc_status status = FC_OK;
     bool has = false;
     FC_TRY(fc_group_base_has_memory(base, memory, &has));
-    FC_TRY_RAISED(has ? fct_allocator_empty(memory, numel, dtype, base->device, out)
+    const bool issues = pg->world > 1; /* a collective uses the buffer */
+    FC_TRY(has && issues ? fc_process_group_open(pg) : FC_OK);
+    FC_TRY_RAISED(has ? fct_allocator_empty(memory, issues ? pg->handle : NULL, numel, dtype,
+                                            base->device, out)
                       : fct_tensor_empty(numel, dtype, base->device, out));
 done:
     return status;

@@ -71,9 +71,11 @@ void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_al
 FC_CHECK fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *memory,
                                             bool *has);
 /* Allocates a 1-D tensor of uninitialized elements on the current stream, from `memory` if it
- * serves the device, else from torch's allocator. *out is a new reference. */
+ * serves the device, else from torch's allocator. `pg` is the process group whose collective uses
+ * the tensor, if it has several ranks. *out is a new reference. */
 FC_CHECK fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory,
-                                        int64_t numel, fct_dtype dtype, fct_tensor **out);
+                                        fc_process_group *pg, int64_t numel, fct_dtype dtype,
+                                        fct_tensor **out);
 /* Returns true if gradients are all-reduced over replicas. */
 bool fc_group_base_is_replicated(const fc_group_base *base);
 /* Returns true if Python performs the operation. */
