@@ -4,8 +4,8 @@
 
 #include "shm_collective_state.h"
 
-/* Makes the steps of an all-reduce and sets the methods of its operation. Returns false if there is
- * no memory. */
+/* Makes the steps of an all-reduce and sets the methods of its operation. Precondition: the request
+ * is an all-reduce, and has no steps. Returns false if there is no memory. */
 bool shm_all_reduce_plan(shm_collective *c);
 
 #endif

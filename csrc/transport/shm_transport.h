@@ -1,5 +1,8 @@
 /* The shared-memory transport of one process group: a queue of operations over the rings of all
- * ranks. See README.md for the protocol. */
+ * ranks. See README.md for the protocol.
+ *
+ * Preconditions: the caller of a function owns a reference to the transport. set_oversubscribed,
+ * submit, progress and wait require that shm_transport_connect has returned true. */
 #ifndef FSDP_C_TRANSPORT_SHM_TRANSPORT_H
 #define FSDP_C_TRANSPORT_SHM_TRANSPORT_H
 
@@ -38,14 +41,14 @@ typedef struct shm_op_methods {
 } shm_op_methods;
 
 /* The first member of a struct that implements an operation. The caller sets the first four fields
- * before shm_transport_submit. The transport sets the other fields. */
+ * before shm_transport_submit, and the other fields to zero. The transport sets these. */
 struct shm_op {
     const shm_op_methods *methods;
     uint32_t tag; /* different tags on two ranks are a collective mismatch */
     size_t message_count;
     int64_t timeout_ms; /* time from the issue after which an incomplete operation fails */
     shm_owner owner;
-    int64_t start_ns;
+    int64_t start_ns;     /* 0: not submitted */
     size_t written, read; /* messages */
     int done;             /* set with release order after complete() */
     struct shm_op *next;
@@ -60,7 +63,7 @@ shm_transport *shm_transport_open(void);
 void shm_transport_retain(shm_transport *t);
 void shm_transport_release(shm_transport *t); /* NULL is allowed */
 shm_ring_handle shm_transport_handle(const shm_transport *t);
-/* Maps the peers' rings. Returns false if a ring cannot be mapped. */
+/* Maps the peers' rings, once. Returns false if a ring cannot be mapped. */
 bool shm_transport_connect(shm_transport *t, int rank, int world, const shm_ring_handle *handles);
 /* Records that the ranks have fewer than two CPUs each, so that copies in the background take CPU
  * time from computation. Call it before the first submit. */

@@ -351,6 +351,32 @@ RING_MUTATIONS = {
 }
 
 
+TRANSPORT_MUTATIONS = {
+    "ranks accept shared memory without connected rings": Mutation(
+        "negotiation",
+        "shm_transport_connect(transport, (int)fct_pg_rank(pg), world, handles);",
+        "(int)fct_pg_rank(pg) < world;",
+        "test_negotiation",
+        "t->world > 1",
+    ),
+    "reduce-scatter runs the steps of an all-reduce": Mutation(
+        "shm_collective",
+        "request->kind == FCT_OP_ALL_REDUCE ? shm_all_reduce_plan(c)",
+        "request->kind != FCT_OP_ALL_GATHER ? shm_all_reduce_plan(c)",
+        "test_shm_collective",
+        "r->kind == FCT_OP_ALL_REDUCE",
+    ),
+    "queue of the progress thread holds no reference to its task": Mutation(
+        "progress",
+        "    progress_task_retain(task); /* for the queue */\n",
+        "",
+        "test_progress",
+        "progress_task_is_done",
+    ),
+}
+"""Bugs in csrc/transport and in the progress thread that assertions of preconditions detect."""
+
+
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(part) for part in command], cwd=C_TESTS, env=TOOL_ENV, capture_output=True, text=True
@@ -360,7 +386,11 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def objects() -> Path:
     """Returns the folder of the object files of the C tests, built without mutations."""
-    mutations = [*MUTATIONS.values(), *DRY_RUN_MUTATIONS.values()]
+    mutations = [
+        mutation
+        for table in (MUTATIONS, DRY_RUN_MUTATIONS, TRANSPORT_MUTATIONS)
+        for mutation in table.values()
+    ]
     tests = " ".join(sorted({mutation.test for mutation in mutations}))
     made = run("make", "-s", "-C", C_TESTS, "run", f"TESTS={tests}")
     assert made.returncode == 0, made.stdout + made.stderr
@@ -410,6 +440,34 @@ def test_mutation_of_the_dry_run_fails_the_named_assertion(
     linked = run(
         *("gcc", *FLAGS, f"-I{ROOT / 'csrc/dry_run'}", mutated, *core, *others),
         objects / "tests" / f"{mutation.test}.o",
+        *(*LIBRARIES, "-o", tmp_path / "mutated"),
+    )
+    assert linked.returncode == 0, linked.stderr
+    done = run(tmp_path / "mutated")
+    assert done.returncode != 0
+    assert mutation.message in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", TRANSPORT_MUTATIONS)
+def test_mutation_of_the_transport_fails_the_named_assertion(
+    name: str, objects: Path, tmp_path: Path
+) -> None:
+    mutation = TRANSPORT_MUTATIONS[name]
+    folder = "bridge" if mutation.module == "progress" else "transport"
+    mutated = mutate(mutation, ROOT / "csrc" / folder, tmp_path)
+    others = [
+        path
+        for path in sorted((objects / "transport").glob("*.o"))
+        if folder == "transport"
+        and path.stem != mutation.module
+        and (ROOT / f"csrc/transport/{path.stem}.c").exists()
+        # Only test_negotiation defines the functions of the bridge that the negotiation calls.
+        and (path.stem != "negotiation" or mutation.test == "test_negotiation")
+    ]
+    linked = run(
+        *("gcc", *FLAGS, f"-I{ROOT / 'csrc' / folder}", mutated, *others),
+        *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends", "ring_cpu")),
+        *(objects / "kernels/kernels_none.o", objects / "tests" / f"{mutation.test}.o"),
         *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )
     assert linked.returncode == 0, linked.stderr
