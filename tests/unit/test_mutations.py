@@ -371,7 +371,7 @@ TRANSPORT_MUTATIONS = {
         "    progress_task_retain(task); /* for the queue */\n",
         "",
         "test_progress",
-        "progress_task_is_done",
+        "progress_task_",
     ),
 }
 """Bugs in csrc/transport and in the progress thread that assertions of preconditions detect."""
