@@ -57,11 +57,12 @@ LAYERS = {
         {"module"},
     ),
     "transport": (
-        {"op_tag", "shm_ring", "progress"},
+        {"op_tag", "shm_ring"},
         {"shm_tag", "shm_transport"},
-        {"shm_request", "negotiation"},
+        {"shm_collective_state", "negotiation"},
         {"shm_all_reduce", "table", "group_negotiation"},
-        {"shm_collective", "pg", "shm"},
+        {"shm_collective", "pg"},
+        {"shm"},
         {"transport"},
     ),
 }
@@ -81,7 +82,11 @@ BOUNDARY = (
     "bridge/collective.h",
     "bridge/autograd.h",
 )
-"""Headers of the bridge that are free of Python objects; bridge/pyobject.h is not."""
+"""Headers of the bridge for all layers; they are free of Python objects.
+
+Of the others, ``pyobject.h`` has Python objects, ``shm_methods.h`` is for csrc/transport, and
+``progress.h`` is for the bridge.
+"""
 
 INCLUDES = {
     "core": (*BOUNDARY, "kernels/kernels.h", "transport/transport.h"),
@@ -90,15 +95,11 @@ INCLUDES = {
         "bridge/collective.h",
         "bridge/error.h",
         "bridge/group.h",
+        "bridge/shm_methods.h",
         "bridge/tensor.h",
         "kernels/ring.h",
     ),
-    "bridge": (
-        "kernels/pool.h",
-        "transport/negotiation.h",
-        "transport/progress.h",
-        "transport/shm_collective.h",
-    ),
+    "bridge": ("kernels/pool.h",),
     "python": (
         *BOUNDARY,
         "bridge/pyobject.h",

@@ -65,7 +65,7 @@ TESTS_OF = {
     "record": DRY_RUN,
     "unit": DRY_RUN,
     # csrc/bridge, csrc/transport
-    "allocator": ("test_process_group_allocator",),
+    "allocator": ("test_process_group_allocator", "test_symmetric_memory"),
     "autograd": ("test_behavior_backwards", "test_freed_models", "test_double_backward"),
     "bridge": ("test_sweep", "test_torch_tools"),
     "collective": ("test_shm_collectives", "test_process_groups"),
@@ -84,7 +84,8 @@ TESTS_OF = {
     "shm_all_reduce": (*SHARED_MEMORY, "test_replicate"),
     "shm_backend": SHARED_MEMORY,
     "shm_collective": SHARED_MEMORY,
-    "shm_request": SHARED_MEMORY,
+    "shm_collective_state": SHARED_MEMORY,
+    "shm_methods": SHARED_MEMORY,
     "shm_tag": SHARED_MEMORY,
     "shm_transport": SHARED_MEMORY,
     "shm_work": SHARED_MEMORY,

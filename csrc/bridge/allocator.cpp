@@ -15,10 +15,18 @@ using fct::guarded;
 
 namespace {
 
+/* The object that an allocator calls. */
+struct Source {
+    pybind11::object object; /* the argument of fct_py_allocator */
+    fct::Handle pg;          /* of `object` if that is a process group */
+};
+
 struct Allocator {
     const char *name;
-    bool (*serves)(fct_pg &pg, c10::Device device);
-    at::Tensor (*empty)(fct_pg &pg, int64_t numel, c10::ScalarType type, c10::Device device);
+    bool has_group; /* the source is a process group */
+    bool (*serves)(const Source &source, c10::Device device);
+    at::Tensor (*empty)(const Source &source, fct_pg *user, int64_t numel, c10::ScalarType type,
+                        c10::Device device);
 };
 
 /* ---- the backend of a process group, such as NCCL: it registers memory with the network ---- */
@@ -31,13 +39,17 @@ pybind11::object python_backend(fct_pg &pg, c10::Device device) {
     return pg.python.attr("_get_backend")(device);
 }
 
-bool backend_serves(fct_pg &pg, c10::Device device) {
+bool backend_serves(const Source &source, c10::Device device) {
+    fct_pg &pg = *source.pg;
     return pg.python ? python_backend(pg, device).attr("supports_tensor_alloc")(device).cast<bool>()
                      : backend_of(pg, device)->supportsTensorAlloc(device.index());
 }
 
-at::Tensor backend_empty(fct_pg &pg, int64_t numel, c10::ScalarType type, c10::Device device) {
+at::Tensor backend_empty(const Source &source, fct_pg *user, int64_t numel, c10::ScalarType type,
+                         c10::Device device) {
     using namespace pybind11::literals;
+    (void)user;
+    fct_pg &pg = *source.pg;
     if (pg.python) {
         return python_backend(pg, device)
             .attr("allocate_tensor")(numel, "dtype"_a = type, "device"_a = device)
@@ -48,10 +60,33 @@ at::Tensor backend_empty(fct_pg &pg, int64_t numel, c10::ScalarType type, c10::D
     return backend->allocateTensor(numel, at::dtype(type).device(device));
 }
 
+/* ---- torch's symmetric memory: a memory pool whose tensors all ranks of a group map ---- */
+
+/* The source is a SymmMemAllGather or SymmMemReduceScatter of torch. Its call registers the tensors
+ * with the process group, and then issues the collective. */
+at::Tensor symmetric_empty(const Source &source, fct_pg *user, int64_t numel, c10::ScalarType type,
+                           c10::Device device) {
+    using namespace pybind11::literals;
+    const pybind11::object tensor = source.object.attr("allocate")(
+        pybind11::make_tuple(numel), "dtype"_a = type, "device"_a = device);
+    if (user != nullptr) {
+        const auto memory = pybind11::module_::import("torch.distributed._symmetric_memory");
+        const pybind11::object group = user->python ? user->python : pybind11::cast(user->group);
+        memory.attr("rendezvous")(tensor, "group"_a = group.attr("group_name"));
+    }
+    return tensor.cast<at::Tensor>();
+}
+
+bool symmetric_serves(const Source &source, c10::Device device) {
+    (void)source, (void)device;
+    return true;
+}
+
 /* ---- the table ---- */
 
 constexpr Allocator kAllocators[] = {
-    {"process group", &backend_serves, &backend_empty},
+    {"process group", true, &backend_serves, &backend_empty},
+    {"symmetric memory", false, &symmetric_serves, &symmetric_empty},
 };
 
 const Allocator &find_allocator(const std::string &name) {
@@ -67,14 +102,18 @@ const Allocator &find_allocator(const std::string &name) {
 
 struct fct_allocator {
     const Allocator &methods;
-    fct::Handle pg;
+    Source source;
 };
 
 extern "C" {
 
-int fct_py_allocator(const char *name, PyObject *group, fct_allocator **out) {
+int fct_py_allocator(const char *name, PyObject *source, fct_allocator **out) {
     return guarded("fct_py_allocator", [&] {
-        *out = new fct_allocator{find_allocator(name), fct::open_handle(group)};
+        const Allocator &methods = find_allocator(name);
+        *out = new fct_allocator{
+            methods,
+            {pybind11::reinterpret_borrow<pybind11::object>(source),
+             methods.has_group ? fct::open_handle(source) : fct::Handle(nullptr, &fct_pg_release)}};
     });
 }
 
@@ -84,22 +123,23 @@ void fct_allocator_free(fct_allocator *allocator) {
 
 int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serves) {
     return guarded("fct_allocator_serves", [&] {
-        *serves = allocator->methods.serves(*allocator->pg, fct::device(device));
+        *serves = allocator->methods.serves(allocator->source, fct::device(device));
     });
 }
 
-int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype, fct_device device,
-                        fct_tensor **out) {
+int fct_allocator_empty(fct_allocator *allocator, fct_pg *pg, int64_t numel, fct_dtype dtype,
+                        fct_device device, fct_tensor **out) {
     return guarded("fct_allocator_empty", [&] {
         const c10::InferenceMode no_inference(false);
         const fct::BelowAutograd below_autograd;
         const c10::Device torch_device = fct::device(device);
         const c10::ScalarType type = fct::scalar_type(dtype);
-        at::Tensor buffer = allocator->methods.empty(*allocator->pg, numel, type, torch_device);
+        at::Tensor buffer =
+            allocator->methods.empty(allocator->source, pg, numel, type, torch_device);
         TORCH_CHECK(buffer.numel() == numel && buffer.scalar_type() == type && buffer.dim() == 1 &&
                         buffer.device() == torch_device && buffer.is_contiguous(),
-                    "allocate_tensor of the ", allocator->methods.name, " returned ",
-                    buffer.sizes(), " of ", buffer.scalar_type(), " on ", buffer.device(),
+                    "the allocator '", allocator->methods.name, "' returned ", buffer.sizes(),
+                    " of ", buffer.scalar_type(), " on ", buffer.device(),
                     "; expected a contiguous tensor of ", numel, " elements of ", type, " on ",
                     torch_device);
         *out = fct::new_handle(std::move(buffer));

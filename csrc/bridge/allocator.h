@@ -2,7 +2,7 @@
 #ifndef FSDP_C_BRIDGE_ALLOCATOR_H
 #define FSDP_C_BRIDGE_ALLOCATOR_H
 
-#include "types.h"
+#include "group.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -15,9 +15,11 @@ void fct_allocator_free(fct_allocator *allocator); /* NULL is allowed */
  * fct_tensor_empty. */
 FCT_CHECK int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serves);
 /* A new 1-D tensor of `numel` uninitialized elements, on the device's current stream. Not an
- * inference tensor, even in inference mode. */
-FCT_CHECK int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype,
-                                  fct_device device, fct_tensor **out);
+ * inference tensor, even in inference mode. `pg` is the process group whose collective uses the
+ * tensor; NULL: none. All ranks of `pg` make the same calls in the same order, because an allocator
+ * may exchange addresses over `pg`. */
+FCT_CHECK int fct_allocator_empty(fct_allocator *allocator, fct_pg *pg, int64_t numel,
+                                  fct_dtype dtype, fct_device device, fct_tensor **out);
 
 #ifdef __cplusplus
 }

@@ -111,9 +111,7 @@ at::Tensor as_supported(fct_pg *pg, const at::Tensor &tensor) {
 /* The group that has the shared-memory backend of `pg` as its own CPU backend. */
 const c10::intrusive_ptr<c10d::ProcessGroup> &shm_group_of(fct_pg *pg) {
     if (!pg->shm_group) {
-        auto *negotiation = static_cast<shm_negotiation *>(fct_pg_attachment(pg));
-        TORCH_CHECK(negotiation != nullptr, "the process group has no shared-memory backend");
-        pg->shm_group = fct::make_shm_group(pg->group, negotiation);
+        pg->shm_group = fct::make_shm_group(pg->group);
     }
     return pg->shm_group;
 }
@@ -292,9 +290,10 @@ int fct_py_shm_group(fct_pg *pg, PyObject **out) {
                    [&] { *out = pybind11::cast(shm_group_of(pg)).release().ptr(); });
 }
 
-int fct_pg_add_shm_backend(fct_pg *pg, shm_negotiation *negotiation, bool *added) {
+int fct_pg_add_shm_backend(fct_pg *pg, const fct_shm_methods *methods, shm_negotiation *negotiation,
+                           bool *added) {
     return guarded("fct_pg_add_shm_backend",
-                   [&] { *added = fct::add_shm_backend(*pg->group, negotiation); });
+                   [&] { *added = fct::add_shm_backend(*pg->group, *methods, negotiation); });
 }
 
 int fct_pg_enter_shm(fct_pg *pg, bool gradients, void **entered) {

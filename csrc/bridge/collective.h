@@ -17,10 +17,15 @@ typedef struct fct_work fct_work; /* a c10d::Work; one owner */
  *
  * A rank shard ("row" in names) is the elements of a collective's buffer that belong to one rank.
  */
+typedef enum fct_op_kind {
+    FCT_OP_ALL_GATHER = 0,
+    FCT_OP_REDUCE_SCATTER,
+    FCT_OP_ALL_REDUCE,
+} fct_op_kind;
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
 /* Each function issues one asynchronous collective. csrc/transport calls the functions. `shm`
- * selects the group's shared-memory backend (fct_pg_add_shm_backend) instead of its own backend.
+ * selects the group's shared-memory backend (shm_methods.h) instead of its own backend.
  * *work is new, or NULL if the backend finished at once. The tensors are 1-D and contiguous. The
  * backend keeps references to the tensors until the collective is complete. `factor` is used only
  * for FCT_PREMUL_SUM. */
@@ -78,11 +83,6 @@ void fct_work_release(fct_work *work); /* NULL is allowed */
  * forwards all other all-reduces to gloo. Returns the previous value. */
 bool fct_set_gradient_all_reduce(bool gradients);
 
-/* Adds the shared-memory backend to the group, under a backend type that the group does not use.
- * The group calls only the backend's shutdown() and abort(), which close the negotiation. Writes
- * false to *added if the CPU backend is not gloo. */
-struct shm_negotiation;
-FCT_CHECK int fct_pg_add_shm_backend(fct_pg *pg, struct shm_negotiation *negotiation, bool *added);
 /* Between enter and leave, collectives that any caller issues on the group use the shared-memory
  * backend. `gradients`: see fct_set_gradient_all_reduce. */
 FCT_CHECK int fct_pg_enter_shm(fct_pg *pg, bool gradients, void **entered);

@@ -48,9 +48,9 @@ FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* A new reference to the ProcessGroup that has the shared-memory backend of `pg` as its CPU
  * backend. */
 FCT_CHECK int fct_py_shm_group(fct_pg *pg, struct _object **out);
-/* A new allocator of the table in allocator.cpp, for buffers of the collectives of `group`. Raises
- * ValueError for an unknown name. */
-FCT_CHECK int fct_py_allocator(const char *name, struct _object *group, fct_allocator **out);
+/* A new allocator of the table in allocator.cpp. `source` is the process group or the object of
+ * torch that allocates. Raises ValueError for an unknown name. */
+FCT_CHECK int fct_py_allocator(const char *name, struct _object *source, fct_allocator **out);
 /* Converts a torch.device object. */
 FCT_CHECK int fct_py_device(struct _object *obj, fct_device *out);
 

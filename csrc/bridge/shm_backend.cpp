@@ -15,7 +15,7 @@
  * if its ranks span hosts, or if a rank has no shared memory.
  *
  * A collective that is larger than the ring makes progress only inside wait(). The progress thread
- * of the group waits for such a collective (transport/progress.h). Its work has the operation type
+ * of the group waits for such a collective (progress.h). Its work has the operation type
  * UNKNOWN, like gloo's reduce-scatter. */
 #include "shm_backend.hpp"
 
@@ -39,16 +39,17 @@ thread_local bool reduces_gradients = false; /* see set_gradient_all_reduce */
 
 class ShmBackend : public c10d::Backend {
   public:
-    ShmBackend(c10::intrusive_ptr<c10d::Backend> fallback, shm_negotiation *negotiation)
+    ShmBackend(c10::intrusive_ptr<c10d::Backend> fallback, const fct_shm_methods &methods,
+               shm_negotiation *negotiation)
         : Backend(fallback->getRank(), fallback->getSize()), fallback_(std::move(fallback)),
-          negotiation_(negotiation) {
-        shm_negotiation_retain(negotiation_);
+          methods_(methods), negotiation_(negotiation) {
+        methods_.retain_negotiation(negotiation_);
     }
     ShmBackend(const ShmBackend &) = delete;
     ShmBackend &operator=(const ShmBackend &) = delete;
     ~ShmBackend() override {
-        shm_negotiation_close(negotiation_);
-        shm_negotiation_release(negotiation_);
+        methods_.close_negotiation(negotiation_);
+        methods_.release_negotiation(negotiation_);
     }
 
     const std::string getBackendName() const override {
@@ -65,7 +66,8 @@ class ShmBackend : public c10d::Backend {
         if (shards[rank_].data_ptr() != input.data_ptr()) {
             shards[rank_].copy_(input);
         }
-        auto work = c10::make_intrusive<ShmWork>(FCT_OP_ALL_GATHER, Tensors{output, input});
+        auto work =
+            c10::make_intrusive<ShmWork>(methods_, FCT_OP_ALL_GATHER, Tensors{output, input});
         return start(std::move(work), std::move(transport), RankShards::of_tensor(shards));
     }
 
@@ -77,8 +79,8 @@ class ShmBackend : public c10d::Backend {
             return fallback_->_reduce_scatter_base(output, input, options);
         }
         const at::Tensor shards = input.view({size_, output.numel()});
-        auto work =
-            c10::make_intrusive<ShmWork>(FCT_OP_REDUCE_SCATTER, Tensors{output, input}, average);
+        auto work = c10::make_intrusive<ShmWork>(methods_, FCT_OP_REDUCE_SCATTER,
+                                                 Tensors{output, input}, average);
         return start(std::move(work), std::move(transport), RankShards::of_tensor(shards));
     }
 
@@ -89,14 +91,15 @@ class ShmBackend : public c10d::Backend {
             !tensors[0].is_contiguous() || !can_sum(tensors[0], options.reduceOp)) {
             return fallback_->allreduce(tensors, options);
         }
-        auto work = c10::make_intrusive<ShmWork>(FCT_OP_ALL_REDUCE, Tensors{tensors[0]}, average);
+        auto work =
+            c10::make_intrusive<ShmWork>(methods_, FCT_OP_ALL_REDUCE, Tensors{tensors[0]}, average);
         return start(std::move(work), std::move(transport), {});
     }
 
     /* Each chunk is 1-D and contains data of all ranks, in rank order. */
     WorkPtr gather_chunks(const Tensors &chunks, const fct_chunk_layout &layout) {
         const Tensors parts = view_by_rank(chunks);
-        auto work = c10::make_intrusive<ShmWork>(FCT_OP_ALL_GATHER, parts);
+        auto work = c10::make_intrusive<ShmWork>(methods_, FCT_OP_ALL_GATHER, parts);
         work->release_on_completion();
         return start(std::move(work), require_transport(), RankShards::of_chunks(parts, layout));
     }
@@ -109,8 +112,8 @@ class ShmBackend : public c10d::Backend {
                     output.nbytes());
         Tensors tensors{output};
         tensors.insert(tensors.end(), parts.begin(), parts.end());
-        auto work =
-            c10::make_intrusive<ShmWork>(FCT_OP_REDUCE_SCATTER, std::move(tensors), average);
+        auto work = c10::make_intrusive<ShmWork>(methods_, FCT_OP_REDUCE_SCATTER,
+                                                 std::move(tensors), average);
         work->release_on_completion();
         return start(std::move(work), require_transport(), shards);
     }
@@ -194,16 +197,16 @@ class ShmBackend : public c10d::Backend {
     /* The process group sets the timeout of the fallback itself. */
     void setTimeout(std::chrono::milliseconds) override {}
     void shutdown() override {
-        shm_negotiation_close(negotiation_);
+        methods_.close_negotiation(negotiation_);
     }
     void abort() override {
-        shm_negotiation_close(negotiation_);
+        methods_.close_negotiation(negotiation_);
     }
 
   private:
     /* The transport of the next collective; null if the fallback moves its data. */
     ShmTransportPtr active_transport() const {
-        return {shm_negotiation_active_transport(negotiation_), &shm_transport_release};
+        return {methods_.active_transport(negotiation_), methods_.release_transport};
     }
 
     /* Throws if there is no transport, because gloo has no collectives of separate chunks. */
@@ -235,9 +238,9 @@ class ShmBackend : public c10d::Backend {
     }
 
     /* Whether the transport can sum this dtype, in the order of gloo's ring. */
-    static bool can_sum(const at::Tensor &tensor, const c10d::ReduceOp &op) {
+    bool can_sum(const at::Tensor &tensor, const c10d::ReduceOp &op) const {
         return (op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::SUM) &&
-               shm_can_sum(static_cast<int32_t>(tensor.scalar_type()));
+               methods_.can_sum(static_cast<fct_dtype>(tensor.scalar_type()));
     }
 
     /* Other layouts go to gloo, which handles or refuses them. */
@@ -248,6 +251,7 @@ class ShmBackend : public c10d::Backend {
     }
 
     c10::intrusive_ptr<c10d::Backend> fallback_;
+    const fct_shm_methods &methods_;
     shm_negotiation *const negotiation_; /* holds one reference */
 };
 
@@ -307,24 +311,22 @@ static void restore_gloo(c10d::ProcessGroup &group) {
     group.setBackend(c10::DeviceType::CPU, Type::GLOO, group.getBackend(Type::GLOO));
 }
 
-bool add_shm_backend(c10d::ProcessGroup &group, shm_negotiation *negotiation) {
+bool add_shm_backend(c10d::ProcessGroup &group, const fct_shm_methods &methods,
+                     shm_negotiation *negotiation) {
     if (backend_at(group, Type::GLOO) != group.getBackend(c10::DeviceType::CPU)) {
         return false;
     }
-    group.setBackend(
-        c10::DeviceType::CPU, unused_type(group),
-        c10::make_intrusive<ShmBackend>(group.getBackend(c10::DeviceType::CPU), negotiation));
+    group.setBackend(c10::DeviceType::CPU, unused_type(group),
+                     c10::make_intrusive<ShmBackend>(group.getBackend(c10::DeviceType::CPU),
+                                                     methods, negotiation));
     restore_gloo(group);
     return true;
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup>
-make_shm_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group, shm_negotiation *negotiation) {
-    auto backend = backend_at(*group, unused_type(*group));
-    if (!backend) {
-        backend =
-            c10::make_intrusive<ShmBackend>(group->getBackend(c10::DeviceType::CPU), negotiation);
-    }
+make_shm_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
+    const auto backend = backend_at(*group, unused_type(*group));
+    TORCH_CHECK(backend, "the process group has no shared-memory backend");
     auto shm_group = c10::make_intrusive<c10d::ProcessGroup>(group->getStore(), group->getRank(),
                                                              group->getSize());
     shm_group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, backend);

@@ -2,8 +2,7 @@
 #ifndef FSDP_C_BRIDGE_SHM_BACKEND_HPP
 #define FSDP_C_BRIDGE_SHM_BACKEND_HPP
 
-#include "../transport/negotiation.h"
-#include "collective.h"
+#include "shm_methods.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -15,11 +14,13 @@ namespace fct {
 /* Registers a ShmBackend with the group, under a backend type that the group does not use. The
  * group calls only the backend's shutdown() and abort(), which close the negotiation. Returns false
  * if the CPU backend is not gloo. Needs the GIL. */
-bool add_shm_backend(c10d::ProcessGroup &group, shm_negotiation *negotiation);
+bool add_shm_backend(c10d::ProcessGroup &group, const fct_shm_methods &methods,
+                     shm_negotiation *negotiation);
 
-/* A new group with the name and ranks of `group` and a ShmBackend for the CPU. */
+/* A new group with the name and ranks of `group` and the group's ShmBackend for the CPU. Throws if
+ * the group has no ShmBackend. */
 c10::intrusive_ptr<c10d::ProcessGroup>
-make_shm_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group, shm_negotiation *negotiation);
+make_shm_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group);
 
 /* Sets whether this thread's all-reduces reduce buffers of gradients. The value is equal on all
  * ranks. ShmBackend forwards all other all-reduces to the fallback. Returns the previous value. */

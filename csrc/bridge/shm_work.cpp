@@ -71,12 +71,13 @@ static const char *dtype_name(int32_t dtype) {
 
 static_assert(static_cast<int>(c10::ScalarType::NumOptions) <= 0x40, "tags have 6 bits for dtypes");
 
-ShmWork::ShmWork(fct_op_kind kind, std::vector<at::Tensor> tensors, bool average)
-    : Work(-1, c10d::OpType::UNKNOWN, profiling_title(kind)), kind_(kind),
+ShmWork::ShmWork(const fct_shm_methods &methods, fct_op_kind kind, std::vector<at::Tensor> tensors,
+                 bool average)
+    : Work(-1, c10d::OpType::UNKNOWN, profiling_title(kind)), methods_(methods), kind_(kind),
       tensors_(std::move(tensors)), average_(average) {}
 
 ShmWork::~ShmWork() {
-    shm_collective_free(collective_);
+    methods_.free_collective(collective_);
 }
 
 void ShmWork::release_on_completion() {
@@ -95,13 +96,12 @@ void ShmWork::start(ShmTransportPtr transport, shm_request request, const RankSh
     request.dtype_name = &dtype_name;
     world_ = request.world;
     transport_ = std::move(transport);
-    collective_ = shm_collective_new(&request);
+    collective_ = methods_.new_collective(&request);
     TORCH_CHECK(collective_ != nullptr, "no memory for a collective over shared memory");
     char error[SHM_ERROR_BYTES];
     /* The transport takes this reference, unless the submission fails. */
     (void)c10::intrusive_ptr<ShmWork>::reclaim_copy(this).release();
-    switch (
-        shm_collective_start(collective_, transport_.get(), {this, &complete, &release}, error)) {
+    switch (methods_.start(collective_, transport_.get(), {this, &complete, &release}, error)) {
     case SHM_SUBMIT_FAILED:
         release(this);
         TORCH_CHECK(false, error);
@@ -115,13 +115,13 @@ void ShmWork::start(ShmTransportPtr transport, shm_request request, const RankSh
 }
 
 bool ShmWork::is_cpu_bound() const {
-    return shm_collective_is_cpu_bound(collective_);
+    return methods_.is_cpu_bound(collective_);
 }
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
     char error[SHM_ERROR_BYTES];
     if (!isCompleted() &&
-        shm_collective_wait(collective_, transport_.get(), timeout.count(), error) < 0) {
+        methods_.wait(collective_, transport_.get(), timeout.count(), error) < 0) {
         TORCH_CHECK(false, error);
     }
     if (exception()) {
@@ -132,7 +132,7 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
 
 bool ShmWork::isCompleted() {
     if (!Work::isCompleted()) {
-        shm_transport_progress(transport_.get());
+        methods_.progress(transport_.get());
     }
     return Work::isCompleted();
 }
@@ -157,7 +157,7 @@ void ShmWork::finish_with(const char *error) {
             tensors_[0].div_(world_);
         }
         if (release_on_completion_) {
-            shm_collective_drop_segments(collective_);
+            methods_.drop_segments(collective_);
             tensors_.clear();
         }
     } catch (...) {

@@ -1,9 +1,8 @@
-/* A c10d work over a collective of transport/shm_collective.h. */
+/* A c10d work over a collective of csrc/transport. */
 #ifndef FSDP_C_BRIDGE_SHM_WORK_HPP
 #define FSDP_C_BRIDGE_SHM_WORK_HPP
 
-#include "../transport/shm_collective.h"
-#include "collective.h"
+#include "shm_methods.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -37,7 +36,8 @@ class ShmWork : public c10d::Work {
     /* `tensors` stay alive until completion. For a reduce-scatter and an all-reduce the first
      * tensor is the output. If `average` is true, completion divides the output by the number of
      * ranks. */
-    ShmWork(fct_op_kind kind, std::vector<at::Tensor> tensors, bool average = false);
+    ShmWork(const fct_shm_methods &methods, fct_op_kind kind, std::vector<at::Tensor> tensors,
+            bool average = false);
     ShmWork(const ShmWork &) = delete;
     ShmWork &operator=(const ShmWork &) = delete;
     ~ShmWork() override;
@@ -62,6 +62,7 @@ class ShmWork : public c10d::Work {
     static void release(void *self);
     void finish_with(const char *error);
 
+    const fct_shm_methods &methods_;
     const fct_op_kind kind_;
     std::vector<at::Tensor> tensors_;
     const bool average_;

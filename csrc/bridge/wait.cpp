@@ -1,4 +1,4 @@
-/* Waits that run signal handlers; see wait.hpp. The progress thread (transport/progress.h) calls no
+/* Waits that run signal handlers; see wait.hpp. The progress thread (progress.h) calls no
  * Python and never takes the GIL, not even to destroy a work. */
 #include "wait.hpp"
 

@@ -2,7 +2,7 @@
 #ifndef FSDP_C_BRIDGE_WAIT_HPP
 #define FSDP_C_BRIDGE_WAIT_HPP
 
-#include "../transport/progress.h"
+#include "progress.h"
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 

@@ -219,7 +219,8 @@ static fc_status make_chunks(fc_gather *a, fc_pending_gather *pending) {
         if (pending->split) {
             FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, base->device, &tensor));
         } else {
-            FC_TRY(fc_group_base_buffer(base, base->gather_memory, numel, plan->dtype, &tensor));
+            FC_TRY(fc_group_base_buffer(base, base->gather_memory, pending->pg, numel, plan->dtype,
+                                        &tensor));
         }
         fc_chunks_add(&a->chunks, tensor);
         if (!chunk->owned) {

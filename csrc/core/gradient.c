@@ -7,7 +7,7 @@
 fc_status fc_gradient_begin(const fc_group_base *base, bool reduces) {
     assert(base->count == 0 || base->params != NULL);
     fc_status status = FC_OK;
-    for (size_t i = 0; i < base->count; i++) {
+    for (size_t i = 0; base->defers_casts && i < base->count; i++) {
         FC_TRY(fc_param_begin_grad(base->params[i], reduces));
     }
 done:
@@ -17,7 +17,7 @@ done:
 fc_status fc_gradient_end(const fc_group_base *base) {
     assert(base->count == 0 || base->params != NULL);
     fc_status status = FC_OK;
-    for (size_t i = 0; i < base->count; i++) {
+    for (size_t i = 0; base->defers_casts && i < base->count; i++) {
         FC_TRY(fc_param_end_grad(base->params[i]));
     }
 done:

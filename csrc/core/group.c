@@ -28,11 +28,11 @@ const fc_transitions fc_group_transitions = {
 
 /* ---- invariants ---- */
 
-/* Checks the invariants that also hold at the end of a backward, between the collection of
- * gradients and their reduction. */
+/* Checks the invariants that also hold between the collection of gradients and their reduction. */
 static fc_status check_registration_and_memory(fc_group *g) {
     fc_status status = FC_OK;
     FC_TRY(g->registration_dirty ? FC_OK : fc_registration_check(&g->base, g->sharded_state));
+    FC_TRY(fc_group_base_check(&g->base));
     FC_TRY(fc_gather_check(&g->gather, g->sharded_state == FC_UNSHARDED));
     FC_TRY(fc_bucket_check(&g->buckets));
     FC_TRY(fc_reduction_check(g->base.comm));
@@ -130,6 +130,7 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
 
 void fc_group_invalidate(fc_group *g) {
     assert(g->ops != NULL || g->base.params == NULL);
+    fc_group_base_refresh(&g->base);
     fc_gather_invalidate(&g->gather);
     fc_bucket_invalidate(&g->buckets);
 }
@@ -278,8 +279,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     }
     if (g->sharded_state != FC_SHARDED) {
         if (between_steps && !current) {
-            /* An optimizer step has changed the shards since an evaluation left the group
-             * unsharded. */
+            /* An optimizer step has changed the shards since an evaluation. */
             FC_TRY(fc_group_to_sharded(g));
         } else if (g->sharded_state == FC_UNSHARDED) {
             status = repair_registration(g);

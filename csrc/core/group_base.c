@@ -19,6 +19,29 @@ void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *ca
     base->count = count;
     base->device = device;
     fc_process_group_set(&base->shard, NULL, world, rank);
+    fc_group_base_refresh(base);
+}
+
+static bool any_defers_cast(const fc_group_base *base) {
+    for (size_t i = 0; i < base->count; i++) {
+        if (base->params[i]->defers_cast) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void fc_group_base_refresh(fc_group_base *base) {
+    assert(base->count == 0 || base->params != NULL);
+    base->defers_casts = any_defers_cast(base);
+}
+
+fc_status fc_group_base_check(const fc_group_base *base) {
+    return base->defers_casts == any_defers_cast(base)
+               ? FC_OK
+               : fc_error_set(&base->comm->error, FC_ESTATE,
+                              "a parameter has changed whether it defers its cast, and the group "
+                              "was not invalidated");
 }
 
 void fc_group_base_fini(fc_group_base *base) {
@@ -69,12 +92,16 @@ fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *mem
                                                                                   : FC_ERAISED;
 }
 
-fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory, int64_t numel,
-                               fct_dtype dtype, fct_tensor **out) {
+fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory,
+                               fc_process_group *pg, int64_t numel, fct_dtype dtype,
+                               fct_tensor **out) {
     fc_status status = FC_OK;
     bool has = false;
     FC_TRY(fc_group_base_has_memory(base, memory, &has));
-    FC_TRY_RAISED(has ? fct_allocator_empty(memory, numel, dtype, base->device, out)
+    const bool issues = pg->world > 1; /* a collective uses the buffer */
+    FC_TRY(has && issues ? fc_process_group_open(pg) : FC_OK);
+    FC_TRY_RAISED(has ? fct_allocator_empty(memory, issues ? pg->handle : NULL, numel, dtype,
+                                            base->device, out)
                       : fct_tensor_empty(numel, dtype, base->device, out));
 done:
     return status;

@@ -28,6 +28,9 @@ typedef struct fc_group_base {
     fc_comm_ctx *comm;             /* borrowed; kept alive by `owner`; NULL before initialization */
     fc_param **params;             /* [count] owned array of borrowed parameters */
     size_t count;
+    /* Whether a parameter defers its cast (fc_param.defers_cast). Computed from the parameters by
+     * fc_group_base_refresh; fc_group_base_check compares. */
+    bool defers_casts;
     fct_device device;
     fc_process_group shard;     /* all-gather and reduce-scatter; world 1: neither is issued */
     fc_process_group scatter;   /* reduce-scatter, if it has a process group of its own */
@@ -49,6 +52,10 @@ void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *ca
                         fc_comm_ctx *comm, fc_param **params, size_t count, fct_device device,
                         int64_t world, int64_t rank);
 void fc_group_base_fini(fc_group_base *base);
+/* Computes the fields that depend on settings of the parameters. Call it after a change of them. */
+void fc_group_base_refresh(fc_group_base *base);
+/* Returns FC_ESTATE with a message if refresh would change a field. */
+FC_CHECK fc_status fc_group_base_check(const fc_group_base *base);
 
 /* Returns the span of all parameters. */
 fc_span fc_group_base_all(const fc_group_base *base);
@@ -64,9 +71,11 @@ void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_al
 FC_CHECK fc_status fc_group_base_has_memory(const fc_group_base *base, fct_allocator *memory,
                                             bool *has);
 /* Allocates a 1-D tensor of uninitialized elements on the current stream, from `memory` if it
- * serves the device, else from torch's allocator. *out is a new reference. */
+ * serves the device, else from torch's allocator. `pg` is the process group whose collective uses
+ * the tensor, if it has several ranks. *out is a new reference. */
 FC_CHECK fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory,
-                                        int64_t numel, fct_dtype dtype, fct_tensor **out);
+                                        fc_process_group *pg, int64_t numel, fct_dtype dtype,
+                                        fct_tensor **out);
 /* Returns true if gradients are all-reduced over replicas. */
 bool fc_group_base_is_replicated(const fc_group_base *base);
 /* Returns true if Python performs the operation. */

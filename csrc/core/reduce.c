@@ -143,7 +143,8 @@ static fc_status issue_reduce_scatter(fc_reducer *reducer, fc_reduction *r,
         fct_tensor_retain(r->output);
         goto done;
     }
-    FC_TRY(fc_group_base_buffer(base, base->reduce_memory, total, plan->dtype, &r->output));
+    FC_TRY(fc_group_base_buffer(base, base->reduce_memory, fc_group_base_scatter_group(base), total,
+                                plan->dtype, &r->output));
     if (plan->row_numel == 0) {
         goto done;
     }
@@ -369,7 +370,8 @@ static fc_status make_packed_chunk(fc_reducer *reducer, fc_reduction *r, size_t 
     if (plan->chunks.split) {
         FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, base->device, &r->input));
     } else {
-        FC_TRY(fc_group_base_buffer(base, base->reduce_memory, numel, plan->dtype, &r->input));
+        FC_TRY(fc_group_base_buffer(base, base->reduce_memory, fc_group_base_scatter_group(base),
+                                    numel, plan->dtype, &r->input));
     }
     FC_TRY(fc_transfer_pack_gradients(&reducer->transfer, plan, chunk, world, r->input,
                                       &base->comm->error));

@@ -80,9 +80,10 @@ int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serv
     return 0;
 }
 
-int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype, fct_device device,
-                        fct_tensor **out) {
+int fct_allocator_empty(fct_allocator *allocator, fct_pg *pg, int64_t numel, fct_dtype dtype,
+                        fct_device device, fct_tensor **out) {
     (void)allocator;
+    (void)pg;
     return fct_tensor_empty(numel, dtype, device, out);
 }
 

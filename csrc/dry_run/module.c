@@ -1,5 +1,8 @@
 /* The extension module fsdp_c._dry_run: run(), and the type of its events. The module has no global
  * state beside the record of the running dry run (record.h). */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 #include "parse.h"
 
 typedef struct fcd_module {

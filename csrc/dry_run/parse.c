@@ -1,5 +1,8 @@
 /* Parses a description from dicts, with one table of keys per struct. Owns the arrays that it
  * creates. The keys are listed in fsdp_c/_dry_run.pyi. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 #include "parse.h"
 
 #include <stddef.h>

@@ -2,10 +2,9 @@
 #ifndef FSDP_C_DRY_RUN_PARSE_H
 #define FSDP_C_DRY_RUN_PARSE_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "step.h"
+
+struct _object; /* CPython's PyObject */
 
 /* Memory of a parsed description. Strings are borrowed from the Python objects, which the caller
  * must not change. */
@@ -19,7 +18,8 @@ typedef struct fcd_parsed {
 /* Parses `units` and `states`, lists of dicts, and `calls`, a list of tuples. Runs no Python code.
  * Returns 0, or -1 with ValueError, whose message names the item, or MemoryError. The caller calls
  * fcd_parsed_fini() in any case. */
-int fcd_parse(PyObject *units, PyObject *states, PyObject *calls, bool streams, fcd_parsed *out);
+int fcd_parse(struct _object *units, struct _object *states, struct _object *calls, bool streams,
+              fcd_parsed *out);
 void fcd_parsed_fini(fcd_parsed *p);
 
 #endif

@@ -382,6 +382,25 @@ static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *group_drop_sharded_grads(PyObject *obj, PyObject *unused) {
+    fcpy_group *self = as_group(obj);
+    (void)unused;
+    if (!fcpy_group_check_initialized(self)) {
+        return NULL;
+    }
+    PyObject *params = Py_NewRef(self->params); /* a class of the parameters may define `grad` */
+    int status = 0;
+    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_GET_SIZE(params); i++) {
+        PyObject *sharded = Py_XNewRef(((fcpy_param *)PyTuple_GET_ITEM(params, i))->sharded_param);
+        if (sharded != NULL) {
+            status = PyObject_SetAttr(sharded, self->mod->names.grad, Py_None);
+            Py_DECREF(sharded);
+        }
+    }
+    Py_DECREF(params);
+    return status == 0 ? Py_NewRef(Py_None) : NULL;
+}
+
 /* _set_process_group(kind, name, world, rank, group=None) */
 static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
     static const char *const kinds[FCPY_PROCESS_GROUPS] = {"shard", "scatter", "replicate",
@@ -497,6 +516,8 @@ static PyMethodDef group_methods[] = {
      "Resets the group to sharded and idle, and drops partial gradients."},
     {"_invalidate", group_invalidate, METH_NOARGS,
      "Marks the gather plan as stale; the next unshard makes a new plan."},
+    {"_drop_sharded_grads", group_drop_sharded_grads, METH_NOARGS,
+     "Sets grad of the sharded parameters to None."},
     {"_check", group_check, METH_NOARGS,
      "Raises RuntimeError if an invariant is violated (for tests)."},
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */

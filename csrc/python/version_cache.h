@@ -15,7 +15,7 @@ typedef struct fcpy_version_cache {
     uint32_t bits;
 } fcpy_version_cache;
 
-enum { FCPY_MAX_PLACES = 8 };
+enum { FCPY_MAX_PLACES = 10 };
 
 /* The dicts or the types whose attributes the guard watches ("places"), and their version tags at
  * the latest read. */

@@ -1,6 +1,8 @@
 /* The negotiation of a process group; see group_negotiation.h. */
 #include "group_negotiation.h"
 
+#include <assert.h>
+
 #include "../bridge/error.h"
 
 static void release_negotiation(void *negotiation) {
@@ -8,10 +10,12 @@ static void release_negotiation(void *negotiation) {
 }
 
 shm_negotiation *fct_negotiation_find(fct_pg *pg) {
+    assert(pg != NULL);
     return (shm_negotiation *)fct_pg_attachment(pg);
 }
 
 shm_negotiation *fct_negotiation_open(fct_pg *pg) {
+    assert(pg != NULL);
     shm_negotiation *n = fct_negotiation_find(pg);
     if (n == NULL) {
         n = shm_negotiation_new();

@@ -1,4 +1,5 @@
-/* The negotiation of a process group. The bridge owns it while the group lives. */
+/* The negotiation of a process group. The bridge owns it while the group lives. Precondition: `pg`
+ * is not NULL. */
 #ifndef FSDP_C_TRANSPORT_GROUP_NEGOTIATION_H
 #define FSDP_C_TRANSPORT_GROUP_NEGOTIATION_H
 

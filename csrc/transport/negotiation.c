@@ -6,6 +6,7 @@
 #define _GNU_SOURCE 1 /* sched_getaffinity */
 #include "negotiation.h"
 
+#include <assert.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -122,10 +123,12 @@ shm_negotiation *shm_negotiation_new(void) {
 }
 
 void shm_negotiation_retain(shm_negotiation *n) {
+    assert(atomic_load(&n->owners) > 0);
     (void)atomic_fetch_add(&n->owners, 1);
 }
 
 void shm_negotiation_release(shm_negotiation *n) {
+    assert(n == NULL || atomic_load(&n->owners) > 0);
     if (n == NULL || atomic_fetch_sub(&n->owners, 1) != 1) {
         return;
     }
@@ -167,6 +170,7 @@ static void decline(shm_negotiation *n) {
 }
 
 shm_transport *shm_negotiation_active_transport(shm_negotiation *n) {
+    assert(atomic_load(&n->owners) > 0);
     (void)pthread_mutex_lock(&n->mutex);
     shm_transport *transport = n->state == ACCEPTED ? n->transport : NULL;
     if (transport != NULL) {
@@ -177,6 +181,7 @@ shm_transport *shm_negotiation_active_transport(shm_negotiation *n) {
 }
 
 void shm_negotiation_close(shm_negotiation *n) {
+    assert(atomic_load(&n->owners) > 0);
     (void)pthread_mutex_lock(&n->mutex);
     shm_transport *transport = n->transport;
     n->transport = NULL;
@@ -190,10 +195,12 @@ void shm_negotiation_close(shm_negotiation *n) {
 }
 
 void shm_negotiation_count_gather(shm_negotiation *n) {
+    assert(atomic_load(&n->owners) > 0);
     n->gathers += n->paused ? 0 : 1;
 }
 
 void shm_negotiation_set_paused(shm_negotiation *n, bool paused) {
+    assert(atomic_load(&n->owners) > 0);
     n->paused = paused;
 }
 
@@ -335,6 +342,7 @@ static int read_connection(shm_negotiation *n, fct_pg *pg) {
 
 int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
                         bool *accepted) {
+    assert(!n->paused && attach != NULL);
     const bool is_gather = use == FCT_USE_GATHER || use == FCT_USE_ALL_REDUCE;
     negotiation_state state = get_state(n);
     if (state == PENDING && n->capabilities == NULL && start_negotiation(n, pg, attach) != 0) {

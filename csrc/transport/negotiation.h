@@ -1,4 +1,6 @@
-/* The negotiation between the ranks of a process group about shared memory. */
+/* The negotiation between the ranks of a process group about shared memory.
+ *
+ * Precondition of the functions: the caller owns a reference to the negotiation. */
 #ifndef FSDP_C_TRANSPORT_NEGOTIATION_H
 #define FSDP_C_TRANSPORT_NEGOTIATION_H
 
@@ -54,7 +56,8 @@ typedef int (*shm_attach)(fct_pg *pg, shm_negotiation *n, bool *attached);
 /* Writes to *accepted whether the next collective of `pg` uses shared memory. Issues the rounds.
  * Declines without a round if the backend is not torch's gloo. Waits run signal handlers. A call
  * that a signal handler interrupted may be repeated. A rank offers its ring only if `attach`
- * succeeds. Idempotent until the caller counts a gather. Needs the GIL. */
+ * succeeds. Idempotent until the caller counts a gather. Needs the GIL. Precondition: the
+ * negotiation is not paused. */
 FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
                                   bool *accepted);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */

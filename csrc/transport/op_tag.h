@@ -4,15 +4,11 @@
 
 #include <stdint.h>
 
+#include "../bridge/collective.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-typedef enum fct_op_kind {
-    FCT_OP_ALL_GATHER = 0,
-    FCT_OP_REDUCE_SCATTER,
-    FCT_OP_ALL_REDUCE,
-} fct_op_kind;
 
 /* Identifies a collective of one process group. The same collective has the same tag on all ranks.
  * Transports do not compare tags yet. */

@@ -5,12 +5,30 @@
  * collective on that backend, through the same op of namespace c10d. */
 #include "shm.h"
 
+#include "../bridge/shm_methods.h"
 #include "group_negotiation.h"
+#include "shm_collective.h"
+
+static const fct_shm_methods backend_methods = {
+    .retain_negotiation = shm_negotiation_retain,
+    .release_negotiation = shm_negotiation_release,
+    .close_negotiation = shm_negotiation_close,
+    .active_transport = shm_negotiation_active_transport,
+    .release_transport = shm_transport_release,
+    .progress = shm_transport_progress,
+    .can_sum = shm_can_sum,
+    .new_collective = shm_collective_new,
+    .free_collective = shm_collective_free,
+    .drop_segments = shm_collective_drop_segments,
+    .start = shm_collective_start,
+    .wait = shm_collective_wait,
+    .is_cpu_bound = shm_collective_is_cpu_bound,
+};
 
 /* Adds the shared-memory backend to the group. The end of the backend closes the negotiation; see
  * shm_attach. */
 static int attach(fct_pg *pg, shm_negotiation *n, bool *attached) {
-    return fct_pg_add_shm_backend(pg, n, attached);
+    return fct_pg_add_shm_backend(pg, &backend_methods, n, attached);
 }
 
 static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {

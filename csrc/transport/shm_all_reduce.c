@@ -12,6 +12,7 @@
  * (shm_op_methods.read). Elements are added in the order of gloo's ring over the whole tensor. */
 #include "shm_all_reduce.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -125,6 +126,7 @@ static const shm_op_methods all_reduce_methods = {
 
 bool shm_all_reduce_plan(shm_collective *c) {
     const shm_request *r = &c->request;
+    assert(r->kind == FCT_OP_ALL_REDUCE && r->itemsize > 0 && c->steps == NULL);
     const int64_t numel = (int64_t)(r->bytes / r->itemsize);
     const int64_t part_numel = (int64_t)(SHM_MAX_MESSAGE / r->itemsize);
     const size_t parts = (size_t)((numel + part_numel - 1) / part_numel);

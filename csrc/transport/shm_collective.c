@@ -11,6 +11,7 @@
 
 #include "../kernels/ring.h"
 #include "shm_all_reduce.h"
+#include "shm_collective_state.h"
 #include "shm_tag.h"
 
 enum { CACHE_LINE = 64 };
@@ -173,6 +174,7 @@ shm_collective *shm_collective_new(const shm_request *request) {
 }
 
 void shm_collective_free(shm_collective *c) {
+    assert(c == NULL || c->op.start_ns == 0 || __atomic_load_n(&c->op.done, __ATOMIC_ACQUIRE) != 0);
     if (c != NULL) {
         free(c->segments);
         free(c->steps);
@@ -181,6 +183,7 @@ void shm_collective_free(shm_collective *c) {
 }
 
 void shm_collective_drop_segments(shm_collective *c) {
+    assert(c->op.read == c->op.message_count);
     c->request.segment_count = 0;
     free(c->segments);
     c->segments = NULL;
@@ -188,6 +191,7 @@ void shm_collective_drop_segments(shm_collective *c) {
 
 shm_submit_result shm_collective_start(shm_collective *c, shm_transport *t, shm_owner owner,
                                        char error[SHM_ERROR_BYTES]) {
+    assert(c->op.start_ns == 0 && owner.complete != NULL && owner.release != NULL);
     size_t bytes = 0;
     for (size_t message = 0; message < c->op.message_count; message++) {
         bytes += c->op.methods->message_bytes(&c->op, message);
@@ -198,6 +202,7 @@ shm_submit_result shm_collective_start(shm_collective *c, shm_transport *t, shm_
 
 int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t max_ms,
                         char error[SHM_ERROR_BYTES]) {
+    assert(c->op.start_ns != 0);
     return shm_transport_wait(t, &c->op, max_ms, error);
 }
 

@@ -1,9 +1,12 @@
 /* Collectives over shared memory: all-gather, reduce-scatter and all-reduce of memory that the
- * caller describes by addresses. Messages contain the bytes of a rank shard in shard order. */
+ * caller describes by addresses. Messages contain the bytes of a rank shard in shard order.
+ *
+ * Preconditions: shm_collective_new returned the collective. A collective is started once, and
+ * waited for after its start. */
 #ifndef FSDP_C_TRANSPORT_SHM_COLLECTIVE_H
 #define FSDP_C_TRANSPORT_SHM_COLLECTIVE_H
 
-#include "shm_request.h"
+#include "../bridge/shm_methods.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -16,7 +19,8 @@ bool shm_can_sum(int32_t dtype);
 shm_collective *shm_collective_new(const shm_request *request);
 /* Frees a collective that is not submitted, or that is complete. NULL is allowed. */
 void shm_collective_free(shm_collective *c);
-/* Frees the list of segments after completion, so that the collective holds no stale address. */
+/* Frees the list of segments, so that the collective holds no stale address. All messages were
+ * read. */
 void shm_collective_drop_segments(shm_collective *c);
 /* Submits the collective; see shm_transport_submit. */
 shm_submit_result shm_collective_start(shm_collective *c, shm_transport *t, shm_owner owner,

@@ -80,10 +80,12 @@ shm_transport *shm_transport_open(void) {
 }
 
 void shm_transport_retain(shm_transport *t) {
+    assert(atomic_load(&t->owners) > 0);
     (void)atomic_fetch_add(&t->owners, 1);
 }
 
 void shm_transport_release(shm_transport *t) {
+    assert(t == NULL || atomic_load(&t->owners) > 0);
     if (t == NULL || atomic_fetch_sub(&t->owners, 1) != 1) {
         return;
     }
@@ -99,6 +101,7 @@ shm_ring_handle shm_transport_handle(const shm_transport *t) {
 }
 
 void shm_transport_set_oversubscribed(shm_transport *t) {
+    assert(t->world > 1 && t->first == NULL);
     t->oversubscribed = true;
 }
 
@@ -107,7 +110,7 @@ bool shm_transport_is_cpu_bound(const shm_transport *t, size_t bytes) {
 }
 
 bool shm_transport_connect(shm_transport *t, int rank, int world, const shm_ring_handle *handles) {
-    assert(rank >= 0 && rank < world);
+    assert(t->world == 0 && rank >= 0 && rank < world);
     (void)pthread_mutex_lock(&t->mutex);
     t->rank = rank;
     t->world = world;
@@ -174,22 +177,22 @@ static bool write_next(shm_transport *t) {
 
 shm_submit_result shm_transport_submit(shm_transport *t, shm_op *op, shm_owner owner,
                                        char error[SHM_ERROR_BYTES]) {
-    assert(op->message_count > 0 && op->methods != NULL);
+    assert(t->world > 1 && op->message_count > 0 && op->methods != NULL && op->start_ns == 0);
     if (is_forked_child(t)) {
         (void)snprintf(error, SHM_ERROR_BYTES,
                        "a child of fork() cannot use its parent's process group");
         return SHM_SUBMIT_FAILED;
     }
-    op->owner = owner;
-    op->start_ns = now_ns();
-    op->written = op->read = 0;
-    op->next = NULL;
     (void)pthread_mutex_lock(&t->mutex);
     if (t->failed) {
         (void)snprintf(error, SHM_ERROR_BYTES, "%s", t->error);
         (void)pthread_mutex_unlock(&t->mutex);
         return SHM_SUBMIT_FAILED;
     }
+    op->owner = owner;
+    op->start_ns = now_ns();
+    op->written = op->read = 0;
+    op->next = NULL;
     if (t->last != NULL) {
         t->last->next = op;
     } else {
@@ -306,6 +309,7 @@ static bool advance(shm_transport *t) {
 }
 
 void shm_transport_progress(shm_transport *t) {
+    assert(t->world > 1);
     while (advance(t)) {
     }
 }
@@ -365,6 +369,7 @@ static void progress_or_wait(shm_transport *t, const shm_op *op, int64_t max_ms)
 /* The time limit of an operation starts at its issue, as in gloo. After `max_ms`, the limit of this
  * call, the operation continues. */
 int shm_transport_wait(shm_transport *t, shm_op *op, int64_t max_ms, char error[SHM_ERROR_BYTES]) {
+    assert(t->world > 1 && op->start_ns != 0);
     const int64_t begin_ns = now_ns();
     for (;;) {
         shm_transport_progress(t);
@@ -398,6 +403,7 @@ int shm_transport_wait(shm_transport *t, shm_op *op, int64_t max_ms, char error[
 }
 
 void shm_transport_abort(shm_transport *t, const char *reason) {
+    assert(reason != NULL && atomic_load(&t->owners) > 0);
     if (is_forked_child(t)) {
         return; /* another thread of the parent may have held the mutex at the fork */
     }

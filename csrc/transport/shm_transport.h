@@ -1,5 +1,8 @@
 /* The shared-memory transport of one process group: a queue of operations over the rings of all
- * ranks. See README.md for the protocol. */
+ * ranks. See README.md for the protocol.
+ *
+ * Preconditions: the caller of a function owns a reference to the transport. set_oversubscribed,
+ * submit, progress and wait require that shm_transport_connect has returned true. */
 #ifndef FSDP_C_TRANSPORT_SHM_TRANSPORT_H
 #define FSDP_C_TRANSPORT_SHM_TRANSPORT_H
 
@@ -7,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../bridge/shm_methods.h"
 #include "shm_ring.h"
 
 #ifdef __cplusplus
@@ -16,7 +20,6 @@ extern "C" {
 enum {
     SHM_MAX_MESSAGE = 1 << 20,          /* bytes of the largest message; equal on all ranks */
     SHM_CAPACITY = 4 * SHM_MAX_MESSAGE, /* bytes of a ring for messages */
-    SHM_ERROR_BYTES = 512,              /* size of the buffer for an error message */
 };
 
 typedef struct shm_op shm_op;
@@ -37,25 +40,15 @@ typedef struct shm_op_methods {
     void (*describe_tag)(const shm_op *op, uint32_t tag, char *text, size_t bytes);
 } shm_op_methods;
 
-/* The object that owns an operation, usually a c10d work. Any thread may call the functions. */
-typedef struct shm_owner {
-    void *object;
-    /* Called once, with the mutex of the transport, after all messages are written and read, or
-     * with an error message after a failure. `error` is valid during the call; NULL: no failure. */
-    void (*complete)(void *object, const char *error);
-    /* Called once after complete(), without the mutex. May free the operation. */
-    void (*release)(void *object);
-} shm_owner;
-
 /* The first member of a struct that implements an operation. The caller sets the first four fields
- * before shm_transport_submit. The transport sets the other fields. */
+ * before shm_transport_submit, and the other fields to zero. The transport sets these. */
 struct shm_op {
     const shm_op_methods *methods;
     uint32_t tag; /* different tags on two ranks are a collective mismatch */
     size_t message_count;
     int64_t timeout_ms; /* time from the issue after which an incomplete operation fails */
     shm_owner owner;
-    int64_t start_ns;
+    int64_t start_ns;     /* 0: not submitted */
     size_t written, read; /* messages */
     int done;             /* set with release order after complete() */
     struct shm_op *next;
@@ -70,7 +63,7 @@ shm_transport *shm_transport_open(void);
 void shm_transport_retain(shm_transport *t);
 void shm_transport_release(shm_transport *t); /* NULL is allowed */
 shm_ring_handle shm_transport_handle(const shm_transport *t);
-/* Maps the peers' rings. Returns false if a ring cannot be mapped. */
+/* Maps the peers' rings, once. Returns false if a ring cannot be mapped. */
 bool shm_transport_connect(shm_transport *t, int rank, int world, const shm_ring_handle *handles);
 /* Records that the ranks have fewer than two CPUs each, so that copies in the background take CPU
  * time from computation. Call it before the first submit. */
@@ -78,12 +71,6 @@ void shm_transport_set_oversubscribed(shm_transport *t);
 /* Whether a collective that writes `bytes` bytes on this rank would take CPU time from computation:
  * the ranks are oversubscribed, and the ring cannot hold all bytes at once. */
 bool shm_transport_is_cpu_bound(const shm_transport *t, size_t bytes);
-
-typedef enum shm_submit_result {
-    SHM_SUBMIT_FAILED = -1, /* `error` is written; the caller still owns the operation */
-    SHM_SUBMIT_PENDING = 0, /* messages remain: shm_transport_progress writes them */
-    SHM_SUBMIT_WRITTEN = 1, /* all messages are written */
-} shm_submit_result;
 
 /* Appends an operation and writes the messages that fit into the ring. Takes one reference of
  * `owner.object`, which must keep `op` alive until complete(). After the first failure of the

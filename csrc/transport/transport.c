@@ -8,6 +8,7 @@
 #include "../bridge/tensor.h"
 
 const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use use) {
+    assert(pg != NULL);
     if (device.type != FCT_DEVICE_CPU || !fct_pg_is_gloo(pg)) {
         return &fct_pg_transport;
     }
@@ -43,6 +44,7 @@ int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_re
 }
 
 int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
+    assert(pg != NULL && takes != NULL);
     if (fct_fault("fct_pg_takes_chunks") != 0) {
         return -1;
     }
@@ -71,12 +73,14 @@ int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
 }
 
 bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
+    assert(pg != NULL && row_bytes >= 0);
     return fct_shm_transport.is_cpu_bound(pg, (size_t)row_bytes);
 }
 
 /* ---- for csrc/python ---- */
 
 int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
+    assert(pg != NULL && use != FCT_USE_QUERY);
     if (fct_fault("fct_transport_enter") != 0) {
         return -1;
     }
@@ -98,6 +102,7 @@ int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
 }
 
 int fct_transport_pause(fct_pg *pg, bool paused) {
+    assert(pg != NULL);
     shm_negotiation *n = fct_negotiation_open(pg);
     if (n == NULL) {
         return -1;

@@ -3,7 +3,7 @@
  *
  * Every collective is one op of namespace c10d, with every transport. So CommDebugMode, the flight
  * recorder and tests count the same ops. All functions need the GIL. The conventions of
- * bridge/types.h apply. */
+ * bridge/types.h apply. Precondition: `pg` is not NULL. */
 #ifndef FSDP_C_TRANSPORT_TRANSPORT_H
 #define FSDP_C_TRANSPORT_TRANSPORT_H
 

@@ -34,7 +34,7 @@ from fsdp_c_autoload.redirect import Redirection, copy_function
 
 from . import patches
 from .originals import find_expected, find_original, get_codes, is_from_torch, is_torch_function
-from .torch_releases import ALL_GATHER, REDUCE_SCATTER
+from .torch_releases import ALL_GATHER, REDUCE_SCATTER, SymmMemAllGather, SymmMemReduceScatter
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
@@ -367,11 +367,11 @@ def _list_entries() -> tuple[tuple[Any, ...], ...]:
         *_list_functions(torch_group, ("RegisterPostBackwardFunction",), _C.CALL_NODE_CLASS),
         *_list_functions(torch_collectives, defined, gather_and_reduce),
     ]
-    gathers: list[type] = [torch_group.DefaultAllGather, torch_group.ProcessGroupAllocAllGather]
-    for cls in gathers:
+    gathers = (torch_group.DefaultAllGather, torch_group.ProcessGroupAllocAllGather)
+    for cls in (*gathers, *filter(None, [SymmMemAllGather])):
         rows += _list_class_attributes(cls, ("__call__", "allocate"), _C.CALL_GATHER)
-    scatters = [torch_group.DefaultReduceScatter, torch_group.ProcessGroupAllocReduceScatter]
-    for cls in scatters:
+    scatters = (torch_group.DefaultReduceScatter, torch_group.ProcessGroupAllocReduceScatter)
+    for cls in (*scatters, *filter(None, [SymmMemReduceScatter])):
         rows += _list_class_attributes(cls, ("__call__", "allocate"), _C.CALL_REDUCE)
     node = torch_group.RegisterPostBackwardFunction
     rows += _list_class_attributes(node, ("backward",), _C.CALL_NODE)

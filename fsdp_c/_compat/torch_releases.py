@@ -110,6 +110,11 @@ REDUCE_SCATTER = (
 """The names of the ``torch.distributed`` functions that FSDP2's own collectives call."""
 
 
+SymmMemAllGather: type | None = getattr(_collectives, "SymmMemAllGather", None)
+SymmMemReduceScatter: type | None = getattr(_collectives, "SymmMemReduceScatter", None)
+"""torch's collectives over symmetric memory. None: the release has none."""
+
+
 def make_orig_dtype_argument(dtype: torch.dtype | None) -> Any:
     """Returns the argument ``orig_dtype`` of torch's ``foreach_reduce``, as a tuple of arguments.
 

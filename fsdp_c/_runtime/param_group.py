@@ -124,6 +124,7 @@ class ParamGroup(GroupCommunication):
             param.init_dtype_attrs(self.mp_policy)
         self._init_reduce_dtype()
         self._update_orig_dtype()
+        self._invalidate()
 
     def _init_reduce_dtype(self) -> None:
         # Frozen parameters count: they may be trained later.

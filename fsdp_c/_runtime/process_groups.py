@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 import fsdp_c._C as _C
 
 from .._compat.guard import find_overridden_methods
+from .._compat.torch_releases import SymmMemAllGather, SymmMemReduceScatter
 from .collectives import GroupCollectives
 from .dtensor_specs import has_no_values
 from .extensions import has_extensions
@@ -34,11 +35,24 @@ from .meshes import (
 from .param import Param
 
 
-def _get_allocating_group(comm: Any, cls: type) -> Any:
-    """Returns the process group from which an unmodified ``comm`` of torch allocates, or None."""
+def _get_allocator(comm: Any, from_group: type, symmetric: type | None) -> Any:
+    """Returns the core's allocator that acts like ``comm``: its name and its source.
+
+    Args:
+        comm: An object of torch or of the user that allocates buffers and issues collectives.
+        from_group: torch's class that allocates from the backend of a process group.
+        symmetric: torch's class that allocates symmetric memory. Older releases have none.
+
+    Returns:
+        The arguments of the allocator (csrc/bridge/allocator.cpp), or None if ``comm`` has another
+        class, or an attribute that its class does not set.
+    """
     group = getattr(comm, "_group", None)
-    is_unmodified = type(comm) is cls and vars(comm).keys() == {"_group"}
-    return group if is_unmodified and isinstance(group, dist.ProcessGroup) else None
+    if not isinstance(group, dist.ProcessGroup) or vars(comm).keys() != {"_group"}:
+        return None
+    if type(comm) is from_group:
+        return "process group", group
+    return ("symmetric memory", comm) if type(comm) is symmetric else None
 
 
 class GroupCommunication(GroupCollectives):
@@ -215,14 +229,15 @@ class GroupCommunication(GroupCollectives):
         )
         has_variable_size = replicas is not None and has_own_size(replicas)
         needs_fallback = has_fake_params or has_foreign_groups
-        allocating_groups = [
-            _get_allocating_group(self._all_gather_comm, torch_group.ProcessGroupAllocAllGather),
-            _get_allocating_group(
-                self._reduce_scatter_comm, torch_group.ProcessGroupAllocReduceScatter
-            ),
-        ]
         allocators = (
-            None if group is None else ("process group", group) for group in allocating_groups
+            _get_allocator(
+                self._all_gather_comm, torch_group.ProcessGroupAllocAllGather, SymmMemAllGather
+            ),
+            _get_allocator(
+                self._reduce_scatter_comm,
+                torch_group.ProcessGroupAllocReduceScatter,
+                SymmMemReduceScatter,
+            ),
         )
         self._set_memory(*allocators)
         self._param_calls = 0
@@ -233,7 +248,7 @@ class GroupCommunication(GroupCollectives):
             or has_no_storage
             or self._param_calls & _C.CALL_GATHER != 0
             or not (
-                allocating_groups[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather
+                allocators[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather
             )
         )
         self._uses_fallback_reduce = (
@@ -241,7 +256,7 @@ class GroupCommunication(GroupCollectives):
             or has_variable_size
             or self._param_calls & _C.CALL_REDUCE != 0
             or not (
-                allocating_groups[1]
+                allocators[1]
                 or type(self._reduce_scatter_comm) is torch_group.DefaultReduceScatter
             )
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ import torch.nn as nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Variable
-from torch.distributed._composable_state import _get_module_state, _insert_module_state
+from torch.distributed._composable_state import _insert_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
@@ -230,8 +231,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 )
 
     def _list_all_states(self) -> list[State]:
-        """Returns all states in the module tree, including other roots and their states."""
-        modules = self._modules[0].modules()
+        """Returns all states in the module trees, including other roots and their states."""
+        modules = chain.from_iterable(module.modules() for module in self._modules)
         states = dict.fromkeys(self._get_state_for_module(module) for module in modules)
         return [state for state in states if isinstance(state, State)]
 
@@ -274,17 +275,10 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         if REDUCES_AS_STORED:
             for state in self._state_ctx.all_states:
                 for group in state._fsdp_param_groups:
-                    for param in group.fsdp_params:
-                        param.sharded_param.grad = None
-        for root in self._modules:
-            for module in root.modules():
-                state = _get_module_state(module)
-                if (
-                    isinstance(state, State)
-                    and state._is_root
-                    and state._state_ctx is not self._state_ctx
-                ):
-                    state._reset_iter_state()
+                    group._drop_sharded_grads()
+        for state in self._list_all_states():
+            if state._is_root and state._state_ctx is not self._state_ctx:
+                state._reset_iter_state()
 
     def _lazy_init(self) -> None:
         """Makes this state the root: sets names, shares contexts, validates parameters.

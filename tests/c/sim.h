@@ -165,6 +165,8 @@ void sim_pg_weigh(const char *name, double base, double step);
 void sim_pg_has_memory(const char *name, bool has_allocator);
 /* Returns an allocator of the process group, whose reference it takes. */
 fct_allocator *sim_allocator_new(fct_pg *pg);
+/* The process group for whose collectives a tensor was allocated; NULL: none. */
+const fct_pg *sim_tensor_user(const fct_tensor *t);
 /* While set, collectives do not complete before a wait. */
 void sim_collectives_stall(bool stall);
 /* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */

@@ -110,8 +110,8 @@ int fct_allocator_serves(fct_allocator *allocator, fct_device device, bool *serv
     return 0;
 }
 
-int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype, fct_device device,
-                        fct_tensor **out) {
+int fct_allocator_empty(fct_allocator *allocator, fct_pg *user, int64_t numel, fct_dtype dtype,
+                        fct_device device, fct_tensor **out) {
     const fct_pg *pg = allocator->pg;
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_allocator_empty")) {
@@ -123,8 +123,14 @@ int fct_allocator_empty(fct_allocator *allocator, int64_t numel, fct_dtype dtype
     *out = sim_tensor_new(dtype, 1, &numel, NULL);
     if (sim_tensor_block(*out) != NULL) {
         sim_tensor_block(*out)->of_group = true;
+        sim_tensor_block(*out)->user = user;
     }
     return 0;
+}
+
+const fct_pg *sim_tensor_user(const fct_tensor *t) {
+    const sim_block *block = sim_tensor_block(t);
+    return block != NULL ? block->user : NULL;
 }
 
 /* Records a failure if rows must be in memory of a process group and are not, or are not exactly
@@ -141,6 +147,9 @@ static void check_memory(const fct_pg *pg, const fct_tensor *row, bool is_exact,
     } else if (is_exact && facts.storage_bytes != facts.numel * facts.itemsize) {
         sim_fail("%s of %s over a part of %lld bytes", what, pg->name,
                  (long long)facts.storage_bytes);
+    } else if (block->user != pg) {
+        sim_fail("%s of %s in memory for collectives of %s", what, pg->name,
+                 block->user != NULL ? block->user->name : "no process group");
     }
 }
 

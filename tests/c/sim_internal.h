@@ -24,10 +24,11 @@ typedef struct sim_block {
     size_t capacity;
     size_t size; /* requested bytes */
     bool live;
-    bool of_host;  /* host memory of a device with streams */
-    bool of_group; /* memory of a process group's allocator */
-    bool shared;   /* shared with a numpy array, which holds no reference */
-    int stream;    /* stream whose pool owns the block */
+    bool of_host;       /* host memory of a device with streams */
+    bool of_group;      /* memory of a process group's allocator */
+    const fct_pg *user; /* the process group for whose collectives it was allocated */
+    bool shared;        /* shared with a numpy array, which holds no reference */
+    int stream;         /* stream whose pool owns the block */
     uint64_t freed_at;
     sim_access written;
     sim_access read[SIM_STREAMS_MAX];

@@ -232,6 +232,7 @@ sim_block *sim_block_alloc(size_t bytes, bool of_host) {
     block->live = true;
     block->of_host = of_host;
     block->of_group = false;
+    block->user = NULL;
     block->shared = false;
     block->size = bytes;
     ASAN_UNPOISON_MEMORY_REGION(block->base, block->capacity);

@@ -4,6 +4,8 @@
 
 #include "sim_model.h"
 
+#include <string.h>
+
 #define FLOATS {.ndim = 1, .sizes = {4}}
 
 static sim_model *model;
@@ -137,6 +139,7 @@ static void end_of_backward_casts_gradient_in_place_to_grad_dtype(void **state) 
     fc_param *p = &params[2].core;
     p->grad_dtype = FCK_FLOAT32;
     p->defers_cast = true;
+    fc_group_base_refresh(base);
     assert_int_equal(fc_gradient_begin(base, true), FC_OK);
     accumulate_gradient(2, 3.0);
     accumulate_gradient(0, 1.0);
@@ -151,6 +154,34 @@ static void end_of_backward_casts_gradient_in_place_to_grad_dtype(void **state) 
     assert_int_equal(facts.dtype, FCK_FLOAT32);
     expect_gradient(sim_grad_peek(p->unsharded), 3.0);
     expect_gradient(sim_grad_peek(params[0].core.unsharded), 1.0);
+    end();
+}
+
+/* The parameters are NULL, so a visit would crash. */
+static void backward_without_deferred_casts_visits_no_parameter(void **state) {
+    (void)state;
+    begin((sim_shape)FLOATS, 0);
+    fc_group_base copy = *base;
+    fc_param *nothing[3] = {NULL, NULL, NULL};
+    copy.params = nothing;
+    assert_int_equal(fc_gradient_begin(&copy, true), FC_OK);
+    assert_int_equal(fc_gradient_end(&copy), FC_OK);
+    end();
+}
+
+static void change_of_deferred_cast_requires_invalidate(void **state) {
+    (void)state;
+    begin((sim_shape)FLOATS, 0);
+    fc_group *group = &model->layers[1].groups[0].core;
+    params[2].core.grad_dtype = FCK_FLOAT32;
+    for (int defers = 1; defers >= 0; defers--) {
+        params[2].core.defers_cast = defers != 0;
+        assert_int_equal(fc_group_check(group), FC_ESTATE);
+        assert_non_null(strstr(base->comm->error.message, "defers its cast"));
+        fc_group_invalidate(group);
+        assert_int_equal(base->defers_casts, defers);
+        assert_int_equal(fc_group_check(group), FC_OK);
+    }
     end();
 }
 
@@ -186,6 +217,8 @@ int main(void) {
         cmocka_unit_test(collect_of_never_unsharded_parameter_gives_zeros_of_full_size),
         cmocka_unit_test(to_accumulated_in_reduce_dtype_leaves_gradient_in_grad),
         cmocka_unit_test(end_of_backward_casts_gradient_in_place_to_grad_dtype),
+        cmocka_unit_test(backward_without_deferred_casts_visits_no_parameter),
+        cmocka_unit_test(change_of_deferred_cast_requires_invalidate),
         cmocka_unit_test(to_accumulated_casts_to_reduce_dtype_and_accumulates),
         cmocka_unit_test(collect_unwraps_dtensor_gradients_through_callback),
     };

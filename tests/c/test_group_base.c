@@ -13,9 +13,11 @@ static void log_label(void *group, const char *label) {
 }
 
 static fc_group_base begin(const fc_callbacks *callbacks, bool profile) {
+    static fc_param zeroed;
     fc_group_base base;
     fc_param **params = (fc_param **)calloc(3, sizeof *params);
     assert_non_null(params);
+    params[0] = params[1] = params[2] = &zeroed;
     sim_begin((sim_config){.seed = 1, .profile = profile});
     fc_group_base_init(&base, &owner, callbacks, NULL, params, 3, sim_device(), 4, 2);
     return base;
@@ -72,6 +74,8 @@ static void buffer_comes_from_process_group_allocator_if_available(void **state)
     for (size_t i = 0; i < 2; i++) {
         assert_int_equal(fct_pg_resolve("world", &groups[i]), 0);
     }
+    fc_process_group_set(&base.shard, "world", 4, 2);
+    assert_int_equal(fc_process_group_open(&base.shard), FC_OK);
     fc_group_base_set_memory(&base, sim_allocator_new(groups[0]), sim_allocator_new(groups[1]));
     for (int has_allocator = 0; has_allocator < 2; has_allocator++) {
         fct_tensor *buffer = NULL;
@@ -80,8 +84,9 @@ static void buffer_comes_from_process_group_allocator_if_available(void **state)
         assert_int_equal(fc_group_base_has_memory(&base, base.gather_memory, &has), FC_OK);
         assert_int_equal(has, has_allocator);
         sim_calls_clear();
-        assert_int_equal(fc_group_base_buffer(&base, base.reduce_memory, 5, FCK_FLOAT32, &buffer),
-                         FC_OK);
+        assert_int_equal(
+            fc_group_base_buffer(&base, base.reduce_memory, &base.shard, 5, FCK_FLOAT32, &buffer),
+            FC_OK);
         assert_string_equal(sim_calls_text(), has_allocator
                                                   ? "fct_allocator_serves fct_allocator_empty"
                                                   : "fct_allocator_serves fct_tensor_empty");
@@ -92,10 +97,33 @@ static void buffer_comes_from_process_group_allocator_if_available(void **state)
     fc_group_base_set_memory(&base, NULL, sim_allocator_new(groups[1]));
     fct_tensor *buffer = NULL;
     sim_calls_clear();
-    assert_int_equal(fc_group_base_buffer(&base, base.gather_memory, 5, FCK_FLOAT32, &buffer),
-                     FC_OK);
+    assert_int_equal(
+        fc_group_base_buffer(&base, base.gather_memory, &base.shard, 5, FCK_FLOAT32, &buffer),
+        FC_OK);
     assert_string_equal(sim_calls_text(), "fct_tensor_empty"); /* no process group is queried */
     fct_tensor_release(buffer);
+    end(&base);
+}
+
+static void allocator_receives_open_process_group_of_several_ranks(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
+    fct_pg *group = NULL;
+    sim_pg_register("world", 4, 2, NULL, NULL);
+    sim_pg_register("single", 1, 0, NULL, NULL);
+    sim_pg_has_memory("world", true);
+    assert_int_equal(fct_pg_resolve("world", &group), 0);
+    fc_group_base_set_memory(&base, sim_allocator_new(group), NULL);
+    for (int64_t world = 1; world <= 4; world += 3) {
+        fct_tensor *buffer = NULL;
+        fc_process_group_set(&base.shard, world > 1 ? "world" : "single", world, 0);
+        assert_int_equal(
+            fc_group_base_buffer(&base, base.gather_memory, &base.shard, 5, FCK_FLOAT32, &buffer),
+            FC_OK);
+        assert_ptr_equal(sim_tensor_user(buffer), world > 1 ? group : NULL);
+        assert_ptr_equal(base.shard.handle, world > 1 ? group : NULL);
+        fct_tensor_release(buffer);
+    }
     end(&base);
 }
 
@@ -106,13 +134,16 @@ static void failing_process_group_allocator_fails_buffer(void **state) {
     sim_pg_register("world", 4, 2, NULL, NULL);
     sim_pg_has_memory("world", true);
     assert_int_equal(fct_pg_resolve("world", &group), 0);
+    fc_process_group_set(&base.shard, "world", 4, 2);
+    assert_int_equal(fc_process_group_open(&base.shard), FC_OK);
     fc_group_base_set_memory(&base, sim_allocator_new(group), NULL);
     for (int64_t nth = 1; nth <= 2; nth++) {
         fct_tensor *buffer = NULL;
         const char *name = NULL;
         sim_fault_arm(nth, SIM_ONCE);
-        assert_int_equal(fc_group_base_buffer(&base, base.gather_memory, 5, FCK_FLOAT32, &buffer),
-                         FC_ERAISED);
+        assert_int_equal(
+            fc_group_base_buffer(&base, base.gather_memory, &base.shard, 5, FCK_FLOAT32, &buffer),
+            FC_ERAISED);
         assert_int_equal(sim_fault_fired(&name), SIM_FAULT_BOUNDARY);
         assert_string_equal(name, nth == 1 ? "fct_allocator_serves" : "fct_allocator_empty");
         assert_null(buffer);
@@ -170,6 +201,7 @@ int main(void) {
         cmocka_unit_test(reduce_scatter_uses_own_process_group_if_set),
         cmocka_unit_test(group_base_fini_releases_every_process_group),
         cmocka_unit_test(buffer_comes_from_process_group_allocator_if_available),
+        cmocka_unit_test(allocator_receives_open_process_group_of_several_ranks),
         cmocka_unit_test(failing_process_group_allocator_fails_buffer),
         cmocka_unit_test(group_uses_exactly_the_fallbacks_of_its_mask),
         cmocka_unit_test(profiler_ranges_contain_module_names),

@@ -4,6 +4,7 @@
 #include "kernels/pool.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -153,8 +154,8 @@ static void concurrent_threads_get_distinct_blocks(void **state) {
 }
 
 static void *take_and_give_until(void *argument) {
-    const volatile int *over = (const volatile int *)argument;
-    while (!*over) {
+    const atomic_int *over = (const atomic_int *)argument;
+    while (atomic_load(over) == 0) {
         fck_pool_give(fck_pool_take(128 * KIB));
     }
     return NULL;
@@ -163,9 +164,9 @@ static void *take_and_give_until(void *argument) {
 /* A worker of a data loader is such a child: other threads may hold the pool's lock at the fork. */
 static void forked_child_can_use_pool(void **state) {
     (void)state;
-    volatile int over = 0;
+    atomic_int over = 0;
     pthread_t thread;
-    assert_int_equal(pthread_create(&thread, NULL, take_and_give_until, (void *)&over), 0);
+    assert_int_equal(pthread_create(&thread, NULL, take_and_give_until, &over), 0);
     for (int i = 0; i < 200; i++) {
         const pid_t child = fork();
         if (child == 0) {

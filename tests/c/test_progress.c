@@ -7,7 +7,7 @@
 
 #include <cmocka.h>
 
-#include "transport/progress.h"
+#include "bridge/progress.h"
 
 #include <pthread.h>
 #include <stdlib.h>

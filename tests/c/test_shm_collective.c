@@ -305,6 +305,54 @@ static void forked_child_cannot_use_or_close_the_transport(void **state) {
     run_ranks(use_the_transport_in_a_forked_child, 2);
 }
 
+/* ---- threads ---- */
+
+enum { SHARED_OPS = 4, SHARED_NUMEL = 900001 }; /* larger than the ring */
+
+static issued shared_ops[SHARED_OPS];
+
+/* Waits for every second operation, as the progress thread does beside the caller. */
+static void *wait_for_even_operations(void *unused) {
+    (void)unused;
+    for (int i = 0; i < SHARED_OPS; i += 2) {
+        char error[SHM_ERROR_BYTES];
+        require(shm_collective_wait(shared_ops[i].collective, me.transport, 0, error) == 1);
+    }
+    return NULL;
+}
+
+static void wait_in_two_threads(void) {
+    float *tensors[SHARED_OPS];
+    pthread_t thread;
+    for (int i = 0; i < SHARED_OPS; i++) {
+        tensors[i] = (float *)malloc(SHARED_NUMEL * sizeof *tensors[i]);
+        for (int64_t k = 0; k < SHARED_NUMEL; k++) {
+            tensors[i][k] = value_of(me.rank, k + i);
+        }
+        shm_request request = request_of(FCT_OP_ALL_REDUCE, SHARED_NUMEL);
+        request.output = (char *)tensors[i];
+        require(start(&shared_ops[i], &request) != SHM_SUBMIT_FAILED);
+    }
+    require(pthread_create(&thread, NULL, wait_for_even_operations, NULL) == 0);
+    for (int i = 1; i < SHARED_OPS; i += 2) {
+        require(wait_for(&shared_ops[i], 0) == 1);
+    }
+    require(pthread_join(thread, NULL) == 0);
+    for (int i = 0; i < SHARED_OPS; i++) {
+        require(shared_ops[i].work.completions == 1 && shared_ops[i].work.releases == 1);
+        for (int64_t k = 0; k < SHARED_NUMEL; k++) {
+            require(tensors[i][k] == sum_of(me.world, k + i));
+        }
+        shm_collective_free(shared_ops[i].collective);
+        free(tensors[i]);
+    }
+}
+
+static void two_threads_of_a_rank_complete_operations_of_one_transport(void **state) {
+    (void)state;
+    run_ranks(wait_in_two_threads, 2);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(collectives_of_all_sizes_have_the_expected_values),
@@ -315,6 +363,7 @@ int main(void) {
         cmocka_unit_test(exit_of_a_peer_fails_the_wait),
         cmocka_unit_test(abort_completes_pending_operations_with_the_reason),
         cmocka_unit_test(forked_child_cannot_use_or_close_the_transport),
+        cmocka_unit_test(two_threads_of_a_rank_complete_operations_of_one_transport),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -12,6 +12,7 @@
 
 #include "kernels/kernels.h"
 #include "transport/shm_collective.h"
+#include "transport/shm_transport.h"
 
 #include <pthread.h>
 #include <stdio.h>

@@ -237,7 +237,7 @@ def _main(folder: Path, rank: int) -> None:
         sys.argv = [payload["target"], *map(str, pickle.loads(payload["args"]))]
         sys.path.insert(0, str(Path(payload["target"]).parent))  # as `python SCRIPT` does
         runpy.run_path(payload["target"], run_name="__main__")
-        _wait_for_gloo_threads()
+        wait_for_gloo_threads()
         return
 
     import torch
@@ -266,10 +266,10 @@ def _main(folder: Path, rank: int) -> None:
     partial.rename(folder / f"result_{rank}.pkl")
     if dist.is_initialized():
         dist.destroy_process_group()
-    _wait_for_gloo_threads()
+    wait_for_gloo_threads()
 
 
-def _wait_for_gloo_threads() -> None:
+def wait_for_gloo_threads() -> None:
     """Waits until gloo's threads have released their tensors.
 
     gloo's threads take the GIL to release tensors that have Python objects, and DTensor's caches

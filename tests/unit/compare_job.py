@@ -132,7 +132,9 @@ def case_loader_workers_and_endless_thread() -> None:
 
 
 def case_hangs() -> None:
-    Path(sys.argv[2], f"pid-{RANK}").write_text(str(os.getpid()))
+    path = Path(sys.argv[2], f"pid-{RANK}")
+    path.with_suffix(".part").write_text(str(os.getpid()))
+    path.with_suffix(".part").rename(path)  # the test reads complete files only
     time.sleep(1000)
 
 

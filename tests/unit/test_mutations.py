@@ -66,6 +66,20 @@ MUTATIONS = {
         "test_check",
         "a gather plan is stale",
     ),
+    "changed deferral of casts is not copied to the group": Mutation(
+        "group",
+        "    fc_group_base_refresh(&g->base);\n",
+        "",
+        "test_gradient",
+        "change_of_deferred_cast_requires_invalidate",
+    ),
+    "every backward visits parameters that defer no cast": Mutation(
+        "gradient",
+        "base->defers_casts && i < base->count; i++) {\n        FC_TRY(fc_param_begin_grad",
+        "i < base->count; i++) {\n        FC_TRY(fc_param_begin_grad",
+        "test_gradient",
+        "null pointer",
+    ),
     "one foreach copy is issued per shard": Mutation(
         "foreach",
         "if (f->sizes[i] == f->sizes[first]) {",
@@ -129,10 +143,17 @@ MUTATIONS = {
         "test_train",
         "in memory that is not from a process group's allocator",
     ),
+    "gather buffer is allocated for another process group": Mutation(
+        "gather",
+        "fc_group_base_buffer(base, base->gather_memory, pending->pg,",
+        "fc_group_base_buffer(base, base->gather_memory, &a->base->shard,",
+        "test_train",
+        "in memory for collectives of",
+    ),
     "process group buffer is too large": Mutation(
         "gather",
-        "fc_group_base_buffer(base, base->gather_memory, numel,",
-        "fc_group_base_buffer(base, base->gather_memory, numel + chunk->numel,",
+        "fc_group_base_buffer(base, base->gather_memory, pending->pg, numel,",
+        "fc_group_base_buffer(base, base->gather_memory, pending->pg, numel + chunk->numel,",
         "test_train",
         "an all-gather of ",
     ),
@@ -330,6 +351,32 @@ RING_MUTATIONS = {
 }
 
 
+TRANSPORT_MUTATIONS = {
+    "ranks accept shared memory without connected rings": Mutation(
+        "negotiation",
+        "shm_transport_connect(transport, (int)fct_pg_rank(pg), world, handles);",
+        "(int)fct_pg_rank(pg) < world;",
+        "test_negotiation",
+        "t->world > 1",
+    ),
+    "reduce-scatter runs the steps of an all-reduce": Mutation(
+        "shm_collective",
+        "request->kind == FCT_OP_ALL_REDUCE ? shm_all_reduce_plan(c)",
+        "request->kind != FCT_OP_ALL_GATHER ? shm_all_reduce_plan(c)",
+        "test_shm_collective",
+        "r->kind == FCT_OP_ALL_REDUCE",
+    ),
+    "queue of the progress thread holds no reference to its task": Mutation(
+        "progress",
+        "    progress_task_retain(task); /* for the queue */\n",
+        "",
+        "test_progress",
+        "progress_task_",
+    ),
+}
+"""Bugs in csrc/transport and in the progress thread that assertions of preconditions detect."""
+
+
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(part) for part in command], cwd=C_TESTS, env=TOOL_ENV, capture_output=True, text=True
@@ -339,7 +386,11 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def objects() -> Path:
     """Returns the folder of the object files of the C tests, built without mutations."""
-    mutations = [*MUTATIONS.values(), *DRY_RUN_MUTATIONS.values()]
+    mutations = [
+        mutation
+        for table in (MUTATIONS, DRY_RUN_MUTATIONS, TRANSPORT_MUTATIONS)
+        for mutation in table.values()
+    ]
     tests = " ".join(sorted({mutation.test for mutation in mutations}))
     made = run("make", "-s", "-C", C_TESTS, "run", f"TESTS={tests}")
     assert made.returncode == 0, made.stdout + made.stderr
@@ -395,6 +446,34 @@ def test_mutation_of_the_dry_run_fails_the_named_assertion(
     completed = run(tmp_path / "mutated")
     assert completed.returncode != 0
     assert mutation.message in completed.stdout + completed.stderr
+
+
+@pytest.mark.parametrize("name", TRANSPORT_MUTATIONS)
+def test_mutation_of_the_transport_fails_the_named_assertion(
+    name: str, objects: Path, tmp_path: Path
+) -> None:
+    mutation = TRANSPORT_MUTATIONS[name]
+    folder = "bridge" if mutation.module == "progress" else "transport"
+    mutated = mutate(mutation, ROOT / "csrc" / folder, tmp_path)
+    others = [
+        path
+        for path in sorted((objects / "transport").glob("*.o"))
+        if folder == "transport"
+        and path.stem != mutation.module
+        and (ROOT / f"csrc/transport/{path.stem}.c").exists()
+        # Only test_negotiation defines the functions of the bridge that the negotiation calls.
+        and (path.stem != "negotiation" or mutation.test == "test_negotiation")
+    ]
+    linked = run(
+        *("gcc", *FLAGS, f"-I{ROOT / 'csrc' / folder}", mutated, *others),
+        *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends", "ring_cpu")),
+        *(objects / "kernels/kernels_none.o", objects / "tests" / f"{mutation.test}.o"),
+        *(*LIBRARIES, "-o", tmp_path / "mutated"),
+    )
+    assert linked.returncode == 0, linked.stderr
+    done = run(tmp_path / "mutated")
+    assert done.returncode != 0
+    assert mutation.message in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", RING_MUTATIONS)

@@ -120,7 +120,7 @@ def test_allocated_tensor_of_wrong_layout_raises(
     model = build(fully_shard, group)
     expected = step(model)
     group.transform = transform
-    with pytest.raises(RuntimeError, match="allocate_tensor of the process group returned"):
+    with pytest.raises(RuntimeError, match="allocator 'process group' returned"):
         step(model)
     group.transform = None
     model.reset_iter_state()

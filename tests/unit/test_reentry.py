@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_c import fully_shard
 
@@ -74,6 +75,34 @@ def test_lists_of_states_groups_and_params_are_copies(single_group: int) -> None
         getattr(owner, name).clear()
         assert getattr(owner, name) == before
     loss_of(model).backward()
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_reset_iter_state_drops_reduced_gradients_of_all_groups_since_torch_2_15(
+    single_group: int, drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_c._runtime.state.REDUCES_AS_STORED", drops)
+    model = make_sharded_model()
+    loss_of(model).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    model.reset_iter_state()
+    assert {param.grad is None for param in model.parameters()} == {drops}
+
+
+def test_exception_of_gradient_setter_ends_drop_of_gradients(single_group: int) -> None:
+    model = make_sharded_model()
+    [group] = model[0]._get_fsdp_state()._fsdp_param_groups
+    loss_of(model).backward()
+
+    class Refusing(DTensor):
+        grad = property(lambda self: None, raise_step_skipped)
+
+    first, *others = group.fsdp_params
+    first.sharded_param.__class__ = Refusing
+    with pytest.raises(StepSkipped):
+        group._drop_sharded_grads()
+    first.sharded_param.__class__ = type(others[0].sharded_param)
+    assert all(param.grad is not None for param in model.parameters())
 
 
 def raise_step_skipped(*unused: Any) -> None:

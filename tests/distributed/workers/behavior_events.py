@@ -6,7 +6,6 @@ import ctypes
 import functools
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from behavior import (
     train,
     weights,
 )
+from launch import wait_for_gloo_threads
 from releases import groups_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -466,11 +466,11 @@ def threads_that_took_the_gil(api: Api) -> int:
     model = shard(api, blocks_and_head(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, api.rank)
-    time.sleep(0.1)  # earlier work has finished
+    wait_for_gloo_threads()  # earlier work has finished
     before = count_thread_states()
     for _ in range(50):
         step(model, api.rank)
         optimizer.step()
         optimizer.zero_grad()
-    time.sleep(0.1)
+    wait_for_gloo_threads()
     return count_thread_states() - before - 1

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
-import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+SHUTDOWN = Path(__file__).resolve().parents[3] / "fsdp_c/_compat/shutdown.py"
 
 
 class Block(nn.Module):
@@ -53,7 +56,7 @@ def main() -> None:
     with open(os.path.join(sys.argv[1], f"rank{rank}.json"), "w") as file:
         json.dump(report, file)
     dist.destroy_process_group()
-    time.sleep(0.05)  # see _wait_for_gloo_threads in launch.py
+    runpy.run_path(str(SHUTDOWN))["wait_for_threads"]()  # see wait_for_gloo_threads in launch.py
 
 
 if __name__ == "__main__":

@@ -75,10 +75,12 @@ static void task_free(progress_task *task) {
 }
 
 void progress_task_retain(progress_task *task) {
+    assert(atomic_load(&task->owners) > 0);
     (void)atomic_fetch_add(&task->owners, 1);
 }
 
 void progress_task_release(progress_task *task) {
+    assert(task == NULL || atomic_load(&task->owners) > 0);
     if (task != NULL && atomic_fetch_sub(&task->owners, 1) == 1) {
         task->job.destroy(task->job.object);
         task_free(task);
@@ -90,6 +92,7 @@ void *progress_task_object(const progress_task *task) {
 }
 
 bool progress_task_is_done(progress_task *task) {
+    assert(atomic_load(&task->owners) > 0);
     (void)pthread_mutex_lock(&task->mutex);
     const bool done = task->done;
     (void)pthread_mutex_unlock(&task->mutex);
@@ -97,6 +100,7 @@ bool progress_task_is_done(progress_task *task) {
 }
 
 bool progress_task_wait(progress_task *task, int64_t ms) {
+    assert(atomic_load(&task->owners) > 0 && ms >= 0);
     struct timespec deadline;
     (void)clock_gettime(WAIT_CLOCK, &deadline);
     deadline.tv_sec += (time_t)(ms / 1000);
@@ -196,6 +200,7 @@ void progress_thread_free(progress_thread *thread) {
     free(thread);
     if (queue != NULL) {
         (void)pthread_mutex_lock(&queue->mutex);
+        assert(!queue->closed);
         queue->closed = true;
         (void)pthread_cond_signal(&queue->changed);
         (void)pthread_mutex_unlock(&queue->mutex);
@@ -204,6 +209,7 @@ void progress_thread_free(progress_thread *thread) {
 }
 
 progress_task *progress_thread_add(progress_thread *thread, progress_job job) {
+    assert(job.run != NULL && job.destroy != NULL);
     progress_task *task = task_new(job);
     if (task == NULL) {
         return NULL;

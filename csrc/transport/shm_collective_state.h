@@ -1,0 +1,39 @@
+/* The state of a collective over shared memory, for the files that implement collectives. */
+#ifndef FSDP_C_TRANSPORT_SHM_COLLECTIVE_STATE_H
+#define FSDP_C_TRANSPORT_SHM_COLLECTIVE_STATE_H
+
+#include "shm_transport.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Elements [begin, end) of the tensor of an all-reduce. */
+typedef struct shm_range {
+    int64_t begin, end;
+} shm_range;
+
+/* A message of an all-reduce: the values of a part, or this rank's sums of a part. */
+typedef struct shm_step {
+    bool is_sum;
+    shm_range part;
+    size_t after; /* messages that must be read before this message can be written */
+} shm_step;
+
+struct shm_collective {
+    shm_op op; /* must be the first member */
+    shm_request request;
+    bool cpu_bound;
+    /* All-gather and reduce-scatter. */
+    shm_segment *segments;
+    size_t part_bytes; /* of one rank shard, in one message */
+    /* All-reduce. */
+    shm_step *steps;
+    bool sums_whole; /* each rank sums the whole tensor */
+};
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
