@@ -65,7 +65,10 @@ def _check_kernels() -> tuple[bool, str]:
     if _C.CUDA_KERNELS:
         return True, "CPU and CUDA"
     if torch.cuda.is_available():
-        return False, "CPU alone, and there is a CUDA device: build it where nvcc is found"
+        return (
+            True,
+            "CPU; on CUDA torch's operations move the data (kernels: FSDP_C_JIT=1, or nvcc)",
+        )
     return True, "CPU"
 
 

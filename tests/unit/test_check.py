@@ -229,6 +229,12 @@ def test_failed_check_prints_reason_and_returns_1(
     assert "two ranks    WRONG  training on gloo failed: x" in capsys.readouterr().out
 
 
+def test_check_passes_for_a_wheel_beside_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    passed, text = check._check_kernels()
+    assert passed and "FSDP_C_JIT=1" in text
+
+
 def test_self_test_with_failing_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert check._train_on_two_ranks() == (False, "training on gloo failed: nothing")

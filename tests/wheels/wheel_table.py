@@ -29,15 +29,17 @@ def format_tables(results: dict[str, Any]) -> str:
         f"`{name}` ({size / 2**20:.1f} MiB)" for name, size in results["wheels"].items()
     )
     lines = [f"`make wheels-check` on {results['date']}: {sizes}.", ""]
-    lines.append("| torch | Python | extension built for | install | import | `--check` | parity |")
+    lines.append("| torch | Python | built for | install, CPU | import, CPU | `--check` | parity |")
     lines.append("| --- " * 7 + "|")
     for row in results["environments"]:
         facts = [row[name] for name in ("torch", "python", "built_for")]
         times = [f"{row['install_seconds']} s", f"{row['import_ms']} ms"]
         lines.append(format_row([*facts, *times, row["check"], row["parity"]]))
+    if not results["ways"]:
+        return "\n".join(lines)
     first = results["environments"][0]
     lines += ["", f"Ways to install, with torch {first['torch']}:", ""]
-    lines += ["| way | files | import | `--check` |", "| --- " * 4 + "|"]
+    lines += ["| way | files | import, CPU | `--check` |", "| --- " * 4 + "|"]
     for row in results["ways"]:
         name = f"`{row['way']}`"
         lines.append(format_row([name, row["files"], f"{row['import_ms']} ms", row["check"]]))
