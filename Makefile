@@ -31,7 +31,7 @@ DEMO_ARGS ?=
 # BENCH_ARGS=--quick runs the benchmarks with tiny models.
 BENCH_ARGS ?=
 # loadgroup: tests that share an expensive fixture are a group and run on one worker.
-PYTEST_ARGS ?= -n 3 --dist loadgroup
+PYTEST_ARGS ?= -n 4 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
 DOCS_VENV ?= .venv-docs
 WHEEL_VENV ?= .venv-wheels
@@ -132,13 +132,13 @@ test-fast: build
 		$(NOT_FAST:%=--ignore=tests/unit/test_%.py) tests/unit \
 		tests/distributed/test_behavior_*.py tests/parity/test_parity.py -k 'not smaller_mesh and not on_four and not cuda'
 
-# Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 260 settings and the fast
+# Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 200 settings and the fast
 # scripts.
 parity: build
 	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity
 
-# Runs all tests on the simulated accelerator, then its measurements. `make test` runs a fifth of the settings on four
-# ranks.
+# Runs all tests on the simulated accelerator, then its measurements. `make test` runs half of the settings on two ranks
+# and a fifth of those on four.
 accelerator: build
 	FSDP_C_ACCELERATOR_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/accelerator
 	PYTHONPATH=$(PYTHONPATH):tests/harness:tests/parity/workers $(PY) tests/accelerator/workers/measurements.py

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from ranks import start_ranks
-from report import format_table, implementations, write_json
+from report import format_table, get_implementations, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/gpu/workers"))
 
@@ -58,7 +58,7 @@ class Unit(nn.Module):
 
 def make_unit_calls(name: str, size: int) -> tuple[Call, Call]:
     """Returns two calls for a unit under an implementation: unshard with reshard; a reduction."""
-    unit: Any = implementations()[name](Unit(size))
+    unit: Any = get_implementations()[name](Unit(size))
     state = unit._get_fsdp_state()
     state._lazy_init()
     (group,) = state._fsdp_param_groups
@@ -88,19 +88,19 @@ def make_transport_calls(size: int) -> tuple[Calls, Calls]:
     all_gather, reduce_scatter = getattr(dist, ALL_GATHER), getattr(dist, REDUCE_SCATTER)
     gathers: Calls = {"torch.distributed": lambda: all_gather(full, shard)}
     reductions: Calls = {"torch.distributed": lambda: reduce_scatter(shard, full)}
-    for name in implementations():
+    for name in get_implementations():
         gathers[name], reductions[name] = make_unit_calls(name, size)
     return gathers, reductions
 
 
 def make_kernel_calls(size: int) -> Calls:
     """Returns calls of the CPU kernels for ``PARAMETERS`` parameters of ``size`` bytes in total."""
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    name = ctypes.pythonapi.PyCapsule_GetName
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    get_name = ctypes.pythonapi.PyCapsule_GetName
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
     capsule = _C._testing.kernels()
-    backend = Backend(pointer(capsule, name(capsule)))
+    backend = Backend(get_pointer(capsule, get_name(capsule)))
     source, target = torch.ones(size // 4), torch.zeros(size // 4)
     parts = list(zip(source.chunk(PARAMETERS), target.chunk(PARAMETERS), strict=True))
     numel = size // 4 // PARAMETERS
@@ -109,9 +109,9 @@ def make_kernel_calls(size: int) -> Calls:
                 src_dtype=FLOAT32, dst_dtype=FLOAT32)
         for a, b in parts
     ]  # fmt: skip
-    half = numel * 4 // RANKS
+    bytes_per_rank = numel * 4 // RANKS
     columns = [
-        Column(dst=b.data_ptr(), offset=i * half, bytes=half, blocks=1)
+        Column(dst=b.data_ptr(), offset=i * bytes_per_rank, bytes=bytes_per_rank, blocks=1)
         for i, (_, b) in enumerate(parts)
     ]
     gradients = [
@@ -133,12 +133,12 @@ def make_kernel_calls(size: int) -> Calls:
     }
 
 
-def measure_best(calls: Calls, rounds: int, before: Callable[[], object]) -> dict[str, float]:
-    """Returns the shortest duration of each call in seconds. ``before()`` precedes each call."""
+def measure_best(calls: Calls, rounds: int, prepare: Callable[[], object]) -> dict[str, float]:
+    """Returns the shortest duration of each call in seconds. ``prepare()`` precedes each call."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds + 2):
         for name, call in calls.items():
-            before()
+            prepare()
             begin = time.perf_counter()
             result = call()
             seconds = result if isinstance(result, float) else time.perf_counter() - begin

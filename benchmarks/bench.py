@@ -29,11 +29,11 @@ import torch
 from bandwidth import format_size
 from report import format_cell
 
-HERE = Path(__file__).resolve().parent
-HOST = ("--jobs", "fp32", "mixed", "fp32 no_grad", "--params", "1", "5", "9", "14", "20")
-FULL: dict[str, tuple[str, ...]] = {
+FOLDER = Path(__file__).resolve().parent
+HOST_OPTIONS = ("--jobs", "fp32", "mixed", "fp32 no_grad", "--params", "1", "5", "9", "14", "20")
+FULL_OPTIONS: dict[str, tuple[str, ...]] = {
     "steps": ("--seconds", "60"),
-    "host": (*HOST, "--rounds", "12"),
+    "host": (*HOST_OPTIONS, "--rounds", "12"),
     "memory": (),
     "units": (),
     "bandwidth": (),
@@ -43,15 +43,15 @@ FULL: dict[str, tuple[str, ...]] = {
     "load": (),
     "plan": (),
 }
-QUICK: dict[str, tuple[str, ...]] = {
+QUICK_OPTIONS: dict[str, tuple[str, ...]] = {
     "steps": ("--models", "tiny", "--seconds", "1"),
     "host": ("--jobs", "fp32", "--params", "1", "2", "--rounds", "2", "--groups", "2"),
     "bandwidth": ("--most", "1", "--rounds", "2"),
 }
-"""``FULL`` and ``QUICK`` map each benchmark to its options."""
+"""``FULL_OPTIONS`` and ``QUICK_OPTIONS`` map each benchmark to its options."""
 
 
-class Result:
+class BenchmarkRun:
     """Runs one benchmark. Holds its command, duration, printed output and JSON data.
 
     Raises SystemExit if the benchmark fails.
@@ -64,7 +64,7 @@ class Result:
         print(f"== {self.command}", flush=True)
         begin = time.perf_counter()
         process = subprocess.run(
-            [sys.executable, str(HERE / f"{name}.py"), *options, "--json", str(target)],
+            [sys.executable, str(FOLDER / f"{name}.py"), *options, "--json", str(target)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -98,13 +98,15 @@ def find_commit() -> str:
     """Returns the commit of the measured tree; empty if git is missing."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        process = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+        process = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
     except OSError:
         return ""
     return process.stdout.strip()
 
 
-def format_header(results: dict[str, Result], load: tuple[str, str], quick: bool) -> Iterator[str]:
+def format_header(
+    results: dict[str, BenchmarkRun], load: tuple[str, str], quick: bool
+) -> Iterator[str]:
     yield "# Benchmarks: a run"
     yield ""
     if quick:
@@ -131,12 +133,12 @@ def format_rows(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> Iter
     yield from (f"| {' | '.join(map(format_cell, row))} |" for row in rows)
 
 
-def draw_plot(name: str, title: str, result: Result, folder: Path) -> Iterator[str]:
-    getattr(pictures, name)(result.data, folder / f"{name}.png")
+def draw_plot(name: str, title: str, result: BenchmarkRun, folder: Path) -> Iterator[str]:
+    getattr(pictures, f"draw_{name}")(result.data, folder / f"{name}.png")
     yield f"![{title}]({folder.name}/{name}.png)"
 
 
-def format_steps(result: Result, folder: Path) -> Iterator[str]:
+def format_steps(result: BenchmarkRun, folder: Path) -> Iterator[str]:
     yield "## Steps"
     yield ""
     yield "Medians of one run in which all implementations take turns."
@@ -156,7 +158,7 @@ def format_steps(result: Result, folder: Path) -> Iterator[str]:
     yield from draw_plot("memory", "resident memory over one step", result, folder)
 
 
-def format_host(result: Result, folder: Path) -> Iterator[str]:
+def format_host(result: BenchmarkRun, folder: Path) -> Iterator[str]:
     yield "## Host time"
     yield ""
     yield "us of CPU per group and step above the bare model, on a fake group of 8 ranks."
@@ -178,7 +180,7 @@ def format_host(result: Result, folder: Path) -> Iterator[str]:
         yield from format_rows(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], rows)
 
 
-def format_bandwidth(result: Result, folder: Path) -> Iterator[str]:
+def format_bandwidth(result: BenchmarkRun, folder: Path) -> Iterator[str]:
     yield "## Bandwidth"
     yield ""
     yield "GB/s of unsharded data, best round; torch and fsdp_c include packing and unpacking."
@@ -192,7 +194,7 @@ def format_bandwidth(result: Result, folder: Path) -> Iterator[str]:
         yield from format_rows([operation, *names], rows)
 
 
-def format_output(result: Result, _: Path) -> Iterator[str]:
+def format_output(result: BenchmarkRun, _: Path) -> Iterator[str]:
     """Yields the benchmark's output as printed, for benchmarks without separate tables or plots."""
     yield f"## {result.name}"
     yield ""
@@ -206,27 +208,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Runs all benchmarks and writes a report.")
     parser.add_argument("--quick", action="store_true", help="tiny models, takes a minute")
     parser.add_argument(
-        "--only", nargs="+", choices=FULL, metavar="NAME", help="run only these benchmarks"
+        "--only", nargs="+", choices=FULL_OPTIONS, metavar="NAME", help="run only these benchmarks"
     )
-    parser.add_argument("--out", type=Path, default=HERE / "report.md")
+    parser.add_argument("--out", type=Path, default=FOLDER / "report.md")
     options = parser.parse_args()
     folder = options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    benchmarks = QUICK if options.quick else FULL
-    load_before = _load()
+    benchmarks = QUICK_OPTIONS if options.quick else FULL_OPTIONS
+    load_before = _format_load()
     results = {
-        name: Result(name, arguments, folder)
+        name: BenchmarkRun(name, arguments, folder)
         for name, arguments in benchmarks.items()
         if options.only is None or name in options.only
     }
-    lines = [*format_header(results, (load_before, _load()), options.quick)]
+    lines = [*format_header(results, (load_before, _format_load()), options.quick)]
     for name, result in results.items():
         lines += ["", *SECTIONS.get(name, format_output)(result, folder)]
     options.out.write_text("\n".join(lines) + "\n")
     print(f"written: {options.out}")
 
 
-def _load() -> str:
+def _format_load() -> str:
     return " ".join(f"{load:.1f}" for load in os.getloadavg())
 
 

@@ -8,7 +8,7 @@ torch and under fsdp_c. A step is one forward and one backward.
 
 On the CPU, the time of a step is the CPU time of the calling thread, which also runs backward. With
 another ``--device``, autograd runs backward in its own threads. The time is then the CPU time of
-the process, the device is idle when a step begins, and the script does not wait for its work. The
+the process, the device is idle when a step begins, and the script does not wait for the device. The
 garbage collector is off. Gradients are set to None between steps, outside the timed part, so every
 backward allocates its gradients as in a usual training loop.
 
@@ -33,13 +33,20 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from report import POLICIES, FullyShard, fake_mesh, format_table, implementations, write_json
+from report import (
+    POLICIES,
+    FullyShard,
+    format_table,
+    get_implementations,
+    make_fake_mesh,
+    write_json,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD_SIZE = 8
 REPLICAS = 2
 WIDTH = 16
-SHOWN = (1, 9, 20)
+PRINTED_COUNTS = (1, 9, 20)
 STEPS_PER_TURN = 2
 
 
@@ -76,7 +83,7 @@ class Group(nn.Module):
         return x
 
 
-class Timed:
+class TimedModel:
     """One model with its input and the times of its steps (nanoseconds of CPU time)."""
 
     def __init__(self, model: nn.Module, x: torch.Tensor, no_grad: bool) -> None:
@@ -107,18 +114,20 @@ class Timed:
             parameter.grad = None
 
 
-def build(job: Job, groups: int, params: int, shard: FullyShard | None, mesh: DeviceMesh) -> Timed:
+def build_model(
+    job: Job, groups: int, params: int, shard: FullyShard | None, mesh: DeviceMesh
+) -> TimedModel:
     """Builds a model of ``groups`` groups of ``params`` vectors, sharded by ``shard`` if given."""
     model = nn.Sequential(*(Group(params) for _ in range(groups))).to(mesh.device_type)
     x = torch.ones(WIDTH, device=mesh.device_type)
     policy = POLICIES[job.precision]
     if shard is None:
         model.to(policy.param_dtype)
-        return Timed(model, x.to(policy.param_dtype), job.no_grad)
+        return TimedModel(model, x.to(policy.param_dtype), job.no_grad)
     for group in model:
         shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     shard(model, mesh=mesh, mp_policy=policy)
-    return Timed(model, x, job.no_grad)
+    return TimedModel(model, x, job.no_grad)
 
 
 def measure(
@@ -133,10 +142,10 @@ def measure(
 
     The bare model's time is absolute. Times of implementations are relative to the bare model.
     """
-    timed = {"bare": build(job, groups, params, None, mesh)}
+    models = {"bare": build_model(job, groups, params, None, mesh)}
     for name, shard in shards.items():
-        timed[name] = build(job, groups, params, shard, mesh)
-    for run in timed.values():
+        models[name] = build_model(job, groups, params, shard, mesh)
+    for run in models.values():
         for _ in range(5):
             run.step()
         run.times.clear()
@@ -144,16 +153,16 @@ def measure(
     gc.disable()
     try:
         for _ in range(rounds):
-            for run in timed.values():
+            for run in models.values():
                 for _ in range(STEPS_PER_TURN):
                     run.step()
     finally:
         gc.enable()
-    best = {name: min(run.times) / 1000 / groups for name, run in timed.items()}
+    best = {name: min(run.times) / 1000 / groups for name, run in models.items()}
     return {name: us if name == "bare" else us - best["bare"] for name, us in best.items()}
 
 
-def fit(points: dict[int, float]) -> tuple[float, float]:
+def fit_line(points: dict[int, float]) -> tuple[float, float]:
     """Returns intercept and slope of the least-squares line through (parameters per group, us)."""
     count = len(points)
     mean_x, mean_y = sum(points) / count, sum(points.values()) / count
@@ -183,30 +192,30 @@ def main() -> None:
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     counts = sorted(set(options.params))
-    flat = fake_mesh(WORLD_SIZE, options.device)
+    flat_mesh = make_fake_mesh(WORLD_SIZE, options.device)
     names = ("replicate", "shard")
-    hybrid = init_device_mesh(
+    hybrid_mesh = init_device_mesh(
         options.device, (REPLICAS, WORLD_SIZE // REPLICAS), mesh_dim_names=names
     )
-    shards = implementations()
+    shards = get_implementations()
     results: dict[str, Any] = {"groups": options.groups, "rounds": options.rounds}
     for name in options.jobs:
         job = JOBS[name]
-        mesh = hybrid if job.hsdp else flat
+        mesh = hybrid_mesh if job.hsdp else flat_mesh
         rows = {
             params: measure(shards, mesh, job, options.groups, params, options.rounds)
             for params in counts
         }
-        results[name] = report(name, rows, list(shards))
+        results[name] = print_results(name, rows, list(shards))
     write_json(options.json, "host", results)
 
 
-def report(
+def print_results(
     title: str, rows: dict[int, dict[str, float]], implementations: list[str]
 ) -> dict[str, Any]:
     """Prints one job's table and fitted lines. Returns them for the JSON file."""
     print(f"{title}: us of CPU time per group and step above the bare model")
-    shown = [params for params in rows if params in SHOWN] or list(rows)
+    shown = [params for params in rows if params in PRINTED_COUNTS] or list(rows)
     lines = [
         [
             params,
@@ -216,9 +225,9 @@ def report(
         for params in shown
     ]
     print(format_table(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], lines))
-    fits = {name: fit({n: row[name] for n, row in rows.items()}) for name in implementations}
-    for name, (fixed, slope) in fits.items():
-        print(f"{name}: {fixed:.1f} us per group + {slope:.2f} us per parameter")
+    fits = {name: fit_line({n: row[name] for n, row in rows.items()}) for name in implementations}
+    for name, (intercept, slope) in fits.items():
+        print(f"{name}: {intercept:.1f} us per group + {slope:.2f} us per parameter")
     print()
     return {
         "us_per_group_step": rows,

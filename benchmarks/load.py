@@ -52,11 +52,11 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
     full_state: dict[str, Any] = source if dist.get_rank() == 0 else {}
     state_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
-    def clear() -> None:
+    def clear_weights() -> None:
         for param in model.parameters():
             param._local_tensor.zero_()
 
-    def check() -> None:
+    def check_weights() -> None:
         for name, param in model.named_parameters():
             chunks = source[name].chunk(options.ranks)
             assert torch.equal(param._local_tensor, chunks[dist.get_rank()])
@@ -69,10 +69,10 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
 
     calls = {"torch": load_with_torch, "fsdp_c": load_with_fsdp_c}
     for call in calls.values():
-        clear()
+        clear_weights()
         call()
-        check()
-    return measure_in_turns(calls, options.rounds, clear)
+        check_weights()
+    return measure_in_turns(calls, options.rounds, clear_weights)
 
 
 if __name__ == "__main__":

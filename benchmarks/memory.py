@@ -10,7 +10,7 @@ An allocation that is still live after backward is persistent (the sharded gradi
 are transient. The result is the highest sum of transient bytes during forward and during backward,
 divided by a unit. A unit is the bytes of one group's full parameters in the compute dtype (fp32, or
 bf16 when mixed). Sharded parameters exist before the step and are not counted. Activations are
-counted and amount to about 0.01 units. "kept" in the JSON is the persistent memory.
+counted and amount to about 0.01 units. The JSON has the persistent memory, too.
 
 If the gradient shards of the group in reduction counted as persistent, the backward results would
 be lower by 1/8 unit, or 2/8 when mixed.
@@ -26,7 +26,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from report import POLICIES, FullyShard, fake_mesh, format_table, implementations, write_json
+from report import (
+    POLICIES,
+    FullyShard,
+    format_table,
+    get_implementations,
+    make_fake_mesh,
+    write_json,
+)
 from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -38,7 +45,7 @@ ELEMENTS = 1_000_000
 FORWARD, BACKWARD = "memory.py forward", "memory.py backward"
 
 Peaks = dict[str, float]
-"""Peak transient units in "forward" and "backward", and persistent units ("kept")."""
+"""Peak transient units in "forward" and "backward", and persistent units ("persistent")."""
 
 
 def compute_side(params: int) -> int:
@@ -96,7 +103,7 @@ def _compute_peaks(events: list[Any]) -> dict[str, int]:
     """Returns peak transient bytes by phase, and persistent bytes. Requires sorted events."""
     [backward] = [event.start_time_ns for event in events if event.name == BACKWARD]
     events = [event for event in events if event.tag == _EventType.Allocation]
-    peaks = {"forward": 0, "backward": 0, "kept": 0}
+    peaks = {"forward": 0, "backward": 0, "persistent": 0}
     live: dict[int, int] = {}
     total = 0
     for event, transient in zip(events, _find_freed(events), strict=True):
@@ -108,7 +115,7 @@ def _compute_peaks(events: list[Any]) -> dict[str, int]:
             live[address] = size
             total += size
         else:
-            peaks["kept"] += size
+            peaks["persistent"] += size
         phase = "backward" if event.start_time_ns >= backward else "forward"
         peaks[phase] = max(peaks[phase], total)
     return peaks
@@ -134,8 +141,8 @@ def main() -> None:
     parser.add_argument("--params", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
-    mesh = fake_mesh(WORLD_SIZE)
-    shards = implementations()
+    mesh = make_fake_mesh(WORLD_SIZE)
+    shards = get_implementations()
     results: dict[str, Any] = {"groups": options.groups, "world_size": WORLD_SIZE}
     lines = []
     for precision in POLICIES:

@@ -37,7 +37,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._has_peak = reset_peak()
-        self._resident = resident()
+        self._resident = read_resident_bytes()
         self._faults = _count_faults()
         self._cpu = time.process_time()
         self._wall = time.perf_counter()
@@ -46,11 +46,11 @@ class Meter:
         """Returns the cost since the start."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         faults = _count_faults() - self._faults
-        peak_mib = (peak() - self._resident) / MIB if self._has_peak else None
+        peak_mib = (read_peak_bytes() - self._resident) / MIB if self._has_peak else None
         return Cost(wall * 1000, cpu * 1000, faults, peak_mib)
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Makes fsdp_c and the C library return free memory, which would hide a peak, to the kernel."""
     fsdp_c.release_memory()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
@@ -58,7 +58,7 @@ def give_back() -> None:
         trim(0)
 
 
-def resident() -> int:
+def read_resident_bytes() -> int:
     """Returns the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
@@ -67,7 +67,7 @@ def _count_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def peak() -> int:
+def read_peak_bytes() -> int:
     """Returns the peak of resident memory in bytes since the last ``reset_peak()``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
@@ -107,7 +107,7 @@ def sample_memory_over_time(call: Callable[[], object]) -> list[tuple[float, flo
         try:
             while not target.read_text():
                 time.sleep(0.01)
-            resident_before, begin = resident(), time.perf_counter()
+            resident_before, begin = read_resident_bytes(), time.perf_counter()
             call()
             end = time.perf_counter()
         finally:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from report import fake_mesh, format_table, write_json
+from report import format_table, make_fake_mesh, write_json
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
-    fake_mesh(WORLD_SIZE)
+    make_fake_mesh(WORLD_SIZE)
     rows = {kind: measure(make, options.params, options.rounds) for kind, make in KINDS.items()}
     print(f"optimizer steps: ms of CPU time over {options.params} parameters")
     lines = [

@@ -24,8 +24,8 @@ METRICS = {
 }  # fmt: skip
 
 
-def steps(data: dict[str, Any], path: Path) -> None:
-    """Draws a column per model and a row per metric; lighter: the part of the optimizer."""
+def draw_steps(data: dict[str, Any], path: Path) -> None:
+    """Draws a column per model and a row per metric. The lighter part of a bar is the optimizer."""
     models = data["models"]
     figure = Figure(figsize=(1.2 + 3.4 * len(models), 9.5), layout="constrained")
     grid = figure.subplots(len(METRICS), len(models), squeeze=False)
@@ -71,7 +71,7 @@ def _style_axes(axes: Any) -> None:
         axes.spines[side].set_visible(False)
 
 
-def memory(data: dict[str, Any], path: Path) -> None:
+def draw_memory(data: dict[str, Any], path: Path) -> None:
     """Draws resident memory over one step of torch and fsdp_c, a panel per model."""
     models = {kind: m for kind, m in data["models"].items() if any(m["memory"].values())}
     figure = Figure(figsize=(13, 3.4 * -(-len(models) // 2)), layout="constrained")
@@ -90,7 +90,7 @@ def memory(data: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def host(data: dict[str, Any], path: Path) -> None:
+def draw_host(data: dict[str, Any], path: Path) -> None:
     """Draws host time against parameters per group, a panel per job."""
     jobs = {name: job for name, job in data.items() if isinstance(job, dict)}
     figure = Figure(figsize=(4.5 * len(jobs), 4), layout="constrained")
@@ -110,7 +110,7 @@ def host(data: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def bandwidth(data: dict[str, Any], path: Path) -> None:
+def draw_bandwidth(data: dict[str, Any], path: Path) -> None:
     """Draws GB/s against size: gathers, reductions, kernels."""
     titles = {"gather": "gather", "reduction": "reduction", "kernel": "CPU kernels"}
     figure = Figure(figsize=(14, 4), layout="constrained")
@@ -141,12 +141,14 @@ def draw_overview(data: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     for row, model in enumerate(models.values()):
         times = {name: model["costs"][name]["without"]["wall"] for name in ("torch", "fsdp_c")}
-        for offset, (name, time) in zip((-0.2, 0.2), times.items()):
-            share = time / times["torch"]
+        for offset, (name, milliseconds) in zip((-0.2, 0.2), times.items()):
+            share = milliseconds / times["torch"]
             axes.barh(
                 row + offset, share, 0.38, color=COLORS[name], label=name if not row else None
             )
-            axes.text(share, row + offset, f" {_format_short(time)} ms", va="center", fontsize=9)
+            axes.text(
+                share, row + offset, f" {_format_short(milliseconds)} ms", va="center", fontsize=9
+            )
     axes.set_yticks(range(len(models)), [model["title"] for model in models.values()])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15)

@@ -56,23 +56,25 @@ class Times(NamedTuple):
 
 
 def measure_in_turns(
-    calls: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
+    calls: dict[str, Callable[[], object]],
+    rounds: int,
+    prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
     """Returns wall and CPU milliseconds of each call, the minima over the rounds.
 
-    The calls take turns, each after ``before()`` and a barrier. The minimum is the best estimate,
+    The calls take turns, each after ``prepare()`` and a barrier. The minimum is the best estimate,
     because other processes on the machine can only lengthen a call.
     """
     wall: dict[str, list[float]] = {name: [] for name in calls}
     cpu: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 2):
         for name, call in calls.items():
-            before()
+            prepare()
             dist.barrier()
-            begin, busy = time.perf_counter(), time.thread_time()
+            begin, cpu_begin = time.perf_counter(), time.thread_time()
             call()
             if i >= 2:
-                cpu[name].append((time.thread_time() - busy) * 1000)
+                cpu[name].append((time.thread_time() - cpu_begin) * 1000)
                 wall[name].append((time.perf_counter() - begin) * 1000)
     return {name: Times(min(wall[name]), min(cpu[name])) for name in calls}
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from memory import BACKWARD, FORWARD, measure_peaks
 from ranks import STORE, make_model, start_ranks
-from report import fake_mesh, format_table, write_json
+from report import format_table, make_fake_mesh, write_json
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -56,7 +56,7 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-class Timed:
+class TimedModel:
     """One model under one implementation, with the times of its steps in milliseconds."""
 
     def __init__(
@@ -91,27 +91,29 @@ class Timed:
         self.times.append((clock() - begin) * 1000)
 
 
-def gpt(options: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def make_gpt(options: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """Returns a model with few large parameters, on an input of (batch, context) bytes."""
     config = GPTConfig(options.layers, options.width, heads=8, context=128)
     tokens = torch.randint(256, (options.batch, config.context))
     return GPT(config), lambda model: next_byte_loss(model(tokens), tokens)
 
 
-def small(_: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def make_layers(
+    _: argparse.Namespace,
+) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """Returns a model with 500 small parameters, on an input of (4, 64)."""
     x = torch.randn(4, 64)
     return make_model(500, 64), lambda model: model(x).square().mean()
 
 
-MODELS = {"gpt": gpt, "small": small}
+MODELS = {"gpt": make_gpt, "small": make_layers}
 
 
 def measure_steps(
-    options: argparse.Namespace, kind: str, names: Iterable[str] = IMPLEMENTATIONS
-) -> dict[str, Timed]:
+    options: argparse.Namespace, model_name: str, names: Iterable[str] = IMPLEMENTATIONS
+) -> dict[str, TimedModel]:
     """Runs the implementations in turns. Returns the runs, with the times of their steps."""
-    runs = {name: Timed(lambda: MODELS[kind](options), name) for name in names}
+    runs = {name: TimedModel(lambda: MODELS[model_name](options), name) for name in names}
     if options.optimizer:
         for run in runs.values():
             run.optimizer = torch.optim.AdamW(run.parameters, lr=1e-5)
@@ -133,14 +135,14 @@ def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Returns peak transient bytes above the bare model's, in units of the parameters' bytes."""
     peaks_by_name: dict[str, dict[str, float]] = {}
     for name in IMPLEMENTATIONS:
-        run = Timed(lambda: gpt(options), name)
+        run = TimedModel(lambda: make_gpt(options), name)
         for _ in range(2):
             run.step()
             run.clear_gradients()
         unit = sum(parameter.numel() * parameter.element_size() for parameter in run.parameters)
         peaks = {key: value / unit for key, value in measure_peaks(run.step).items()}
         if name == "ddp":
-            peaks = {key: value + 1.0 * (key != "kept") for key, value in peaks.items()}
+            peaks = {key: value + 1.0 * (key != "persistent") for key, value in peaks.items()}
         peaks_by_name[name] = peaks
     bare = peaks_by_name["bare"]
     return {
@@ -149,18 +151,18 @@ def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     }
 
 
-def show_steps(options: argparse.Namespace) -> None:
+def report_steps(options: argparse.Namespace) -> None:
     """Measures step times and memory. Every rank must call it, and rank 0 prints."""
     results: dict[str, Any] = {}
     rows: list[list[object]] = []
-    for kind in MODELS:
-        runs = measure_steps(options, kind)
+    for model_name in MODELS:
+        runs = measure_steps(options, model_name)
         fsdp_c_median = statistics.median(runs["fsdp_c"].times)
         for name, run in runs.items():
             median = statistics.median(run.times)
-            rows.append([f"{kind} {name}", median, min(run.times), median / fsdp_c_median])
-            results[f"{kind} {name}"] = {"median": median, "min": min(run.times)}
-        if dist.get_rank() == 0 and kind == "gpt":
+            rows.append([f"{model_name} {name}", median, min(run.times), median / fsdp_c_median])
+            results[f"{model_name} {name}"] = {"median": median, "min": min(run.times)}
+        if dist.get_rank() == 0 and model_name == "gpt":
             millions = sum(parameter.numel() for parameter in runs["bare"].parameters) / 1e6
             print(f"ms of a step on {options.ranks} gloo ranks; gpt: {millions:.1f} M parameters")
     if dist.get_rank() == 0:
@@ -173,9 +175,9 @@ def show_steps(options: argparse.Namespace) -> None:
         write_json(options.json, "replicate", {**results, **vars(options)})
 
 
-def show_one_process(options: argparse.Namespace) -> None:
+def report_host_time(options: argparse.Namespace) -> None:
     """Measures host time on a fake group and prints it."""
-    fake_mesh(8)
+    make_fake_mesh(8)
     runs = measure_steps(options, "small", ("bare", "torch", "fsdp_c"))
     bare = min(runs["bare"].times)
     print("\nhost time: ms of CPU of a step above the bare model's, 500 parameters")
@@ -193,11 +195,11 @@ def main() -> None:
     parser.add_argument("--json", help="write the step times to this file as well")
     options = parser.parse_args()
     if ONE_PROCESS in os.environ:
-        show_one_process(options)
+        report_host_time(options)
         return
     in_rank = STORE in os.environ
     if start_ranks(options.ranks):
-        show_steps(options)
+        report_steps(options)
         dist.destroy_process_group()
     if not in_rank:
         subprocess.run([sys.executable, *sys.argv], env=os.environ | {ONE_PROCESS: "1"}, check=True)

@@ -28,7 +28,7 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
 """The measured precisions: all in fp32; bf16 parameters with fp32 reductions."""
 
 
-def fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
+def make_fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
     """Creates a 1-D mesh on a fake process group. This process is rank 0.
 
     Its collectives complete immediately and move no data.
@@ -40,7 +40,7 @@ def fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, (world_size,))
 
 
-def implementations() -> dict[str, FullyShard]:
+def get_implementations() -> dict[str, FullyShard]:
     """Returns ``fully_shard`` of torch and, if it can be imported, of fsdp_c."""
     functions: dict[str, FullyShard] = {"torch": torch_fully_shard}
     try:

@@ -1,25 +1,26 @@
 """Whole training steps on real ranks: the bare model, DDP, torch's FSDP2 and fsdp_c.
 
 Method. ``--ranks`` gloo processes with one thread each train four models. In every round, each
-implementation makes one step after a barrier. The script reads the clocks after backward and again
-after the optimizer's step, both from the same start. The script reports medians over the rounds on
-rank 0 of
+implementation runs one step after a barrier. The script measures two intervals: from the barrier
+to the end of backward, and from the barrier to the end of the optimizer's step. It reports medians
+over the rounds on rank 0 of
 
 - wall and CPU milliseconds (of all threads of the process),
 - page faults (``ru_minflt``).
 
 A second pass measures peaks: resident memory (``VmHWM``, reset before) above the value at the
 beginning of the step. Before each step, the C library and fsdp_c return their free memory to the
-kernel. Free memory would hide a peak. Its return costs page faults, so times come from the first
-pass. Memory that an implementation keeps between steps (DDP's buckets) is not part of a peak.
+kernel, because allocations from free memory do not raise the peak. Steps after such a release have
+more page faults, so times come from the first pass. Memory that an implementation keeps between
+steps (DDP's buckets) is not part of a peak.
 
-``bare`` does not communicate. ``torch`` is torch's FSDP2. ``shared`` is
-fsdp_c with neighboring units that share collectives (``auto_shard(min_unit=)``); only ``deep`` has
-this implementation. Gradients are ``None`` before each step. The optimizer is AdamW with torch's
-defaults, and SGD for ``wide``, because AdamW's states would fill the memory of a small machine.
-With fsdp_c the optimizer is accelerated, as it is under ``FSDP_C=1``. Each model trains for as many
-rounds as fit into ``--seconds``. Finally, one step each of torch and fsdp_c runs while another
-process samples resident memory.
+``bare`` does not communicate. ``torch`` is torch's FSDP2. ``shared`` is fsdp_c with neighboring
+units that share collectives (``auto_shard(min_unit=)``); only ``deep`` has this implementation.
+Gradients are ``None`` before each step. The optimizer is AdamW with torch's defaults, and SGD for
+``wide``, because AdamW's states would fill the memory of a small machine. With fsdp_c the optimizer
+is accelerated, as it is under ``FSDP_C=1``. Each model trains for as many rounds as fit into
+``--seconds``. Finally, one step each of torch and fsdp_c runs while another process samples
+resident memory.
 
     python benchmarks/steps.py [--models small wide ...] [--seconds N] [--ranks N] [--json FILE]
 """
@@ -40,9 +41,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from host import WIDTH, Group
-from meter import Cost, Meter, give_back, sample_memory_over_time
+from meter import Cost, Meter, release_free_memory, sample_memory_over_time
 from ranks import start_ranks
-from report import format_table, implementations, write_json
+from report import format_table, get_implementations, write_json
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -59,7 +60,7 @@ MAX_ROUNDS = 40
 WARM_UP = 2
 PEAK_STEPS = 2
 STEPS_BEFORE_PEAKS = 12
-"""fsdp_c sizes its buffers by the last eight steps, so the number of these must exceed eight."""
+"""Steps before the peaks are measured. More than eight, by which fsdp_c sizes its buffers."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Job:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
 
-def gpt(config: GPTConfig, batch: int) -> Job:
+def make_gpt_job(config: GPTConfig, batch: int) -> Job:
     """Returns a GPT on an input of (batch, context) bytes."""
     tokens = torch.randint(256, (batch, config.context))
     model = GPT(config)
@@ -87,8 +88,8 @@ def make_chain_job(
 
 
 JOBS: dict[str, Callable[[], Job]] = {
-    "small": lambda: gpt(GPTConfig(), 8),
-    "medium": lambda: gpt(GPTConfig(layers=8, width=512, heads=8), 1),
+    "small": lambda: make_gpt_job(GPTConfig(), 8),
+    "medium": lambda: make_gpt_job(GPTConfig(layers=8, width=512, heads=8), 1),
     "wide": lambda: make_chain_job(
         [nn.Linear(4096, 4096) for _ in range(6)], torch.randn(16, 4096), torch.optim.SGD
     ),
@@ -106,12 +107,12 @@ TITLES = {
 }
 
 
-class Timed:
+class TimedModel:
     """One model under one implementation, with the costs of its steps."""
 
-    def __init__(self, kind: str, name: str) -> None:
+    def __init__(self, model_name: str, name: str) -> None:
         torch.manual_seed(0)
-        job = JOBS[kind]()
+        job = JOBS[model_name]()
         self.loss = job.loss
         self.model: nn.Module = job.model
         if name == "ddp":
@@ -119,7 +120,7 @@ class Timed:
         elif name == "shared":
             fsdp_c.auto_shard(job.model, type(job.units[0]), min_unit=MIN_UNIT)
         elif name != "bare":
-            shard = implementations()[name]
+            shard = get_implementations()[name]
             for unit in job.units:
                 shard(unit)
             shard(job.model)
@@ -145,13 +146,13 @@ class Timed:
             self.run_step({"without": [], "with": []})
         for _ in range(PEAK_STEPS):
             self.optimizer.zero_grad()
-            give_back()
+            release_free_memory()
             self.run_step(self.peaks)
 
     def sample_memory(self) -> list[tuple[float, float]]:
         """Returns the samples of ``sample_memory_over_time`` for one step."""
         self.optimizer.zero_grad()
-        give_back()
+        release_free_memory()
         dist.barrier()
         return sample_memory_over_time(self._train_once)
 
@@ -168,17 +169,17 @@ class Timed:
 
 
 def _compute_medians(costs: list[Cost]) -> dict[str, float | None]:
-    medians: dict[str, float | None] = {"least_wall": min(cost.wall for cost in costs)}
+    medians: dict[str, float | None] = {"min_wall": min(cost.wall for cost in costs)}
     for field in Cost._fields:
         values = [getattr(cost, field) for cost in costs]
         medians[field] = None if None in values else statistics.median(values)
     return medians
 
 
-def measure(kind: str, seconds: float) -> dict[str, Any]:
+def measure(model_name: str, seconds: float) -> dict[str, Any]:
     """Measures all implementations on one model. Every rank must call it."""
-    names = NAMES + (("shared",) if kind in WITH_SHARED else ())
-    runs = {name: Timed(kind, name) for name in names}
+    names = NAMES + (("shared",) if model_name in WITH_SHARED else ())
+    runs = {name: TimedModel(model_name, name) for name in names}
     gc.collect()
     gc.disable()
     for _ in range(WARM_UP):
@@ -194,9 +195,9 @@ def measure(kind: str, seconds: float) -> dict[str, Any]:
     for run in runs.values():
         run.measure_peaks()
     gc.enable()
-    parameters = list(runs["bare"].model.parameters())
+    millions = sum(param.numel() for param in runs["bare"].model.parameters()) / 1e6
     return {
-        "title": f"{TITLES[kind]}, {sum(p.numel() for p in parameters) / 1e6:.3g} M parameters",
+        "title": f"{TITLES[model_name]}, {millions:.3g} M parameters",
         "optimizer": type(runs["bare"].optimizer).__name__,
         "rounds": rounds,
         "costs": {name: run.compute_medians() for name, run in runs.items()},
@@ -220,12 +221,12 @@ def make_rows(result: dict[str, Any], kind: str) -> list[list[object]]:
         faults = None if cost["faults"] is None else int(cost["faults"])
         wall = cost["wall"]
         rows.append(
-            [name, wall, wall / fsdp_c_wall, cost["least_wall"], cost["cpu"], faults, cost["peak"]]
+            [name, wall, wall / fsdp_c_wall, cost["min_wall"], cost["cpu"], faults, cost["peak"]]
         )
     return rows
 
 
-COLUMNS = ("", "wall, ms", "wall/fsdp_c", "least wall", "CPU, ms", "page faults", "peak, MiB")
+COLUMNS = ("", "wall, ms", "wall/fsdp_c", "min wall", "CPU, ms", "page faults", "peak, MiB")
 
 
 def main() -> None:
@@ -240,8 +241,8 @@ def main() -> None:
     if not start_ranks(options.ranks):
         return
     results = {}
-    for kind in options.models:
-        results[kind] = result = measure(kind, options.seconds)
+    for model_name in options.models:
+        results[model_name] = result = measure(model_name, options.seconds)
         if dist.get_rank() == 0:
             for optimizer in ("without", "with"):
                 title = f"{result['title']}: {optimizer} {result['optimizer']}"

@@ -1,7 +1,7 @@
 """Resident memory of a step on real ranks, transport included, in units of one group's parameters.
 
 Method. ``--ranks`` gloo processes train a model with ``--groups`` equal groups of one square weight
-below a root without parameters, resharded after forward. The input has ``--rows`` rows, so few that
+below a root without parameters, resharded after forward. The input has ``--rows`` rows, so that
 activations are small compared with parameters. The result is the peak of resident memory
 (``VmHWM``, reset at the beginning of each group's forward and backward) above the value at the
 beginning of the step. Gradient shards that exist when the peak is read are subtracted, since they
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from meter import give_back, peak, reset_peak, resident
+from meter import read_peak_bytes, read_resident_bytes, release_free_memory, reset_peak
 from ranks import start_ranks
-from report import POLICIES, FullyShard, format_table, implementations, write_json
+from report import POLICIES, FullyShard, format_table, get_implementations, write_json
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_c
@@ -51,7 +51,7 @@ class MeasuredModel:
         shard(self.model, mesh=mesh, mp_policy=policy)
         self.x = torch.randn(rows, side, requires_grad=True)
         self.unit = side * side * (policy.param_dtype or torch.float32).itemsize
-        self.begin = self.max_bytes = 0
+        self.bytes_before_step = self.max_bytes = 0
 
     def _update_peak(self, *_: object) -> None:
         gradients = sum(
@@ -59,7 +59,7 @@ class MeasuredModel:
             for p in self.model.parameters()
             if p.grad is not None
         )
-        self.max_bytes = max(self.max_bytes, peak() - self.begin - gradients)
+        self.max_bytes = max(self.max_bytes, read_peak_bytes() - self.bytes_before_step - gradients)
         reset_peak()
 
     def _measure_peak(self, call: Callable[[], Any]) -> tuple[float, Any]:
@@ -73,9 +73,9 @@ class MeasuredModel:
     def step(self) -> tuple[float, float]:
         """Runs one step. Returns the peaks of forward and backward in units."""
         self.model.zero_grad(set_to_none=True)
-        give_back()
+        release_free_memory()
         dist.barrier()
-        self.begin = resident()
+        self.bytes_before_step = read_resident_bytes()
         forward, loss = self._measure_peak(lambda: self.model(self.x).sum())
         backward, _ = self._measure_peak(loss.backward)
         return forward, backward
@@ -95,15 +95,17 @@ def main() -> None:
     lines = []
     for precision in POLICIES:
         peaks = {}
-        shards = implementations()
+        shards = get_implementations()
         for name in [*shards, OVERLAP]:
             shard = shards.get(name, fsdp_c.fully_shard)
-            measured = MeasuredModel(shard, precision, options.groups, options.side, options.rows)
+            measured_model = MeasuredModel(
+                shard, precision, options.groups, options.side, options.rows
+            )
             if name == OVERLAP:
-                fsdp_c.set_reduction_overlap(measured.model, overlap=True)
-            steps = [measured.step() for _ in range(2 + STEPS)][2:]
+                fsdp_c.set_reduction_overlap(measured_model.model, overlap=True)
+            steps = [measured_model.step() for _ in range(2 + STEPS)][2:]
             peaks[name] = dict(zip(("forward", "backward"), map(min, zip(*steps))))
-            del measured
+            del measured_model
         results[precision] = peaks
         for phase in ("forward", "backward"):
             torch_value, fsdp_c_value = peaks["torch"][phase], peaks["fsdp_c"][phase]

@@ -82,7 +82,7 @@ TESTS = {
     ),
     "FSDP_C_INTERRUPTS": Variable("a number, 0: all", "40", "Lines at which a call is interrupted"),
     "FSDP_C_NVRTC": Variable("paths", "not set", "NVRTC libraries that compile the kernels"),
-    "FSDP_C_PARITY_COUNT": Variable("a number", "260", "Settings of the parity tests"),
+    "FSDP_C_PARITY_COUNT": Variable("a number", "200", "Settings of the parity tests"),
     "FSDP_C_PARITY_DEVICE": INTERNAL,
     "FSDP_C_PARITY_FEATURES": Variable("names", "all", "Features that the settings include"),
     "FSDP_C_PARITY_IMPLEMENTATION": Variable(

@@ -82,7 +82,7 @@ __all__ = [
     "uninstall",
 ]
 
-_LATER = {
+_LAZY_NAMES = {
     "Explanation": "_tools.report",
     "ShardedEMA": "ema",
     "StepTrace": "_tools.timeline",
@@ -98,7 +98,7 @@ _LATER = {
 These modules would double the time of ``import fsdp_c``, and most ranks do not use them.
 """
 
-_LATER_MODULES = ("checkpoint", "ema", "policies", "wrap")
+_LAZY_MODULES = ("checkpoint", "ema", "policies", "wrap")
 """Public modules that are imported at their first use as an attribute of the package."""
 
 
@@ -106,14 +106,14 @@ class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         # `fsdp_c.plan` is a function. The import of the submodule `plan` sets the attribute, which
         # must not replace the function.
-        if not (name in _LATER and isinstance(value, ModuleType)):
+        if not (name in _LAZY_NAMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
-    elif name in _LATER_MODULES:
+    if name in _LAZY_NAMES:
+        value = getattr(importlib.import_module(f".{_LAZY_NAMES[name]}", __name__), name)
+    elif name in _LAZY_MODULES:
         value = importlib.import_module(f".{name}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

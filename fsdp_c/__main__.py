@@ -1,9 +1,8 @@
 """``python -m fsdp_c script.py args...``: runs a script as ``python`` does, with fsdp_c.
 
-``python -m fsdp_c -m package.module args...`` runs a module. Both work below torchrun
-(``torchrun --nproc-per-node 8 -m fsdp_c train.py``). ``sys.argv``, ``sys.path[0]``, ``__main__``,
-tracebacks and exit codes are the same as without ``-m fsdp_c``; child processes
-inherit ``FSDP_C=1``.
+``python -m fsdp_c -m package.module args...`` runs a module. Both work below torchrun (``torchrun
+--nproc-per-node 8 -m fsdp_c train.py``). ``sys.argv``, ``sys.path[0]``, ``__main__``, tracebacks
+and exit codes are the same as without ``-m fsdp_c``; child processes inherit ``FSDP_C=1``.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ Runs the script (or module) with torch.distributed.fsdp.fully_shard replaced by 
 
     {os.path.basename(sys.executable)} -m fsdp_c plan package.module:Model 8 --batch 2x2048:int64
 
-prints the memory of the model on each of 8 ranks (plan --help; a script of that name is ./plan).
+prints the memory of the model on each of 8 ranks (plan --help). A script of that name is ./plan.
 
     {os.path.basename(sys.executable)} -m fsdp_c compare --nproc-per-node 2 train.py
 
 runs a script under torch's FSDP2 and under fsdp_c, and compares numbers, time and memory
-(compare --help; a script of that name is ./compare).
+(compare --help). A script of that name is ./compare.
 
     {os.path.basename(sys.executable)} -m fsdp_c --version
     {os.path.basename(sys.executable)} -m fsdp_c --check
@@ -42,22 +41,25 @@ prints and checks the installation: extension, kernels, devices, torch, training
 """
 
 
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-def _hide_own_frames(previous_hook: Hook) -> Hook:
+def _hide_own_frames(previous_hook: ExceptHook) -> ExceptHook:
     """Returns an ``excepthook`` whose tracebacks begin at the script's frame."""
 
     def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        error_type: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         launcher_files = (__file__, script_loader.__file__, "<frozen runpy>", runpy.__file__)
-        script = traceback
-        while script is not None and script.tb_frame.f_code.co_filename in launcher_files:
-            script = script.tb_next
-        if script is not None or isinstance(error, SyntaxError):  # else fsdp_c raised it
-            error, traceback = error.with_traceback(script), script
-        previous_hook(kind, error, traceback)
+        script_traceback = traceback
+        while (
+            script_traceback is not None
+            and script_traceback.tb_frame.f_code.co_filename in launcher_files
+        ):
+            script_traceback = script_traceback.tb_next
+        if script_traceback is not None or isinstance(error, SyntaxError):  # else fsdp_c raised it
+            error, traceback = error.with_traceback(script_traceback), script_traceback
+        previous_hook(error_type, error, traceback)
 
     return hook
 

@@ -1,3 +1,5 @@
+"""The core of fsdp_c without memory: it counts bytes and records events (``csrc/dry_run``)."""
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +11,7 @@ class Event(NamedTuple):
         call: The index of the call that caused the event; -1 before the first call.
         unit: The index of the unit, or -1.
         stream: The number of the stream.
-        object: The number of a storage, work, event or state.
+        object: The number of the storage, collective, stream event or state, as ``kind`` requires.
         bytes: The size of the memory or data.
         live: For ``alloc`` and ``free``: bytes in use for this purpose.
         label: The purpose, range, process group or parameter.
@@ -39,7 +41,7 @@ def run(
             ``reshard_after_backward``, ``unshard_in_backward``, ``reduce_grads``,
             ``all_reduce_grads``, ``overlap``, ``offload``, ``pinned``, ``params``. Keys of a
             parameter: ``name``, ``sizes``, ``dim``, ``dtype``, ``compute``, ``reduce``,
-            ``trained``.
+            ``trained`` (whether it requires a gradient).
         states: The ``fully_shard`` calls in module order. Keys: ``root`` (index), ``modules``
             (number), ``forward_prefetch``, ``backward_prefetch`` (indices).
         calls: Names and integers: ``pre_forward``, ``post_forward``, ``pre_backward`` and

@@ -122,15 +122,15 @@ def auto_shard(
             warnings.warn(message, stacklevel=2)
     tensors = (*model.parameters(), *model.buffers())
     snapshot = ModuleSnapshot(model.modules(), tensors) if keep_originals else None
-    owned = list_owned_params(model, units)
-    text = f"{type(model).__name__}: {_format_summary(units, owned)}"
+    owned_params = list_owned_params(model, units)
+    summary = f"{type(model).__name__}: {_format_summary(units, owned_params)}"
     try:
         for unit in units:
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             _shard_unit(shard_fn, modules, unit)
             if snapshot is not None:
-                snapshot.release(owned[unit])
-        logger.info("fsdp_c: auto_shard made of %s", text)
+                snapshot.release(owned_params[unit])
+        logger.info("fsdp_c: auto_shard units of %s", summary)
         return model  # inside the try: a signal handler may raise before the return
     except BaseException:
         if snapshot is not None:
@@ -148,11 +148,11 @@ def _shard_unit(shard_fn: Callable[..., Any], modules: Any, unit: Unit) -> None:
         raise
 
 
-def _format_summary(units: list[Unit], owned: dict[Unit, list[nn.Parameter]]) -> str:
+def _format_summary(units: list[Unit], owned_params: dict[Unit, list[nn.Parameter]]) -> str:
     """Describes the units by module class: the count, and the elements of the largest unit."""
     kinds: dict[str, list[int]] = {}
     for unit in units:
-        size = sum(param.numel() for param in owned[unit])
+        size = sum(param.numel() for param in owned_params[unit])
         kind = ", ".join(dict.fromkeys(type(module).__name__ for module in unit.modules))
         kinds.setdefault("the root" if unit is units[-1] else kind, []).append(size)
     parts = [

@@ -15,9 +15,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from ._checkpoint.buckets import plan_buckets
 from ._checkpoint.destinations import (
-    agree_on_destinations,
     collect_targets,
     load_other_entries,
+    make_destinations_on_all_ranks,
     register_tensors,
 )
 from ._checkpoint.matching import match_names
@@ -52,7 +52,7 @@ def load_full_state_dict(
         src: The rank in the default group that reads.
         group: The ranks that load together. ``None``: all.
         rename: Maps a name in the source to the name in the model, or to ``None`` to skip it.
-            Prefixes of wrappers are then removed from the names on both sides.
+            Prefixes of wrappers are then removed from the names of the source and of the model.
         bucket_bytes: The bytes of one broadcast. Each rank uses twice as much memory. ``None``: 4
             MiB if the group sends from host memory, else 32 MiB.
         shared_file: Whether every rank reads its own rows from the file, without communication.
@@ -65,7 +65,7 @@ def load_full_state_dict(
     Raises:
         RuntimeError: Names or shapes do not match (on all ranks, before any change), or another
             rank failed. If the source fails after the start, the model is partly loaded. The
-            message contains this fact.
+            message states this.
         ValueError: The file is invalid, two names in the source become one, or ``bucket_bytes`` is
             not positive.
         TypeError: ``source`` is neither a mapping nor a path, has a DTensor, or has an object for
@@ -84,15 +84,19 @@ def load_full_state_dict(
         source, rename, shared_file, targets, ranks, lambda: find_tqdm(progress)
     )
     keys = match_names(model, targets, header, strict, ranks)
-    loaded = {name: facts for name, facts in header.tensors.items() if name in targets}
-    destinations = agree_on_destinations(model, {name: targets[name] for name in loaded}, ranks)
+    tensors_to_load = {
+        name: dtype_and_shape for name, dtype_and_shape in header.tensors.items() if name in targets
+    }
+    destinations = make_destinations_on_all_ranks(
+        model, {name: targets[name] for name in tensors_to_load}, ranks
+    )
     if shared_file:
-        failure = read_own_rows(reader, loaded, destinations)
+        failure = read_own_rows(reader, tensors_to_load, destinations)
     else:
         devices = (destination.local.device for destination in destinations.values())
         device = ranks.choose_device(next(devices, torch.device("cpu")))
-        limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
-        buckets = plan_buckets(loaded, destinations, limit)
+        bucket_limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
+        buckets = plan_buckets(tensors_to_load, destinations, bucket_limit)
         with show_progress(progress, ranks, buckets) as advance:
             failure = stream_buckets(reader, destinations, buckets, ranks, device, advance)
     if failure is None:

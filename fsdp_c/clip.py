@@ -13,7 +13,7 @@ import torch.nn as nn
 import fsdp_c._C as _C
 
 from ._runtime.grad_norm import (
-    clip_any,
+    clip_with_torch_operators,
     compute_norm_on_cpu,
     get_group_names,
     is_tracing,
@@ -70,7 +70,7 @@ def clip_grad_norm_(
             scale_on_cpu(tensors, max_norm, total)
             return make_scalar(total)
     with torch.no_grad():
-        return clip_any(
+        return clip_with_torch_operators(
             params, tensors, kinds, kind_of, max_norm, norm_type, error_if_nonfinite, foreach
         )
 

@@ -126,7 +126,7 @@ class ShardedEMA:
             local_average, local_weight = _get_local(average), _get_local(param)
             is_same_kind = isinstance(param, DTensor) == isinstance(average, DTensor)
             if local_average.shape != local_weight.shape or not is_same_kind:
-                raise ValueError(f"ShardedEMA: '{name}' is sharded in another way than it was")
+                raise ValueError(f"ShardedEMA: '{name}' is not sharded as its average")
             pairs.append((local_average, local_weight))
         return pairs
 
@@ -194,11 +194,11 @@ def _get_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _make_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _make_like(param: torch.Tensor, local_tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
-        return local
+        return local_tensor
     return DTensor.from_local(
-        local,
+        local_tensor,
         param.device_mesh,
         param.placements,
         run_check=False,

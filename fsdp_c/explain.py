@@ -52,7 +52,7 @@ def explain(
         The report as data. ``.plot("memory.png")`` draws it.
 
     Raises:
-        ValueError: ``model`` has no sharded module, forward fails on the batch or needs values, or
+        ValueError: ``model`` has no sharded module, forward raises on fake tensors of the batch, or
             ``memory`` is not a size.
         TypeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
     """
@@ -125,16 +125,16 @@ def _make_sharding(
     optimizer: torch.optim.Optimizer | None,
     on_cpu: bool,
 ) -> unit_bytes.Sharding:
-    states, step = 0, 0
+    state_bytes, step_bytes = 0, 0
     if optimizer is not None:
-        states, step = compute_optimizer_cost(optimizer, layout, on_cpu)
-        states = count_state_bytes(optimizer) or states
+        state_bytes, step_bytes = compute_optimizer_cost(optimizer, layout, on_cpu)
+        state_bytes = count_state_bytes(optimizer) or state_bytes
     return unit_bytes.Sharding(
         units=tuple(layout.units),
         states=tuple(layout.states),
-        buffers=unit_bytes.count_bytes_outside_units(model, layout.dtypes),
-        optimizer=states,
-        step=step,
+        buffer_bytes=unit_bytes.count_bytes_outside_units(model, layout.dtypes),
+        optimizer_bytes=state_bytes,
+        step_bytes=step_bytes,
         streams=not on_cpu,
     )
 
@@ -143,10 +143,12 @@ def compute_optimizer_cost(
     optimizer: Any, layout: unit_bytes.Layout, on_cpu: bool
 ) -> tuple[int, int]:
     """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily."""
-    trained = [(unit.world, param) for unit in layout.units for param in unit.trained]
-    if not trained:
+    trained_params = [(unit.world, param) for unit in layout.units for param in unit.trained_params]
+    if not trained_params:
         return 0, 0
-    shards = [param.padded_numel(world) * param.orig_dtype.itemsize for world, param in trained]
-    cost = measure_optimizer(optimizer, trained[0][1].orig_dtype, on_cpu)
-    step = cost.step * (sum(shards) if cost.counts_all_parameters else max(shards))
-    return int(cost.states * sum(shards)), int(step)
+    shards = [
+        param.padded_numel(world) * param.orig_dtype.itemsize for world, param in trained_params
+    ]
+    cost = measure_optimizer(optimizer, trained_params[0][1].orig_dtype, on_cpu)
+    step_bytes = cost.step_ratio * (sum(shards) if cost.counts_all_parameters else max(shards))
+    return int(cost.state_ratio * sum(shards)), int(step_bytes)

@@ -16,7 +16,12 @@ import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ._runtime.fsdp_units import get_units, list_sharded_modules, reshard_all
+from ._runtime.fsdp_units import (
+    get_units,
+    iterate_registrations,
+    list_sharded_modules,
+    reshard_all,
+)
 from .names import clean_tensor_name
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,7 +69,9 @@ def full_params(
             meta device, or a unit's forward runs inside (use :func:`fsdp_c.generate_with`).
     """
     if writeback and rank0_only:
-        raise ValueError("full_params cannot write back what only one rank has (rank0_only=True)")
+        raise ValueError(
+            "full_params cannot write back with rank0_only=True: only rank 0 has values"
+        )
     groups = get_units(model, "full_params")
     modules = list_sharded_modules(model)
     states: dict[Any, None] = dict.fromkeys(module._get_fsdp_state() for module in modules)
@@ -132,9 +139,9 @@ class FullParams(Mapping[str, torch.Tensor]):
         all_units: bool,
     ) -> None:
         self._writeback = writeback
-        self._all = all_units
+        self._opens_all_units = all_units
         self._units = [_Unit(group, rank0_only, device) for group in groups]
-        self._plain: list[nn.Parameter] = []
+        self._plain_params: list[nn.Parameter] = []
         position: dict[int, tuple[_Unit | None, int]] = {
             id(param.sharded_param): (unit, i)
             for unit in self._units
@@ -143,8 +150,8 @@ class FullParams(Mapping[str, torch.Tensor]):
         by_name: dict[str, tuple[_Unit | None, int]] = {}
         for name, param in model.named_parameters():
             if id(param) not in position:
-                position[id(param)] = (None, len(self._plain))
-                self._plain.append(param)
+                position[id(param)] = (None, len(self._plain_params))
+                self._plain_params.append(param)
             by_name[clean_tensor_name(name)] = position[id(param)]
         self._positions: dict[str, tuple[_Unit | None, int]] = {}
         for unit in (*self._units, None):  # unit by unit, in the order of gathers
@@ -163,7 +170,7 @@ class FullParams(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         unit, i = self._positions[name]
         if unit is None:
-            return self._plain[i]
+            return self._plain_params[i]
         self._open(unit)
         return unit.get_registered(i)
 
@@ -181,7 +188,7 @@ class FullParams(Mapping[str, torch.Tensor]):
     def _open(self, unit: _Unit) -> None:
         if unit.is_open:
             return
-        if not self._all:
+        if not self._opens_all_units:
             self.close()
         unit.open()
 
@@ -215,7 +222,7 @@ class _Unit:
         return bool(self._full)
 
     def get_registered(self, i: int) -> Any:
-        module, name = _list_slots(self.params[i])[0]
+        module, name = next(iterate_registrations(self.params[i]))
         return module._parameters[name]
 
     @torch.no_grad()
@@ -253,13 +260,8 @@ class _Unit:
         return failure
 
 
-def _list_slots(param: Any) -> list[tuple[nn.Module, str]]:
-    info = param._module_info
-    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
-
-
 def _register_param(param: Any, value: nn.Parameter) -> None:
-    for module, name in _list_slots(param):
+    for module, name in iterate_registrations(param):
         module._parameters[name] = value
 
 
@@ -336,14 +338,14 @@ def _gather_rows(
         rows = part.new_empty(size * part.numel())
         _all_gather(rows, part, group=group)
         return rows.view(size, -1)
-    first = _get_first_rank(mesh)
-    if first not in dist.get_process_group_ranks(group):
+    first_rank = _get_first_rank(mesh)
+    if first_rank not in dist.get_process_group_ranks(group):
         return None
-    if dist.get_rank() != first:
-        dist.gather(part, dst=first, group=group)
+    if dist.get_rank() != first_rank:
+        dist.gather(part, dst=first_rank, group=group)
         return None
     rows = part.new_empty((size, part.numel()))
-    dist.gather(part, list(rows.unbind()), dst=first, group=group)
+    dist.gather(part, list(rows.unbind()), dst=first_rank, group=group)
     return rows
 
 

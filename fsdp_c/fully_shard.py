@@ -141,10 +141,12 @@ def fully_shard(
     post_forward = _make_post_forward_mesh_info(reshard_after_forward, mesh_info)
     meshes = MeshArguments(mesh_info, post_forward, reshard_after_forward, shard_placement_fn)
     policies = (mp_policy, offload_policy)
-    auto, device = reshard_after_forward is None, _get_device_from_mesh(mesh)
+    auto_reshard, device = reshard_after_forward is None, _get_device_from_mesh(mesh)
     transaction = Transaction()
     try:
-        shard_modules(_API, module, meshes, device, policies, ignored_params, auto, transaction)
+        shard_modules(
+            _API, module, meshes, device, policies, ignored_params, auto_reshard, transaction
+        )
         check_arguments(mp_policy, offload_policy, ignored_params)
         return module  # inside the try: a signal handler may raise before the return
     except BaseException:

@@ -55,13 +55,13 @@ def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterat
 
 def _initialize_roots(model: nn.Module) -> None:
     """Runs lazy init of the roots, which changes ``reshard_after_forward``, before the gather."""
-    below: set[nn.Module] = set()
+    covered_modules: set[nn.Module] = set()
     for module in list_sharded_modules(model):
-        if module not in below:
+        if module not in covered_modules:
             state: Any = module._get_fsdp_state()
             if state._is_root is None and len(state._modules) == 1:
                 state._lazy_init()
-            below.update(module.modules())
+            covered_modules.update(module.modules())
 
 
 def _gather_all(model: nn.Module, groups: list[Any], undo: contextlib.ExitStack) -> None:
@@ -81,9 +81,9 @@ def _gather_all(model: nn.Module, groups: list[Any], undo: contextlib.ExitStack)
 def _register_method(model: nn.Module, name: str, undo: contextlib.ExitStack) -> None:
     if not isinstance(model, FSDPModule) or not callable(getattr(model, name, None)):
         return
-    before = model.__dict__.get(name)
+    previous = model.__dict__.get(name)
     register_fsdp_forward_method(model, name)
-    if before is not None:
-        undo.callback(setattr, model, name, before)
+    if previous is not None:
+        undo.callback(setattr, model, name, previous)
     else:
         undo.callback(delattr, model, name)

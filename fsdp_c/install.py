@@ -131,7 +131,7 @@ def get_replacement(name: str) -> Callable[..., Any]:
 
 
 def _print_line(line: str) -> None:
-    """Writes to standard error. Does nothing if it is closed or has no reader any more."""
+    """Writes to standard error. Does nothing if the stream is closed or has no reader."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)
@@ -152,5 +152,5 @@ def _log_installation() -> None:
         logger.info("fsdp_c %s replaces %s", __version__, ", ".join(names) or "nothing yet")
 
 
-if redirect.is_redirecting():  # by fsdp_c_autoload, before fsdp_c was imported
+if redirect.is_redirecting():  # fsdp_c_autoload has redirected torch before this import
     patches.install(_CHANGES)

@@ -87,7 +87,7 @@ def apply_to_modules(
     *args: Any,
     **kwargs: Any,
 ) -> Result:
-    """Calls ``module_fn(module, prefix, *args, **kwargs)`` on every module below ``root``.
+    """Calls ``module_fn(module, prefix, *args, **kwargs)`` on ``root`` and every module below it.
 
     Modules are visited in pre-order, children in registration order. A module that is registered
     several times is visited each time. ``prefix`` is the module's name as in a state dict, with a
@@ -106,11 +106,11 @@ def _walk_modules(
 ) -> Iterator[tuple[str, str, nn.Module]]:
     """Yields (prefix in the state dict, prefix without wrappers, module) in pre-order."""
     yield prefix, clean, module
-    unnamed = DDP_MODULE if isinstance(module, _MODULE_WRAPPERS) else None
+    ddp_child = DDP_MODULE if isinstance(module, _MODULE_WRAPPERS) else None
     for name, child in module.named_children():
         if child is not None:  # an override of named_children() may yield None
-            inner = clean if name == unnamed or name in _WRAPPERS else f"{clean}{name}."
-            yield from _walk_modules(child, f"{prefix}{name}.", inner)
+            child_clean = clean if name == ddp_child or name in _WRAPPERS else f"{clean}{name}."
+            yield from _walk_modules(child, f"{prefix}{name}.", child_clean)
 
 
 def param_to_fqns(
@@ -127,13 +127,13 @@ def param_to_fqns(
     """
     names: dict[nn.Parameter, list[str]] = {}
     for _, prefix, module in _walk_modules(model, "", ""):
-        for local, param in _list_params(module):
+        for own_name, param in _list_params(module):
             flat: Any = param if isinstance(param, FlatParameter) else None
             if param not in names:
                 names[param] = []
             elif dedup_shared_params or flat is not None:
                 continue
-            param_names = (local,) if flat is None else flat._fqns
+            param_names = (own_name,) if flat is None else flat._fqns
             names[param] += [prefix + name for name in param_names]
     return names
 

@@ -24,12 +24,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: ``model`` has no sharded module.
     """
-    before = [(g, g.reduce_grads, g.all_reduce_grads) for g in get_units(model, "no_sync")]
+    previous = [(g, g.reduce_grads, g.all_reduce_grads) for g in get_units(model, "no_sync")]
     try:
         for module in list_sharded_modules(model):
             module.set_requires_gradient_sync(False, recurse=False)
         yield
     finally:
-        for group, reduce_grads, all_reduce_grads in before:
+        for group, reduce_grads, all_reduce_grads in previous:
             group.reduce_grads = reduce_grads
             group.all_reduce_grads = all_reduce_grads

@@ -65,14 +65,14 @@ def accelerate(optimizer: Accelerated) -> Accelerated:
         TypeError: The step is not known to be element-wise (Adafactor, Muon, LBFGS, and classes
             that torch does not have).
     """
-    kind = _find_element_wise_class(optimizer)
-    if kind is None:
+    element_wise_class = _find_element_wise_class(optimizer)
+    if element_wise_class is None:
         raise TypeError(
             f"{type(optimizer).__name__} is not one of torch's element-wise optimizers: "
-            + ", ".join(known.__name__ for known in _ELEMENT_WISE)
+            + ", ".join(supported_class.__name__ for supported_class in _ELEMENT_WISE)
         )
     if optimizer not in _accelerated:
-        _accelerated[optimizer] = _Acceleration(optimizer, kind)
+        _accelerated[optimizer] = _Acceleration(optimizer, element_wise_class)
     return optimizer
 
 
@@ -85,13 +85,13 @@ def restore(optimizer: Optimizer) -> None:
 
 def _find_element_wise_class(optimizer: Optimizer) -> type[Optimizer] | None:
     """Returns torch's element-wise class whose step the optimizer uses, or None."""
-    for kind in _ELEMENT_WISE:
+    for element_wise_class in _ELEMENT_WISE:
         if (
-            isinstance(optimizer, kind)
-            and _unwrap_function(type(optimizer).step) is _unwrap_function(kind.step)
-            and type(optimizer)._init_group is kind._init_group
+            isinstance(optimizer, element_wise_class)
+            and _unwrap_function(type(optimizer).step) is _unwrap_function(element_wise_class.step)
+            and type(optimizer)._init_group is element_wise_class._init_group
         ):
-            return kind
+            return element_wise_class
     return None
 
 
@@ -108,9 +108,9 @@ def _unwrap_function(function: Any) -> Any:
 class _Acceleration:
     """The hooks and ``_init_group`` of one optimizer, and the changes to revert after a step."""
 
-    def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
-        self._keeps_buffers = kind is torch.optim.SGD
-        self._init_group: Any = kind._init_group  # type: ignore[attr-defined]
+    def __init__(self, optimizer: Optimizer, element_wise_class: type[Optimizer]) -> None:
+        self._keeps_buffers = element_wise_class is torch.optim.SGD
+        self._init_group: Any = element_wise_class._init_group  # type: ignore[attr-defined]
         self._recipes = _Recipes()
         self._sgd_params: list[tuple[torch.Tensor, DTensor]] = []
         self._groups_with_changed_foreach: list[dict[str, Any]] = []
@@ -130,24 +130,26 @@ class _Acceleration:
             hook.remove()
         vars(optimizer).pop("_init_group", None)
 
-    def fill(self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...]) -> Any:
+    def fill_lists(
+        self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...]
+    ) -> Any:
         """Fills ``lists`` as torch's ``_init_group`` does, with local tensors for DTensors.
 
         The first call runs torch's code and records which state goes into which list. Later calls
         fill the lists from this recipe in C. Returns the result of torch's ``_init_group``.
         """
         needs_torch = _needs_torch(optimizer, group)
-        recipe = None if needs_torch or any(lists) else self._recipes.find(optimizer, group)
-        filled = None if recipe is None else recipe.make_local_lists(optimizer, group)
-        if recipe is not None and filled is not None:
-            result, params, local = recipe.result, filled[0], filled[1:]
+        recipe = None if needs_torch or any(lists) else self._recipes.find_recipe(optimizer, group)
+        lists_from_recipe = None if recipe is None else recipe.make_local_lists(optimizer, group)
+        if recipe is not None and lists_from_recipe is not None:
+            result, params, local = recipe.result, lists_from_recipe[0], lists_from_recipe[1:]
         else:
             result = self._init_group(optimizer, group, *lists)
             local_lists = None if needs_torch else _get_local_lists(lists)
             if local_lists is None:
                 return result
             params, local = lists[0], local_lists
-            self._recipes.learn(optimizer, group, lists, result)
+            self._recipes.record_recipe(optimizer, group, lists, result)
         if self._keeps_buffers and group["momentum"] != 0:
             pairs = zip(local[0], params)
             self._sgd_params += [
@@ -157,8 +159,8 @@ class _Acceleration:
             # torch's default for DTensors is the for-loop implementation.
             group["foreach"] = False
             self._groups_with_changed_foreach.append(group)
-        for to, values in zip(lists, local, strict=True):
-            to[:] = values
+        for target, values in zip(lists, local, strict=True):
+            target[:] = values
         return result
 
     def _restore_after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -191,20 +193,20 @@ def _init_group(
     acceleration_ref: weakref.ref[_Acceleration],
     group: dict[str, Any],
     *lists: Any,
-    **named: Any,
+    **keyword_lists: Any,
 ) -> Any:
     optimizer, acceleration = optimizer_ref(), acceleration_ref()
     assert optimizer is not None and acceleration is not None
-    return acceleration.fill(optimizer, group, (*lists, *named.values()))
+    return acceleration.fill_lists(optimizer, group, (*lists, *keyword_lists.values()))
 
 
 def _needs_torch(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether torch's code must run: a differentiable or compiled step, or a scale in DTensors."""
-    scaling = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    scales = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     return (
         bool(group.get("differentiable"))
         or torch.compiler.is_compiling()
-        or any(isinstance(tensor, DTensor) for tensor in scaling)
+        or any(isinstance(tensor, DTensor) for tensor in scales)
     )
 
 
@@ -251,7 +253,7 @@ class _Recipes:
     def __init__(self) -> None:
         self._by_group: dict[int, _Recipe] = {}
 
-    def find(self, optimizer: Optimizer, group: dict[str, Any]) -> _Recipe | None:
+    def find_recipe(self, optimizer: Optimizer, group: dict[str, Any]) -> _Recipe | None:
         """Returns the group's recipe, or None if the group has changed or a mode intercepts torch.
 
         A subclass of dict or list and a torch function mode could observe torch's accesses.
@@ -263,7 +265,7 @@ class _Recipes:
         is_plain = type(states) in (dict, defaultdict) and type(params) is list
         return recipe if is_plain and torch._C._len_torch_function_stack() == 0 else None
 
-    def learn(
+    def record_recipe(
         self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...], result: Any
     ) -> None:
         """Records a recipe from lists that torch's ``_init_group`` has just filled."""
@@ -369,7 +371,7 @@ def restore_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # torch.compile traces hooks into a compiled step, which uses torch's code: _needs_torch().
+    # torch.compile traces hooks into a compiled step, which uses torch's code (_needs_torch).
     if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _kept_by_torch:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])

@@ -64,14 +64,14 @@ def plan(
 
     Raises:
         ValueError: ``world_size`` and mesh are missing, the mesh has more than two dimensions,
-            planning of ``auto_shard`` fails, or forward fails on the batch or needs values.
+            planning of ``auto_shard`` fails, or forward raises on fake tensors of the batch.
         TypeError: An argument has another type, or ``fully_shard`` does not have it.
     """
     require_module(model, "plan")
     shape = _resolve_mesh_shape(world_size, mesh)
     kwargs: dict[str, Any] = dict(fully_shard_kwargs)
     inspect.signature(fully_shard).bind(model, **kwargs)
-    limit = None if memory is None else parse_bytes(memory)
+    memory_bytes = None if memory is None else parse_bytes(memory)
     units = wrap.plan(
         model,
         policy,
@@ -84,13 +84,13 @@ def plan(
     )
     layout = unit_bytes.make_planned_layout(model, units, shape)
     on_cpu = _parse_device_type(device) == "cpu"
-    states, step = compute_optimizer_cost(optimizer, layout, on_cpu)
+    state_bytes, step_bytes = compute_optimizer_cost(optimizer, layout, on_cpu)
     sharding = unit_bytes.Sharding(
         units=tuple(layout.units),
         states=tuple(layout.states),
-        buffers=unit_bytes.count_bytes_outside_units(model, layout.dtypes),
-        optimizer=states,
-        step=step,
+        buffer_bytes=unit_bytes.count_bytes_outside_units(model, layout.dtypes),
+        optimizer_bytes=state_bytes,
+        step_bytes=step_bytes,
         streams=not on_cpu,
     )
     explanation = make_explanation(
@@ -100,7 +100,7 @@ def plan(
         sharding=sharding,
         trace=record_step(model, layout, batch, loss),
         optimizer=measure_optimizer(optimizer, torch.float32, on_cpu).name,
-        memory=limit,
+        memory=memory_bytes,
     )
     print(explanation, file=file)
     return explanation
@@ -119,7 +119,9 @@ def _resolve_mesh_shape(
     """Returns the number of replicas and the number of ranks to shard over."""
     if mesh is None and world_size is None:
         if not torch.distributed.is_initialized():
-            raise ValueError("plan needs world_size= or mesh=, where there is no process group")
+            raise ValueError(
+                "plan needs world_size= or mesh=, because no process group is initialized"
+            )
         world_size = torch.distributed.get_world_size()
     shape: tuple[int | None, ...] = (world_size,)
     if mesh is not None:

@@ -38,7 +38,7 @@ def run_policy(
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
     kwargs: Kwargs,
-    always: tuple[type[nn.Module], ...] = (),
+    always_selected: tuple[type[nn.Module], ...] = (),
 ) -> Selection:
     """Returns the units that ``policy`` selects below ``root``.
 
@@ -47,39 +47,48 @@ def run_policy(
         ignored_modules: Modules that never become units.
         ignored_params: Parameters that sizes do not include.
         kwargs: The default arguments of units, copied for each unit.
-        always: Classes whose instances always become units.
+        always_selected: Classes whose instances always become units.
 
     Raises:
         ValueError: The policy selects a container that cannot be a unit, or nothing.
         TypeError: ``policy`` is not a policy.
     """
     if isinstance(policy, _Policy):
-        named = _run_class_policy(policy, root, ignored_modules, kwargs, always)
-        return _sort_in_post_order(root, named)
+        class_units = _run_class_policy(policy, root, ignored_modules, kwargs, always_selected)
+        return _sort_in_post_order(root, class_units)
     if isinstance(policy, bool) or policy is None:
         raise TypeError(f"auto_shard does not support the policy {policy!r}")
     if isinstance(policy, (int, str)):
-        separate = {m for m in root.modules() if isinstance(m, always)} - ignored_modules - {root}
-        excluded = ignored_modules | separate
+        separate_modules = (
+            {m for m in root.modules() if isinstance(m, always_selected)} - ignored_modules - {root}
+        )
+        excluded = ignored_modules | separate_modules
         if isinstance(policy, int):
             size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
             units = split_by_budget(root, policy, excluded, size_of)
         elif policy == "blocks":
             blocks = find_repeated_blocks(root, excluded)
             size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
-            ends = find_large_ends(root, blocks, excluded, size_of)
-            return _sort_by_last_module(root, [(m,) for m in (*blocks, *ends, *separate)], kwargs)
+            embeddings_and_heads = find_large_ends(root, blocks, excluded, size_of)
+            return _sort_by_last_module(
+                root, [(m,) for m in (*blocks, *embeddings_and_heads, *separate_modules)], kwargs
+            )
         else:
             raise ValueError(f'auto_shard has one policy name, "blocks", and not {policy!r}')
-        return _sort_by_last_module(root, [*units, *((m,) for m in separate)], kwargs)
+        return _sort_by_last_module(root, [*units, *((m,) for m in separate_modules)], kwargs)
     classes = _parse_classes(policy)
     if classes is not None:
         return run_policy(
-            ModuleWrapPolicy(classes), root, ignored_modules, ignored_params, kwargs, always
+            ModuleWrapPolicy(classes),
+            root,
+            ignored_modules,
+            ignored_params,
+            kwargs,
+            always_selected,
         )
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(f"auto_shard does not support the policy {policy!r}")
-    selected = _run_callable(policy, root, ignored_modules, ignored_params, always)
+    selected = _run_callable(policy, root, ignored_modules, ignored_params, always_selected)
     return [(modules, dict(kwargs)) for modules in selected]
 
 
@@ -107,11 +116,11 @@ def _run_class_policy(
     root: nn.Module,
     ignored_modules: set[nn.Module],
     kwargs: Kwargs,
-    always: tuple[type[nn.Module], ...],
+    always_selected: tuple[type[nn.Module], ...],
 ) -> dict[nn.Module, Kwargs]:
     targets = policy._run_policy(root, ignored_modules, dict(kwargs))
     for module in root.modules():
-        if isinstance(module, always) and module not in ignored_modules:
+        if isinstance(module, always_selected) and module not in ignored_modules:
             targets.setdefault(module, dict(kwargs))
     names = {module: name for name, module in root.named_modules()}
     for module in targets:
@@ -125,8 +134,8 @@ def _run_class_policy(
 
 
 def _sort_in_post_order(root: nn.Module, targets: dict[nn.Module, Kwargs]) -> Selection:
-    ordered = [m for m in iterate_children_first(root) if m in targets]
-    return [((module,), targets[module]) for module in ordered]
+    sorted_modules = [m for m in iterate_children_first(root) if m in targets]
+    return [((module,), targets[module]) for module in sorted_modules]
 
 
 def _sort_by_last_module(
@@ -134,8 +143,8 @@ def _sort_by_last_module(
 ) -> Selection:
     """Sorts ``units`` in post-order of their last modules, so that inner units come first."""
     position = {module: i for i, module in enumerate(iterate_children_first(root))}
-    ordered = sorted(units, key=lambda unit: max(position[module] for module in unit))
-    return [(unit, dict(kwargs)) for unit in ordered]
+    sorted_units = sorted(units, key=lambda unit: max(position[module] for module in unit))
+    return [(unit, dict(kwargs)) for unit in sorted_units]
 
 
 # ---- callables
@@ -146,7 +155,7 @@ def _run_callable(
     root: nn.Module,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
-    always: tuple[type[nn.Module], ...],
+    always_selected: tuple[type[nn.Module], ...],
 ) -> list[tuple[nn.Module, ...]]:
     """Calls ``policy(module=, recurse=, nonwrapped_numel=)`` in the order of FSDP1.
 
@@ -160,21 +169,21 @@ def _run_callable(
         if module in units:
             return units[module]  # registered a second time
         numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
-        # If the policy returns False, only instances of `always` become units below the module.
+        # If the policy returns False, only instances of `always_selected` become units below.
         recurse = recurse and policy(module=module, recurse=True, nonwrapped_numel=numel)
-        wrapped = 0
-        if recurse or always:
+        wrapped_numel = 0
+        if recurse or always_selected:
             children = [child for _, child in module.named_children()]
             inner = (child for child in children if child not in ignored_modules)
-            wrapped = sum(visit(child, recurse) for child in inner)
+            wrapped_numel = sum(visit(child, recurse) for child in inner)
         if module is root or is_bare_container(module):
-            return wrapped
-        unwrapped = numel - wrapped
-        selected = recurse and policy(module=module, recurse=False, nonwrapped_numel=unwrapped)
-        if selected or isinstance(module, always):
+            return wrapped_numel
+        remaining = numel - wrapped_numel
+        selected = recurse and policy(module=module, recurse=False, nonwrapped_numel=remaining)
+        if selected or isinstance(module, always_selected):
             units[module] = numel
             return numel
-        return wrapped
+        return wrapped_numel
 
     visit(root, True)
     return [(module,) for module in units]

@@ -145,7 +145,7 @@ def replicate(
         torch_replicate._validate_module(root)
     if mesh is not None and device_mesh is not None and mesh is not device_mesh:
         raise ValueError("replicate got both mesh and device_mesh: give one of them")
-    limit = convert_bucket_cap(bucket_cap_mb)
+    bucket_bytes = convert_bucket_cap(bucket_cap_mb)
     mesh = mesh or device_mesh or _init_default_mesh(mesh_dim_names=("replicate",))
     mesh_info = _make_replicate_mesh_info(mesh, dp_mesh_dims)
     device = _get_device_from_mesh(mesh)
@@ -160,7 +160,7 @@ def replicate(
             _API, module, meshes, device, policies, ignored or None, False, transaction
         )
         for group in state._fsdp_param_groups:
-            group._bucket_bytes = limit
+            group._bucket_bytes = bucket_bytes
         return module  # inside the try: a signal handler may raise before the return
     except BaseException:
         transaction.rollback()

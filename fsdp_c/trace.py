@@ -83,9 +83,9 @@ def _choose_activities(devices: set[str]) -> list[ProfilerActivity]:
 
 def _read_events(profiler: profile) -> list[Event]:
     """Returns the ranges of a profile, in nanoseconds since 1970."""
-    inner: Any = profiler.profiler
+    kineto_profiler: Any = profiler.profiler
     events = []
-    for event in inner.kineto_results.events():
+    for event in kineto_profiler.kineto_results.events():
         on_device = event.device_type() != DeviceType.CPU
         begin = event.start_ns()
         correlation_id = event.linked_correlation_id() if on_device else event.correlation_id()
@@ -118,7 +118,7 @@ def _gather_spans(spans: list[Span]) -> list[list[Span]]:
     """
     own_host = socket.gethostname()
     parts = object_collectives.gather_objects((own_host, _find_start(spans), spans))
-    starts: dict[str, int] = {}
+    start_of_host: dict[str, int] = {}
     for host, start, _ in parts:
-        starts[host] = min(start, starts.get(host, start))
-    return [_shift_spans(rank_spans, starts[host]) for host, _, rank_spans in parts]
+        start_of_host[host] = min(start, start_of_host.get(host, start))
+    return [_shift_spans(rank_spans, start_of_host[host]) for host, _, rank_spans in parts]

@@ -21,8 +21,8 @@ def set_transport(model: nn.Module, transport: Transport) -> None:
     """Chooses the transport of ``model``'s all-gathers and reduce-scatters on the CPU.
 
     All ranks must call the function at the same point of their programs. The setting belongs to the
-    process groups of ``model``, so it also applies to other models over the same groups. The
-    results are bit-equal. Shared memory takes 4 MiB per rank and group.
+    process groups of ``model``, so it also applies to other models over the same groups. Both
+    transports give the same bits. Shared memory takes 4 MiB per rank and group.
 
     A group uses gloo if one of its ranks has ``FSDP_C_TRANSPORT=gloo``, a flight recorder
     (``TORCH_FR_BUFFER_SIZE``) or ``TORCH_DISTRIBUTED_DEBUG`` in its environment.
@@ -75,9 +75,9 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
         ValueError: ``bucket_cap_mb`` is not positive, or ``model`` has no sharded module.
         TypeError: A module in ``model`` was sharded by torch's ``fully_shard``.
     """
-    limit = convert_bucket_cap(bucket_cap_mb)
+    bucket_bytes = convert_bucket_cap(bucket_cap_mb)
     for unit in _get_own_units(model, "set_bucket_cap"):
-        unit._bucket_bytes = limit
+        unit._bucket_bytes = bucket_bytes
 
 
 def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
@@ -85,8 +85,8 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
 
     With overlap, as in torch, a unit's gradients are reduced while the next unit's are computed, so
     the gradients of two units are allocated at the same time. Without overlap, backward waits for
-    each reduction. The peak then has one unit's gradients less, and backward takes longer by the
-    reductions. The results are bit-equal. Ranks may have different settings.
+    each reduction. The peak is then lower by one unit's gradients, and backward takes longer by the
+    duration of the reductions. Both settings give the same bits. Ranks may have different settings.
 
     Args:
         model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
@@ -120,7 +120,7 @@ def release_memory() -> None:
     """Returns cached CPU buffers to the system.
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
-    steps. The cache exceeds the peak use of the last eight iterations by at most an eighth, or
-    16 MiB. Resetting or deleting a model also releases the cache.
+    steps. The cache exceeds the peak use of the last eight iterations by at most an eighth of
+    it, or by 16 MiB if that is more. Resetting or deleting a model also releases the cache.
     """
     _C.trim_memory()

@@ -1,7 +1,7 @@
 """``plan``: the units that ``auto_shard`` would make of a model.
 
-Planning runs the policy, orders the units, merges units with tied weights and validates the
-arguments. Planning does not change the model.
+Planning validates the arguments, runs the policy, merges units with tied weights and orders the
+units. Planning does not change the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ._auto_shard.unit import Kwargs, Unit
 from ._auto_shard.unit_order import (
     iterate_enclosing_units,
     list_owned_params,
-    merge_tied,
+    merge_tied_units,
     sort_units,
 )
 from ._auto_shard.unit_sizes import check_unit_sizes, join_small_units, split_large_units
@@ -77,7 +77,7 @@ def plan(
     """
     classes, kwargs = tuple(full_precision_classes), dict(fully_shard_kwargs)
     modules, params = set(ignored_modules), set(ignored_params)
-    planned = plan_units(
+    units, _ = plan_units(
         model,
         policy,
         modules,
@@ -89,7 +89,7 @@ def plan(
         ranks,
         min_unit,
     )
-    return planned[0]
+    return units
 
 
 def plan_units(
@@ -117,10 +117,13 @@ def plan_units(
     overridden = (
         _find_instances(model, full_precision_classes, ignored_modules) if has_param_dtype else {}
     )
-    always = full_precision_classes if overridden else ()
-    selected = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always)
+    always_selected = full_precision_classes if overridden else ()
+    selected = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always_selected)
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    units = [Unit(modules, tuple(names[m] for m in modules), kw) for modules, kw in selected]
+    units = [
+        Unit(modules, tuple(names[m] for m in modules), arguments)
+        for modules, arguments in selected
+    ]
     if policy == "blocks":
         units = [
             _tune_embedding_or_head(unit)
@@ -141,10 +144,12 @@ def plan_units(
     if overridden:
         warn_on_overridden_mixed_precision(set(map(type, overridden)))
         units = _apply_full_precision(model, units, overridden)
-    units = sort_units(model, merge_tied(model, units, ignored_params))
+    units = sort_units(model, merge_tied_units(model, units, ignored_params))
     if min_unit is not None:
-        owned = list_owned_params(model, units, ignored_params)
-        units = sort_units(model, join_small_units(units, owned, min_unit, max_transient, ranks))
+        owned_params = list_owned_params(model, units, ignored_params)
+        units = sort_units(
+            model, join_small_units(units, owned_params, min_unit, max_transient, ranks)
+        )
     if max_transient is not None:
         check_unit_sizes(list_owned_params(model, units, ignored_params), max_transient, ranks)
     return units, ignored_params
@@ -176,18 +181,22 @@ def _count_ranks(mesh: DeviceMesh | None) -> int:
 
 def _is_embedding_or_head(unit: Unit) -> bool:
     """Whether a unit of the policy "blocks" is an embedding or a head outside lists of layers."""
-    parent = unit.names[0].rpartition(".")[2]
-    return isinstance(unit.modules[0], (nn.Embedding, nn.Linear)) and not parent.isdigit()
+    attribute = unit.names[0].rpartition(".")[2]
+    return isinstance(unit.modules[0], (nn.Embedding, nn.Linear)) and not attribute.isdigit()
 
 
 def _tune_embedding_or_head(unit: Unit) -> Unit:
-    """Returns the unit. Embeddings and heads get other settings for backward and resharding."""
+    """Returns the unit, with other settings if it is an embedding or a head.
+
+    Backward does not gather an embedding, whose gradient needs no weights. A head stays unsharded
+    after forward, because backward starts with it.
+    """
     if not _is_embedding_or_head(unit):
         return unit
     module, kwargs = unit.modules[0], unit.kwargs
     if isinstance(module, nn.Embedding):
         return replace(unit, unshard_in_backward=module.max_norm is not None or module.sparse)
-    if kwargs.get("reshard_after_forward") is None:  # backward starts with the head
+    if kwargs.get("reshard_after_forward") is None:
         kwargs = kwargs | {"reshard_after_forward": False}
     return replace(unit, kwargs=kwargs)
 
@@ -207,18 +216,18 @@ def _apply_full_precision(
     These units compute in the dtype of their parameters. Their outputs have the compute dtype of
     the unit around them.
     """
-    around = {unit.modules[0]: unit for unit in units if unit.modules[0] not in overridden}
-    dtypes: dict[nn.Module, torch.dtype | None] = {}
-    for module, parents in iterate_enclosing_units(model, around):
+    outer_units = {unit.modules[0]: unit for unit in units if unit.modules[0] not in overridden}
+    output_dtypes: dict[nn.Module, torch.dtype | None] = {}
+    for module, parents in iterate_enclosing_units(model, outer_units):
         if module in overridden:
-            outer = around[parents[-1]].kwargs.get("mp_policy") if parents else None
-            dtypes[module] = getattr(outer, "param_dtype", None)
+            outer = outer_units[parents[-1]].kwargs.get("mp_policy") if parents else None
+            output_dtypes[module] = getattr(outer, "param_dtype", None)
     result = []
     for unit in units:
         if unit.modules[0] in overridden:
             own_dtype = next((p.dtype for p in unit.modules[0].parameters()), torch.float32)
             policy = MixedPrecisionPolicy(
-                param_dtype=own_dtype, output_dtype=dtypes[unit.modules[0]]
+                param_dtype=own_dtype, output_dtype=output_dtypes[unit.modules[0]]
             )
             unit = replace(unit, kwargs=unit.kwargs | {"mp_policy": policy})
         result.append(unit)

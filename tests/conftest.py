@@ -14,14 +14,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` without CUDA, and tests marked `torch("2.13")` on older releases."""
+    """Skips tests marked `gpu` without CUDA, and tests marked `torch("2.13")` on older releases.
+
+    Makes one pytest-xdist worker run all behavior scenarios.
+    """
     import torch
     from releases import has
 
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.path.name.startswith("test_behavior_"):
+            item.add_marker(pytest.mark.xdist_group("behavior"))  # the tests share launches
         for marker in item.iter_markers("torch"):
             (release,) = marker.args
             if not has(release):

@@ -25,8 +25,8 @@ class SizeCounter:
         total = 0
         for param in params:
             if param not in self.ignored_params:
-                computed = dtype if dtype and param.is_floating_point() else param.dtype
-                total += count_padded_elements(param, self.ranks) * computed.itemsize
+                compute_dtype = dtype if dtype and param.is_floating_point() else param.dtype
+                total += count_padded_elements(param, self.ranks) * compute_dtype.itemsize
         return total
 
 
@@ -44,12 +44,12 @@ def split_unit(
     mp_policy: Any,
     ranks: int,
 ) -> list[tuple[nn.Module, ...]]:
-    """Splits a unit into units of at most ``budget`` bytes, without the modules ``others`` inside.
+    """Splits a unit into units of at most ``budget`` bytes. Leaves out the modules ``others``.
 
     Returns an empty list if the unit is small enough.
     """
-    claimed = {p for module in others for p in module.parameters()}
-    size_of = SizeCounter(ignored_params | claimed, mp_policy, ranks)
+    excluded_params = {p for module in others for p in module.parameters()}
+    size_of = SizeCounter(ignored_params | excluded_params, mp_policy, ranks)
     if size_of({p for module in modules for p in module.parameters()}) <= budget:
         return []
     return [unit for module in modules for unit in split_by_budget(module, budget, others, size_of)]
@@ -73,8 +73,7 @@ def split_by_budget(
 
     A module that fits is not split. For a larger module, the largest children become units until
     the remaining children fit. Neighbors in a ``ModuleList`` or ``Sequential`` are combined while
-    their sum fits. A
-    unit exceeds ``budget`` only if one module's own parameters do.
+    their sum fits. A unit exceeds ``budget`` only if one module's own parameters do.
 
     Raises:
         ValueError: ``budget`` is not positive.
@@ -83,8 +82,8 @@ def split_by_budget(
         raise ValueError(f"auto_shard expects a positive number of bytes, not {budget}")
     units: list[tuple[nn.Module, ...]] = []
 
-    def shrink(module: nn.Module) -> int:
-        """Makes units from parts of the module until it fits; returns the remaining bytes."""
+    def split_module(module: nn.Module) -> int:
+        """Makes units from parts of the module until the rest fits; returns the rest's bytes."""
         total = size_of(module.parameters())
         if total <= budget or is_sealed(module):
             return total
@@ -105,18 +104,18 @@ def split_by_budget(
             if child in ignored_modules:
                 continue
             if is_bare_container(child):
-                more, inside = list_parts(child)
-                own_size += more
-                parts += inside
+                container_size, container_parts = list_parts(child)
+                own_size += container_size
+                parts += container_parts
             else:
-                remaining = shrink(child)
+                remaining = split_module(child)
                 if remaining > 0:
                     parts.append(_UnitCandidate(remaining, (child,)))
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             parts = _join_neighbors(parts, budget)
         return own_size, parts
 
-    shrink(root)
+    split_module(root)
     return units
 
 

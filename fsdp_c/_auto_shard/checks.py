@@ -21,8 +21,8 @@ def check_nested_wrapping(root: nn.Module) -> None:
         ValueError: FSDP was applied to a module. The message has the module's name.
     """
     for name, module in root.named_modules():
-        applied = _get_module_fsdp_state(module) is not None
-        if applied or _common_utils._get_module_fsdp_state(module) is not None:
+        is_fsdp2 = _get_module_fsdp_state(module) is not None
+        if is_fsdp2 or _common_utils._get_module_fsdp_state(module) is not None:
             raise ValueError(
                 "FSDP auto wrapping requires modules to not already have FSDP applied but found "
                 f"{name} in\n{root}"
@@ -97,13 +97,13 @@ def managed_param_to_fqn(
     visited.add(module)
     queue = collections.deque([(module, prefix)])
     while queue:
-        current, name = queue.popleft()
-        dotted = f"{name}." if name else ""
-        for local, param in current.named_parameters(recurse=False):
+        submodule, name = queue.popleft()
+        prefix_of_children = f"{name}." if name else ""
+        for own_name, param in submodule.named_parameters(recurse=False):
             if param not in ignored_params:
-                fqns[param] = dotted + local
-        for local, child in current.named_children():
+                fqns[param] = prefix_of_children + own_name
+        for own_name, child in submodule.named_children():
             if child is not None and child not in visited:
                 visited.add(child)
-                queue.append((child, dotted + local))
+                queue.append((child, prefix_of_children + own_name))
     return fqns

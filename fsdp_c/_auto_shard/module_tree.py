@@ -66,13 +66,13 @@ def find_large_ends(
 
     A tied weight stays in the unit that contains both modules.
     """
-    inside = {inner for block in blocks for inner in block.modules()} | ignored_modules
+    excluded = {inner for block in blocks for inner in block.modules()} | ignored_modules
     holders = Counter(id(p) for m in root.modules() for p in m._parameters.values())
     largest = max(size_of(block.parameters()) for block in blocks)
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
-            if child in inside or is_sealed(child):
+            if child in excluded or is_sealed(child):
                 continue
             own_params = list(child.parameters(recurse=False))
             if isinstance(child, (nn.Embedding, nn.Linear)) and not any(child.children()):

@@ -19,10 +19,10 @@ def iterate_enclosing_units(
     """
 
     def visit(
-        module: nn.Module, around: tuple[nn.Module, ...]
+        module: nn.Module, enclosing: tuple[nn.Module, ...]
     ) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
-        yield module, around
-        inner = (*around, module) if module in units else around
+        yield module, enclosing
+        inner = (*enclosing, module) if module in units else enclosing
         for _, child in module.named_children():
             if child is not None:
                 yield from visit(child, inner)
@@ -50,7 +50,7 @@ def find_owners(
     return owners
 
 
-def merge_tied(
+def merge_tied_units(
     model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter]
 ) -> list[Unit]:
     """Merges or removes units until every parameter is in one unit only; returns the units.
@@ -60,40 +60,44 @@ def merge_tied(
     """
     while True:
         owners = find_owners(model, units, ignored_params)
-        shared = next((param for param, holders in owners.items() if len(holders) > 1), None)
-        if shared is None:
+        shared_param = next((param for param, holders in owners.items() if len(holders) > 1), None)
+        if shared_param is None:
             return units
-        (first, name), (second, other) = list(owners[shared].items())[:2]
-        tied = f"'{name}' of the unit {first} and '{other}' of the unit {second} are one parameter"
-        if not _are_equal(first.kwargs, second.kwargs):
+        (first, first_name), (second, second_name) = list(owners[shared_param].items())[:2]
+        description = (
+            f"'{first_name}' of the unit {first} and '{second_name}' of the unit {second} "
+            "are one parameter"
+        )
+        if not _have_equal_arguments(first.kwargs, second.kwargs):
             raise ValueError(
-                f"{tied}, and the two units have different arguments: let the policy select "
+                f"{description}, and the two units have different arguments: let the policy select "
                 "neither of them, or give them the same arguments"
             )
         inner = first if _is_below(first, second) else second
         if _is_below(first, second) or _is_below(second, first):
             units = [unit for unit in units if unit is not inner]
             outcome = f"{inner} does not become a unit"
-            changed = {inner}
+            changed_units = {inner}
         else:
             merged = Unit(first.modules + second.modules, first.names + second.names, first.kwargs)
             units = [merged if unit is first else unit for unit in units if unit is not second]
             outcome = "the two become one unit"
-            changed = {first, second}
-        unshared = sum(
-            p.numel() for p, holders in owners.items() if len(changed & holders.keys()) == 1
+            changed_units = {first, second}
+        # A warning is logged only if the units have more elements than the tied weight.
+        other_elements = sum(
+            p.numel() for p, holders in owners.items() if len(changed_units & holders.keys()) == 1
         )
-        if unshared > shared.numel():
-            warnings.warn(f"{tied}: {outcome}", stacklevel=4)
+        if other_elements > shared_param.numel():
+            warnings.warn(f"{description}: {outcome}", stacklevel=4)
 
 
-def _are_equal(a: Kwargs, b: Kwargs) -> bool:
+def _have_equal_arguments(a: Kwargs, b: Kwargs) -> bool:
     return a.keys() == b.keys() and all(a[key] is b[key] or a[key] == b[key] for key in a)
 
 
 def _is_below(inner: Unit, outer: Unit) -> bool:
-    below = {m for module in outer.modules for m in module.modules() if m is not module}
-    return any(module in below for module in inner.modules)
+    inner_modules = {m for module in outer.modules for m in module.modules() if m is not module}
+    return any(module in inner_modules for module in inner.modules)
 
 
 def sort_units(model: nn.Module, units: list[Unit]) -> list[Unit]:
@@ -103,27 +107,30 @@ def sort_units(model: nn.Module, units: list[Unit]) -> list[Unit]:
         ValueError: Merged units contain one another.
     """
     unit_of = {module: unit for unit in units for module in unit.modules}
-    inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}
-    for module, around in iterate_enclosing_units(model, unit_of):
-        if module in unit_of and around:
-            for outer in around:
+    inner_units: dict[Unit, set[Unit]] = {unit: set() for unit in units}
+    for module, enclosing in iterate_enclosing_units(model, unit_of):
+        if module in unit_of and enclosing:
+            for outer in enclosing:
                 if unit_of[outer] is not unit_of[module]:
-                    inside[unit_of[outer]].add(unit_of[module])
-    ordered: dict[Unit, None] = {}
+                    inner_units[unit_of[outer]].add(unit_of[module])
+    sorted_units: dict[Unit, None] = {}
     pending = list(units)
     while pending:
-        ready = next((unit for unit in pending if inside[unit] <= ordered.keys()), None)
-        if ready is None:
+        next_unit = next(
+            (unit for unit in pending if inner_units[unit] <= sorted_units.keys()), None
+        )
+        if next_unit is None:
             names = "; ".join(str(unit) for unit in pending)
             raise ValueError(f"tied weights put these units inside one another: {names}")
-        pending.remove(ready)
-        ordered[ready] = None
-    return list(ordered)
+        pending.remove(next_unit)
+        sorted_units[next_unit] = None
+    return list(sorted_units)
 
 
 def list_owned_params(
     model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter] = ()
 ) -> dict[Unit, list[nn.Parameter]]:
+    """Maps each unit to the parameters that it owns. A parameter in several units has one owner."""
     owned: dict[Unit, list[nn.Parameter]] = {unit: [] for unit in units}
     for param, holders in find_owners(model, units, ignored_params).items():
         owned[next(iter(holders))].append(param)

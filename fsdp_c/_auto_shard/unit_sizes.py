@@ -27,14 +27,14 @@ def split_large_units(
     A unit that cannot be split is returned unchanged.
     """
     result: list[Unit] = []
-    claimed = {module for unit in units for module in unit.modules}
+    unit_modules = {module for unit in units for module in unit.modules}
     for unit in units:
-        inside = {m for module in unit.modules for m in module.modules()}
+        inner_modules = {m for module in unit.modules for m in module.modules()}
         policy = unit.kwargs.get("mp_policy")
         params = {p for module in unit.modules for p in module.parameters()}
         budget = max(1, int(max_transient / _estimate_transient_per_byte(params, policy, ranks)))
-        others = ((claimed - set(unit.modules)) & inside) | ignored_modules
-        parts = split_unit(unit.modules, budget, others, ignored_params, policy, ranks)
+        excluded = ((unit_modules - set(unit.modules)) & inner_modules) | ignored_modules
+        parts = split_unit(unit.modules, budget, excluded, ignored_params, policy, ranks)
         result += [
             replace(
                 unit, modules=part, names=tuple(names[m] for m in part), unshard_in_backward=True
@@ -54,14 +54,14 @@ def check_unit_sizes(
         ValueError: A unit exceeds the bound. The message names the unit and its largest parameter.
     """
     for unit, params in owned.items():
-        needed = count_transient_bytes(params, unit.kwargs.get("mp_policy"), ranks)
-        if needed > max_transient:
+        needed_bytes = count_transient_bytes(params, unit.kwargs.get("mp_policy"), ranks)
+        if needed_bytes > max_transient:
             largest = max(params, key=lambda param: param.numel())
             name = next(n for m in unit.modules for n, p in m.named_parameters() if p is largest)
             raise ValueError(
                 f"max_transient={max_transient} is too small for the unit {unit}, which cannot be "
-                f"divided: it needs {needed} bytes for a while, for '{name}' "
-                f"{tuple(largest.shape)} most of them"
+                f"divided: it temporarily needs {needed_bytes} bytes, most of them for '{name}' "
+                f"{tuple(largest.shape)}"
             )
 
 
@@ -78,9 +78,13 @@ def count_transient_bytes(params: Iterable[nn.Parameter], mp_policy: Any, ranks:
     return max(2 * gathered, gradients + reduced + reduced // ranks)
 
 
-def _get_reduce_dtype(param: nn.Parameter, computed: torch.dtype, mp_policy: Any) -> torch.dtype:
-    dtype = get_reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
-    return dtype or computed
+def _get_reduce_dtype(
+    param: nn.Parameter, compute_dtype: torch.dtype, mp_policy: Any
+) -> torch.dtype:
+    dtype = (
+        get_reduce_dtype(mp_policy, param.dtype, compute_dtype) if mp_policy is not None else None
+    )
+    return dtype or compute_dtype
 
 
 def get_compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:

@@ -20,12 +20,12 @@ HEADER_BYTES = 16
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of a tensor from ``first`` on, at byte ``offset`` of a bucket. A scalar is one row."""
+    """Rows of a tensor from ``first_row`` on, at byte ``offset`` of a bucket. A scalar has one."""
 
     name: str
     dtype: torch.dtype
     sizes: tuple[int, ...]
-    first: int
+    first_row: int
     offset: int
 
     @property
@@ -40,51 +40,53 @@ def plan_buckets(
 ) -> list[list[Chunk]]:
     """Returns buckets of at most ``limit`` bytes, with chunks in the order of the source.
 
-    A row of more than ``limit`` bytes gets a separate bucket, and so does such a tensor that cannot
-    be split into rows.
+    A row of more than ``limit`` bytes gets a separate bucket. A tensor that cannot be split into
+    rows counts as one row.
     """
     buckets: list[list[Chunk]] = []
-    used = limit
+    used_bytes = limit
     for name, (dtype, shape) in tensors.items():
         rows = shape[0] if shape else 1
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         is_one_row = destinations[name].starts is None or not shape
-        first = 0
-        while first < rows:
-            free = max(limit - used, 0)
-            count = rows if is_one_row else min(rows - first, free // max(row_bytes, 1))
-            if count * row_bytes > free or count == 0:
-                if used > 0:  # continue in a new bucket
+        first_row = 0
+        while first_row < rows:
+            free_bytes = max(limit - used_bytes, 0)
+            count = rows if is_one_row else min(rows - first_row, free_bytes // max(row_bytes, 1))
+            if count * row_bytes > free_bytes or count == 0:
+                if used_bytes > 0:  # continue in a new bucket
                     buckets.append([])
-                    used = 0
+                    used_bytes = 0
                     continue
                 count = max(count, 1)
             sizes = (count, *shape[1:]) if shape else ()
-            chunk = Chunk(name, dtype, sizes, first, used)
+            chunk = Chunk(name, dtype, sizes, first_row, used_bytes)
             buckets[-1].append(chunk)
-            used = -(-chunk.end // _ALIGNMENT) * _ALIGNMENT
-            first += count
+            used_bytes = -(-chunk.end // _ALIGNMENT) * _ALIGNMENT
+            first_row += count
     return buckets
 
 
-def _view_chunk(typed: dict[torch.dtype, torch.Tensor], buffer: torch.Tensor, chunk: Chunk) -> Any:
+def _view_chunk(
+    buffers_by_dtype: dict[torch.dtype, torch.Tensor], buffer: torch.Tensor, chunk: Chunk
+) -> Any:
     """Returns a view of the chunk in its bucket."""
-    if chunk.dtype not in typed:
+    if chunk.dtype not in buffers_by_dtype:
         length = buffer.numel() // chunk.dtype.itemsize * chunk.dtype.itemsize
-        typed[chunk.dtype] = buffer[:length].view(chunk.dtype)
+        buffers_by_dtype[chunk.dtype] = buffer[:length].view(chunk.dtype)
     strides = [math.prod(chunk.sizes[i + 1 :]) for i in range(len(chunk.sizes))]
     start = (HEADER_BYTES + chunk.offset) // chunk.dtype.itemsize
-    return typed[chunk.dtype].as_strided(chunk.sizes, strides, start)
+    return buffers_by_dtype[chunk.dtype].as_strided(chunk.sizes, strides, start)
 
 
 def pack_bucket(reader: Reader, bucket: list[Chunk], buffer: torch.Tensor) -> None:
-    typed: dict[torch.dtype, torch.Tensor] = {}
+    buffers_by_dtype: dict[torch.dtype, torch.Tensor] = {}
     views, sources = [], []
     for chunk in bucket:
         tensor = reader[chunk.name]
         if chunk.sizes and chunk.sizes[0] < tensor.shape[0]:
-            tensor = tensor.narrow(0, chunk.first, chunk.sizes[0])
-        views.append(_view_chunk(typed, buffer, chunk))
+            tensor = tensor.narrow(0, chunk.first_row, chunk.sizes[0])
+        views.append(_view_chunk(buffers_by_dtype, buffer, chunk))
         sources.append(tensor)
     if views:
         torch._foreach_copy_(views, sources)
@@ -93,29 +95,29 @@ def pack_bucket(reader: Reader, bucket: list[Chunk], buffer: torch.Tensor) -> No
 def unpack_bucket(
     bucket: Sequence[Chunk], buffer: torch.Tensor, destinations: dict[str, Destination]
 ) -> None:
-    typed: dict[torch.dtype, torch.Tensor] = {}
+    buffers_by_dtype: dict[torch.dtype, torch.Tensor] = {}
     copies = [
         copy
         for chunk in bucket
         for copy in iterate_copies(
-            _view_chunk(typed, buffer, chunk), chunk.first, destinations[chunk.name]
+            _view_chunk(buffers_by_dtype, buffer, chunk), chunk.first_row, destinations[chunk.name]
         )
     ]
-    copy_all(copies)
+    copy_tensors(copies)
 
 
-def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_tensors(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if copies:
-        to, values = zip(*copies)
-        torch._foreach_copy_(to, values)
+        targets, values = zip(*copies)
+        torch._foreach_copy_(targets, values)
 
 
 def iterate_copies(
-    rows: torch.Tensor, first: int, destination: Destination
+    rows: torch.Tensor, first_row: int, destination: Destination
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields (destination, source) for the part of ``rows`` that this rank's shard has.
 
-    ``rows`` are rows of the full tensor from index ``first`` on.
+    ``rows`` are rows of the full tensor from index ``first_row`` on.
     """
     local = destination.local
     if destination.starts is None:
@@ -128,12 +130,12 @@ def iterate_copies(
     if local.ndim == 0:
         yield local, rows
         return
-    begin = max(first, destination.starts[0])
-    end = min(first + rows.shape[0], destination.starts[0] + local.shape[0])
+    begin = max(first_row, destination.starts[0])
+    end = min(first_row + rows.shape[0], destination.starts[0] + local.shape[0])
     if end <= begin or local.numel() == 0:
         return
     if end - begin < rows.shape[0]:
-        rows = rows.narrow(0, begin - first, end - begin)
+        rows = rows.narrow(0, begin - first_row, end - begin)
     if end - begin < local.shape[0]:
         local = local.narrow(0, begin - destination.starts[0], end - begin)
     for dim in range(1, local.ndim):

@@ -39,6 +39,7 @@ class Destination:
 
 
 def make_destinations(model: nn.Module, targets: dict[str, Any]) -> dict[str, Destination]:
+    """Makes a destination for each of ``targets``. Allocates memory for meta tensors."""
     destinations: dict[str, Destination] = {}
     allocated: dict[int, torch.Tensor] = {}
     for name, value in targets.items():
@@ -51,7 +52,7 @@ def make_destinations(model: nn.Module, targets: dict[str, Any]) -> dict[str, De
     return destinations
 
 
-def agree_on_destinations(
+def make_destinations_on_all_ranks(
     model: nn.Module, targets: dict[str, Any], ranks: LoadingRanks
 ) -> dict[str, Destination]:
     """Returns the destinations. Raises on all ranks if the allocation fails on any rank."""
@@ -61,7 +62,7 @@ def agree_on_destinations(
         destinations = make_destinations(model, targets)
     except Exception as error:
         failure = error
-    ranks.raise_if_any_failed(failure, "has no place for the values; nothing was loaded")
+    ranks.raise_if_any_failed(failure, "cannot allocate memory for the values; nothing was loaded")
     return destinations
 
 
@@ -73,7 +74,7 @@ def _choose_device(value: torch.Tensor, model: nn.Module) -> torch.device:
 
 
 def _find_block_start(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the first index of this rank's block by dimension; None if it is not one block."""
+    """Returns the first index of this rank's block by dimension; None if it has no single block."""
     starts = [0] * value.ndim
     if not isinstance(value, DTensor):
         return tuple(starts)
@@ -112,10 +113,10 @@ def register_tensors(model: nn.Module, destinations: dict[str, Destination]) -> 
         return
     for module in model.modules():
         for registered in (module._parameters, module._buffers):
-            slots: dict[str, Any] = registered
-            for name, value in slots.items():
+            tensors_by_name: dict[str, Any] = registered
+            for name, value in tensors_by_name.items():
                 if id(value) in allocated:
-                    slots[name] = allocated[id(value)]
+                    tensors_by_name[name] = allocated[id(value)]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -133,10 +134,10 @@ def load_other_entries(
 
     These are extra states, and tensors that modules create for their state dicts.
     """
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    registered_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     entries = {name: value for name, value in objects.items() if name in targets}
     for name, destination in destinations.items():
-        if id(destination.value) not in own and not destination.value.is_meta:
+        if id(destination.value) not in registered_ids and not destination.value.is_meta:
             entries[name] = destination.value
     if entries:
         names = {clean_tensor_name(name): name for name in model.state_dict(keep_vars=True)}

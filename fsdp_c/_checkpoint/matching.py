@@ -15,9 +15,9 @@ def match_names(
     model: nn.Module, targets: dict[str, Any], header: Header, strict: bool, ranks: LoadingRanks
 ) -> _IncompatibleKeys:
     """Returns missing and unexpected names; raises the errors of ``load_state_dict``."""
-    names_in_file = header.tensors.keys() | header.objects.keys()
-    available = {id(value) for name, value in targets.items() if name in names_in_file}
-    missing = [n for n, v in targets.items() if n not in names_in_file and id(v) not in available]
+    source_names = header.tensors.keys() | header.objects.keys()
+    present_ids = {id(value) for name, value in targets.items() if name in source_names}
+    missing = [n for n, v in targets.items() if n not in source_names and id(v) not in present_ids]
     unexpected = [name for name in (*header.tensors, *header.objects) if name not in targets]
     problems = []
     if strict and missing:

@@ -28,13 +28,13 @@ def _check_library() -> None:
     """
     if not hasattr(safe_open, "offset_keys"):  # added in safetensors 0.6
         raise ImportError(
-            "reading safetensors files needs the library of that name: "
+            "reading safetensors files needs the library safetensors: "
             "pip install 'safetensors>=0.6'"
         )
 
 
 class SafetensorsFile(Mapping[str, torch.Tensor]):
-    """Maps names to the tensors of a file, in file order. Callers must not write to them.
+    """Maps names to the tensors of a file, in file order. Callers must not write to the tensors.
 
     Args:
         path: A ``.safetensors`` file.
@@ -67,15 +67,15 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         """Raises for duplicate names in the header. The library would use the last entry."""
         with open(self.path, "rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            text = file.read(length)
+            header = file.read(length)
 
         def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             result = dict(pairs)
             if len(result) < len(pairs):
-                raise self._make_error("a name is in its header twice")
+                raise self._make_error("its header has a name twice")
             return result
 
-        json.loads(text, object_pairs_hook=check_unique)
+        json.loads(header, object_pairs_hook=check_unique)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
@@ -89,7 +89,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def facts(self, name: str) -> tuple[torch.dtype, torch.Size]:
+    def get_dtype_and_shape(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Returns dtype and shape of a tensor, without reading its values."""
         tensor = self[name]
         return tensor.dtype, tensor.shape
@@ -127,9 +127,9 @@ class SafetensorsIndex(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._files)
 
-    def facts(self, name: str) -> tuple[torch.dtype, torch.Size]:
+    def get_dtype_and_shape(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Returns dtype and shape of a tensor."""
-        return self._files[name].facts(name)
+        return self._files[name].get_dtype_and_shape(name)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -140,7 +140,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is not an index of safetensors files") from None
     for name, file_name in index.items():
         if not isinstance(file_name, str) or not file_name or "\0" in file_name:
-            raise ValueError(f"{path} places '{name}' in {file_name!r}, which is no name of a file")
+            raise ValueError(f"{path} places '{name}' in {file_name!r}, which is not a file name")
         if PurePath(file_name).is_absolute() or ".." in PurePath(file_name).parts:
             raise ValueError(f"{path} places '{name}' in {file_name!r}, which is not in its folder")
     return index
@@ -156,11 +156,11 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | Safetens
     """
     path = Path(path)
     if path.is_dir():
-        result = [
+        candidates = [
             *sorted(path.glob("*.safetensors.index.json")),
             *sorted(path.glob("*.safetensors")),
         ]
-        if not result:
+        if not candidates:
             raise FileNotFoundError(f"no safetensors file in {path}")
-        path = result[0]
+        path = candidates[0]
     return SafetensorsIndex(path) if path.suffix == ".json" else SafetensorsFile(path)

@@ -60,7 +60,7 @@ class LoadingRanks:
         work: Any = dist.broadcast(buffer, src=self.src, group=self.group, async_op=True)
         return work.wait
 
-    def share(self, message: Any) -> Any:
+    def broadcast_object(self, message: Any) -> Any:
         """Returns the source rank's ``message``, which must be picklable, on all ranks."""
         if self.size == 1:
             return message
@@ -101,18 +101,18 @@ class Reader:
                 continue
             name = clean_tensor_name(name)
             if name in self._keys:
-                raise ValueError(f"both '{self._keys[name]}' and '{key}' would be '{name}'")
+                raise ValueError(f"both '{self._keys[name]}' and '{key}' map to '{name}'")
             self._keys[name] = key
 
-    def header(self, targets: Collection[str]) -> Header:
+    def read_header(self, targets: Collection[str]) -> Header:
         """Returns the header, without values that are not in ``targets``, the model's names."""
         tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
         objects: dict[str, Any] = {}
-        facts = getattr(self._source, "facts", None)
+        get_dtype_and_shape = getattr(self._source, "get_dtype_and_shape", None)
         for name, key in self._keys.items():
-            value = None if facts is not None else self._source[key]
-            if facts is not None:
-                tensors[name] = facts(key)
+            value = None if get_dtype_and_shape is not None else self._source[key]
+            if get_dtype_and_shape is not None:
+                tensors[name] = get_dtype_and_shape(key)
             elif isinstance(value, DTensor):
                 raise TypeError(f"'{key}' is a DTensor; load_full_state_dict takes full tensors")
             elif isinstance(value, torch.Tensor):
@@ -140,23 +140,23 @@ def open_source(
     reader: Reader | None = None
     header = Header({}, {})
     failure: Exception | None = None
-    packed = b""
+    pickled_header = b""
     if ranks.is_source or shared_file:
         try:
             if shared_file and not isinstance(source, (str, os.PathLike)):
                 raise TypeError("shared_file=True needs the path of a file")
             reader = Reader(source, rename)
-            header = reader.header(targets)
+            header = reader.read_header(targets)
             if not shared_file:
                 prepare()
-                packed = _pickle_header(header) if ranks.size > 1 else b""
+                pickled_header = _pickle_header(header) if ranks.size > 1 else b""
         except Exception as error:
             failure = error
     if shared_file:
         ranks.raise_if_any_failed(failure, "cannot read the source; nothing was loaded")
         return reader, header
     reason = None if failure is None else f"{type(failure).__name__}: {failure}"
-    reason, packed = ranks.share((reason, packed))
+    reason, pickled_header = ranks.broadcast_object((reason, pickled_header))
     if failure is not None:
         raise failure
     if reason is not None:
@@ -165,10 +165,12 @@ def open_source(
         )
     if not ranks.is_source:
         try:
-            header = pickle.loads(packed)
+            header = pickle.loads(pickled_header)
         except Exception as error:  # a class that this rank cannot import
             failure = error
-    ranks.raise_if_any_failed(failure, "cannot read what the source sent; nothing was loaded")
+    ranks.raise_if_any_failed(
+        failure, "cannot unpickle the values of the source rank; nothing was loaded"
+    )
     return reader, header
 
 
@@ -181,7 +183,7 @@ def _pickle_header(header: Header) -> bytes:
                 pickle.dumps(value)
             except Exception as reason:
                 raise TypeError(
-                    f"'{name}' cannot be sent to the other ranks, its {type(value).__name__} "
-                    f"cannot be pickled: {reason}"
+                    f"'{name}' cannot be sent to the other ranks, because its "
+                    f"{type(value).__name__} cannot be pickled: {reason}"
                 ) from error
         raise

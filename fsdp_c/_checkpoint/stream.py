@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .buckets import HEADER_BYTES, Chunk, copy_all, iterate_copies, pack_bucket, unpack_bucket
+from .buckets import HEADER_BYTES, Chunk, copy_tensors, iterate_copies, pack_bucket, unpack_bucket
 from .destinations import Destination
 from .source import LoadingRanks, Reader
 
-READ_FAILED = "could not read on"
+READ_FAILED = "failed while loading"
 PARTLY_LOADED = "The model is partly loaded; load again before using it"
 
 
@@ -25,7 +25,7 @@ def read_own_rows(
     assert reader is not None
     try:
         for name in tensors:
-            copy_all(list(iterate_copies(reader[name], 0, destinations[name])))
+            copy_tensors(list(iterate_copies(reader[name], 0, destinations[name])))
     except Exception as error:
         return _make_partial_load_error("this rank", error)
     return None
@@ -48,19 +48,19 @@ def stream_buckets(
         return None
     sizes = [HEADER_BYTES + max(chunk.end for chunk in bucket) for bucket in buckets]
     buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in buckets[:2]]
-    works: list[Callable[[], Any]] = []
+    wait_functions: list[Callable[[], Any]] = []
     failure: Exception | None = None
     for i in range(len(buckets) + 1):
         if i < len(buckets):
             buffer = buffers[i % 2][: sizes[i]]
             if ranks.is_source:
                 failure = _fill_bucket(reader, buckets[i], buffer, failure)
-            works.append(ranks.broadcast(buffer))
+            wait_functions.append(ranks.broadcast(buffer))
         if i > 0:
-            works[i - 1]()
+            wait_functions[i - 1]()
             buffer = buffers[(i - 1) % 2][: sizes[i - 1]]
             if buffer[0].item() != 0:
-                works[-1]()  # all ranks have started this broadcast, too
+                wait_functions[-1]()  # all ranks have started this broadcast, too
                 raise _make_partial_load_error(f"rank {ranks.src}", failure)
             if failure is None:  # after a failure, this rank only takes part in the broadcasts
                 try:

@@ -1,7 +1,7 @@
 """Selects the extension for the installed torch and Python, checks that it fits, and loads it.
 
 A build from source has one extension, in the folder of the package. A wheel has one extension per
-torch release, each in a folder of its own (``build_support/build_wheel.py``). An extension for
+torch release, each in a folder of its own (``build_support/merge_wheels.py``). An extension for
 another release fails with "undefined symbol", or loads and crashes later. The file ``_C.json``
 records what each extension was built against.
 """
@@ -27,9 +27,9 @@ class Build:
     """What one extension was built against.
 
     Attributes:
-        torch: The release, with its local part: ``2.13.0+cpu``.
-        python: ``3.11``.
-        kernels: ``CPU``, or ``CPU and CUDA 13.0``.
+        torch: The release of torch, with its local part: ``2.13.0+cpu``.
+        python: The release of Python: ``3.11``.
+        kernels: The devices with kernels: ``CPU``, or ``CPU and CUDA 13.0``.
         source: The folder of the build, which may no longer exist. Empty in a wheel.
         folder: The folder of the extension, relative to the package.
         sizes: Sizes of torch's classes (``abi.read_sizes``).

@@ -81,8 +81,8 @@ _Class = TypeVar("_Class", bound=type)
 def follow_patches(torch_class: type) -> Callable[[_Class], _Class]:
     """Class decorator: patches of ``torch_class`` apply to the methods of the decorated class.
 
-    torch's functions run the decorated class's methods for its objects. Methods that
-    call ``super()`` are an exception: torch's function does not run them, since they call it.
+    torch's functions run the decorated class's methods for its objects. Methods that call
+    ``super()`` are an exception, because such a method calls torch's function itself.
     """
 
     def decorate(own_class: _Class) -> _Class:
@@ -273,8 +273,9 @@ def warn_of_patches_without_effect() -> None:
             continue
         _warned_names.add(name)
         logger.warning(
-            "fsdp_c: FSDPParam.%s has been replaced. It is not called: fsdp_c has a property of "
-            "its own there. Replace init_unsharded_param, which sets _unsharded_param",
+            "fsdp_c: FSDPParam.%s has been replaced. fsdp_c does not call the replacement, "
+            "because its FSDPParam has its own property. Replace init_unsharded_param, which sets "
+            "_unsharded_param",
             name,
         )
 

@@ -32,7 +32,7 @@ class ParamOfOlderTorch:
 
     is_spmd_types = False
     keep_unsharded_storage = False  # the group owns this setting
-    _release_all_gather_outputs_after_post_all_gather = False  # see Param._release_outputs()
+    _release_all_gather_outputs_after_post_all_gather = False  # see extensions.release_outputs()
 
     mesh_info: Any
     reduce_dtype: torch.dtype | None

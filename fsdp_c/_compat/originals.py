@@ -100,8 +100,10 @@ def is_from_torch(candidate: Any) -> bool:
     code = getattr(candidate, "__code__", None)
     if code is not None:
         return bool(code.co_filename.startswith(_TORCH))
-    maker = candidate if isinstance(candidate, (BuiltinFunctionType, type)) else type(candidate)
-    return str(maker.__module__).partition(".")[0] == "torch"
+    defining_class = (
+        candidate if isinstance(candidate, (BuiltinFunctionType, type)) else type(candidate)
+    )
+    return str(defining_class.__module__).partition(".")[0] == "torch"
 
 
 def find_expected(module: ModuleType, name: str) -> Any:

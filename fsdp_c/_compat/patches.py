@@ -19,25 +19,25 @@ A change has a scope, which determines how long it stays:
                  +------------------+   fully_shard  +------------------+
     not          | none             | -------------> | MODELS           |
     installed    | (and EXIT)       | <------------- | (and EXIT)       |
-                 +------------------+   last one dies+------------------+
+                 +------------------+   last is freed+------------------+
                   install |   ^ uninstall            install |   ^ uninstall
                           v   |                              v   |
                  +------------------+   fully_shard  +------------------+
     installed    | INSTALL          | -------------> | INSTALL, MODELS  |
                  | (MODELS, EXIT    | <------------- | (and EXIT)       |
-                 |  where present)  |   last one dies|                  |
+                 |  where present)  |   last is freed|                  |
                  +------------------+                +------------------+
 
 A model is alive while one of its states or parameter groups exists: each holds the lease of
 :func:`lease`. Python frees models in reference cycles at a garbage collection, so a deleted model
 may stay alive until the next collection.
 
-The end of the last lease can come at any point of the program, also while torch iterates over a
-dict of hooks. An undo that would change this dict then waits for the end of the next garbage
+The last lease can end at any point of the program, also while torch iterates over a dict of hooks.
+The undo of a hook would change this dict. All undos therefore wait for the end of the next garbage
 collection.
 
 Objects of a sharded model itself (its class, hooks and attributes, its process groups' backends)
-are not registered: they end with the model, as under torch's ``fully_shard``.
+are not registered: they are freed with the model, as under torch's ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ Change = Callable[[], Undo]
 """Makes a change and returns its undo. Must neither shard a model nor call this module."""
 
 _lock = threading.Lock()  # held while changes are made or undone
-_changes: dict[Hashable, tuple[Scope, Undo]] = {}  # in the order in which they were made
+_changes: dict[Hashable, tuple[Scope, Undo]] = {}  # in the order of application
 _model_changes: dict[Hashable, Change] = {}
 _lease: weakref.ref[_Lease] | None = None
 _is_installed = False
@@ -109,30 +109,30 @@ def apply_with_first_model(key: Hashable, change: Change) -> None:
     _model_changes[key] = change
 
 
-def set_attribute(owner: Any, name: str, value: Any, before: Any = _ABSENT) -> Undo:
+def set_attribute(owner: Any, name: str, value: Any, previous: Any = _ABSENT) -> Undo:
     """Sets ``owner.name`` and returns the undo.
 
     Args:
-        before: The value that the undo restores. Default: the present value.
+        previous: The value that the undo restores. Default: the present value.
     """
-    if before is _ABSENT:
-        before = vars(owner).get(name, _ABSENT)
+    if previous is _ABSENT:
+        previous = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
 
     def undo() -> bool:
         current = vars(owner).get(name, _ABSENT)
-        if current is value and before is _ABSENT:
+        if current is value and previous is _ABSENT:
             delattr(owner, name)
         elif current is value:
-            setattr(owner, name, before)
-        return current is value or current is before
+            setattr(owner, name, previous)
+        return current is value or current is previous
 
     return undo
 
 
-def set_class_attribute(cls: type, name: str, value: Any, before: Any = _ABSENT) -> None:
+def set_class_attribute(cls: type, name: str, value: Any, previous: Any = _ABSENT) -> None:
     """Applies :func:`set_attribute` to a class, with ``Scope.MODELS``."""
-    apply(Scope.MODELS, (cls, name), lambda: set_attribute(cls, name, value, before))
+    apply(Scope.MODELS, (cls, name), lambda: set_attribute(cls, name, value, previous))
 
 
 def add_hook(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Undo:
@@ -218,7 +218,7 @@ def _hold_lock() -> Iterator[None]:
         _check_if_due()
 
 
-def _on_lease_end(ended: weakref.ref[_Lease]) -> None:
+def _on_lease_end(_ended_lease: weakref.ref[_Lease]) -> None:
     """Runs at the end of a lease, in any thread and at any point of the program."""
     global _is_check_due
     if sys.is_finalizing():
@@ -228,7 +228,7 @@ def _on_lease_end(ended: weakref.ref[_Lease]) -> None:
 
 
 def _check_if_due() -> None:
-    """Undoes unneeded changes, if a lease has ended. Never blocks.
+    """Undoes changes that are not needed, if a lease has ended. Never blocks.
 
     If the lock is held, also by this thread, its holder runs the check afterwards.
     """
@@ -246,15 +246,15 @@ def _check_if_due() -> None:
 
 def _undo_unneeded() -> None:
     """Undoes changes in reverse order. Caller holds ``_lock``."""
-    needed = set()
+    needed_scopes = set()
     if _is_installed:
-        needed = {Scope.INSTALL, Scope.MODELS}
+        needed_scopes = {Scope.INSTALL, Scope.MODELS}
     if has_live_models():
-        needed |= {Scope.MODELS, Scope.EXIT}
+        needed_scopes |= {Scope.MODELS, Scope.EXIT}
     if _is_exit_needed:
-        needed.add(Scope.EXIT)
+        needed_scopes.add(Scope.EXIT)
     for key, (scope, undo) in reversed(list(_changes.items())):
-        if scope not in needed and undo():
+        if scope not in needed_scopes and undo():
             del _changes[key]
 
 

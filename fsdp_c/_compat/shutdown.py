@@ -48,9 +48,9 @@ def wait_for_threads() -> None:
     idle_checks = 0
     while True:
         time.sleep(PAUSE)
-        waited = time.monotonic() - begin
+        elapsed = time.monotonic() - begin
         idle_checks = 0 if _has_running_threads() else idle_checks + 1
-        if waited >= MAX_WAIT or (waited >= MIN_WAIT and idle_checks >= 2):
+        if elapsed >= MAX_WAIT or (elapsed >= MIN_WAIT and idle_checks >= 2):
             return
 
 

@@ -1,6 +1,6 @@
 """Functions and types of FSDP2 that differ between torch releases, under one name each.
 
-The module uses torch's version if it exists, else a replacement. The module detects a release by
+Each name is torch's object if torch defines it, else a replacement. The module detects a release by
 the names that torch defines or by the code of its modules (``originals.py``). The module does not
 read attributes of functions, because libraries replace functions before fsdp_c is imported. All of
 its functions run at import or during init.
@@ -56,8 +56,8 @@ def raise_unsupported(feature: str, since: str) -> NoReturn:
 
 def _is_unregistered_dataclass(node: Any) -> bool:
     """Whether ``node`` is a dataclass object whose class is not registered with pytree."""
-    is_object = dataclasses.is_dataclass(node) and not isinstance(node, type)
-    return is_object and type(node) not in pytree.SUPPORTED_NODES
+    is_instance = dataclasses.is_dataclass(node) and not isinstance(node, type)
+    return is_instance and type(node) not in pytree.SUPPORTED_NODES
 
 
 def _collect_grad_tensors(tree: Any) -> tuple[torch.Tensor, ...]:
@@ -71,17 +71,17 @@ def _collect_grad_tensors(tree: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensors)
 
 
-def _replace_grad_tensors(tree: Any, new: Iterator[torch.Tensor]) -> Any:
+def _replace_grad_tensors(tree: Any, replacements: Iterator[torch.Tensor]) -> Any:
     def visit(leaf: Any) -> Any:
         if _is_unregistered_dataclass(leaf):
             values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
             changes = {
-                name: _replace_grad_tensors(value, new)
+                name: _replace_grad_tensors(value, replacements)
                 for name, value in values.items()
                 if _collect_grad_tensors(value)
             }
             return dataclasses.replace(leaf, **changes) if changes else leaf
-        return next(new) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+        return next(replacements) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
     return pytree.tree_map(visit, tree, is_leaf=_is_unregistered_dataclass)
 
@@ -94,7 +94,7 @@ collect_grad_tensors: Callable[[Any], tuple[torch.Tensor, ...]] = getattr(
 replace_grad_tensors: Callable[[Any, Iterator[torch.Tensor]], Any] = getattr(
     _utils, "replace_grad_tensors", _replace_grad_tensors
 )
-"""Returns the structure in which an iterator's tensors replace those that require grad."""
+"""Returns a copy in which the tensors of an iterator replace the tensors that require grad."""
 
 
 dtensor_new: Callable[..., DTensor] = getattr(torch.Tensor, "_dtensor__new__", None) or DTensor

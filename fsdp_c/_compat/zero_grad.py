@@ -65,6 +65,6 @@ def _drop_deferred(params: Iterable[torch.Tensor]) -> None:
     param_ids = {id(param) for param in params}
     for group in groups:
         for param in group.fsdp_params:
-            unsharded = getattr(param, "_unsharded_param", None)
-            if id(param.sharded_param) in param_ids or id(unsharded) in param_ids:
+            unsharded_param = getattr(param, "_unsharded_param", None)
+            if id(param.sharded_param) in param_ids or id(unsharded_param) in param_ids:
                 param._drop_grad()

@@ -35,7 +35,7 @@ def _format_class_names(state: Any) -> str:
 
 
 def _warn_view_output(state: Any) -> None:
-    """Warns that a module returned a view: an in-place operation on it would lose the hook."""
+    """Warns that a module returned a view: an in-place operation on the view drops the hook."""
     warnings.warn(
         f"FSDP2-wrapped module ({_format_class_names(state)}) returned a view tensor. An in-place "
         "op on this view drops the pre-backward hook, so that the parameters are not gathered for "
@@ -50,10 +50,9 @@ def _warn_lost_backward(state: Any) -> None:
     from . import lint  # imported here to keep `import fsdp_c` fast
 
     lint.warn_once(
-        f"the backward before this forward of {_format_class_names(state)} did not come to its "
-        "end: all units of the model are reset, gradients that were waiting for a reduction are "
-        "dropped. Those of other units are in .grad already: call zero_grad() after a backward "
-        "that raised."
+        f"the backward before this forward of {_format_class_names(state)} did not finish: fsdp_c "
+        "resets all units of the model and drops gradients that were not reduced. Reduced "
+        "gradients are in .grad: call zero_grad() after a backward that raised."
     )
 
 
@@ -85,7 +84,7 @@ BOUND_OBJECTS: dict[str, Any] = {
 """The arguments of ``_C.bind``."""
 
 
-def _make_probe() -> tuple[torch.Tensor, Any]:
+def _make_sample() -> tuple[torch.Tensor, Any]:
     """Returns a local tensor with an offset, and the part of a spec that torch's function reads."""
     local = torch.empty(6, device="cpu")[2:]
     meta = TensorMeta(torch.Size((16, 2)), (2, 1), local.dtype)
@@ -93,5 +92,5 @@ def _make_probe() -> tuple[torch.Tensor, Any]:
 
 
 _C.bind(**BOUND_OBJECTS)
-_C.make_dtensors(*_make_probe())
+_C.make_dtensors(*_make_sample())  # if the result equals torch's, C makes later DTensors
 guard.bind(ParamGroup, State)

@@ -38,7 +38,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
     _all_reduce_hook_stream: Any
     _fallback_gathered: Any
     _fallback_events: list[Any]
-    _offloaded: Any
+    _offload_event: Any
 
     @leave_inference_mode
     def _fallback_gather(self, async_op: bool, overlaps: bool) -> None:
@@ -65,7 +65,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             for param in self.fsdp_params:
                 self._copy_local(param)
         elif self.is_sharded_post_forward:
-            self._copy_out_forward(self._fallback_gathered)
+            self._copy_out_smaller_mesh(self._fallback_gathered)
         else:
             torch_group.foreach_all_gather_copy_out(
                 self._fallback_gathered,
@@ -83,7 +83,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         return self._smaller_mesh_info if self.is_sharded_post_forward else self.mesh_info
 
     @torch.no_grad()
-    def _copy_out_forward(self, gathered: Any) -> None:
+    def _copy_out_smaller_mesh(self, gathered: Any) -> None:
         """Copies out an all-gather over the smaller mesh.
 
         Shards of the smaller mesh may differ in size from shards of the full mesh, but their
@@ -104,8 +104,8 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         rank_shards = gathered.all_gather_output.view(world, -1)
         if rank_shards.dtype == torch.uint8:
             outputs = [output.view(torch.uint8) for output in outputs]
-        counted = tuple(output for output in outputs if not output.is_inference())
-        with torch.autograd._unsafe_preserve_version_counter(counted):
+        versioned_outputs = tuple(output for output in outputs if not output.is_inference())
+        with torch.autograd._unsafe_preserve_version_counter(versioned_outputs):
             torch.ops.fsdp.split_with_sizes_copy(
                 rank_shards, gathered.all_gather_input_split_sizes, dim=1, out=outputs
             )
@@ -132,47 +132,47 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         self._fallback_gathered = None
 
     def _fallback_drop_reduce(self) -> None:
-        self._offloaded = None
+        self._offload_event = None
         self._fallback_events.clear()
         self.comm_ctx.release_inputs()
 
     def _fallback_reduce(
         self, params: list[Param], grads: list[torch.Tensor], order_compute: bool
     ) -> None:
-        info, comm = self.mesh_info, self.comm_ctx
+        info, comm_ctx = self.mesh_info, self.comm_ctx
         replicas = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
-        stream = comm.all_reduce_stream
+        all_reduce_stream = comm_ctx.all_reduce_stream
         if replicas is None and self._all_reduce_hook_stream is not None:
-            stream = self._all_reduce_hook_stream
+            all_reduce_stream = self._all_reduce_hook_stream
         reduce_dtype = self._prepare_fallback_reduce(params, grads)
-        comm.release_inputs(keep=comm.reduce_scatter_max_input_buffers - 1)
-        hooked: list[torch.Tensor] = []
+        comm_ctx.release_inputs(keep=comm_ctx.reduce_scatter_max_input_buffers - 1)
+        hook_inputs: list[torch.Tensor] = []
         has_several_dtypes = len({param.sharded_grad_dtype for param in params}) > 1
         torch_params: list[Any] = (
             [CastingParam(p) for p in params] if has_several_dtypes else [*params]
         )
-        scatter = self._reduce_scatter_comm
+        reduce_scatter_comm = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
         all_reduce_group = replicas if self.all_reduce_grads else None
         with (
-            use_transport(group, self.device, scatter),
-            use_all_reduce_transport(all_reduce_group, self.device, scatter),
+            use_transport(group, self.device, reduce_scatter_comm),
+            use_all_reduce_transport(all_reduce_group, self.device, reduce_scatter_comm),
         ):
             results = torch_group.foreach_reduce(  # type: ignore[call-arg]
                 torch_params,
                 grads,
                 group,  # type: ignore[arg-type]
-                comm.reduce_scatter_stream,
-                scatter,
+                comm_ctx.reduce_scatter_stream,
+                reduce_scatter_comm,
                 *make_orig_dtype_argument(None if has_several_dtypes else params[0].orig_dtype),
                 reduce_dtype,
                 self.device,
                 self.gradient_divide_factor,
                 replicas,
-                stream,
+                all_reduce_stream,
                 self.all_reduce_grads,
                 self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
-                self._make_recording_hook(hooked),
+                self._make_recording_hook(hook_inputs),
                 self.force_sum_reduction_for_comms,
             )
         # foreach_reduce returns: input, its event, a stream (some releases), event of the whole
@@ -180,14 +180,14 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         reduced, _, partial = results[-3:]
         if partial is not None:
             self._keep_partials(params, partial)
-        offloaded = [p.grad_offload_event for p in params if p.grad_offload_event is not None]
-        if offloaded:
-            self._offloaded = offloaded[-1]
+        offload_events = [p.grad_offload_event for p in params if p.grad_offload_event is not None]
+        if offload_events:
+            self._offload_event = offload_events[-1]
         if self.device.type == "cpu":
             return
-        comm.keep_input(results[0], results[1])
+        comm_ctx.keep_input(results[0], results[1])
         # The reduced tensor must live until its cast has run on its stream.
-        self._fallback_events.append((results[-4], reduced, hooked))
+        self._fallback_events.append((results[-4], reduced, hook_inputs))
         if order_compute or len(self._fallback_events) > 1:
             self._fallback_finalize()
 
@@ -221,12 +221,12 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         if hook is None:
             return None
 
-        def run(reduced: torch.Tensor) -> None:
+        def record_and_run_hook(reduced: torch.Tensor) -> None:
             recorded.append(reduced)
             with exclude_user_collectives():
                 hook(reduced)
 
-        return run
+        return record_and_run_hook
 
     def _make_zeros(self, param: Param) -> torch.Tensor:
         return torch.zeros(
@@ -257,14 +257,14 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
                 param._partial = part if param._partial is None else param._partial + part
 
     def _fallback_finalize(self) -> None:
-        current = self.device_handle.current_stream()
+        current_stream = self.device_handle.current_stream()
         for event, *_ in self._fallback_events:
-            current.wait_event(event)
+            current_stream.wait_event(event)
         self._fallback_events.clear()
         self.comm_ctx.release_inputs()
-        if self._offloaded is not None:
+        if self._offload_event is not None:
             # All copies run on one stream, so the event of the last copy covers all of them.
-            self._offloaded.synchronize()
-            self._offloaded = None
+            self._offload_event.synchronize()
+            self._offload_event = None
             for param in self.fsdp_params:
                 param.grad_offload_event = None

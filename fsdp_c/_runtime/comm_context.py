@@ -59,7 +59,7 @@ class CommContext(_C.CommContext, FSDPCommContext):
             self.device_handle.current_stream().wait_event(self._inputs[0][1])
             del self._inputs[0]
 
-    def _stream(self, role: int) -> Any:
+    def _get_stream(self, role: int) -> Any:
         numbers = self._stream_numbers(role)
         if numbers is None:
             return self.device_handle.current_stream()
@@ -70,22 +70,22 @@ class CommContext(_C.CommContext, FSDPCommContext):
     @_SettableProperty
     def all_gather_copy_in_stream(self) -> Any:
         """The stream that packs shards."""
-        return self._stream(0)
+        return self._get_stream(0)
 
     @_SettableProperty
     def all_gather_stream(self) -> Any:
         """The stream of all-gathers."""
-        return self._stream(1)
+        return self._get_stream(1)
 
     @_SettableProperty
     def reduce_scatter_stream(self) -> Any:
         """The stream of reduce-scatters."""
-        return self._stream(2)
+        return self._get_stream(2)
 
     @_SettableProperty
     def all_reduce_stream(self) -> Any:
         """The stream of all-reduces."""
-        return self._stream(3)
+        return self._get_stream(3)
 
     # The core owns the buffers and events of torch's attributes below.
 
@@ -126,5 +126,5 @@ class CommContext(_C.CommContext, FSDPCommContext):
         """
         if not async_op and training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
             return self.gather_streams
-        current = self.device_handle.current_stream()
-        return current, current
+        current_stream = self.device_handle.current_stream()
+        return current_stream, current_stream

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def leave_inference_mode(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorator that leaves inference mode, because training may use the tensors made inside."""
+    """Decorator that leaves inference mode, because training may use tensors of the function."""
 
     @functools.wraps(function)
     def call_outside(*args: Any) -> Result:
@@ -75,12 +75,12 @@ def make_unsharded(param: FSDPParam) -> None:
     param.init_unsharded_param()
 
 
-def release_outputs(param: FSDPParam, resharded_smaller: bool) -> None:
+def release_outputs(param: FSDPParam, reshards_to_smaller_mesh: bool) -> None:
     """Frees the gathered tensors if the extension allows it (torch 2.15).
 
     Keeps the tensors if the group reshards to a smaller mesh, because they contain its shards.
     """
     may_release = getattr(param._sharded_local_tensor, _RELEASES_OUTPUTS, None)
-    if may_release is not None and not resharded_smaller and may_release():
+    if may_release is not None and not reshards_to_smaller_mesh and may_release():
         for tensor in param.all_gather_outputs:
             free_storage(tensor)

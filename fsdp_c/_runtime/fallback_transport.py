@@ -18,7 +18,7 @@ import fsdp_c._C as _C
 
 _GATHERS = (torch_group.DefaultAllGather, torch_group.ProcessGroupAllocAllGather)
 _GATHER, _REDUCE, _ALL_REDUCE = range(3)
-_DEFAULTS = (
+_TORCH_COMMS = (
     *_GATHERS,
     torch_group.DefaultReduceScatter,
     torch_group.ProcessGroupAllocReduceScatter,
@@ -26,11 +26,11 @@ _DEFAULTS = (
 
 
 @contextlib.contextmanager
-def _enter_transport(group: Any, device: torch.device, comm: Any, use: int) -> Iterator[None]:
+def _enter_transport(group: Any, device: torch.device, comm: Any, operation: int) -> Iterator[None]:
     can_enter = (
-        device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
+        device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _TORCH_COMMS
     )
-    entered = _C.enter_direct(group, use) if can_enter else None
+    entered = _C.enter_direct(group, operation) if can_enter else None
     try:
         yield
     finally:
@@ -42,8 +42,8 @@ def use_transport(
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which collectives of ``group`` on the CPU use the negotiated transport.
 
-    ``comm`` is the object that calls the collectives. A custom object keeps its own transport, as
-    on all other ranks.
+    ``comm`` is the object that calls the collectives. The context has no effect on a custom object,
+    which chooses its own transport.
     """
     return _enter_transport(group, device, comm, _GATHER if type(comm) in _GATHERS else _REDUCE)
 
@@ -61,8 +61,8 @@ def use_all_reduce_transport(
 @contextlib.contextmanager
 def exclude_user_collectives() -> Iterator[None]:
     """Context for user hooks: their all-reduces do not count as gradient all-reduces."""
-    before = _C.set_gradient_all_reduce(False)
+    previous = _C.set_gradient_all_reduce(False)
     try:
         yield
     finally:
-        _C.set_gradient_all_reduce(before)
+        _C.set_gradient_all_reduce(previous)

@@ -63,7 +63,7 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def iterate_groups(model: nn.Module) -> Iterator[tuple[str, FSDPState, Any]]:
-    """Yields (name, state, group) for every group below ``model``, in module order."""
+    """Yields (name, state, group) for every group of ``model``, in module order."""
     names: dict[FSDPState, list[str]] = {}
     for name, module in model.named_modules():
         state = _get_module_fsdp_state(module)
@@ -77,7 +77,7 @@ def iterate_groups(model: nn.Module) -> Iterator[tuple[str, FSDPState, Any]]:
 
 
 def get_param_names(model: nn.Module, groups: list[tuple[str, Any]]) -> dict[int, str]:
-    """Maps the ``id`` of each ``FSDPParam`` to the parameter's name, from the root."""
+    """Maps the ``id`` of each ``FSDPParam`` to the parameter's qualified name in ``model``."""
     prefixes = {id(module): name for name, module in model.named_modules()}
     names = {}
     for _, param in iterate_params(groups):
@@ -95,14 +95,14 @@ def iterate_params(groups: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def list_registered_params(param: Any) -> list[Any]:
-    """Returns the parameter objects that a unit registers for one ``FSDPParam``."""
+    """Returns the parameters of one ``FSDPParam`` that exist: sharded, unsharded, post-forward."""
     names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
     values = (getattr(param, name, None) for name in names)
     return [value for value in values if value is not None]
 
 
-def iterate_slots(param: Any) -> Iterator[tuple[nn.Module, str]]:
-    """Yields the (module, name) pairs under which a parameter is registered."""
+def iterate_registrations(param: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Yields (module, name) of each registration of a parameter. A shared one has several."""
     info = param._module_info
     yield info.module, info.param_name
     yield from zip(info.shared_modules, info.shared_param_names)
@@ -110,10 +110,10 @@ def iterate_slots(param: Any) -> Iterator[tuple[nn.Module, str]]:
 
 def get_original_class(module: nn.Module) -> type:
     """Returns the class that the module had before it was sharded."""
-    kind = type(module)
+    cls = type(module)
     if isinstance(module, FSDPModule):
-        return kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
-    return kind
+        return cls.__mro__[cls._orig_cls_mro_index]  # type: ignore[attr-defined]
+    return cls
 
 
 def get_compute_dtype(param: Any) -> torch.dtype:

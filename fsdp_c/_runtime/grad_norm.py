@@ -31,6 +31,7 @@ _Groups = tuple[dist.ProcessGroup, ...]
 _GroupKey = tuple[tuple[tuple[int, ...], str], ...]
 GroupNames = tuple[tuple[str, ...], _GroupKey]
 Kinds = list[tuple[Any, Any]]
+"""The distinct (mesh, placements) of gradients. ``kind_of`` has the index for each gradient."""
 
 _PARALLEL_NUMEL = 32768
 """Elements above which torch's own operators use several threads."""
@@ -59,10 +60,10 @@ def scale_on_cpu(
     scaled = _C.clip_scale(tensors, max_norm, total, _PARALLEL_NUMEL, all_or_none)
     if scaled is None:
         return False
-    factor, large = scaled
-    if large:
+    factor, large_tensors = scaled
+    if large_tensors:
         with torch.no_grad():
-            torch._foreach_mul_(large, make_scalar(factor))
+            torch._foreach_mul_(large_tensors, make_scalar(factor))
     return True
 
 
@@ -79,7 +80,7 @@ def is_tracing() -> bool:
 # ---- any order, dtype, device and mixture of placements ------------------------------------------
 
 
-def clip_any(
+def clip_with_torch_operators(
     params: list[torch.Tensor],
     tensors: list[torch.Tensor],
     kinds: Kinds,
@@ -89,11 +90,12 @@ def clip_any(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
+    """Scales the local gradients ``tensors`` in place. Returns the total norm before scaling."""
     if not tensors:
         return torch.tensor(0.0)
     groups = [_get_shard_groups(mesh, placements) for mesh, placements in kinds]
-    first: dict[_GroupKey, _Groups] = {}
-    groups = [first.setdefault(_make_group_key(group), group) for group in groups]
+    groups_by_key: dict[_GroupKey, _Groups] = {}
+    groups = [groups_by_key.setdefault(_make_group_key(group), group) for group in groups]
     gradients = tensors
     if any(_is_partial(placements) for _, placements in kinds):
         gradients = [_sum_partial(param.grad) for param in params if param.grad is not None]
@@ -135,10 +137,10 @@ def _compute_total_norm(
     # Partition and order are torch's, because they determine the order of the last sum.
     parts = _group_tensors_by_device_and_dtype([tensors], with_indices=True)  # type: ignore[list-item]
     for (device, _), ((part,), indices) in parts.items():
-        local = torch.stack(_compute_local_norms(part, norm_type, device, foreach))  # type: ignore[arg-type]
-        norms.append(_reduce_norms(local, groups, [kind_of[i] for i in indices], norm_type))
-    first = tensors[0].device
-    stacked = norms[0] if len(norms) == 1 else torch.cat([norm.to(first) for norm in norms])
+        local_norms = torch.stack(_compute_local_norms(part, norm_type, device, foreach))  # type: ignore[arg-type]
+        norms.append(_reduce_norms(local_norms, groups, [kind_of[i] for i in indices], norm_type))
+    first_device = tensors[0].device
+    stacked = norms[0] if len(norms) == 1 else torch.cat([norm.to(first_device) for norm in norms])
     return torch.linalg.vector_norm(stacked, norm_type)
 
 
@@ -147,11 +149,11 @@ def _compute_local_norms(
 ) -> list[torch.Tensor]:
     if math.isinf(norm_type) or norm_type < 0:
         # An empty local tensor gets the neutral element of max, min or a sum of inverse powers.
-        neutral = 0.0 if norm_type > 0 else math.inf
+        neutral_norm = 0.0 if norm_type > 0 else math.inf
         non_empty = [tensor for tensor in tensors if tensor.numel() > 0]
         if len(non_empty) < len(tensors):
             norms = iter(_compute_local_norms(non_empty, norm_type, device, foreach))
-            return [next(norms) if t.numel() > 0 else t.new_full((), neutral) for t in tensors]
+            return [next(norms) if t.numel() > 0 else t.new_full((), neutral_norm) for t in tensors]
     if tensors and _choose_foreach(tensors, device, foreach):
         return list(torch._foreach_norm(tensors, norm_type))
     return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
@@ -199,8 +201,10 @@ def _all_reduce_norms(norms: torch.Tensor, groups: _Groups, norm_type: float) ->
 
 def _scale_grads(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
     # Other devices would need a synchronization to read the factor. Fake tensors have no values.
-    is_cheap = factor.device.type == "cpu" and type(factor) is torch.Tensor and not is_tracing()
-    if is_cheap and factor.item() == 1.0:
+    can_read_factor = (
+        factor.device.type == "cpu" and type(factor) is torch.Tensor and not is_tracing()
+    )
+    if can_read_factor and factor.item() == 1.0:
         return
     parts = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
     for (device, _), ((part,), _) in parts.items():
@@ -225,9 +229,9 @@ class PerMeshCache:
         key = (id(mesh), placements)  # the same object: an equal mesh may have other groups
         cached = self._cache.get(key)
         if cached is None or cached[0]() is not mesh:
-            live = {k: entry for k, entry in self._cache.items() if entry[0]() is not None}
+            live_entries = {k: entry for k, entry in self._cache.items() if entry[0]() is not None}
             cached = (weakref.ref(mesh), self._find(mesh, placements))
-            self._cache = {**live, key: cached}
+            self._cache = {**live_entries, key: cached}
         return cached[1]
 
 

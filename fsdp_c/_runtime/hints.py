@@ -24,24 +24,24 @@ Result = TypeVar("Result")
 _POLICY = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
 _FSDP1_ARGUMENTS = {
     "auto_wrap_policy": "fsdp_c.auto_shard(model, policy) takes the same policies",
-    "backward_prefetch": "units are prefetched anyway; set_modules_to_backward_prefetch() chooses",
+    "backward_prefetch": "leave it out; set_modules_to_backward_prefetch() sets the units",
     "cpu_offload": "pass offload_policy=CPUOffloadPolicy()",
     "device_id": "parameters go to the mesh's device: call torch.cuda.set_device(local_rank) first",
-    "device_mesh": "the argument is called mesh here",
-    "forward_prefetch": "set_modules_to_forward_prefetch() does it",
+    "device_mesh": "pass mesh",
+    "forward_prefetch": "call set_modules_to_forward_prefetch()",
     "ignored_modules": "pass ignored_params=set(module.parameters()), or use fsdp_c.auto_shard, "
     "which has ignored_modules",
     "ignored_states": "pass ignored_params=set(...)",
-    "limit_all_gathers": "leave it out: gathers are limited anyway",
+    "limit_all_gathers": "leave it out: fsdp_c always limits the all-gathers in flight",
     "mixed_precision": f"pass mp_policy={_POLICY}",
     "param_init_fn": "shard the model on the meta device, then model.to_empty(device=...) and "
     "initialize it",
-    "policy": "fsdp_c.auto_shard(model, policy) takes one",
+    "policy": "call fsdp_c.auto_shard(model, policy)",
     "process_group": "pass mesh=DeviceMesh.from_group(group, device_type)",
-    "sharding_strategy": "FULL_SHARD is the default, SHARD_GRAD_OP reshard_after_forward=False, "
-    "HYBRID_SHARD a 2-D mesh, and NO_SHARD fsdp_c.replicate",
+    "sharding_strategy": "FULL_SHARD is the default. SHARD_GRAD_OP is reshard_after_forward=False, "
+    "HYBRID_SHARD is a 2-D mesh, and NO_SHARD is fsdp_c.replicate",
     "sync_module_states": "load weights with fsdp_c.load_full_state_dict(model, state)",
-    "use_orig_params": "leave it out: parameters are always the original ones, as DTensors",
+    "use_orig_params": "leave it out: FSDP2 keeps the original parameters, as DTensors",
 }
 """Maps arguments of FSDP1 (and DDP) to their FSDP2 equivalents."""
 
@@ -62,21 +62,21 @@ def with_hint(error: BaseException, note: str) -> BaseException:
 
 def format_names(names: Iterable[str], limit: int = 3) -> str:
     """Returns the first ``limit`` names in quotes, and the number of further names."""
-    listed = list(names)
-    text = ", ".join(f"'{name}'" for name in listed[:limit])
-    return text + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+    listed_names = list(names)
+    text = ", ".join(f"'{name}'" for name in listed_names[:limit])
+    return text + (f" and {len(listed_names) - limit} more" if len(listed_names) > limit else "")
 
 
 def get_class_name(module: Any) -> str:
     """Returns the name of the class that a module had before it was sharded."""
-    kind = type(module)
+    cls = type(module)
     if isinstance(module, FSDPModule):
-        kind = kind.__mro__[kind._orig_cls_mro_index]
-    return kind.__name__
+        cls = cls.__mro__[cls._orig_cls_mro_index]
+    return cls.__name__
 
 
 @dataclass(frozen=True)
-class _Call:
+class _FailedCall:
     """The arguments and the exception of a failed call."""
 
     name: str
@@ -108,7 +108,7 @@ def hint_on_errors(function: Callable[P, Result]) -> Callable[P, Result]:
             return function(*args, **kwargs)
         except Exception as error:
             module = args[0] if args else kwargs.get("module")
-            note = _find_hint(_Call(name, module, dict(kwargs), error))
+            note = _find_hint(_FailedCall(name, module, dict(kwargs), error))
             if note is not None:
                 add_hint(error, note)
             raise
@@ -116,7 +116,7 @@ def hint_on_errors(function: Callable[P, Result]) -> Callable[P, Result]:
     return run
 
 
-def _find_hint(call: _Call) -> str | None:
+def _find_hint(call: _FailedCall) -> str | None:
     try:
         return next((note for rule in _RULES if (note := rule(call)) is not None), None)
     except Exception:  # arguments may be of any type; a rule must not raise another exception
@@ -126,14 +126,14 @@ def _find_hint(call: _Call) -> str | None:
 # ---- the arguments -------------------------------------------------------------------------------
 
 
-def _hint_on_keywords(call: _Call) -> str | None:
+def _hint_on_keywords(call: _FailedCall) -> str | None:
     if not isinstance(call.error, TypeError):
         return None
     text = str(call.error)
     if f"{call.name}()" not in text:
         return None
     if "positional argument" in text:
-        return f"All but the module goes by keyword: {call.name}(model, mesh=mesh, mp_policy=...)."
+        return f"Pass all arguments but the module by keyword: {call.name}(model, mesh=mesh)."
     if "unexpected keyword" not in text:
         return None
     remedies = [
@@ -142,15 +142,15 @@ def _hint_on_keywords(call: _Call) -> str | None:
     return "\n".join(remedies) or f"help({call.name}) lists the arguments."
 
 
-def _hint_on_module(call: _Call) -> str | None:
+def _hint_on_module(call: _FailedCall) -> str | None:
     if isinstance(call.module, (list, tuple)) and not call.module:
         return f"The list of modules is empty: {call.name} needs at least one module."
     for item in call.modules:
         kind = type(item).__name__
         if isinstance(item, type) and issubclass(item, nn.Module):
-            return f"{item.__name__} is a class: pass a module made of it, {item.__name__}(...)."
+            return f"{item.__name__} is a class: pass an instance, {item.__name__}(...)."
         if isinstance(item, torch.jit.ScriptModule):
-            return f"{kind} is scripted: shard the module that it was made from."
+            return f"{kind} is scripted: shard the module before torch.jit.script."
         if not isinstance(item, nn.Module):
             return (
                 f"{call.name} takes a module or a list of modules, and got "
@@ -161,16 +161,16 @@ def _hint_on_module(call: _Call) -> str | None:
     return None
 
 
-def _hint_on_container(call: _Call) -> str | None:
+def _hint_on_container(call: _FailedCall) -> str | None:
     if "do not implement forward" not in str(call.error):
         return None
     return (
-        f"A {call.classes} is never called itself. Shard its elements, for block in blocks: "
-        f"{call.name}(block), or all of them as one unit, {call.name}([*blocks])."
+        f"A {call.classes} has no forward. Shard each element, for block in blocks: "
+        f"{call.name}(block), or all elements as one unit, {call.name}([*blocks])."
     )
 
 
-def _hint_on_process_group(call: _Call) -> str | None:
+def _hint_on_process_group(call: _FailedCall) -> str | None:
     if not dist.is_available() or dist.is_initialized():
         return None
     return (
@@ -179,12 +179,12 @@ def _hint_on_process_group(call: _Call) -> str | None:
     )
 
 
-def _hint_on_mesh(call: _Call) -> str | None:
+def _hint_on_mesh(call: _FailedCall) -> str | None:
     mesh = call.kwargs.get("mesh")
     if mesh is None:
         return None
     if isinstance(mesh, dist.ProcessGroup):
-        return "mesh: make a mesh of the process group with DeviceMesh.from_group(group, 'cuda')."
+        return "mesh: pass a mesh of the process group, DeviceMesh.from_group(group, 'cuda')."
     if not isinstance(mesh, DeviceMesh):
         return (
             f"mesh: a DeviceMesh, not the {type(mesh).__name__} {mesh!r}. For example "
@@ -192,16 +192,16 @@ def _hint_on_mesh(call: _Call) -> str | None:
         )
     if mesh.get_coordinate() is None:
         return (
-            f"mesh: rank {dist.get_rank()} is not among its ranks {mesh.mesh.tolist()}, so it must "
-            f"not call {call.name}."
+            f"mesh: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: call "
+            f"{call.name} on the ranks of the mesh only."
         )
     names = mesh.mesh_dim_names
     if mesh.ndim > 2:
         return (
-            f"mesh: pass the part of it to shard over, for example mesh['{names[-1]}']"
+            f"mesh: pass the dimensions to shard over, such as mesh['{names[-1]}']"
             if names
-            else "mesh: pass a 1-D or 2-D part of it"
-        ) + f"; the rest of its {mesh.ndim} dimensions is for other kinds of parallelism."
+            else "mesh: pass a 1-D or 2-D submesh"
+        ) + f"; the mesh has {mesh.ndim} dimensions, and fully_shard uses at most 2."
     if mesh.ndim == 2 and not names:
         return (
             "mesh: name its dimensions, init_device_mesh(device, shape, "
@@ -210,7 +210,7 @@ def _hint_on_mesh(call: _Call) -> str | None:
     return None
 
 
-def _hint_on_policies(call: _Call) -> str | None:
+def _hint_on_policies(call: _FailedCall) -> str | None:
     policy = call.kwargs.get("mp_policy", MixedPrecisionPolicy())
     if not isinstance(policy, MixedPrecisionPolicy):
         return f"mp_policy: pass {_POLICY}, not {policy!r}; leave it out for full precision."
@@ -221,14 +221,14 @@ def _hint_on_policies(call: _Call) -> str | None:
     return None
 
 
-def _hint_on_offload(call: _Call) -> str | None:
+def _hint_on_offload(call: _FailedCall) -> str | None:
     policy = call.kwargs.get("offload_policy", OffloadPolicy())
     if not isinstance(policy, OffloadPolicy):
         return f"offload_policy: pass CPUOffloadPolicy(), not {policy!r}."
     return None
 
 
-def _hint_on_ignored(call: _Call) -> str | None:
+def _hint_on_ignored(call: _FailedCall) -> str | None:
     ignored = call.kwargs.get("ignored_params")
     if ignored is None or isinstance(ignored, (set, frozenset)):
         return None
@@ -239,7 +239,7 @@ def _hint_on_ignored(call: _Call) -> str | None:
     )
 
 
-def _hint_on_reshard(call: _Call) -> str | None:
+def _hint_on_reshard(call: _FailedCall) -> str | None:
     if "reshard_after_forward" not in str(call.error):
         return None
     world = dist.get_world_size()
@@ -252,7 +252,7 @@ def _hint_on_reshard(call: _Call) -> str | None:
     )
 
 
-def _hint_on_placement(call: _Call) -> str | None:
+def _hint_on_placement(call: _FailedCall) -> str | None:
     function = call.kwargs.get("shard_placement_fn")
     if function is None:
         return None
@@ -273,8 +273,8 @@ def _hint_on_placement(call: _Call) -> str | None:
             return f"'{name}' has {param.ndim} dimensions: return Shard(0) or None for it."
         if dim % param.ndim and param.size(dim) % world:
             return (
-                f"'{name}' of {tuple(param.shape)} cannot be cut evenly in dimension {dim}: return "
-                "None for it, which cuts dimension 0, evenly or not."
+                f"'{name}' of {tuple(param.shape)} cannot be sharded evenly on dimension {dim}: "
+                "return None for it, which shards dimension 0, also unevenly."
             )
     return None
 
@@ -282,27 +282,27 @@ def _hint_on_placement(call: _Call) -> str | None:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def _hint_on_second_call(call: _Call) -> str | None:
+def _hint_on_second_call(call: _FailedCall) -> str | None:
     text = str(call.error)
     if "can only be applied to a module once" in text:
         return (
-            f"{call.classes} is sharded already: look for a second call, or for auto_shard (or a "
-            f"trainer that shards) besides {call.name}."
+            f"{call.classes} is already sharded: remove the second call of {call.name}, or the "
+            "call of auto_shard or of a trainer that shards the module, too."
         )
     if "already managed by `fully_shard`" in text or "more than once" in text:
         return (
-            f"{call.classes} is taken already: a module has either fully_shard or replicate; for "
-            "replicas of shards give fully_shard a 2-D mesh."
+            f"{call.classes} is already sharded or replicated: apply only one of fully_shard and "
+            "replicate to a module. For HSDP pass a 2-D mesh to fully_shard."
         )
     return None
 
 
-def _hint_on_order(call: _Call) -> str | None:
+def _hint_on_order(call: _FailedCall) -> str | None:
     if call.kwargs.get("dp_mesh_dims") is not None:
         return None
     names = [name for name, param in call.parameters() if isinstance(param, DTensor)]
-    managed = [m for m in call.modules if hasattr(m, "_is_fsdp_managed_module")]
-    if not names or not managed:
+    managed_modules = [m for m in call.modules if hasattr(m, "_is_fsdp_managed_module")]
+    if not names or not managed_modules:
         return None
     return (
         f"{format_names(names)} of {call.classes} were sharded by the {call.name} call of a module "
@@ -310,17 +310,17 @@ def _hint_on_order(call: _Call) -> str | None:
     )
 
 
-def _hint_on_scalar(call: _Call) -> str | None:
+def _hint_on_scalar(call: _FailedCall) -> str | None:
     names = [name for name, param in call.parameters() if param.ndim == 0]
     if not names or "scalar" not in str(call.error):
         return None
     return (
-        f"{format_names(names)} of {call.classes}: make it nn.Parameter(torch.ones(1)), which "
-        "computes the same, or name it in ignored_params."
+        f"{format_names(names)} of {call.classes}: use nn.Parameter(torch.ones(1)) instead, which "
+        "broadcasts equally, or add the parameter to ignored_params."
     )
 
 
-_RULES: tuple[Callable[[_Call], str | None], ...] = (
+_RULES: tuple[Callable[[_FailedCall], str | None], ...] = (
     _hint_on_keywords,
     _hint_on_module,
     _hint_on_process_group,

@@ -1,7 +1,7 @@
 """Shards parameters and registers states on modules, for ``fully_shard`` and ``replicate``.
 
-:func:`shard_modules` takes a snapshot before its first change. The caller restores the
-snapshot if ``shard_modules`` raises.
+:func:`shard_modules` takes a snapshot before its first change. The caller restores the snapshot if
+``shard_modules`` raises.
 """
 
 from __future__ import annotations
@@ -86,24 +86,26 @@ def shard_modules(
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _check_not_applied(api, modules)
-    managed = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
-    params, buffers = _get_managed_states(managed, ignored_params)
+    managed_modules = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
+    params, buffers = _get_managed_states(managed_modules, ignored_params)
     _validate_params(params, modules)
-    split = meshes.split(params)
-    infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
-    holders = [m for info in infos.values() for m in (info.module, *info.shared_modules)]
-    transaction.set_snapshot(ModuleSnapshot([*modules, *managed, *holders], [*params, *buffers]))
+    parts = meshes.split(params)
+    module_infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
+    holders = [m for info in module_infos.values() for m in (info.module, *info.shared_modules)]
+    transaction.set_snapshot(
+        ModuleSnapshot([*modules, *managed_modules, *holders], [*params, *buffers])
+    )
     _move_states_to_device(params, buffers, device)
     state = api.state_class()
     _store_state(api, state, modules)
     state.init(modules, device, policies[0], auto_reshard_after_forward)
     state._fsdp_param_groups = [
-        _make_group(state, modules, infos, part, device, policies) for part in split
+        _make_group(state, modules, module_infos, part, device, policies) for part in parts
     ]
     for index, group in enumerate(state._fsdp_param_groups):
-        group._set_unit(state, index, len(split))
+        group._set_unit(state, index, len(parts))
     _swap_classes(api, modules)
-    for managed_module in managed if api.marks_modules else ():
+    for managed_module in managed_modules if api.marks_modules else ():
         managed_module._is_fsdp_managed_module = True  # type: ignore[assignment]
         managed_module._fsdp_use_orig_params = True  # type: ignore[assignment]
     return state
@@ -172,14 +174,14 @@ class MeshArguments(NamedTuple):
 def _make_group(
     state: State,
     modules: tuple[nn.Module, ...],
-    infos: dict[nn.Parameter, ParamModuleInfo],
+    module_infos: dict[nn.Parameter, ParamModuleInfo],
     part: _GroupParams,
     device: torch.device,
     policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
 ) -> ParamGroup:
-    make = ParamFactory(part.mesh_info, part.post_forward, device, *policies)
+    factory = ParamFactory(part.mesh_info, part.post_forward, device, *policies)
     fsdp_params = [
-        make(param, infos[param], placement)
+        factory(param, module_infos[param], placement)
         for param, placement in zip(part.params, part.placements)
     ]
     group = ParamGroup(
@@ -212,8 +214,8 @@ def _check_not_applied(api: WrapperApi, modules: tuple[nn.Module, ...]) -> None:
 def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
     for param in params:
         if not param.is_contiguous():
-            named = (pair for module in modules for pair in module.named_parameters())
-            name = next((name for name, parameter in named if parameter is param), None)
+            named_params = (pair for module in modules for pair in module.named_parameters())
+            name = next((name for name, parameter in named_params if parameter is param), None)
             error = NotImplementedError(
                 "FSDP does not support non-contiguous parameters yet: "
                 f"param.shape={param.shape} param.stride()={param.stride()}"
@@ -226,10 +228,10 @@ def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...])
 
 def _store_state(api: WrapperApi, state: State, modules: tuple[nn.Module, ...]) -> None:
     """Stores the state where torch's ``fully_shard.state`` and ``contract`` read it."""
-    item = RegistryItem()
+    registry_item = RegistryItem()
     for module in modules:
         module.__dict__.setdefault(STATE_KEY, OrderedDict())[api.contract_key] = state
-        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[api.name] = item
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[api.name] = registry_item
 
 
 def _swap_classes(api: WrapperApi, modules: tuple[nn.Module, ...]) -> None:

@@ -1,7 +1,7 @@
 """CUDA kernels without nvcc: NVRTC compiles them at first use, and the driver loads them.
 
-``FSDP_C_JIT=1`` enables this module. Compilation was tested for every architecture, and launches
-with a simulated driver. The kernels have not run on a GPU yet.
+``FSDP_C_JIT=1`` enables this module. The tests compile for every architecture, and launch with a
+simulated driver. The kernels have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import fsdp_c._C as _C
 from .env import is_env_enabled
 from .nvrtc import ENTRIES, Nvrtc, find_libraries
 
-_kept: list[object] = []
-"""Objects whose addresses the extension uses. They are never freed."""
+_objects_in_use: list[object] = []
+"""Objects whose addresses the extension uses. The process never frees them."""
 
 
 def is_jit_requested() -> bool:
@@ -29,41 +29,43 @@ def _check_result(code: int, operation: str) -> None:
         raise RuntimeError(f"{operation} failed with CUresult {code}")
 
 
-def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int]:
-    """Loads ``code``. Returns the addresses of ``cuLaunchKernel`` and of the two kernels.
+def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> tuple[int, int, int]:
+    """Loads ``cubin``. Returns the addresses of ``cuLaunchKernel`` and of the two kernels.
 
     Raises:
-        RuntimeError: The driver cannot load the code.
+        RuntimeError: The driver cannot load the cubin.
         AttributeError: The driver is older than CUDA 12.
     """
     library = ctypes.c_void_p()
-    text = ctypes.create_string_buffer(code, len(code))
-    none = (None, None, ctypes.c_uint(0), None, None, ctypes.c_uint(0))
-    _check_result(driver.cuLibraryLoadData(ctypes.byref(library), text, *none), "cuLibraryLoadData")
+    image = ctypes.create_string_buffer(cubin, len(cubin))
+    no_options = (None, None, ctypes.c_uint(0), None, None, ctypes.c_uint(0))
+    _check_result(
+        driver.cuLibraryLoadData(ctypes.byref(library), image, *no_options), "cuLibraryLoadData"
+    )
     functions = []
     for name in ENTRIES:
         kernel = ctypes.c_void_p()
         status = driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
         _check_result(status, f"cuLibraryGetKernel of {name}")
         functions.append(kernel.value or 0)
-    _kept[:] = [driver, library, text]
+    _objects_in_use[:] = [driver, library, image]
     launch = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0
     return launch, functions[0], functions[1]
 
 
 def build_kernels(device: torch.device) -> tuple[int, int, int]:
-    """Compiles the kernels for the architecture of ``device``. Returns the result of :func:`load`.
+    """Compiles and loads the kernels for ``device``; returns the result of :func:`load_kernels`.
 
     Raises:
         RuntimeError, OSError, AttributeError: NVRTC or the driver is missing, too old, or fails.
     """
     libraries = find_libraries()
     if not libraries:
-        raise RuntimeError("no libnvrtc beside torch")
+        raise RuntimeError("found no libnvrtc that pip installed with torch")
     major, minor = torch.cuda.get_device_capability(device)
-    code = Nvrtc(libraries[-1]).compile(10 * major + minor)
+    cubin = Nvrtc(libraries[-1]).compile(10 * major + minor)
     torch.cuda.init()
-    return load(ctypes.CDLL("libcuda.so.1"), code)
+    return load_kernels(ctypes.CDLL("libcuda.so.1"), cubin)
 
 
 def install_kernels(device: torch.device) -> None:

@@ -35,7 +35,7 @@ def log_kernels(device: torch.device) -> None:
         try:
             jit.install_kernels(device)
         except (RuntimeError, OSError, AttributeError) as error:
-            logger.warning("fsdp_c: NVRTC has made no kernels: %s", error)
+            logger.warning("fsdp_c: NVRTC did not compile kernels: %s", error)
     has_no_cuda_kernels = (
         device.type == "cuda" and _C.kernels_of(device) == "torch" and not torch.version.hip
     )
@@ -44,8 +44,8 @@ def log_kernels(device: torch.device) -> None:
         "fsdp_c: memory is packed and unpacked on %s by %s%s",
         device.type,
         describe_kernels(device),
-        ": it was built without nvcc, or for another CUDA release (FSDP_C_JIT=1 has NVRTC compile "
-        "kernels)"
+        ": fsdp_c was built without nvcc, or for another CUDA release (FSDP_C_JIT=1 compiles "
+        "kernels with NVRTC)"
         if has_no_cuda_kernels
         else "",
     )

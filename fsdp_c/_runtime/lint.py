@@ -27,7 +27,7 @@ from .fsdp_units import (
     get_original_class,
     get_param_names,
     iterate_groups,
-    iterate_slots,
+    iterate_registrations,
 )
 from .hints import format_names
 
@@ -86,15 +86,15 @@ def _check_units(root: nn.Module) -> list[str]:
 def check_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
     """Warns about arguments of ``fully_shard`` that torch accepts but that have no effect."""
     if isinstance(mp_policy, type):
-        warn_once(f"mp_policy is the class {mp_policy.__name__}: pass an object, with the dtypes")
+        warn_once(f"mp_policy is the class {mp_policy.__name__}: pass an instance with the dtypes")
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
         warn_once(f"offload_policy={offload_policy!r} offloads nothing: pass CPUOffloadPolicy()")
     if isinstance(ignored_params, (set, frozenset)):
-        others = {type(item).__name__ for item in ignored_params if not torch.is_tensor(item)}
-        if others:
+        other_types = {type(item).__name__ for item in ignored_params if not torch.is_tensor(item)}
+        if other_types:
             warn_once(
-                f"ignored_params has a {', a '.join(sorted(others))} in it, which ignores nothing: "
-                "it is a set of parameters, set(module.parameters())"
+                f"ignored_params contains a {', a '.join(sorted(other_types))}, which ignores "
+                "nothing: pass a set of parameters, set(module.parameters())"
             )
 
 
@@ -127,19 +127,19 @@ def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
         for _, group in groups
         if group in state._fsdp_param_groups
         for param in group.fsdp_params
-        for module, _ in iterate_slots(param)
+        for module, _ in iterate_registrations(param)
     }
-    missed = [
+    unsharded_layers = [
         name
         for name, layer in _iterate_repeated_layers(model)
         if any(id(module) in root_ids for module in layer.modules())
     ]
-    if not missed:
+    if not unsharded_layers:
         return []
     return [
-        f"{format_names(missed)} are repeated layers but no units: their parameters are gathered "
-        "with the root's and stay unsharded through forward and backward. Call fully_shard on each "
-        "before the root"
+        f"{format_names(unsharded_layers)} are repeated layers but no units: their parameters "
+        "are gathered with the root's and stay unsharded through forward and backward. Call "
+        "fully_shard on each before the root"
     ]
 
 
@@ -149,16 +149,20 @@ def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
     if state is None:
         return []
     root_ids = {id(group) for group in state._fsdp_param_groups}
-    inner = {group.mp_policy.param_dtype for _, group in groups if id(group) not in root_ids}
-    outer = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
-    if state._mp_policy.param_dtype is not None or not outer or inner - {None} != inner:
+    unit_dtypes = {group.mp_policy.param_dtype for _, group in groups if id(group) not in root_ids}
+    root_params = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
+    if (
+        state._mp_policy.param_dtype is not None
+        or not root_params
+        or unit_dtypes - {None} != unit_dtypes
+    ):
         return []
     names = get_param_names(model, groups)
-    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in inner))
+    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in unit_dtypes))
     return [
-        f"the blocks compute in {dtypes}, but {format_names([names[id(p)] for p in outer])} "
+        f"the blocks compute in {dtypes}, but {format_names([names[id(p)] for p in root_params])} "
         "in the root in full precision: pass mp_policy to the root's fully_shard, too"
-    ] * bool(inner)
+    ] * bool(unit_dtypes)
 
 
 def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
@@ -186,9 +190,11 @@ def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[s
 
 def check_data_parallel(model: nn.Module) -> list[str]:
     """Reports ``DistributedDataParallel`` modules around sharded parameters."""
-    wrapped = [name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)]
+    ddp_names = [
+        name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)
+    ]
     return [
-        f"{format_names([name or type(model).__name__ for name in wrapped])} are "
+        f"{format_names([name or type(model).__name__ for name in ddp_names])} are "
         "DistributedDataParallel, whose gradients are reduced twice or not at all: shard "
         "model.module instead"
-    ] * bool(wrapped)
+    ] * bool(ddp_names)

@@ -1,8 +1,8 @@
 """Warnings about parameters that were replaced after sharding, and optimizers of stale parameters.
 
 A parameter registration hook records parameters that are registered on sharded modules. An
-optimizer step pre-hook checks the recorded parameters. At the first step of each optimizer, it
-also checks the parameters of the optimizer.
+optimizer step pre-hook checks the recorded parameters. At the first step of each optimizer, the
+pre-hook also checks the parameters of the optimizer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._compat import patches
-from .fsdp_units import iterate_slots, list_registered_params
+from .fsdp_units import iterate_registrations, list_registered_params
 from .hints import format_names
 from .lint import warn_once
 
 # No weak references to parameters: torch.utils.swap_tensors refuses tensors that have one.
 _params_by_uid: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Maps torch's uid of an original parameter to the ``FSDPParam`` that replaced it."""
-_params_by_slot: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+_params_by_registration: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
+    weakref.WeakKeyDictionary()
+)
 """Maps a module to its sharded parameters: name to weak reference to the ``FSDPParam``."""
-_replaced_slots: dict[tuple[int, str], tuple[Any, int]] = {}
+_replaced_registrations: dict[tuple[int, str], tuple[Any, int]] = {}
 """Maps (id of module, name) to the ``FSDPParam`` and the ``id`` of the replacement."""
 _checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -36,24 +38,26 @@ def record_sharded_params(fsdp_params: Iterable[Any]) -> None:
     for fsdp_param in fsdp_params:
         reference = weakref.ref(fsdp_param)
         _params_by_uid[fsdp_param._orig_param_uid] = fsdp_param
-        for module, name in iterate_slots(fsdp_param):
-            _params_by_slot.setdefault(module, {})[name] = reference
+        for module, name in iterate_registrations(fsdp_param):
+            _params_by_registration.setdefault(module, {})[name] = reference
 
 
 def _record_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    slots = _params_by_slot.get(module)
-    fsdp_param = slots[name]() if slots is not None and name in slots else None
+    params_by_name = _params_by_registration.get(module)
+    fsdp_param = (
+        params_by_name[name]() if params_by_name is not None and name in params_by_name else None
+    )
     if fsdp_param is not None and all(
-        own is not parameter for own in list_registered_params(fsdp_param)
+        registered is not parameter for registered in list_registered_params(fsdp_param)
     ):
-        _replaced_slots[id(module), name] = (weakref.ref(fsdp_param), id(parameter))
+        _replaced_registrations[id(module), name] = (weakref.ref(fsdp_param), id(parameter))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # a compiled step inlines its hooks, and this code would break the graph
-    if _replaced_slots:
-        _check_replaced_slots()
+    if _replaced_registrations:
+        _check_replaced_registrations()
     if optimizer not in _checked_optimizers:
         _checked_optimizers.add(optimizer)
         _check_optimizer(optimizer)
@@ -72,16 +76,16 @@ patches.apply_with_first_model(
 )
 
 
-def _check_replaced_slots() -> None:
-    replaced = []
-    for reference, param_id in _replaced_slots.values():
+def _check_replaced_registrations() -> None:
+    replaced_names = []
+    for reference, param_id in _replaced_registrations.values():
         fsdp_param = reference()
         # load_state_dict(assign=True) registers parameters that the unit then uses.
         if fsdp_param is not None and id(fsdp_param.sharded_param) != param_id:
-            replaced.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
-    _replaced_slots.clear()
-    if replaced:
-        warn_once(format_replaced(replaced))
+            replaced_names.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
+    _replaced_registrations.clear()
+    if replaced_names:
+        warn_once(format_replaced(replaced_names))
 
 
 def format_replaced(names: list[str]) -> str:
@@ -94,15 +98,16 @@ def format_replaced(names: list[str]) -> str:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    stale = []
-    for parameter in held:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    stale_names = []
+    for parameter in params:
         fsdp_param = _params_by_uid.get(getattr(parameter, "_fsdp_orig_uid", -1))
         if fsdp_param is not None and fsdp_param.sharded_param is not parameter:
-            stale.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
-    if stale:
+            stale_names.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
+    if stale_names:
         warn_once(
-            f"{type(optimizer).__name__} holds {len(stale)} of {len(held)} parameters as they were "
-            f"before sharding ({format_names(stale)}): it was built before fully_shard, which "
-            "replaces parameters, and does not train them. Build it after the last fully_shard"
+            f"{type(optimizer).__name__} holds {len(stale_names)} of {len(params)} parameters as "
+            f"they were before sharding ({format_names(stale_names)}): it was built before "
+            "fully_shard, which replaces parameters, and does not train them. Build it after the "
+            "last fully_shard"
         )

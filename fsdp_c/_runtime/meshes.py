@@ -56,7 +56,7 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
     If a group raises, restores the previous value, notifies the groups again and raises.
     """
     absent = object()
-    before = self.__dict__.get(name, absent)
+    previous = self.__dict__.get(name, absent)
     object.__setattr__(self, name, value)
     # An object that was created from a notifying class has no subscribers.
     subscribers = list(self.__dict__.get(_SUBSCRIBERS, ()))
@@ -64,10 +64,10 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
         for group in subscribers:
             group._refresh_process_groups()
     except BaseException:
-        if before is absent:
+        if previous is absent:
             object.__delattr__(self, name)
         else:
-            object.__setattr__(self, name, before)
+            object.__setattr__(self, name, previous)
         for group in subscribers:
             group._refresh_process_groups()
         raise
@@ -96,7 +96,7 @@ def subscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
     cls: Any = type(info)
     if cls.__setattr__ is not _set_and_notify:
         info_id = id(info)
-        patches.apply(patches.Scope.MODELS, "mesh infos", lambda: _restore_all)
+        patches.apply(patches.Scope.MODELS, "mesh infos", lambda: _restore_unused_classes)
         _subscribed[info_id] = weakref.ref(info, lambda _: _subscribed.pop(info_id, None))
         info.__class__ = _make_notifying_class(cls)
 
@@ -105,7 +105,7 @@ def unsubscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
     """Undoes :func:`subscribe`. Restores the class of ``info`` if no other group uses it."""
     info.__dict__.get(_SUBSCRIBERS, set()).discard(group)
     if not _has_subscribers(info):
-        _restore(info)
+        _restore_class(info)
 
 
 def _has_subscribers(info: DataParallelMeshInfo) -> bool:
@@ -113,16 +113,16 @@ def _has_subscribers(info: DataParallelMeshInfo) -> bool:
     return any(True for _ in info.__dict__.get(_SUBSCRIBERS, ()))
 
 
-def _restore_all() -> bool:
-    """Restores the classes of mesh infos without subscribers. Returns whether all are restored."""
+def _restore_unused_classes() -> bool:
+    """Restores the classes of mesh infos without subscribers. Returns whether none is left."""
     infos = [info for reference in list(_subscribed.values()) if (info := reference()) is not None]
     for info in infos:
         if not _has_subscribers(info):
-            _restore(info)
+            _restore_class(info)
     return not any(map(_has_subscribers, infos))
 
 
-def _restore(info: DataParallelMeshInfo) -> None:
+def _restore_class(info: DataParallelMeshInfo) -> None:
     cls: Any = type(info)
     if cls.__dict__.get("__setattr__") is _set_and_notify:  # otherwise other code derived a class
         info.__dict__.pop(_SUBSCRIBERS, None)

@@ -109,21 +109,27 @@ def make_dtype_error(value: str) -> Exception:
 
 
 def get_reduce_dtype(
-    policy: torch_fsdp.MixedPrecisionPolicy, stored: torch.dtype, computed: torch.dtype | None
+    policy: torch_fsdp.MixedPrecisionPolicy,
+    stored_dtype: torch.dtype,
+    compute_dtype: torch.dtype | None,
 ) -> torch.dtype | None:
     """Returns the dtype in which gradients are reduced, as in the installed torch.
 
     Args:
         policy: The policy. Its ``reduce_dtype`` has priority.
-        stored: The parameter's own dtype.
-        computed: The compute dtype; ``None`` means ``stored``.
+        stored_dtype: The parameter's own dtype.
+        compute_dtype: The compute dtype; ``None`` means ``stored_dtype``.
 
     Returns:
         The dtype, or ``None`` for the dtype of the gradients.
     """
     if policy.reduce_dtype is not None or not REDUCES_AS_STORED:
         return policy.reduce_dtype
-    return stored if stored.is_floating_point and computed not in (None, stored) else None
+    return (
+        stored_dtype
+        if stored_dtype.is_floating_point and compute_dtype not in (None, stored_dtype)
+        else None
+    )
 
 
 def get_widest_stored_dtype(params: Iterable[Any]) -> torch.dtype | None:
@@ -158,5 +164,5 @@ class CastingParam:
 
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
         dtype = self._param.sharded_grad_dtype or tensor.dtype
-        real = tensor if dtype.is_complex else torch.real(tensor)
-        return self._param.to_sharded_dtensor(real.to(dtype).contiguous())
+        converted = tensor if dtype.is_complex else torch.real(tensor)
+        return self._param.to_sharded_dtensor(converted.to(dtype).contiguous())

@@ -18,8 +18,8 @@ from .torch215_methods import METHODS
 
 
 def _iterate_groups(module: Any, recurse: bool) -> Iterator[Any]:
-    for sharded in list_sharded_modules(module) if recurse else [module]:
-        yield from sharded._get_fsdp_state()._fsdp_param_groups
+    for sharded_module in list_sharded_modules(module) if recurse else [module]:
+        yield from sharded_module._get_fsdp_state()._fsdp_param_groups
 
 
 def _reset_iter_state(self: Any) -> None:

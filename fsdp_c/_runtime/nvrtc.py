@@ -39,7 +39,7 @@ class Nvrtc:
             self.lib.nvrtcGetErrorString.restype = ctypes.c_char_p
             raise RuntimeError(self.lib.nvrtcGetErrorString(code).decode())
 
-    def archs(self) -> list[int]:
+    def list_architectures(self) -> list[int]:
         """Returns the architectures that this NVRTC supports, such as 90."""
         count = ctypes.c_int()
         self._check(self.lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
@@ -70,7 +70,7 @@ class Nvrtc:
             options += [f"--gpu-architecture=sm_{arch}".encode()]
             option_array = (ctypes.c_char_p * len(options))(*options)
             if self.lib.nvrtcCompileProgram(program, len(options), option_array) != 0:
-                raise RuntimeError(self._log(program))
+                raise RuntimeError(self._get_log(program))
             return self._get_output(program, "CUBIN")
         finally:
             self.lib.nvrtcDestroyProgram(ctypes.byref(program))
@@ -82,12 +82,12 @@ class Nvrtc:
         self._check(getattr(self.lib, f"nvrtcGet{output}")(program, text))
         return text.raw
 
-    def _log(self, program: ctypes.c_void_p) -> str:
+    def _get_log(self, program: ctypes.c_void_p) -> str:
         return self._get_output(program, "ProgramLog").rstrip(b"\0").decode()
 
 
 def find_libraries() -> list[Path]:
-    """Returns the NVRTC libraries that pip has installed with torch."""
+    """Returns the NVRTC libraries that pip has installed with torch, sorted by path."""
     import torch
 
     packages = Path(torch.__file__).resolve().parents[1] / "nvidia"

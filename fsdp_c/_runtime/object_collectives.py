@@ -23,7 +23,7 @@ def gather_objects(item: Any) -> list[Any]:
     padded[: own_data.numel()] = own_data
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded)
-    return [_unpickle_tensor(padded[:size]) for padded, size in zip(rows, sizes)]
+    return [_unpickle_tensor(row[:size]) for row, size in zip(rows, sizes)]
 
 
 def broadcast_object(item: Any, src: int, group: dist.ProcessGroup | None) -> Any:

@@ -118,12 +118,12 @@ class Param(ReplaceableShard):
                 f"FSDP does not support uneven sharding on dim {dim}: "
                 f"{local.size()} (world size: {world})"
             )
-        forward = _get_smaller_mesh(mesh_info, post_forward_mesh_info)
-        if forward is not None and isinstance(param, DTensor):
+        smaller_mesh = _get_smaller_mesh(mesh_info, post_forward_mesh_info)
+        if smaller_mesh is not None and isinstance(param, DTensor):
             raise NotImplementedError(
                 "Resharding to smaller mesh is not supported for DTensor parameters yet"
             )
-        _C.Param.__init__(self, tuple(local.size()), dim, world, rank, forward)
+        _C.Param.__init__(self, tuple(local.size()), dim, world, rank, smaller_mesh)
         self._policy_dtype = get_compute_dtype(mp_policy, param)
         self._group: weakref.ref[GroupOfParam] | None = None
         self._orig_class: type = type(param)
@@ -159,9 +159,9 @@ class Param(ReplaceableShard):
         self._orig_param_uid = orig_param_uid(param)
         self.fsdp_placement = Shard(dim)
         self._shard(param)
-        if forward is not None:
-            rows = -(-self._orig_size[0] // forward[0])
-            start = min(forward[1] * rows, self._orig_size[0])
+        if smaller_mesh is not None:
+            rows = -(-self._orig_size[0] // smaller_mesh[0])
+            start = min(smaller_mesh[1] * rows, self._orig_size[0])
             own_rows = min(rows, self._orig_size[0] - start)
             self.sharded_post_forward_size = torch.Size((own_rows, *self._orig_size[1:]))
             self.contiguous_sharded_post_forward_stride = make_contiguous_strides_for(
@@ -181,20 +181,20 @@ class Param(ReplaceableShard):
         """
         self._orig_class = nn.Parameter
         self._orig_attributes = {}
-        self._adopted = self.sharded_param._local_tensor
+        self._adopted_tensor = self.sharded_param._local_tensor
         self.init_dtype_attrs(self.mp_policy)
         self._note_shard()
 
     def register(self) -> None:
         """Registers the sharded parameter on every module that has the original parameter."""
         info = self._module_info
-        slots = [(info.module, info.param_name)]
-        slots += zip(info.shared_modules, info.shared_param_names)
+        registrations = [(info.module, info.param_name)]
+        registrations += zip(info.shared_modules, info.shared_param_names)
         uses_default_setattr = [
             getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
-            for module, _ in slots
+            for module, _ in registrations
         ]
-        self._set_slots(slots, uses_default_setattr)
+        self._set_slots(registrations, uses_default_setattr)
         self._register_sharded()
         if find_overridden_methods(self, Param) & _C.CALL_SWAP:
             self._setattr_on_modules(self.sharded_param)
@@ -341,12 +341,12 @@ class Param(ReplaceableShard):
 
     def init_unsharded_param(self) -> None:
         """Makes the unsharded parameter. All-gather extensions use torch's method instead."""
-        extended = hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
-        if not extended and not hasattr(self, "_unsharded_param"):
+        has_extension = hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
+        if not has_extension and not hasattr(self, "_unsharded_param"):
             self._unsharded_param = self._make_unsharded(self.all_gather_outputs[0])
             return
         super().init_unsharded_param()
-        if extended:
+        if has_extension:
             smaller = _get_smaller_mesh(self.mesh_info, self.post_forward_mesh_info)
             extensions.release_outputs(self, smaller is not None)
 

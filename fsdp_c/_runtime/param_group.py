@@ -49,7 +49,7 @@ class ParamGroup(GroupCommunication):
         device: Device of collectives and unsharded parameters.
         mp_policy: Mixed precision.
         offload_policy: Whether shards are in CPU memory.
-        comm_ctx: Communication context of the state until lazy init shares the root's.
+        comm_ctx: Communication context of the state. Lazy init replaces it by the root's.
     """
 
     # Attributes of torch's groups. The core owns the events and buffers and waits for them.
@@ -93,7 +93,7 @@ class ParamGroup(GroupCommunication):
         self._all_reduce_hook_stream: Any = None
         self._fallback_gathered: Any = None
         self._fallback_events: list[Any] = []
-        self._offloaded: Any = None
+        self._offload_event: Any = None
         self._patch_lease = patches.lease()
         zero_grad.register_group(self)
         subscribe(mesh_info, self)
@@ -151,13 +151,13 @@ class ParamGroup(GroupCommunication):
                 self._init_reduce_dtype()
 
     def _validate_no_meta_params(self) -> None:
-        on_meta = [
+        meta_params = [
             param
             for param in self.fsdp_params
             if "meta" in (param.sharded_param.device.type, param._sharded_local_tensor.device.type)
         ]
-        if on_meta:
-            raise make_meta_error(on_meta)
+        if meta_params:
+            raise make_meta_error(meta_params)
 
     def _register_state_dict_hooks(self) -> None:
         if self._module_to_pre_save_state_dict_hook_handle:

@@ -80,8 +80,8 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._read_grad_dtype(param)
         if self._has_sharded_grad_dtype_override:
             self.sharded_param.grad_dtype = self.sharded_grad_dtype
-        self._adopted = self.sharded_param._local_tensor
-        self._sharded_param_data = self._view_with_padding(padded, self._adopted)
+        self._adopted_tensor = self.sharded_param._local_tensor
+        self._sharded_param_data = self._view_with_padding(padded, self._adopted_tensor)
         self._note_shard()
 
     def _read_grad_dtype(self, param: nn.Parameter) -> None:

@@ -34,7 +34,7 @@ _PER_PARAM = (
     "_module_info",
     "_orig_param_uid",
     "_orig_attributes",
-    "_adopted",
+    "_adopted_tensor",
     "_template",
 )
 
@@ -146,7 +146,7 @@ class ParamFactory:
         )
         result._sharding_spec = template.spec
         result.orig_dtype, result.param_dtype, result.reduce_dtype = template.dtypes
-        own_attributes["_adopted"] = result._cut(param, template.dim)
+        own_attributes["_adopted_tensor"] = result._cut(param, template.dim)
         if attributes:
             result._copy_attributes(result.sharded_param)
         return result

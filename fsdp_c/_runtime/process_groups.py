@@ -56,14 +56,14 @@ class GroupCommunication(GroupCollectives):
 
     @mesh_info.setter
     def mesh_info(self, value: DataParallelMeshInfo) -> None:
-        before = self._mesh_info
+        previous = self._mesh_info
         self._mesh_info = value
         try:
             self._refresh_process_groups()
         except BaseException:
-            self._mesh_info = before
+            self._mesh_info = previous
             raise
-        unsubscribe(before, self)
+        unsubscribe(previous, self)
         subscribe(value, self)
 
     def _refresh_process_groups(self) -> None:
@@ -73,21 +73,22 @@ class GroupCommunication(GroupCollectives):
             ValueError: The size or rank of a process group differs from the mesh that the
                 parameters are sharded for.
         """
-        info, smaller = self._mesh_info, self._smaller_mesh_info
-        slots: list[tuple[str, Any, int, int]] = []
+        info, smaller_info = self._mesh_info, self._smaller_mesh_info
+        groups: list[tuple[str, Any, int, int]] = []
         if isinstance(info, FSDPMeshInfo):
             size, rank = info.shard_mesh_size, info.shard_mesh_rank
-            slots.append(("shard", info.shard_process_group, size, rank))
-            scatter = getattr(info, "reduce_scatter_process_group", None)  # not in torch 2.11
-            slots.append(("scatter", scatter, size, rank))
-        if smaller is not None:
-            size, rank = smaller.shard_mesh_size, smaller.shard_mesh_rank
-            slots.append(("post_forward", smaller.shard_process_group, size, rank))
+            groups.append(("shard", info.shard_process_group, size, rank))
+            scatter_group = getattr(info, "reduce_scatter_process_group", None)  # not in torch 2.11
+            groups.append(("scatter", scatter_group, size, rank))
+        if smaller_info is not None:
+            size, rank = smaller_info.shard_mesh_size, smaller_info.shard_mesh_rank
+            groups.append(("post_forward", smaller_info.shard_process_group, size, rank))
         if isinstance(info, DDPMeshInfo):
             size, rank = info.replicate_mesh_size, info.replicate_mesh_rank
-            slots.append(("replicate", info.replicate_process_group, size, rank))
+            groups.append(("replicate", info.replicate_process_group, size, rank))
         process_groups = {
-            kind: self._make_process_group_arguments(kind, *slot) for kind, *slot in slots
+            kind: self._make_process_group_arguments(kind, *arguments)
+            for kind, *arguments in groups
         }
         for kind in ("shard", "scatter", "post_forward", "replicate"):
             if kind in process_groups or kind != "shard":
@@ -103,14 +104,14 @@ class GroupCommunication(GroupCollectives):
         """
         if group is None:
             return None, 1, 0, None
-        actual = get_size_and_rank(group, size, rank)
-        if kind != "replicate" and actual != (size, rank):
+        size_and_rank = get_size_and_rank(group, size, rank)
+        if kind != "replicate" and size_and_rank != (size, rank):
             raise ValueError(
                 f"the {kind} process group of parameter group '{self._module_fqn or ''}' has rank "
-                f"{actual[1]} of {actual[0]}, but its parameters are sharded for "
+                f"{size_and_rank[1]} of {size_and_rank[0]}, but its parameters are sharded for "
                 f"rank {rank} of {size}: call fully_shard with a mesh of that process group"
             )
-        return get_group_name(group), *actual, find_unregistered_group(group)
+        return get_group_name(group), *size_and_rank, find_unregistered_group(group)
 
     @property
     def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
@@ -124,12 +125,12 @@ class GroupCommunication(GroupCollectives):
         if value is not None:
             # Before the comparison: subscribe() changes the class, which == compares.
             subscribe(value, self)
-        before = self._smaller_mesh_info
+        previous = self._smaller_mesh_info
         self._smaller_mesh_info = None if value == self._mesh_info else value
         try:
             self._refresh_process_groups()
         except BaseException:
-            self._smaller_mesh_info = before
+            self._smaller_mesh_info = previous
             raise
         self._reshard_after_forward = value is not None
 
@@ -189,11 +190,11 @@ class GroupCommunication(GroupCollectives):
         if self.device.type == "cpu" or stream is None:
             self._reduce_hook(reduced)  # the core's all-reduce stream is the current stream
             return
-        current = self.device_handle.current_stream()
-        stream.wait_stream(current)
+        current_stream = self.device_handle.current_stream()
+        stream.wait_stream(current_stream)
         with self.device_handle.stream(stream):
             self._reduce_hook(reduced)
-        current.wait_stream(stream)
+        current_stream.wait_stream(stream)
 
     def _update_fallback(self) -> None:
         """Chooses for gather and reduce between the core and torch's functions (fallback)."""
@@ -214,13 +215,15 @@ class GroupCommunication(GroupCollectives):
         )
         has_variable_size = replicas is not None and has_own_size(replicas)
         needs_fallback = has_fake_params or has_foreign_groups
-        memory = [
+        allocating_groups = [
             _get_allocating_group(self._all_gather_comm, torch_group.ProcessGroupAllocAllGather),
             _get_allocating_group(
                 self._reduce_scatter_comm, torch_group.ProcessGroupAllocReduceScatter
             ),
         ]
-        allocators = (None if group is None else ("process group", group) for group in memory)
+        allocators = (
+            None if group is None else ("process group", group) for group in allocating_groups
+        )
         self._set_memory(*allocators)
         self._param_calls = 0
         for param in self.fsdp_params:
@@ -229,13 +232,16 @@ class GroupCommunication(GroupCollectives):
             needs_fallback
             or has_no_storage
             or self._param_calls & _C.CALL_GATHER != 0
-            or not (memory[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather)
+            or not (
+                allocating_groups[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather
+            )
         )
         self._uses_fallback_reduce = (
             needs_fallback
             or has_variable_size
             or self._param_calls & _C.CALL_REDUCE != 0
             or not (
-                memory[1] or type(self._reduce_scatter_comm) is torch_group.DefaultReduceScatter
+                allocating_groups[1]
+                or type(self._reduce_scatter_comm) is torch_group.DefaultReduceScatter
             )
         )

@@ -45,13 +45,13 @@ class ReplaceableShard(ParamShard):
 
     _group: weakref.ref[GroupOfParam] | None
     _module_info: ParamModuleInfo
-    _adopted: torch.Tensor
+    _adopted_tensor: torch.Tensor
 
     def _get_group(self) -> GroupOfParam | None:
         return self._group() if self._group is not None else None
 
     def reset_sharded_param(self) -> None:
-        """Makes the parameter that the module has now the sharded parameter.
+        """Adopts the parameter that is registered on the module as the sharded parameter.
 
         ``Module._apply`` and ``load_state_dict(assign=True)`` replace the parameter or its local
         tensor. The local tensor is padded again if necessary.
@@ -103,7 +103,7 @@ class ReplaceableShard(ParamShard):
     def _adopt_shard(self) -> None:
         self._check_local_tensor(self.sharded_param)
         if not self.sharded_param._local_tensor.is_meta:
-            self._adopt_local(self.sharded_param._local_tensor)
+            self._adopt_local_tensor(self.sharded_param._local_tensor)
             self._note_shard()
         self._sharding_spec = self.sharded_param._spec
         self._read_grad_dtype(self.sharded_param)
@@ -121,8 +121,8 @@ class ReplaceableShard(ParamShard):
             return  # the user materializes it before the first gather
         context = (
             f"parameter '{self._param_fqn or info.param_name}' of {tuple(self._orig_size)}, rank "
-            f"{self._shard_rank}: it is to be sharded as {self._sharding_spec.placements}, as "
-            "distribute_tensor() does it"
+            f"{self._shard_rank}: expected the local tensor of distribute_tensor() with the "
+            f"placements {self._sharding_spec.placements}"
         )
         sizes = (self.sharded_size, self.padded_sharded_param_size)
         if local.size() not in sizes and (local.numel() > 0 or self.sharded_size.numel() > 0):
@@ -141,21 +141,21 @@ class ReplaceableShard(ParamShard):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _adopt_local(self, local: torch.Tensor) -> None:
-        if local is self._adopted and is_wrapper(local):
+    def _adopt_local_tensor(self, local: torch.Tensor) -> None:
+        if local is self._adopted_tensor and is_wrapper(local):
             return
         if self._is_current(local):
             self._sharded_param_data = self._view_with_padding(self._sharded_param_data, local)
             return
         dim = self.fsdp_placement.dim
-        padded, unpinned = local, self.pin_memory and not local.is_pinned()
-        fits = local.size() == self.padded_sharded_param_size and local.is_contiguous()
-        if not fits or unpinned or local.is_conj() or local.is_neg():
+        padded, needs_pinning = local, self.pin_memory and not local.is_pinned()
+        is_padded = local.size() == self.padded_sharded_param_size and local.is_contiguous()
+        if not is_padded or needs_pinning or local.is_conj() or local.is_neg():
             padded = self._pad(local)
-            padded = padded.cpu().pin_memory() if unpinned else padded
+            padded = padded.cpu().pin_memory() if needs_pinning else padded
         if padded is not local or local.size() != self.sharded_size:
             self.sharded_param._local_tensor = padded.narrow(dim, 0, self.local_rows)
-        self._adopted = self.sharded_param._local_tensor
+        self._adopted_tensor = self.sharded_param._local_tensor
         self._sharded_param_data = padded.view(-1)
 
     def _is_current(self, local: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Remedies for failing copies, pickles and loads of sharded modules.
 
-``init.py`` adds these methods to the class ``FSDP<Name>`` of a module. Each method calls
-the next method in the class hierarchy, and adds a note to torch's exceptions.
+``init.py`` adds these methods to the class ``FSDP<Name>`` of a module. Each method calls the next
+method in the class hierarchy, and adds a note to torch's exceptions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
     )
     raise with_hint(
         error,
-        f"Copy {name} before it is sharded, or make a second one and "
+        f"Copy {name} before it is sharded, or create a second module and call "
         "second.load_state_dict(first.state_dict()); for averages there is fsdp_c.ShardedEMA.",
     )
 
@@ -47,11 +47,11 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 
     Other picklers may support the class, so the method raises only for ``torch.save``.
     """
-    kind = type(self)
+    cls = type(self)
     caller = sys._getframe(1).f_globals.get("__name__")
-    if caller == "torch.serialization" and not hasattr(sys.modules[kind.__module__], kind.__name__):
+    if caller == "torch.serialization" and not hasattr(sys.modules[cls.__module__], cls.__name__):
         error = pickle.PicklingError(
-            f"Can't pickle {kind}: attribute lookup {kind.__name__} on {kind.__module__} failed"
+            f"Can't pickle {cls}: attribute lookup {cls.__name__} on {cls.__module__} failed"
         )
         raise with_hint(
             error,
@@ -80,35 +80,35 @@ def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | Non
     own_state = module.state_dict(keep_vars=True)
     name = get_class_name(module)
     if not own_state.keys() & state.keys():
-        stripped = {key.removeprefix("module.").removeprefix("_orig_mod.") for key in state}
-        if own_state.keys() & stripped:
+        stripped_names = {key.removeprefix("module.").removeprefix("_orig_mod.") for key in state}
+        if own_state.keys() & stripped_names:
             return (
-                f"The keys are of {name} within a wrapper (DistributedDataParallel, torch.compile):"
-                " fsdp_c.load_full_state_dict(model, state, rename=lambda name: "
+                f"The keys are those of {name} in a wrapper (DistributedDataParallel, "
+                "torch.compile): fsdp_c.load_full_state_dict(model, state, rename=lambda name: "
                 "fsdp_c.names.clean_tensor_name(name, ddp=True))."
             )
-    full = [
+    full_names = [
         key
         for key, value in state.items()
         if isinstance(own_state.get(key), DTensor)
         and isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
     ]
-    if full:
+    if full_names:
         return (
-            f"{format_names(full)} are full tensors, and those of {name} are sharded: use "
+            f"{format_names(full_names)} are full tensors, and those of {name} are sharded: use "
             "fsdp_c.load_full_state_dict(model, state), where rank 0 alone needs the state."
         )
-    other = [
+    mismatches = [
         f"{key}: {tuple(value.shape)} for {tuple(own_state[key].shape)}"
         for key, value in state.items()
         if isinstance(own_state.get(key), torch.Tensor)
         and isinstance(value, torch.Tensor)
         and value.shape != own_state[key].shape
     ]
-    if other:
-        return f"Make {name} as it was made for this state; sizes are of whole parameters: " + (
-            "; ".join(other[:3])
+    if mismatches:
+        return f"Create {name} with the sizes of this state dict. Unsharded sizes: " + (
+            "; ".join(mismatches[:3])
         )
     return None
 
@@ -130,5 +130,5 @@ def add_methods(cls: type) -> None:
     # torch's cache keeps the class, so torch may use the class after uninstall.
     if cls in _classes_without_deepcopy:
         patches.set_class_attribute(
-            cls, "__deepcopy__", refuse_deepcopy, before=torch_fully_shard._unimplemented_deepcopy
+            cls, "__deepcopy__", refuse_deepcopy, previous=torch_fully_shard._unimplemented_deepcopy
         )

@@ -151,20 +151,20 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
 
         A hook stays in Python if a module has registered another function in its place.
         """
-        group = set(self._modules) if len(self._modules) > 1 else None
+        module_set = set(self._modules) if len(self._modules) > 1 else None
         handles = (self._pre_forward_hook_handle, self._post_forward_hook_handle)
-        if group is not None:
+        if module_set is not None:
             handles = handles[0].handles
         new_hooks: dict[int, _C.Hook] = {}
         for module in self._modules:
-            for post, hooks in enumerate((module._forward_pre_hooks, module._forward_hooks)):
+            for is_post, hooks in enumerate((module._forward_pre_hooks, module._forward_hooks)):
                 for key in [handle.id for handle in handles if handle.id in hooks]:
-                    shown = hooks[key]
-                    if not _is_hook(shown, self._post_forward if post else self._pre_forward):
+                    hook = hooks[key]
+                    if not _is_hook(hook, self._post_forward if is_post else self._pre_forward):
                         continue
-                    if id(shown) not in new_hooks:
-                        new_hooks[id(shown)] = _C.Hook(self, bool(post), shown, group)
-                    hooks[key] = new_hooks[id(shown)]
+                    if id(hook) not in new_hooks:
+                        new_hooks[id(hook)] = _C.Hook(self, bool(is_post), hook, module_set)
+                    hooks[key] = new_hooks[id(hook)]
 
     def _inputs_to_device(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,21 +195,21 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         if all(is_fake(param._sharded_param_data) for param in params):
             return
         key = _TorchDispatchModeKey
-        fake = _get_dispatch_mode(key.FAKE) is not None
-        graph = torch.compiler.is_exporting() or torch.jit.is_tracing()
-        graph = graph or _get_dispatch_mode(key.FUNCTIONAL) is not None
-        if graph or (fake and _get_dispatch_mode(key.PROXY) is not None):
+        is_fake_mode = _get_dispatch_mode(key.FAKE) is not None
+        is_graph = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        is_graph = is_graph or _get_dispatch_mode(key.FUNCTIONAL) is not None
+        if is_graph or (is_fake_mode and _get_dispatch_mode(key.PROXY) is not None):
             raise RuntimeError(
                 f"{type(self._modules[0]).__name__} cannot be exported or traced after "
                 "fully_shard: a graph would miss the collectives that hooks issue\n"
-                "Export the model before it is sharded, or a copy that full parameters were loaded "
-                "into; compile it with torch.compile, which breaks graphs at the hooks."
+                "Export the model before it is sharded, or an unsharded copy with the full "
+                "parameters. torch.compile works, because it breaks graphs at the hooks."
             )
-        if fake and not all(hasattr(param, "_unsharded_param") for param in params):
+        if is_fake_mode and not all(hasattr(param, "_unsharded_param") for param in params):
             raise RuntimeError(
                 f"the first forward of {type(self._modules[0]).__name__} cannot run on fake "
-                "tensors: its parameters are real, and what they are gathered into is kept\n"
-                "Make and shard the model under the FakeTensorMode, or run a real forward first."
+                "tensors: its parameters are real, and fsdp_c keeps the unsharded tensors\n"
+                "Create and shard the model under the FakeTensorMode, or run a real forward first."
             )
 
     def _check_mutations(self) -> None:
@@ -219,8 +219,10 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         is written. A clone of freed memory crashes the process.
         """
         for state in self._list_all_states():
-            stays = state is self and state._auto_reshard_after_forward
-            if not stays and any(g._reshard_after_forward for g in state._fsdp_param_groups):
+            stays_unsharded = state is self and state._auto_reshard_after_forward
+            if not stays_unsharded and any(
+                g._reshard_after_forward for g in state._fsdp_param_groups
+            ):
                 raise RuntimeError(
                     f"{get_class_name(state._modules[0])} is resharded after forward, and "
                     "allow_mutation_on_saved_tensors() would clone parameters that were freed\n"
@@ -298,8 +300,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             names = ", ".join(map(get_class_name, self._modules))
             raise with_hint(
                 error,
-                f"The unit of {names} was called with no root around it: call fully_shard on the "
-                "whole model, too, last.",
+                f"The unit of {names} was called without a root: call fully_shard on the whole "
+                "model, too, after all other calls.",
             )
         warn_of_patches_without_effect()
         patches.apply(patches.Scope.EXIT, "atexit", register_at_exit)
@@ -338,11 +340,13 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             for group in groups:
                 for param in group.fsdp_params:
                     names.setdefault(param._orig_param_uid, []).append(param._param_fqn)
-            tied = next((format_names(fqns) for fqns in names.values() if len(fqns) > 1), "They")
+            names_of_tied = next(
+                (format_names(fqns) for fqns in names.values() if len(fqns) > 1), "They"
+            )
             add_hint(
                 error,
-                f"{tied} are one parameter in two units: shard their modules in one call, or leave "
-                f"them all to the root; fsdp_c.auto_shard does so.",
+                f"{names_of_tied} are one parameter in two units: shard their modules in one call, "
+                "or leave all of them to the root; fsdp_c.auto_shard does so.",
             )
             raise
 

@@ -100,8 +100,7 @@ def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReduction
     """Reduces the gradients of backwards without synchronization, and waits for all reductions.
 
     Call it on the root module, after the last microbatch. The current settings of each unit apply:
-        units
-    with ``set_requires_gradient_sync(False)`` keep their gradients. Reduced gradients are not
+    units with ``set_requires_gradient_sync(False)`` keep their gradients. Reduced gradients are not
     reduced again.
 
     Args:
@@ -145,8 +144,8 @@ def _dispatch_by_state(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = method if isinstance(self._get_fsdp_state(), State) else torch_method
-        return chosen(self, *args, **kwargs)
+        implementation = method if isinstance(self._get_fsdp_state(), State) else torch_method
+        return implementation(self, *args, **kwargs)
 
     return run
 

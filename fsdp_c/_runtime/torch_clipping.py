@@ -1,8 +1,8 @@
 """torch's clipping functions on the fast path of ``grad_norm.py``.
 
 ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` run the
-functions of this module after ``FSDP_C=1`` or :func:`fsdp_c.install`. Arguments, results
-and bits are torch's: the total norm of DTensors is a DTensor. The fast path computes the 2-norm of
+functions of this module after ``FSDP_C=1`` or :func:`fsdp_c.install`. Arguments, results and
+bits are torch's: the total norm of DTensors is a DTensor. The fast path computes the 2-norm of
 contiguous float32 DTensors on the CPU that are on one mesh and sharded over at most one dimension.
 torch's code runs in all other cases, and while a mode or a compiler is active.
 """
@@ -41,7 +41,7 @@ _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 ENVIRONMENT_SWITCH = "FSDP_C_CLIP"
 _MODULE = "torch.nn.utils.clip_grad"
-_KINDS = (Shard, Replicate)
+_FAST_PLACEMENTS = (Shard, Replicate)
 
 # ---- torch's functions ---------------------------------------------------------------------------
 
@@ -65,10 +65,10 @@ def clip_grad_norm_(
             warnings.warn(
                 "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
             )
-        elif (bound := _convert_to_float(max_norm)) is not None:
+        elif (max_norm_value := _convert_to_float(max_norm)) is not None:
             norm = _compute_norm(params, True, error_if_nonfinite)
             if norm is not None:
-                scale_on_cpu(norm.grads, bound, norm.total)
+                scale_on_cpu(norm.grads, max_norm_value, norm.total)
                 return _wrap_total(norm.total, norm.mesh)
     return _get_torch_function("clip_grad_norm_")(
         params, max_norm, norm_type, error_if_nonfinite, foreach
@@ -98,11 +98,15 @@ def clip_grads_with_norm_(
     params = _list_tensors(parameters)
     if type(params) is list and params and _is_plain_execution():
         mesh, total = _read_total(total_norm)
-        bound = _convert_to_float(max_norm)
-        if total is not None and bound is not None:
+        max_norm_value = _convert_to_float(max_norm)
+        if total is not None and max_norm_value is not None:
             tensors, kinds, _ = _C.clip_collect(params, True)
             _, group_names = _find_common_mesh(kinds, mesh)
-            if tensors and None not in group_names and scale_on_cpu(tensors, bound, total, True):
+            if (
+                tensors
+                and None not in group_names
+                and scale_on_cpu(tensors, max_norm_value, total, True)
+            ):
                 return None
     return _get_torch_function("_clip_grads_with_norm_")(params, max_norm, total_norm, foreach)
 
@@ -172,7 +176,7 @@ def _is_patched() -> bool:
 
 
 def _find_single_dim_groups(mesh: DeviceMesh, placements: Any) -> GroupNames | None:
-    if any(type(placement) not in _KINDS for placement in placements):
+    if any(type(placement) not in _FAST_PLACEMENTS for placement in placements):
         return None
     if sum(type(placement) is Shard for placement in placements) > 1:
         return None

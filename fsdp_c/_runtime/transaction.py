@@ -2,7 +2,7 @@
 
 KeyboardInterrupt can be raised at any line. Therefore a call takes a snapshot before its first
 change, and ``restore`` does not depend on the progress of the call. The outermost function returns
-inside its ``try``. If the call raises, no module has changed.
+inside its ``try``. After a call that raised, all modules are as before the call.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class ModuleSnapshot:
 
     def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> None:
         self._modules = [(module, _Attributes(module)) for module in dict.fromkeys(modules)]
-        self._data: dict[torch.Tensor, torch.Tensor] = {
+        self._saved_data: dict[torch.Tensor, torch.Tensor] = {
             tensor: tensor.data for tensor in tensors if not is_traceable_wrapper_subclass(tensor)
         }
 
     def release(self, params: Iterable[nn.Parameter]) -> None:
         """Frees copies of sharded ``params`` on other devices, which are no longer needed."""
         for param in params:
-            if param in self._data and param.device != self._data[param].device:
-                param.data = self._data[param]
+            if param in self._saved_data and param.device != self._saved_data[param].device:
+                param.data = self._saved_data[param]
 
     def restore(self) -> None:
         """Restores all modules and tensors. If one step raises, the other steps still run."""
         with contextlib.ExitStack() as steps:
-            for tensor, data in self._data.items():
+            for tensor, data in self._saved_data.items():
                 steps.callback(setattr, tensor, "data", data)
             for module, attributes in self._modules:
                 steps.callback(attributes.restore, module)
@@ -75,7 +75,7 @@ class _Attributes:
         self.cls = module.__class__
         self.values: dict[str, Any] = dict(module.__dict__)
         self.contents = {
-            name: dict(value) if value else _EMPTY_DICT  # most are empty; new dicts trigger the gc
+            name: dict(value) if value else _EMPTY_DICT  # a new dict for each could trigger the gc
             for name, value in self.values.items()
             if isinstance(value, dict)
         }

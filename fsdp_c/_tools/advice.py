@@ -13,7 +13,7 @@ from .step_memory import estimate
 from .unit_bytes import Sharding, UnitSizes
 
 _MAX_CHANGES = 3
-_MIN_SAVING = 0.01  # as a fraction of the peak
+_MIN_SAVING = 0.01  # fraction of the peak
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,15 @@ def find_changes(sharding: Sharding, trace: Trace | None) -> list[Change]:
     ``trace`` has the events of the model's step. Without a trace, the step has no activations.
     """
     peak = estimate(sharding, make_step_calls(sharding, trace)).peak.total
-    found = []
-    for text, changed, events, factor in _iterate_candidates(sharding, trace):
-        saves = peak - estimate(changed, make_step_calls(changed, events, factor)).peak.total
+    changes = []
+    for text, changed_sharding, changed_trace, activation_factor in _iterate_candidates(
+        sharding, trace
+    ):
+        calls = make_step_calls(changed_sharding, changed_trace, activation_factor)
+        saves = peak - estimate(changed_sharding, calls).peak.total
         if saves > _MIN_SAVING * peak:
-            found.append(Change(text, saves))
-    return sorted(found, key=lambda change: -change.saves)[:_MAX_CHANGES]
+            changes.append(Change(text, saves))
+    return sorted(changes, key=lambda change: -change.saves)[:_MAX_CHANGES]
 
 
 _Candidate = tuple[str, Sharding, Trace | None, float]
@@ -59,16 +62,21 @@ def _iterate_candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Ca
         changed = tuple(
             _reduce_in_compute_dtype(u) if u in with_wider_reduction else u for u in units
         )
-        narrow = replace(sharding, units=changed)
-        yield "reduce in bfloat16: reduce_dtype=None in mp_policy", narrow, trace, 1.0
-    kept = [u for u in units[1:] if u.reshard is False and u.world > 1]
-    if kept:
-        changed = tuple(replace(u, reshard=True) if u in kept else u for u in units)
+        with_narrow_reduction = replace(sharding, units=changed)
+        yield (
+            "reduce in bfloat16: reduce_dtype=None in mp_policy",
+            with_narrow_reduction,
+            trace,
+            1.0,
+        )
+    unsharded_units = [u for u in units[1:] if u.reshard is False and u.world > 1]
+    if unsharded_units:
+        changed = tuple(replace(u, reshard=True) if u in unsharded_units else u for u in units)
         freed = replace(sharding, units=changed)
         yield "free parameters after forward: reshard_after_forward=True", freed, trace, 1.0
-    if sharding.step:
+    if sharding.step_bytes:
         text = "an optimizer with fused=True, whose step needs no copies"
-        yield text, replace(sharding, step=0), trace, 1.0
+        yield text, replace(sharding, step_bytes=0), trace, 1.0
     if sharding.streams and not sharding.offloads:
         offloaded = replace(sharding, units=tuple(replace(u, offloads=True) for u in units))
         yield (
@@ -81,73 +89,76 @@ def _iterate_candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Ca
         yield "twice as many ranks to shard over", _double_ranks(sharding), trace, 1.0
     if trace is not None:
         yield "half the batch, and twice as many backwards for a step", sharding, trace, 0.5
-        blocks = {unit.state for unit in units[1:]}
-        if blocks:
+        states = {unit.state for unit in units[1:]}
+        if states:
             text = "checkpoint the units' activations: torch.utils.checkpoint around each block"
-            yield text, sharding, checkpoint_states(trace, blocks), 1.0
+            yield text, sharding, checkpoint_states(trace, states), 1.0
 
 
 def _has_float32_compute(unit: UnitSizes) -> bool:
-    return any(param.compute == torch.float32 for param in unit.params)
+    return any(param.compute_dtype == torch.float32 for param in unit.params)
 
 
 def _set_bfloat16_compute(unit: UnitSizes) -> UnitSizes:
     """Returns the unit with compute dtype bfloat16 in place of float32; reduce dtypes stay."""
     params = (
-        p._replace(compute=torch.bfloat16) if p.compute == torch.float32 else p for p in unit.params
+        p._replace(compute_dtype=torch.bfloat16) if p.compute_dtype == torch.float32 else p
+        for p in unit.params
     )
     return replace(unit, params=tuple(params))
 
 
 def _reduce_in_compute_dtype(unit: UnitSizes) -> UnitSizes:
     """Returns the unit with the compute dtype as reduce dtype."""
-    return replace(unit, params=tuple(p._replace(reduce=p.compute) for p in unit.params))
+    return replace(
+        unit, params=tuple(p._replace(reduce_dtype=p.compute_dtype) for p in unit.params)
+    )
 
 
 def _double_ranks(sharding: Sharding) -> Sharding:
     units = tuple(replace(u, world=2 * u.world) if u.world > 1 else u for u in sharding.units)
-    optimizer, step = sharding.optimizer // 2, sharding.step // 2
-    return replace(sharding, units=units, optimizer=optimizer, step=step)
+    optimizer_bytes, step_bytes = sharding.optimizer_bytes // 2, sharding.step_bytes // 2
+    return replace(sharding, units=units, optimizer_bytes=optimizer_bytes, step_bytes=step_bytes)
 
 
-def checkpoint_states(trace: Trace, blocks: set[int]) -> Trace:
-    """Returns the trace with activation checkpointing of the states ``blocks``.
+def checkpoint_states(trace: Trace, states: set[int]) -> Trace:
+    """Returns the trace with activation checkpointing of the ``states``.
 
     Storages that a state saves for backward are freed after forward and allocated in backward.
     """
     result = Trace()
     sizes: dict[int, int] = {}
     live_storages: dict[int, set[int]] = {}  # state -> live storages that its forward allocated
-    saved: dict[int, set[int]] = {}
-    freed: set[int] = set()
-    current = -1
+    saved_storages: dict[int, set[int]] = {}
+    freed_storages: set[int] = set()
+    current_state = -1
     for name, number, value in trace.events:
         if name == "alloc":
             sizes[number] = value
-            if current >= 0:
-                live_storages[current].add(number)
+            if current_state >= 0:
+                live_storages[current_state].add(number)
         elif name == "free":
             for storages in live_storages.values():
                 storages.discard(number)
-            if number in freed:
-                freed.discard(number)
+            if number in freed_storages:
+                freed_storages.discard(number)
                 continue
-        elif name == "pre_forward" and number in blocks and not value:
-            current = number
-            live_storages[current] = set()
-        elif name == "post_forward" and number == current:
+        elif name == "pre_forward" and number in states and not value:
+            current_state = number
+            live_storages[current_state] = set()
+        elif name == "post_forward" and number == current_state:
             result.add_event(name, number, value)
-            saved[number] = live_storages[number] - set(value)
-            for storage in saved[number]:
+            saved_storages[number] = live_storages[number] - set(value)
+            for storage in saved_storages[number]:
                 result.add_event("free", storage)
-            freed |= saved[number]
-            current = -1
+            freed_storages |= saved_storages[number]
+            current_state = -1
             continue
-        elif name == "pre_backward" and number in saved:
+        elif name == "pre_backward" and number in saved_storages:
             result.add_event(name, number, value)
-            for storage in sorted(saved.pop(number) & freed):
+            for storage in sorted(saved_storages.pop(number) & freed_storages):
                 result.add_event("alloc", storage, sizes[storage])
-                freed.discard(storage)
+                freed_storages.discard(storage)
             continue
         result.add_event(name, number, value)
     return result

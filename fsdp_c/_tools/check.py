@@ -1,4 +1,4 @@
-"""``python -m fsdp_c --version`` and ``--check``: report the installation and test it."""
+"""``python -m fsdp_c --version`` and ``--check``: describe and test the installation."""
 
 from __future__ import annotations
 
@@ -55,20 +55,17 @@ def _run_checks() -> Iterator[tuple[str, bool, str]]:
 
 def _check_torch(built: str) -> tuple[bool, str]:
     if not built:
-        return True, f"{torch.__version__}; what it was built for was not noted"
+        return True, f"{torch.__version__}; fsdp_c was built for an unknown release"
     if built == torch.__version__:
-        return True, f"{built}, which it was built for"
-    return True, f"{torch.__version__}; it was built for {built}, of the same release"
+        return True, f"{built}, for which fsdp_c was built"
+    return True, f"{torch.__version__}; fsdp_c was built for {built}, the same release"
 
 
 def _check_kernels() -> tuple[bool, str]:
     if _C.CUDA_KERNELS:
         return True, "CPU and CUDA"
     if torch.cuda.is_available():
-        return (
-            True,
-            "CPU; on CUDA torch's operations move the data (kernels: FSDP_C_JIT=1, or nvcc)",
-        )
+        return True, "CPU; on CUDA, torch moves the data (kernels: FSDP_C_JIT=1, or nvcc)"
     return True, "CPU"
 
 
@@ -83,7 +80,7 @@ def _list_devices() -> str:
 def _check_entry_point() -> tuple[bool, str]:
     entries = importlib.metadata.entry_points(group="torch.backends")
     if any(entry.value == "fsdp_c_autoload:autoload" for entry in entries):
-        return True, "torch finds it: FSDP_C=1 switches a job over"
+        return True, "installed: FSDP_C=1 replaces fully_shard in a job"
     return True, "not installed with pip: FSDP_C=1 does nothing, python -m fsdp_c and imports work"
 
 

@@ -37,8 +37,8 @@ exit codes:
 torchrun itself exits with 1 for all codes but 0. Use --nproc-per-node without torchrun for the
 codes of a job on one host.
 
-The script runs 2 x ROUNDS times, so it writes its files as often. "{run}" in its arguments is
-replaced by the name of the run (torch-1, fsdp_c-1, torch-2, ...).
+The script runs 2 x ROUNDS times, and each run writes the files of the script. "{run}" in its
+arguments is replaced by the name of the run (torch-1, fsdp_c-1, torch-2, ...).
 """
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Compares and prints the report on rank 0. Returns the exit code, see ``--help``.
 
     Raises:
-        SystemExit: 2, with a message, for arguments that cannot be understood; 143 after SIGTERM.
+        SystemExit: 2, with a message, for invalid arguments; 143 after SIGTERM.
     """
     parser = _make_parser()
     options = parser.parse_args(arguments)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             return _compare(job, options, supervisors, folder)
         except KeyboardInterrupt:
-            _print(supervisors, "compare: interrupted")
+            _print_on_rank_0(supervisors, "compare: interrupted")
             return 128 + signal.SIGINT
         except SupervisorLost as error:
             print(f"compare: {error}", file=sys.stderr)
@@ -127,7 +127,7 @@ def _check_folders(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _open_folder(logs: Path | None) -> Iterator[Path]:
-    """Yields the folder for records and logs. A temporary one is removed."""
+    """Yields the folder for records and logs. Removes a temporary folder at the end."""
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
         yield logs.absolute()
@@ -136,7 +136,7 @@ def _open_folder(logs: Path | None) -> Iterator[Path]:
             yield Path(name)
 
 
-def _print(supervisors: Supervisors, text: str) -> None:
+def _print_on_rank_0(supervisors: Supervisors, text: str) -> None:
     if supervisors.is_first:
         print(text, flush=True)
 
@@ -159,8 +159,8 @@ def _compare(job: Job, options: argparse.Namespace, supervisors: Supervisors, fo
         for child in launch.children:
             steps = [record for record in read_records(child.record) if "step" in record]
             records[child.rank].append((run, steps))
-    for rank, found in records.items():
-        supervisors.put(f"summary/{rank}", summarize_rank(rank, found))
+    for rank, rank_records in records.items():
+        supervisors.put(f"summary/{rank}", summarize_rank(rank, rank_records))
     if not supervisors.is_first:
         return supervisors.finish(None)
     summaries = [supervisors.get(f"summary/{rank}") for rank in range(supervisors.world_size)]
@@ -175,7 +175,7 @@ def _report(job: Job, options: argparse.Namespace, result: Comparison) -> int:
         if options.json is not None:
             compare_report.write_json(options.json, job.arguments, result)
         if options.plot is not None:
-            compare_report.plot(options.plot, job.arguments, result)
+            compare_report.plot_comparison(options.plot, job.arguments, result)
     except (OSError, ValueError) as error:
         print(f"compare: cannot write a file: {error}", file=sys.stderr, flush=True)
         return result.verdict.value or Verdict.TORCH_FAILED.value
@@ -185,8 +185,8 @@ def _report(job: Job, options: argparse.Namespace, result: Comparison) -> int:
 def _report_failure(job: Job, run: Run, failure: Exit, supervisors: Supervisors) -> int:
     """Prints the output of the rank that failed first. Returns the exit code."""
     is_torch = run.implementation == "torch"
-    where = "under torch alone" if is_torch else "under fsdp_c, and not under torch"
+    condition = "under torch alone" if is_torch else "under fsdp_c only"
     lines = [f"rank {failure.rank}: {line}" for line in failure.tail.splitlines()]
-    end = f"the script fails {where}: {run.name}, rank {failure.rank}: {failure.error}"
-    _print(supervisors, "\n".join([*lines, f"{' '.join(job.arguments)}: {end}"]))
+    end = f"the script fails {condition}: {run.name}, rank {failure.rank}: {failure.error}"
+    _print_on_rank_0(supervisors, "\n".join([*lines, f"{' '.join(job.arguments)}: {end}"]))
     return (Verdict.TORCH_FAILED if is_torch else Verdict.FSDP_C_FAILED).value

@@ -34,8 +34,11 @@ class CollectiveCounter:
             for event in events
             if ":" in event.name() and "::" not in event.name() and event.shapes()
         }
-        found = [event for event in events if event.name().startswith("c10d::")]
-        return {"count": len(found), "bytes": sum(count_bytes(e, backend_dtypes) for e in found)}
+        collectives = [event for event in events if event.name().startswith("c10d::")]
+        return {
+            "count": len(collectives),
+            "bytes": sum(count_bytes(e, backend_dtypes) for e in collectives),
+        }
 
 
 ELEMENT_BYTES = {

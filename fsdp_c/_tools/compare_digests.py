@@ -1,7 +1,7 @@
 """Digests and norms of tensors, and names of parameters, for the observer of ``compare``.
 
-Imports only torch and the standard library: the processes that run torch alone load this file
-without fsdp_c. Nothing here allocates memory in proportion to a contiguous tensor.
+Imports only torch and the standard library, because processes that run torch without fsdp_c load
+this file. No function copies a contiguous tensor as a whole.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 def list_plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields the plain tensors of this rank inside ``tensor``: of a DTensor, its local tensor."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":
-        waited: Any = tensor
-        yield from list_plain_tensors(waited.wait())
+        pending: Any = tensor
+        yield from list_plain_tensors(pending.wait())
     elif type(tensor) not in (torch.Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for inner in (getattr(tensor, name) for name in names):
-            if isinstance(inner, torch.Tensor):  # a DTensor's mesh is none
+            if isinstance(inner, torch.Tensor):  # a DTensor also has a mesh
                 yield from list_plain_tensors(inner)
     elif tensor.is_sparse:
         yield from (tensor._indices(), tensor._values())
@@ -40,7 +40,7 @@ def list_plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def digest(tensor: torch.Tensor | None) -> str:
+def compute_digest(tensor: torch.Tensor | None) -> str:
     """Returns a digest of the dtypes, shapes and bits of this rank's part of ``tensor``, in hex.
 
     The digest of None is ``"None"``. Equal digests mean equal bits: 0.0 and -0.0 differ.
@@ -68,7 +68,7 @@ def _add_bits(result: Any, tensor: torch.Tensor) -> None:
         _add_bits(result, chunk.cpu())
 
 
-def squared_norm(tensor: torch.Tensor | None) -> float:
+def compute_squared_norm(tensor: torch.Tensor | None) -> float:
     """Returns the sum of squares of this rank's part of ``tensor``, added in float64."""
     if tensor is None:
         return 0.0
@@ -78,16 +78,16 @@ def squared_norm(tensor: torch.Tensor | None) -> float:
             if plain.is_meta or not (plain.is_floating_point() or plain.is_complex()):
                 continue
             for chunk in plain.reshape(-1).split(CHUNK):
-                real = torch.view_as_real(chunk) if chunk.is_complex() else chunk
-                total += float(real.double().square().sum())
+                real_chunk = torch.view_as_real(chunk) if chunk.is_complex() else chunk
+                total += float(real_chunk.double().square().sum())
     return total
 
 
 def count_replicas(tensor: torch.Tensor, world_size: int) -> int:
-    """Returns the number of ranks that hold the same part.
+    """Returns the number of ranks that hold the same part of ``tensor`` as this rank.
 
-    All ranks hold a plain tensor. Ranks of a DTensor's mesh hold the same part along the dimensions
-    with a ``Replicate`` placement.
+    All ranks hold a plain tensor. A part of a DTensor is repeated along the mesh dimensions with a
+    ``Replicate`` placement.
     """
     placements = getattr(tensor, "placements", None)
     if placements is None:
@@ -112,7 +112,7 @@ def find_parameter_names() -> dict[int, str]:
     for module in modules:
         if id(module) in children or "_modules" not in module.__dict__:
             continue
-        with contextlib.suppress(Exception):  # of a module whose traversal is overridden
+        with contextlib.suppress(Exception):  # named_parameters() may be overridden
             for name, param in nn.Module.named_parameters(module):
                 names.setdefault(id(param), clean_name(name))
     return names
@@ -120,5 +120,5 @@ def find_parameter_names() -> dict[int, str]:
 
 def clean_name(name: str) -> str:
     """Removes the components of wrappers. The last component is the parameter's own name."""
-    *path, last = name.split(".")
-    return ".".join([*(part for part in path if part not in WRAPPERS), last])
+    *path, own_name = name.split(".")
+    return ".".join([*(part for part in path if part not in WRAPPERS), own_name])

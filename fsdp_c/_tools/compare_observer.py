@@ -3,12 +3,12 @@
     python compare_observer.py SETTINGS.json
 
 The file is run by its path, so that a run under torch alone imports nothing of fsdp_c. Under fsdp_c
-it does what ``python -m fsdp_c`` does. The file of records gets one line of JSON for each
-``optimizer.step()``.
+the file installs fsdp_c as ``python -m fsdp_c`` does. The file of records gets one line of JSON for
+each ``optimizer.step()``.
 
-The optimizer that steps first counts the steps. Global hooks of torch's optimizers see each step,
-and a wrapper of ``torch.autograd.backward`` sees each loss. Digests are computed outside of the
-measured time.
+The optimizer that steps first counts the steps. Global hooks of torch's optimizers run at each
+step, and a wrapper of ``torch.autograd.backward`` records each loss. Digests are computed outside
+of the measured time.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 
-GRACE = 5.0
-"""Seconds after the last step: for other ranks to arrive there, then for the script to end."""
+GRACE_SECONDS = 5.0
+"""Seconds that a rank waits for the other ranks after its last step, and again for the script."""
 
 
-class Finished(SystemExit):
+class ScriptFinished(SystemExit):
     """Ends the script after its last step, with exit code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
-def load_file(name: str) -> ModuleType:
-    """Imports a file of this folder under a name that no script uses."""
-    unique = f"_fsdp_c_{name}"
-    spec = importlib.util.spec_from_file_location(unique, HERE / f"{name}.py")
+def import_file(name: str) -> ModuleType:
+    """Imports ``name.py`` of this folder under a module name that no script uses."""
+    module_name = f"_fsdp_c_{name}"
+    spec = importlib.util.spec_from_file_location(module_name, HERE / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = sys.modules[unique] = importlib.util.module_from_spec(spec)
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that dynamo does not trace. dynamo is not imported for this."""
+def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that dynamo does not trace. Does not import dynamo."""
     untraced: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
@@ -95,7 +95,7 @@ class Clock:
         finally:
             self.resumed = time.perf_counter()
 
-    def take(self) -> float:
+    def read_seconds(self) -> float:
         """Returns the seconds since the last call. Called inside a pause."""
         seconds, self.measured = self.measured, 0.0
         return seconds
@@ -108,11 +108,13 @@ class Observer:
         import torch
 
         self.torch = torch
-        self.digests = load_file("compare_digests")
+        self.digests = import_file("compare_digests")
         self.settings = settings
         self.pid = os.getpid()
-        self.numbers: Any = weakref.WeakKeyDictionary()  # of optimizers, by their first steps
-        self.depths: Any = weakref.WeakKeyDictionary()  # of optimizers: running calls of step()
+        self.numbers: Any = weakref.WeakKeyDictionary()
+        """Maps each optimizer to a number, in the order of the first steps."""
+        self.depths: Any = weakref.WeakKeyDictionary()
+        """Maps each optimizer to the number of its running ``step()`` calls, which may nest."""
         self.names: dict[int, str] = {}
         self.step = 0  # completed steps of optimizer 0
         self.followers: set[int] = set()  # optimizers that step after optimizer 0
@@ -129,8 +131,8 @@ class Observer:
         """Adds the hooks. They stay until the end of the process."""
         from torch.optim import optimizer
 
-        optimizer.register_optimizer_step_pre_hook(outside_of_graphs(self.before_step))
-        optimizer.register_optimizer_step_post_hook(outside_of_graphs(self.after_step))
+        optimizer.register_optimizer_step_pre_hook(disable_dynamo(self.before_step))
+        optimizer.register_optimizer_step_post_hook(disable_dynamo(self.after_step))
         backward = self.torch.autograd.backward
 
         @functools.wraps(backward)
@@ -138,7 +140,7 @@ class Observer:
             self._record_losses(tensors)
             return backward(tensors, *args, **kwargs)
 
-        self.torch.autograd.backward = outside_of_graphs(record_and_run_backward)
+        self.torch.autograd.backward = disable_dynamo(record_and_run_backward)
 
     # ---- hooks -----------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class Observer:
         """Records the gradients that the optimizer receives, or wraps the closure that makes them.
 
         Raises:
-            Finished: The script continued after its last step.
+            ScriptFinished: The script continued after its last step.
         """
         if os.getpid() != self.pid:  # a process that the script has forked
             return None
@@ -171,7 +173,7 @@ class Observer:
         """Writes the record of one step.
 
         Raises:
-            Finished: It was the last step.
+            ScriptFinished: It was the last step.
         """
         if os.getpid() != self.pid or not self.depths.get(optimizer):
             return
@@ -189,7 +191,7 @@ class Observer:
                 self.stop()
             if number == 0 and self.step == 1 and self.settings["count_collectives"]:
                 with self._report_failure("the profiler does not start"):
-                    self.counter = load_file("compare_collectives").CollectiveCounter()
+                    self.counter = import_file("compare_collectives").CollectiveCounter()
 
     def _wrap_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run_closure_and_record() -> Any:
@@ -238,17 +240,17 @@ class Observer:
         for i, group in enumerate(optimizer.param_groups):
             own_names = group.get("param_names") or [""] * len(group["params"])
             for j, param in enumerate(group["params"]):
-                unnamed = f"parameter {j} of group {i}, shape {tuple(param.shape)}"
-                yield self.names.get(id(param)) or own_names[j] or unnamed, param
+                default_name = f"parameter {j} of group {i}, shape {tuple(param.shape)}"
+                yield self.names.get(id(param)) or own_names[j] or default_name, param
 
     def _record_gradients(self, optimizer: Any) -> None:
         dist = self.torch.distributed
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         for name, param in self._list_params(optimizer):
             grad = param.grad
-            squares = self.digests.squared_norm(grad)
+            squares = self.digests.compute_squared_norm(grad)
             replicas = 1 if grad is None else self.digests.count_replicas(grad, world)
-            self.gradients.append([name, self.digests.digest(grad), squares, replicas])
+            self.gradients.append([name, self.digests.compute_digest(grad), squares, replicas])
 
     def _write_record(self, optimizer: Any, number: int) -> None:
         collectives = None
@@ -261,10 +263,12 @@ class Observer:
         record = {
             "step": max(self.step, 1),
             "optimizer": number,
-            "seconds": self.clock.take(),
-            "losses": [[float(loss), self.digests.digest(loss)] for loss in self.losses],
+            "seconds": self.clock.read_seconds(),
+            "losses": [[float(loss), self.digests.compute_digest(loss)] for loss in self.losses],
             "gradients": self.gradients,
-            "parameters": [[n, self.digests.digest(p)] for n, p in self._list_params(optimizer)],
+            "parameters": [
+                [n, self.digests.compute_digest(p)] for n, p in self._list_params(optimizer)
+            ],
             "peak_memory": read_peak_memory(),
             "peak_device_memory": cuda.max_memory_allocated() if cuda.is_initialized() else 0,
             "uses_fsdp_c": patches is not None and patches.has_live_models(),
@@ -275,7 +279,7 @@ class Observer:
 
     @contextlib.contextmanager
     def _report_failure(self, subject: str) -> Iterator[None]:
-        """Suppresses an exception of a measurement that the comparison does not need."""
+        """Prints and suppresses an exception of a measurement that the comparison does not need."""
         try:
             yield
         except Exception as error:
@@ -288,10 +292,10 @@ class Observer:
     # ---- the end ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ends the script. The process ends after ``GRACE`` even if the script continues.
+        """Ends the script. The process ends after ``GRACE_SECONDS`` even if the script continues.
 
         Raises:
-            Finished: Always.
+            ScriptFinished: Always.
         """
         if not self.stopping:
             self.stopping = True
@@ -299,7 +303,7 @@ class Observer:
             with contextlib.suppress(Exception):
                 self._wait_for_ranks()
             threading.Thread(target=_exit_after_grace, daemon=True).start()
-        raise Finished
+        raise ScriptFinished
 
     def _wait_for_ranks(self) -> None:
         """Waits until all ranks stop: an early exit would break connections of the others."""
@@ -308,16 +312,16 @@ class Observer:
         world = self.settings["world_size"]
         store = self.torch.distributed.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-            timeout=timedelta(seconds=GRACE), wait_for_workers=False,
+            timeout=timedelta(seconds=GRACE_SECONDS), wait_for_workers=False,
         )  # fmt: skip
         store.add("fsdp_c_compare/stopped", 1)
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + GRACE_SECONDS
         while store.add("fsdp_c_compare/stopped", 0) < world and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
 def _exit_after_grace() -> None:
-    time.sleep(GRACE)
+    time.sleep(GRACE_SECONDS)
     sys.stdout.flush()
     os._exit(0)
 
@@ -332,7 +336,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def install_fsdp_c(package_root: str) -> None:
-    """Does what ``python -m fsdp_c`` does before a script runs. ``FSDP_C=1`` is set already."""
+    """Installs fsdp_c as ``python -m fsdp_c`` does. ``FSDP_C=1`` is set already."""
     sys.path.insert(0, package_root)
     from fsdp_c.install import install
 
@@ -359,7 +363,7 @@ def main() -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()
     sys.argv[:] = settings["arguments"]
-    loader = load_file("script_loader")
+    loader = import_file("script_loader")
     if settings["implementation"] == "fsdp_c":
         install_fsdp_c(settings["package_root"])
     Observer(settings).install()

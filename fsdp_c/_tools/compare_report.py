@@ -20,14 +20,18 @@ MAX_ROWS = 20
 
 def describe_job(arguments: tuple[str, ...], result: Comparison) -> str:
     """Returns one line with the script, the ranks, steps, rounds and releases."""
-    ranks, rounds = len(result.summaries), len(result.names("torch"))
+    ranks, rounds = len(result.summaries), len(result.list_run_names("torch"))
     steps = result.count_steps()
-    parts = (_count(ranks, "rank"), _count(steps, "step"), _count(rounds, "round"))
+    parts = (
+        _format_count(ranks, "rank"),
+        _format_count(steps, "step"),
+        _format_count(rounds, "round"),
+    )
     releases = f"torch {torch.__version__}, fsdp_c {__version__}"
     return f"{' '.join(arguments)}: {', '.join(parts)} ({releases})"
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
@@ -48,11 +52,11 @@ def _format_steps(result: Comparison) -> list[str]:
         ("step", "loss", "", "gradient norm", "", "gradients", "parameters")
     ]
     rows.append(("", "torch", "fsdp_c", "torch", "fsdp_c", "that differ", "that differ"))
-    names = [result.names(implementation)[0] for implementation in IMPLEMENTATIONS]
+    names = [result.list_run_names(implementation)[0] for implementation in IMPLEMENTATIONS]
     shown = _choose_steps(result)
     for step in shown:
-        values = [result.loss(name, step) for name in names]
-        values += [result.gradient_norm(name, step) for name in names]
+        values = [result.compute_mean_loss(name, step) for name in names]
+        values += [result.compute_gradient_norm(name, step) for name in names]
         counts = (
             f"{result.count_differences(step, kind)} of {result.count_values(step, kind)}"
             for kind in (GRADIENT, PARAMETER)
@@ -75,20 +79,22 @@ def _format_value(value: float | None) -> str:
 
 def _format_measurements(result: Comparison) -> list[str]:
     rows: list[tuple[str, ...]] = [("", *IMPLEMENTATIONS, "torch : fsdp_c")]
-    seconds = [result.median_seconds(name) for name in IMPLEMENTATIONS]
-    timed = sum(map(len, result.step_seconds("torch")))
+    seconds = [result.compute_median_seconds(name) for name in IMPLEMENTATIONS]
+    step_count = sum(map(len, result.list_step_seconds("torch")))
     rows.append(
-        _make_row(f"ms per step (median of {timed})", [s and 1000 * s for s in seconds], "{:.4g}")
+        _make_row(
+            f"ms per step (median of {step_count})", [s and 1000 * s for s in seconds], "{:.4g}"
+        )
     )
     for label, key in (("memory", "peak_memory"), ("device memory", "peak_device_memory")):
-        peaks = [result.peak_memory(name, key) / 2**20 or None for name in IMPLEMENTATIONS]
+        peaks = [result.find_peak_memory(name, key) / 2**20 or None for name in IMPLEMENTATIONS]
         if any(peaks):
             rows.append(_make_row(f"peak {label}, MiB", peaks, "{:.1f}"))
-    counted = [result.collectives(name) for name in IMPLEMENTATIONS]
-    if any(counted):
-        counts = [entry and entry["count"] for entry in counted]
+    collectives = [result.average_collectives(name) for name in IMPLEMENTATIONS]
+    if any(collectives):
+        counts = [entry and entry["count"] for entry in collectives]
         rows.append(_make_row("collectives per step", counts, "{:.0f}"))
-        sizes = [entry and entry["bytes"] / 2**20 for entry in counted]
+        sizes = [entry and entry["bytes"] / 2**20 for entry in collectives]
         rows.append(_make_row("MiB per step in them", sizes, "{:.4g}"))
     return _align(rows)
 
@@ -116,8 +122,9 @@ def _format_verdict(result: Comparison) -> list[str]:
         return [f"different: the first difference is in {result.differences[0]}"]
     if result.verdict is Verdict.INCONCLUSIVE:
         return ["inconclusive"]
-    return [f"equal: losses, gradients and parameters of {_count(result.count_steps(), 'step')}"
-            f" have the same bits on {_count(len(result.summaries), 'rank')}"]  # fmt: skip
+    steps = _format_count(result.count_steps(), "step")
+    ranks = _format_count(len(result.summaries), "rank")
+    return [f"equal: losses, gradients and parameters of {steps} have the same bits on {ranks}"]
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -131,17 +138,17 @@ def write_json(path: Path, arguments: tuple[str, ...], result: Comparison) -> No
     """
     implementations = {
         name: {
-            "seconds_per_step": result.median_seconds(name),
-            "seconds_by_round": result.step_seconds(name),
-            "peak_memory": result.peak_memory(name),
-            "peak_device_memory": result.peak_memory(name, "peak_device_memory"),
-            "collectives_per_step": result.collectives(name),
-            "losses": _list_values(result, result.loss, name),
-            "gradient_norms": _list_values(result, result.gradient_norm, name),
+            "seconds_per_step": result.compute_median_seconds(name),
+            "seconds_by_round": result.list_step_seconds(name),
+            "peak_memory": result.find_peak_memory(name),
+            "peak_device_memory": result.find_peak_memory(name, "peak_device_memory"),
+            "collectives_per_step": result.average_collectives(name),
+            "losses": _list_values(result, result.compute_mean_loss, name),
+            "gradient_norms": _list_values(result, result.compute_gradient_norm, name),
         }
         for name in IMPLEMENTATIONS
     }
-    first = result.differences[0] if result.differences else None
+    first_difference = result.differences[0] if result.differences else None
     content = {
         "verdict": result.verdict.name.lower(),
         "exit_code": result.verdict.value,
@@ -150,9 +157,9 @@ def write_json(path: Path, arguments: tuple[str, ...], result: Comparison) -> No
         "fsdp_c": __version__,
         "ranks": len(result.summaries),
         "steps": result.count_steps(),
-        "rounds": len(result.names("torch")),
+        "rounds": len(result.list_run_names("torch")),
         "notes": result.notes,
-        "first_difference": first and vars(first),
+        "first_difference": first_difference and vars(first_difference),
         "differences": [vars(difference) for difference in result.differences],
         "implementations": implementations,
         "by_rank": result.summaries,
@@ -161,11 +168,11 @@ def write_json(path: Path, arguments: tuple[str, ...], result: Comparison) -> No
 
 
 def _list_values(result: Comparison, value: Any, implementation: str) -> list[float | None]:
-    name = result.names(implementation)[0]
+    name = result.list_run_names(implementation)[0]
     return [value(name, step) for step in range(1, result.count_steps() + 1)]
 
 
-def plot(path: Path, arguments: tuple[str, ...], result: Comparison) -> None:
+def plot_comparison(path: Path, arguments: tuple[str, ...], result: Comparison) -> None:
     """Draws losses and differences by step, and times and peak memory.
 
     Raises:
@@ -182,8 +189,10 @@ def plot(path: Path, arguments: tuple[str, ...], result: Comparison) -> None:
     _draw_losses(losses, result)
     _draw_times(times, result)
     _draw_differences(differences, result)
-    peaks = [result.peak_memory(name) / 2**20 for name in IMPLEMENTATIONS]
-    device_peaks = [result.peak_memory(n, "peak_device_memory") / 2**20 for n in IMPLEMENTATIONS]
+    peaks = [result.find_peak_memory(name) / 2**20 for name in IMPLEMENTATIONS]
+    device_peaks = [
+        result.find_peak_memory(n, "peak_device_memory") / 2**20 for n in IMPLEMENTATIONS
+    ]
     label = "peak device memory, MiB" if any(device_peaks) else "peak memory, MiB"
     _draw_bars(memory, device_peaks if any(device_peaks) else peaks, label)
     figure.savefig(path, dpi=120)
@@ -192,30 +201,30 @@ def plot(path: Path, arguments: tuple[str, ...], result: Comparison) -> None:
 def _draw_losses(axes: Any, result: Comparison) -> None:
     steps = list(range(1, result.count_steps() + 1))
     for name, width in zip(IMPLEMENTATIONS, (5, 1.8)):
-        values = _list_values(result, result.loss, name)
-        found = [(s, v) for s, v in zip(steps, values) if v is not None]
-        if found:
-            axes.plot(*zip(*found), color=COLORS[name], linewidth=width, marker="o", label=name)
+        values = _list_values(result, result.compute_mean_loss, name)
+        points = [(s, v) for s, v in zip(steps, values) if v is not None]
+        if points:
+            axes.plot(*zip(*points), color=COLORS[name], linewidth=width, marker="o", label=name)
     if axes.lines:
         axes.legend(frameon=False)
     else:
         axes.text(0.5, 0.5, "no loss was observed", ha="center", transform=axes.transAxes)
-    _style(axes, "loss", result)
+    _style_axes(axes, "loss", result)
 
 
 def _draw_times(axes: Any, result: Comparison) -> None:
     for i, name in enumerate(IMPLEMENTATIONS):
-        seconds = [1000 * s for steps in result.step_seconds(name) for s in steps]
+        seconds = [1000 * s for steps in result.list_step_seconds(name) for s in steps]
         if seconds:
             spread = [i + 0.3 * (k / len(seconds) - 0.5) for k in range(len(seconds))]
             axes.scatter(spread, seconds, s=16, color=COLORS[name], alpha=0.7)
-            median = 1000 * (result.median_seconds(name) or 0)
+            median = 1000 * (result.compute_median_seconds(name) or 0)
             axes.hlines(median, i - 0.3, i + 0.3, color=COLORS[name], linewidth=2)
             axes.annotate(f"{median:.4g}", (i + 0.32, median), va="center")
     axes.set_xticks(range(2), IMPLEMENTATIONS)
     axes.set_xlim(-0.6, 1.7)
     axes.set_ylim(bottom=0)
-    _style(axes, "ms per step (points: steps, lines: medians)")
+    _style_axes(axes, "ms per step (points: steps, lines: medians)")
 
 
 def _draw_differences(axes: Any, result: Comparison) -> None:
@@ -230,17 +239,17 @@ def _draw_differences(axes: Any, result: Comparison) -> None:
     else:
         axes.text(0.5, 0.5, "none", ha="center", transform=axes.transAxes)
     title = f"gradients and parameters that differ, of {result.count_values(1, GRADIENT)}"
-    _style(axes, f"{title}: {result.verdict.name.lower()}", result)
+    _style_axes(axes, f"{title}: {result.verdict.name.lower()}", result)
 
 
 def _draw_bars(axes: Any, values: list[float], title: str) -> None:
     bars = axes.bar(IMPLEMENTATIONS, values, color=[COLORS[name] for name in IMPLEMENTATIONS],
                     width=0.5)  # fmt: skip
     axes.bar_label(bars, fmt="%.0f")
-    _style(axes, title)
+    _style_axes(axes, title)
 
 
-def _style(axes: Any, title: str, by_step: Comparison | None = None) -> None:
+def _style_axes(axes: Any, title: str, by_step: Comparison | None = None) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.grid(axis="y", color="#e8e8e8")
     axes.set_axisbelow(True)

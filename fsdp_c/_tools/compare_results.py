@@ -19,7 +19,7 @@ from .compare_runs import Run
 Record = dict[str, Any]
 
 EXAMPLES = 3
-"""Differences of one kind in one step of which a summary has the details."""
+"""Maximum number of differences of one kind in one step that a summary describes."""
 
 LOSS, GRADIENT, PARAMETER, SEQUENCE = "loss", "gradient", "parameter", "sequence of steps"
 
@@ -38,9 +38,9 @@ class Verdict(enum.Enum):
 class Difference:
     """One value that differs between the first run under torch and another run.
 
-    ``name`` is the parameter's, or the number of the ``backward()`` call in the step. ``expected``
-    and ``found`` are the values under torch and in ``run``: losses, norms of this rank's gradients,
-    or digests.
+    ``name`` is the name of the parameter, or the number of the ``backward()`` call in the
+    step. ``expected`` and ``found`` are the values under torch and in ``run``: losses, norms of
+    this rank's gradients, or digests.
     """
 
     step: int
@@ -52,11 +52,13 @@ class Difference:
     found: str
 
     def __str__(self) -> str:
-        what = f"{self.kind} of '{self.name}'" if self.kind in (GRADIENT, PARAMETER) else self.kind
+        subject = (
+            f"{self.kind} of '{self.name}'" if self.kind in (GRADIENT, PARAMETER) else self.kind
+        )
         if self.kind == PARAMETER:
-            what += " after the step"
+            subject += " after the step"
         values = f"torch {self.expected}, {self.run} {self.found}"
-        return f"step {self.step}, rank {self.rank}: {what}: {values}"
+        return f"step {self.step}, rank {self.rank}: {subject}: {values}"
 
 
 # ---- two runs of one rank ------------------------------------------------------------------------
@@ -67,20 +69,20 @@ def find_differences(
 ) -> Iterator[Difference]:
     """Yields the differences of two runs in the order in which the script made the values."""
     for left, right in zip_longest(expected, found):
-        if left is None or right is None or _place(left) != _place(right):
+        if left is None or right is None or _get_position(left) != _get_position(right):
             step = min(record["step"] for record in (left, right) if record is not None)
-            ends = (_describe_place(record) for record in (left, right))
+            ends = (_describe_position(record) for record in (left, right))
             yield Difference(step, SEQUENCE, "", rank, run, *ends)
             return
         for kind, name, a, b in _pair_values(left, right):
             yield Difference(left["step"], kind, name, rank, run, a, b)
 
 
-def _place(record: Record) -> tuple[int, int]:
+def _get_position(record: Record) -> tuple[int, int]:
     return record["step"], record["optimizer"]
 
 
-def _describe_place(record: Record | None) -> str:
+def _describe_position(record: Record | None) -> str:
     if record is None:
         return "makes no further step"
     return f"makes step {record['step']} of optimizer {record['optimizer']}"
@@ -113,8 +115,8 @@ def _describe_gradient(entry: list[Any] | None) -> str:
 def summarize_rank(rank: int, runs: list[tuple[Run, list[Record]]]) -> dict[str, Any]:
     """Returns the summary of one rank, which JSON can represent.
 
-    Every run is compared with the first run under torch. Of the differences of one kind in one step
-    the first ``EXAMPLES`` have details; ``counts`` has the number of all.
+    Every run is compared with the first run under torch. For each kind and step, ``differences``
+    has the first ``EXAMPLES`` differences, and ``counts`` has the number of all.
     """
     reference = runs[0][1]
     summary: dict[str, Any] = {"runs": {}, "differences": {}, "counts": {}}
@@ -133,7 +135,7 @@ def summarize_rank(rank: int, runs: list[tuple[Run, list[Record]]]) -> dict[str,
 
 
 def _summarize_run(run: Run, records: list[Record]) -> dict[str, Any]:
-    """Joins the records of several optimizers in one step. Seconds and bytes, by step."""
+    """Returns seconds, bytes and counts of a run, by step. Joins the records of optimizers."""
     steps: dict[int, list[Record]] = {}
     for record in records:
         steps.setdefault(record["step"], []).append(record)
@@ -161,10 +163,12 @@ class Comparison:
 
     runs: list[Run]
     summaries: list[dict[str, Any]]
-    asked_steps: int
+    requested_steps: int
     verdict: Verdict = Verdict.EQUAL
-    differences: list[Difference] = field(default_factory=list)  # that are fsdp_c's
-    own_differences: list[Difference] = field(default_factory=list)  # of torch from itself
+    differences: list[Difference] = field(default_factory=list)
+    """Differences between fsdp_c and torch, before the first difference between runs of torch."""
+    own_differences: list[Difference] = field(default_factory=list)
+    """Differences between runs of torch."""
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -172,59 +176,63 @@ class Comparison:
         first = self.own_differences[0].step if self.own_differences else None
         found = self._list_differences("fsdp_c")
         self.differences = [d for d in found if first is None or d.step < first]
-        self._judge(found)
+        self._set_verdict(found)
 
     def _list_differences(self, implementation: str) -> list[Difference]:
         names = [run.name for run in self.runs if run.implementation == implementation]
-        found = [
+        differences = [
             Difference(**fields)
             for summary in self.summaries
             for name in names
             for fields in summary["differences"][name]
         ]
         order = (LOSS, GRADIENT, PARAMETER, SEQUENCE)
-        return sorted(found, key=lambda d: (d.step, order.index(d.kind), d.rank, d.run))
+        return sorted(differences, key=lambda d: (d.step, order.index(d.kind), d.rank, d.run))
 
-    def _judge(self, found: list[Difference]) -> None:
+    def _set_verdict(self, found: list[Difference]) -> None:
         """Sets the verdict and the notes."""
         steps = self.count_steps()
         if steps == 0:
-            self._doubt("the script made no optimizer step, so nothing was compared")
+            self._set_inconclusive("the script made no optimizer step, so nothing was compared")
             return
-        if steps < self.asked_steps:
-            self.notes.append(f"the script ended after {steps} of {self.asked_steps} steps")
+        if steps < self.requested_steps:
+            self.notes.append(f"the script ended after {steps} of {self.requested_steps} steps")
         if self._uses_fsdp_c("torch"):
-            self._doubt("the script shards with fsdp_c itself, so no run was under torch alone")
+            self._set_inconclusive(
+                "the script shards with fsdp_c itself, so no run was under torch alone"
+            )
         elif not self._uses_fsdp_c("fsdp_c"):
-            self._doubt("fsdp_c ran no module: the script calls neither fully_shard nor replicate")
+            self._set_inconclusive(
+                "fsdp_c ran no module: the script calls neither fully_shard nor replicate"
+            )
         if self.own_differences:
             first = self.own_differences[0]
-            self._doubt(
+            self._set_inconclusive(
                 f"the script does not repeat its own numbers under torch: {first}; "
                 f"only the steps before step {first.step} were compared"
             )
         if self.differences:
             self.verdict = Verdict.DIFFERENT
-            if len(self.names("torch")) == 1:
+            if len(self.list_run_names("torch")) == 1:
                 self.notes.append("--rounds 2 also compares torch with itself")
-            elif {d.run for d in self.differences} != set(self.names("fsdp_c")):
+            elif {d.run for d in self.differences} != set(self.list_run_names("fsdp_c")):
                 self.notes.append("fsdp_c did not differ in every round")
 
-    def _doubt(self, note: str) -> None:
+    def _set_inconclusive(self, note: str) -> None:
         self.verdict = Verdict.INCONCLUSIVE
         self.notes.append(note)
 
     def _uses_fsdp_c(self, implementation: str) -> bool:
         return any(run["uses_fsdp_c"] for run in self._list_runs(implementation))
 
-    def _list_runs(self, implementation: str, skip_counted: bool = False) -> list[dict[str, Any]]:
-        """Returns the summaries of all ranks' runs, without round 1 if there is another."""
-        names = self.names(implementation)
-        if skip_counted and len(names) > 1:
+    def _list_runs(self, implementation: str, skip_profiled: bool = False) -> list[dict[str, Any]]:
+        """Returns summaries of runs on all ranks. ``skip_profiled``: without round 1 of several."""
+        names = self.list_run_names(implementation)
+        if skip_profiled and len(names) > 1:
             names = names[1:]
         return [summary["runs"][name] for name in names for summary in self.summaries]
 
-    def names(self, implementation: str) -> list[str]:
+    def list_run_names(self, implementation: str) -> list[str]:
         """Returns the names of the runs under an implementation, by round."""
         return [run.name for run in self.runs if run.implementation == implementation]
 
@@ -236,7 +244,7 @@ class Comparison:
         """Returns the number of values, over all ranks, that differ in a run under fsdp_c."""
         return max(
             sum(summary["counts"][name].get(f"{step} {kind}", 0) for summary in self.summaries)
-            for name in self.names("fsdp_c")
+            for name in self.list_run_names("fsdp_c")
         )
 
     def count_values(self, step: int, kind: str) -> int:
@@ -245,43 +253,43 @@ class Comparison:
         counts = [summary["runs"][self.runs[0].name][key] for summary in self.summaries]
         return sum(count[step - 1] for count in counts if step <= len(count))
 
-    def loss(self, name: str, step: int) -> float | None:
+    def compute_mean_loss(self, name: str, step: int) -> float | None:
         """Returns the mean loss of one step over the ranks and ``backward()`` calls."""
         losses = [s["runs"][name]["losses"] for s in self.summaries]
-        found = [loss for rank in losses if step <= len(rank) for loss in rank[step - 1]]
-        return statistics.fmean(found) if found else None
+        losses_of_step = [loss for rank in losses if step <= len(rank) for loss in rank[step - 1]]
+        return statistics.fmean(losses_of_step) if losses_of_step else None
 
-    def gradient_norm(self, name: str, step: int) -> float | None:
+    def compute_gradient_norm(self, name: str, step: int) -> float | None:
         """Returns the norm of all gradients over all ranks. Replicated gradients count once."""
         squares = [s["runs"][name]["squares"] for s in self.summaries]
-        found = [rank[step - 1] for rank in squares if step <= len(rank)]
-        return sum(found) ** 0.5 if found else None
+        squares_of_step = [rank[step - 1] for rank in squares if step <= len(rank)]
+        return sum(squares_of_step) ** 0.5 if squares_of_step else None
 
-    def step_seconds(self, implementation: str) -> list[list[float]]:
+    def list_step_seconds(self, implementation: str) -> list[list[float]]:
         """Returns the seconds of each timed step, by round, as means over the ranks.
 
-        Step 1 is not timed, because it includes initialization. Neither is step 2 of round 1, in
-        which the profiler counts collectives.
+        Step 1 is not timed, because it includes initialization. Step 2 of round 1 is not timed,
+        because the profiler counts collectives in it.
         """
         rounds = []
-        for i, name in enumerate(self.names(implementation)):
+        for i, name in enumerate(self.list_run_names(implementation)):
             by_rank = [s["runs"][name]["seconds"][2 if i == 0 else 1 :] for s in self.summaries]
             rounds.append([statistics.fmean(step) for step in zip(*by_rank)])
         return rounds
 
-    def median_seconds(self, implementation: str) -> float | None:
-        """Returns the median of all timed steps in seconds, or None if there is none."""
-        seconds = [step for steps in self.step_seconds(implementation) for step in steps]
+    def compute_median_seconds(self, implementation: str) -> float | None:
+        """Returns the median of all timed steps in seconds, or None without timed steps."""
+        seconds = [step for steps in self.list_step_seconds(implementation) for step in steps]
         return statistics.median(seconds) if seconds else None
 
-    def peak_memory(self, implementation: str, key: str = "peak_memory") -> int:
+    def find_peak_memory(self, implementation: str, key: str = "peak_memory") -> int:
         """Returns the largest peak of a rank in bytes, without runs under the profiler."""
-        return max(run[key] for run in self._list_runs(implementation, skip_counted=True))
+        return max(run[key] for run in self._list_runs(implementation, skip_profiled=True))
 
-    def collectives(self, implementation: str) -> dict[str, float] | None:
+    def average_collectives(self, implementation: str) -> dict[str, float] | None:
         """Returns the number of collectives in step 2 and their bytes, as means over the ranks."""
-        found = [run["collectives"] for run in self._list_runs(implementation)]
-        counted = [entry for entry in found if entry is not None]
+        entries = [run["collectives"] for run in self._list_runs(implementation)]
+        counted = [entry for entry in entries if entry is not None]
         if not counted:
             return None
         return {key: statistics.fmean(e[key] for e in counted) for key in ("count", "bytes")}

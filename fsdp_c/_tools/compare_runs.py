@@ -26,7 +26,7 @@ import torch.distributed as dist
 OBSERVER = Path(__file__).with_name("compare_observer.py")
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 """Seconds that ranks may continue after one has failed, so that they can fail with a message."""
 
 STORE_LIMIT = 60.0
@@ -207,9 +207,9 @@ class Launch:
         finally:
             for child in self.children:
                 stop_group(child.process)
-        limit = self.job.timeout + GRACE + STORE_LIMIT
+        limit = self.job.timeout + GRACE_SECONDS + STORE_LIMIT
         exits = [supervisors.get(f"{key}/exit/{r}", limit) for r in range(supervisors.world_size)]
-        del server  # after the last child has exited
+        del server  # the children that used it have exited
         return [Exit(**fields) for fields in exits]
 
     def _start(self, rank: int, port: int) -> Child:
@@ -273,7 +273,7 @@ class Launch:
                     self._publish(key, child)
             now = time.monotonic()
             if stop_at == float("inf") and store.check([f"{key}/failed"]):
-                stop_at = now + GRACE
+                stop_at = now + GRACE_SECONDS
             if now > min(deadline, stop_at):
                 self._stop_all(key, is_late=now > deadline)
             time.sleep(0.05)

@@ -33,9 +33,9 @@ class Call(NamedTuple):
 
 
 def run(
-    sharding: Sharding, calls: Iterable[Call], *, run: Callable[..., Any] = _dry_run.run
+    sharding: Sharding, calls: Iterable[Call], *, core: Callable[..., Any] = _dry_run.run
 ) -> list[Event]:
-    """Runs the calls on the core and returns its events. Tests replace ``run``.
+    """Runs the calls on the core and returns its events. Tests replace ``core``.
 
     Raises:
         ValueError: The sharding or a call is invalid. The message names the item.
@@ -51,7 +51,7 @@ def run(
         for state in sharding.states
     ]
     arguments = [(call.name, *call.arguments) for call in calls]
-    events, _ = run(units, states, arguments, streams=sharding.streams)
+    events, _ = core(units, states, arguments, streams=sharding.streams)
     recorded: list[Event] = events
     return recorded
 
@@ -75,9 +75,9 @@ def _describe_unit(unit: UnitSizes) -> dict[str, Any]:
                 "sizes": param.sizes,
                 "dim": param.dim,
                 "dtype": str(param.orig_dtype),
-                "compute": str(param.compute),
-                "reduce": str(param.reduce),
-                "trained": param.trained,
+                "compute": str(param.compute_dtype),
+                "reduce": str(param.reduce_dtype),
+                "trained": param.requires_grad,
             }
             for param in unit.params
         ],
@@ -105,28 +105,28 @@ def make_step_calls(
 
 def _make_traced_calls(sharding: Sharding, trace: Trace, activations: float) -> list[Call]:
     calls: list[Call] = []
-    live: dict[int, int] = {}  # storage -> bytes
-    outside = _count_bytes_outside_gradients(trace)
+    live_storages: dict[int, int] = {}  # storage -> bytes
+    outside_gradients = _count_bytes_outside_gradients(trace)
     for name, number, value in trace.events:
         if name == "alloc":
-            live[number] = value
+            live_storages[number] = value
             calls.append(Call(name, (number, int(value * activations))))
         elif name == "free":
-            live.pop(number, None)
+            live_storages.pop(number, None)
             calls.append(Call(name, (number,)))
         elif name == "grad":
             unit, index, _ = value
             param = sharding.units[unit].params[index]
-            size = param.numel * param.compute.itemsize
-            storage = number if live.pop(number, None) is not None else -1
+            size = param.numel * param.compute_dtype.itemsize
+            storage = number if live_storages.pop(number, None) is not None else -1
             if storage >= 0:
-                size += outside[storage]
+                size += outside_gradients[storage]
             calls.append(Call("gradient", (unit, index, storage, size)))
         elif name in _HOOKS:
             calls.append(Call(name, (number,), value is True))
         else:
             calls.append(Call(name))
-    return [*calls, *(Call("free", (storage,)) for storage in live)]
+    return [*calls, *(Call("free", (storage,)) for storage in live_storages)]
 
 
 def _count_bytes_outside_gradients(trace: Trace) -> Counter[int]:
@@ -138,10 +138,10 @@ def _count_bytes_outside_gradients(trace: Trace) -> Counter[int]:
     gradients = {
         (number, *value[:2]): value[2] for name, number, value in trace.events if name == "grad"
     }
-    outside: Counter[int] = Counter()
+    outside_gradients: Counter[int] = Counter()
     for (storage, *_), size in gradients.items():
-        outside[storage] -= size
-    return Counter({s: max(0, sizes.get(s, 0) + outside[s]) for s in outside})
+        outside_gradients[storage] -= size
+    return Counter({s: max(0, sizes.get(s, 0) + outside_gradients[s]) for s in outside_gradients})
 
 
 def make_synthetic_calls(sharding: Sharding) -> list[Call]:
@@ -150,11 +150,11 @@ def make_synthetic_calls(sharding: Sharding) -> list[Call]:
     The first root contains all other states. The model has no activations.
     """
     calls = [Call("pre_forward", (0,))]
-    inner = range(1, len(sharding.states))
-    for state in inner:
+    inner_states = range(1, len(sharding.states))
+    for state in inner_states:
         calls += [Call("pre_forward", (state,)), Call("post_forward", (state,))]
     calls += [Call("post_forward", (0,)), Call("backward"), Call("pre_backward", (0,))]
-    for state in [*reversed(inner), 0]:
+    for state in [*reversed(inner_states), 0]:
         if state != 0:
             calls.append(Call("pre_backward", (state,)))
         for unit_index, unit in reversed([*enumerate(sharding.units)]):
@@ -166,8 +166,8 @@ def make_synthetic_calls(sharding: Sharding) -> list[Call]:
 
 def _make_gradient_calls(unit_index: int, unit: UnitSizes) -> Iterable[Call]:
     for index, param in reversed([*enumerate(unit.params)]):
-        if param.trained:
-            size = param.numel * param.compute.itemsize
+        if param.requires_grad:
+            size = param.numel * param.compute_dtype.itemsize
             yield Call("gradient", (unit_index, index, -1, size))
 
 
@@ -180,7 +180,7 @@ class Collectives:
     def __init__(self, events: Iterable[Event]) -> None:
         self._events = list(events)
 
-    def sizes(self, kind: str) -> list[int]:
+    def list_sizes(self, kind: str) -> list[int]:
         """Returns the unsharded bytes of each collective of one kind, in order."""
         return [event.bytes for event in self._events if event.kind == kind]
 
@@ -189,8 +189,8 @@ def simulate_collectives(sharding: Sharding) -> list[Collectives]:
     """Returns the collectives that each unit issues in one forward and backward of all units."""
     events = run(sharding, make_synthetic_calls(sharding))
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    issued: list[list[Event]] = [[] for _ in sharding.units]
+    events_by_unit: list[list[Event]] = [[] for _ in sharding.units]
     for event in events:
         if event.kind in kinds:
-            issued[event.unit].append(event)
-    return [*map(Collectives, issued)]
+            events_by_unit[event.unit].append(event)
+    return [*map(Collectives, events_by_unit)]

@@ -65,18 +65,18 @@ class StorageRecorder(TorchDispatchMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._trace = trace
-        self._numbers: dict[int, Any] = {}
+        self._entries: dict[int, Any] = {}
         self._count = 0
 
     def exclude(self, tensors: Sequence[torch.Tensor]) -> None:
         """Excludes the storages of ``tensors``, which exist before the step."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._numbers[storage._cdata] = (-1, weakref.ref(storage))
+            self._entries[storage._cdata] = (-1, weakref.ref(storage))
 
     def get_number(self, tensor: torch.Tensor) -> int:
         """Returns the index of the tensor's storage; -1 if the storage existed before the step."""
-        entry = self._numbers.get(tensor.untyped_storage()._cdata)
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
         return entry[0] if entry is not None else -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,15 +92,15 @@ class StorageRecorder(TorchDispatchMode):
     def _record_storage(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._numbers:
+        if key in self._entries:
             return
         number, self._count = self._count, self._count + 1
 
         def on_free(_: Any) -> None:
-            del self._numbers[key]
+            del self._entries[key]
             self._trace.add_event("free", number)
 
-        self._numbers[key] = (number, weakref.ref(storage, on_free))
+        self._entries[key] = (number, weakref.ref(storage, on_free))
         self._trace.add_event("alloc", number, storage.nbytes())
 
 
@@ -143,11 +143,11 @@ def record_events(
     """
     trace = Trace()
     storages = StorageRecorder(trace)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as undo:
         undo.enter_context(_remove_fsdp_c_hooks(model))
         undo.enter_context(torch.enable_grad())
-        undo.enter_context(fake)
+        undo.enter_context(fake_mode)
         tensors, params = _replace_by_fake_tensors(model, dtype_of, undo)
         storages.exclude(tensors)
         args, kwargs = pytree.tree_map_only(torch.Tensor, _make_fake, (args, dict(kwargs)))
@@ -155,33 +155,33 @@ def record_events(
         _register_state_hooks(states, trace, storages, undo)
         _register_gradient_hooks(params, param_indices, trace, storages, undo)
         undo.enter_context(storages)
-        undo.enter_context(_silence_fake_tensor_log())
+        undo.enter_context(_disable_fake_tensor_log())
         try:
             output = model(*args, **kwargs)
-            total = (loss or _get_loss)(output)
+            loss_value = (loss or _get_loss)(output)
             del output
             trace.add_event("backward")
-            total.backward()
+            loss_value.backward()
         except Exception as error:
             raise ValueError(
-                f"{type(model).__name__} cannot be run on tensors without values, of the batch's "
-                f"sizes and dtypes, to record its memory: {type(error).__name__}: {error}"
+                f"cannot record the memory of {type(model).__name__}: it cannot run on fake "
+                f"tensors of the batch's sizes and dtypes: {type(error).__name__}: {error}"
             ) from error
-        del total
+        del loss_value
         trace.add_event("end")
     return trace
 
 
 @contextlib.contextmanager
-def _silence_fake_tensor_log() -> Iterator[None]:
+def _disable_fake_tensor_log() -> Iterator[None]:
     """Disables torch's log of fake tensors: the raised exception has the same information."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
+    was_disabled = logger.disabled
     logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.disabled = was_disabled
 
 
 def _make_fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -230,20 +230,20 @@ def _replace_by_fake_tensors(
 @contextlib.contextmanager
 def _remove_fsdp_c_hooks(model: nn.Module) -> Iterator[None]:
     """Removes fsdp_c's forward hooks inside the context."""
-    changed: list[tuple[Any, dict[int, Any]]] = []
+    removed_hooks: list[tuple[Any, dict[int, Any]]] = []
     try:
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 own_keys = {key: hook for key, hook in hooks.items() if isinstance(hook, _C.Hook)}
                 if own_keys:
-                    changed.append((hooks, dict(hooks)))
+                    removed_hooks.append((hooks, dict(hooks)))
                     for key in own_keys:
                         del hooks[key]
         yield
     finally:
-        for hooks, before in changed:
+        for hooks, saved_hooks in removed_hooks:
             hooks.clear()
-            hooks.update(before)
+            hooks.update(saved_hooks)
 
 
 def _register_state_hooks(
@@ -288,11 +288,11 @@ class _StateHooks:
         return pytree.tree_unflatten(leaves, spec)
 
     def _insert_node(self, leaves: list[Any]) -> None:
-        tracked = [i for i, t in enumerate(leaves) if torch.is_tensor(t) and t.requires_grad]
-        if tracked:
-            tensors = [leaves[i] for i in tracked]
+        indices = [i for i, t in enumerate(leaves) if torch.is_tensor(t) and t.requires_grad]
+        if indices:
+            tensors = [leaves[i] for i in indices]
             outputs: Any = _StateInputs.apply(self._trace, self._number, *tensors)
-            for i, tensor in zip(tracked, outputs):
+            for i, tensor in zip(indices, outputs):
                 leaves[i] = tensor
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:

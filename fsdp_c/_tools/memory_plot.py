@@ -16,7 +16,7 @@ _MAX_SAMPLES = 4000  # samples in the plot
 def plot_memory(
     title: str, timeline: Timeline, memory: int | None, path: str | os.PathLike[str]
 ) -> None:
-    """Draws the timeline to a file, whose extension gives the format.
+    """Draws the timeline to a file. The extension of ``path`` selects the format.
 
     Args:
         memory: The rank's memory in bytes, drawn as a line if it is at most twice the peak.
@@ -44,24 +44,24 @@ def plot_memory(
 
 
 def _reduce_samples(samples: list[Sample]) -> list[Sample]:
-    """Returns at most ``_MAX_SAMPLES`` samples: of each run, the sample with the most memory."""
-    every = -(-len(samples) // _MAX_SAMPLES)
-    parts = (samples[i : i + every] for i in range(0, len(samples), every))
-    return [max(part, key=lambda sample: sample.total) for part in parts]
+    """Returns at most ``_MAX_SAMPLES`` samples: the largest of each run of neighboring samples."""
+    length = -(-len(samples) // _MAX_SAMPLES)
+    runs = (samples[i : i + length] for i in range(0, len(samples), length))
+    return [max(run, key=lambda sample: sample.total) for run in runs]
 
 
 def _draw_bands(axes: Any, samples: list[Sample]) -> None:
     """Draws a band for each unit's forward and backward, and the names of the phases."""
-    marks: list[tuple[float, str]] = []
-    start, color_index = 0, False
+    unit_labels: list[tuple[float, str]] = []
+    start, is_odd_band = 0, False
     for unit, run in groupby(samples, key=lambda sample: sample.unit):
         end = start + len(list(run))
-        axes.axvspan(start, end, color=_BAND_COLORS[color_index], zorder=1)
-        if unit and (not marks or (start + end) / 2 - marks[-1][0] > len(samples) / 24):
-            marks.append(((start + end) / 2, unit))
-        start, color_index = end, not color_index
-    axes.set_xticks([index for index, _ in marks])
-    axes.set_xticklabels([unit for _, unit in marks], rotation=40, ha="right", fontsize=8)
+        axes.axvspan(start, end, color=_BAND_COLORS[is_odd_band], zorder=1)
+        if unit and (not unit_labels or (start + end) / 2 - unit_labels[-1][0] > len(samples) / 24):
+            unit_labels.append(((start + end) / 2, unit))
+        start, is_odd_band = end, not is_odd_band
+    axes.set_xticks([index for index, _ in unit_labels])
+    axes.set_xticklabels([unit for _, unit in unit_labels], rotation=40, ha="right", fontsize=8)
     start = 0
     for phase, run in groupby(samples, key=_name_phase):
         end = start + len(list(run))
@@ -75,8 +75,10 @@ def _draw_bands(axes: Any, samples: list[Sample]) -> None:
 
 
 def _name_phase(sample: Sample) -> str:
-    word = sample.phase.partition(" ")[0]
-    return {"forward": "forward", "backward": "backward", "reduction": "backward"}.get(word, "")
+    first_word = sample.phase.partition(" ")[0]
+    return {"forward": "forward", "backward": "backward", "reduction": "backward"}.get(
+        first_word, ""
+    )
 
 
 def _mark_peak(axes: Any, samples: list[Sample], timeline: Timeline, scale: int, unit: str) -> None:

@@ -10,7 +10,7 @@ import torch.nn as nn
 from .._runtime.fsdp_units import (
     get_param_names,
     iterate_params,
-    iterate_slots,
+    iterate_registrations,
     list_registered_params,
 )
 from .._runtime.hints import format_names
@@ -23,27 +23,27 @@ def check_optimizer_params(
     """Reports parameters that only one of ``optimizer`` and ``model`` has."""
     if optimizer is None:
         return []
-    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    sharded = {id(param.sharded_param) for _, param in iterate_params(groups)}
-    temporary = {
+    optimizer_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    sharded_ids = {id(param.sharded_param) for _, param in iterate_params(groups)}
+    temporary_ids = {
         id(p) for _, param in iterate_params(groups) for p in list_registered_params(param)
-    } - sharded
-    owned = sharded | ({id(parameter) for parameter in model.parameters()} - temporary)
+    } - sharded_ids
+    model_ids = sharded_ids | ({id(parameter) for parameter in model.parameters()} - temporary_ids)
     reports = []
-    foreign = len(ids - owned)
-    if foreign:
+    foreign_count = len(optimizer_ids - model_ids)
+    if foreign_count:
         reports.append(
-            f"the optimizer holds {foreign} of {len(ids)} parameters that are not the model's: "
-            "it was built before sharding, which replaces parameters, and will not train them. "
-            "Build it after the last fully_shard"
+            f"the optimizer holds {foreign_count} of {len(optimizer_ids)} parameters that are not "
+            "the model's: it was built before sharding, which replaces parameters, and will not "
+            "train them. Build it after the last fully_shard"
         )
     names = get_param_names(model, groups)
     missing = [
         names[id(param)]
         for _, param in iterate_params(groups)
-        if param.sharded_param.requires_grad and id(param.sharded_param) not in ids
+        if param.sharded_param.requires_grad and id(param.sharded_param) not in optimizer_ids
     ]
-    if missing and not foreign:
+    if missing and not foreign_count:
         reports.append(
             f"the optimizer does not hold {format_names(missing)}, which require gradients"
         )
@@ -51,14 +51,14 @@ def check_optimizer_params(
 
 
 def check_replaced_params(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
-    """Reports modules that hold another object than their unit registered."""
+    """Reports parameters that modules hold and that their unit did not register."""
     names = get_param_names(model, groups)
     replaced = [
         names[id(param)]
         for _, param in iterate_params(groups)
         if any(
-            id(getattr(module, slot, None)) not in map(id, list_registered_params(param))
-            for module, slot in iterate_slots(param)
+            id(getattr(module, name, None)) not in map(id, list_registered_params(param))
+            for module, name in iterate_registrations(param)
         )
     ]
     if not replaced:
@@ -68,14 +68,18 @@ def check_replaced_params(model: nn.Module, groups: list[tuple[str, Any]]) -> li
 
 def check_unmanaged_params(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
     """Reports parameters that require gradients and belong to no unit."""
-    slots = {
-        (id(m), slot) for _, param in iterate_params(groups) for m, slot in iterate_slots(param)
+    registrations = {
+        (id(module), name)
+        for _, param in iterate_params(groups)
+        for module, name in iterate_registrations(param)
     }
     names = [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad and (id(module), name) not in slots
+        if parameter is not None
+        and parameter.requires_grad
+        and (id(module), name) not in registrations
     ]
     if not names:
         return []

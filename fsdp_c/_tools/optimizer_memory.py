@@ -21,15 +21,15 @@ class OptimizerBytes(NamedTuple):
 
     Attributes:
         name: The optimizer's class.
-        states: Bytes of states.
-        step: Bytes that a step allocates temporarily.
-        counts_all_parameters: Whether ``step`` is per byte of all parameters; else per byte of the
-            largest parameter.
+        state_ratio: Bytes of states.
+        step_ratio: Bytes that a step allocates temporarily.
+        counts_all_parameters: Whether ``step_ratio`` is per byte of all parameters; else per byte
+            of the largest parameter.
     """
 
     name: str
-    states: float
-    step: float
+    state_ratio: float
+    step_ratio: float
     counts_all_parameters: bool
 
 
@@ -50,21 +50,26 @@ def measure_optimizer(
     """
     make = _make_constructor(choice, on_cpu)
     try:
-        once, optimizer, parameters = _measure_step(make, 1, dtype)
-        twice = _measure_step(make, 2, dtype)[0]
+        one_param_bytes, optimizer, parameters = _measure_step(make, 1, dtype)
+        two_param_bytes = _measure_step(make, 2, dtype)[0]
     except Exception as error:
         name = getattr(choice, "__name__", choice)
         raise ValueError(
-            f"{name} cannot step two small parameters, which measures its memory: "
+            f"cannot measure the memory of {name}: a step of two small parameters raised "
             f"{type(error).__name__}: {error}"
         ) from error
     size = parameters[0].numel() * dtype.itemsize
-    states = sum(
+    state_bytes = sum(
         value.numel() * value.itemsize
         for value in optimizer.state[parameters[0]].values()
         if isinstance(value, torch.Tensor) and value.numel() > 1
     )
-    return OptimizerBytes(type(optimizer).__name__, states / size, once / size, twice > once * 1.5)
+    return OptimizerBytes(
+        type(optimizer).__name__,
+        state_bytes / size,
+        one_param_bytes / size,
+        two_param_bytes > one_param_bytes * 1.5,
+    )
 
 
 def count_state_bytes(optimizer: Optimizer) -> int:
@@ -85,24 +90,30 @@ def _make_constructor(
     if choice is None:
         choice = torch.optim.AdamW
     if isinstance(choice, str):
-        named = {name.lower(): cls for name, cls in vars(torch.optim).items()}
-        named = {name: cls for name, cls in named.items() if _is_optimizer(cls)}
-        if choice.lower() not in named:
-            matches = difflib.get_close_matches(choice.lower(), named, 1)
-            suggestion = f": did you mean {named[matches[0]].__name__}?" if matches else ""
+        classes_by_name = {name.lower(): cls for name, cls in vars(torch.optim).items()}
+        classes_by_name = {name: cls for name, cls in classes_by_name.items() if _is_optimizer(cls)}
+        if choice.lower() not in classes_by_name:
+            matches = difflib.get_close_matches(choice.lower(), classes_by_name, 1)
+            suggestion = (
+                f": did you mean {classes_by_name[matches[0]].__name__}?" if matches else ""
+            )
             raise ValueError(f"torch.optim has no optimizer '{choice}'{suggestion}")
-        choice = named[choice.lower()]
+        choice = classes_by_name[choice.lower()]
     if isinstance(choice, Optimizer):
-        accepted = inspect.signature(type(choice).__init__).parameters
-        settings = {key: value for key, value in choice.defaults.items() if key in accepted}
+        parameters = inspect.signature(type(choice).__init__).parameters
+        settings = {key: value for key, value in choice.defaults.items() if key in parameters}
         choice = type(choice)
     if not callable(choice):
         raise TypeError(
             f"an optimizer is a class, its name, or a function that makes one, not {choice!r}"
         )
     if not on_cpu and isinstance(choice, type):
-        accepted = inspect.signature(choice).parameters
-        if "foreach" in accepted and not settings.get("fused") and settings.get("foreach") is None:
+        parameters = inspect.signature(choice).parameters
+        if (
+            "foreach" in parameters
+            and not settings.get("fused")
+            and settings.get("foreach") is None
+        ):
             settings["foreach"] = True
     constructor = choice
     return lambda parameters: constructor(parameters, **settings)
@@ -126,9 +137,9 @@ def _measure_step(
     optimizer.step()
     trace = Trace()
     storages = StorageRecorder(trace)
-    existing = [value for state in optimizer.state.values() for value in state.values()]
-    existing += [*parameters, *(parameter.grad for parameter in parameters)]
-    storages.exclude([value for value in existing if isinstance(value, torch.Tensor)])
+    existing_values = [value for state in optimizer.state.values() for value in state.values()]
+    existing_values += [*parameters, *(parameter.grad for parameter in parameters)]
+    storages.exclude([value for value in existing_values if isinstance(value, torch.Tensor)])
     with storages:
         optimizer.step()
     live, total, peak = {}, 0, 0

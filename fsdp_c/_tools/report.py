@@ -66,7 +66,7 @@ class Explanation:
         changes: The configuration changes that lower the peak most, with the bytes that they save.
         optimizer: The optimizer's name, or empty.
         memory: The rank's memory in bytes; ``None`` if the caller did not pass it.
-        knows_activations: Whether the caller passed a batch.
+        knows_activations: Whether ``timeline`` includes activations: the caller passed a batch.
         kernels: The implementation that packs and unpacks, by device type; empty for a plan.
         buffers: Bytes of this process's CPU buffer cache: in use, and free for reuse
             (:func:`fsdp_c.release_memory`). ``None`` for a plan, and on other devices.
@@ -175,9 +175,11 @@ def format_bytes(count: float) -> str:
 
 
 def _make_unit_reports(layout: Layout, collectives: list[Collectives]) -> Iterator[UnitReport]:
-    for unit, modules, issued in zip(layout.units, layout.modules, collectives):
+    for unit, modules, unit_collectives in zip(layout.units, layout.modules, collectives):
         params = unit.params
-        reductions = issued.sizes("reduce_scatter") or issued.sizes("all_reduce")
+        all_gathers = unit_collectives.list_sizes("all_gather")
+        reduce_scatters = unit_collectives.list_sizes("reduce_scatter")
+        all_reduces = unit_collectives.list_sizes("all_reduce")
         yield UnitReport(
             name=_remove_wrapper_names(unit.name),
             modules=", ".join(_get_inner_class_name(module) for module in modules),
@@ -185,11 +187,11 @@ def _make_unit_reports(layout: Layout, collectives: list[Collectives]) -> Iterat
             elements=sum(param.numel for param in params),
             dtypes="; ".join(sorted({_format_dtypes(param) for param in params})),
             mesh=f"{unit.replicas}x{unit.world}" if unit.replicas > 1 else str(unit.world),
-            shard_bytes=unit.shard,
-            gathers=len(issued.sizes("all_gather")),
-            reduce_scatters=len(issued.sizes("reduce_scatter")),
-            all_reduces=len(issued.sizes("all_reduce")),
-            transient=unit.transient(reductions),
+            shard_bytes=unit.shard_bytes,
+            gathers=len(all_gathers),
+            reduce_scatters=len(reduce_scatters),
+            all_reduces=len(all_reduces),
+            transient=unit.count_transient_bytes(reduce_scatters or all_reduces),
         )
 
 
@@ -205,7 +207,7 @@ def _get_inner_class_name(module: Any) -> str:
 
 
 def _format_dtypes(param: ParamSize) -> str:
-    kinds = (param.orig_dtype, param.compute, param.reduce)
+    kinds = (param.orig_dtype, param.compute_dtype, param.reduce_dtype)
     return "/".join(str(dtype).removeprefix("torch.") for dtype in kinds)
 
 
@@ -221,19 +223,22 @@ def combine_similar_units(units: list[UnitReport]) -> list[UnitReport]:
 
 
 def _split_numbers(name: str) -> tuple[str, list[int]]:
+    """Returns ``name`` with ``#`` for each number, and the numbers."""
     return re.sub(r"\d+", "#", name), [int(number) for number in re.findall(r"\d+", name)]
 
 
 def _can_extend_run(run: list[UnitReport], unit: UnitReport) -> bool:
     if replace(unit, name="") != replace(run[-1], name=""):
         return False
-    before, first = _split_numbers(run[-1].name)
-    after, second = _split_numbers(unit.name)
-    steps = [b - a for a, b in zip(first, second)]
-    if before != after or sorted(steps) != [0] * (len(steps) - 1) + [1]:
+    last_pattern, last_numbers = _split_numbers(run[-1].name)
+    pattern, numbers = _split_numbers(unit.name)
+    steps = [b - a for a, b in zip(last_numbers, numbers)]
+    if pattern != last_pattern or sorted(steps) != [0] * (len(steps) - 1) + [1]:
         return False
-    begin = _split_numbers(run[0].name)[1]  # the same number must differ in all names of the run
-    return len(run) == 1 or begin[steps.index(1)] != first[steps.index(1)]
+    # The same number must differ in all names of the run.
+    _, first_numbers = _split_numbers(run[0].name)
+    changing = steps.index(1)
+    return len(run) == 1 or first_numbers[changing] != last_numbers[changing]
 
 
 def _merge_run(run: list[UnitReport]) -> UnitReport:
@@ -285,8 +290,8 @@ def _format_memory(explanation: Explanation) -> Iterator[str]:
         elif kind == "states" and not explanation.optimizer:
             yield f"  {kind:<31}{'unknown':>13}   pass the optimizer"
         else:
-            most = format_bytes(explanation.timeline.highest(kind))
-            yield f"  {kind:<31}{format_bytes(size):>13}{most:>10}   {_DESCRIPTIONS[kind]}"
+            maximum = format_bytes(explanation.timeline.highest(kind))
+            yield f"  {kind:<31}{format_bytes(size):>13}{maximum:>10}   {_DESCRIPTIONS[kind]}"
     yield f"the peak: {format_bytes(peak.total)}, in {peak}"
 
 
@@ -294,11 +299,13 @@ def _count_received_bytes(
     units: tuple[UnitSizes, ...], collectives: list[Collectives]
 ) -> dict[str, int]:
     shard = replicate = 0
-    for unit, issued in zip(units, collectives):
+    for unit, unit_collectives in zip(units, collectives):
         part = (unit.world - 1) / unit.world
-        shard += int(part * sum(issued.sizes("all_gather") + issued.sizes("reduce_scatter")))
+        sizes = [*unit_collectives.list_sizes("all_gather")]
+        sizes += unit_collectives.list_sizes("reduce_scatter")
+        shard += int(part * sum(sizes))
         part = (unit.replicas - 1) / unit.replicas
-        replicate += int(2 * part * sum(issued.sizes("all_reduce")))
+        replicate += int(2 * part * sum(unit_collectives.list_sizes("all_reduce")))
     return {"shard": shard, "replicate": replicate}
 
 

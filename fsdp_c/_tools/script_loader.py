@@ -39,7 +39,10 @@ def _make_main_module(spec: importlib.machinery.ModuleSpec | None, file: str | N
 
 
 def find_module(name: str) -> tuple[ModuleType, CodeType]:
-    """Finds the code of ``python -m name``: a module, or a package's ``__main__``."""
+    """Returns a new ``__main__`` module, and the code of ``python -m name``.
+
+    ``name`` is a module, or a package with a ``__main__``. Exits with the interpreter's messages.
+    """
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -70,10 +73,15 @@ def _get_code(spec: importlib.machinery.ModuleSpec) -> CodeType:
 
 
 def read_script(path: str) -> tuple[ModuleType, CodeType]:
-    """Returns the code of ``path``; for a directory or an archive, the code of its ``__main__``."""
-    safe = getattr(sys.flags, "safe_path", False)  # under -P, sys.path[0] is not the current folder
+    """Returns a new ``__main__`` module, and the code of ``python path``.
+
+    For a directory or an archive, the code is that of its ``__main__``.
+    """
+    is_safe_path = getattr(
+        sys.flags, "safe_path", False
+    )  # under -P, sys.path[0] is not the current folder
     if os.path.isdir(path) or _is_archive(path):
-        sys.path[0 : 0 if safe else 1] = [os.path.abspath(path)]
+        sys.path[0 : 0 if is_safe_path else 1] = [os.path.abspath(path)]
         spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
         if spec is None:
             exit_with(f"{sys.executable}: can't find '__main__' module in {path!r}", 1)
@@ -86,7 +94,7 @@ def read_script(path: str) -> tuple[ModuleType, CodeType]:
         exit_with(
             f"{sys.executable}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}", 2
         )
-    if not safe:
+    if not is_safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(file))
     return _make_main_module(None, file), compile(text, file, "exec", dont_inherit=True)
 

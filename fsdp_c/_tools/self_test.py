@@ -18,11 +18,11 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_c import MixedPrecisionPolicy, fully_shard, is_active
 from fsdp_c_autoload import redirect
 
-WORLD = 2
+WORLD_SIZE = 2
 
 
 def train(shard: Any) -> tuple[bool, list[torch.Tensor]]:
-    """Trains a small model for two steps. Returns whether fsdp_c ran, losses, parameters."""
+    """Trains a small model for two steps. Returns whether fsdp_c ran; losses and parameters."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -43,18 +43,20 @@ def train(shard: Any) -> tuple[bool, list[torch.Tensor]]:
 
 def main() -> None:
     rank, file = sys.argv[1:]
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=int(rank), world_size=WORLD_SIZE
+    )
     results = {}
     for name, shard in (
         ("torch", redirect.original(torch_fully_shard)),
         ("fsdp_c", fully_shard),
     ):
-        active, results[name] = train(shard)
-        if active != (name == "fsdp_c"):
+        is_fsdp_c_active, results[name] = train(shard)
+        if is_fsdp_c_active != (name == "fsdp_c"):
             print(f"{name}'s fully_shard was run by another implementation")
             return
-    same = all(map(torch.equal, results["torch"], results["fsdp_c"]))
-    print("same" if same else "losses or parameters differ from torch's")
+    is_equal = all(map(torch.equal, results["torch"], results["fsdp_c"]))
+    print("same" if is_equal else "losses or parameters differ from torch's")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -69,25 +69,25 @@ def _iterate_samples(
         return Sample(phase, unit, tuple(live.values()))
 
     changes = [e for e in events if e.kind in ("alloc", "free") and e.label in live]
-    before = [event for event in changes if event.call < 0]
-    for event in before:
+    initial_changes = [event for event in changes if event.call < 0]
+    for event in initial_changes:
         live["shards"] = event.live
         yield sample(BEFORE)
-    live["shards"] += sharding.buffers
+    live["shards"] += sharding.buffer_bytes
     yield sample(BEFORE)
-    live["states"] = 0 if sharding.offloads else sharding.optimizer
+    live["states"] = 0 if sharding.offloads else sharding.optimizer_bytes
     yield sample(BEFORE)
-    for event in changes[len(before) :]:
+    for event in changes[len(initial_changes) :]:
         assert event.label is not None
         live[event.label] = event.live
         phase, unit = phases[event.call]
         if calls[event.call].name == "end" and event.unit >= 0:
             phase, unit = "reduction of", sharding.units[event.unit].name
         yield sample(phase, unit)
-    if not sharding.offloads and sharding.step:
-        live["states"] += sharding.step
+    if not sharding.offloads and sharding.step_bytes:
+        live["states"] += sharding.step_bytes
         yield sample(_STEP)
-        live["states"] -= sharding.step
+        live["states"] -= sharding.step_bytes
         yield sample(_STEP)
 
 
@@ -101,16 +101,16 @@ _PHASES = {
 
 def _find_phases(sharding: Sharding, calls: Sequence[Call]) -> list[tuple[str, str]]:
     """Returns the phase of the step and the unit's name for each call."""
-    first: dict[int, str] = {}
+    first_calls: dict[int, str] = {}
     for unit in sharding.units:
-        first.setdefault(unit.state, unit.name)
+        first_calls.setdefault(unit.state, unit.name)
     phases = []
     current = (BEFORE, "")
     for call in calls:
         if call.name == "backward":
             current = ("backward of the loss", "")
-        elif call.name in _PHASES and not call.in_backward and call.arguments[0] in first:
-            current = (_PHASES[call.name], first[call.arguments[0]])
+        elif call.name in _PHASES and not call.in_backward and call.arguments[0] in first_calls:
+            current = (_PHASES[call.name], first_calls[call.arguments[0]])
         phases.append(current)
         if call.name == "end":
             current = (_STEP, "")

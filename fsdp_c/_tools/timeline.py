@@ -13,7 +13,7 @@ from . import timeline_plot, trace_spans
 from .plotting import require_matplotlib
 from .trace_spans import GATHER, REDUCE, WAITS, Span
 
-_MS = 1e6  # nanoseconds
+_NANOSECONDS_PER_MS = 1e6
 
 
 class StepTrace:
@@ -28,7 +28,7 @@ class StepTrace:
         self.ranks: list[list[Span]] = []
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws a timeline with three rows per rank. The extension of ``path`` gives the format.
+        """Draws a row per rank and lane. The extension of ``path`` selects the format.
 
         Rank 0 writes the file. Other ranks only check the arguments.
 
@@ -36,7 +36,7 @@ class StepTrace:
             RuntimeError: The ``with`` block is still open, or nothing was traced in it.
             ImportError: matplotlib is not installed. Raised on every rank.
         """
-        self._check()
+        self._require_spans()
         require_matplotlib()
         if _is_writer():
             timeline_plot.plot_timeline(self.summary(), self.ranks, path)
@@ -47,7 +47,7 @@ class StepTrace:
         Raises:
             RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
-        self._check()
+        self._require_spans()
         timeline_plot.draw_timeline(axes, self.summary(), self.ranks, legend)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -58,7 +58,7 @@ class StepTrace:
         Raises:
             RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
-        self._check()
+        self._require_spans()
         if _is_writer():
             with open(path, "w") as file:
                 json.dump(_make_chrome_trace(self.ranks, self.summary()), file)
@@ -69,7 +69,7 @@ class StepTrace:
         Raises:
             RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
-        self._check()
+        self._require_spans()
         return f"{_format_shares(self.ranks)}. {_format_communication(self.ranks)}."
 
     def seconds(self) -> dict[str, dict[str, float]]:
@@ -95,7 +95,7 @@ class StepTrace:
     def _has_units(self) -> bool:
         return any(span.unit for rank in self.ranks for span in rank)
 
-    def _check(self) -> None:
+    def _require_spans(self) -> None:
         if not self._closed:
             raise RuntimeError(
                 "nothing was traced: an exception has left the with-block"
@@ -148,10 +148,10 @@ def _format_communication(ranks: list[list[Span]]) -> str:
     waits = [(s, i) for i, rank in enumerate(ranks) for s in rank if s.kind in WAITS.values()]
     if not communication:
         return "Nothing was communicated"
-    hidden = 1 - sum(span.length for span, _ in waits) / communication
-    text = f"{max(hidden, 0):.0%} of communication is hidden".replace("%", " %")
+    hidden_share = 1 - sum(span.length for span, _ in waits) / communication
+    text = f"{max(hidden_share, 0):.0%} of communication is hidden".replace("%", " %")
     if not waits:
-        return f"{text}; nothing is waited for"
+        return f"{text}; no waits"
     longest, rank = max(waits, key=lambda wait: wait[0].length)
     kind = "gather" if longest.kind == trace_spans.GATHER_WAIT else "reduction"
     unit = "the root" if longest.unit == trace_spans.ROOT else f"'{longest.unit}'"
@@ -169,7 +169,7 @@ def _measure_covered(collectives: list[Span]) -> int:
 
 
 def _format_ms(nanoseconds: float) -> str:
-    value = nanoseconds / _MS
+    value = nanoseconds / _NANOSECONDS_PER_MS
     return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"
 
 
@@ -184,9 +184,9 @@ def _format_table(seconds: dict[str, dict[str, float]]) -> str:
     rows.append(["all", *(f"{sum(seconds[kind].values()) * 1e3:.2f}" for kind in kinds)])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
-    for first, *rest in rows:
-        cells_ = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:]))]
-        lines.append("  ".join(cells_))
+    for label, *values in rows:
+        padded = [label.ljust(widths[0]), *(v.rjust(w) for v, w in zip(values, widths[1:]))]
+        lines.append("  ".join(padded))
     return "\n".join(lines)
 
 
@@ -204,12 +204,17 @@ def _make_chrome_trace(ranks: list[list[Span]], summary: str) -> dict[str, Any]:
     """Returns complete events in microseconds, with a process per rank and a thread per lane."""
     events: list[dict[str, Any]] = []
     for rank, rank_spans in enumerate(ranks):
-        named = {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-        events.append(named)
+        process_name = {
+            "name": "process_name",
+            "ph": "M",
+            "pid": rank,
+            "args": {"name": f"rank {rank}"},
+        }
+        events.append(process_name)
         for lane, name in enumerate(trace_spans.LANES):
             if any(span.lane == name for span in rank_spans):
-                row = {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane}
-                events.append({**row, "args": {"name": name}})
+                thread_name = {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane}
+                events.append({**thread_name, "args": {"name": name}})
         for span in rank_spans:
             events.append(
                 {

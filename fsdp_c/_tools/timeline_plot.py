@@ -26,7 +26,7 @@ _MAX_RANKS = 8
 
 
 def plot_timeline(title: str, ranks: list[list[Span]], path: str | os.PathLike[str]) -> None:
-    """Draws the spans of the first ranks to a file, whose extension gives the format."""
+    """Draws the spans of the first ranks to ``path``, whose extension selects the format."""
     from matplotlib.figure import Figure
 
     rows = len(_list_lanes(ranks)) * min(len(ranks), _MAX_RANKS)
@@ -37,16 +37,16 @@ def plot_timeline(title: str, ranks: list[list[Span]], path: str | os.PathLike[s
 
 def draw_timeline(axes: Any, title: str, ranks: list[list[Span]], legend: bool = True) -> None:
     """Draws the spans of the first ranks into axes of matplotlib."""
-    shown = ranks[:_MAX_RANKS]
-    hidden_ranks = len(ranks) - len(shown)
+    drawn_ranks = ranks[:_MAX_RANKS]
+    hidden_ranks = len(ranks) - len(drawn_ranks)
     suffix = f" ({hidden_ranks} more ranks are not shown)" if hidden_ranks else ""
     width = axes.figure.get_figwidth()
     full_title = (title + suffix).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
     axes.set_title("\n".join(textwrap.wrap(full_title, int(9.3 * width))), fontsize=10.5,
                    loc="left")  # fmt: skip
-    _draw_rows(axes, shown, _list_lanes(shown), width)
+    _draw_rows(axes, drawn_ranks, _list_lanes(drawn_ranks), width)
     if legend:
-        _draw_legend(axes, [span for rank in shown for span in rank])
+        _draw_legend(axes, [span for rank in drawn_ranks for span in rank])
 
 
 def _list_lanes(ranks: list[list[Span]]) -> list[str]:
@@ -55,17 +55,17 @@ def _list_lanes(ranks: list[list[Span]]) -> list[str]:
 
 def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: float) -> None:
     """Draws one row per rank and lane, the first rank at the top, over milliseconds."""
-    last = max(span.end for rank in ranks for span in rank) / 1e6
-    ticks, names = [], []
+    end_ms = max(span.end for rank in ranks for span in rank) / 1e6
+    ticks, labels = [], []
     for number, rank in enumerate(ranks):
         for row, lane in enumerate(lanes):
             y = number * (len(lanes) + 0.5) + row
             ticks.append(y)
-            names.append(f"rank {number}  {_ROWS[lane]}" if row == 0 else _ROWS[lane])
-            _draw_lane(axes, y, [span for span in rank if span.lane == lane], last, width)
-    axes.set_yticks(ticks, names, fontsize=9)
+            labels.append(f"rank {number}  {_ROWS[lane]}" if row == 0 else _ROWS[lane])
+            _draw_lane(axes, y, [span for span in rank if span.lane == lane], end_ms, width)
+    axes.set_yticks(ticks, labels, fontsize=9)
     axes.set_ylim(ticks[-1] + 0.6, -0.6)
-    axes.set_xlim(0, last)
+    axes.set_xlim(0, end_ms)
     axes.set_xlabel("ms")
     axes.grid(axis="x", color="#e8e8e8", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -74,7 +74,7 @@ def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: floa
     axes.tick_params(axis="y", length=0)
 
 
-def _draw_lane(axes: Any, y: float, spans: list[Span], last: float, width: float) -> None:
+def _draw_lane(axes: Any, y: float, spans: list[Span], end_ms: float, width: float) -> None:
     for depth, span in _stack_spans(spans):
         begin, length = span.begin / 1e6, span.length / 1e6
         bottom, height = (y - 0.4, 0.8) if depth is None else (y - 0.4 + 0.4 * depth, 0.38)
@@ -82,7 +82,7 @@ def _draw_lane(axes: Any, y: float, spans: list[Span], last: float, width: float
             [(begin, length)], (bottom, height), facecolor=_COLORS[span.kind], edgecolor="white",
             linewidth=0.4,
         )  # fmt: skip
-        capacity = length / last * width * 13  # approximate number of characters that fit
+        capacity = length / end_ms * width * 13  # approximate number of characters that fit
         label = _choose_label(span.unit, capacity)
         if label:
             axes.text(
@@ -96,18 +96,20 @@ _LIGHT_KINDS = (trace_spans.OUTSIDE, trace_spans.REDUCE_WAIT)
 
 def _choose_label(unit: str, capacity: float) -> str:
     """Returns the longest label that fits: the unit's name, its last component, or empty."""
-    short = unit.rpartition(".")[2].strip("()")
-    return next((text for text in (unit, short) if text and len(text) + 1 <= capacity), "")
+    last_component = unit.rpartition(".")[2].strip("()")
+    return next((text for text in (unit, last_component) if text and len(text) + 1 <= capacity), "")
 
 
 def _stack_spans(spans: list[Span]) -> list[tuple[int | None, Span]]:
     """Assigns overlapping spans to two half rows; None for a span that uses the full row."""
-    assigned: list[tuple[int | None, Span]] = []
+    placed_spans: list[tuple[int | None, Span]] = []
     for i, span in enumerate(spans):
-        near = spans[max(0, i - 3) : i] + spans[i + 1 : i + 4]
-        overlaps_none = all(other.end <= span.begin or span.end <= other.begin for other in near)
-        assigned.append((None if overlaps_none else i % 2, span))
-    return assigned
+        neighbors = spans[max(0, i - 3) : i] + spans[i + 1 : i + 4]
+        overlaps_none = all(
+            other.end <= span.begin or span.end <= other.begin for other in neighbors
+        )
+        placed_spans.append((None if overlaps_none else i % 2, span))
+    return placed_spans
 
 
 def _draw_legend(axes: Any, spans: list[Span]) -> None:

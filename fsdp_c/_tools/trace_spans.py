@@ -82,14 +82,14 @@ def make_spans(events: Iterable[Event]) -> list[Span]:
         return [*host, *collectives]
     compute = _join_spans(_make_device_spans(computing, events, host), gap=10_000)
     waits = _find_device_waits(compute, collectives)
-    lane = sorted([*compute, *waits], key=lambda span: span.begin)
-    return [*(span._replace(lane=HOST) for span in host), *lane, *collectives]
+    device_spans = sorted([*compute, *waits], key=lambda span: span.begin)
+    return [*(span._replace(lane=HOST) for span in host), *device_spans, *collectives]
 
 
 # ---- ranges --------------------------------------------------------------------------------------
 
 _FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\))?$")
-_WAITING = {
+_LANE_OF_WAIT = {
     "all_gather": GATHER,
     "all_gather_copy_out": GATHER,
     "post_backward_rs_wait": REDUCE,
@@ -128,31 +128,34 @@ def _find_segments(ranges: list[_Range], block: Event) -> Iterator[tuple[_Range 
 
     Yields (range, span). The range is None while the model computes.
     """
-    inside: list[_Range] = []
+    open_ranges: list[_Range] = []
     units = _UnitStack()
     now = block.begin
 
     def emit_until(time: int) -> Iterator[tuple[_Range | None, Span]]:
         nonlocal now
         if time > now:
-            top = inside[-1] if inside else None
-            if top is None:
+            innermost = open_ranges[-1] if open_ranges else None
+            if innermost is None:
                 kind, unit = units.computing
             else:
-                kind, unit = (OPTIMIZER if top.label == OPTIMIZER else SHARDING), top.unit
-            yield top, Span(COMPUTE, kind, unit, now, time)
+                kind, unit = (
+                    (OPTIMIZER if innermost.label == OPTIMIZER else SHARDING),
+                    innermost.unit,
+                )
+            yield innermost, Span(COMPUTE, kind, unit, now, time)
             now = time
 
     def close_ranges(time: int) -> Iterator[tuple[_Range | None, Span]]:
-        while inside and inside[-1].end <= time:
-            yield from emit_until(inside[-1].end)
-            units.end_range(inside.pop())
+        while open_ranges and open_ranges[-1].end <= time:
+            yield from emit_until(open_ranges[-1].end)
+            units.end_range(open_ranges.pop())
 
-    for r in ranges:
-        yield from close_ranges(r.begin)
-        yield from emit_until(r.begin)
-        units.begin_range(r)
-        inside.append(r)
+    for fsdp_range in ranges:
+        yield from close_ranges(fsdp_range.begin)
+        yield from emit_until(fsdp_range.begin)
+        units.begin_range(fsdp_range)
+        open_ranges.append(fsdp_range)
     yield from close_ranges(block.end)
     yield from emit_until(block.end)
 
@@ -167,19 +170,19 @@ class _UnitStack:
     def computing(self) -> tuple[str, str]:
         return self._stack[-1] if self._stack else (OUTSIDE, "")
 
-    def begin_range(self, r: _Range) -> None:
-        if r.label == "post_forward":
-            self._remove((FORWARD, r.unit))
-        elif r.label in ("post_backward_accumulate", "post_backward_reshard"):
-            self._remove((BACKWARD, r.unit))
-        elif r.label == "root_post_backward_callback":
+    def begin_range(self, fsdp_range: _Range) -> None:
+        if fsdp_range.label == "post_forward":
+            self._remove((FORWARD, fsdp_range.unit))
+        elif fsdp_range.label in ("post_backward_accumulate", "post_backward_reshard"):
+            self._remove((BACKWARD, fsdp_range.unit))
+        elif fsdp_range.label == "root_post_backward_callback":
             self._stack = [entry for entry in self._stack if entry[0] != BACKWARD]
 
-    def end_range(self, r: _Range) -> None:
-        if r.label == "pre_forward":
-            self._stack.append((FORWARD, r.unit))
-        elif r.label == "pre_backward":
-            self._stack.append((BACKWARD, r.unit))
+    def end_range(self, fsdp_range: _Range) -> None:
+        if fsdp_range.label == "pre_forward":
+            self._stack.append((FORWARD, fsdp_range.unit))
+        elif fsdp_range.label == "pre_backward":
+            self._stack.append((BACKWARD, fsdp_range.unit))
 
     def _remove(self, entry: tuple[str, str]) -> None:
         if entry in self._stack:
@@ -214,22 +217,22 @@ def _find_collectives(events: list[Event], ranges: list[_Range]) -> list[Span]:
     completions = _find_completions(events)
     begins = [r.begin for r in ranges]
     collectives = []
-    last = ROOT
+    last_unit = ROOT
     for event in events:
-        family = _classify_collective(event) if event.name.startswith("c10d::") else None
-        if family is None or event.on_device:
+        kind = _classify_collective(event) if event.name.startswith("c10d::") else None
+        if kind is None or event.on_device:
             continue
-        queue = completions[family]
+        queue = completions[kind]
         while queue and queue[0].end < event.begin:
             queue.popleft()  # issued before the trace
         completion = queue.popleft() if queue else event
         enclosing = _find_enclosing_range(ranges, begins, event)
         if enclosing is None:
             continue  # not a collective of FSDP
-        if family == GATHER or enclosing.label == "post_backward_reduce":
-            last = enclosing.unit
+        if kind == GATHER or enclosing.label == "post_backward_reduce":
+            last_unit = enclosing.unit
         begin = completion.begin if completion.on_device else event.end
-        collectives.append(Span(family, family, last, begin, max(begin, completion.end)))
+        collectives.append(Span(kind, kind, last_unit, begin, max(begin, completion.end)))
     return collectives
 
 
@@ -257,20 +260,20 @@ def _replace_waits(
     segments: Iterable[tuple[_Range | None, Span]], collectives: list[Span]
 ) -> Iterator[Span]:
     """Yields the segments. Segments that wait are split at the completion of their collectives."""
-    for r, span in segments:
-        lane = _WAITING.get(r.label) if r is not None else None
+    for fsdp_range, span in segments:
+        lane = _LANE_OF_WAIT.get(fsdp_range.label) if fsdp_range is not None else None
         if lane is None:
             yield span
             continue
-        awaited = [f for f in collectives if f.lane == lane and f.begin < span.end]
-        if r is not None and r.label in _OWN_COLLECTIVE:
-            awaited = [f for f in awaited if f.unit == r.unit][-1:]
-        if r is not None and r.label in _ISSUES_COLLECTIVE:
-            awaited = [f for f in awaited if f.end <= r.end]
-        yield from _cut_span(span, awaited, WAITS[lane])
+        candidates = [f for f in collectives if f.lane == lane and f.begin < span.end]
+        if fsdp_range is not None and fsdp_range.label in _OWN_COLLECTIVE:
+            candidates = [f for f in candidates if f.unit == fsdp_range.unit][-1:]
+        if fsdp_range is not None and fsdp_range.label in _ISSUES_COLLECTIVE:
+            candidates = [f for f in candidates if f.end <= fsdp_range.end]
+        yield from _split_span(span, candidates, WAITS[lane])
 
 
-def _cut_span(span: Span, collectives: list[Span], kind: str) -> Iterator[Span]:
+def _split_span(span: Span, collectives: list[Span], kind: str) -> Iterator[Span]:
     """Splits a span: the parts that the collectives cover become waits of ``kind``."""
     now = span.begin
     for collective in collectives:
@@ -305,12 +308,12 @@ def _make_device_spans(
 
     Kernels that overlap with an earlier kernel begin at its end.
     """
-    launched = {event.id: event.begin for event in events if not event.on_device}
+    launch_times = {event.id: event.begin for event in events if not event.on_device}
     begins = [span.begin for span in host]
     now = 0
     for kernel in kernels:
         kind, unit = OUTSIDE, ""
-        index = bisect_right(begins, launched.get(kernel.id, -1)) - 1
+        index = bisect_right(begins, launch_times.get(kernel.id, -1)) - 1
         if index >= 0:
             kind, unit = host[index].kind, host[index].unit
         if kind in WAITS.values():
@@ -324,10 +327,10 @@ def _make_device_spans(
 def _find_device_waits(compute: list[Span], collectives: list[Span]) -> Iterator[Span]:
     """Yields the parts of the pauses between kernels in which a collective runs."""
     collectives = sorted(collectives, key=lambda collective: collective.begin)
-    for before, after in pairwise(compute):
-        pause = before._replace(kind="", begin=before.end, end=after.begin)
+    for kernel, next_kernel in pairwise(compute):
+        pause = kernel._replace(kind="", begin=kernel.end, end=next_kernel.begin)
         parts = (
-            _cut_span(pause, [collective], WAITS[collective.lane]) for collective in collectives
+            _split_span(pause, [collective], WAITS[collective.lane]) for collective in collectives
         )
         covered_end = pause.begin
         for part in chain.from_iterable(parts):

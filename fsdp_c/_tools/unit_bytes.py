@@ -25,15 +25,15 @@ BUCKET_LIMIT = 2**30
 
 
 class ParamSize(NamedTuple):
-    """One parameter: sizes, sharded dim, dtypes, and whether it requires grad (``trained``)."""
+    """One parameter. ``sizes`` are those of the unsharded parameter, ``dim`` is the sharded dim."""
 
     name: str
     sizes: tuple[int, ...]
     dim: int
     orig_dtype: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    trained: bool
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    requires_grad: bool
 
     @property
     def numel(self) -> int:
@@ -47,7 +47,7 @@ class ParamSize(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """One unit and the settings that determine its memory. Properties are bytes on this rank.
+    """One unit and the settings that determine its memory. Bytes are those of one rank.
 
     Attributes:
         name: The unit's name from the root; ``(root)`` for the root's unit.
@@ -76,38 +76,40 @@ class UnitSizes:
     settings: dict[str, bool] = field(default_factory=dict)
 
     @property
-    def trained(self) -> list[ParamSize]:
+    def trained_params(self) -> list[ParamSize]:
         """The parameters that get gradients."""
-        return [param for param in self.params if param.trained]
+        return [param for param in self.params if param.requires_grad]
 
     @property
-    def shard(self) -> int:
-        """Sharded parameters, with padding."""
+    def shard_bytes(self) -> int:
+        """Bytes of the sharded parameters, with padding."""
         return sum(
             param.padded_numel(self.world) * param.orig_dtype.itemsize for param in self.params
         )
 
     @property
     def unsharded_gradient_bytes(self) -> int:
-        """Unsharded gradients in the compute dtype, without padding."""
-        return sum(param.numel * param.compute.itemsize for param in self.trained)
+        """Bytes of the unsharded gradients in the compute dtype, without padding."""
+        return sum(param.numel * param.compute_dtype.itemsize for param in self.trained_params)
 
     @property
     def reduce_input_bytes(self) -> int:
-        """Unsharded gradients in the reduce dtype, with padding."""
-        sizes = (param.padded_numel(self.world) * param.reduce.itemsize for param in self.trained)
+        """Bytes of the unsharded gradients in the reduce dtype, with padding."""
+        sizes = (
+            param.padded_numel(self.world) * param.reduce_dtype.itemsize
+            for param in self.trained_params
+        )
         return sum(sizes) * self.world
 
-    def transient(self, reductions: list[int]) -> int:
+    def count_transient_bytes(self, reductions: list[int]) -> int:
         """Returns the peak of bytes beyond the shards while the unit gathers or reduces.
 
         Args:
             reductions: Unsharded bytes of each reduction, in order. Empty: one reduction.
         """
-        casts = any(param.orig_dtype != param.compute for param in self.params)
-        padded = (
-            sum(p.padded_numel(self.world) * p.compute.itemsize for p in self.params) * self.world
-        )
+        casts = any(param.orig_dtype != param.compute_dtype for param in self.params)
+        shard = sum(p.padded_numel(self.world) * p.compute_dtype.itemsize for p in self.params)
+        padded = shard * self.world
         peak = 2 * padded if self.world > 1 else padded if casts else 0
         remaining, previous, outputs = self.unsharded_gradient_bytes, 0, 0
         total = max(1, sum(reductions))
@@ -120,7 +122,7 @@ class UnitSizes:
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype of the unit's reductions; ``None`` if it has no parameters."""
-        dtypes = {param.reduce for param in self.params}
+        dtypes = {param.reduce_dtype for param in self.params}
         if len(dtypes) > 1:
             dtypes = {
                 functools.reduce(torch.promote_types, (param.orig_dtype for param in self.params))
@@ -151,17 +153,17 @@ class Sharding:
     Attributes:
         units: The units in module order, including the root's.
         states: The ``fully_shard`` calls in module order.
-        buffers: Bytes of buffers and ignored parameters.
-        optimizer: Bytes of optimizer states on this rank.
-        step: Bytes that the optimizer's step allocates temporarily.
+        buffer_bytes: Bytes of buffers and ignored parameters.
+        optimizer_bytes: Bytes of optimizer states on this rank.
+        step_bytes: Bytes that the optimizer's step allocates temporarily.
         streams: Whether the device has streams, so that collectives overlap with computation.
     """
 
     units: tuple[UnitSizes, ...]
     states: tuple[StateSizes, ...]
-    buffers: int = 0
-    optimizer: int = 0
-    step: int = 0
+    buffer_bytes: int = 0
+    optimizer_bytes: int = 0
+    step_bytes: int = 0
     streams: bool = False
 
     @property
@@ -216,22 +218,22 @@ def make_sharded_layout(model: nn.Module) -> Layout:
 
 
 def _list_states(model: nn.Module) -> list[Any]:
-    """Returns the states below ``model`` in module order."""
+    """Returns the states of ``model``, in module order."""
     states = (_get_module_fsdp_state(module) for module in model.modules())
     return list(dict.fromkeys(state for state in states if state is not None))
 
 
 def _make_state_sizes(
-    state: Any, before: list[StateSizes], states: list[Any], index_of: dict[Any, int]
+    state: Any, earlier: list[StateSizes], states: list[Any], index_of: dict[Any, int]
 ) -> StateSizes:
     """Returns the sizes of a state.
 
-    ``before`` has the sizes of all states that precede it in module order.
+    ``earlier`` has the sizes of all states that precede it in module order.
     """
-    root = len(before)
-    for index, sizes in enumerate(before):
-        inside = (module for outer in states[index]._modules for module in outer.modules())
-        if sizes.root == index and state._modules[0] in inside:
+    root = len(earlier)
+    for index, sizes in enumerate(earlier):
+        modules = (module for outer in states[index]._modules for module in outer.modules())
+        if sizes.root == index and state._modules[0] in modules:
             root = index
             break
 
@@ -271,15 +273,15 @@ def _make_unit_sizes(name: str, state: int, group: Any, reshard: bool | int) -> 
 
 
 def _make_param_sizes(param: Any) -> ParamSize:
-    compute = fsdp_units.get_compute_dtype(param)
+    compute_dtype = fsdp_units.get_compute_dtype(param)
     return ParamSize(
         name=getattr(param, "_param_fqn", None) or param._module_info.param_name,
         sizes=tuple(param._orig_size) or (1,),
         dim=getattr(getattr(param, "fsdp_placement", None), "dim", 0),
         orig_dtype=param.orig_dtype,
-        compute=compute,
-        reduce=param.reduce_dtype or compute,
-        trained=param.sharded_param.requires_grad,
+        compute_dtype=compute_dtype,
+        reduce_dtype=param.reduce_dtype or compute_dtype,
+        requires_grad=param.sharded_param.requires_grad,
     )
 
 
@@ -288,8 +290,8 @@ def _get_reshard(state: Any, group: Any, is_root: bool) -> bool | int:
 
     A root whose first forward has not run yet stays unsharded, like an initialized root.
     """
-    undecided = state._is_root is None and state._auto_reshard_after_forward
-    if (undecided and is_root) or not group._reshard_after_forward:
+    may_become_root = state._is_root is None and state._auto_reshard_after_forward
+    if (may_become_root and is_root) or not group._reshard_after_forward:
         return False
     if group._use_post_forward_mesh:
         return int(group._smaller_mesh_info.shard_mesh_size)
@@ -299,14 +301,14 @@ def _get_reshard(state: Any, group: Any, is_root: bool) -> bool | int:
 # ---- layout of a planned model -------------------------------------------------------------------
 
 
-def make_planned_layout(model: nn.Module, planned: list[Unit], mesh: tuple[int, int]) -> Layout:
+def make_planned_layout(model: nn.Module, units: list[Unit], mesh: tuple[int, int]) -> Layout:
     """Returns the layout of planned units on a mesh of (replicas, ranks to shard over)."""
     layout = Layout()
     position = {module: index for index, module in enumerate(model.modules())}
     names = {param: name for name, param in model.named_parameters()}
-    params = _assign_params(model, planned)
-    inner = sorted(planned[:-1], key=lambda unit: position[unit.modules[0]])
-    for unit in [planned[-1], *inner]:  # the root first, then in module order
+    params = _assign_params(model, units)
+    inner_units = sorted(units[:-1], key=lambda unit: position[unit.modules[0]])
+    for unit in [units[-1], *inner_units]:  # the root first, then in module order
         policy = unit.kwargs.get("mp_policy")
         casts = getattr(policy, "cast_forward_inputs", True)
         dtype = getattr(policy, "param_dtype", None) if casts else None
@@ -321,17 +323,17 @@ def make_planned_layout(model: nn.Module, planned: list[Unit], mesh: tuple[int, 
         if not sizes:
             continue
         for index, (param, size) in enumerate(zip(params[unit], sizes)):
-            layout.dtypes[id(param)] = size.compute
+            layout.dtypes[id(param)] = size.compute_dtype
             layout.param_indices[id(param)] = len(layout.units), index
         layout.units.append(_make_planned_unit_sizes(unit, state, sizes, mesh))
         layout.modules.append(unit.modules)
     return layout
 
 
-def _assign_params(model: nn.Module, planned: list[Unit]) -> dict[Unit, dict[nn.Parameter, None]]:
+def _assign_params(model: nn.Module, units: list[Unit]) -> dict[Unit, dict[nn.Parameter, None]]:
     """Maps each unit to its parameters, in module order."""
-    owner = {module: unit for unit in planned for module in unit.modules}
-    params: dict[Unit, dict[nn.Parameter, None]] = {unit: {} for unit in planned}
+    owner = {module: unit for unit in units for module in unit.modules}
+    params: dict[Unit, dict[nn.Parameter, None]] = {unit: {} for unit in units}
     assigned: set[int] = set()
     visited: set[nn.Module] = set()
 
@@ -348,7 +350,7 @@ def _assign_params(model: nn.Module, planned: list[Unit]) -> dict[Unit, dict[nn.
         for child in module.children():
             visit(child, unit)
 
-    visit(model, planned[-1])
+    visit(model, units[-1])
     return params
 
 
@@ -377,12 +379,10 @@ def _make_planned_unit_sizes(
 
 def _make_planned_param_sizes(name: str, param: nn.Parameter, policy: Any) -> ParamSize:
     dtype = get_compute_dtype(policy, param) if policy is not None else None
-    compute = dtype if dtype is not None and param.is_floating_point() else param.dtype
-    reduce = (
-        get_reduce_dtype(policy, param.dtype, compute) if policy is not None else None
-    ) or compute
-    sizes = tuple(param.shape) or (1,)
-    return ParamSize(name, sizes, 0, param.dtype, compute, reduce, param.requires_grad)
+    compute_dtype = dtype if dtype is not None and param.is_floating_point() else param.dtype
+    reduce_dtype = None if policy is None else get_reduce_dtype(policy, param.dtype, compute_dtype)
+    dtypes = (param.dtype, compute_dtype, reduce_dtype or compute_dtype)
+    return ParamSize(name, tuple(param.shape) or (1,), 0, *dtypes, param.requires_grad)
 
 
 # ---- tensors outside of units --------------------------------------------------------------------

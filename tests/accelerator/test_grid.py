@@ -37,6 +37,7 @@ def _settings_by_launch() -> dict[Launch, list[Setting]]:
         if launch in settings and not setting.compiled:
             settings[launch].append(setting)
     if not WHOLE:
+        settings[TWO] = settings[TWO][::2]
         settings[FOUR] = settings[FOUR][::5]
     return settings
 

@@ -6,7 +6,6 @@ import os
 import threading
 from pathlib import Path
 
-import behavior
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,13 +76,3 @@ def test_run_ranks_runs_a_script_as_torchrun_does(tmp_path: Path) -> None:
     for text in run_ranks(script, 2, ["word"]):  # packages may print other lines
         printed = [line for line in text.splitlines() if line.startswith("word")]
         assert printed == ["word 3"], text
-
-
-def test_shared_result_folder_has_a_short_unique_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", 32 * "0")
-    many = tuple(f"behavior_{i}" for i in range(100))
-    folders = {behavior.folder_of("torch", 2, modules) for modules in (many, many[1:])}
-    assert len(folders) == 2
-    assert all(len(folder.name) < 128 for folder in folders)

@@ -9,7 +9,6 @@ stop the others: its outcome is a ``Raised``.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from launch import run_ranks
+from launch import RanksFailed, run_ranks
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from toy_models import ResidualBlock
@@ -273,24 +272,6 @@ def collectives(run: Callable[[], Any]) -> Counter[str]:
 # ---- in the tests ----
 
 
-def folder_of(
-    implementation: str, world: int, modules: tuple[str, ...], only: tuple[str, ...] = ()
-) -> Path:
-    """Returns the folder in which the pytest-xdist workers of this run share outcomes.
-
-    The name contains a hash instead of the modules, because file systems limit names to 255 bytes.
-    If FSDP_C_TORCH_OUTCOMES names a folder, torch's outcomes are stored there and reused by later
-    runs: `make test` runs the scenarios on two builds of fsdp_c.
-    """
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
-    digest = hashlib.sha256(" ".join(modules + only).encode()).hexdigest()[:16]
-    outcomes_root = os.environ.get("FSDP_C_TORCH_OUTCOMES")
-    if outcomes_root and implementation == "torch":
-        return Path(outcomes_root) / f"{digest}_{world}"
-    return Path(tempfile.gettempdir()) / f"fsdp_c_{digest}_{run}_{world}_{implementation}"
-
-
-@functools.cache
 def outcomes(
     implementation: str,
     world: int,
@@ -300,25 +281,46 @@ def outcomes(
 ) -> list[dict[str, Any]]:
     """Returns, for each rank, a dict from scenario name to returned value or ``Raised``.
 
-    One pytest-xdist worker runs the scenarios; the others read its file. If ``only`` is not empty,
-    only the scenarios that it names run.
+    If ``only`` is not empty, only the scenarios that it names run. If FSDP_C_TORCH_OUTCOMES names a
+    folder, torch's outcomes are stored there and reused by later runs: `make test` runs the
+    scenarios on two builds of fsdp_c.
     """
-    folder = folder_of(implementation, world, modules, only)
-    folder.mkdir(exist_ok=True, parents=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        saved = folder / "outcomes.pkl"
-        if not saved.exists():
-            files = folder / "files"
-            files.mkdir(exist_ok=True)
-            results = run_ranks(
-                run_scenarios,
-                world,
-                (implementation, str(files), modules, only),
-                timeout=timeout,
-            )
-            saved.write_bytes(pickle.dumps(results))
-        return pickle.loads(saved.read_bytes())
+    stored = os.environ.get("FSDP_C_TORCH_OUTCOMES") if implementation == "torch" else None
+    if stored is None:
+        return _launch(implementation, world, modules, only, timeout)
+    # The name contains a hash, because file systems limit names to 255 bytes.
+    digest = hashlib.sha256(" ".join(modules + only).encode()).hexdigest()[:16]
+    file = Path(stored) / f"{digest}_{world}.pkl"
+    if not file.exists():
+        results = _launch(implementation, world, modules, only, timeout)
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_bytes(pickle.dumps(results))
+    return _load(file)
+
+
+@functools.cache
+def _load(file: Path) -> list[dict[str, Any]]:
+    return pickle.loads(file.read_bytes())
+
+
+def _launch(*arguments: Any) -> list[dict[str, Any]]:
+    results = _launch_once(*arguments)
+    if isinstance(results, RanksFailed):
+        raise results
+    return results
+
+
+@functools.cache
+def _launch_once(
+    implementation: str, world: int, modules: tuple[str, ...], only: tuple[str, ...], timeout: float
+) -> list[dict[str, Any]] | RanksFailed:
+    """Returns the failure of a launch, so that the other tests do not repeat it."""
+    with tempfile.TemporaryDirectory(prefix="fsdp_c_scenarios_") as files:
+        arguments = (implementation, files, modules, only)
+        try:
+            return run_ranks(run_scenarios, world, arguments, timeout=timeout)
+        except RanksFailed as failure:
+            return failure
 
 
 def returned(
@@ -373,12 +375,7 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 def assert_same(name: str, world: int = 2) -> list[Any]:
     """Fails unless the scenario gave equal results under torch and fsdp_c. Returns fsdp_c's."""
-    # Odd and even xdist workers start with different implementations, so that two workers launch
-    # both in parallel instead of waiting for the same one.
-    first = ["fsdp_c", "torch"]
-    if os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579":
-        first.reverse()
-    results = {implementation: returned(name, implementation, world) for implementation in first}
+    results = {kind: returned(name, kind, world) for kind in ("fsdp_c", "torch")}
     mismatches = differences(results["torch"], results["fsdp_c"], name)
     assert not mismatches, "torch and fsdp_c differ:\n" + "\n".join(mismatches[:20])
     return results["fsdp_c"]

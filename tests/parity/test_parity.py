@@ -7,7 +7,7 @@ dicts, hooks, exceptions, and the number, order, size and ranks of the collectiv
 wide grid (wide.py) runs on one launch: two or four processes, or eight threads.
 
 Environment:
-- FSDP_C_PARITY_COUNT: total number of settings (260; `make parity`: 600).
+- FSDP_C_PARITY_COUNT: total number of settings (200; `make parity`: 600).
 - FSDP_C_PARITY_SEED: the seed of the grids.
 - FSDP_C_PARITY_WHOLE=1: runs the whole basic grid on two and on four ranks.
 - FSDP_C_PARITY_FEATURES: see feature_support.py.
@@ -18,9 +18,8 @@ Environment:
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import os
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.timeout(7200)
 
 UNDER_TEST = os.environ.get("FSDP_C_PARITY_IMPLEMENTATION", "fsdp_c")
 SEED = int(os.environ.get("FSDP_C_PARITY_SEED", "0"))
-COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "260"))
+COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "200"))
 LAUNCHES = [Launch(1), Launch(2), Launch(4), Launch(8, threads=True)]
 WHOLE = os.environ.get("FSDP_C_PARITY_WHOLE", "0") != "0"
 REQUESTED = os.environ.get("FSDP_C_PARITY_LAUNCHES", ",".join(map(str, LAUNCHES))).split(",")
@@ -78,56 +77,28 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Returns ``results(under_test, launch)``: the records of the launch's settings.
 
     The first call for an implementation and a launch runs the settings.
-
-    pytest-xdist workers share records through files. If another worker is running the requested
-    implementation, this worker runs the other implementation first, and then waits.
     """
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-    folder = base / "parity"
-    folder.mkdir(exist_ok=True)
-    cache: dict[tuple[bool, Launch], list[RankRecords]] = {}
+    folder = tmp_path_factory.mktemp("parity")
 
+    @functools.cache
     def get_records(under_test: bool, launch: Launch) -> list[RankRecords]:
-        if (under_test, launch) not in cache:
-            if not _run_shared(folder, under_test, launch, wait=False):
-                _run_shared(folder, not under_test, launch, wait=False)
-                _run_shared(folder, under_test, launch, wait=True)
-            cache[under_test, launch] = pickle.loads(
-                _records_path(folder, under_test, launch).read_bytes()
-            )
-        return cache[under_test, launch]
+        # The iteration order of sets differs between fresh interpreters, but not between forks.
+        # fsdp_c must not depend on it.
+        fresh = under_test and launch == Launch(2)
+        implementation = UNDER_TEST if under_test else "torch"
+        return run_grid(implementation, PLAN[launch], launch, folder, under_test, fresh=fresh)
 
     return get_records
 
 
-def _records_path(folder: Path, under_test: bool, launch: Launch) -> Path:
-    return folder / f"{'under_test' if under_test else 'torch'}_{launch}.pkl"
+def in_group_of(launch: Launch) -> pytest.MarkDecorator:
+    """Returns the mark that makes one pytest-xdist worker run all tests of the launch."""
+    return pytest.mark.xdist_group(f"parity_{launch}")
 
 
-def _run_shared(folder: Path, under_test: bool, launch: Launch, wait: bool) -> bool:
-    """Runs the settings unless their records exist. Without ``wait``, returns False if another
-    worker is running them."""
-    saved = _records_path(folder, under_test, launch)
-    with saved.with_suffix(".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            return False
-        if not saved.exists():
-            # The iteration order of sets differs between fresh interpreters, but not between forks.
-            # fsdp_c must not depend on it.
-            fresh = under_test and launch == Launch(2)
-            implementation = UNDER_TEST if under_test else "torch"
-            records = run_grid(
-                implementation, PLAN[launch], launch, folder, under_test, fresh=fresh
-            )
-            saved.write_bytes(pickle.dumps(records))
-        return True
-
-
-@pytest.mark.parametrize("launch", PLAN, ids=str)
+@pytest.mark.parametrize(
+    "launch", [pytest.param(launch, id=str(launch), marks=in_group_of(launch)) for launch in PLAN]
+)
 def test_torch_trains_at_least_97_percent_of_settings(results: Results, launch: Launch) -> None:
     """A setting that raises compares few results, so such settings must be rare."""
     settings = PLAN[launch]
@@ -143,7 +114,7 @@ def test_torch_trains_at_least_97_percent_of_settings(results: Results, launch: 
 @pytest.mark.parametrize(
     ("launch", "index"),
     [
-        pytest.param(launch, index, id=f"{launch}-{index:03d}-{setting}")
+        pytest.param(launch, index, id=f"{launch}-{index:03d}-{setting}", marks=in_group_of(launch))
         for launch, settings in PLAN.items()
         for index, setting in enumerate(settings)
     ]

@@ -102,7 +102,7 @@ def run_dry(model: Any, batch: Any, run: Callable[..., Any] = _dry_run.run) -> l
         sharding, record_step(model, layout, batch, lambda output: output.sum())
     )
     calls = [*step, dry_run.Call("zero_grad"), *step]
-    events = dry_run.run(sharding, calls, run=run)
+    events = dry_run.run(sharding, calls, core=run)
     return [event for event in events if event.call > len(step)]
 
 

@@ -105,7 +105,7 @@ def no_process_group(api: Api) -> None:
     api.shard(api.Model())
 
 
-@mistake("TypeError: 'type' object is not iterable", "Model is a class: pass a module made of it")
+@mistake("TypeError: 'type' object is not iterable", "Model is a class: pass an instance")
 def module_class_instead_of_module(api: Api) -> None:
     api.shard(api.Model)
 
@@ -137,12 +137,12 @@ def module_list(api: Api) -> None:
     api.shard(api.Model().blocks)
 
 
-@mistake("ValueError: fully_shard does not support containers", "A ModuleDict is never called")
+@mistake("ValueError: fully_shard does not support containers", "A ModuleDict has no forward")
 def module_dict(api: Api) -> None:
     api.shard(nn.ModuleDict({"a": nn.Linear(2, 2)}))
 
 
-@mistake("AssertionError: Each distinct composable distributed API", "Model is sharded already")
+@mistake("AssertionError: Each distinct composable distributed API", "Model is already sharded")
 def fully_shard_twice(api: Api) -> None:
     api.shard(api.sharded())
 
@@ -162,14 +162,14 @@ def scripted_module(api: Api) -> None:
     api.shard(torch.jit.script(nn.Linear(8, 8)))
 
 
-@mistake("RuntimeError: Cannot apply `replicate()` on a Module already", "Model is taken already")
+@mistake(
+    "RuntimeError: Cannot apply `replicate()` on a Module already", "Model is already sharded or"
+)
 def replicate_after_fully_shard(api: Api) -> None:
     api.replicate(api.sharded())
 
 
-@mistake(
-    "AssertionError: Inserting ReplicateModel(", "for replicas of shards give fully_shard a 2-D"
-)
+@mistake("AssertionError: Inserting ReplicateModel(", "For HSDP pass a 2-D mesh to fully_shard")
 def fully_shard_after_replicate(api: Api) -> None:
     api.shard(api.replicate(api.Model()))
 
@@ -199,7 +199,7 @@ def process_group_instead_of_mesh(api: Api) -> None:
     api.shard(api.Model(), mesh=dist.group.WORLD)
 
 
-@mistake("ValueError: fully_shard expects a 1D or 2D DeviceMesh but got", "for example mesh['c']")
+@mistake("ValueError: fully_shard expects a 1D or 2D DeviceMesh but got", "such as mesh['c']")
 def mesh_of_three_dimensions(api: Api) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
     api.shard(api.Model(), mesh=mesh)
@@ -212,13 +212,13 @@ def two_dimensional_mesh_without_names(api: Api) -> None:
     api.shard(api.Model(), mesh=init_device_mesh("cpu", (2, 4)))
 
 
-@mistake("IndexError: list index out of range", "rank 0 is not among its ranks [1, 2]")
+@mistake("IndexError: list index out of range", "rank 0 is not in the mesh [1, 2]")
 def mesh_without_this_rank(api: Api) -> None:
     api.shard(api.Model(), mesh=DeviceMesh("cpu", [1, 2]))
 
 
 @mistake(
-    "TypeError: fully_shard() takes 1 positional argument but 2", "All but the module goes by k"
+    "TypeError: fully_shard() takes 1 positional argument but 2", "Pass all arguments but the m"
 )
 def mesh_as_positional_argument(api: Api) -> None:
     api.shard(api.Model(), init_device_mesh("cpu", (8,)))
@@ -301,7 +301,7 @@ def ignored_module(api: Api) -> None:
 _FOREIGN_KEYWORDS: dict[str, tuple[Any, str]] = {
     "ignored_modules": ([], "ignored_params=set(module.parameters())"),
     "auto_wrap_policy": (None, "fsdp_c.auto_shard(model, policy)"),
-    "sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP reshard_after_forward=False"),
+    "sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP is reshard_after_forward=False"),
     "mixed_precision": (None, "mp_policy=MixedPrecisionPolicy("),
     "cpu_offload": (True, "offload_policy=CPUOffloadPolicy()"),
     "device_id": (0, "torch.cuda.set_device(local_rank)"),
@@ -369,7 +369,7 @@ def shard_dimension_out_of_range(api: Api) -> None:
 
 
 @mistake(
-    "ValueError: fully_shard doesn't support scalar parameters", "'scale' of Model: make it nn.P"
+    "ValueError: fully_shard doesn't support scalar parameters", "'scale' of Model: use nn.Param"
 )
 def scalar_parameter(api: Api) -> None:
     model = api.Model()

@@ -39,7 +39,7 @@ def test_meter_measures_memory_faults_and_time_of_allocation() -> None:
     import meter
     import torch
 
-    meter.give_back()
+    meter.release_free_memory()
     started = meter.Meter()
     torch.ones(32 * meter.MIB, dtype=torch.uint8)
     cost = started.read()

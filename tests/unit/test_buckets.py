@@ -127,7 +127,7 @@ def test_planned_buckets_equal_those_of_runtime(fake_group: int) -> None:
         [unit] = simulate_collectives(sharding)
         # 8 ranks divide the four rows of a parameter, so every second row is padding.
         sizes = [2 * 64, 2 * 16] * 3
-        assert unit.sizes("reduce_scatter") == [sum(sizes[slice(*span)]) for span in spans]
+        assert unit.list_sizes("reduce_scatter") == [sum(sizes[slice(*span)]) for span in spans]
 
 
 def test_reading_buckets_does_not_fix_them(fake_group: int) -> None:

@@ -246,7 +246,9 @@ class TestSeveralMeshes:
         with torch.no_grad():
             params = list(reference.parameters())
             collected = _C.clip_collect(params, True)
-            expected = grad_norm.clip_any(params, *collected, 0.5, 2.0, False, None)
+            expected = grad_norm.clip_with_torch_operators(
+                params, *collected, 0.5, 2.0, False, None
+            )
         tensors, kinds, kind_of = _C.clip_collect(list(by_fsdp_c.parameters()), True)
         with CommDebugMode() as comm:
             total = grad_norm.compute_norm_on_cpu(

@@ -134,7 +134,7 @@ def test_exception_under_fsdp_c_only_exits_3() -> None:
     done = run("raises_under_fsdp_c")
     assert done.returncode == 3
     assert "rank 0: " in done.stdout and "ValueError: raised by the script" in done.stdout
-    assert "the script fails under fsdp_c, and not under torch: fsdp_c-1, rank 0" in done.stdout
+    assert "the script fails under fsdp_c only: fsdp_c-1, rank 0" in done.stdout
 
 
 def test_killed_rank_ends_all_ranks_and_is_named() -> None:
@@ -352,8 +352,8 @@ def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
 
 def test_first_step_and_profiled_step_are_not_timed() -> None:
     result = compare_records(three_steps(), three_steps(), three_steps(), three_steps())
-    assert result.step_seconds("torch") == [[pytest.approx(0.3)], pytest.approx([0.2, 0.3])]
-    assert result.peak_memory("torch") == 3 * 2**20
+    assert result.list_step_seconds("torch") == [[pytest.approx(0.3)], pytest.approx([0.2, 0.3])]
+    assert result.find_peak_memory("torch") == 3 * 2**20
 
 
 def test_rank_that_failed_first_is_reported_before_stopped_ranks() -> None:

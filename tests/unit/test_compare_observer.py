@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_c import names
 from fsdp_c._tools import compare_collectives, compare_digests, compare_observer
-from fsdp_c._tools.compare_digests import digest, squared_norm
-from fsdp_c._tools.compare_observer import Clock, Finished, Observer
+from fsdp_c._tools.compare_digests import compute_digest, compute_squared_norm
+from fsdp_c._tools.compare_observer import Clock, Observer, ScriptFinished
 
 # ---- digests -------------------------------------------------------------------------------------
 
@@ -29,35 +29,43 @@ from fsdp_c._tools.compare_observer import Clock, Finished, Observer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 def test_digest_depends_on_every_element_dtype_and_shape(dtype: torch.dtype) -> None:
     tensor = torch.arange(12).to(dtype)
-    digests = {digest(tensor), digest(tensor.view(3, 4)), digest(tensor.to(torch.float16))}
+    digests = {
+        compute_digest(tensor),
+        compute_digest(tensor.view(3, 4)),
+        compute_digest(tensor.to(torch.float16)),
+    }
     for i in range(12):
         other = tensor.clone()
         other[i] += 1
-        digests.add(digest(other))
+        digests.add(compute_digest(other))
     assert len(digests) == 15
-    assert digest(tensor) == digest(tensor.clone()) == digest(tensor.repeat_interleave(2)[::2])
+    assert (
+        compute_digest(tensor)
+        == compute_digest(tensor.clone())
+        == compute_digest(tensor.repeat_interleave(2)[::2])
+    )
 
 
 def test_digest_distinguishes_zeros_none_and_empty_tensors() -> None:
     zero = torch.zeros(1)
-    assert digest(zero) != digest(-zero)
+    assert compute_digest(zero) != compute_digest(-zero)
     nan = torch.tensor([float("nan")])
-    assert digest(nan) == digest(nan.clone())
-    assert digest(None) == "None" != digest(torch.empty(0))
-    assert digest(torch.empty(0)) != digest(torch.empty(0, 2))
+    assert compute_digest(nan) == compute_digest(nan.clone())
+    assert compute_digest(None) == "None" != compute_digest(torch.empty(0))
+    assert compute_digest(torch.empty(0)) != compute_digest(torch.empty(0, 2))
 
 
 def test_digest_of_sparse_conjugated_and_scalar_tensors_contains_values() -> None:
     sparse = torch.eye(3).to_sparse()
-    assert digest(sparse) != digest(2 * sparse)
+    assert compute_digest(sparse) != compute_digest(2 * sparse)
     z = torch.tensor([1 + 2j])
-    assert digest(z.conj()) == digest(z.conj().resolve_conj()) != digest(z)
-    assert digest(torch.tensor(1.0)) != digest(torch.tensor(2.0))
+    assert compute_digest(z.conj()) == compute_digest(z.conj().resolve_conj()) != compute_digest(z)
+    assert compute_digest(torch.tensor(1.0)) != compute_digest(torch.tensor(2.0))
 
 
 def test_digest_leaves_storage_resizable() -> None:
     tensor = torch.ones(4)
-    digest(tensor)
+    compute_digest(tensor)
     tensor.untyped_storage().resize_(0)
 
 
@@ -65,14 +73,14 @@ def test_digest_and_norm_of_dtensor_are_those_of_its_shard(fake_group: int) -> N
     mesh = init_device_mesh("cpu", (8,))
     local = torch.full((2, 3), 2.0)
     sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-    assert digest(sharded) == digest(local)
-    assert squared_norm(sharded) == 24.0
+    assert compute_digest(sharded) == compute_digest(local)
+    assert compute_squared_norm(sharded) == 24.0
 
 
 def test_norm_is_added_in_float64() -> None:
-    assert squared_norm(torch.tensor([3e30, 4e30])) ** 0.5 == pytest.approx(5e30)
-    assert squared_norm(torch.tensor([3 + 4j])) == 25.0
-    assert squared_norm(None) == 0.0 == squared_norm(torch.tensor([5]))
+    assert compute_squared_norm(torch.tensor([3e30, 4e30])) ** 0.5 == pytest.approx(5e30)
+    assert compute_squared_norm(torch.tensor([3 + 4j])) == 25.0
+    assert compute_squared_norm(None) == 0.0 == compute_squared_norm(torch.tensor([5]))
 
 
 def test_replicas_are_counted_along_replicated_dimensions(fake_group: int) -> None:
@@ -155,8 +163,8 @@ def test_records_contain_loss_gradients_and_parameters(
     (record,) = recording.lines
     assert (record["step"], record["optimizer"]) == (1, 0)
     assert [entry[0] for entry in record["gradients"]] == ["weight", "bias"]
-    assert record["gradients"][0][1:] == [digest(model.weight.grad), 2.0, 1]
-    assert record["parameters"] == [[n, digest(p)] for n, p in model.named_parameters()]
+    assert record["gradients"][0][1:] == [compute_digest(model.weight.grad), 2.0, 1]
+    assert record["parameters"] == [[n, compute_digest(p)] for n, p in model.named_parameters()]
     assert len(record["losses"]) == 1 and record["seconds"] > 0 and record["peak_memory"] > 2**20
     assert not record["uses_fsdp_c"]
 
@@ -166,10 +174,10 @@ def test_script_ends_at_the_end_of_the_last_step(observe: Any) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     train_one_step(model, optimizer)
-    with pytest.raises(Finished) as end:
+    with pytest.raises(ScriptFinished) as end:
         train_one_step(model, optimizer)
     assert end.value.code == 0 and isinstance(end.value, SystemExit)
-    with pytest.raises(Finished):  # a script that catches the first exception
+    with pytest.raises(ScriptFinished):  # a script that catches the first exception
         train_one_step(model, optimizer)
     assert [line.get("step") for line in recording.lines] == [1, 2, None]
     assert recording.lines[-1] == {"stopped": True}
@@ -200,7 +208,7 @@ def test_gradients_that_a_closure_makes_are_recorded(observe: Any, by_keyword: b
 
     loss = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
     (record,) = recording.lines
-    assert record["gradients"][0][1] == digest(model.weight.grad) != "None"
+    assert record["gradients"][0][1] == compute_digest(model.weight.grad) != "None"
     assert record["losses"][0][0] == float(loss.detach())
 
 
@@ -224,7 +232,7 @@ def test_optimizers_that_step_after_the_first_make_their_last_step(observe: Any)
     unused, second, first = (
         torch.optim.SGD(model.parameters(), lr=0.5) for model in [*models, models[0]]
     )
-    with pytest.raises(Finished):
+    with pytest.raises(ScriptFinished):
         for _ in range(5):
             train_one_step(models[0], first)
             train_one_step(models[1], second)
@@ -239,7 +247,7 @@ def test_optimizer_that_stops_stepping_does_not_prolong_the_script(observe: Any)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.5) for model in models)
     train_one_step(models[0], first)
     train_one_step(models[1], second)
-    with pytest.raises(Finished):
+    with pytest.raises(ScriptFinished):
         for _ in range(2):
             train_one_step(models[0], first)
     assert [r["step"] for r in recording.lines[:-1]] == [1, 1, 2]
@@ -275,7 +283,7 @@ def test_fused_and_compiled_steps_are_recorded(observe: Any, compile_step: bool)
         run()
         optimizer.zero_grad()
     assert [record["step"] for record in recording.lines] == [1, 2, 3]
-    assert recording.lines[-1]["parameters"][0][1] == digest(model.weight)
+    assert recording.lines[-1]["parameters"][0][1] == compute_digest(model.weight)
 
 
 def test_steps_of_a_forked_process_are_not_recorded(observe: Any) -> None:
@@ -319,11 +327,11 @@ def test_clock_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] = 10.0
     now[0] = 11.0
     with clock.pause():
-        assert clock.take() == 3.0
+        assert clock.read_seconds() == 3.0
         now[0] = 20.0
     now[0] = 24.0
     with clock.pause():
-        assert clock.take() == 4.0
+        assert clock.read_seconds() == 4.0
 
 
 def test_seeds_apply_to_python_numpy_and_torch() -> None:

@@ -37,7 +37,9 @@ def logged(
 ) -> Iterator[Callable[[], list[str]]]:
     """Yields a function that returns the warnings logged so far. Python warnings raise."""
     monkeypatch.setattr(lint, "_logged", set())
-    monkeypatch.setattr(lint_params, "_replaced_slots", {})  # models of other tests may be alive
+    monkeypatch.setattr(
+        lint_params, "_replaced_registrations", {}
+    )  # models of other tests may be alive
 
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -89,7 +91,7 @@ def test_forward_after_failed_backward_logs_warning(logged: Logged) -> None:
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(2, 8)).sum().backward()
     (line,) = logged()
-    assert "the backward before this forward of FSDPMLPModel did not come to its end" in line
+    assert "the backward before this forward of FSDPMLPModel did not finish" in line
     assert "zero_grad()" in line
     assert output.grad_fn is not None
 
@@ -141,7 +143,7 @@ def test_forward_after_failed_final_callback_logs_warning_and_resets_state(
             step(model)
     step(model)
     (line,) = logged()
-    assert "did not come to its end" in line
+    assert "did not finish" in line
     assert model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued is False
 
 
@@ -278,9 +280,9 @@ def test_ddp_inside_sharded_model_logs_warning(logged: Logged) -> None:
     ("arguments", "match"),
     [
         ({"offload_policy": True}, "offload_policy=True offloads nothing"),
-        ({"mp_policy": MixedPrecisionPolicy}, "the class MixedPrecisionPolicy: pass an object"),
-        ({"ignored_params": {"head.weight"}}, "ignored_params has a str in it"),
-        ({"ignored_params": {nn.Linear(1, 1)}}, "ignored_params has a Linear in it"),
+        ({"mp_policy": MixedPrecisionPolicy}, "the class MixedPrecisionPolicy: pass an instance"),
+        ({"ignored_params": {"head.weight"}}, "ignored_params contains a str, which"),
+        ({"ignored_params": {nn.Linear(1, 1)}}, "ignored_params contains a Linear, which"),
     ],
 )
 def test_argument_without_effect_logs_warning(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp_c._C as _C
 from fsdp_c import MixedPrecisionPolicy, fully_shard
 from fsdp_c._compat.torch_releases import dtensor_new
-from fsdp_c._runtime.bindings import BOUND_OBJECTS, _make_probe
+from fsdp_c._runtime.bindings import BOUND_OBJECTS, _make_sample
 
 # The last shape has more dimensions than the extension supports.
 SHAPES = [(16,), (3, 5), (5, 1, 2), (8, 0), (1, 16), (2, 1, 1, 1, 1, 1, 1, 2), (9,) + (1,) * 8]
@@ -48,7 +48,7 @@ def constructor(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "by torch":
         _C.bind(**BOUND_OBJECTS)
     yield request.param
-    _C.make_dtensors(*_make_probe())
+    _C.make_dtensors(*_make_sample())
 
 
 def properties_of(tensor: DTensor) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ def test_gradient_supports_operators_copies_and_deallocation(fake_group: int) ->
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch may lack the exported symbols")
 def test_make_dtensors_of_probe_returns_true() -> None:
-    assert _C.make_dtensors(*_make_probe())
+    assert _C.make_dtensors(*_make_sample())
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_make_dtensors_of_unsupported_spec_returns_false(spec: Any) -> None:
 def test_make_dtensors_of_local_tensor_that_is_not_plain_returns_false() -> None:
     subclass = nn.Parameter(torch.empty(2), requires_grad=False)
     for local in (subclass, torch.empty(2, requires_grad=True), torch.empty(2, 2).to_sparse()):
-        assert not _C.make_dtensors(local, _make_probe()[1])
+        assert not _C.make_dtensors(local, _make_sample()[1])
 
 
 def test_make_dtensors_with_wrong_arguments_raises() -> None:

@@ -156,7 +156,7 @@ def test_device_code_compiles_with_nvrtc_for_first_and_newest_arch() -> None:
     """pip's packages of CUDA 12 contain NVRTC, the device compiler as a library, but no nvcc."""
     for library in LIBRARIES or find_libraries():
         nvrtc = Nvrtc(library)
-        archs = nvrtc.archs()
+        archs = nvrtc.list_architectures()
         supported = [arch for arch in archs if arch >= FIRST]
         for arch in {supported[0], supported[-1]}:
             code = nvrtc.compile(arch)

@@ -50,7 +50,7 @@ def jit_driver(driver: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     """Makes fsdp_c use the NVRTC kernels, run by the fake driver, for CPU tensors."""
     if _C.CUDA_KERNELS:
         pytest.skip("built with nvcc, whose kernels take precedence")
-    _C.use_jit(*jit.load(driver, CODE))
+    _C.use_jit(*jit.load_kernels(driver, CODE))
     _C._testing.simulate_kernels(_C._testing.kernels(1))
     _C._testing.hide_kernels(True)
     driver.take_launches()
@@ -97,7 +97,7 @@ def test_jit_with_failing_launch_of_driver_raises(fake_group: int, jit_driver: c
 
 def test_jit_with_failing_load_of_driver_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="cuLibraryLoadData failed with CUresult 200"):
-        jit.load(driver, b"no code")
+        jit.load_kernels(driver, b"no code")
     assert _C.kernels_of(torch.device("cuda")) == ("cuda" if _C.CUDA_KERNELS else "torch")
 
 
@@ -106,7 +106,7 @@ def test_jit_variable_selects_nvrtc_kernels_for_cuda(
     driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compile_for(device: torch.device) -> None:
-        _C.use_jit(*jit.load(driver, CODE))
+        _C.use_jit(*jit.load_kernels(driver, CODE))
 
     monkeypatch.setattr(kernels, "_logged_devices", set())
     monkeypatch.setattr(jit, "install_kernels", compile_for)
@@ -130,5 +130,5 @@ def test_jit_without_nvrtc_library_logs_warning_and_uses_torch(
         kernels.log_kernels(torch.device("cuda"))
     finally:
         _C._testing.hide_kernels(False)
-    assert "NVRTC has made no kernels: no libnvrtc beside torch" in caplog.text
+    assert "NVRTC did not compile kernels: found no libnvrtc that pip installed" in caplog.text
     assert "torch's foreach operations" in caplog.text

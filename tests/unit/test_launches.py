@@ -206,7 +206,7 @@ def test_cuda_without_kernels_logs_warning(
     finally:
         _C._testing.hide_kernels(False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "torch's foreach operations: it was built without nvcc" in caplog.text
+    assert "torch's foreach operations: fsdp_c was built without nvcc" in caplog.text
 
 
 def test_kernels_of_device_returns_name_of_implementation() -> None:

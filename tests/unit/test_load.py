@@ -346,7 +346,7 @@ class TestNames:
         assert_loaded(model, full)
 
     def test_load_with_rename_to_duplicate_name_raises(self, fake_group: int) -> None:
-        match = "both 'a' and 'b' would be 'x'"
+        match = "both 'a' and 'b' map to 'x'"
         assert_raises_unchanged(
             make_sharded_model(), {"a": 1, "b": 2}, ValueError, match, rename=lambda name: "x"
         )
@@ -409,7 +409,7 @@ class TestSources:
 
         model = fully_shard(LinearWithExtraState(4, 4))
         full = {"weight": torch.ones(4, 4), "bias": torch.ones(4), "_extra_state": 3}
-        match = r"'_extra_state' cannot be sent to the other ranks, its function cannot be pickled"
+        match = "'_extra_state' cannot be sent to the other ranks, because its function cannot"
         with pytest.raises(TypeError, match=match):
             load_full_state_dict(model, full | {"_extra_state": lambda: 0})
         assert not torch.equal(local_of(model.weight), torch.ones(1, 4))
@@ -458,7 +458,7 @@ class TestSources:
                     raise OSError("disk error")
                 return super().__getitem__(name)
 
-        match = r"rank 0 could not read on \(OSError: disk error\).*partly loaded"
+        match = r"rank 0 failed while loading \(OSError: disk error\).*partly loaded"
         with pytest.raises(RuntimeError, match=match):
             load_full_state_dict(
                 make_sharded_model(), FailingSource(make_full_state()), bucket_bytes=16

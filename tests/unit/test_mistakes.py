@@ -80,7 +80,7 @@ def test_auto_shard_of_scalar_parameter_raises_with_name_of_unit(fake_group: int
     model[1].scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="Change scale to a 1D") as caught:
         fsdp_c.auto_shard(model, nn.Sequential)
-    assert "'scale' of Sequential: make it" in message_with_notes(caught.value)
+    assert "'scale' of Sequential: use nn.Parameter" in message_with_notes(caught.value)
     assert "This was the unit '1'." in message_with_notes(caught.value)
 
 

@@ -80,7 +80,7 @@ def facts(param: Any) -> dict[str, Any]:
     own = {
         name: value for name, value in vars(param).items() if name not in ("_template", "_group")
     }
-    for name in ("_module_info", "_orig_param_uid", "_adopted", "_post_load_hook_handle"):
+    for name in ("_module_info", "_orig_param_uid", "_adopted_tensor", "_post_load_hook_handle"):
         own[name] = type(own[name])
     for name in ("mesh_info", "post_forward_mesh_info"):  # each call creates a new object
         own[name] = type(own[name]).__name__
@@ -104,7 +104,7 @@ def test_params_from_a_template_equal_constructed_ones(
 
     for param, expected in zip(make(), make_without_cache(monkeypatch, make), strict=True):
         assert facts(param) == facts(expected)
-        assert param._adopted is param.sharded_param._local_tensor
+        assert param._adopted_tensor is param.sharded_param._local_tensor
         assert list(vars(param.sharded_param)) == list(vars(expected.sharded_param))
 
 

@@ -385,7 +385,9 @@ def test_patch_without_effect_logs_one_warning(
         for _ in range(2):
             train(model_of(fsdp_c.fully_shard))
     train(model_of(fsdp_c.fully_shard))
-    (message,) = [r.getMessage() for r in caplog.records if "It is not called" in r.getMessage()]
+    (message,) = [
+        r.getMessage() for r in caplog.records if "does not call the replacement" in r.getMessage()
+    ]
     assert message.startswith("fsdp_c: FSDPParam.unsharded_param has been replaced.")
 
 

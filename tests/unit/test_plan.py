@@ -102,9 +102,7 @@ def test_plan_of_forward_that_reads_values_raises_with_model_name() -> None:
 
     model = ReadsValues()
     weight = model.embed.weight
-    with pytest.raises(
-        ValueError, match=r"ReadsValues cannot be run on tensors without values.*DataDep"
-    ):
+    with pytest.raises(ValueError, match=r"ReadsValues: it cannot run on fake tensors.*DataDep"):
         quiet_plan(model, batch=TOKENS)
     assert model.embed.weight is weight and not model._forward_pre_hooks
 
@@ -382,7 +380,7 @@ def test_auto_shard_logs_its_units(fake_group: int, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "torch.distributed.fsdp.fully_shard"):
         auto_shard(LargeVocabulary())
     assert caplog.messages[-1] == (
-        "fsdp_c: auto_shard made of LargeVocabulary: 1 x Embedding (64,000 elements), "
+        "fsdp_c: auto_shard units of LargeVocabulary: 1 x Embedding (64,000 elements), "
         "3 x Layer (576 elements at most), 1 x Linear (64,000 elements), the root (32 elements)"
     )
 
@@ -431,7 +429,7 @@ def test_max_transient_includes_padding_of_all_ranks(fake_group: int) -> None:
     def narrow_model() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(64, 1, bias=False) for _ in range(4)))
 
-    with pytest.raises(ValueError, match=r"it needs (\d+) bytes for a while") as caught:
+    with pytest.raises(ValueError, match=r"it temporarily needs (\d+) bytes") as caught:
         auto_shard(narrow_model(), 10**9, max_transient=1000)
     needed = int(re.findall(r"needs (\d+)", str(caught.value))[0])
     model = auto_shard(narrow_model(), 10**9, max_transient=needed)
@@ -445,7 +443,7 @@ def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
     model = LargeVocabulary()
     match = (
         r"max_transient=100000 is too small for the unit 'embed', which cannot be divided: it "
-        r"needs \d+ bytes for a while, for 'weight' \(4000, 16\) most of them"
+        r"temporarily needs \d+ bytes, most of them for 'weight' \(4000, 16\)"
     )
     with pytest.raises(ValueError, match=match):
         auto_shard(model, max_transient=100_000)
@@ -481,7 +479,7 @@ def test_bound_that_is_no_positive_integer_raises(name: str, fake_group: int) ->
         ({"optimizer": "Adamm"}, ValueError, "no optimizer 'Adamm': did you mean Adam?"),
         ({"optimizer": "Optimizer"}, ValueError, "torch.optim has no optimizer 'Optimizer'"),
         ({"optimizer": 3}, TypeError, "an optimizer is a class, its name, or a function"),
-        ({"optimizer": "LBFGS"}, ValueError, "LBFGS cannot step .*closure"),
+        ({"optimizer": "LBFGS"}, ValueError, "memory of LBFGS: .*closure"),
         ({"memory": -3}, ValueError, "expected a number of bytes such as '80GiB', not -3"),
         ({"device": "gpu"}, ValueError, "device is a torch.device or its name, not 'gpu'"),
         ({"reshard": True}, TypeError, "unexpected keyword argument 'reshard'"),
@@ -514,7 +512,7 @@ def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"of the batch's sizes and dtypes, to record .*RuntimeError"
+        ValueError, match=r"fake tensors of the batch's sizes and dtypes: RuntimeError"
     ):
         quiet_plan(MLPModel(), batch=torch.ones(2, 9))
     assert caplog.messages == []
@@ -526,7 +524,7 @@ def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
         (("eight",), "ranks are a number, 8, or replicas by ranks to shard over, 2x4, not 'eight'"),
         (("8", "--param-dtype", "bf17"), "argument --param-dtype: torch has no dtype 'bf17'"),
         (("8", "--device", "gpu"), "device is a torch.device or its name"),
-        (("8", "--optimizer", "LBFGS"), "LBFGS cannot step"),
+        (("8", "--optimizer", "LBFGS"), "cannot measure the memory of LBFGS"),
     ],
 )
 def test_plan_command_with_invalid_argument_exits_with_message(

@@ -36,7 +36,7 @@ class TestFile:
         loaded = SafetensorsFile(write(tmp_path / "a", tensors, pad))
         assert set(loaded) == set(tensors) and len(loaded) == len(tensors)
         for name, tensor in tensors.items():
-            assert loaded.facts(name) == (tensor.dtype, tensor.shape)
+            assert loaded.get_dtype_and_shape(name) == (tensor.dtype, tensor.shape)
             assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
             assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8))
         with pytest.raises(KeyError):
@@ -145,7 +145,7 @@ class TestFile:
         start = time.process_time()
         try:
             loaded = SafetensorsFile(path)
-            assert len([loaded.facts(name) for name in loaded]) == 15_000
+            assert len([loaded.get_dtype_and_shape(name) for name in loaded]) == 15_000
         except ValueError:
             assert kind == "long shape"
         assert time.process_time() - start < 2.5
@@ -171,7 +171,7 @@ class TestIndex:
             loaded = open_safetensors(path)
             assert list(loaded) == ["a", "b"] and len(loaded) == 2
             assert torch.equal(loaded["b"], torch.zeros(3))
-            assert loaded.facts("a") == (torch.float32, (2,))
+            assert loaded.get_dtype_and_shape("a") == (torch.float32, (2,))
 
     def test_index_naming_file_without_tensor_raises(self, tmp_path: Path) -> None:
         write(tmp_path / "one.safetensors", {"a": torch.ones(2)})

@@ -584,7 +584,7 @@ def test_mesh_info_class_is_restored_when_no_group_uses_it(fake_group: int) -> N
     assert vars(info) == {**before, "shard_mesh_size": 7}
     meshes.subscribe(info, first)
     del first, follower
-    meshes._restore_all()
+    meshes._restore_unused_classes()
     assert type(info) is FSDPMeshInfo
     assert vars(info) == {**before, "shard_mesh_size": 7}
     del lease

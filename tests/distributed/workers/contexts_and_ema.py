@@ -311,7 +311,7 @@ def load_and_fail_on_one_rank(
     last = dist.get_world_size() - 1
     with unittest.mock.patch.dict(sys.modules, {"tqdm": None}):
         assert_load_fails(full if rank == 0 else None, "tqdm", progress=True)
-    copy, make_destinations = buckets.copy_all, destinations.make_destinations
+    copy, make_destinations = buckets.copy_tensors, destinations.make_destinations
 
     def failing(copies: Any) -> None:
         failing.left -= 1
@@ -325,7 +325,7 @@ def load_and_fail_on_one_rank(
     for failing_rank in (0, last):
         for failing.left in (0, 3):
             function = failing if rank == failing_rank else copy
-            with unittest.mock.patch.object(buckets, "copy_all", function):
+            with unittest.mock.patch.object(buckets, "copy_tensors", function):
                 assert_load_fails(full if rank == 0 else None, "partly loaded", bucket_bytes=60)
         function = no_places if rank == failing_rank else make_destinations
         with unittest.mock.patch.object(destinations, "make_destinations", function):
@@ -339,10 +339,11 @@ def load_and_fail_on_one_rank(
 
     assert_extra_state_fails(lambda: 0, "cannot be sent to the other ranks")
     assert_extra_state_fails(
-        UnpickledOnRank0Only(), "what the source sent" if rank == 0 else "no such class here"
+        UnpickledOnRank0Only(),
+        "cannot unpickle the values of the source rank" if rank == 0 else "no such class here",
     )
     layer.accepts_state = rank != last
-    assert_extra_state_fails(2, "not here" if rank == last else "could not read on")
+    assert_extra_state_fails(2, "not here" if rank == last else "failed while loading")
     layer.accepts_state = True
     load_full_state_dict(layer, state if rank == 0 else None)
 

@@ -26,7 +26,7 @@ LIMIT = 30.0
 TORCH_LIMIT = 1.0
 """The same under torch, where rank 0 handles the signal only after rank 1 has joined."""
 BLOCKED = 20
-"""Consecutive readings, 10 ms apart, in which a thread that is asleep counts as blocked."""
+"""Readings, 10 ms apart, in which a thread must be asleep to count as blocked."""
 
 
 class LateRankLeaves(Exception):
@@ -172,11 +172,14 @@ class Exchange:
 
 
 def wait_until_blocked(pid: int) -> None:
-    """Returns when the main thread of ``pid`` has been asleep in BLOCKED consecutive readings."""
+    """Returns when the main thread of ``pid`` has been asleep in BLOCKED readings.
+
+    The readings need not be consecutive: a thread that polls often waits for a processor.
+    """
     asleep = 0
     while asleep < BLOCKED:
         state = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        asleep = asleep + 1 if state == "S" else 0
+        asleep += state == "S"
         time.sleep(0.01)
 
 

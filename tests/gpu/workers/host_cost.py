@@ -14,13 +14,13 @@ from unittest import mock
 import host
 import torch
 from outcome import ON_CUDA, conclude
-from report import fake_mesh, implementations
+from report import get_implementations, make_fake_mesh
 
 GROUPS, PARAMS, ROUNDS = (16, 9, 15) if ON_CUDA else (2, 2, 2)
 JOBS = ("fp32", "mixed") if ON_CUDA else ("mixed",)
 
 
-class WallTimed(host.Timed):
+class WallTimedModel(host.TimedModel):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.clock = time.perf_counter_ns
@@ -28,12 +28,12 @@ class WallTimed(host.Timed):
 
 def main() -> None:
     device = "cuda" if ON_CUDA else "cpu"
-    mesh = fake_mesh(host.WORLD_SIZE, device)
-    shards = implementations()
+    mesh = make_fake_mesh(host.WORLD_SIZE, device)
+    shards = get_implementations()
     figures: dict[str, dict[str, float]] = {}
     for name in JOBS:
-        for clock, timed in (("cpu", host.Timed), ("wall", WallTimed)):
-            with mock.patch.object(host, "Timed", timed):
+        for clock, timed in (("cpu", host.TimedModel), ("wall", WallTimedModel)):
+            with mock.patch.object(host, "TimedModel", timed):
                 times = host.measure(shards, mesh, host.JOBS[name], GROUPS, PARAMS, ROUNDS)
             figures[f"{name} {clock}"] = times
             if ON_CUDA:

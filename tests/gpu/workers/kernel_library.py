@@ -172,7 +172,7 @@ def cuda() -> Backend:
 
 def jit(launch: int, moves: int, casts: int) -> tuple[Backend, int]:
     """Returns a Backend of kernels that NVRTC compiled, and the address of its fck_backend. The
-    arguments are those that ``fsdp_c._runtime.jit.load`` returns."""
+    arguments are those that ``fsdp_c._runtime.jit.load_kernels`` returns."""
     pointers = (ctypes.c_void_p(address) for address in (launch, moves, casts))
     address = load().fck_jit(*pointers)
     return Backend(address), address
