@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ def read_builds() -> list[Build]:
     """Returns the extensions that the record lists; an empty list if it is missing or invalid."""
     try:
         record = json.loads(BUILD_RECORD.read_text())
-        common = {"python": str(record["python"]), "source": str(record["source"])}
+        common: dict[str, Any] = {name: str(record[name]) for name in ("python", "source")}
         return [Build(**common, **build) for build in record["builds"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
