@@ -267,3 +267,8 @@ def test_extension_that_does_not_load_is_reported_with_build_command(broken_site
         f"the extension of fsdp_c does not load with torch {torch.__version__} ("
     )
     assert output.endswith("--force-reinstall PATH/TO/A/CLONE/OF/fsdp_c\n")
+
+
+def test_table_of_wheels_in_compatibility_page_is_current() -> None:
+    output = run("tests/wheels/wheel_table.py", "--check", cwd=ROOT, env=dict(os.environ))
+    assert output == ""

@@ -55,8 +55,11 @@ print(json.dumps([str(f) for f in files if f.suffix != ".pyc"]))
 """
 FIND_FILES = """
 import importlib.util, json, pathlib, sys
+from fsdp_c._runtime import nvrtc
 def exists(file):
     *parents, name = file.split("/")
+    if parents[-1] == "kernel_sources":
+        return (nvrtc.KERNELS / name).is_file()
     folders = importlib.util.find_spec(".".join(parents)).submodule_search_locations
     return any((pathlib.Path(folder) / name).is_file() for folder in folders)
 print(json.dumps([file for file in json.loads(sys.argv[1]) if not exists(file)]))
@@ -86,7 +89,11 @@ class Environment:
         self.python = folder / "bin/python"
         site = Path(run([str(self.python), "-c", SITE]).strip())
         for path in Path(run([str(base), "-c", SITE]).strip()).iterdir():
-            if not path.name.startswith(NOT_LINKED):
+            if path.name.startswith(NOT_LINKED):
+                continue
+            if path.suffix == ".dist-info":  # uv ignores links
+                shutil.copytree(path, site / path.name)
+            else:
                 (site / path.name).symlink_to(path)
         self.programs = folder / "programs"  # the whole PATH: pip and fsdp_c find no program
         self.programs.mkdir()

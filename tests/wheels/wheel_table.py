@@ -48,8 +48,9 @@ def format_tables(results: dict[str, Any]) -> str:
 
 def update(text: str, results: dict[str, Any]) -> str:
     """Returns the page's text with current tables."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"{PAGE.name} has no {BEGIN} or no {END}"
     return f"{before}{BEGIN}\n\n{format_tables(results)}\n\n{END}{after}"
 
 
