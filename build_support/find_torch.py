@@ -1,4 +1,4 @@
-"""Finds the torch to build against, adds its release to the version, and records the build.
+"""Finds the torch to build against, and records the build.
 
 The extension is built against the torch of the environment that pip installs into. pip's isolated
 build environment does not contain that torch.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -66,19 +65,6 @@ def definitions() -> dict[str, str]:
     }
 
 
-def version(file: Path) -> str:
-    """Returns the version with the torch release: ``0.1.0+torch2.13.0.cpu``.
-
-    The version of a source distribution has no torch release.
-    """
-    [base] = re.findall(r'^__version__ = "(.*)"$', file.read_text(), re.M)
-    if "sdist" in sys.argv:
-        return str(base)
-    import torch
-
-    return f"{base}+torch{re.sub(r'[^a-z0-9]+', '.', torch.__version__.lower())}"
-
-
 def describe_build(c_files: int, cxx_files: int, kernels: str, jobs: int) -> str:
     """Returns a line that describes the build and estimates its duration."""
     import torch
@@ -94,12 +80,30 @@ def describe_build(c_files: int, cxx_files: int, kernels: str, jobs: int) -> str
     )
 
 
+def read_sizes(package: Path) -> dict[str, int]:
+    """Returns sizes of torch's classes, from ``_compat/abi.py`` of the folder ``package``.
+
+    The file is loaded alone, because an import of the package would need the extension.
+    """
+    spec = importlib.util.spec_from_file_location("fsdp_c_abi", package / "_compat/abi.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes: dict[str, int] = module.read_sizes()
+    return sizes
+
+
 def write_record(folder: Path, kernels: str, source: Path) -> None:
     """Writes ``_C.json`` beside the extension. ``fsdp_c/_compat/build_info.py`` reads it."""
     import torch
 
+    build = {
+        "torch": torch.__version__,
+        "kernels": kernels,
+        "folder": "",
+        "sizes": read_sizes(source / "fsdp_c"),
+    }
     python = ".".join(map(str, sys.version_info[:2]))
-    record = {"torch": torch.__version__, "python": python, "kernels": kernels}
+    record = {"python": python, "source": str(source), "builds": [build]}
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**record, "source": str(source)}, indent=2)
-    (folder / "_C.json").write_text(text + "\n")
+    (folder / "_C.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -247,16 +247,13 @@ class GroupCommunication(GroupCollectives):
             needs_fallback
             or has_no_storage
             or self._param_calls & _C.CALL_GATHER != 0
-            or not (
-                allocators[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather
-            )
+            or not (allocators[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather)
         )
         self._uses_fallback_reduce = (
             needs_fallback
             or has_variable_size
             or self._param_calls & _C.CALL_REDUCE != 0
             or not (
-                allocators[1]
-                or type(self._reduce_scatter_comm) is torch_group.DefaultReduceScatter
+                allocators[1] or type(self._reduce_scatter_comm) is torch_group.DefaultReduceScatter
             )
         )

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,10 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]
 
-COPIED = ["setup.py", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "build_support"]
+COPIED = [
+    *("setup.py", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "build_support"),
+    "fsdp_c/_compat/abi.py",
+]
 # Compilers must not run under the sanitizer that `make sanitize` preloads into this process.
 TOOL_ENV = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 MODULE = "_C" + str(sysconfig.get_config_var("EXT_SUFFIX"))
@@ -93,6 +97,7 @@ class Tree:
         self.root = root
         for name in COPIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
             copy(ROOT / name, root / name)
         for name, text in FILES.items():
             self.write(name, text)
@@ -138,9 +143,11 @@ class Tree:
         assert completed.returncode == 0, completed.stderr
         return [int(word) for word in completed.stdout.split()]
 
-    def record(self) -> dict[str, str]:
-        record: dict[str, str] = json.loads((self.root / "fsdp_c/_C.json").read_text())
-        return record
+    def record(self) -> dict[str, Any]:
+        """Returns the record of the built module, with the fields of its only build."""
+        record = json.loads((self.root / "fsdp_c/_C.json").read_text())
+        [build] = record["builds"]
+        return {**record, **build}
 
 
 def compiled_files(output: str) -> list[str]:
@@ -166,6 +173,7 @@ def test_build_links_all_layers_and_records_torch(built: Tree) -> None:
     assert built.values() == RELEASE_VALUES
     record = built.record()
     assert (record["torch"], record["kernels"]) == (torch.__version__, "CPU")
+    assert record["sizes"]["torch._C.TensorBase"] == torch._C.TensorBase.__basicsize__
     assert record["source"] == str(built.root)
     for name in ("_C", "_dry_run"):
         library = f"{built.root}/fsdp_c/{MODULE.replace('_C', name)}"

@@ -17,7 +17,7 @@ from site_dir import installed_environment
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_c
-from fsdp_c._compat import build_info
+from fsdp_c._compat import abi, build_info
 from fsdp_c._tools import check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,16 +37,26 @@ def run(
 # ---- compatibility of a build with the installed torch and Python --------------------------------
 
 
-def make_build(**overrides: str) -> build_info.Build:
+def make_build(**overrides: Any) -> build_info.Build:
     """Returns the record of a build that fits, with ``overrides``."""
-    fields = {"torch": torch.__version__, "python": "3.11", "kernels": "CPU", "source": str(ROOT)}
+    fields: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": "3.11",
+        "kernels": "CPU",
+        "source": str(ROOT),
+        "folder": "",
+        "sizes": abi.read_sizes(),
+    }
     return build_info.Build(**{**fields, **overrides})
+
+
+COMMAND = f"{sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall {ROOT}"
 
 
 def test_installed_build_and_build_without_record_are_compatible() -> None:
     assert build_info.read_build() is not None
-    assert build_info.find_mismatch(build_info.read_build(), True) is None
-    assert build_info.find_mismatch(None, True) is None  # early builds have no record
+    assert build_info.find_mismatch(build_info.read_builds()) is None
+    assert build_info.find_mismatch([]) is None  # early builds have no record
 
 
 @pytest.mark.parametrize(
@@ -57,28 +67,63 @@ def test_build_for_torch_of_same_minor_release_is_compatible(
     version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    assert (build_info.find_mismatch(make_build(torch=version), True) is None) == fits
+    assert (build_info.find_mismatch([make_build(torch=version)]) is None) == fits
 
 
 def test_build_for_another_torch_returns_versions_and_build_command() -> None:
-    message = build_info.find_mismatch(make_build(torch="2.9.1"), True)
+    message = build_info.find_mismatch([make_build(torch="2.9.1")])
     assert message == (
-        f"fsdp_c was built for torch 2.9.1 and this is torch {torch.__version__}: build it again "
-        f"with  {sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall "
-        f"{ROOT}"
+        f"fsdp_c was built for torch 2.9 and this is torch {torch.__version__}: build it again "
+        f"with  {COMMAND}"
     )
-    message = build_info.find_mismatch(make_build(torch="2.9.1", source="/nowhere"), True)
-    assert message is not None and message.endswith("--force-reinstall PATH/TO/A/CLONE/OF/fsdp_c")
+    for source in ("/nowhere", ""):
+        message = build_info.find_mismatch([make_build(torch="2.9.1", source=source)])
+        assert message is not None
+        assert message.endswith("--force-reinstall PATH/TO/A/CLONE/OF/fsdp_c")
 
 
-def test_build_for_another_python_returns_its_version() -> None:
-    message = build_info.find_mismatch(make_build(python="3.8"), False)
+def test_builds_for_other_torch_releases_are_listed() -> None:
+    message = build_info.find_mismatch([make_build(torch="2.8.0"), make_build(torch="2.9.1+cpu")])
+    assert message is not None and message.startswith("fsdp_c was built for torch 2.8, 2.9 and ")
+
+
+def test_build_with_other_class_sizes_returns_class_and_build_command() -> None:
+    sizes = abi.read_sizes()
+    build = make_build(sizes=sizes | {"vtable of c10d::Backend": 8, "a class of another torch": 8})
+    assert build_info.find_mismatch([build]) == (
+        f"fsdp_c was built for torch {torch.__version__}, and torch {torch.__version__} has other "
+        f"sizes of vtable of c10d::Backend ({sizes['vtable of c10d::Backend']} bytes instead of "
+        f"8): build it again with  {COMMAND}"
+    )
+
+
+def test_class_sizes_are_those_of_readelf() -> None:
+    folder = Path(torch.__file__).parent / "lib"
+    sizes = abi.read_sizes()
+    assert sizes["torch._C.TensorBase"] == torch._C.TensorBase.__basicsize__
+    assert len(sizes) == 1 + sum(map(len, abi.SYMBOLS.values()))
+    for library, symbols in abi.SYMBOLS.items():
+        command = ["readelf", "-W", "--dyn-syms", str(folder / library)]
+        env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        table = subprocess.run(command, capture_output=True, text=True, env=env).stdout
+        expected = {
+            fields[-1]: fields[2] for fields in map(str.split, table.splitlines()) if fields
+        }
+        assert {symbol: str(sizes[name]) for name, symbol in symbols.items()} == {
+            symbol: expected[symbol] for symbol in symbols.values()
+        }
+
+
+def test_build_for_another_python_returns_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_info, "has_extension", lambda folder: False)
+    message = build_info.find_mismatch([make_build(python="3.8")])
     assert message is not None and ", but for Python 3.8: build it with" in message
 
 
 def test_import_from_unbuilt_source_folder_returns_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_info, "BUILD_RECORD", ROOT / "fsdp_c" / build_info.BUILD_RECORD.name)
-    message = build_info.find_mismatch(None, False)
+    monkeypatch.setattr(build_info, "has_extension", lambda folder: False)
+    message = build_info.find_mismatch([])
     assert message is not None and message.startswith(f"this is the source of fsdp_c, in {ROOT}: ")
     assert "leave that folder (cd ..)" in message and message.endswith(f"-e {ROOT}")
 
@@ -93,7 +138,8 @@ def incompatible_env(tmp_path: Path) -> dict[str, str]:
             (package / path.name).symlink_to(path)
     (tmp_path / "fsdp_c_autoload").symlink_to(ROOT / "fsdp_c_autoload")
     record = json.loads(build_info.BUILD_RECORD.read_text())
-    (package / "_C.json").write_text(json.dumps(record | {"torch": "1.0"}))
+    record["builds"][0]["torch"] = "1.0"
+    (package / "_C.json").write_text(json.dumps(record))
     env = installed_environment(tmp_path)
     return env | {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
 
@@ -185,20 +231,18 @@ def test_failed_check_prints_reason_and_returns_1(
     assert "two ranks    WRONG  training on gloo failed: x" in capsys.readouterr().out
 
 
+def test_check_passes_for_a_wheel_beside_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    passed, text = check._check_kernels()
+    assert passed and "FSDP_C_JIT=1" in text
+
+
 def test_self_test_with_failing_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert check._train_on_two_ranks() == (False, "training on gloo failed: nothing")
 
 
 # ---- building ------------------------------------------------------------------------------------
-
-
-def test_version_of_wheel_contains_torch_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = ROOT / "fsdp_c/version.py"
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    assert find_torch.version(file) == f"{fsdp_c.__version__}+torch2.13.0.cu130"
-    monkeypatch.setattr(sys, "argv", ["setup.py", "sdist"])
-    assert find_torch.version(file) == fsdp_c.__version__
 
 
 def test_build_plan_states_files_compilers_and_duration() -> None:
