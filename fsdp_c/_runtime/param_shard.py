@@ -20,6 +20,7 @@ from .._compat.older_torch import ParamOfOlderTorch
 from .._compat.torch_releases import dtensor_new
 from .dtensor_specs import get_contiguous_strides, get_shared_spec, make_parameter, make_placements
 from .mixed_precision import has_grad_dtype
+from .typed_params import IS_AVAILABLE, pause_type_check
 
 
 def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
@@ -161,6 +162,13 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         if is_wrapper(local):
             return padded.view(-1)
         return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
+
+    if IS_AVAILABLE:
+
+        def _get_grad_inner_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+            """Calls torch's method, whose operations the package ``spmd_types`` must not check."""
+            with pause_type_check():
+                return super()._get_grad_inner_tensor(grad)
 
     @property
     def _sharded_local_tensor(self) -> torch.Tensor:

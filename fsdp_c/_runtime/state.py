@@ -35,6 +35,7 @@ from .kernels import log_kernels
 from .lint import check_model
 from .mixed_precision import REDUCES_AS_STORED, check_policy, make_dtype_error
 from .serialization import refuse_deepcopy
+from .typed_params import pause_type_check
 
 _FULLY_SHARD = os.path.dirname(torch_state.__file__) + os.sep
 _TRACERS = tuple(getattr(_TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
@@ -310,7 +311,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             self._state_ctx.all_states = states
             self._init_fqns()
             self._check_no_duplicates(groups)
-            with _disable_functorch():
+            with _disable_functorch(), pause_type_check():
                 for group in groups:
                     group.lazy_init()
             self._comm_ctx.lazy_init(self._device)
