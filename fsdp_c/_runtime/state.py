@@ -85,6 +85,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
     """
 
     _context_class: type[IterationContext] = IterationContext
+    _reduction_handle: Any = None  # the GradientReductionHandle that was not waited for
 
     def __init__(self) -> None:
         self._patch_lease = patches.lease()
@@ -238,7 +239,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         """Returns all states in the root's tree, in ``named_modules()`` order.
 
         Raises:
-            RuntimeError: A module was sharded by torch's ``fully_shard``, or is a root itself.
+            RuntimeError: A module was sharded by torch's ``fully_shard``, is a root itself, or was
+                set to be finalized by the caller, which is a setting of roots.
         """
         root = self._modules[0]
         states: list[State] = []
@@ -260,6 +262,11 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                     error,
                     f"'{name}' was called, or unsharded, before {get_class_name(root)}: run the "
                     "whole model first; after that, parts of it may be called alone.",
+                )
+            if state is not self and state._state_ctx.manual_finalization:
+                raise RuntimeError(
+                    "set_manual_backward_finalization must be called on the root "
+                    f"{self._state_name} module: it was called on '{name}'"
                 )
             states.append(state)
         return states

@@ -1,7 +1,6 @@
-"""Methods that torch 2.15 adds to FSDP2, as fsdp_c provides them on earlier releases.
+"""Methods that torch 2.15 adds to FSDP2, as fsdp_c provides them on all releases.
 
-``workers/torch215_methods.py`` has the scenarios. torch 2.15 has the methods itself,
-so the tests are skipped there. docs/compatibility.md names the releases.
+``workers/torch215_methods.py`` has the scenarios. From torch 2.15 on, torch's own methods run, too.
 """
 
 from __future__ import annotations
@@ -9,19 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 import behavior
-import pytest
 import torch
 from behavior import differences
 from test_torch_bugs import differences_beyond_rounding
 from torch.distributed.fsdp import FSDPModule
 
-pytestmark = pytest.mark.skipif(
-    hasattr(FSDPModule, "finalize_backward"), reason="this torch has the methods itself"
-)
+HAS_METHODS = hasattr(FSDPModule, "finalize_backward")
+IMPLEMENTATIONS = ("fsdp_c", "torch") if HAS_METHODS else ("fsdp_c",)
 
 
-def run_scenario(name: str, world: int = 2) -> list[Any]:
-    return behavior.returned(name, "fsdp_c", world, ("torch215_methods",))
+def run_scenario(
+    name: str, world: int = 2, implementations: tuple[str, ...] = IMPLEMENTATIONS
+) -> list[Any]:
+    """Returns the results of a scenario on all ranks, under fsdp_c, then under torch."""
+    modules = ("torch215_methods",)
+    runs = (behavior.returned(name, api, world, modules) for api in implementations)
+    return [result for results in runs for result in results]
 
 
 def assert_equal(result: Any) -> None:
@@ -75,17 +77,24 @@ def test_finalize_backward_keeps_gradients_of_units_without_sync() -> None:
 
 def test_finalize_backward_raises_in_invalid_states() -> None:
     for result in run_scenario("invalid_finalizations"):
+        assert result["before the first forward"] == "None"
         assert "requires manual backward finalization" in result["automatic mode"]
         assert "must be called on the root" in result["mode of child"]
         assert "must be called on the root" in result["finalization of child"]
-        assert "while a backward is running" in result["during backward"]
-        assert "call wait()" in result["pending"]
-        assert "call wait()" in result["mode while pending"]
+        assert "cannot change mode during backward" in result["during backward"]
+        assert "must be waited on before finalizing backward again" in result["pending"]
+        assert "cannot change mode after backward starts" in result["mode while pending"]
         assert result["mode after wait"] == ""
+
+
+def test_manual_mode_of_a_unit_is_refused_in_the_first_forward() -> None:
+    for message in run_scenario("manual_mode_of_a_unit_before_the_first_forward"):
+        assert "must be called on the root FSDP module" in message
 
 
 def test_reset_iter_state_drops_a_pending_finalization() -> None:
     for result in run_scenario("finalization_after_a_reset"):
+        assert "This gradient reduction handle was invalidated" in result["refused"]
         assert_equal(result)
 
 

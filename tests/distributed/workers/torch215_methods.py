@@ -175,8 +175,10 @@ def units_without_sync_keep_gradients(api: Api) -> Found:
 @scenario()
 def invalid_finalizations(api: Api) -> Found:
     model = shard(api, blocks_and_head())
+    results = {"before the first forward": repr(model.finalize_backward())}
+    model.finalize_backward(async_op=True).wait()
     loss_of(model(batch(api.rank))).backward()
-    results = {
+    results |= {
         "automatic mode": error_message(model.finalize_backward),
         "mode of child": error_message(lambda: model[0].set_manual_backward_finalization(True)),
     }
@@ -206,17 +208,24 @@ def invalid_finalizations(api: Api) -> Found:
 
 
 @scenario()
+def manual_mode_of_a_unit_before_the_first_forward(api: Api) -> str:
+    model = shard(api, blocks_and_head())
+    model[0].set_manual_backward_finalization(True)
+    return error_message(lambda: model(batch(api.rank)))
+
+
+@scenario()
 def finalization_after_a_reset(api: Api) -> Found:
     model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
     loss_of(model(batch(api.rank, 5))).backward()
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
-    handle.wait()
+    refused = error_message(handle.wait)
     model.zero_grad()
     loss_of(model(batch(api.rank))).backward()
     model.finalize_backward()
-    return {"found": grads(model), "expected": reference(api.rank, 1)}
+    return {"refused": refused, "found": grads(model), "expected": reference(api.rank, 1)}
 
 
 @scenario(4)
