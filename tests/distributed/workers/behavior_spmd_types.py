@@ -37,8 +37,8 @@ class TypedBlock(nn.Module):
         self.mesh = mesh
         rank = mesh.get_local_rank("tp")
         part = slice(rank * WIDTH // TENSOR_PARALLEL, (rank + 1) * WIDTH // TENSOR_PARALLEL)
-        self.up = nn.Parameter(torch.randn(WIDTH, WIDTH)[part].contiguous())
-        self.down = nn.Parameter(torch.randn(WIDTH, WIDTH)[:, part].contiguous())
+        self.up = nn.Parameter(torch.randn(WIDTH, WIDTH)[part] / 3)
+        self.down = nn.Parameter((torch.randn(WIDTH, WIDTH)[:, part] / 3).contiguous())
         self.shift = nn.Parameter(torch.randn(WIDTH))
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.parts: list[str] = []
@@ -85,7 +85,7 @@ def train(
                 mp_policy=policy,
                 dp_mesh_dims=DataParallelMeshDims(shard="dp"),
             )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen: dict[str, Any] = {"losses": [], "outputs": [], "parts": []}
     seen["sharded"] = [f"{p.placements} {sorted(vars(p))}" for p in model.parameters()]
     torch.manual_seed(10 + mesh.get_local_rank("dp"))
@@ -135,10 +135,13 @@ def typed_parameters_refused(api: Api) -> dict[str, str] | None:
 
     def attempt(name: str, is_typed: bool = True, **arguments: Any) -> None:
         block = TypedBlock(mesh, is_typed)
+        typed_mesh: Any = contextlib.nullcontext()
         if name == "partial on dp":
             spmd.assert_type(block.scale, {mesh.get_group("dp"): spmd.P})
+            typed_mesh = spmd.set_current_mesh(mesh)
         try:
-            api.fully_shard(block, **arguments)
+            with typed_mesh:
+                api.fully_shard(block, **arguments)
         except Exception as error:
             messages[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
