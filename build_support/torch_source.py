@@ -252,8 +252,8 @@ class _Reader:
         members = [n for n in node.body if not _is_docstring(n) and not isinstance(n, ast.Pass)]
         self._add(name, "class", f"({bases})", (), self._get_lines(node, members))
         self._read_body(node.body, name + ".")
-        for method in node.body:
-            for child in ast.walk(method) if isinstance(method, _FUNCTIONS) else ():
+        for method in (n for n in node.body if isinstance(n, _FUNCTIONS)):
+            for child in ast.walk(method):
                 for target in _find_targets(child) if isinstance(child, ast.stmt) else ():
                     if (
                         isinstance(target, ast.Attribute)

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard
 from double_backward import Collectives, unsharded_bytes
+from releases import has
 from torch.distributed.device_mesh import init_device_mesh
 from torch_bugs import average, loss_of
 
@@ -282,11 +283,14 @@ def dtype_overrides_of_single_parameters(api: Api) -> Found:
         )
         model, plain_model = api.fully_shard(dtype_recorder(), mp_policy=policy), dtype_recorder()
         plain_model.linear.to(torch.bfloat16)
+        reduced_in = reduce_dtype or torch.float32  # default: the widest compute dtype
+        if has("2.15"):  # microbatches are added in the reduce dtype
+            for param in plain_model.parameters():
+                param.grad_dtype = reduced_in
         for step in range(steps):
             model.set_requires_gradient_sync(step + 1 == steps)
             loss_of(model(batch(api.rank, step))).backward()
             loss_of(plain_model(batch(api.rank, step).bfloat16())).backward()
-        reduced_in = reduce_dtype or torch.float32  # default: the widest compute dtype
         local = {name: param.grad.to(reduced_in) for name, param in plain_model.named_parameters()}
         results.append(grads(model))
         expected.append({name: grad.float() for name, grad in average(local).items()})
