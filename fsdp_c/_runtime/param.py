@@ -256,9 +256,9 @@ class Param(ReplaceableShard):
 
         The core calls this method if a gradient method of torch's ``FSDPParam`` is overridden.
         """
-        if self.unsharded_accumulated_grad is not None:
+        if self._accumulated is not None:
             grad = self.unsharded_accumulated_grad_data
-            self.unsharded_accumulated_grad = None
+            self._accumulated = None
             return grad
         unsharded = getattr(self, "_unsharded_param", None)
         if unsharded is None or unsharded.grad is None:

@@ -19,7 +19,7 @@ from .._compat.guard import is_patched
 from .._compat.older_torch import ParamOfOlderTorch
 from .._compat.torch_releases import dtensor_new
 from .dtensor_specs import get_contiguous_strides, get_shared_spec, make_parameter, make_placements
-from .mixed_precision import has_grad_dtype
+from .mixed_precision import REDUCES_AS_STORED, has_grad_dtype
 from .typed_params import IS_AVAILABLE, pause_type_check
 
 
@@ -59,6 +59,18 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
     # Properties of torch's class since 2.15.
     unsharded_grad_dtype: torch.dtype | None
     may_reduce_grad_outside_dp: bool
+
+    @property
+    def unsharded_accumulated_grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient of backwards that did not reduce; since torch 2.15, ``.grad``."""
+        if self._accumulated is not None or not REDUCES_AS_STORED:
+            return self._accumulated
+        unsharded = getattr(self, "_unsharded_param", None)
+        return None if unsharded is None else unsharded.grad
+
+    @unsharded_accumulated_grad.setter
+    def unsharded_accumulated_grad(self, value: torch.Tensor | None) -> None:
+        self._accumulated = value
 
     @torch.no_grad()
     def _shard(self, param: nn.Parameter) -> None:
