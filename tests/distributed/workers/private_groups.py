@@ -156,8 +156,7 @@ def group_settings(api: Api) -> list[Any]:
         "_reshard_after_forward_event",
         "_partial_reduce_output",
         "_all_reduce_hook",
-        "_reduce_dtype",
-        *(() if has("2.15") else ("_orig_dtype",)),
+        *(() if has("2.15") else ("_orig_dtype", "_reduce_dtype")),
     )
     return [
         [
