@@ -9,6 +9,8 @@
 #   make gpu            correctness and speed on a GPU, in ten minutes
 #   make docs           the documentation site in build/docs
 #   make accelerator    all tests on the simulated accelerator, then its measurements
+#   make torch-diff OLD=2.14.1 NEW=2.15.0    changes of torch in the names that fsdp_c uses
+#   make test-release RELEASE=2.15.0         the tests with another torch release
 #   make test-clients   unmodified accelerate, transformers, Lightning, ... on torch's FSDP2 and on fsdp_c
 #
 # VENV=dir uses an existing environment and installs missing packages into it. The default, .venv, is created at the
@@ -20,6 +22,10 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 TORCH ?= torch==2.13.0
+# Environments of other torch releases, each with the name torch-RELEASE.
+RELEASES_DIR ?= ../fsdp_c-envs
+RELEASES ?= 2.11.0 2.12.1 2.14.1 2.15.0
+RELEASE ?= $(lastword $(RELEASES))
 VENV ?= .venv
 PYTHON ?= python3
 # The NVRTC libraries of cuda-check. PyPI has packages for every CUDA release (nvidia-cuda-nvrtc-cu12, ...).
@@ -40,6 +46,9 @@ WHEELS ?=
 WHEEL_PYTHONS ?= $(PY) $(wildcard build/venv-torch-*/bin/python)
 CLIENTS_ARGS ?=
 GPU_ARGS ?=
+DIFF_ARGS ?=
+# tests/accelerator simulates a device for the CPU build of torch 2.13. Clients have their own environment.
+RELEASE_TESTS ?= tests/unit tests/distributed tests/faults tests/parity
 # Tests of `make sanitize`. They are fast, run in one process and call every C function.
 SANITIZE_TESTS ?= tests/unit
 # Tests that `make sanitize` excludes, because they measure time or memory: benchmarks start processes without the
@@ -76,10 +85,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
-	lint-mypy lint-c format wheels wheels-check sanitize bench cuda-check gpu docs clean
+	lint-mypy lint-c format wheels wheels-check sanitize bench cuda-check gpu docs clean env-releases torch-diff \
+	torch-record test-release
 
 help:
-	@sed -n '3,13s/^# *//p' Makefile
+	@sed -n '3,15s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -191,6 +201,48 @@ cuda-check:
 # Runs the GPU checks (GPU_ARGS="--device sim": on the simulated GPU). build/gpu/out/summary.txt has a line per step.
 gpu:
 	PYTHON=$$(command -v $(PY) || command -v $(PYTHON)) tests/gpu/gpu_check.sh $(GPU_ARGS)
+
+# ---- releases of torch ------------------------------------------------------------------------------------
+
+RELEASE_ENVS = $(RELEASES:%=$(RELEASES_DIR)/torch-%/.fsdp_c-env)
+RELEASE_VENV = $(abspath $(RELEASES_DIR))/torch-$(RELEASE)
+RELEASE_TREE = $(abspath $(RELEASES_DIR))/source-$(RELEASE)
+# The packages of the extras `test` and `demo`, each in quotes.
+TEST_PACKAGES = $$($(PYTHON) -c "import importlib, sys; \
+	toml = importlib.import_module('tomllib' if sys.version_info >= (3, 11) else 'pip._vendor.tomli'); \
+	extras = toml.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+	print(*extras['test'] + extras['demo'], sep='\n')")
+
+# Creates one environment per release of RELEASES, outside of this checkout: several GB each, because torch 2.14 and
+# later exist as CUDA builds only. PIP_CONSTRAINT is empty for torch, because a machine's constraint may exclude it.
+env-releases: $(RELEASE_ENVS)
+
+$(RELEASES_DIR)/torch-%/.fsdp_c-env:
+	@mkdir -p $(RELEASES_DIR)
+	@[ -x $(@D)/bin/python ] || $(PYTHON) -m venv $(@D)
+	PIP_CONSTRAINT=/dev/null $(@D)/bin/python -m pip install -q torch==$* numpy 'setuptools>=77' wheel 'cmake>=3.21' ninja
+	echo "$(TEST_PACKAGES)" | $(@D)/bin/python -m pip install -q -r /dev/stdin
+	@touch $@
+
+# Prints what changed between two releases: environments of RELEASES_DIR, or paths of environments or wheels.
+# DIFF_ARGS=--full prints the changed lines, too.
+torch-diff:
+	@$(PYTHON) -m build_support.torch_diff $(DIFF_ARGS) $(foreach release,$(OLD) $(NEW),$(if \
+		$(findstring /,$(release)),$(release),$(RELEASES_DIR)/torch-$(release)))
+
+# Adds the environments of RELEASES_DIR and the torch of VENV to build_support/torch_surface.txt.
+torch-record:
+	@$(PYTHON) -m build_support.torch_diff --record $(wildcard $(VENV)) $(wildcard $(RELEASES_DIR)/torch-*)
+
+# Runs the tests with the release RELEASE, in a copy of this checkout, because the extensions for two releases have the
+# same file name. `make test-release RELEASE_TESTS=tests/unit` runs a part.
+test-release: $(RELEASES_DIR)/torch-$(RELEASE)/.fsdp_c-env
+	@mkdir -p $(RELEASE_TREE)
+	@find $(RELEASE_TREE) -type f -not -path '*/build/*' -not -name '*.so' -not -name _C.json -delete
+	@git ls-files -z --cached --others --exclude-standard | tar --null -c -T - | tar -x -C $(RELEASE_TREE)
+	cd $(RELEASE_TREE) && export PYTHONPATH=$(RELEASE_TREE) && mkdir -p build && \
+	{ $(RELEASE_VENV)/bin/python setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }; } && \
+	$(RELEASE_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(RELEASE_TESTS)
 
 # ---- style ------------------------------------------------------------------------------------------------
 

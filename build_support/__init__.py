@@ -1,1 +1,4 @@
-"""Finds torch and the CUDA compiler for setup.py, and runs CMake. It is not installed."""
+"""Finds torch and the CUDA compiler for setup.py, runs CMake, and compares releases of torch.
+
+The package is not installed.
+"""

@@ -94,7 +94,7 @@ class _testing:  # a module
 class Param:
     sharded_param: Any
     _sharded_param_data: torch.Tensor
-    unsharded_accumulated_grad: torch.Tensor | None
+    _accumulated: torch.Tensor | None
     _partial: torch.Tensor | None
     all_gather_outputs: list[torch.Tensor]
     is_dtensor: Any

@@ -127,6 +127,7 @@ TESTS_OF = {
     "param_shard": ("test_param_template", "test_dtensor_construction"),
     "redirect": ("test_install", "test_dropin"),
     "replaced_shard": ("test_replaced_shards",),
+    "typed_params": ("test_behavior_spmd_types", "test_param_template"),
     "unit_order": ("test_wrap", "test_wrap_policy"),
     "__init__": ("test_package_layers", "test_typing"),
     "__main__": ("test_install", "test_check"),

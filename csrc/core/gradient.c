@@ -84,6 +84,24 @@ static fc_status unwrap(const fc_group_base *base, const fc_param *p, fct_tensor
     return FC_OK;
 }
 
+fc_status fc_gradient_check_zeros(const fc_group_base *base) {
+    assert(base->count == 0 || base->params != NULL);
+    for (size_t i = 0; i < base->count; i++) {
+        const fc_param *p = base->params[i];
+        bool has_dtype = !p->overrides_grad_dtype || p->sharded_grad_dtype != FCT_NO_DTYPE ||
+                         p->reduce_dtype != FCT_NO_DTYPE;
+        if (!has_dtype && base->callbacks->requires_grad(p->owner)) {
+            return fc_error_set(
+                &base->comm->error, FC_EVALUE,
+                "Reducing unused parameters with grad_dtype=None requires an explicit "
+                "MixedPrecisionPolicy.reduce_dtype so every rank can build zero gradients of the "
+                "same dtype: %s. Set reduce_dtype to the dtype its gradients already have.",
+                p->name != NULL ? p->name : "None");
+        }
+    }
+    return FC_OK;
+}
+
 /* Takes one parameter's gradient for the reduction as a plain tensor. *out is NULL if there is no
  * gradient. */
 static fc_status collect_grad(const fc_group_base *base, fc_param *p, bool uses_fallback,

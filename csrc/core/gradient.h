@@ -20,6 +20,10 @@ FC_CHECK fc_status fc_gradient_to_accumulated(const fc_group_base *base);
  * gradient contribute zeros. */
 FC_CHECK fc_status fc_gradient_collect(const fc_group_base *base, fc_span span, bool zero_unused,
                                        fc_reduce_plan *plan);
+/* Returns FC_EVALUE if zeros of a trainable parameter would have no dtype that all ranks agree on:
+ * the user has set its grad_dtype to None, and the policy has no reduce_dtype. Depends on settings
+ * only, so all ranks fail together. */
+FC_CHECK fc_status fc_gradient_check_zeros(const fc_group_base *base);
 /* Drops all partial gradients of the group. */
 void fc_gradient_drop(const fc_group_base *base);
 

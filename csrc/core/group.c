@@ -511,11 +511,11 @@ done:
     return verify_transition(g, fc_group_check, status);
 }
 
-/* Reduces all remaining gradients. If user code replaces the reduction or reads reduced rows, all
- * gradients of the group are reduced at once. */
+/* Reduces the remaining gradients; at once if user code replaces the reduction or reads rows. */
 static fc_status reduce_remaining(fc_group *g, bool order_compute) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;
+    FC_TRY(g->reducer.reduce_unused ? fc_gradient_check_zeros(&g->base) : FC_OK);
     if (!fc_bucket_has_several(b) || g->reducer.has_hook ||
         fc_group_base_uses_fallback(&g->base, FC_FALLBACK_REDUCE)) {
         return reduce_span(g, fc_group_base_all(&g->base), true, order_compute);

@@ -353,7 +353,7 @@ static PyGetSetDef param_getset[] = {
      "Whether the parameter was a DTensor. If so, gradients are passed to "
      "_get_grad_inner_tensor().",
      NULL},
-    {"unsharded_accumulated_grad", get_accumulated, set_accumulated,
+    {"_accumulated", get_accumulated, set_accumulated,
      "Gradient in the reduce dtype accumulated by backwards that did not reduce, or None.", NULL},
     {"_partial", get_accumulated, set_accumulated,
      "1-D tensor of padded_numel elements: gradient that is reduce-scattered but not all-reduced, "

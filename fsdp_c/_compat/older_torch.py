@@ -36,7 +36,7 @@ class ParamOfOlderTorch:
 
     mesh_info: Any
     reduce_dtype: torch.dtype | None
-    unsharded_accumulated_grad: torch.Tensor | None
+    _accumulated: torch.Tensor | None
     _unsharded_param: nn.Parameter
     _unsharded_dtensor_spec: DTensorSpec | None
 
@@ -52,7 +52,7 @@ class ParamOfOlderTorch:
     @property
     def unsharded_accumulated_grad_data(self) -> torch.Tensor:
         """The local tensor of the accumulated gradient, in the reduce dtype."""
-        grad = self.unsharded_accumulated_grad
+        grad = self._accumulated
         if grad is None:
             raise AssertionError("Expects unsharded_accumulated_grad to not be None")
         return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined]
@@ -66,11 +66,11 @@ class ParamOfOlderTorch:
         grad = param.grad
         if grad is not None and dtype is not None and grad.dtype != dtype:
             param.grad = None
-            self.unsharded_accumulated_grad = grad.to(dtype)
+            self._accumulated = grad.to(dtype)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Adds the gradient to the accumulated gradient, if both exist, and clears ``grad``."""
-        param, accumulated = self._unsharded_param, self.unsharded_accumulated_grad
+        param, accumulated = self._unsharded_param, self._accumulated
         if accumulated is not None and param.grad is not None:
             accumulated += param.grad
             param.grad = None

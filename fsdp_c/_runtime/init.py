@@ -36,7 +36,7 @@ from .._compat.torch_releases import ShardPlacementFnResult, resolve_placement
 from .hints import with_hint
 from .lint_params import record_sharded_params
 from .module_methods import add_missing_methods
-from .param_group import ParamGroup
+from .param_group import ParamGroup, TypedParamGroup
 from .param_template import ParamFactory
 from .serialization import add_methods, refuse_deepcopy
 from .state import State
@@ -184,7 +184,8 @@ def _make_group(
         factory(param, module_infos[param], placement)
         for param, placement in zip(part.params, part.placements)
     ]
-    group = ParamGroup(
+    group_class = TypedParamGroup if any(p.is_spmd_types for p in fsdp_params) else ParamGroup
+    group = group_class(
         fsdp_params,
         modules,
         part.mesh_info,

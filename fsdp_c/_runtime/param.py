@@ -45,6 +45,7 @@ from .mixed_precision import (
 )
 from .param_shard import copy_user_attributes
 from .replaced_shard import GroupOfParam, ReplaceableShard
+from .typed_params import drop_types, is_typed, make_dtensor, pause_type_check
 
 
 def _resolve_shard_dim(placement: Shard | None, param: torch.Tensor, local: torch.Tensor) -> int:
@@ -144,6 +145,11 @@ class Param(ReplaceableShard):
             return
         self._module_info = module_info
         self.mesh_info = mesh_info
+        self._orig_param_uid = orig_param_uid(param)
+        if is_typed(param):
+            self.is_spmd_types = True
+            self._orig_attributes = drop_types(self._orig_attributes)
+            param = make_dtensor(self, param, mesh_info)
         self.post_forward_mesh_info = post_forward_mesh_info
         self.device = device
         self.mp_policy = mp_policy
@@ -156,7 +162,6 @@ class Param(ReplaceableShard):
         self.grad_offload_event: torch.Event | None = None
         self.is_dtensor = isinstance(param, DTensor)
         self._shard_mesh = self._init_shard_mesh()
-        self._orig_param_uid = orig_param_uid(param)
         self.fsdp_placement = Shard(dim)
         self._shard(param)
         if smaller_mesh is not None:
@@ -251,9 +256,9 @@ class Param(ReplaceableShard):
 
         The core calls this method if a gradient method of torch's ``FSDPParam`` is overridden.
         """
-        if self.unsharded_accumulated_grad is not None:
+        if self._accumulated is not None:
             grad = self.unsharded_accumulated_grad_data
-            self.unsharded_accumulated_grad = None
+            self._accumulated = None
             return grad
         unsharded = getattr(self, "_unsharded_param", None)
         if unsharded is None or unsharded.grad is None:
@@ -289,9 +294,9 @@ class Param(ReplaceableShard):
 
         Inference mode is off, because later training forwards reuse the parameter.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), pause_type_check():
             unsharded = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
-            if self._unsharded_dtensor_spec is not None:
+            if self._unsharded_dtensor_spec is not None and not self.is_spmd_types:
                 unsharded = _from_local_no_grad(
                     unsharded, self._get_unsharded_dtensor_spec(unsharded)
                 )

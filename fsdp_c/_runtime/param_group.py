@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 import fsdp_c._C as _C
 
 from .._compat import patches, zero_grad
-from .._compat.guard import follow_patches
+from .._compat.guard import follow_patches, insert_node
 from .meshes import (
     get_group_name,
     subscribe,
@@ -32,6 +32,7 @@ from .mixed_precision import get_widest_stored_dtype
 from .param import Param, name_like_torch_hook
 from .process_groups import GroupCommunication
 from .replaced_shard import make_meta_error
+from .typed_params import is_type_checking
 
 
 @follow_patches(torch_group.FSDPParamGroup)
@@ -184,3 +185,15 @@ class ParamGroup(GroupCommunication):
 
     def __repr__(self) -> str:
         return f"ParamGroup(fqn={self._module_fqn})"
+
+
+class TypedParamGroup(ParamGroup):
+    """A group with parameters that ``typed_params.py`` describes."""
+
+    def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
+        """Restores types and inserts torch's node, whose outputs get types. Ends pre-forward."""
+        for param in self.fsdp_params:
+            param._restore_spmd_types(param.unsharded_param)
+        if is_type_checking():
+            return insert_node(self, args, kwargs)
+        return super()._register_post_backward_hook(args, kwargs)

@@ -19,7 +19,8 @@ from .._compat.guard import is_patched
 from .._compat.older_torch import ParamOfOlderTorch
 from .._compat.torch_releases import dtensor_new
 from .dtensor_specs import get_contiguous_strides, get_shared_spec, make_parameter, make_placements
-from .mixed_precision import has_grad_dtype
+from .mixed_precision import REDUCES_AS_STORED, has_grad_dtype
+from .typed_params import IS_AVAILABLE, pause_type_check
 
 
 def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
@@ -58,6 +59,18 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
     # Properties of torch's class since 2.15.
     unsharded_grad_dtype: torch.dtype | None
     may_reduce_grad_outside_dp: bool
+
+    @property
+    def unsharded_accumulated_grad(self) -> torch.Tensor | None:
+        """The gradient of backwards that did not reduce; since torch 2.15, ``.grad``."""
+        if self._accumulated is not None or not REDUCES_AS_STORED:
+            return self._accumulated
+        unsharded = getattr(self, "_unsharded_param", None)
+        return None if unsharded is None else unsharded.grad
+
+    @unsharded_accumulated_grad.setter
+    def unsharded_accumulated_grad(self, value: torch.Tensor | None) -> None:
+        self._accumulated = value
 
     @torch.no_grad()
     def _shard(self, param: nn.Parameter) -> None:
@@ -161,6 +174,13 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         if is_wrapper(local):
             return padded.view(-1)
         return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
+
+    if IS_AVAILABLE:
+
+        def _get_grad_inner_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+            """Calls torch's method, whose operations the package ``spmd_types`` must not check."""
+            with pause_type_check():
+                return super()._get_grad_inner_tensor(grad)
 
     @property
     def _sharded_local_tensor(self) -> torch.Tensor:

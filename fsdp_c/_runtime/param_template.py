@@ -28,6 +28,7 @@ from .._compat.guard import has_torch_constructor
 from .._compat.torch_releases import is_spmd_mesh, orig_param_uid
 from .mixed_precision import has_grad_dtype
 from .param import Param, get_param_class
+from .typed_params import is_typed
 
 _PER_CALL = ("mesh_info", "post_forward_mesh_info", "device", "mp_policy")
 _PER_PARAM = (
@@ -112,7 +113,7 @@ class ParamFactory:
     ) -> Param:
         """Returns a ``Param`` for ``param``. The caller registers it on the modules."""
         is_plain = type(param) is nn.Parameter and not has_grad_dtype(param)
-        if not self._uses_templates or not is_plain:
+        if not self._uses_templates or not is_plain or is_typed(param):
             return self._construct(param, info, placement)
         key = (self._key, placement, param.size(), param.stride(), param.dtype)
         template = _templates.get(key)

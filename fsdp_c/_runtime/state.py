@@ -36,6 +36,7 @@ from .kernels import log_kernels
 from .lint import check_model
 from .mixed_precision import REDUCES_AS_STORED, check_policy, make_dtype_error
 from .serialization import refuse_deepcopy
+from .typed_params import pause_type_check
 
 _FULLY_SHARD = os.path.dirname(torch_state.__file__) + os.sep
 _TRACERS = tuple(getattr(_TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
@@ -85,6 +86,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
     """
 
     _context_class: type[IterationContext] = IterationContext
+    _reduction_handle: Any = None  # the GradientReductionHandle that was not waited for
 
     def __init__(self) -> None:
         self._patch_lease = patches.lease()
@@ -240,7 +242,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         """Returns all states in the root's tree, in ``named_modules()`` order.
 
         Raises:
-            RuntimeError: A module was sharded by torch's ``fully_shard``, or is a root itself.
+            RuntimeError: A module was sharded by torch's ``fully_shard``, is a root itself, or was
+                set to be finalized by the caller, which is a setting of roots.
         """
         root = self._modules[0]
         states: list[State] = []
@@ -262,6 +265,11 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                     error,
                     f"'{name}' was called, or unsharded, before {get_class_name(root)}: run the "
                     "whole model first; after that, parts of it may be called alone.",
+                )
+            if state is not self and state._state_ctx.manual_finalization:
+                raise RuntimeError(
+                    "set_manual_backward_finalization must be called on the root "
+                    f"{self._state_name} module: it was called on '{name}'"
                 )
             states.append(state)
         return states
@@ -306,7 +314,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             self._state_ctx.all_states = states
             self._init_fqns()
             self._check_no_duplicates(groups)
-            with _disable_functorch():
+            with _disable_functorch(), pause_type_check():
                 for group in groups:
                     group.lazy_init()
             self._comm_ctx.lazy_init(self._device)

@@ -23,18 +23,29 @@ _Handle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
 class GradientReductionHandle(_Handle):
     """The reductions that ``finalize_backward(async_op=True)`` has started."""
 
-    def __init__(self, state: State) -> None:
-        self._state: State | None = state
+    def __init__(self, state: State | None) -> None:
+        self._state = state
+        if state is not None:
+            state._reduction_handle = self
 
     def wait(self) -> None:
         """Waits for the sharded gradients, on the current stream (on the CPU: in the caller).
 
-        Call ``wait`` before the optimizer's step. A second call has no effect, and neither has a
-        call after ``reset_iter_state()``.
+        Call ``wait`` before the optimizer's step. A second call has no effect.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` has dropped the reductions.
         """
-        state, self._state = self._state, None
-        if state is not None and state._state_ctx.reduction_pending:
-            state._complete_finalization()
+        state = self._state
+        if state is None:
+            return
+        if not state._state_ctx.reduction_pending or state._reduction_handle is not self:
+            raise RuntimeError(
+                "This gradient reduction handle was invalidated: reset_iter_state() has dropped "
+                "its gradients"
+            )
+        state._complete_finalization()
+        self._state = state._reduction_handle = None
 
 
 def _get_state(module: Any, method: str) -> State:
@@ -48,16 +59,10 @@ def _get_state(module: Any, method: str) -> State:
 
 
 def _get_root_state(module: Any, method: str) -> State:
+    """Returns the state of ``module`` if no other state is its root; raises torch's exception."""
     state = _get_state(module, method)
     if state._is_root is False:
-        raise RuntimeError(f"{method} must be called on the root FSDP module")
-    if state._state_ctx.post_backward_final_callback_queued:
-        raise RuntimeError(f"{method} cannot be called while a backward is running")
-    if state._state_ctx.reduction_pending:
-        raise RuntimeError(
-            f"{method}: gradients are still being reduced; call wait() of the "
-            "GradientReductionHandle first"
-        )
+        raise RuntimeError(f"{method} must be called on the root {state._state_name} module")
     return state
 
 
@@ -92,15 +97,26 @@ def set_manual_backward_finalization(self: Any, enabled: bool) -> None:
         RuntimeError: The module is not the root, a backward is running, or a
             :class:`GradientReductionHandle` was not waited for.
     """
-    state = _get_root_state(self, "set_manual_backward_finalization")
-    state._state_ctx.manual_finalization = bool(enabled)
+    context = _get_root_state(self, "set_manual_backward_finalization")._state_ctx
+    if bool(enabled) != context.manual_finalization:
+        for is_active, time in (
+            (context.post_backward_final_callback_queued, "during backward"),
+            (context.reduction_pending, "after backward starts"),
+        ):
+            if is_active:
+                raise RuntimeError(
+                    f"set_manual_backward_finalization cannot change mode {time}: call "
+                    "finalize_backward() first, and wait() of its handle"
+                )
+    context.manual_finalization = bool(enabled)
 
 
 def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
     """Reduces the gradients of backwards without synchronization, and waits for all reductions.
 
-    Call it on the root module, after the last microbatch. The current settings of each unit apply:
-    units with ``set_requires_gradient_sync(False)`` keep their gradients. Reduced gradients are not
+    Call it on the root module, after the last microbatch. Before the first forward the call has no
+    effect. The current settings of each unit apply: units with
+    ``set_requires_gradient_sync(False)`` keep their gradients. Reduced gradients are not
     reduced again.
 
     Args:
@@ -116,17 +132,28 @@ def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReduction
             (``set_requires_all_reduce(False)``).
     """
     state = _get_root_state(self, "finalize_backward")
-    if not state._state_ctx.manual_finalization:
+    context, name = state._state_ctx, state._state_name
+    if state._is_root is None:
+        return GradientReductionHandle(None) if async_op else None
+    if context.reduction_pending:
         raise RuntimeError(
-            "finalize_backward requires manual backward finalization: call "
+            "The previous gradient reduction must be waited on before finalizing backward again: "
+            "call wait() of its GradientReductionHandle"
+        )
+    if not context.manual_finalization:
+        raise RuntimeError(
+            f"{name} finalize_backward requires manual backward finalization. Call "
             "set_manual_backward_finalization(True) before forward"
         )
+    if context.post_backward_final_callback_queued:
+        raise RuntimeError(f"{name} finalize_backward must be called after backward completes")
     for member in state._state_ctx.all_states:
         for group in member._fsdp_param_groups:
             if group._is_hsdp and group.reduce_grads and not group.all_reduce_grads:
                 raise RuntimeError(
-                    "finalize_backward cannot leave partial reductions (of "
-                    f"'{group._module_fqn}'): call set_requires_all_reduce(True) first"
+                    f"{name} manual backward finalization requires all-reduce for parameter group "
+                    f"{group._module_fqn or '<root>'!r}. Call set_requires_all_reduce(True) before "
+                    "finalization"
                 )
     state._start_finalization()
     handle = GradientReductionHandle(state)

@@ -185,6 +185,24 @@ static void change_of_deferred_cast_requires_invalidate(void **state) {
     end();
 }
 
+static void zeros_without_a_dtype_are_refused(void **state) {
+    (void)state;
+    begin((sim_shape)FLOATS, FCT_NO_DTYPE);
+    fc_param *p = &params[2].core;
+    p->overrides_grad_dtype = true;
+    assert_int_equal(fc_gradient_check_zeros(base), FC_EVALUE);
+    assert_non_null(strstr(base->comm->error.message, "requires an explicit"));
+    p->sharded_grad_dtype = FCK_FLOAT32;
+    assert_int_equal(fc_gradient_check_zeros(base), FC_OK);
+    p->sharded_grad_dtype = FCT_NO_DTYPE;
+    p->reduce_dtype = FCK_FLOAT32;
+    assert_int_equal(fc_gradient_check_zeros(base), FC_OK);
+    p->reduce_dtype = FCT_NO_DTYPE;
+    assert_int_equal(fct_tensor_set_requires_grad(params[2].sharded, false), 0);
+    assert_int_equal(fc_gradient_check_zeros(base), FC_OK);
+    end();
+}
+
 static int unwrap(void *param, fct_tensor *grad, fct_tensor **local) {
     (void)param;
     return fct_tensor_cast(grad, FCK_FLOAT64, local);
@@ -219,6 +237,7 @@ int main(void) {
         cmocka_unit_test(end_of_backward_casts_gradient_in_place_to_grad_dtype),
         cmocka_unit_test(backward_without_deferred_casts_visits_no_parameter),
         cmocka_unit_test(change_of_deferred_cast_requires_invalidate),
+        cmocka_unit_test(zeros_without_a_dtype_are_refused),
         cmocka_unit_test(to_accumulated_casts_to_reduce_dtype_and_accumulates),
         cmocka_unit_test(collect_unwraps_dtensor_gradients_through_callback),
     };

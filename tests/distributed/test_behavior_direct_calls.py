@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from behavior import assert_same
+from behavior import assert_same, differences, raised, returned
+from releases import has
 
 SCENARIOS = (
     "group_post_backward_called_directly_fp32",
@@ -19,7 +20,6 @@ SCENARIOS = (
     "end_of_backward_callback_called_directly",
     "post_backward_called_directly_between_forward_and_backward",
     "backward_of_one_group_called_directly",
-    "post_backward_hook_registered_directly",
     "direct_calls_after_lazy_init",
 )
 
@@ -33,11 +33,34 @@ def test_direct_calls_of_private_methods_on_four_ranks_match_torch() -> None:
     assert_same("group_post_backward_called_directly_hsdp_on_four_ranks", 4)
 
 
-@pytest.mark.torch("2.13")  # the attribute that is missing first differs between releases
-def test_direct_calls_before_the_first_forward_raise_errors_of_torch() -> None:
-    assert_same("direct_calls_before_the_first_forward")
+def test_backward_without_module_hooks_ends_with_a_direct_call() -> None:
+    """From 2.15 on, torch refuses the end of a backward that no module hook has begun."""
+    name = "post_backward_hook_registered_directly"
+    if not has("2.15"):
+        assert_same(name)
+        return
+    assert all("manual backward finalization" in rank.text for rank in raised(name, "torch"))
+    for _, _, _, gradients in returned(name, "fsdp_c"):
+        assert gradients["0.linear.weight"] is not None
 
 
+# the attribute that is missing first differs between releases
 @pytest.mark.torch("2.13")
-def test_direct_calls_before_the_first_forward_on_one_rank_raise_errors_of_torch() -> None:
-    assert_same("direct_calls_before_the_first_forward_on_one_rank", 1)
+@pytest.mark.parametrize(("suffix", "world"), [("", 2), ("_on_one_rank", 1)])
+def test_direct_calls_before_the_first_forward_raise_errors_of_torch(
+    suffix: str, world: int
+) -> None:
+    """From 2.15 on, torch's ``finalize_backward`` of a group does nothing there.
+
+    The callback at the end of backward then raises for a backward that has not begun. fsdp_c
+    raises the exceptions of earlier releases.
+    """
+    name = f"direct_calls_before_the_first_forward{suffix}"
+    if not has("2.15"):
+        assert_same(name, world)
+        return
+    for torch_calls, calls in zip(returned(name, "torch", world), returned(name, "fsdp_c", world)):
+        assert torch_calls.pop(3)[0] == "AssertionError"
+        assert torch_calls.pop(1)[1] is None
+        assert calls.pop(3)[0] == calls.pop(1)[1][0] == "AttributeError"
+        assert not differences(torch_calls, calls)

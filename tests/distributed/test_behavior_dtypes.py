@@ -96,6 +96,12 @@ def test_grad_dtype_of_unsharded_parameters_matches_torch() -> None:
     assert_same("grad_dtype_during_a_step")
 
 
+@pytest.mark.torch("2.15")
+def test_zeros_without_a_dtype_are_refused_in_torch_words() -> None:
+    for result in assert_same("unused_parameters_with_any_grad_dtype"):
+        assert set(result) == {"None raised", "torch.float32"}
+
+
 def test_unreduced_gradients_in_reduce_dtype_are_visible_as_in_torch() -> None:
     (result,) = assert_same("unreduced_gradients_read_before_reduction", world=1)
     assert result["torch.bfloat16 waits"]

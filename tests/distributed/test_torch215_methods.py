@@ -1,7 +1,6 @@
-"""Methods that torch 2.15 adds to FSDP2, as fsdp_c provides them on earlier releases.
+"""Methods that torch 2.15 adds to FSDP2, as fsdp_c provides them on all releases.
 
-``workers/torch215_methods.py`` has the scenarios. torch 2.15 has the methods itself,
-so the tests are skipped there. docs/compatibility.md names the releases.
+``workers/torch215_methods.py`` has the scenarios. From torch 2.15 on, torch's own methods run, too.
 """
 
 from __future__ import annotations
@@ -9,19 +8,23 @@ from __future__ import annotations
 from typing import Any
 
 import behavior
-import pytest
 import torch
 from behavior import differences
 from test_torch_bugs import differences_beyond_rounding
 from torch.distributed.fsdp import FSDPModule
 
-pytestmark = pytest.mark.skipif(
-    hasattr(FSDPModule, "finalize_backward"), reason="this torch has the methods itself"
-)
+HAS_METHODS = hasattr(FSDPModule, "finalize_backward")
+BOTH = ("fsdp_c", "torch") if HAS_METHODS else ("fsdp_c",)
+"""Implementations of scenarios that read nothing of fsdp_c's own interface."""
 
 
-def run_scenario(name: str, world: int = 2) -> list[Any]:
-    return behavior.returned(name, "fsdp_c", world, ("torch215_methods",))
+def run_scenario(
+    name: str, world: int = 2, implementations: tuple[str, ...] = ("fsdp_c",)
+) -> list[Any]:
+    """Returns the results of a scenario on all ranks, by default under fsdp_c only."""
+    modules = ("torch215_methods",)
+    runs = (behavior.returned(name, api, world, modules) for api in implementations)
+    return [result for results in runs for result in results]
 
 
 def assert_equal(result: Any) -> None:
@@ -41,7 +44,7 @@ def test_keep_unsharded_storage_keeps_parameter_addresses() -> None:
 
 
 def test_keep_unsharded_storage_without_recurse_affects_one_unit() -> None:
-    for result in run_scenario("kept_storage_of_one_unit"):
+    for result in run_scenario("kept_storage_of_one_unit", implementations=BOTH):
         assert result == {"first": True, "rest": True}
 
 
@@ -63,34 +66,43 @@ def test_finalize_backward_only_waits_for_issued_reductions() -> None:
 
 
 def test_finalize_backward_after_several_reduced_microbatches_matches_plain_model() -> None:
-    for result in run_scenario("microbatches_reduced_separately"):
+    for result in run_scenario("microbatches_reduced_separately", implementations=BOTH):
         assert not differences_beyond_rounding(result["expected"], result["found"])
 
 
 def test_finalize_backward_keeps_gradients_of_units_without_sync() -> None:
-    for result in run_scenario("units_without_sync_keep_gradients"):
+    for result in run_scenario("units_without_sync_keep_gradients", implementations=BOTH):
         assert_equal(result)
         assert result["early"] == [n for n in result["expected"] if n.startswith("0.")]
 
 
 def test_finalize_backward_raises_in_invalid_states() -> None:
-    for result in run_scenario("invalid_finalizations"):
+    for result in run_scenario("invalid_finalizations", implementations=BOTH):
+        assert result["before the first forward"] == "None"
         assert "requires manual backward finalization" in result["automatic mode"]
         assert "must be called on the root" in result["mode of child"]
         assert "must be called on the root" in result["finalization of child"]
-        assert "while a backward is running" in result["during backward"]
-        assert "call wait()" in result["pending"]
-        assert "call wait()" in result["mode while pending"]
+        assert "cannot change mode during backward" in result["during backward"]
+        assert "must be waited on before finalizing backward again" in result["pending"]
+        assert "cannot change mode after backward starts" in result["mode while pending"]
         assert result["mode after wait"] == ""
 
 
+def test_manual_mode_of_a_unit_is_refused_in_the_first_forward() -> None:
+    for message in run_scenario(
+        "manual_mode_of_a_unit_before_the_first_forward", implementations=BOTH
+    ):
+        assert "must be called on the root FSDP module" in message
+
+
 def test_reset_iter_state_drops_a_pending_finalization() -> None:
-    for result in run_scenario("finalization_after_a_reset"):
+    for result in run_scenario("finalization_after_a_reset", implementations=BOTH):
+        assert "This gradient reduction handle was invalidated" in result["refused"]
         assert_equal(result)
 
 
 def test_finalize_backward_requires_all_reduce_on_replicas() -> None:
-    for result in run_scenario("finalization_with_replicas", 4):
+    for result in run_scenario("finalization_with_replicas", world=4):
         assert "set_requires_all_reduce(True)" in result["refused"]
         assert not differences_beyond_rounding(result["expected"], result["found"])
 
@@ -99,14 +111,14 @@ def test_finalize_backward_requires_all_reduce_on_replicas() -> None:
 
 
 def test_param_dtype_override_sets_the_compute_dtype_of_one_parameter() -> None:
-    for result in run_scenario("dtype_overrides_of_single_parameters"):
+    for result in run_scenario("dtype_overrides_of_single_parameters", implementations=BOTH):
         assert_equal(result)
         assert result["dtypes"] == [torch.float32, torch.bfloat16]
         assert result["calls"] == {1: 4, 2: 4}
 
 
 def test_invalid_param_dtype_override_raises_and_leaves_the_model() -> None:
-    for result in run_scenario("invalid_dtype_overrides"):
+    for result in run_scenario("invalid_dtype_overrides", implementations=BOTH):
         assert result["float64"].startswith("ValueError")
         assert "float64" in result["float64"]
         assert result["string"].startswith("ValueError")

@@ -47,6 +47,7 @@ MODULES = (
     "behavior_zero_grad",
     "behavior_clipping",
     "behavior_direct_calls",
+    "behavior_spmd_types",
 )
 DIM = 5
 """Width of the models in this file. Not divisible by 2, so that shards are uneven."""

@@ -44,6 +44,8 @@ OTHER_PROJECTS = {
     *("fsdp2_summon_full_parameters", "is_fsdp_managed_module", "pipeline_stage.py"),
     *("fsdp_mixin.py", "ac_compile_parallelize.py", "core_utils.py", "pre_quant_weight.py"),
     *("engine/veomni/utils.py", "fsdp2_graph_storage.py", "monkeypatch/fsdp2_qlora.py"),
+    # torch's open pull requests, in docs/upstream.md
+    *("set_all_gather_layout", "_all_gather_output_fn", "all_gather_output_fn"),
 }
 """Names of files and functions of other projects, which user documents mention."""
 MAKE = re.compile(r"\bmake((?: [a-z][a-z-]*)+)")

@@ -20,7 +20,7 @@ from fsdp_c._runtime.param import Param
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CORE = ("orig_dtype", "param_dtype", "reduce_dtype", "_sharding_spec", "padded_numel", "chunk_rows")
-CORE += ("local_rows", "rows", "is_dtensor", "unsharded_accumulated_grad", "_partial")
+CORE += ("local_rows", "rows", "is_dtensor", "_accumulated", "_partial")
 
 
 def hsdp() -> dict[str, Any]:

@@ -270,6 +270,37 @@ def grad_dtype_during_a_step(api: Api) -> list[str]:
     return seen
 
 
+class Either(nn.Module):
+    """Two layers, of which each forward runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, uses_first: bool) -> torch.Tensor:
+        return (self.first if uses_first else self.second)(x)
+
+
+@scenario()
+def unused_parameters_with_any_grad_dtype(api: Api) -> dict[str, Any]:
+    """Reduces zeros for unused parameters, one of which has ``grad_dtype=None``."""
+    results: dict[str, Any] = {}
+    for dtype in (None, torch.float32):
+        torch.manual_seed(3)
+        model = Either()
+        model.second.weight.grad_dtype = None
+        api.fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        model.set_reduce_scatter_unused_params(True)
+        try:
+            model(torch.ones(3, WIDTH), api.rank == 0).sum().backward()
+        except ValueError as error:
+            results[f"{dtype} raised"] = str(error)
+            model.reset_iter_state()
+        else:
+            results[f"{dtype}"] = [full_value(param.grad) for param in model.parameters()]
+    return results
+
+
 @scenario(world=1)
 def unreduced_gradients_read_before_reduction(api: Api) -> dict[str, Any]:
     """Reads ``.grad`` of unsharded parameters before the reduction, and the reduced gradients."""

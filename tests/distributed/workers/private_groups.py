@@ -16,6 +16,7 @@ from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard, t
 from extensions import Extended
 from fsdp_units import units_of
 from private_hooks import error_type
+from releases import has
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -155,11 +156,14 @@ def group_settings(api: Api) -> list[Any]:
         "_reshard_after_forward_event",
         "_partial_reduce_output",
         "_all_reduce_hook",
-        "_orig_dtype",
-        "_reduce_dtype",
+        *(() if has("2.15") else ("_orig_dtype", "_reduce_dtype")),
     )
     return [
-        [group.mp_policy is policy, group.offload_policy is offload, str(group.device)],
+        [
+            getattr(group, "mp_policy", policy) is policy,
+            group.offload_policy is offload,
+            str(group.device),
+        ],
         [(name, getattr(group, name, "none")) for name in names],
     ]
 
@@ -326,11 +330,14 @@ def group_post_backward_called_directly(api: Api) -> list[Any]:
 
 @scenario()
 def group_gradients_accumulated_directly(api: Api) -> list[Any]:
-    """Adds gradients to the accumulated gradients of another dtype, then reduces them."""
+    """Adds gradients to the accumulated gradients of another dtype, then reduces them.
+
+    Since 2.15 torch has no such methods: autograd accumulates in the dtype of the reduction.
+    """
 
     def accumulate_to_unsharded(group: Any) -> None:
         for param in group.fsdp_params:
-            if hasattr(param, "_unsharded_param"):
+            if hasattr(param, "_unsharded_param") and not has("2.15"):
                 param.accumulate_unsharded_grad_if_needed()
                 param.to_accumulated_grad_if_needed()
 

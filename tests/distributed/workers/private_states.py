@@ -143,7 +143,7 @@ def state_settings(api: Api) -> list[Any]:
     model: Any = shard(api, blocks_and_head(1), mp_policy=policy)
     state = state_of(model[0])
     return [
-        [state._mp_policy is policy, state._mp_policy.output_dtype],
+        [state._mp_policy == policy, state._mp_policy.output_dtype],
         [state._modules == (model[0],), str(state._device), state._device_handle.__name__],
         state._auto_reshard_after_forward,
     ]

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard
 from double_backward import Collectives, unsharded_bytes
+from releases import has
 from torch.distributed.device_mesh import init_device_mesh
 from torch_bugs import average, loss_of
 
@@ -175,8 +176,10 @@ def units_without_sync_keep_gradients(api: Api) -> Found:
 @scenario()
 def invalid_finalizations(api: Api) -> Found:
     model = shard(api, blocks_and_head())
+    results = {"before the first forward": repr(model.finalize_backward())}
+    model.finalize_backward(async_op=True).wait()
     loss_of(model(batch(api.rank))).backward()
-    results = {
+    results |= {
         "automatic mode": error_message(model.finalize_backward),
         "mode of child": error_message(lambda: model[0].set_manual_backward_finalization(True)),
     }
@@ -206,17 +209,24 @@ def invalid_finalizations(api: Api) -> Found:
 
 
 @scenario()
+def manual_mode_of_a_unit_before_the_first_forward(api: Api) -> str:
+    model = shard(api, blocks_and_head())
+    model[0].set_manual_backward_finalization(True)
+    return error_message(lambda: model(batch(api.rank)))
+
+
+@scenario()
 def finalization_after_a_reset(api: Api) -> Found:
     model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
     loss_of(model(batch(api.rank, 5))).backward()
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
-    handle.wait()
+    refused = error_message(handle.wait)
     model.zero_grad()
     loss_of(model(batch(api.rank))).backward()
     model.finalize_backward()
-    return {"found": grads(model), "expected": reference(api.rank, 1)}
+    return {"refused": refused, "found": grads(model), "expected": reference(api.rank, 1)}
 
 
 @scenario(4)
@@ -273,11 +283,14 @@ def dtype_overrides_of_single_parameters(api: Api) -> Found:
         )
         model, plain_model = api.fully_shard(dtype_recorder(), mp_policy=policy), dtype_recorder()
         plain_model.linear.to(torch.bfloat16)
+        reduced_in = reduce_dtype or torch.float32  # default: the widest compute dtype
+        if has("2.15"):  # microbatches are added in the reduce dtype
+            for param in plain_model.parameters():
+                param.grad_dtype = reduced_in
         for step in range(steps):
             model.set_requires_gradient_sync(step + 1 == steps)
             loss_of(model(batch(api.rank, step))).backward()
             loss_of(plain_model(batch(api.rank, step).bfloat16())).backward()
-        reduced_in = reduce_dtype or torch.float32  # default: the widest compute dtype
         local = {name: param.grad.to(reduced_in) for name, param in plain_model.named_parameters()}
         results.append(grads(model))
         expected.append({name: grad.float() for name, grad in average(local).items()})
