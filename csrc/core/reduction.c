@@ -10,12 +10,14 @@
 #include <string.h>
 
 #include "offload.h"
+#include "plan.h"
 
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total) {
     assert(base->comm != NULL);
     fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + total * sizeof *r->params);
     if (r != NULL) {
         r->base = base;
+        r->align = 1;
         r->params = (fc_param **)(void *)(r + 1);
     }
     return r;
@@ -112,10 +114,15 @@ void fc_reduction_discard(fc_comm_ctx *c, const fc_group_base *base) {
 
 /* ---- finish ---- */
 
+/* Returns the offset of the part after the part of `p` at `offset`. */
+static int64_t next_offset(const fc_reduction *r, int64_t offset, const fc_param *p) {
+    return fc_reduce_plan_next_offset(r->align, offset, p->layout.padded_numel);
+}
+
 int64_t fc_reduction_row_numel(const fc_reduction *r) {
     int64_t numel = 0;
     for (size_t i = 0; i < r->total; i++) {
-        numel += r->params[i]->layout.padded_numel;
+        numel = next_offset(r, numel, r->params[i]);
     }
     return numel;
 }
@@ -134,6 +141,7 @@ typedef struct partial_run {
     fct_tensor *partial; /* partial gradient of parameter `first`; borrowed */
     int64_t offset;      /* of parameter `first` in the row */
     int64_t numel;       /* elements in the row, gaps between parameters included */
+    int64_t next;        /* offset of parameter `end` in the row */
 } partial_run;
 
 /* Returns true if `partial` lies `distance` elements after `first`, in the same storage. */
@@ -166,9 +174,10 @@ static partial_run find_run(const fc_reduction *r, size_t first, int64_t offset)
             break;
         }
         run.end = i + 1;
-        end += p->layout.padded_numel;
+        run.numel = end + p->layout.padded_numel - offset;
+        end = next_offset(r, end, p);
     }
-    run.numel = end - offset;
+    run.next = end;
     return run;
 }
 
@@ -178,12 +187,11 @@ static fc_status keep_parts(const fc_reduction *r, const partial_run *run) {
     fct_tensor *part = NULL;
     int64_t offset = run->offset;
     for (size_t i = run->first; i < run->end; i++) {
-        const int64_t numel = r->params[i]->layout.padded_numel;
-        FC_TRY(view_part(r->output, offset, numel, &part));
+        FC_TRY(view_part(r->output, offset, r->params[i]->layout.padded_numel, &part));
         fc_param_set_partial(r->params[i], part);
         fct_tensor_release(part);
         part = NULL;
-        offset += numel;
+        offset = next_offset(r, offset, r->params[i]);
     }
 done:
     fct_tensor_release(part);
@@ -226,7 +234,7 @@ fc_status fc_reduction_merge_partials(fc_reduction *r) {
     fc_status status = FC_OK;
     partial_run run = {.end = 0};
     while (run.end < r->total) {
-        run = find_run(r, run.end, run.offset + run.numel);
+        run = find_run(r, run.end, run.next);
         if (run.partial != NULL) {
             FC_TRY(merge_run(r, &run));
         } else if (r->keep_partial) {
@@ -283,7 +291,7 @@ static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bo
         FC_TRY_RAISED(r->base->callbacks->set_sharded_grad(p->owner, view));
         fct_tensor_release(view);
         view = NULL;
-        offset += p->layout.padded_numel;
+        offset = next_offset(r, offset, p);
     }
 done:
     fct_tensor_release(view);
