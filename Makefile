@@ -7,6 +7,7 @@
 #   make test-fast      tests for use after a change: core, single process, behavior scenarios, some parity settings
 #   make test-for FILE=csrc/core/gather.c    the tests that cover one file
 #   make gpu            correctness and speed on a GPU, in ten minutes
+#   make cuda-sim       torch's CUDA build over a simulated device: CUDA_PYTHON=python of a CUDA torch
 #   make docs           the documentation site in build/docs
 #   make accelerator    all tests on the simulated accelerator, then its measurements
 #   make test-clients   unmodified accelerate, transformers, Lightning, ... on torch's FSDP2 and on fsdp_c
@@ -33,6 +34,8 @@ BENCH_ARGS ?=
 # loadgroup: tests that share an expensive fixture are a group and run on one worker.
 PYTEST_ARGS ?= -n 3 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
+# The Python of cuda-sim, with a CUDA build of torch and its packages (setuptools, cmake and ninja, too).
+CUDA_PYTHON ?= $(PY)
 DOCS_VENV ?= .venv-docs
 WHEELS ?=
 WHEEL_PYTHONS ?= $(if $(WHEELS),,$(PY))
@@ -65,7 +68,7 @@ SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
 # Cached results of torch's FSDP2 in the behavior scenarios, because `make test` runs these with two builds of fsdp_c.
 TORCH_OUTCOMES := $(CURDIR)/build/torch-outcomes
-C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.hpp' -o -name '*.cuh')
+C_FILES = $(shell find csrc tests/c tests/accelerator/device tests/cuda/runtime -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.hpp' -o -name '*.cuh')
 
 # Imports fsdp_c from this checkout, also in child processes, even if the environment was installed for another one.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -73,10 +76,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
-	lint-mypy lint-c format wheels sanitize bench cuda-check gpu docs clean
+	lint-mypy lint-c format wheels sanitize bench cuda-check gpu cuda-sim docs clean
 
 help:
-	@sed -n '3,13s/^# *//p' Makefile
+	@sed -n '3,14s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -188,6 +191,13 @@ cuda-check:
 # Runs the GPU checks (GPU_ARGS="--device sim": on the simulated GPU). build/gpu/out/summary.txt has a line per step.
 gpu:
 	PYTHON=$$(command -v $(PY) || command -v $(PYTHON)) tests/gpu/gpu_check.sh $(GPU_ARGS)
+
+# Builds the simulated CUDA device for the torch of CUDA_PYTHON, and fsdp_c for that torch, then runs tests/cuda.
+cuda-sim: build
+	$(CUDA_PYTHON) tests/cuda/workers/stub_build.py
+	@FSDP_C_NO_CUDA=1 $(CUDA_PYTHON) setup.py build --build-lib build/cuda-sim/package > build/log-cuda.txt 2>&1 \
+		|| { cat build/log-cuda.txt; exit 1; }
+	FSDP_C_CUDA_PYTHON=$(CUDA_PYTHON) $(PY) -m pytest tests/cuda
 
 # ---- style ------------------------------------------------------------------------------------------------
 
