@@ -29,8 +29,9 @@ def _check_result(code: int, operation: str) -> None:
         raise RuntimeError(f"{operation} failed with CUresult {code}")
 
 
-def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int]:
-    """Loads ``code``. Returns the addresses of ``cuLaunchKernel`` and of the two kernels.
+def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int, int, int]:
+    """Loads ``code``. Returns the arguments of ``use_jit``: the addresses of ``cuLaunchKernel``, of
+    the two kernels and of ``cuCtxSetCurrent``, and the current context.
 
     Raises:
         RuntimeError: The driver cannot load the code.
@@ -47,11 +48,16 @@ def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int]:
         _check_result(status, f"cuLibraryGetKernel of {name}")
         functions.append(kernel.value or 0)
     _kept[:] = [driver, library, text]
-    launch = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0
-    return launch, functions[0], functions[1]
+    context = ctypes.c_void_p()
+    _check_result(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    launch, bind = (
+        ctypes.cast(function, ctypes.c_void_p).value or 0
+        for function in (driver.cuLaunchKernel, driver.cuCtxSetCurrent)
+    )
+    return launch, functions[0], functions[1], bind, context.value or 0
 
 
-def build_kernels(device: torch.device) -> tuple[int, int, int]:
+def build_kernels(device: torch.device) -> tuple[int, int, int, int, int]:
     """Compiles the kernels for the architecture of ``device``. Returns the result of :func:`load`.
 
     Raises:
@@ -61,8 +67,8 @@ def build_kernels(device: torch.device) -> tuple[int, int, int]:
     if not libraries:
         raise RuntimeError("no libnvrtc beside torch")
     major, minor = torch.cuda.get_device_capability(device)
-    code = Nvrtc(libraries[-1]).compile(10 * major + minor)
-    torch.cuda.init()
+    code = Nvrtc(libraries[0]).compile_cached(10 * major + minor)
+    torch.cuda.set_device(device)  # makes the primary context current
     return load(ctypes.CDLL("libcuda.so.1"), code)
 
 
