@@ -25,8 +25,15 @@ class Runner(Protocol):
 
 def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(PACKAGE), "FSDP_C_JIT": "1"}
-    command = [python, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    # The folder of the call must not contain fsdp_c, because `python -c` imports from it first.
+    return subprocess.run(
+        [python, *arguments],
+        cwd=WORKERS,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=500,
+    )
 
 
 @pytest.fixture(scope="session")
