@@ -427,8 +427,8 @@ done:
     return status;
 }
 
-/* Lists the gradients, and zeros for the gaps, as 2-D views whose rows are distributed to the ranks.
- */
+/* Lists the gradients, and zeros for the gaps, as 2-D views. Their rows are distributed to the
+ * ranks. */
 static fc_status list_views(fc_foreach *f, const fc_reduce_plan *plan, const distribution *d) {
     fc_status status = FC_OK;
     int64_t used = 0;

@@ -19,8 +19,8 @@
  * small parameter. The bytes between two slots are undefined. The layout does not depend on the
  * available kernels, so all ranks have the same layout.
  *
- * A reduce plan lays out the gradients that exist in this backward, in the reduce dtype and with the
- * same alignment. The pack writes zeros to the gaps, because a user's hook may read the row. */
+ * A reduce plan lays out the gradients that exist in this backward, in the reduce dtype and with
+ * the same alignment. The pack writes zeros to the gaps, because a user's hook may read the row. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 

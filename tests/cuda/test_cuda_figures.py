@@ -14,9 +14,9 @@ FIGURES = ["launch", "record", "wait", "collective", "memcpy", "peak MiB", "rese
 @pytest.mark.parametrize("job", JOBS)
 def test_step_needs_at_most_torchs_launches_events_and_memory(run_worker: Any, job: str) -> None:
     options = ("--size", "SMALL", "--blocks", "4", "--steps", "2")
-    torchs, ours = (
+    torchs, own = (
         run_worker("figures", "--measure", name, job, *options) for name in ("torch", "fsdp_c")
     )
-    assert ours["not supported"] == []
-    higher = {name: (torchs[name], ours[name]) for name in FIGURES if ours[name] > torchs[name]}
+    assert own["not supported"] == []
+    higher = {name: (torchs[name], own[name]) for name in FIGURES if own[name] > torchs[name]}
     assert not higher

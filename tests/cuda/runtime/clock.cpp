@@ -96,7 +96,7 @@ void Accesses::add(const Access &access, const Operation &by, const Clock &clock
             at = cells_.erase(at);
             continue;
         }
-        if (at->first > covered) { /* bytes that nobody has accessed */
+        if (at->first > covered) { /* bytes without a recorded access */
             cells_.emplace_hint(at, covered, Cell{at->first, {}, {by}});
         }
         const auto same = std::find_if(cell.reads.begin(), cell.reads.end(),
