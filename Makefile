@@ -7,6 +7,7 @@
 #   make test-fast      tests for use after a change: core, single process, behavior scenarios, some parity settings
 #   make test-for FILE=csrc/core/gather.c    the tests that cover one file
 #   make gpu            correctness and speed on a GPU, in ten minutes
+#   make cuda-sim       torch's CUDA build over a simulated device: CUDA_PYTHON=python of a CUDA torch
 #   make docs           the documentation site in build/docs
 #   make accelerator    all tests on the simulated accelerator, then its measurements
 #   make torch-diff OLD=2.14.1 NEW=2.15.0    changes of torch in the names that fsdp_c uses
@@ -39,6 +40,8 @@ BENCH_ARGS ?=
 # loadgroup: tests that share an expensive fixture are a group and run on one worker.
 PYTEST_ARGS ?= -n 4 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
+# The Python of cuda-sim, with a CUDA build of torch and its packages (setuptools, cmake and ninja, too).
+CUDA_PYTHON ?= $(PY)
 DOCS_VENV ?= .venv-docs
 WHEEL_VENV ?= .venv-wheels
 # Releases of torch to install for wheels, and the environments that wheels are built for.
@@ -77,7 +80,7 @@ SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
 # Cached results of torch's FSDP2 in the behavior scenarios, because `make test` runs these with two builds of fsdp_c.
 TORCH_OUTCOMES := $(CURDIR)/build/torch-outcomes
-C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.hpp' -o -name '*.cuh')
+C_FILES = $(shell find csrc tests/c tests/accelerator/device tests/cuda/runtime -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.hpp' -o -name '*.cuh')
 
 # Imports fsdp_c from this checkout, also in child processes, even if the environment was installed for another one.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -86,7 +89,7 @@ export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
 	lint-mypy lint-c format wheels wheels-check sanitize bench cuda-check gpu docs clean env-releases torch-diff \
-	torch-record test-release
+	torch-record test-release cuda-sim
 
 help:
 	@sed -n '3,15s/^# *//p' Makefile
@@ -243,6 +246,13 @@ test-release: $(RELEASES_DIR)/torch-$(RELEASE)/.fsdp_c-env
 	cd $(RELEASE_TREE) && export PYTHONPATH=$(RELEASE_TREE) && mkdir -p build && \
 	{ $(RELEASE_VENV)/bin/python setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }; } && \
 	$(RELEASE_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(RELEASE_TESTS)
+# Builds the simulated CUDA device for the torch of CUDA_PYTHON, and fsdp_c for that torch, then runs tests/cuda.
+cuda-sim: build
+	@built=$$($(CUDA_PYTHON) tests/cuda/workers/stub_build.py); echo "$$built"; \
+	if [[ "$$built" == *skipped* ]]; then exit 0; fi; \
+	FSDP_C_NO_CUDA=1 $(CUDA_PYTHON) setup.py build --build-lib build/cuda-sim/package > build/log-cuda.txt 2>&1 \
+		|| { cat build/log-cuda.txt; exit 1; }; \
+	FSDP_C_CUDA_PYTHON=$(CUDA_PYTHON) $(PY) -m pytest tests/cuda
 
 # ---- style ------------------------------------------------------------------------------------------------
 

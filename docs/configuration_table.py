@@ -81,6 +81,12 @@ TESTS = {
         "a device", "`cuda`", "Device of the scripts of `test_gpu.py`"
     ),
     "FSDP_C_INTERRUPTS": Variable("a number, 0: all", "40", "Lines at which a call is interrupted"),
+    "FSDP_C_CUDA_PYTHON": Variable(
+        "path", "this Python", "Python with a CUDA build of torch (`make cuda-sim`)"
+    ),
+    "FSDP_C_CUDA_PACKAGE": Variable(
+        "path", "`build/cuda-sim/package`", "Folder with fsdp_c, built for that torch"
+    ),
     "FSDP_C_NVRTC": Variable("paths", "not set", "NVRTC libraries that compile the kernels"),
     "FSDP_C_PARITY_COUNT": Variable("a number", "200", "Settings of the parity tests"),
     "FSDP_C_PARITY_DEVICE": INTERNAL,

@@ -117,17 +117,30 @@ static bool can_reduce_early(const fc_buckets *b) {
     return fc_bucket_has_several(b) && b->base->shard.world == 1;
 }
 
+/* Frees the notification of a parameter if the current stream is not that of its creation. A
+ * notification keeps autograd's accumulation node alive, and autograd accumulates on the stream on
+ * which the node was created. A new node accumulates on the current stream. */
+static void drop_stale_subscription(fc_param *p, int64_t stream) {
+    if (p->subscription != NULL && p->subscription_stream != stream) {
+        fct_grad_subscription_free(p->subscription);
+        p->subscription = NULL;
+    }
+}
+
 fc_status fc_bucket_subscribe(fc_buckets *b) {
     assert(b->base->callbacks->grad_arrived != NULL);
     fc_status status = FC_OK;
     const fc_group_base *base = b->base;
+    const int64_t stream = base->comm->has_streams ? fct_stream_current(base->device).id : 0;
     FC_TRY(fc_bucket_cut(b));
     for (size_t i = 0; can_reduce_early(b) && i < base->count; i++) {
         fc_param *p = base->params[i];
+        drop_stale_subscription(p, stream);
         const fct_hook hook = {.owner = p->owner, .call = base->callbacks->grad_arrived};
         if (p->subscription == NULL && p->unsharded != NULL &&
             fct_tensor_requires_grad(p->unsharded)) {
             FC_TRY_RAISED(fct_autograd_subscribe(p->unsharded, &hook, &p->subscription));
+            p->subscription_stream = stream;
         }
     }
 done:

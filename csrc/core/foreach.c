@@ -334,6 +334,7 @@ typedef struct distribution {
     bool direct;
     /* copies of the gradients that are cast or transposed first; NULL: none */
     fct_tensor *temporary;
+    fct_tensor *zeros; /* as many as the widest gap; NULL: there are no gaps */
 } distribution;
 
 static fct_dtype tensor_dtype(const fct_tensor *t) {
@@ -345,6 +346,25 @@ static fct_dtype tensor_dtype(const fct_tensor *t) {
 static bool needs_temporary(const fc_reduce_plan *plan, size_t i, const distribution *d) {
     const fc_layout *layout = &plan->params[i]->layout;
     return layout->outer != 1 ? !d->direct : tensor_dtype(plan->grads[i]) != d->dtype;
+}
+
+/* Creates zeros for the gaps. Gaps exist on devices whose rows are aligned, after parameters of an
+ * odd size. */
+static fc_status make_zeros(const fc_reduce_plan *plan, fct_device device, distribution *d) {
+    fc_status status = FC_OK;
+    fct_tensor *like = NULL;
+    int64_t widest = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        const int64_t gap = fc_reduce_plan_gap(plan, i);
+        widest = gap > widest ? gap : widest;
+    }
+    if (widest > 0) {
+        FC_TRY_RAISED(fct_tensor_empty(widest, d->dtype, device, &like));
+        FC_TRY_RAISED(fct_tensor_zeros_like(like, &d->zeros));
+    }
+done:
+    fct_tensor_release(like);
+    return status;
 }
 
 static fc_status init_distribution(const fc_reduce_plan *plan, fct_device device, distribution *d) {
@@ -364,6 +384,7 @@ static fc_status init_distribution(const fc_reduce_plan *plan, fct_device device
     if (numel > 0) {
         FC_TRY_RAISED(fct_tensor_empty(numel, d->dtype, device, &d->temporary));
     }
+    FC_TRY(make_zeros(plan, device, d));
 done:
     return status;
 }
@@ -406,7 +427,8 @@ done:
     return status;
 }
 
-/* Lists the gradients as 2-D views whose rows are distributed to the ranks. */
+/* Lists the gradients, and zeros for the gaps, as 2-D views. Their rows are distributed to the
+ * ranks. */
 static fc_status list_views(fc_foreach *f, const fc_reduce_plan *plan, const distribution *d) {
     fc_status status = FC_OK;
     int64_t used = 0;
@@ -414,6 +436,7 @@ static fc_status list_views(fc_foreach *f, const fc_reduce_plan *plan, const dis
         const fc_layout *layout = &plan->params[i]->layout;
         bool temporary = needs_temporary(plan, i, d);
         int64_t rows = layout->outer != 1 ? layout->world : layout->rows;
+        int64_t gap = fc_reduce_plan_gap(plan, i);
         fct_facts facts;
         if (layout->numel == 0) {
             continue;
@@ -424,6 +447,10 @@ static fc_status list_views(fc_foreach *f, const fc_reduce_plan *plan, const dis
                        layout->numel / rows, layout->numel / rows,
                        temporary ? used : facts.offset_bytes / facts.itemsize, &f->dst[at]));
         used += temporary ? layout->numel : 0;
+        if (gap > 0) { /* one row of zeros: the operation pads it to a row per rank */
+            at = append(f, 0);
+            FC_TRY(view_2d(d->zeros, d->dtype, 1, gap, gap, 0, &f->dst[at]));
+        }
     }
 done:
     return status;
@@ -434,9 +461,15 @@ static fc_status distribute(fc_foreach *f, const fc_reduce_plan *plan, const dis
     fc_status status = FC_OK;
     fct_tensor *rows = NULL;
     for (size_t i = 0; d->direct && i < plan->count; i++) {
+        const int64_t at = offset + plan->slots[i].offset;
         if (plan->params[i]->layout.numel > 0) {
-            FC_TRY(copy_in_rank_order(plan, i, buffer, plan->dtype, offset + plan->slots[i].offset,
-                                      plan->row_numel));
+            FC_TRY(copy_in_rank_order(plan, i, buffer, plan->dtype, at, plan->row_numel));
+        }
+        if (fc_reduce_plan_gap(plan, i) > 0) {
+            const int64_t end = at + plan->params[i]->layout.padded_numel;
+            const blocks from = {.base = d->zeros, .dtype = d->dtype};
+            const blocks to = {buffer, end, plan->row_numel, 0, plan->dtype};
+            FC_TRY(copy_blocks(&from, &to, world, 1, fc_reduce_plan_gap(plan, i)));
         }
     }
     if (!d->direct) {
@@ -460,10 +493,11 @@ fc_status fc_foreach_pack_gradients(fc_foreach *f, const fc_reduce_plan *plan, i
     if (plan->count == 0 || plan->row_numel == 0) {
         return FC_OK;
     }
-    FC_TRY(reserve(f, plan->count));
+    FC_TRY(reserve(f, 2 * plan->count));
     FC_TRY(init_distribution(plan, device, &d));
     FC_TRY(distribute(f, plan, &d, world, buffer, start / fc_dtype_size(plan->dtype)));
 done:
     fct_tensor_release(d.temporary);
+    fct_tensor_release(d.zeros);
     return status;
 }

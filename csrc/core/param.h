@@ -63,6 +63,7 @@ typedef struct fc_param {
     fct_tensor *partial;     /* HSDP: padded_numel elements, not all-reduced yet */
     /* Owned by bucket.c. The subscription exists only in groups with several buckets. */
     fct_grad_subscription *subscription; /* notification of the gradient of `unsharded` */
+    int64_t subscription_stream;         /* id of the stream that was current when it was created */
     /* buckets of the group, after the buckets were cut; borrowed */
     struct fc_buckets *buckets;
     size_t bucket; /* index of the parameter's bucket */

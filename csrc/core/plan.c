@@ -11,6 +11,9 @@
 
 #include "../bridge/stream.h"
 
+/* Upper bound of the elements between two slots of a reduce plan, and of its alignment. */
+enum { MAX_GAP = 16 };
+
 /* Minimum size of a parameter with its own chunk. Below this size a copy costs less than one more
  * message. */
 static int64_t owned_chunks_from = 1 << 18;
@@ -443,9 +446,20 @@ void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split) {
         } else {
             slot->chunk = 0;
             slot->offset = offset;
-            offset += numel;
+            offset = fc_reduce_plan_next_offset(plan->align, offset, numel);
         }
     }
+}
+
+int64_t fc_reduce_plan_next_offset(int64_t align, int64_t offset, int64_t numel) {
+    assert(align > 0 && offset % align == 0);
+    return (offset + numel + align - 1) / align * align;
+}
+
+int64_t fc_reduce_plan_gap(const fc_reduce_plan *plan, size_t i) {
+    assert(i < plan->count && !plan->chunks.split);
+    const int64_t end = plan->slots[i].offset + plan->params[i]->layout.padded_numel;
+    return (i + 1 < plan->count ? plan->slots[i + 1].offset : plan->row_numel) - end;
 }
 
 /* Marks the gradients that get their own chunk in a split plan. */
@@ -453,15 +467,29 @@ static void choose_owned_gradients(fc_reduce_plan *plan) {
     plan->chunks.owners = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
-        plan->slots[i].owns_chunk = can_own_chunk(layout, plan->dtype, layout->world);
+        plan->slots[i].owns_chunk =
+            plan->align == 1 && can_own_chunk(layout, plan->dtype, layout->world);
         plan->chunks.owners += plan->slots[i].owns_chunk ? 1 : 0;
+    }
+}
+
+/* Sets the alignment and the elements of the row. */
+static void choose_alignment(fc_reduce_plan *plan, int device_type) {
+    const int64_t size = fc_dtype_size(plan->dtype);
+    const int64_t bytes = plan->count > 0 ? fck_row_alignment(device_type) : 1;
+    assert(bytes <= MAX_GAP);
+    plan->align = size > 0 && bytes > size ? bytes / size : 1;
+    plan->row_numel = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        plan->row_numel = fc_reduce_plan_next_offset(plan->align, plan->row_numel,
+                                                     plan->params[i]->layout.padded_numel);
     }
 }
 
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *foreign,
                                  fc_error *err) {
     assert(plan->count <= plan->capacity);
-    int64_t offset = 0;
+    int64_t offset = 0; /* upper bound of the row's elements */
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     bool complex = false;
     uint64_t dtypes = 0; /* one bit per dtype of a gradient; torch has fewer than 64 dtypes */
@@ -488,7 +516,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         grad_dtype = common != FCT_NO_DTYPE ? common : grad_dtype;
         complex = complex || fc_dtype_is_complex(facts.dtype);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
-            !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {
+            !fc_size_add(offset, MAX_GAP, &offset) || !fc_size_mul(offset, layout->world, &total) ||
+            !fc_size_mul(total, 16, &total)) {
             return fc_error_set(err, FC_EASSERT, "the reduce buffer's size overflows");
         }
     }
@@ -500,7 +529,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         plan->native = plan->native && ((dtypes >> dtype & 1) == 0 ||
                                         fck_can_cast(device_type, dtype, plan->dtype) != 0);
     }
-    plan->row_numel = offset;
+    choose_alignment(plan, device_type);
     choose_owned_gradients(plan);
     fc_reduce_plan_set_split(plan, false);
     return FC_OK;

@@ -19,8 +19,8 @@
  * small parameter. The bytes between two slots are undefined. The layout does not depend on the
  * available kernels, so all ranks have the same layout.
  *
- * A reduce plan lays out the gradients that exist in this backward, in the reduce dtype and without
- * gaps. */
+ * A reduce plan lays out the gradients that exist in this backward, in the reduce dtype and with
+ * the same alignment. The pack writes zeros to the gaps, because a user's hook may read the row. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
@@ -91,6 +91,7 @@ typedef struct fc_gradient_slot {
 typedef struct fc_reduce_plan {
     bool native; /* the kernels support every cast */
     fct_dtype dtype;
+    int64_t align;           /* alignment of slots and rows, in elements of dtype; at least 1 */
     int64_t row_numel;       /* elements of dtype in one rank's row */
     fc_param **params;       /* [capacity] parameters with a gradient, in group order; borrowed */
     fct_tensor **grads;      /* [capacity] their gradients; counted references */
@@ -141,6 +142,11 @@ FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity)
  * none. For complex gradients a real reduce dtype is the dtype of their parts. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);
+/* Returns the offset of the slot after a slot of `numel` elements at `offset`. */
+int64_t fc_reduce_plan_next_offset(int64_t align, int64_t offset, int64_t numel);
+/* Returns the elements between the end of slot `i` of a packed plan and the next slot or the end of
+ * the row. */
+int64_t fc_reduce_plan_gap(const fc_reduce_plan *plan, size_t i);
 /* Releases the collected gradients. The arrays are kept. */
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);
 void fc_reduce_plan_fini(fc_reduce_plan *plan);

@@ -97,6 +97,7 @@ static fc_reduction *new_reduction(fc_reducer *reducer, fc_span span) {
     r->has_hook = reducer->has_hook;
     r->count = plan->count;
     r->total = plan->count;
+    r->align = plan->count > 0 ? plan->align : 1;
     r->keep_partial = fc_group_base_is_replicated(reducer->base) && !reducer->all_reduce_grads;
     if (plan->count > 0) {
         memcpy((void *)r->params, (const void *)plan->params, plan->count * sizeof *r->params);

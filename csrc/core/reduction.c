@@ -10,12 +10,14 @@
 #include <string.h>
 
 #include "offload.h"
+#include "plan.h"
 
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total) {
     assert(base->comm != NULL);
     fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + total * sizeof *r->params);
     if (r != NULL) {
         r->base = base;
+        r->align = 1;
         r->params = (fc_param **)(void *)(r + 1);
     }
     return r;
@@ -112,10 +114,15 @@ void fc_reduction_discard(fc_comm_ctx *c, const fc_group_base *base) {
 
 /* ---- finish ---- */
 
+/* Returns the offset of the part after the part of `p` at `offset`. */
+static int64_t next_offset(const fc_reduction *r, int64_t offset, const fc_param *p) {
+    return fc_reduce_plan_next_offset(r->align, offset, p->layout.padded_numel);
+}
+
 int64_t fc_reduction_row_numel(const fc_reduction *r) {
     int64_t numel = 0;
     for (size_t i = 0; i < r->total; i++) {
-        numel += r->params[i]->layout.padded_numel;
+        numel = next_offset(r, numel, r->params[i]);
     }
     return numel;
 }
@@ -127,32 +134,114 @@ static fc_status view_part(const fct_tensor *row, int64_t offset, int64_t numel,
     return fct_tensor_alias(row, 1, size, stride, offset, out) == 0 ? FC_OK : FC_ERAISED;
 }
 
-fc_status fc_reduction_merge_partials(fc_reduction *r) {
-    assert(r->output != NULL && r->count <= r->total);
+/* Consecutive parameters whose partial gradients are slices of one buffer, at the distances of the
+ * row: one operation merges all of them. */
+typedef struct partial_run {
+    size_t first, end;   /* parameters; without partial gradients if `partial` is NULL */
+    fct_tensor *partial; /* partial gradient of parameter `first`; borrowed */
+    int64_t offset;      /* of parameter `first` in the row */
+    int64_t numel;       /* elements in the row, gaps between parameters included */
+    int64_t next;        /* offset of parameter `end` in the row */
+} partial_run;
+
+/* Returns true if `partial` lies `distance` elements after `first`, in the same storage. */
+static bool is_slice_after(const fct_tensor *first, const fct_tensor *partial, int64_t distance) {
+    fct_facts a;
+    fct_facts b;
+    fct_tensor_facts(first, &a);
+    fct_tensor_facts(partial, &b);
+    return a.data != NULL && b.data != NULL && a.dtype == b.dtype && a.contiguous && b.contiguous &&
+           a.storage_bytes == b.storage_bytes &&
+           (uintptr_t)b.data - (uintptr_t)a.data == (uintptr_t)(distance * a.itemsize) &&
+           b.offset_bytes - a.offset_bytes == distance * a.itemsize;
+}
+
+/* Returns the run that begins at parameter `first`, at `offset` in the row. A run has parameters
+ * with a gradient, or without, but not both. */
+static partial_run find_run(const fc_reduction *r, size_t first, int64_t offset) {
+    partial_run run = {.first = first, .end = first, .offset = offset};
+    int64_t end = offset;
+    run.partial = r->params[first]->partial;
+    for (size_t i = first; i < r->total; i++) {
+        const fc_param *p = r->params[i];
+        bool joins = i == first;
+        if (!joins && (i < r->count) == (first < r->count)) {
+            joins = run.partial == NULL || p->partial == NULL
+                        ? run.partial == p->partial
+                        : is_slice_after(run.partial, p->partial, end - offset);
+        }
+        if (!joins) {
+            break;
+        }
+        run.end = i + 1;
+        run.numel = end + p->layout.padded_numel - offset;
+        end = next_offset(r, end, p);
+    }
+    run.next = end;
+    return run;
+}
+
+/* Keeps the row's parts as the partial gradients of a run that has none. */
+static fc_status keep_parts(const fc_reduction *r, const partial_run *run) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
-    int64_t offset = 0;
-    for (size_t i = 0; i < r->total; i++) {
-        fc_param *p = r->params[i];
-        FC_TRY(view_part(r->output, offset, p->layout.padded_numel, &part));
-        if (r->keep_partial && p->partial != NULL) {
-            FC_TRY_RAISED(fct_tensor_add(p->partial, part));
-        } else if (r->keep_partial) {
-            fc_param_set_partial(p, part);
-        } else if (p->partial != NULL) {
-            if (i < r->count) {
-                FC_TRY_RAISED(fct_tensor_add(part, p->partial));
-            } else {
-                FC_TRY_RAISED(fct_tensor_copy(part, p->partial));
-            }
-            fc_param_set_partial(p, NULL);
-        }
+    int64_t offset = run->offset;
+    for (size_t i = run->first; i < run->end; i++) {
+        FC_TRY(view_part(r->output, offset, r->params[i]->layout.padded_numel, &part));
+        fc_param_set_partial(r->params[i], part);
         fct_tensor_release(part);
         part = NULL;
-        offset += p->layout.padded_numel;
+        offset = next_offset(r, offset, r->params[i]);
     }
 done:
     fct_tensor_release(part);
+    return status;
+}
+
+/* Adds the row's part to the partial gradients of the run, or these to the row's part. Without
+ * gradients in the row, copies the partial gradients to it. */
+static fc_status merge_run(const fc_reduction *r, const partial_run *run) {
+    fc_status status = FC_OK;
+    fct_tensor *part = NULL;
+    fct_tensor *partial = NULL;
+    fct_facts facts;
+    FC_TRY(view_part(r->output, run->offset, run->numel, &part));
+    if (run->end - run->first == 1) {
+        partial = run->partial;
+        fct_tensor_retain(partial);
+    } else {
+        fct_tensor_facts(run->partial, &facts);
+        FC_TRY(view_part(run->partial, facts.offset_bytes / facts.itemsize, run->numel, &partial));
+    }
+    if (r->keep_partial) {
+        FC_TRY_RAISED(fct_tensor_add(partial, part));
+    } else if (run->first < r->count) {
+        FC_TRY_RAISED(fct_tensor_add(part, partial));
+    } else {
+        FC_TRY_RAISED(fct_tensor_copy(part, partial));
+    }
+    for (size_t i = run->first; !r->keep_partial && i < run->end; i++) {
+        fc_param_set_partial(r->params[i], NULL);
+    }
+done:
+    fct_tensor_release(part);
+    fct_tensor_release(partial);
+    return status;
+}
+
+fc_status fc_reduction_merge_partials(fc_reduction *r) {
+    assert(r->output != NULL && r->count <= r->total);
+    fc_status status = FC_OK;
+    partial_run run = {.end = 0};
+    while (run.end < r->total) {
+        run = find_run(r, run.end, run.next);
+        if (run.partial != NULL) {
+            FC_TRY(merge_run(r, &run));
+        } else if (r->keep_partial) {
+            FC_TRY(keep_parts(r, &run));
+        }
+    }
+done:
     return status;
 }
 
@@ -202,7 +291,7 @@ static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bo
         FC_TRY_RAISED(r->base->callbacks->set_sharded_grad(p->owner, view));
         fct_tensor_release(view);
         view = NULL;
-        offset += p->layout.padded_numel;
+        offset = next_offset(r, offset, p);
     }
 done:
     fct_tensor_release(view);
@@ -226,6 +315,8 @@ fc_status fc_reduction_finish(fc_reduction *r) {
     FC_TRY(fc_reduction_wait(r));
     if (r->keep_partial) {
         FC_TRY(fc_reduction_merge_partials(r));
+        fct_tensor_release(r->output); /* the parameters' parts keep their memory */
+        r->output = NULL;
         r->finished = true;
         return FC_OK;
     }

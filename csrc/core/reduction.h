@@ -16,6 +16,7 @@ typedef struct fc_reduction {
     fc_group_base *base;
     fc_param **params;  /* [total] in the order of the row; allocated behind the struct */
     size_t count;       /* parameters with a gradient */
+    int64_t align;      /* alignment of the row's parts, in elements; see fc_reduce_plan */
     size_t total;       /* count, plus the parameters that only have a partial row */
     fct_tensor *input;  /* packed gradients of all ranks; NULL: no packed chunk */
     fct_tensor *output; /* this rank's row */
@@ -36,7 +37,7 @@ typedef struct fc_reduction {
 
 /* Allocates an empty reduction for up to `total` parameters. Returns NULL without memory. */
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total);
-/* Returns the elements of the whole row, of all `total` parameters. */
+/* Returns the elements of the whole row, of all `total` parameters and the gaps between them. */
 int64_t fc_reduction_row_numel(const fc_reduction *r);
 /* Waits for the collective in flight. With streams, only orders the current stream after the
  * collective. */

@@ -323,7 +323,8 @@ done:
     return status;
 }
 
-/* Fills in the descriptors of the gradients, or of their casts. */
+/* Fills in the descriptors of the gradients, or of their casts, and of the gaps after them, which
+ * the kernel fills with zeros. */
 static fc_status describe_gradients(const fc_reduce_plan *plan, size_t chunk,
                                     fct_tensor *const *casts, fck_gradient *gradients,
                                     size_t *count, fc_error *err) {
@@ -345,6 +346,14 @@ static fc_status describe_gradients(const fc_reduce_plan *plan, size_t chunk,
                                                .blocks = layout->outer,
                                                .itemsize = (int32_t)facts.itemsize,
                                                .src_dtype = facts.dtype};
+        if (!plan->chunks.split && fc_reduce_plan_gap(plan, i) > 0) {
+            gradients[(*count)++] =
+                (fck_gradient){.chunk = fc_reduce_plan_gap(plan, i),
+                               .offset = plan->slots[i].offset + layout->padded_numel,
+                               .blocks = 1,
+                               .itemsize = fc_dtype_size(plan->dtype),
+                               .src_dtype = plan->dtype};
+        }
     }
 done:
     return status;
@@ -367,7 +376,7 @@ fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
         return fc_foreach_pack_gradients(&t->foreach, plan, world, buffer, target.offset_bytes,
                                          target.device);
     }
-    FC_TRY(reserve(t, plan->count, sizeof(fck_gradient)));
+    FC_TRY(reserve(t, 2 * plan->count, sizeof(fck_gradient)));
     if (!plan->native) {
         FC_TRY(cast_gradients(plan, &casts));
     }

@@ -15,10 +15,23 @@ typedef int (*fck_launch)(void *function, unsigned grid_x, unsigned grid_y, unsi
                           unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
                           void *stream, void **arguments, void **extra);
 
-/* Returns the backend that launches the loaded functions through `launch`: `moves` for batches
- * without casts and `casts` for batches with casts. Both functions must stay loaded. Each call
- * replaces these three addresses for the whole process. Precondition: no argument is NULL. */
-const fck_backend *fck_jit(fck_launch launch, void *moves, void *casts);
+/* The signature of cuCtxSetCurrent. Returns 0 on success. */
+typedef int (*fck_bind)(void *context);
+
+/* Addresses in the driver. The functions must stay loaded. */
+typedef struct fck_jit_functions {
+    fck_launch launch;
+    void *moves; /* kernel for batches without casts */
+    void *casts; /* kernel for batches with casts */
+    /* Makes `context` current in a thread that has no context, for example a new thread of
+     * autograd. NULL: launches in such a thread fail. */
+    fck_bind bind;
+    void *context;
+} fck_jit_functions;
+
+/* Returns the backend that launches the functions. Each call replaces the functions for the whole
+ * process. Precondition: `launch`, `moves` and `casts` are not NULL. */
+const fck_backend *fck_jit(const fck_jit_functions *functions);
 
 #ifdef __cplusplus
 }

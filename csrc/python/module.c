@@ -117,20 +117,26 @@ static PyObject *module_simulate_kernels(PyObject *module, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-/* use_jit(launch, moves, casts): the arguments are addresses, as ints. */
+/* use_jit(launch, moves, casts, bind, context): the arguments are addresses, as ints. */
 static PyObject *module_use_jit(PyObject *module, PyObject *args) {
     (void)module;
     unsigned long long launch = 0;
     unsigned long long moves = 0;
     unsigned long long casts = 0;
-    if (!PyArg_ParseTuple(args, "KKK:use_jit", &launch, &moves, &casts)) {
+    unsigned long long bind = 0;
+    unsigned long long context = 0;
+    if (!PyArg_ParseTuple(args, "KKK|KK:use_jit", &launch, &moves, &casts, &bind, &context)) {
         return NULL;
     }
     if (launch == 0) {
         fck_provide(NULL);
     } else {
-        fck_provide(fck_jit((fck_launch)(uintptr_t)launch, (void *)(uintptr_t)moves,
-                            (void *)(uintptr_t)casts));
+        const fck_jit_functions functions = {.launch = (fck_launch)(uintptr_t)launch,
+                                             .moves = (void *)(uintptr_t)moves,
+                                             .casts = (void *)(uintptr_t)casts,
+                                             .bind = (fck_bind)(uintptr_t)bind,
+                                             .context = (void *)(uintptr_t)context};
+        fck_provide(fck_jit(&functions));
     }
     Py_RETURN_NONE;
 }
@@ -292,9 +298,10 @@ static PyMethodDef module_methods[] = {
      "kernels_of(device): returns the name of the kernels that pack and unpack on this "
      "torch.device: 'cpu', 'cuda', or 'torch' for torch's multi-tensor operations."},
     {"use_jit", module_use_jit, METH_VARARGS,
-     "use_jit(launch, moves, casts): sets the kernels of CUDA devices. launch is the address of "
-     "cuLaunchKernel, moves and casts are two functions that the driver has loaded. The addresses "
-     "must stay valid. A launch of 0 removes the kernels."},
+     "use_jit(launch, moves, casts, bind=0, context=0): sets the kernels of CUDA devices. launch "
+     "is the address of cuLaunchKernel, moves and casts are two functions that the driver has "
+     "loaded. bind is the address of cuCtxSetCurrent, which makes context current in threads "
+     "without a context. The addresses must stay valid. A launch of 0 removes the kernels."},
     {"direct_group", module_direct_group, METH_O,
      "direct_group(group): returns the ProcessGroup whose backend moves the data of a group "
      "through shared memory. Returns None if the group's own backend moves the data. All ranks "

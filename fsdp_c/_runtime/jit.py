@@ -29,8 +29,11 @@ def _check_result(code: int, operation: str) -> None:
         raise RuntimeError(f"{operation} failed with CUresult {code}")
 
 
-def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> tuple[int, int, int]:
-    """Loads ``cubin``. Returns the addresses of ``cuLaunchKernel`` and of the two kernels.
+def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> tuple[int, int, int, int, int]:
+    """Loads ``cubin``. Returns the arguments of ``use_jit``.
+
+    These are the addresses of ``cuLaunchKernel``, of the two kernels and of ``cuCtxSetCurrent``,
+    and the current context.
 
     Raises:
         RuntimeError: The driver cannot load the cubin.
@@ -49,11 +52,16 @@ def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> tuple[int, int, int]:
         _check_result(status, f"cuLibraryGetKernel of {name}")
         functions.append(kernel.value or 0)
     _objects_in_use[:] = [driver, library, image]
-    launch = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0
-    return launch, functions[0], functions[1]
+    context = ctypes.c_void_p()
+    _check_result(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    launch, bind = (
+        ctypes.cast(function, ctypes.c_void_p).value or 0
+        for function in (driver.cuLaunchKernel, driver.cuCtxSetCurrent)
+    )
+    return launch, functions[0], functions[1], bind, context.value or 0
 
 
-def build_kernels(device: torch.device) -> tuple[int, int, int]:
+def build_kernels(device: torch.device) -> tuple[int, int, int, int, int]:
     """Compiles and loads the kernels for ``device``; returns the result of :func:`load_kernels`.
 
     Raises:
@@ -63,8 +71,8 @@ def build_kernels(device: torch.device) -> tuple[int, int, int]:
     if not libraries:
         raise RuntimeError("found no libnvrtc that pip installed with torch")
     major, minor = torch.cuda.get_device_capability(device)
-    cubin = Nvrtc(libraries[-1]).compile(10 * major + minor)
-    torch.cuda.init()
+    cubin = Nvrtc(libraries[0]).compile_cached(10 * major + minor)
+    torch.cuda.set_device(device)  # makes the primary context current
     return load_kernels(ctypes.CDLL("libcuda.so.1"), cubin)
 
 

@@ -5,8 +5,12 @@ NVRTC compiles the device code of the CUDA kernels on systems without nvcc.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
+import os
 import re
+import socket
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -75,6 +79,28 @@ class Nvrtc:
         finally:
             self.lib.nvrtcDestroyProgram(ctypes.byref(program))
 
+    def compile_cached(self, arch: int) -> bytes:
+        """Returns the cubin for sm_``arch`` from the user's cache, or compiles and stores it.
+
+        Several processes may call it at once: each writes a file of its own and renames it.
+        """
+        texts = [(KERNELS / name).read_bytes() for name in ("rtc.cuh", *KERNEL_SOURCES)]
+        key = hashlib.sha256(b"\0".join([*texts, f"{self.version} {arch}".encode()])).hexdigest()
+        path = cache_folder() / f"sm_{arch}-{key[:32]}.cubin"
+        try:
+            digest, code = path.read_bytes().split(b"\n", 1)
+            if digest == hashlib.sha256(code).hexdigest().encode():
+                return code
+        except (OSError, ValueError):
+            pass  # the file is missing or incomplete
+        code = self.compile(arch)
+        with contextlib.suppress(OSError):  # a cache that cannot be written is not used
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}")
+            partial.write_bytes(hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
+            partial.replace(path)
+        return code
+
     def _get_output(self, program: ctypes.c_void_p, output: str) -> bytes:
         size = ctypes.c_size_t()
         self._check(getattr(self.lib, f"nvrtcGet{output}Size")(program, ctypes.byref(size)))
@@ -86,10 +112,19 @@ class Nvrtc:
         return self._get_output(program, "ProgramLog").rstrip(b"\0").decode()
 
 
+def cache_folder() -> Path:
+    """Returns the folder of compiled kernels: fsdp_c in XDG_CACHE_HOME or in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "fsdp_c"
+
+
 def find_libraries() -> list[Path]:
-    """Returns the NVRTC libraries that pip has installed with torch, sorted by path."""
+    """Returns the NVRTC libraries that pip has installed beside torch. Libraries of the CUDA
+    release of torch come first."""
     import torch
 
     packages = Path(torch.__file__).resolve().parents[1] / "nvidia"
     paths = [*packages.glob("*/lib/libnvrtc.so.*"), *packages.glob("*/*/lib/libnvrtc.so.*")]
-    return sorted(path for path in paths if re.search(r"\.so\.\d+$", path.name))
+    paths = sorted(path for path in paths if re.search(r"\.so\.\d+$", path.name))
+    release = f".so.{(torch.version.cuda or '').split('.')[0]}"
+    return sorted(paths, key=lambda path: not path.name.endswith(release))

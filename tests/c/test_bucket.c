@@ -319,6 +319,36 @@ static void single_bucket_registers_no_notifications(void **state) {
     end(m);
 }
 
+/* For example a warm-up on a side stream before a capture. */
+static void notifications_are_renewed_when_forward_runs_on_another_stream(void **state) {
+    (void)state;
+    sim_scenario s = replicated;
+    s.device.streams = true;
+    sim_model *m = begin(&s);
+    fct_stream side;
+    const fct_stream first = fct_stream_current(sim_device());
+    assert_non_null(core(m)->base.params[0]->subscription);
+    finish_backward(m);
+    sim_calls_clear();
+    start_backward(m);
+    assert_null(strstr(sim_calls_text(), "fct_autograd_subscribe"));
+    finish_backward(m);
+    assert_int_equal(fct_stream_new(sim_device(), false, &side), 0);
+    assert_int_equal(fc_comm_order_streams(&m->comm, side, first), FC_OK);
+    (void)fct_stream_set_current(side);
+    sim_calls_clear();
+    start_backward(m);
+    assert_non_null(strstr(sim_calls_text(), "fct_autograd_subscribe"));
+    for (size_t i = 0; i < 4; i++) {
+        assert_int_equal(core(m)->base.params[i]->subscription_stream, side.id);
+        accumulate_gradient(m, i, 1.0);
+    }
+    finish_backward(m);
+    assert_int_equal(fc_comm_order_streams(&m->comm, first, side), FC_OK);
+    (void)fct_stream_set_current(first);
+    end(m);
+}
+
 static void reset_discards_reduction_of_bucket(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
@@ -356,6 +386,7 @@ int main(void) {
         cmocka_unit_test(second_gradient_before_reduction_is_included),
         cmocka_unit_test(buckets_are_reduced_at_end_if_other_collectives_may_interleave),
         cmocka_unit_test(single_bucket_registers_no_notifications),
+        cmocka_unit_test(notifications_are_renewed_when_forward_runs_on_another_stream),
         cmocka_unit_test(reset_discards_reduction_of_bucket),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

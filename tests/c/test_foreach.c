@@ -15,6 +15,7 @@ typedef struct fixture {
     fc_gather_plan plan;
     fc_reduce_plan reduce;
     fc_foreach foreach;
+    bool aligned; /* gradients are on CUDA */
     fc_error err;
 } fixture;
 
@@ -257,6 +258,9 @@ static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce
         }
         f->reduce.params[i] = f->list[i];
         f->reduce.grads[i] = sim_tensor_new(dtypes[i], 1, &count, values);
+        if (f->aligned) {
+            sim_tensor_relocate(f->reduce.grads[i], (fct_device){FCT_DEVICE_CUDA, 0});
+        }
         f->reduce.count++;
     }
     assert_int_equal(fc_reduce_plan_lay_out(&f->reduce, reduce, &foreign, &f->err), FC_OK);
@@ -321,6 +325,31 @@ static void gradient_pack_of_several_dtypes_casts_per_dtype(void **state) {
     end(&f);
 }
 
+/* On CUDA, slots start at multiples of 16 bytes also without kernels; the gaps are zeros. */
+static void gradient_pack_fills_gaps_with_zeros(void **state) {
+    (void)state;
+    fixture f;
+    const double packed[16] = {1, 2, 0, 0, 5, 6, 0, 0, 3, 4, 0, 0, 7, 0, 0, 0};
+    begin(&f);
+    f.aligned = true;
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 3, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 16);
+    expect_launches("fct_tensor_empty fct_tensor_zeros_like fct_chunk_cat");
+    end(&f);
+}
+
+static void gradient_pack_of_only_dim_1_fills_gaps_with_zeros(void **state) {
+    (void)state;
+    fixture f;
+    const double packed[8] = {1, 3, 0, 0, 2, 4, 0, 0};
+    begin(&f);
+    f.aligned = true;
+    add_param(&f, 2, 2, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 8);
+    end(&f);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(pack_of_one_dtype_is_one_operation),
@@ -334,6 +363,8 @@ int main(void) {
         cmocka_unit_test(gradient_pack_of_one_dtype_is_one_operation_including_cast),
         cmocka_unit_test(gradient_pack_of_only_dim_1_copies_directly),
         cmocka_unit_test(gradient_pack_of_mixed_dims_transposes_dim_1_first),
+        cmocka_unit_test(gradient_pack_fills_gaps_with_zeros),
+        cmocka_unit_test(gradient_pack_of_only_dim_1_fills_gaps_with_zeros),
         cmocka_unit_test(gradient_pack_of_several_dtypes_casts_per_dtype),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

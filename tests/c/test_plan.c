@@ -341,6 +341,28 @@ static void reduce_plan_distributes_gradients_to_rank_rows(void **state) {
     end(&r);
 }
 
+/* A kernel of the device uses 16-byte accesses for every gradient, whatever precedes it. */
+static void reduce_plan_on_cuda_starts_slots_and_rows_at_16_bytes(void **state) {
+    (void)state;
+    const fct_device cuda = {.type = FCT_DEVICE_CUDA, .index = 0};
+    const fct_dtype reduce_dtypes[2] = {FCK_FLOAT32, FCK_BFLOAT16};
+    for (int i = 0; i < 2; i++) {
+        reduction r = begin();
+        collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
+        collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
+        sim_tensor_relocate(r.plan.grads[0], cuda);
+        sim_tensor_relocate(r.plan.grads[1], cuda);
+        assert_int_equal(fc_reduce_plan_lay_out(&r.plan, reduce_dtypes[i], &r.foreign, &r.err),
+                         FC_OK);
+        assert_int_equal(r.plan.align, i == 0 ? 4 : 8);
+        assert_int_equal(r.plan.slots[1].offset, i == 0 ? 12 : 16); /* after 9 elements */
+        assert_int_equal(r.plan.row_numel, i == 0 ? 16 : 24);
+        assert_int_equal(fc_reduce_plan_gap(&r.plan, 0), i == 0 ? 3 : 7);
+        assert_int_equal(fc_reduce_plan_gap(&r.plan, 1), i == 0 ? 2 : 6);
+        end(&r);
+    }
+}
+
 static void reduce_plan_skips_parameters_without_gradient(void **state) {
     (void)state;
     reduction r = begin();
@@ -560,6 +582,7 @@ int main(void) {
         cmocka_unit_test(split_gather_plan_gives_large_parameters_own_chunks),
         cmocka_unit_test(gather_plan_build_without_memory_fails_without_leak),
         cmocka_unit_test(reduce_plan_distributes_gradients_to_rank_rows),
+        cmocka_unit_test(reduce_plan_on_cuda_starts_slots_and_rows_at_16_bytes),
         cmocka_unit_test(reduce_plan_skips_parameters_without_gradient),
         cmocka_unit_test(reduce_dtype_overrides_gradient_dtype),
         cmocka_unit_test(mixed_gradients_are_reduced_in_widest_dtype),

@@ -2,6 +2,8 @@
  * partial rows. test_reduce.c covers the reductions that a group creates. */
 #include "core/reduction.h"
 
+#include <string.h>
+
 #include "sim_model.h"
 
 static sim_model *model;
@@ -165,6 +167,93 @@ static void partial_rows_stay_with_parameters_until_all_reduce(void **state) {
     end();
 }
 
+static size_t count_calls(const char *name) {
+    size_t count = 0;
+    for (const char *at = sim_calls_text(); (at = strstr(at, name)) != NULL; at += strlen(name)) {
+        count++;
+    }
+    return count;
+}
+
+/* torch adds the whole row at once. */
+static void partial_rows_of_one_buffer_are_added_in_one_operation(void **state) {
+    (void)state;
+    begin();
+    for (int i = 0; i < 3; i++) {
+        start_reduction(1, 1.0)->keep_partial = true;
+        sim_calls_clear();
+        assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+        assert_int_equal(count_calls("fct_tensor_add"), i == 0 ? 0 : 1);
+    }
+    fc_reduction *r = start_reduction(1, 1.0);
+    assert_int_equal(fc_reduction_wait(r), FC_OK);
+    sim_calls_clear();
+    assert_int_equal(fc_reduction_merge_partials(r), FC_OK);
+    assert_int_equal(count_calls("fct_tensor_add"), 1);
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    expect_grads(1, 12.0);
+    end();
+}
+
+/* The rows of two parameters may come from different backwards: one of them had no gradient. */
+static void partial_rows_of_several_buffers_are_added_separately(void **state) {
+    (void)state;
+    begin();
+    start_reduction(1, 1.0)->keep_partial = true;
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    fct_tensor *other = vector_of(1, 5.0);
+    fc_param_set_partial(&group(1)->params[1].core, other);
+    fct_tensor_release(other);
+    fc_reduction *r = start_reduction(1, 2.0);
+    assert_int_equal(fc_reduction_wait(r), FC_OK);
+    sim_calls_clear();
+    assert_int_equal(fc_reduction_merge_partials(r), FC_OK);
+    assert_int_equal(count_calls("fct_tensor_add"), 2);
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    const double first[2] = {9.0, 9.0};
+    const double second[1] = {11.0};
+    sim_tensor_expect(sim_grad_peek(group(1)->params[0].sharded), first, "rows of one buffer");
+    sim_tensor_expect(sim_grad_peek(group(1)->params[1].sharded), second, "rows of two buffers");
+    end();
+}
+
+/* The partial row of a parameter without gradient in this backward is copied to the row. */
+static void partial_row_without_new_gradient_is_copied(void **state) {
+    (void)state;
+    begin();
+    start_reduction(1, 1.0)->keep_partial = true;
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    fc_reduction *r = start_reduction(1, 2.0);
+    assert_int_equal(fc_reduction_wait(r), FC_OK);
+    r->count = 1;
+    sim_calls_clear();
+    assert_int_equal(fc_reduction_merge_partials(r), FC_OK);
+    assert_int_equal(count_calls("fct_tensor_add"), 1);
+    assert_int_equal(count_calls("fct_tensor_copy"), 1);
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    const double first[2] = {9.0, 9.0};
+    const double second[1] = {3.0};
+    sim_tensor_expect(sim_grad_peek(group(1)->params[0].sharded), first, "an added row");
+    sim_tensor_expect(sim_grad_peek(group(1)->params[1].sharded), second, "a copied row");
+    end();
+}
+
+/* torch frees the reduced row as soon as it is added to the partial row. */
+static void merged_row_is_released_before_reduction_is_recycled(void **state) {
+    (void)state;
+    begin();
+    start_reduction(1, 1.0)->keep_partial = true;
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    fc_reduction *r = start_reduction(1, 2.0);
+    r->keep_partial = true;
+    const size_t before = sim_live_bytes();
+    assert_int_equal(fc_reduction_finish(r), FC_OK);
+    sim_drain();
+    assert_int_equal(before - sim_live_bytes(), 3 * sizeof(float));
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    end();
+}
+
 static void reduction_check_reports_inconsistent_list(void **state) {
     (void)state;
     begin();
@@ -183,6 +272,10 @@ int main(void) {
         cmocka_unit_test(finish_divides_and_passes_gradient_once),
         cmocka_unit_test(failed_finish_loses_only_that_reduction),
         cmocka_unit_test(partial_rows_stay_with_parameters_until_all_reduce),
+        cmocka_unit_test(partial_rows_of_one_buffer_are_added_in_one_operation),
+        cmocka_unit_test(partial_rows_of_several_buffers_are_added_separately),
+        cmocka_unit_test(partial_row_without_new_gradient_is_copied),
+        cmocka_unit_test(merged_row_is_released_before_reduction_is_recycled),
         cmocka_unit_test(reduction_check_reports_inconsistent_list),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -55,8 +55,8 @@ static void end(fixture *f) {
 }
 
 static fct_tensor *buffer_of(fct_dtype dtype, int64_t numel) {
-    double values[12];
-    for (int i = 0; i < 12; i++) {
+    double values[16];
+    for (int i = 0; i < 16; i++) {
         values[i] = 77.0;
     }
     return sim_tensor_new(dtype, 1, &numel, values);
@@ -133,6 +133,40 @@ static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
         fc_reduce_plan_fini(&plan);
         end(&f);
     }
+}
+
+/* On CUDA the vector starts at 16 bytes, and the kernel fills the gap before it. */
+static void pack_gradients_fills_gaps_with_zeros(void **state) {
+    (void)state;
+    fixture f;
+    fc_param odd;
+    fc_reduce_plan plan = {.count = 0};
+    bool foreign = true;
+    const int64_t three[1] = {3};
+    const int64_t eight[1] = {8};
+    const double values[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+    const double packed[16] = {1, 2, 0, 0, 1, 2, 3, 4, 3, 0, 0, 0, 5, 6, 7, 8};
+    fc_param even;
+    memset(&f, 0, sizeof f);
+    sim_begin((sim_config){.seed = 3, .streams = true});
+    assert_int_equal(sim_device().type, FCT_DEVICE_CUDA);
+    assert_int_equal(fc_param_init(&odd, NULL, 1, three, 0, 2, 1, &f.err), FC_OK);
+    assert_int_equal(fc_param_init(&even, NULL, 1, eight, 0, 2, 1, &f.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_reserve(&plan, 2), FC_OK);
+    plan.params[0] = &odd;
+    plan.params[1] = &even;
+    plan.grads[0] = sim_tensor_new(FCK_FLOAT32, 1, three, values);
+    plan.grads[1] = sim_tensor_new(FCK_FLOAT32, 1, eight, values);
+    plan.count = 2;
+    assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
+    fct_tensor *buffer = buffer_of(FCK_FLOAT32, 16);
+    assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 0, 2, buffer, &f.err), FC_OK);
+    sim_tensor_expect(buffer, packed, "the reduce buffer");
+    fct_tensor_release(buffer);
+    fc_reduce_plan_fini(&plan);
+    fc_param_fini(&odd);
+    fc_param_fini(&even);
+    end(&f);
 }
 
 /* The matrix is sharded on dim 1. */
@@ -225,6 +259,7 @@ int main(void) {
         cmocka_unit_test(pack_casts_to_compute_dtype),
         cmocka_unit_test(unpack_restores_whole_tensors),
         cmocka_unit_test(pack_gradients_distributes_rows_and_pads_with_zeros),
+        cmocka_unit_test(pack_gradients_fills_gaps_with_zeros),
         cmocka_unit_test(pack_gradients_of_nonzero_dim_distributes_by_block),
         cmocka_unit_test(cast_without_kernel_uses_torch),
         cmocka_unit_test(transfer_to_small_buffer_is_refused),

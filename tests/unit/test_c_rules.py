@@ -141,6 +141,8 @@ GLOBALS = {
     "cu_launch_kernel": "function of the CUDA driver, set with the compiled kernels; atomic",
     "move_lines": "compiled CUDA kernel, one per process; atomic",
     "cast_lines": "compiled CUDA kernel, one per process; atomic",
+    "cu_ctx_set_current": "function of the CUDA driver, set with the compiled kernels; atomic",
+    "primary_context": "CUDA context in which the kernels are loaded; atomic",
     "failure": "message of the last failed launch in this thread, returned to its caller",
     "pool": "memory pool: freed pages are reused by the whole process; guarded by its mutex",
     "once": "registers handlers of fork() once per process",

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import fsdp_c
 from fsdp_c import _C
 from fsdp_c._runtime import jit, kernels
+from fsdp_c._runtime.nvrtc import Nvrtc, find_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = b"\x7fELF placeholder"  # the fake driver checks only the first four bytes
@@ -93,6 +94,71 @@ def test_jit_with_failing_launch_of_driver_raises(fake_group: int, jit_driver: c
         model(torch.randn(2, 16))
     model.reset_iter_state()
     model(torch.randn(2, 16)).sum().backward()
+
+
+def test_jit_launch_in_thread_without_context_binds_the_context(
+    fake_group: int, jit_driver: ctypes.CDLL
+) -> None:
+    model = fsdp_c.fully_shard(torch.nn.Linear(16, 16))
+    jit_driver.unbind()
+    model(torch.randn(2, 16)).sum().backward()
+    assert jit_driver.take_launches() > 0
+
+
+class CompilerStub(Nvrtc):
+    """NVRTC without a library: counts compilations."""
+
+    def __init__(self, version: str = "13.0") -> None:
+        self.version, self.compilations = version, 0
+
+    def compile(self, arch: int, header: str = "lines.cuh") -> bytes:
+        self.compilations += 1
+        return f"code {arch}\nfor {self.version}".encode()
+
+
+def test_compiled_kernels_are_cached_by_architecture_and_nvrtc_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = CompilerStub()
+    assert first.compile_cached(90) == first.compile_cached(90) == b"code 90\nfor 13.0"
+    assert first.compilations == 1
+    assert first.compile_cached(80) == b"code 80\nfor 13.0"
+    other = CompilerStub("12.8")
+    assert other.compile_cached(90) == b"code 90\nfor 12.8"
+    assert len(list((tmp_path / "fsdp_c").glob("*.cubin"))) == 3
+
+
+def test_damaged_cache_file_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = CompilerStub()
+    code = compiler.compile_cached(90)
+    (path,) = (tmp_path / "fsdp_c").glob("*.cubin")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert compiler.compile_cached(90) == code
+    assert compiler.compilations == 2
+
+
+def test_cache_that_cannot_be_written_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert CompilerStub().compile_cached(90) == b"code 90\nfor 13.0"
+
+
+def test_nvrtc_of_torchs_cuda_release_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12"):
+        (tmp_path / "nvidia" / name).parent.mkdir(parents=True)
+        (tmp_path / "nvidia" / name).touch()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch/__init__.py"))
+    for release in ("13.2", "12.8"):
+        monkeypatch.setattr(torch.version, "cuda", release)
+        assert find_libraries()[0].name == f"libnvrtc.so.{release[:2]}"
 
 
 def test_jit_with_failing_load_of_driver_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:

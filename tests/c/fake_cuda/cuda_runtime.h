@@ -17,7 +17,7 @@
 #define __device__
 #define __global__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(threads, blocks)
 
 struct dim3 {
     unsigned int x, y, z;

@@ -8,8 +8,9 @@
 #include "kernels/lines.cuh"
 
 static int launches;
-static int refused; /* the next launch is refused */
-static int skewed;  /* launches omit their last block */
+static int refused;   /* the next launch is refused */
+static int skewed;    /* launches omit their last block */
+static int bound = 1; /* the thread has a context */
 
 extern "C" int cuLibraryLoadData(void **library, const void *code, void *, void *, unsigned, void *,
                                  void *, unsigned) {
@@ -33,6 +34,16 @@ extern "C" int cuLibraryGetKernel(void **kernel, void *, const char *name) {
     return 0;
 }
 
+extern "C" int cuCtxGetCurrent(void **context) {
+    *context = &bound;
+    return 0;
+}
+
+extern "C" int cuCtxSetCurrent(void *context) {
+    bound = context == &bound ? 1 : 0;
+    return bound != 0 ? 0 : 201; /* CUDA_ERROR_INVALID_CONTEXT */
+}
+
 extern "C" int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                               unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
                               void *, void **arguments, void **extra) {
@@ -40,6 +51,9 @@ extern "C" int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, 
         extra != nullptr) {
         refused = 0;
         return 1; /* CUDA_ERROR_INVALID_VALUE */
+    }
+    if (bound == 0) {
+        return 201; /* CUDA_ERROR_INVALID_CONTEXT */
     }
     launches++;
     const auto kernel = reinterpret_cast<void (*)(const fck::line_batch)>(function);
@@ -56,6 +70,11 @@ extern "C" int take_launches() {
 
 extern "C" void skew(int on) {
     skewed = on;
+}
+
+/* Ends the binding of the context, as in a new thread. */
+extern "C" void unbind() {
+    bound = 0;
 }
 
 extern "C" void refuse_next() {

@@ -170,9 +170,9 @@ def cuda() -> Backend:
     return Backend(load().fck_cuda())
 
 
-def jit(launch: int, moves: int, casts: int) -> tuple[Backend, int]:
+def jit(*functions: int) -> tuple[Backend, int]:
     """Returns a Backend of kernels that NVRTC compiled, and the address of its fck_backend. The
-    arguments are those that ``fsdp_c._runtime.jit.load_kernels`` returns."""
-    pointers = (ctypes.c_void_p(address) for address in (launch, moves, casts))
-    address = load().fck_jit(*pointers)
+    arguments are those that ``fsdp_c._runtime.jit.load_kernels`` returns, in the order of
+    fck_jit_functions."""
+    address = load().fck_jit((ctypes.c_void_p * len(functions))(*functions))
     return Backend(address), address

@@ -1,0 +1,62 @@
+"""Finds a Python with a CUDA build of torch, and runs the workers of tests/cuda with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = Path(__file__).resolve().parent / "workers"
+PACKAGE = Path(os.environ.get("FSDP_C_CUDA_PACKAGE") or ROOT / "build/cuda-sim/package")
+"""The folder with fsdp_c, built for that torch (``make cuda-sim``)."""
+
+
+class Runner(Protocol):
+    """Runs a worker and returns the object that its last line contains."""
+
+    def __call__(self, worker: str, *arguments: str) -> Any: ...
+
+
+def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE), "FSDP_C_JIT": "1"}
+    # The folder of the call must not contain fsdp_c, because `python -c` imports from it first.
+    return subprocess.run(
+        [python, *arguments],
+        cwd=WORKERS,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=500,
+    )
+
+
+@pytest.fixture(scope="session")
+def cuda_python() -> str:
+    """A Python whose torch was built for CUDA: FSDP_C_CUDA_PYTHON, or this one."""
+    python = os.environ.get("FSDP_C_CUDA_PYTHON") or sys.executable
+    built = _run(python, str(WORKERS / "stub_build.py"))
+    assert built.returncode == 0, built.stderr
+    if "skipped" in built.stdout:
+        pytest.skip(built.stdout.strip())
+    return python
+
+
+@pytest.fixture(scope="session")
+def run_worker(cuda_python: str) -> Runner:
+    """Runs a worker in a process with the simulated device."""
+    code = "import torch, fsdp_c._C"
+    if _run(cuda_python, "-c", code).returncode:
+        pytest.skip(f"fsdp_c is not built for the torch of {cuda_python}: run make cuda-sim")
+
+    def run(worker: str, *arguments: str) -> Any:
+        result = _run(cuda_python, str(WORKERS / f"{worker}.py"), *arguments)
+        assert result.returncode == 0, result.stderr[-3000:]
+        return json.loads(result.stdout.splitlines()[-1])
+
+    return run

@@ -1,0 +1,230 @@
+/* The device itself, and the functions that tests call through ctypes. */
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <execinfo.h>
+#include <link.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <sstream>
+
+#include "sim.h"
+
+namespace sim {
+
+Device &device() {
+    static Device *const only = [] { /* never freed: threads may run at exit */
+                                     auto *const made = new Device;
+                                     made->streams.push_back(std::make_unique<Stream>());
+                                     return made;
+    }();
+    return *only;
+}
+
+Thread &thread() {
+    static thread_local Thread state;
+    return state;
+}
+
+void count(const char *name) {
+    device().counts[name]++;
+}
+
+void report(const std::string &text) {
+    constexpr size_t kMaxFindings = 200;
+    if (device().findings.size() < kMaxFindings) {
+        device().findings.push_back(text);
+    }
+}
+
+bool holds_gil() {
+    using Check = int (*)();
+    static const auto check = reinterpret_cast<Check>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    return check != nullptr && check() != 0;
+}
+
+bool is_due(long &calls) {
+    return calls > 0 && --calls == 0;
+}
+
+/* ---- seeded bugs ---- */
+
+namespace {
+
+struct Call {
+    const char *kind;
+    std::vector<uintptr_t> frames; /* of the logged library, innermost first */
+};
+
+std::vector<Call> calls;
+uintptr_t library_begin, library_end; /* 0: nothing is logged */
+std::string fault_kind;
+long fault_at = -1;
+
+struct Range {
+    uintptr_t begin = 0, end = 0;
+    const char *library;
+};
+
+int find_range(dl_phdr_info *info, size_t, void *data) {
+    auto *const range = static_cast<Range *>(data);
+    if (std::strstr(info->dlpi_name, range->library) == nullptr) {
+        return 0;
+    }
+    range->begin = info->dlpi_addr;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const auto &segment = info->dlpi_phdr[i];
+        range->end =
+            std::max<uintptr_t>(range->end, range->begin + segment.p_vaddr + segment.p_memsz);
+    }
+    return 1;
+}
+
+} // namespace
+
+bool log_call(const char *kind) {
+    if (library_end == 0) {
+        return false;
+    }
+    std::array<void *, 48> stack{};
+    const int depth = backtrace(stack.data(), static_cast<int>(stack.size()));
+    std::vector<uintptr_t> frames;
+    for (int i = 0; i < depth; i++) {
+        const auto address = reinterpret_cast<uintptr_t>(stack.at(static_cast<size_t>(i)));
+        if (address >= library_begin && address < library_end) {
+            frames.push_back(address - library_begin);
+        }
+    }
+    if (frames.empty()) {
+        return false;
+    }
+    calls.push_back(Call{kind, std::move(frames)});
+    return static_cast<long>(calls.size()) - 1 == fault_at && fault_kind == kind;
+}
+
+} // namespace sim
+
+/* ---- control ---- */
+
+using sim::device;
+
+extern "C" {
+
+/* Returns the field of Settings with this name, or NULL. */
+static long *find_setting(const char *name) {
+    sim::Settings &s = device().settings;
+    const std::map<std::string, long *> fields = {
+        {"checks", &s.checks},
+        {"copies", &s.copies},
+        {"incomplete", &s.incomplete},
+        {"memory_mib", &s.memory_mib},
+        {"fail_malloc", &s.fail_malloc},
+        {"fail_mallocs", &s.fail_mallocs},
+        {"fail_nccl", &s.fail_nccl},
+        {"nccl_error", &s.nccl_error},
+        {"nccl_async", &s.nccl_async},
+        {"fail_launch", &s.fail_launch},
+        {"failing_mallocs", &s.failing_mallocs},
+    };
+    const auto field = fields.find(name);
+    return field != fields.end() ? field->second : nullptr;
+}
+
+/* Sets a field of Settings. Returns 0 if there is no such field. */
+int sim_set(const char *name, long value) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    long *const field = find_setting(name);
+    if (field != nullptr) {
+        *field = value;
+    }
+    return field != nullptr ? 1 : 0;
+}
+
+/* Returns a field of Settings, or -1 if there is no such field. */
+long sim_get(const char *name) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    const long *const field = find_setting(name);
+    return field != nullptr ? *field : -1;
+}
+
+/* Returns lines "name\tcount", sorted. The text is valid until the next call. */
+const char *sim_counts() {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    static std::string text;
+    std::ostringstream lines;
+    for (const auto &[name, value] : device().counts) {
+        lines << name << "\t" << value << "\n";
+    }
+    text = lines.str();
+    return text.c_str();
+}
+
+/* Returns finding number `index`, or NULL. */
+const char *sim_finding(size_t index) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    return index < device().findings.size() ? device().findings[index].c_str() : nullptr;
+}
+
+/* Drops findings, counts and recorded accesses. */
+void sim_reset() {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    device().findings.clear();
+    device().counts.clear();
+    device().accesses = {};
+}
+
+/* Starts the log of calls from the library whose path contains `library` (empty: stops it). The
+ * call of index `at` fails if it has the kind `kind`. */
+void sim_log_calls(const char *library, const char *kind, long at) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    sim::calls.clear();
+    sim::fault_kind = kind;
+    sim::fault_at = at;
+    sim::Range range{0, 0, library};
+    if (*library != '\0') {
+        dl_iterate_phdr(&sim::find_range, &range);
+    }
+    sim::library_begin = range.begin;
+    sim::library_end = range.end;
+}
+
+/* Writes the kind and at most `capacity` frames of logged call `index`. Returns the number of
+ * frames, or -1 without such a call. */
+int sim_call(size_t index, const char **kind, uintptr_t *frames, int capacity) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    if (index >= sim::calls.size()) {
+        return -1;
+    }
+    const sim::Call &call = sim::calls[index];
+    const int count = std::min(capacity, static_cast<int>(call.frames.size()));
+    std::copy_n(call.frames.begin(), count, frames);
+    *kind = call.kind;
+    return count;
+}
+
+/* Called by the generated functions, which are not simulated. The first returns
+ * cudaErrorNotSupported. */
+int sim_not_supported(const char *name) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    device().counts[std::string("not supported: ") + name]++;
+    return cudaErrorNotSupported;
+}
+
+int sim_without_effect(const char *name) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    device().counts[std::string("without effect: ") + name]++;
+    return 0;
+}
+
+/* Announces the number of ranks of the next part that ncclCommSplit makes. */
+void sim_announce_split(int size) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    device().split_sizes.push_back(size);
+}
+
+/* Ends the thread's binding of the primary context, as in a new thread. */
+void sim_unbind() {
+    sim::thread().bound = false;
+}
+}

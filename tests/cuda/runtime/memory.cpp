@@ -1,0 +1,97 @@
+/* Device memory and pinned memory: anonymous mappings, which take no memory before they are
+ * written. */
+#include <sys/mman.h>
+
+#include <cstring>
+
+#include "sim.h"
+
+namespace sim {
+
+namespace {
+
+struct Allocation {
+    size_t bytes = 0;
+    Kind kind = Kind::kNone;
+};
+
+std::map<uintptr_t, Allocation> &allocations() {
+    static auto *const all = new std::map<uintptr_t, Allocation>; /* under the device's mutex */
+    return *all;
+}
+
+} // namespace
+
+void *allocate(size_t bytes, Kind kind) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    Device &all = device();
+    const size_t size = bytes == 0 ? 1 : bytes;
+    if (kind == Kind::kDevice) {
+        count("malloc");
+        if (holds_gil()) {
+            count("malloc with GIL");
+        }
+        const bool fails = all.settings.failing_mallocs > 0;
+        if (fails || is_due(all.settings.fail_malloc)) {
+            all.settings.failing_mallocs =
+                (fails ? all.settings.failing_mallocs : all.settings.fail_mallocs) - 1;
+            count("malloc failed");
+            return nullptr;
+        }
+        if (all.used + size > static_cast<size_t>(all.settings.memory_mib) << 20) {
+            count("malloc failed");
+            return nullptr;
+        }
+    }
+    void *const address = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (address == MAP_FAILED) {
+        return nullptr;
+    }
+    allocations()[reinterpret_cast<uintptr_t>(address)] = Allocation{size, kind};
+    if (kind == Kind::kDevice) {
+        all.used += size;
+        all.peak = all.used > all.peak ? all.used : all.peak;
+    }
+    return address;
+}
+
+bool release(void *address) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    const auto found = allocations().find(reinterpret_cast<uintptr_t>(address));
+    if (found == allocations().end()) {
+        return address == nullptr;
+    }
+    if (found->second.kind == Kind::kDevice) {
+        count("free");
+        device().used -= found->second.bytes;
+    }
+    device().accesses.forget(found->first, found->first + found->second.bytes);
+    munmap(address, found->second.bytes);
+    allocations().erase(found);
+    return true;
+}
+
+Kind kind_of(const void *address) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    const auto next = allocations().upper_bound(at);
+    if (next == allocations().begin()) {
+        return Kind::kNone;
+    }
+    const auto found = std::prev(next);
+    return at < found->first + found->second.bytes ? found->second.kind : Kind::kNone;
+}
+
+void copy(const Operation &by, void *dst, const void *src, size_t bytes) {
+    const bool within = kind_of(dst) == Kind::kDevice && kind_of(src) == Kind::kDevice;
+    access(by, src, bytes, false);
+    access(by, dst, bytes, true);
+    const bool captured =
+        by.stream >= 0 && device().streams[static_cast<size_t>(by.stream)]->capture != nullptr;
+    if (!captured && dst != src && (!within || device().settings.copies != 0)) {
+        std::memmove(dst, src, bytes);
+    }
+}
+
+} // namespace sim

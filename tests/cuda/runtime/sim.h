@@ -1,0 +1,212 @@
+/* State of the simulated CUDA device: streams, events, memory, captures, counters, findings.
+ *
+ * The library of this header is linked by the substitutes of libcudart, libcuda, libnccl and
+ * libcublas. Device memory is host memory. Copies are executed at once; kernels are not executed.
+ * Vector clocks hold the order that streams and events guarantee: one clock per stream, event and
+ * the host. Each operation is one tick of its stream. An access that is not ordered after the last
+ * conflicting access of the same bytes is a finding, whatever the timing.
+ *
+ * All functions lock `device().mutex`, which is recursive. Functions that return int return the
+ * number of a cudaError_t. */
+#ifndef CUDA_SIM_H
+#define CUDA_SIM_H
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_set>
+#include <vector>
+
+namespace sim {
+
+/* ---- clocks ---- */
+
+using Tick = uint64_t;
+
+class Clock {
+  public:
+    void join(const Clock &other);
+    bool covers(int stream, Tick tick) const;
+    bool covers(const Clock &other) const;
+    Tick advance(int stream); /* returns the stream's next tick */
+
+  private:
+    std::vector<Tick> ticks_; /* by stream index; missing entries are 0 */
+};
+
+/* An operation on a stream. */
+struct Operation {
+    int stream = -1; /* -1: no operation */
+    Tick tick = 0;
+    const char *name = "";
+    uint64_t serial = 0; /* number of the operation, in the order of the host's calls */
+};
+
+/* ---- accesses ---- */
+
+struct Access {
+    uintptr_t from = 0;
+    uintptr_t to = 0;
+    bool write = false;
+};
+
+/* The last accesses of all bytes. */
+class Accesses {
+  public:
+    /* Records an access by `by`, whose clock is `clock`. Reports it if it is not ordered after the
+     * last conflicting access. */
+    void add(const Access &access, const Operation &by, const Clock &clock);
+    void forget(uintptr_t from, uintptr_t to);
+
+  private:
+    struct Cell {
+        uintptr_t end = 0;
+        Operation write;
+        std::vector<Operation> reads; /* since the write; at most one per stream */
+    };
+    std::map<uintptr_t, Cell> cells_;
+
+    void split(uintptr_t at);
+};
+
+/* ---- streams, events, captures ---- */
+
+enum class Mode { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 }; /* as cudaStreamCaptureMode */
+
+struct Graph {
+    std::vector<Access> accesses; /* of all captured operations, in order */
+    size_t operations = 0;
+    std::vector<std::shared_ptr<void>> objects; /* user objects; freed with the last copy */
+};
+
+struct Capture {
+    uint64_t id = 0;
+    int origin = 0;
+    Mode mode = Mode::kGlobal;
+    std::thread::id thread;
+    bool invalidated = false;
+    Accesses accesses;
+    std::unique_ptr<Graph> graph;
+    std::map<int, Operation> last; /* last captured operation, by stream */
+};
+
+struct Stream {
+    int index = 0;
+    int priority = 0;
+    bool blocking = true; /* synchronizes with the legacy default stream */
+    Clock clock;
+    std::shared_ptr<Capture> capture; /* NULL: not captured */
+};
+
+struct Event {
+    Clock clock;
+    bool recorded = false;
+    std::shared_ptr<Capture> capture; /* of the last record; NULL: not captured */
+};
+
+/* Handles 0, 1 (legacy default stream) and 2 (default stream of the thread) are no pointers. */
+Stream &stream_of(const void *handle);
+Stream *new_stream(int priority, bool blocking);
+Event *event_of(const void *handle); /* NULL, and a finding, if the event was destroyed */
+Event *new_event();
+void destroy_event(Event *event);
+
+/* Starts an operation on the stream. Returns an error number if the capture rules refuse it. */
+int begin(Stream &stream, const char *name, Operation *out);
+/* Starts a kernel. Its accesses follow as calls of access(), or through Device::on_launch. */
+int launch(Stream &stream, const char *name, Operation *out);
+void access(const Operation &by, const void *data, size_t bytes, bool write);
+int record(Event &event, Stream &stream, bool external);
+int wait(Stream &stream, const Event &event, bool external);
+/* The host waits for the stream, the event, or all streams. Returns an error number. */
+int synchronize(Stream &stream);
+int synchronize(const Event &event);
+int synchronize_all();
+int query(const Stream &stream);
+int query(const Event &event);
+
+/* Returns 0, or an error number if this thread must not make an unsafe call during a capture. Such
+ * a call invalidates the captures that forbid it. */
+int check_unsafe_call(const char *name);
+Mode exchange_mode(Mode mode); /* of this thread; returns the previous mode */
+int begin_capture(Stream &stream, Mode mode);
+int end_capture(Stream &stream, Graph **graph);
+int launch_graph(const Graph &graph, Stream &stream);
+
+/* ---- memory ---- */
+
+enum class Kind { kNone, kDevice, kPinned };
+
+void *allocate(size_t bytes, Kind kind); /* NULL without memory */
+bool release(void *address);
+Kind kind_of(const void *address);
+/* Copies unless copies between device memory are off. */
+void copy(const Operation &by, void *dst, const void *src, size_t bytes);
+
+/* ---- the device ---- */
+
+/* Changed through sim_set(). */
+struct Settings {
+    long checks = 0; /* accesses are checked */
+    long copies = 1; /* copies within device memory, and sets, are executed */
+    /* Queries report work as unfinished until the host has waited, so that the order does not
+     * depend on the moment of a query. */
+    long incomplete = 0;
+    long memory_mib = 81920;
+    long fail_malloc = 0;     /* the n-th cudaMalloc from now on fails */
+    long fail_mallocs = 1;    /* and so many from it on */
+    long failing_mallocs = 0; /* calls of these that are still to come */
+    long fail_nccl = 0;       /* the n-th collective from now on fails */
+    long nccl_error = 3;      /* ncclResult_t of that collective */
+    long nccl_async = 0;      /* ncclResult_t that ncclCommGetAsyncError writes */
+    long fail_launch = 0;     /* the n-th launch of a driver kernel from now on fails */
+};
+
+struct Device {
+    std::recursive_mutex mutex;
+    Settings settings;
+    std::vector<std::unique_ptr<Stream>> streams; /* 0: the legacy default stream */
+    std::unordered_set<const Event *> events;
+    std::vector<std::shared_ptr<Capture>> captures; /* active */
+    Clock host;                                     /* operations for which the host has waited */
+    Accesses accesses;
+    uint64_t serial = 0;
+    uint64_t capture_serial = 0;
+    size_t used = 0;
+    size_t peak = 0;
+    std::map<std::string, long> counts;
+    std::vector<std::string> findings;
+    std::deque<int> split_sizes; /* ranks of the next parts that ncclCommSplit makes */
+    /* Called after each kernel launch: observes the accesses of torch's operators. */
+    void (*on_launch)(Operation *by) = nullptr;
+};
+
+Device &device();
+void count(const char *name);
+void report(const std::string &text);
+std::string describe(const Operation &operation);
+bool holds_gil();
+/* Counts down a setting that is a number of calls. Returns true at its last call. */
+bool is_due(long &calls);
+
+/* ---- seeded bugs: calls that order streams ---- */
+
+/* Logs a call whose stack contains the library of sim_log_calls(). Returns true if the armed fault
+ * must happen at this call. */
+bool log_call(const char *kind);
+
+/* ---- state of a thread ---- */
+
+struct Thread {
+    int last_error = 0;
+    bool bound = false; /* the primary context is current */
+};
+Thread &thread();
+
+} // namespace sim
+
+#endif

@@ -1,0 +1,271 @@
+/* Streams, events and the host's waits.
+ *
+ * Work on the legacy default stream is ordered after all blocking streams, and work on a blocking
+ * stream after the legacy default stream. torch's pool has streams that do not block. */
+#include <cuda_runtime_api.h>
+
+#include "sim.h"
+
+namespace sim {
+
+Stream *new_stream(int priority, bool blocking) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    auto stream = std::make_unique<Stream>();
+    stream->index = static_cast<int>(device().streams.size());
+    stream->priority = priority;
+    stream->blocking = blocking;
+    device().streams.push_back(std::move(stream));
+    return device().streams.back().get();
+}
+
+Stream &stream_of(const void *handle) {
+    const auto number = reinterpret_cast<uintptr_t>(handle);
+    if (number <= 1) {
+        return *device().streams[0];
+    }
+    if (number == 2) {
+        static thread_local Stream *const own = new_stream(0, true);
+        return *own;
+    }
+    return *static_cast<Stream *>(const_cast<void *>(handle));
+}
+
+Event *new_event() {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    auto *const event = new Event;
+    device().events.insert(event);
+    return event;
+}
+
+Event *event_of(const void *handle) {
+    auto *const event = static_cast<Event *>(const_cast<void *>(handle));
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    if (device().events.count(event) == 0) {
+        report("an event is used after it was destroyed");
+        return nullptr;
+    }
+    return event;
+}
+
+void destroy_event(Event *event) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    device().events.erase(event);
+    delete event;
+}
+
+namespace {
+
+/* Orders the stream after the streams that wait implicitly. */
+int order_implicitly(Stream &stream) {
+    Device &all = device();
+    if (stream.index == 0) {
+        for (const auto &other : all.streams) {
+            if (other->blocking && other->capture != nullptr) {
+                other->capture->invalidated = true;
+                return cudaErrorStreamCaptureImplicit;
+            }
+            if (other->blocking) {
+                stream.clock.join(other->clock);
+            }
+        }
+    } else if (stream.blocking && stream.capture == nullptr) {
+        stream.clock.join(all.streams[0]->clock);
+    }
+    return 0;
+}
+
+} // namespace
+
+int begin(Stream &stream, const char *name, Operation *out) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    Device &all = device();
+    thread().bound = true;
+    if (stream.capture != nullptr && stream.capture->invalidated) {
+        return cudaErrorStreamCaptureInvalidated;
+    }
+    if (const int error = order_implicitly(stream)) {
+        return error;
+    }
+    if (stream.capture == nullptr) {
+        stream.clock.join(all.host);
+    }
+    *out = Operation{stream.index, stream.clock.advance(stream.index), name, ++all.serial};
+    if (stream.capture != nullptr) {
+        stream.capture->last[stream.index] = *out;
+        stream.capture->graph->operations++;
+    }
+    return 0;
+}
+
+int launch(Stream &stream, const char *name, Operation *out) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    count("launch");
+    if (holds_gil()) {
+        count("launch with GIL");
+    }
+    if (const int error = begin(stream, name, out)) {
+        return error;
+    }
+    if (device().on_launch != nullptr) {
+        device().on_launch(out);
+    }
+    return 0;
+}
+
+void access(const Operation &by, const void *data, size_t bytes, bool write) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    Device &all = device();
+    if (all.settings.checks == 0 || by.stream < 0 || bytes == 0 || kind_of(data) == Kind::kNone) {
+        return;
+    }
+    const auto from = reinterpret_cast<uintptr_t>(data);
+    const Access accessed{from, from + bytes, write};
+    const Stream &stream = *all.streams[static_cast<size_t>(by.stream)];
+    if (stream.capture != nullptr) {
+        stream.capture->graph->accesses.push_back(accessed);
+        stream.capture->accesses.add(accessed, by, stream.clock);
+    } else {
+        all.accesses.add(accessed, by, stream.clock);
+    }
+}
+
+int record(Event &event, Stream &stream, bool external) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    count("record");
+    thread().bound = true;
+    if (stream.capture != nullptr && stream.capture->invalidated) {
+        return cudaErrorStreamCaptureInvalidated;
+    }
+    if (const int error = order_implicitly(stream)) {
+        return error;
+    }
+    Stream *source = &stream;
+    if (log_call("record")) { /* fault: the event is recorded on another stream */
+        static Stream *const other = new_stream(0, false);
+        source = other;
+    }
+    event.clock = source->clock;
+    event.clock.join(device().host);
+    event.recorded = true;
+    event.capture = external ? nullptr : stream.capture;
+    return 0;
+}
+
+int wait(Stream &stream, const Event &event, bool external) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    count("wait");
+    thread().bound = true;
+    if (!event.recorded || log_call("wait")) {
+        return 0;
+    }
+    const bool ended = event.capture != nullptr && event.capture->graph == nullptr;
+    if (stream.capture != nullptr && stream.capture->invalidated) {
+        return cudaErrorStreamCaptureInvalidated;
+    }
+    if (external) {
+        stream.clock.join(event.clock);
+        return 0;
+    }
+    if (ended) {
+        return cudaErrorCapturedEvent;
+    }
+    if (stream.capture != nullptr && event.capture == nullptr) {
+        stream.capture->invalidated = true;
+        return cudaErrorStreamCaptureIsolation;
+    }
+    if (stream.capture != nullptr && event.capture != stream.capture) {
+        stream.capture->invalidated = event.capture->invalidated = true;
+        return cudaErrorStreamCaptureMerge;
+    }
+    stream.capture = event.capture; /* a stream joins the capture of the event */
+    stream.clock.join(event.clock);
+    return 0;
+}
+
+int synchronize(Stream &stream) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    count("synchronize");
+    if (stream.capture != nullptr) {
+        stream.capture->invalidated = true;
+        return cudaErrorStreamCaptureUnsupported;
+    }
+    if (const int error = check_unsafe_call("cudaStreamSynchronize")) {
+        return error;
+    }
+    if (!log_call("synchronize")) {
+        device().host.join(stream.clock);
+    }
+    return 0;
+}
+
+int synchronize(const Event &event) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    count("synchronize");
+    if (event.capture != nullptr) {
+        return cudaErrorCapturedEvent;
+    }
+    if (const int error = check_unsafe_call("cudaEventSynchronize")) {
+        return error;
+    }
+    if (!log_call("synchronize")) {
+        device().host.join(event.clock);
+    }
+    return 0;
+}
+
+int synchronize_all() {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    count("synchronize");
+    for (const auto &stream : device().streams) {
+        if (stream->capture != nullptr) {
+            stream->capture->invalidated = true;
+            return cudaErrorStreamCaptureUnsupported;
+        }
+    }
+    for (const auto &stream : device().streams) {
+        device().host.join(stream->clock);
+    }
+    return 0;
+}
+
+namespace {
+
+/* Returns 0 if the work before `clock` is complete for the host. Such a result orders the host
+ * after the work, as a wait does. */
+int query_clock(const Clock &clock) {
+    Device &all = device();
+    if (all.settings.incomplete != 0 && !all.host.covers(clock)) {
+        return cudaErrorNotReady;
+    }
+    all.host.join(clock);
+    return 0;
+}
+
+} // namespace
+
+int query(const Stream &stream) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    count("query");
+    if (stream.capture != nullptr) {
+        stream.capture->invalidated = true;
+        return cudaErrorStreamCaptureUnsupported;
+    }
+    if (const int error = check_unsafe_call("cudaStreamQuery")) {
+        return error;
+    }
+    return query_clock(stream.clock);
+}
+
+int query(const Event &event) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    count("query");
+    if (event.capture != nullptr) {
+        return cudaErrorCapturedEvent;
+    }
+    if (const int error = check_unsafe_call("cudaEventQuery")) {
+        return error;
+    }
+    return event.recorded ? query_clock(event.clock) : 0;
+}
+
+} // namespace sim

@@ -1,0 +1,22 @@
+"""Launches, events, collectives and memory of one step, on torch's CUDA build."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
+JOBS = ["fsdp", "hsdp", "hsdp, 4 microbatches without all-reduce"]
+FIGURES = ["launch", "record", "wait", "collective", "memcpy", "peak MiB", "reserved MiB"]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_step_needs_at_most_torchs_launches_events_and_memory(run_worker: Any, job: str) -> None:
+    options = ("--size", "SMALL", "--blocks", "4", "--steps", "2")
+    torchs, own = (
+        run_worker("figures", "--measure", name, job, *options) for name in ("torch", "fsdp_c")
+    )
+    assert own["not supported"] == []
+    higher = {name: (torchs[name], own[name]) for name in FIGURES if own[name] > torchs[name]}
+    assert not higher

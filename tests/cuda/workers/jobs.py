@@ -1,0 +1,214 @@
+"""Training jobs on the simulated CUDA device, under torch's FSDP2 and under fsdp_c.
+
+This process is rank 0 of an NCCL group of 8 ranks. The other ranks are emulated: collectives
+declare their accesses and move no data between ranks. The module must be imported after
+``stub_runtime.start()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import stub_runtime
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+WORLD = 8
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a decoder model."""
+
+    width: int
+    hidden: int
+    heads_width: int
+    """Width of the keys and values."""
+    vocabulary: int
+    tokens: int
+
+
+SMALL = Size(64, 128, 32, 96, 16)
+LLAMA_8B = Size(4096, 14336, 1024, 32000, 1024)
+
+
+class Block(nn.Module):
+    """A decoder block without attention: the products, norms and sizes of Llama."""
+
+    def __init__(self, size: Size, checkpoints: bool) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.norm1, self.norm2 = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
+        self.q = nn.Linear(size.width, size.width, bias=False)
+        self.k = nn.Linear(size.width, size.heads_width, bias=False)
+        self.v = nn.Linear(size.width, size.heads_width, bias=False)
+        self.o = nn.Linear(size.width, size.width, bias=False)
+        self.gate = nn.Linear(size.width, size.hidden, bias=False)
+        self.up = nn.Linear(size.width, size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpoints and torch.is_grad_enabled():
+            return checkpoint(self.compute, x, use_reentrant=False)
+        return self.compute(x)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        repeats = y.shape[-1] // self.k.out_features
+        mixed = self.k(y).repeat(1, 1, repeats) + self.v(y).repeat(1, 1, repeats)
+        x = x + self.o(self.q(y) * mixed)
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    """An embedding, blocks, a norm and a head."""
+
+    def __init__(self, size: Size, blocks: int, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size, checkpoints) for _ in range(blocks))
+        self.norm = nn.RMSNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings of one job. The defaults are those of ``fully_shard``."""
+
+    hsdp: bool = False
+    replicate: bool = False
+    reshard: bool | int | None = None
+    mixed: bool = True
+    checkpoints: bool = False
+    microbatches: int = 1
+    sync_last: bool = False
+    """Only the last microbatch reduces (``set_requires_gradient_sync``)."""
+    all_reduce_last: bool = False
+    """Only the last microbatch all-reduces (``set_requires_all_reduce``)."""
+    offload: bool = False
+    grouped_head: bool = False
+    """``fully_shard([norm, head])``."""
+    odd: bool = False
+    """Each block has a parameter of one element."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+JOBS: dict[str, Job] = {
+    "fsdp": Job(),
+    "fsdp, float32": Job(mixed=False),
+    "fsdp, kept after forward": Job(reshard=False),
+    "fsdp, checkpointing": Job(checkpoints=True),
+    "fsdp, 4 microbatches without sync": Job(microbatches=4, sync_last=True),
+    "fsdp, grouped head": Job(grouped_head=True),
+    "fsdp, smaller group after forward": Job(reshard=2),
+    "hsdp": Job(hsdp=True),
+    "hsdp, 4 microbatches without all-reduce": Job(hsdp=True, microbatches=4, all_reduce_last=True),
+    "replicate": Job(replicate=True),
+    "offload": Job(offload=True),
+}
+
+
+def _announce_splits() -> None:
+    """Announces to the device the size of each group that a mesh splits from the default group."""
+    split_group: Any = device_mesh.split_group
+
+    def announce(*args: Any, split_ranks: list[list[int]], **kwargs: Any) -> Any:
+        stub_runtime.start().announce_split(next(len(part) for part in split_ranks if 0 in part))
+        return split_group(*args, split_ranks=split_ranks, **kwargs)
+
+    device_mesh.split_group = announce
+
+
+def join_group() -> None:
+    """Makes this process rank 0 of an NCCL group."""
+    torch.cuda.set_device(0)
+    _announce_splits()
+    dist.init_process_group("nccl", rank=0, world_size=WORLD, store=dist.HashStore())
+
+
+def make_mesh(job: Job) -> DeviceMesh:
+    if job.hsdp:
+        return init_device_mesh("cuda", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cuda", (WORLD,), mesh_dim_names=("shard",))
+
+
+def functions_of(implementation: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns ``fully_shard`` and ``replicate`` of "torch" or "fsdp_c"."""
+    if implementation == "torch":
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard, replicate
+    import fsdp_c
+
+    return fsdp_c.fully_shard, fsdp_c.replicate
+
+
+class Training:
+    """A model and optimizer. ``implementation``: "bare" (one device), "torch" or "fsdp_c"."""
+
+    def __init__(self, implementation: str, job: Job, size: Size = SMALL, blocks: int = 2) -> None:
+        self.implementation, self.job = implementation, job
+        with torch.device("cpu" if job.offload else "cuda"):
+            self.model: Any = Decoder(size, blocks, job.checkpoints)
+            if job.odd:
+                for block in self.model.blocks:
+                    block.norm1.bias = nn.Parameter(torch.zeros(1))
+        if implementation == "bare":
+            self.model.to(torch.bfloat16 if job.mixed else torch.float32)
+        else:
+            self._shard()
+        if job.offload and implementation == "bare":
+            self.model.cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=not job.offload)
+        self.tokens = torch.zeros(1, size.tokens, dtype=torch.long, device="cuda")
+
+    def _shard(self) -> None:
+        job, (fully_shard, replicate) = self.job, functions_of(self.implementation)
+        options: dict[str, Any] = dict(job.options)
+        if job.mixed:
+            options["mp_policy"] = MIXED
+        if job.offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        options["mesh"] = make_mesh(job)
+        function = replicate if job.replicate else fully_shard
+        if not job.replicate and job.reshard is not None:
+            options["reshard_after_forward"] = job.reshard
+        for block in self.model.blocks:
+            function(block, **options)
+        if job.grouped_head:
+            function([self.model.norm, self.model.head], **options)
+        function(self.model, **options)
+
+    def accumulate(self) -> None:
+        """Runs the microbatches of one step."""
+        job = self.job
+        for index in range(job.microbatches):
+            last = index == job.microbatches - 1
+            if self.implementation != "bare" and job.sync_last:
+                self.model.set_requires_gradient_sync(last)
+            if self.implementation != "bare" and job.all_reduce_last:
+                self.model.set_requires_all_reduce(last)
+                self.model.set_is_last_backward(last)
+            self.model(self.tokens).float().sum().backward()
+
+    def step(self) -> None:
+        self.accumulate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()

@@ -1,0 +1,49 @@
+"""Checks that every access of a training step is ordered after the last conflicting access.
+
+``python ordering.py IMPLEMENTATION`` prints a JSON object: for each job of ``jobs.py`` the findings
+of the device, and the number of operators' launches and fsdp_c's launches that were observed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import stub_runtime
+
+STEPS = 3
+
+
+def check(implementation: str) -> dict[str, Any]:
+    """Trains each job for a few steps with checked accesses."""
+    device = stub_runtime.start()
+    import jobs
+
+    jobs.join_group()
+    results = {}
+    for name, job in jobs.JOBS.items():
+        training = jobs.Training(implementation, job)
+        training.step()
+        device.reset()
+        device.observe()
+        for _ in range(STEPS):
+            training.step()
+        device.observe(False)
+        counts = device.counts()
+        results[name] = {
+            "findings": device.findings(),
+            "launches": counts.get("launch", 0),
+            "own launches": counts.get("launch of fsdp_c", 0),
+            "collectives": counts.get("collective", 0),
+            "without context": counts.get("launch without context", 0),
+        }
+    return results
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(check(sys.argv[1])), flush=True)
+    os._exit(0)
