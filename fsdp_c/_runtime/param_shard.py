@@ -61,7 +61,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
     may_reduce_grad_outside_dp: bool
 
     @property
-    def unsharded_accumulated_grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def unsharded_accumulated_grad(self) -> torch.Tensor | None:
         """The gradient of backwards that did not reduce; since torch 2.15, ``.grad``."""
         if self._accumulated is not None or not REDUCES_AS_STORED:
             return self._accumulated
