@@ -22,7 +22,8 @@ pause_type_check: Any = contextlib.nullcontext
 """Returns a context manager that pauses the check of types in this thread."""
 
 if IS_AVAILABLE:
-    _spmd: Any = torch_param.spmd  # type: ignore[attr-defined]
+    _torch_names: Any = torch_param
+    _spmd, _get_partition_spec = _torch_names.spmd, _torch_names.get_partition_spec
     pause_type_check = _spmd.no_typecheck
 
 _TYPE_ATTRIBUTES = ("_local_type", "_partition_spec")
@@ -47,9 +48,8 @@ def make_dtensor(fsdp_param: Any, param: nn.Parameter, mesh_info: Any) -> nn.Par
         ValueError: The types do not fit the mesh, or ``fully_shard`` was called without
             ``dp_mesh_dims``; raised by torch.
     """
-    spec = torch_param.get_partition_spec(param)  # type: ignore[attr-defined]
     result = fsdp_param._resolve_spmd_types_for_storage(
-        param, spec, _spmd.get_local_type(param), mesh_info
+        param, _get_partition_spec(param), _spmd.get_local_type(param), mesh_info
     )
     if param._has_grad_dtype_override:  # type: ignore[attr-defined]
         result.grad_dtype = param.grad_dtype

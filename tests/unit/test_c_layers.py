@@ -122,7 +122,14 @@ def test_only_state_machine_modules_take_fc_group() -> None:
 DIVIDER = "/* ---- names of torch's private interface;"
 FOR_TESTS = {"_buckets", "_check", "deferred_collectives"}
 """Attributes that neither fsdp_c's Python code nor torch reads: tests read them."""
-SIMULATIONS = {"dry_run.py", "advice.py", "fake_step.py", "step_memory.py", "trace_spans.py"}
+SIMULATIONS = {
+    "dry_run.py",
+    "advice.py",
+    "fake_step.py",
+    "step_advice.py",
+    "step_memory.py",
+    "trace_spans.py",
+}
 """Files that simulate a step. Some of their own attributes have names of torch's attributes."""
 _TABLE = re.compile(r"^(?:static )?Py(?:GetSet|Method)Def \w+\[\] = .*?^};", re.M | re.S)
 _ENTRY = re.compile(r'^    (?:\{|GROUP_FLAG\()"(\w+)",', re.M)
