@@ -84,7 +84,7 @@ def test_readme_blocks_finds_every_python_fence() -> None:
         assert text.count("```python") + text.count("```py\n") == len(readme.blocks(text)), path
 
 
-def test_document_blocks_that_are_not_run_need_a_library_of_another_environment() -> None:
+def test_document_blocks_that_are_not_run_need_another_environment() -> None:
     reasons = []
     for path in DOCUMENTS:
         text = path.read_text()
@@ -92,6 +92,7 @@ def test_document_blocks_that_are_not_run_need_a_library_of_another_environment(
         assert text.count("<!-- not run") == len([reason for reason in found if reason]), path
         reasons += [reason for reason in found if reason]
     assert [reason.partition(";")[0] for reason in reasons] == [
+        "needs CUDA",
         "needs accelerate",
         "needs transformers",
         "needs TRL",
