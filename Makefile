@@ -80,7 +80,7 @@ SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
 # Cached results of torch's FSDP2 in the behavior scenarios, because `make test` runs these with two builds of fsdp_c.
 TORCH_OUTCOMES := $(CURDIR)/build/torch-outcomes
-C_FILES = $(shell find csrc tests/c tests/accelerator/device tests/cuda/runtime -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.hpp' -o -name '*.cuh')
+C_FILES = $(shell find csrc tests/c tests/accelerator/device tests/cuda/runtime tests/harness/simulation -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.hpp' -o -name '*.cuh')
 
 # Imports fsdp_c from this checkout, also in child processes, even if the environment was installed for another one.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))

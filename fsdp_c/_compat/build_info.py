@@ -25,7 +25,7 @@ BUILD_RECORD = Path(__file__).parents[1] / "_C.json"
 
 @dataclass(frozen=True)
 class Build:
-    """What one extension was built against.
+    """The torch release and the kernels of one extension.
 
     Attributes:
         torch: The release of torch, with its local part: ``2.13.0+cpu``.

@@ -3,41 +3,9 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <sstream>
 
 namespace sim {
-
-void Clock::join(const Clock &other) {
-    if (ticks_.size() < other.ticks_.size()) {
-        ticks_.resize(other.ticks_.size());
-    }
-    for (size_t i = 0; i < other.ticks_.size(); i++) {
-        ticks_[i] = std::max(ticks_[i], other.ticks_[i]);
-    }
-}
-
-bool Clock::covers(int stream_index, Tick tick) const {
-    const auto index = static_cast<size_t>(stream_index);
-    return tick == 0 || (index < ticks_.size() && ticks_[index] >= tick);
-}
-
-bool Clock::covers(const Clock &other) const {
-    for (size_t i = 0; i < other.ticks_.size(); i++) {
-        if (!covers(static_cast<int>(i), other.ticks_[i])) {
-            return false;
-        }
-    }
-    return true;
-}
-
-Tick Clock::advance(int stream_index) {
-    const auto index = static_cast<size_t>(stream_index);
-    if (ticks_.size() <= index) {
-        ticks_.resize(index + 1);
-    }
-    return ++ticks_[index];
-}
 
 World &world() {
     static World *const only = new World; /* never freed: threads may run at exit */

@@ -1,11 +1,11 @@
 /* Vector clocks of the simulated device: of streams, events and the host.
  *
- * Each stream has an index. Every operation is one tick of its stream. A clock stores, for each
- * stream index, the tick up to which all operations are ordered before the clock's owner. An
- * operation that a clock covers is complete whatever the timing. `world().mutex` guards all state
- * of the simulated device. */
+ * An operation that a clock covers is complete whatever the timing. `world().mutex` guards all
+ * state of the simulated device. */
 #ifndef SIM_CLOCK_H
 #define SIM_CLOCK_H
+
+#include "../../harness/simulation/vector_clock.h"
 
 #include <c10/core/Stream.h>
 
@@ -20,19 +20,6 @@ namespace sim {
 
 constexpr int kDevices = 8;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-
-using Tick = uint64_t;
-
-class Clock {
-  public:
-    void join(const Clock &other);
-    bool covers(int stream_index, Tick tick) const;
-    bool covers(const Clock &other) const;
-    Tick advance(int stream_index); /* returns the stream's next tick */
-
-  private:
-    std::vector<Tick> ticks_; /* by stream index; missing entries are 0 */
-};
 
 /* An operation on a stream, and its tick: the last access of a piece of memory. */
 struct Epoch {

@@ -2,6 +2,7 @@
 #ifndef SIM_JOURNAL_H
 #define SIM_JOURNAL_H
 
+#include "../../harness/simulation/library_frames.h"
 #include "clock.h"
 
 #include <map>
@@ -22,8 +23,7 @@ struct Journal {
     std::vector<std::string> findings;
     std::map<std::string, uint64_t> counts; /* by name of operation or kind of call */
     std::vector<Call> calls;                /* calls from the logged library */
-    uintptr_t library_begin = 0;            /* address range of the library; 0: none */
-    uintptr_t library_end = 0;
+    LibraryFrames logged_library;
     std::string fault;     /* "drop", "wrong stream", "other stream", "early free", or empty */
     int64_t fault_at = -1; /* index of the logged call that fails */
 

@@ -1,41 +1,10 @@
-/* Vector clocks, and the check of accesses. */
+/* The check of accesses. */
 #include <algorithm>
 #include <sstream>
 
 #include "sim.h"
 
 namespace sim {
-
-void Clock::join(const Clock &other) {
-    if (ticks_.size() < other.ticks_.size()) {
-        ticks_.resize(other.ticks_.size());
-    }
-    for (size_t i = 0; i < other.ticks_.size(); i++) {
-        ticks_[i] = std::max(ticks_[i], other.ticks_[i]);
-    }
-}
-
-bool Clock::covers(int stream, Tick tick) const {
-    const auto index = static_cast<size_t>(stream);
-    return tick == 0 || (index < ticks_.size() && ticks_[index] >= tick);
-}
-
-bool Clock::covers(const Clock &other) const {
-    for (size_t i = 0; i < other.ticks_.size(); i++) {
-        if (!covers(static_cast<int>(i), other.ticks_[i])) {
-            return false;
-        }
-    }
-    return true;
-}
-
-Tick Clock::advance(int stream) {
-    const auto index = static_cast<size_t>(stream);
-    if (ticks_.size() <= index) {
-        ticks_.resize(index + 1);
-    }
-    return ++ticks_[index];
-}
 
 std::string describe(const Operation &operation) {
     std::ostringstream text;

@@ -1,14 +1,11 @@
 /* The device itself, and the functions that tests call through ctypes. */
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
-#include <execinfo.h>
-#include <link.h>
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <sstream>
 
+#include "../../harness/simulation/library_frames.h"
 #include "sim.h"
 
 namespace sim {
@@ -58,44 +55,17 @@ struct Call {
 };
 
 std::vector<Call> calls;
-uintptr_t library_begin, library_end; /* 0: nothing is logged */
+LibraryFrames logged_library;
 std::string fault_kind;
 long fault_at = -1;
-
-struct Range {
-    uintptr_t begin = 0, end = 0;
-    const char *library;
-};
-
-int find_range(dl_phdr_info *info, size_t, void *data) {
-    auto *const range = static_cast<Range *>(data);
-    if (std::strstr(info->dlpi_name, range->library) == nullptr) {
-        return 0;
-    }
-    range->begin = info->dlpi_addr;
-    for (int i = 0; i < info->dlpi_phnum; i++) {
-        const auto &segment = info->dlpi_phdr[i];
-        range->end =
-            std::max<uintptr_t>(range->end, range->begin + segment.p_vaddr + segment.p_memsz);
-    }
-    return 1;
-}
 
 } // namespace
 
 bool log_call(const char *kind) {
-    if (library_end == 0) {
+    if (!logged_library.is_selected()) {
         return false;
     }
-    std::array<void *, 48> stack{};
-    const int depth = backtrace(stack.data(), static_cast<int>(stack.size()));
-    std::vector<uintptr_t> frames;
-    for (int i = 0; i < depth; i++) {
-        const auto address = reinterpret_cast<uintptr_t>(stack.at(static_cast<size_t>(i)));
-        if (address >= library_begin && address < library_end) {
-            frames.push_back(address - library_begin);
-        }
-    }
+    std::vector<uintptr_t> frames = logged_library.read();
     if (frames.empty()) {
         return false;
     }
@@ -181,12 +151,7 @@ void sim_log_calls(const char *library, const char *kind, long at) {
     sim::calls.clear();
     sim::fault_kind = kind;
     sim::fault_at = at;
-    sim::Range range{0, 0, library};
-    if (*library != '\0') {
-        dl_iterate_phdr(&sim::find_range, &range);
-    }
-    sim::library_begin = range.begin;
-    sim::library_end = range.end;
+    sim::logged_library.select(library);
 }
 
 /* Writes the kind and at most `capacity` frames of logged call `index`. Returns the number of

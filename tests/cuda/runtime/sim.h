@@ -21,22 +21,9 @@
 #include <unordered_set>
 #include <vector>
 
+#include "../../harness/simulation/vector_clock.h"
+
 namespace sim {
-
-/* ---- clocks ---- */
-
-using Tick = uint64_t;
-
-class Clock {
-  public:
-    void join(const Clock &other);
-    bool covers(int stream, Tick tick) const;
-    bool covers(const Clock &other) const;
-    Tick advance(int stream); /* returns the stream's next tick */
-
-  private:
-    std::vector<Tick> ticks_; /* by stream index; missing entries are 0 */
-};
 
 /* An operation on a stream. */
 struct Operation {

@@ -25,6 +25,7 @@ SOURCES = ROOT / "tests/cuda/runtime"
 KERNEL_HEADERS = tuple(
     ROOT / "csrc/kernels" / name for name in ("batch.cuh", "index.h", "kernels.h")
 )
+HEADERS = tuple(sorted((ROOT / "tests/harness/simulation").glob("*.h")))
 STATE = ("clock", "stream", "capture", "memory", "control")
 FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-Wall", "-Wextra")
 GENERATED_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
@@ -112,7 +113,7 @@ def _digest(text: str) -> str:
 
 def _is_current(target: Path, *sources: Path) -> bool:
     """Returns whether ``target`` was built from ``sources``. If not, the caller must build it."""
-    texts = [*FLAGS, *(path.read_text() for path in (*sources, SOURCES / "sim.h"))]
+    texts = [*FLAGS, *(path.read_text() for path in (*sources, SOURCES / "sim.h", *HEADERS))]
     stamp, digest = target.with_name(f".{target.name}.digest"), _digest("".join(texts))
     if target.exists() and stamp.exists() and stamp.read_text() == digest:
         return True
