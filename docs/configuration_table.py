@@ -38,6 +38,11 @@ RUN = {
     "FSDP_C_CLIP": Variable(
         SWITCH, "on", "After `FSDP_C=1` or `install()`, torch's clipping functions use the C path"
     ),
+    "FSDP_C_GUARD": Variable(
+        SWITCH,
+        "on",
+        "Ranks compare their models and collectives: [reliability](reliability.md#ranks-diverge)",
+    ),
     "FSDP_C_JIT": Variable(
         SWITCH, "off", "NVRTC compiles the CUDA kernels at first use, if the build has none"
     ),

@@ -32,6 +32,7 @@ from .clip import clip_grad_norm_
 from .full_params import full_params
 from .fully_shard import fully_shard
 from .generate import generate_with
+from .guard import set_guard
 from .install import install, is_active, uninstall
 from .no_sync import no_sync
 from .replicate import replicate
@@ -76,6 +77,7 @@ __all__ = [
     "release_memory",
     "replicate",
     "set_bucket_cap",
+    "set_guard",
     "set_reduction_overlap",
     "set_transport",
     "trace",

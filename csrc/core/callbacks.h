@@ -7,7 +7,7 @@
 
 #include <stdbool.h>
 
-#include "../bridge/types.h"
+#include "../transport/transport.h"
 #include "param.h"
 
 /* Bits of fc_group_base.fallbacks: operations that Python performs in place of the core. */
@@ -107,6 +107,11 @@ typedef struct fc_callbacks {
     /* Makes the current stream wait for the work of reduce(). May be NULL if reduce() queues no
      * work. */
     int (*finalize)(void *group);
+
+    /* Raises an exception, because the plans of two ranks differ (`result`). Always returns -1. If
+     * NULL, the core sets an error. */
+    int (*raise_plan_difference)(void *group, const char *process_group,
+                                 const fct_plan_result *result);
 
     /* Logs the debug line "FSDP::label (modules)". Called only if fc_group_base.logs is set. Never
      * fails. */

@@ -51,6 +51,7 @@ typedef struct fc_comm_ctx {
     /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. */
     fc_kept_buffer kept_rows[2];
     fc_order order;
+    uint32_t step; /* iterations of the roots of this context so far, for messages */
     fc_deferred_release *deferred; /* list; owned */
     fct_event **free_events;
     size_t free_event_count;

@@ -20,11 +20,16 @@ static double divisor_before(double factor) {
 }
 
 fc_divide fc_divide_split(const fc_divide_rule *rule) {
-    fc_divide divide = {
-        .before = 1.0, .after = 1.0, .op = FCT_SUM, .premultiply = 1.0, .all_reduce_op = FCT_SUM};
     int64_t ranks = rule->world * (rule->replicas > 0 ? rule->replicas : 1);
+    const double total = rule->has_factor ? rule->factor : (double)ranks;
+    fc_divide divide = {.before = 1.0,
+                        .after = 1.0,
+                        .op = FCT_SUM,
+                        .premultiply = 1.0,
+                        .all_reduce_op = FCT_SUM,
+                        .total = total};
     if (ranks == 1) {
-        divide.after = rule->has_factor ? rule->factor : 1.0;
+        divide.after = total;
         return divide;
     }
     if (!needs_two_divisions(rule->dtype) && !rule->force_sum) {
@@ -41,7 +46,6 @@ fc_divide fc_divide_split(const fc_divide_rule *rule) {
         }
         return divide;
     }
-    double total = rule->has_factor ? rule->factor : (double)ranks;
     if (needs_two_divisions(rule->dtype)) {
         divide.before = divisor_before(total);
     }

@@ -28,6 +28,7 @@ typedef struct fc_divide {
     fct_reduce_op op;   /* of the reduce-scatter */
     double premultiply; /* factor of FCT_PREMUL_SUM */
     fct_reduce_op all_reduce_op;
+    double total; /* divisor of the sum over all ranks, for messages */
 } fc_divide;
 
 /* Applies the rule. Never fails. */

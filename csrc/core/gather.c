@@ -8,6 +8,8 @@
 #include <assert.h>
 #include <string.h>
 
+#include "label.h"
+
 /* ---- init and fini ---- */
 
 void fc_gather_init(fc_gather *a, fc_group_base *base) {
@@ -150,8 +152,13 @@ static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, boo
                                        base->device, &base->comm->error);
 }
 
-/* Opens the process group, runs fsdp_pre_all_gather, updates the plan and orders the streams. With
- * one rank fsdp_pre_all_gather runs at copy-out instead. */
+/* Compares the plan, unless that was done. */
+static fc_status compare_plan(fc_gather *a, fc_process_group *pg, bool waits) {
+    return pg->compared ? FC_OK : fc_group_base_compare_plan(a->base, pg, waits);
+}
+
+/* Opens the process group, compares the plan, runs fsdp_pre_all_gather, updates the plan and orders
+ * the streams. With one rank fsdp_pre_all_gather runs at copy-out instead. */
 static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_stream *pack_stream,
                                 fc_pending_gather *pending) {
     fc_group_base *base = a->base;
@@ -160,6 +167,7 @@ static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_strea
     pending->plan = select_plan(a, post_forward);
     if (pending->pg->world > 1) {
         FC_TRY(fc_process_group_open(pending->pg));
+        FC_TRY(compare_plan(a, pending->pg, !pending->async_op && !a->prefetching));
     }
     FC_TRY(fc_group_base_open_reduction(base));
     if (pending->extended && pending->pg->world > 1) {
@@ -331,6 +339,12 @@ bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward) {
            fc_process_group_is_cpu_bound(pg, plan->row_bytes);
 }
 
+static fct_op_pass pass_of_mode(fc_stream_mode mode) {
+    return mode == FC_STREAM_DEFERRED  ? FCT_PASS_FORWARD
+           : mode == FC_STREAM_OVERLAP ? FCT_PASS_BACKWARD
+                                       : FCT_PASS_OTHER;
+}
+
 fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_stream_mode mode) {
     assert(!a->pending.active && mode <= FC_STREAM_DEFERRED);
     fc_group_base *base = a->base;
@@ -357,6 +371,8 @@ fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_str
         goto done;
     }
     FC_TRY(choose_split(a, &pending));
+    fc_label_set_gather(&pending.pg->label, base->comm, pass_of_mode(mode),
+                        pending.plan->row_bytes);
     if (range == NULL) {
         range = fc_group_base_enter_range(base, "all_gather");
     }
@@ -386,6 +402,9 @@ fc_status fc_gather_await(fc_gather *a) {
     assert(a->pending.active);
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
+    if (a->pending.work != NULL) {
+        FC_TRY(compare_plan(a, a->pending.pg, true));
+    }
     if (a->pending.done != NULL) {
         FC_TRY_RAISED(fct_event_wait(a->pending.done, fct_stream_current(base->device)));
     }

@@ -47,6 +47,7 @@ typedef struct fc_gather {
     /* tensors of the pending gather; owned chunks become parameter memory at copy-out */
     fc_chunks chunks;
     fct_event *resharded; /* end of the copy to post_forward_data; only with streams */
+    bool prefetching;     /* a later pass waits for the gather that is started next */
     bool keep_storage;    /* unsharded memory is never freed, so its addresses are stable */
     fc_pending_gather pending;
 } fc_gather;

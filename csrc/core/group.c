@@ -249,10 +249,10 @@ static fc_stream_mode stream_mode_for_pass(fc_training_state pass) {
     return pass == FC_PRE_BACKWARD ? FC_STREAM_OVERLAP : FC_STREAM_DIRECT;
 }
 
-/* Sets the training state to `pass` during the gather, because hooks of extended parameters read
- * the state, as in torch. */
+/* Sets the training state during the gather: hooks of extended parameters read it, as in torch. */
 static fc_status gather_in_pass(fc_group *g, fc_training_state pass, bool async_op) {
     const fc_training_state before = g->training_state;
+    g->gather.prefetching = before != pass;
     g->training_state = pass;
     fc_status status = fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD,
                                        async_op, stream_mode_for_pass(pass));

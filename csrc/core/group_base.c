@@ -77,6 +77,25 @@ done:
     return status;
 }
 
+fc_status fc_group_base_compare_plan(fc_group_base *base, fc_process_group *pg, bool waits) {
+    assert(base->comm != NULL);
+    fc_status status = FC_OK;
+    fct_plan_result result;
+    const fc_operation next = pg == &base->replicate ? FC_ALL_REDUCE : FC_ALL_GATHER;
+    FC_TRY(fc_process_group_compare_plan(pg, base->name, next, base->device, waits, &result));
+    if (result.state != FCT_PLANS_DIFFER) {
+        return FC_OK;
+    }
+    if (base->callbacks->raise_plan_difference == NULL) {
+        return fc_error_set(&base->comm->error, FC_ESTATE,
+                            "the model of rank %lld differs from that of rank 0",
+                            (long long)result.rank);
+    }
+    FC_TRY_RAISED(base->callbacks->raise_plan_difference(base->owner, pg->name, &result));
+done:
+    return status;
+}
+
 void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce) {
     assert(base->callbacks != NULL || (gather == NULL && reduce == NULL));
     fct_allocator *const previous[2] = {base->gather_memory, base->reduce_memory};

@@ -64,6 +64,10 @@ fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
 /* Opens the process groups that only a reduction uses, in forward's thread. If ranks are threads of
  * one process, process groups cannot be resolved in backward's thread. */
 FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
+/* Compares the plan of the process group `pg` with the other ranks, and raises an exception if a
+ * rank has another plan; see fc_process_group_compare_plan. */
+FC_CHECK fc_status fc_group_base_compare_plan(fc_group_base *base, fc_process_group *pg,
+                                              bool waits);
 /* Takes both allocators, which may be NULL. */
 void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce);
 /* Writes to *has whether `memory` (gather_memory or reduce_memory) serves the group's device. The

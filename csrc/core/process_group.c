@@ -5,6 +5,7 @@
 
 #include <assert.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "../bridge/error.h"
 
@@ -20,6 +21,12 @@ void fc_process_group_fini(fc_process_group *pg) {
 fc_status fc_process_group_open(fc_process_group *pg) {
     assert(pg->name != NULL || pg->handle != NULL);
     return pg->handle != NULL || fct_pg_resolve(pg->name, &pg->handle) == 0 ? FC_OK : FC_ERAISED;
+}
+
+void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan) {
+    assert(pg->world >= 0);
+    pg->plan = plan;
+    pg->compared = false;
 }
 
 fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more) {
@@ -47,10 +54,52 @@ static fc_status add_context(const fc_process_group *pg, const char *modules,
     return FC_ERAISED;
 }
 
+fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *modules,
+                                        fc_operation operation, fct_device device, bool waits,
+                                        fct_plan_result *result) {
+    assert(pg->name != NULL || pg->handle != NULL);
+    fc_status status = FC_OK;
+    *result = (fct_plan_result){.state = FCT_PLANS_EQUAL};
+    if (pg->compared) {
+        return FC_OK;
+    }
+    FC_TRY(fc_process_group_open(pg));
+    if (fct_compare_plan(pg->handle, device, pg->plan, waits, result) != 0) {
+        return add_context(pg, modules, operation);
+    }
+    pg->compared = result->state == FCT_PLANS_EQUAL;
+done:
+    return status;
+}
+
+/* Sets unit and name of the label. FNV-1a over the plan and the name. Returns early without a plan,
+ * so that the label stays unknown. */
+static void name_label(const fc_process_group *pg, const char *modules, fct_op_label *label) {
+    const uint64_t prime = UINT64_C(1099511628211);
+    label->unit = 0;
+    if (pg->plan == 0) {
+        return;
+    }
+    uint64_t hash = pg->plan;
+    const char *end = modules;
+    for (; *end != '\0'; end++) {
+        hash = (hash ^ (uint8_t)*end) * prime;
+    }
+    label->unit = hash != 0 ? hash : 1;
+    const size_t length = (size_t)(end - modules);
+    const size_t kept = length < sizeof label->name ? length : sizeof label->name - 1;
+    memcpy(label->name, end - kept, kept);
+    label->name[kept] = '\0';
+}
+
 /* Returns the tag of the next collective. */
 static fct_op_tag next_tag(fc_process_group *pg, const char *modules, fct_op_kind kind) {
-    return (fct_op_tag){
-        .kind = kind, .group = modules != NULL ? modules : "", .sequence = pg->issued++};
+    fct_op_tag tag = {.kind = kind,
+                      .group = modules != NULL ? modules : "",
+                      .sequence = pg->issued++,
+                      .label = pg->label};
+    name_label(pg, tag.group, &tag.label);
+    return tag;
 }
 
 fc_status fc_process_group_all_gather(fc_process_group *pg, const char *modules, fct_tensor *output,

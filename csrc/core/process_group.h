@@ -15,7 +15,10 @@ typedef struct fc_process_group {
     fct_pg *handle;   /* counted; resolved at first use */
     int64_t world;
     int64_t rank;
-    uint64_t issued; /* number of issued collectives, for operation tags */
+    uint64_t issued;    /* number of issued collectives, for operation tags */
+    uint64_t plan;      /* hash of the plan of the root over this process group; 0: not compared */
+    bool compared;      /* the plan was compared, or need not be */
+    fct_op_label label; /* of the next collective; the caller sets all fields but unit and name */
 } fc_process_group;
 
 typedef enum fc_operation { FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE } fc_operation;
@@ -29,6 +32,15 @@ void fc_process_group_fini(fc_process_group *pg);
 FC_CHECK fc_status fc_process_group_open(fc_process_group *pg);
 /* Registers `more` collectives that may be in flight in addition to one per parameter group. */
 FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more);
+
+/* Sets the hash of the plan. The next collective compares it. */
+void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan);
+
+/* Compares the plan with the other ranks before the collective `operation` of `modules`, unless
+ * that was done. `waits`: the caller waits for that collective at once. Opens the process group. */
+FC_CHECK fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *modules,
+                                                 fc_operation operation, fct_device device,
+                                                 bool waits, fct_plan_result *result);
 
 /* Issue one collective and open the process group if necessary. Tensors and *work are as in
  * transport/transport.h. `modules`: FQNs of the modules, "" or NULL for the root. */

@@ -116,6 +116,7 @@ static fc_status reduce_scatter(fc_reducer *reducer, fc_reduction *r, const fc_d
     const fc_group_base *base = reducer->base;
     fc_process_group *pg = fc_group_base_scatter_group(reducer->base);
     const fct_chunk_layout layout = fc_chunk_list_layout(&reducer->plan.chunks);
+    fc_reduction_set_label(r, r->count, divide, &pg->label);
     return reducer->plan.chunks.split
                ? fc_process_group_reduce_chunks(pg, base->name, row, reducer->chunks.tensors,
                                                 reducer->chunks.count, &layout, divide->op,
@@ -175,6 +176,8 @@ static fc_status issue_all_reduce(fc_reduction *r, const fc_divide *divide) {
     fc_status status = FC_OK;
     if (base->replicate.world > 1) {
         r->all_reducing = true;
+        FC_TRY(fc_group_base_compare_plan(base, &base->replicate, false));
+        fc_reduction_set_label(r, r->total, divide, &base->replicate.label);
         FC_TRY(fc_process_group_all_reduce(&base->replicate, base->name, r->output,
                                            divide->all_reduce_op, !base->comm->has_streams,
                                            &r->work));

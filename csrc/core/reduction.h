@@ -8,6 +8,7 @@
 #define FSDP_C_CORE_REDUCTION_H
 
 #include "group_base.h"
+#include "label.h"
 
 /* Created on the heap for each reduction. The row has one part per parameter, in the order of
  * `params`. */
@@ -39,6 +40,9 @@ typedef struct fc_reduction {
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total);
 /* Returns the elements of the whole row, of all `total` parameters and the gaps between them. */
 int64_t fc_reduction_row_numel(const fc_reduction *r);
+/* Writes the label of the collective over the first `count` parameters to *label. */
+void fc_reduction_set_label(const fc_reduction *r, size_t count, const fc_divide *divide,
+                            fct_op_label *label);
 /* Waits for the collective in flight. With streams, only orders the current stream after the
  * collective. */
 FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);

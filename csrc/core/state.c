@@ -356,6 +356,7 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
         FC_TRY(make_gathers_wait(s, event));
     }
     s->iteration->forward_root = s;
+    s->comm->step++;
     s->iteration->order_mark = s->comm->order.count;
     fct_memory_round();
 done:

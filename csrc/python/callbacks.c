@@ -302,6 +302,17 @@ static int callback_reduce_hook(void *owner, fct_tensor *row) {
     return drop_result(call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, row));
 }
 
+/* Ranks have different plans, so the process group is not used: the method reads the plans from the
+ * store of the process group. */
+static int callback_raise_plan_difference(void *owner, const char *process_group,
+                                          const fct_plan_result *result) {
+    fcpy_group *self = (fcpy_group *)owner;
+    (void)!drop_result(PyObject_CallMethod(
+        (PyObject *)self, "_raise_plan_difference", "sLKK", process_group, (long long)result->rank,
+        (unsigned long long)result->hashes[0], (unsigned long long)result->hashes[1]));
+    return -1;
+}
+
 static int callback_gather(void *owner, bool async_op, bool overlaps) {
     fcpy_group *self = (fcpy_group *)owner;
     return drop_result(PyObject_CallMethodObjArgs(
@@ -427,5 +438,6 @@ const fc_callbacks fcpy_callbacks = {
     .free_unsharded = callback_free_unsharded,
     .reduce = callback_reduce,
     .finalize = callback_finalize,
+    .raise_plan_difference = callback_raise_plan_difference,
     .log = fcpy_callback_log,
 };

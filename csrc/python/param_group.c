@@ -429,6 +429,19 @@ static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
                         kind);
 }
 
+/* _set_plans(shard, scatter, replicate, post_forward) */
+static PyObject *group_set_plans(PyObject *obj, PyObject *args) {
+    unsigned long long plans[FCPY_PROCESS_GROUPS] = {0};
+    if (!fcpy_group_check_initialized(as_group(obj)) ||
+        !PyArg_ParseTuple(args, "KKKK", &plans[0], &plans[1], &plans[2], &plans[3])) {
+        return NULL;
+    }
+    for (int i = 0; i < FCPY_PROCESS_GROUPS; i++) {
+        fc_process_group_set_plan(process_group_at(&as_group(obj)->core.base, i), plans[i]);
+    }
+    Py_RETURN_NONE;
+}
+
 /* _set_memory(gather, reduce) */
 static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
     PyObject *sources[2] = {NULL, NULL};
@@ -484,6 +497,9 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
 }
 
 static PyMethodDef group_methods[] = {
+    {"_set_plans", group_set_plans, METH_VARARGS,
+     "_set_plans(shard, scatter, replicate, post_forward): sets the 64-bit hash that is compared "
+     "before the first collective over each process group. 0: no comparison."},
     {"_set_process_group", group_set_process_group, METH_VARARGS,
      "_set_process_group(kind, name, world, rank, group=None): sets the process group for 'shard', "
      "'scatter', 'replicate' or 'post_forward' collectives. If group is None, it is looked up by "

@@ -13,15 +13,24 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/error.h"
+
 typedef enum negotiation_state { PENDING = 0, CONNECTING, ACCEPTED, DECLINED } negotiation_state;
 
-/* Integers of round 1: the number of this rank's fallback gathers (0: veto), then the fields of its
- * shm_ring_handle (0: no ring). */
-enum { CAPABILITIES = 4 };
+/* Integers of round 1: the number of this rank's fallback gathers (0: veto), the fields of its
+ * shm_ring_handle (0: no ring), the hash of its plan (0: none), and whether it waits. */
+enum { CAPABILITIES = 6, PLAN = 4, WAITS = 5 };
 
 /* The integer of round 2: whether a rank mapped all rings, and whether it has fewer than two CPUs
  * for each rank. */
 enum { NOT_CONNECTED = 0, CONNECTED, CONNECTED_OVERSUBSCRIBED };
+
+/* The hash of a plan, and the comparison with the other ranks. */
+typedef struct compared_plan {
+    uint64_t hash;
+    fct_exchange *round; /* NULL: not issued, or read */
+    fct_plan_result result;
+} compared_plan;
 
 struct shm_negotiation {
     atomic_uint owners;
@@ -37,6 +46,12 @@ struct shm_negotiation {
     fct_exchange *capabilities; /* round 1; NULL: not issued, or read */
     fct_exchange *connection;   /* round 2; NULL: not issued, or read */
     shm_ring_handle *handles;   /* of all ranks, from round 1 until the rings are mapped */
+    bool waits;                 /* sent in round 1 */
+    bool compares;              /* all ranks have sent a plan in round 1 */
+    uint64_t first_plan;        /* sent in round 1; 0: none */
+    fct_plan_result first_result;
+    compared_plan *plans; /* later plans */
+    size_t plan_count;
 };
 
 /* ---- parameter groups ---- */
@@ -134,6 +149,10 @@ void shm_negotiation_release(shm_negotiation *n) {
     }
     fct_exchange_release(n->capabilities);
     fct_exchange_release(n->connection);
+    for (size_t i = 0; i < n->plan_count; i++) {
+        fct_exchange_release(n->plans[i].round);
+    }
+    free(n->plans);
     shm_transport_release(n->transport);
     free(n->handles);
     (void)pthread_mutex_destroy(&n->mutex);
@@ -208,6 +227,40 @@ bool shm_negotiation_is_paused(const shm_negotiation *n) {
     return n->paused;
 }
 
+/* ---- plans ---- */
+
+static compared_plan *find_plan(const shm_negotiation *n, uint64_t hash) {
+    for (size_t i = 0; i < n->plan_count; i++) {
+        if (n->plans[i].hash == hash) {
+            return &n->plans[i];
+        }
+    }
+    return NULL;
+}
+
+/* Adds a plan whose result is unknown. Returns NULL without memory. */
+static compared_plan *add_plan(shm_negotiation *n, uint64_t hash) {
+    compared_plan *plans = (compared_plan *)realloc(n->plans, (n->plan_count + 1) * sizeof *plans);
+    if (plans == NULL) {
+        return NULL;
+    }
+    n->plans = plans;
+    n->plans[n->plan_count] = (compared_plan){.hash = hash};
+    return &n->plans[n->plan_count++];
+}
+
+/* Compares the hashes of all ranks, one for each `stride` integers. A rank without a plan is equal
+ * to all. */
+static fct_plan_result compare_hashes(const int64_t *hashes, int64_t world, int64_t stride) {
+    for (int64_t rank = 1; rank < world; rank++) {
+        const int64_t hash = hashes[rank * stride];
+        if (hash != 0 && hashes[0] != 0 && hash != hashes[0]) {
+            return (fct_plan_result){FCT_PLANS_DIFFER, rank, {(uint64_t)hashes[0], (uint64_t)hash}};
+        }
+    }
+    return (fct_plan_result){.state = FCT_PLANS_EQUAL};
+}
+
 /* ---- rounds ---- */
 
 /* Waits for the round of *exchange. Writes the integers of all ranks to *results, valid while the
@@ -235,6 +288,8 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
     const int64_t count = remove_count(fct_pg_name(pg));
     n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
     int64_t values[CAPABILITIES] = {0};
+    values[PLAN] = (int64_t)n->first_plan;
+    values[WAITS] = n->waits;
     if (accepts_shared_memory()) {
         bool attached = false;
         if (attach(pg, n, &attached) != 0) {
@@ -263,16 +318,21 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
     }
     if (get_state(n) == PENDING && n->capabilities == round) {
         const int64_t world = fct_pg_world_size(pg);
-        bool all_accept = true;
+        bool all_accept = true, all_wait = true;
+        n->compares = true;
         n->handles = (shm_ring_handle *)malloc((size_t)world * sizeof *n->handles);
         for (int64_t rank = 0; rank < world; rank++) {
             const int64_t *values = results + rank * CAPABILITIES;
             n->fallback_gathers = values[0] > n->fallback_gathers ? values[0] : n->fallback_gathers;
             all_accept = all_accept && values[0] != 0 && values[1] != 0;
+            all_wait = all_wait && values[WAITS] != 0;
+            n->compares = n->compares && values[PLAN] != 0;
             if (n->handles != NULL) {
                 n->handles[rank] = (shm_ring_handle){values[1], values[2], values[3]};
             }
         }
+        n->fallback_gathers = all_wait ? 0 : n->fallback_gathers;
+        n->first_result = compare_hashes(results + PLAN, world, CAPABILITIES);
         end_round(&n->capabilities);
         if (all_accept) {
             (void)pthread_mutex_lock(&n->mutex);
@@ -364,5 +424,92 @@ int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach 
         return -1;
     }
     *accepted = get_state(n) == ACCEPTED;
+    return 0;
+}
+
+/* ---- comparison of plans ---- */
+
+/* Waits for the exchange of a plan. `hash` identifies the entry, because another thread may add
+ * plans during the wait. */
+static int read_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash) {
+    const int64_t *hashes = NULL;
+    fct_exchange *round = wait_for_round(find_plan(n, hash)->round, &hashes);
+    if (round == NULL) {
+        return -1;
+    }
+    compared_plan *plan = find_plan(n, hash);
+    if (plan->round == round) {
+        plan->result = compare_hashes(hashes, fct_pg_world_size(pg), 1);
+        end_round(&plan->round);
+    }
+    fct_exchange_release(round);
+    return 0;
+}
+
+/* Compares a plan that round 1 did not carry, if all ranks sent a plan in round 1. */
+static int compare_later_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash, bool waits,
+                              fct_plan_result *result) {
+    const bool labels_are_compared = get_state(n) == ACCEPTED && !n->paused;
+    if (!n->compares || labels_are_compared) {
+        return 0;
+    }
+    compared_plan *plan = find_plan(n, hash);
+    plan = plan != NULL ? plan : add_plan(n, hash);
+    if (plan == NULL) {
+        fct_error_no_memory();
+        return -1;
+    }
+    const int64_t value = (int64_t)hash;
+    if (plan->round == NULL && plan->result.state == FCT_PLANS_UNKNOWN &&
+        fct_exchange_start(pg, &value, 1, &plan->round) != 0) {
+        return -1;
+    }
+    if (plan->round != NULL && waits && read_plan(n, pg, hash) != 0) {
+        return -1;
+    }
+    *result = find_plan(n, hash)->result;
+    return 0;
+}
+
+/* Completes round 1. If all ranks wait, also completes round 2. */
+static int settle_rounds(shm_negotiation *n, fct_pg *pg) {
+    if (get_state(n) == PENDING && read_capabilities(n, pg) != 0) {
+        return -1;
+    }
+    if (get_state(n) != CONNECTING || n->fallback_gathers != 0) {
+        return 0;
+    }
+    if (n->connection == NULL && connect_ranks(n, pg) != 0) {
+        return -1;
+    }
+    return n->connection != NULL ? read_connection(n, pg) : 0;
+}
+
+int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan, bool waits,
+                                 shm_attach attach, fct_plan_result *result) {
+    assert(attach != NULL && result != NULL);
+    *result = (fct_plan_result){.state = FCT_PLANS_EQUAL};
+    if (get_state(n) == PENDING && n->capabilities == NULL) {
+        if (n->paused) {
+            return 0;
+        }
+        n->waits = waits;
+        n->first_plan = plan;
+        if (start_negotiation(n, pg, attach) != 0) {
+            return -1;
+        }
+    }
+    const bool is_first = plan == n->first_plan;
+    if (n->capabilities != NULL && !waits && is_first) {
+        *result = n->first_result; /* unknown */
+        return 0;
+    }
+    if (settle_rounds(n, pg) != 0) {
+        return -1;
+    }
+    if (plan != 0 && !is_first) {
+        return compare_later_plan(n, pg, plan, waits, result);
+    }
+    *result = plan != 0 && n->compares ? n->first_result : *result;
     return 0;
 }

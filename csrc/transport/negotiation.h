@@ -27,9 +27,11 @@ extern "C" {
  *     declined    The fallback backend, gloo, moves the data.
  *
  * A rank does not wait where it issues a round, because its peers may be anywhere in their
- * programs. So gloo moves the `fallback_gathers` gathers that follow a round. `fallback_gathers` is
- * the largest number of parameter groups on any rank. Before a rank issues one more gather, it has
- * waited for one of these gathers. So its peers have issued that gather, and the round before it.
+ * programs, unless the rank waits there for its gather anyway (shm_negotiation_compare_plan). If a
+ * rank does not wait in round 1, gloo moves the `fallback_gathers` gathers that follow a round.
+ * `fallback_gathers` is the largest number of parameter groups on any rank. Before a rank issues
+ * one more gather, it has waited for one of these gathers. So its peers have issued that gather,
+ * and the round before it.
  */
 typedef struct shm_negotiation shm_negotiation;
 
@@ -48,6 +50,19 @@ shm_negotiation *shm_negotiation_new(void); /* NULL: no memory */
 void shm_negotiation_retain(shm_negotiation *n);
 void shm_negotiation_release(shm_negotiation *n); /* NULL is allowed */
 
+/* The result of a comparison of plans. For FCT_PLANS_DIFFER, `rank` is the first rank whose plan
+ * differs from that of rank 0, and `hashes` are those of rank 0 and of that rank. */
+typedef enum fct_plan_state {
+    FCT_PLANS_UNKNOWN = 0, /* the answers of the other ranks are not read yet */
+    FCT_PLANS_EQUAL,       /* or not compared */
+    FCT_PLANS_DIFFER,
+} fct_plan_state;
+typedef struct fct_plan_result {
+    fct_plan_state state;
+    int64_t rank;
+    uint64_t hashes[2];
+} fct_plan_result;
+
 /* Registers the negotiation with the process group, so that the group's end calls
  * shm_negotiation_close. Writes false to *attached if the process group does not support a
  * negotiation. Returns -1 with a Python exception. */
@@ -60,6 +75,15 @@ typedef int (*shm_attach)(fct_pg *pg, shm_negotiation *n, bool *attached);
  * negotiation is not paused. */
 FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
                                   bool *accepted);
+/* Compares the hash of this rank's plan with those of all ranks, before a gather or an all-reduce.
+ * `plan` 0: this rank has no hash, and no comparison takes place. Round 1 carries the first hash of
+ * a process group. Shared memory carries later hashes in the labels of messages (op_tag.h), and
+ * gloo in one exchange per hash. `waits`: the caller waits for its collective before it returns to
+ * the user, so the call waits for the answers. If all ranks wait in round 1, the call also
+ * completes round 2, and the fallback moves no gather. Errors and repetition as in
+ * shm_negotiation_run. */
+FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan,
+                                           bool waits, shm_attach attach, fct_plan_result *result);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);
 /* While a negotiation is paused, the fallback moves all data. All ranks must call the setter at the

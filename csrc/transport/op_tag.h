@@ -2,6 +2,7 @@
 #ifndef FSDP_C_TRANSPORT_OP_TAG_H
 #define FSDP_C_TRANSPORT_OP_TAG_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "../bridge/collective.h"
@@ -10,12 +11,29 @@
 extern "C" {
 #endif
 
-/* Identifies a collective of one process group. The same collective has the same tag on all ranks.
- * Transports do not compare tags yet. */
+typedef enum fct_op_pass { FCT_PASS_FORWARD = 0, FCT_PASS_BACKWARD, FCT_PASS_OTHER } fct_op_pass;
+
+enum { FCT_LABEL_NAME_BYTES = 48 };
+
+/* The part of a tag that ranks compare: `unit`, `params` and `contents`. The other fields are for
+ * messages. Step and pass may differ: a rank may call unshard() where another rank runs forward. */
+typedef struct fct_op_label {
+    uint64_t unit;     /* hash of the unit's name and of the plan; 0: unknown, equal to all */
+    uint64_t params;   /* bit i: the gradient of the unit's parameter i is included; 64 bits */
+    uint64_t contents; /* hash of sizes and, for reductions, of factors and of all parameters */
+    double divisor;    /* of the sum of gradients; 0: no reduction */
+    uint32_t step;     /* forwards of the root so far */
+    uint32_t pass;     /* fct_op_pass */
+    char name[FCT_LABEL_NAME_BYTES]; /* end of the unit's name; terminated */
+} fct_op_label;
+
+/* Identifies a collective of one process group. The same collective has the same tag on all
+ * ranks. */
 typedef struct fct_op_tag {
     fct_op_kind kind;
     const char *group; /* FQNs of the modules, "" for the root; valid during the call */
     uint64_t sequence; /* number of the caller's earlier collectives over this process group */
+    fct_op_label label;
 } fct_op_tag;
 
 #ifdef __cplusplus

@@ -5,8 +5,11 @@
  * collective on that backend, through the same op of namespace c10d. */
 #include "shm.h"
 
+#include <assert.h>
+
 #include "../bridge/shm_methods.h"
 #include "group_negotiation.h"
+#include "op_label.h"
 #include "shm_collective.h"
 
 static const fct_shm_methods backend_methods = {
@@ -40,36 +43,53 @@ static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
     return shm_negotiation_is_paused(n) ? 0 : shm_negotiation_run(n, pg, use, attach, accepted);
 }
 
+int fct_shm_compare_plan(fct_pg *pg, uint64_t plan, bool waits, fct_plan_result *result) {
+    assert(pg != NULL && result != NULL);
+    shm_negotiation *n = fct_negotiation_open(pg);
+    return n != NULL ? shm_negotiation_compare_plan(n, pg, plan, waits, attach, result) : -1;
+}
+
+/* Attaches the label of `tag` to the collective that the following call submits. */
+static void attach_label(const fct_op_tag *tag) {
+    op_label_set_next(tag != NULL ? &tag->label : NULL);
+}
+
+/* Removes the label if the call has submitted nothing to shared memory. Returns `status`. */
+static int detach_label(int status) {
+    op_label_set_next(NULL);
+    return status;
+}
+
 static int all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                       bool async_op, fct_work **work) {
-    (void)tag;
-    return fct_pg_all_gather(pg, true, output, input, async_op, work);
+    attach_label(tag);
+    return detach_label(fct_pg_all_gather(pg, true, output, input, async_op, work));
 }
 
 static int reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                           fct_reduce_op op, double factor, bool async_op, fct_work **work) {
-    (void)tag;
-    return fct_pg_reduce_scatter(pg, true, output, input, op, factor, async_op, work);
+    attach_label(tag);
+    return detach_label(fct_pg_reduce_scatter(pg, true, output, input, op, factor, async_op, work));
 }
 
 static int all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
                       double factor, bool async_op, fct_work **work) {
-    (void)tag;
-    return fct_pg_all_reduce(pg, true, tensor, op, factor, async_op, work);
+    attach_label(tag);
+    return detach_label(fct_pg_all_reduce(pg, true, tensor, op, factor, async_op, work));
 }
 
 static int all_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks,
                              size_t count, const fct_chunk_layout *layout, fct_work **work) {
-    (void)tag;
-    return fct_pg_gather_chunks(pg, chunks, count, layout, work);
+    attach_label(tag);
+    return detach_label(fct_pg_gather_chunks(pg, chunks, count, layout, work));
 }
 
 static int reduce_scatter_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                                  fct_tensor *const *chunks, size_t count,
                                  const fct_chunk_layout *layout, fct_reduce_op op,
                                  fct_work **work) {
-    (void)tag;
-    return fct_pg_reduce_chunks(pg, output, chunks, count, layout, op, work);
+    attach_label(tag);
+    return detach_label(fct_pg_reduce_chunks(pg, output, chunks, count, layout, op, work));
 }
 
 static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {

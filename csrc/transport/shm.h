@@ -6,4 +6,7 @@
 
 extern const fct_transport fct_shm_transport;
 
+/* See shm_negotiation_compare_plan. Precondition: `pg` is not NULL. */
+FCT_CHECK int fct_shm_compare_plan(fct_pg *pg, uint64_t plan, bool waits, fct_plan_result *result);
+
 #endif

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "../kernels/ring.h"
+#include "op_label.h"
 #include "shm_all_reduce.h"
 #include "shm_collective_state.h"
 #include "shm_tag.h"
@@ -162,6 +163,7 @@ shm_collective *shm_collective_new(const shm_request *request) {
     }
     c->request = *request;
     c->op.tag = shm_tag_make(request->kind, request->dtype, request->bytes);
+    c->op.label = op_label_take_next();
     c->op.timeout_ms = request->timeout_ms;
     const bool planned =
         request->kind == FCT_OP_ALL_REDUCE ? shm_all_reduce_plan(c) : plan_shards(c);

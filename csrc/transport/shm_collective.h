@@ -15,7 +15,8 @@ extern "C" {
 /* Whether the elements of a dtype can be summed in the order of gloo's ring. Required for
  * reduce-scatters and all-reduces. */
 bool shm_can_sum(int32_t dtype);
-/* Returns a new collective, or NULL if there is no memory. Copies the segments. */
+/* Returns a new collective, or NULL if there is no memory. Copies the segments. Takes the label of
+ * op_label_set_next. */
 shm_collective *shm_collective_new(const shm_request *request);
 /* Frees a collective that is not submitted, or that is complete. NULL is allowed. */
 void shm_collective_free(shm_collective *c);

@@ -42,6 +42,7 @@ typedef struct message_header {
     uint32_t tag;
     uint64_t offset; /* into the message data */
     uint64_t bytes;
+    fct_op_label label;
 } message_header;
 
 /* The first part of a segment. Only the owner writes it, except `doorbell`. */
@@ -395,12 +396,19 @@ char *shm_ring_reserve(shm_ring *ring, size_t bytes) {
     return data_of(&ring->own) + at;
 }
 
-void shm_ring_commit(shm_ring *ring, uint32_t tag) {
+void shm_ring_commit(shm_ring *ring, uint32_t tag, const fct_op_label *label) {
     assert(ring->reserved_bytes <= ring->capacity - ring->reserved_offset);
     shared_page *own = ring->own.page;
     const uint32_t seq = atomic_load_explicit(&own->committed, memory_order_relaxed);
-    own->headers[seq % HEADER_SLOTS] =
-        (message_header){tag, ring->reserved_offset, ring->reserved_bytes};
+    message_header *header = &own->headers[seq % HEADER_SLOTS];
+    header->tag = tag;
+    header->offset = ring->reserved_offset;
+    header->bytes = ring->reserved_bytes;
+    if (label != NULL) {
+        header->label = *label;
+    } else {
+        header->label.unit = 0;
+    }
     ring->offsets[seq % HEADER_SLOTS] = ring->reserved_offset;
     ring->end = ring->reserved_offset + message_footprint(ring->reserved_bytes);
     atomic_store(&own->committed, seq + 1);
@@ -424,13 +432,18 @@ shm_ring_peek_result shm_ring_peek(shm_ring *ring, int rank, shm_ring_message *m
         return closed != 0 ? SHM_RING_CLOSED : SHM_RING_EMPTY;
     }
     /* Copy the header first: the peer may change it between the check and the use. */
-    const volatile message_header *header = &view->page->headers[ring->read_seq % HEADER_SLOTS];
-    const message_header copy = {header->tag, header->offset, header->bytes};
+    const message_header *header = &view->page->headers[ring->read_seq % HEADER_SLOTS];
+    const struct {
+        uint32_t tag;
+        uint64_t offset, bytes;
+    } copy = {*(const volatile uint32_t *)&header->tag, *(const volatile uint64_t *)&header->offset,
+              *(const volatile uint64_t *)&header->bytes};
     if (committed - ring->read_seq > HEADER_SLOTS || copy.offset > ring->capacity ||
         copy.offset % CACHE_LINE != 0 || copy.bytes > ring->capacity - copy.offset) {
         return SHM_RING_CORRUPT;
     }
-    *message = (shm_ring_message){copy.tag, (size_t)copy.bytes, data_of(view) + copy.offset};
+    *message = (shm_ring_message){copy.tag, (size_t)copy.bytes, data_of(view) + copy.offset,
+                                  &header->label};
     return SHM_RING_READY;
 }
 
@@ -466,8 +479,8 @@ char *shm_ring_reserve(shm_ring *ring, size_t bytes) {
     (void)ring, (void)bytes;
     return NULL;
 }
-void shm_ring_commit(shm_ring *ring, uint32_t tag) {
-    (void)ring, (void)tag;
+void shm_ring_commit(shm_ring *ring, uint32_t tag, const fct_op_label *label) {
+    (void)ring, (void)tag, (void)label;
 }
 shm_ring_peek_result shm_ring_peek(shm_ring *ring, int rank, shm_ring_message *message) {
     (void)ring, (void)rank, (void)message;

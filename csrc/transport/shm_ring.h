@@ -23,6 +23,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "op_tag.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -41,6 +43,7 @@ typedef struct shm_ring_message {
     uint32_t tag;
     size_t bytes;
     const char *data;
+    const fct_op_label *label; /* memory of the peer, which may change it at any time */
 } shm_ring_message;
 
 enum { SHM_RING_MAX_RANKS = 64 };
@@ -64,8 +67,9 @@ void shm_ring_destroy(shm_ring *ring);
  * slowest peer has not released enough. A second call before shm_ring_commit replaces the
  * reservation. */
 char *shm_ring_reserve(shm_ring *ring, size_t bytes);
-/* Publishes the reserved message with a tag, and wakes waiting peers. */
-void shm_ring_commit(shm_ring *ring, uint32_t tag);
+/* Publishes the reserved message with a tag and a label, and wakes waiting peers. `label` is
+ * copied; NULL: unknown. */
+void shm_ring_commit(shm_ring *ring, uint32_t tag, const fct_op_label *label);
 
 typedef enum shm_ring_peek_result {
     SHM_RING_EMPTY = 0, /* the next message is not committed yet */

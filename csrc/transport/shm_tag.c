@@ -14,6 +14,11 @@ uint32_t shm_tag_make(fct_op_kind kind, int32_t dtype, size_t bytes) {
     return lines << 8 | (uint32_t)dtype << 2 | (uint32_t)kind;
 }
 
+fct_op_kind shm_tag_kind(uint32_t tag) {
+    const uint32_t kind = tag & 3;
+    return kind <= FCT_OP_ALL_REDUCE ? (fct_op_kind)kind : FCT_OP_ALL_REDUCE;
+}
+
 void shm_tag_describe(uint32_t tag, const char *(*dtype_name)(int32_t), char *text, size_t bytes) {
     (void)snprintf(text, bytes, "%s of %s, up to %llu bytes per rank", kind_names[tag & 3],
                    dtype_name((int32_t)(tag >> 2 & 0x3f)),

@@ -22,6 +22,9 @@
 #include <string.h>
 #include <time.h>
 
+#include "op_label.h"
+#include "shm_tag.h"
+
 enum { SLICE_MS = 100 }; /* the longest sleep before peers are checked */
 
 struct shm_transport {
@@ -167,7 +170,7 @@ static bool write_next(shm_transport *t) {
         return false;
     }
     op->methods->write(op, op->written, buffer);
-    shm_ring_commit(t->ring, op->tag);
+    shm_ring_commit(t->ring, op->tag, &op->label);
     op->written++;
     if (op->written == op->message_count) {
         t->writing = op->next;
@@ -215,7 +218,17 @@ enum { NO_PEER = -1, FAILED = -2 };
 
 static void describe_mismatch(const shm_transport *t, const shm_op *op, size_t bytes, int rank,
                               const shm_ring_message *message, char error[SHM_ERROR_BYTES]) {
-    char own_text[128], peer_text[128];
+    char own_text[176], peer_text[176];
+    if (!op_label_is_equal(&op->label, message->label)) {
+        op_label_describe(&op->label, message->label, shm_tag_kind(op->tag), t->rank, own_text,
+                          sizeof own_text);
+        op_label_describe(message->label, &op->label, shm_tag_kind(message->tag), rank, peer_text,
+                          sizeof peer_text);
+        const bool is_first = t->rank < rank;
+        (void)snprintf(error, SHM_ERROR_BYTES, "collective mismatch: %s, %s",
+                       is_first ? own_text : peer_text, is_first ? peer_text : own_text);
+        return;
+    }
     op->methods->describe_tag(op, op->tag, own_text, sizeof own_text);
     op->methods->describe_tag(op, message->tag, peer_text, sizeof peer_text);
     (void)snprintf(error, SHM_ERROR_BYTES,
@@ -225,31 +238,36 @@ static void describe_mismatch(const shm_transport *t, const shm_op *op, size_t b
 }
 
 /* Returns the first rank after this one whose next message is not committed, or NO_PEER. Writes the
- * peers' data to peer_data if it is not NULL. Returns FAILED and writes `error` if the peer has
- * closed its ring, or if the message is corrupt or belongs to another collective. Caller holds
- * `mutex`. */
+ * peers' data to peer_data if it is not NULL. Returns FAILED and writes `error` if a message is
+ * corrupt or belongs to another collective, or if a peer has closed its ring. Reads the messages of
+ * all peers first: a peer closes its ring because of the mismatch that this rank also reports.
+ * Caller holds `mutex`. */
 static int find_missing_peer(const shm_transport *t, const shm_op *op, const char **peer_data,
                              char error[SHM_ERROR_BYTES]) {
     const size_t bytes = op->methods->message_bytes(op, op->read);
+    int missing = NO_PEER;
     for (int distance = 1; distance < t->world; distance++) {
         const int rank = (t->rank + distance) % t->world;
         shm_ring_message message;
         switch (shm_ring_peek(t->ring, rank, &message)) {
         case SHM_RING_EMPTY:
-            return rank;
+            missing = missing == NO_PEER ? rank : missing;
+            continue;
         case SHM_RING_CLOSED:
             (void)snprintf(error, SHM_ERROR_BYTES,
                            "Connection closed by peer: rank %d has closed its process group or "
                            "ended; rank %d waits for its data",
                            rank, t->rank);
-            return FAILED;
+            missing = FAILED;
+            continue;
         case SHM_RING_CORRUPT:
             (void)snprintf(error, SHM_ERROR_BYTES, "the shared memory of rank %d is corrupt", rank);
             return FAILED;
         case SHM_RING_READY:
             break;
         }
-        if (message.tag != op->tag || message.bytes != bytes) {
+        if (message.tag != op->tag || message.bytes != bytes ||
+            !op_label_is_equal(&op->label, message.label)) {
             describe_mismatch(t, op, bytes, rank, &message, error);
             return FAILED;
         }
@@ -257,7 +275,7 @@ static int find_missing_peer(const shm_transport *t, const shm_op *op, const cha
             peer_data[rank] = message.data;
         }
     }
-    return NO_PEER;
+    return missing;
 }
 
 /* Reads one message of each peer and completes the first operation if that was its last message.

@@ -40,11 +40,12 @@ typedef struct shm_op_methods {
     void (*describe_tag)(const shm_op *op, uint32_t tag, char *text, size_t bytes);
 } shm_op_methods;
 
-/* The first member of a struct that implements an operation. The caller sets the first four fields
+/* The first member of a struct that implements an operation. The caller sets the first five fields
  * before shm_transport_submit, and the other fields to zero. The transport sets these. */
 struct shm_op {
     const shm_op_methods *methods;
-    uint32_t tag; /* different tags on two ranks are a collective mismatch */
+    uint32_t tag;       /* different tags on two ranks are a collective mismatch */
+    fct_op_label label; /* unit 0: unknown */
     size_t message_count;
     int64_t timeout_ms; /* time from the issue after which an incomplete operation fails */
     shm_owner owner;

@@ -19,6 +19,18 @@ const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use
     return accepted ? &fct_shm_transport : &fct_pg_transport;
 }
 
+int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
+                     fct_plan_result *result) {
+    assert(pg != NULL && result != NULL);
+    if (fct_fault("fct_compare_plan") != 0) {
+        return -1;
+    }
+    *result = (fct_plan_result){.state = FCT_PLANS_EQUAL};
+    return device.type == FCT_DEVICE_CPU && fct_pg_is_gloo(pg)
+               ? fct_shm_compare_plan(pg, plan, waits, result)
+               : 0;
+}
+
 /* ---- collectives ---- */
 
 int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,

@@ -16,6 +16,12 @@
 extern "C" {
 #endif
 
+/* Compares the hash of this rank's plan (0: none) with those of all ranks of the process group. The
+ * result is FCT_PLANS_EQUAL without a comparison if the group has no negotiation; see
+ * shm_negotiation_compare_plan. */
+FCT_CHECK int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
+                               fct_plan_result *result);
+
 /* ---- collectives ---- */
 
 /* Each function issues one asynchronous collective. `tag` is not used after the call; NULL is

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
@@ -30,6 +30,7 @@ from .meshes import (
 )
 from .mixed_precision import get_widest_stored_dtype
 from .param import Param, name_like_torch_hook
+from .plan_hash import raise_difference
 from .process_groups import GroupCommunication
 from .replaced_shard import make_meta_error
 from .typed_params import is_type_checking
@@ -95,6 +96,7 @@ class ParamGroup(GroupCommunication):
         self._fallback_gathered: Any = None
         self._fallback_events: list[Any] = []
         self._offload_event: Any = None
+        self._plans: dict[str, list[str]] = {}
         self._patch_lease = patches.lease()
         zero_grad.register_group(self)
         subscribe(mesh_info, self)
@@ -182,6 +184,10 @@ class ParamGroup(GroupCommunication):
                 self._module_to_pre_load_state_dict_hook_handle[module] = (
                     module._register_load_state_dict_pre_hook(to_sharded)
                 )
+
+    def _raise_plan_difference(self, name: str, rank: int, first: int, second: int) -> NoReturn:
+        """Called by the core if the plans of two ranks of process group ``name`` differ."""
+        raise_difference(self._plans, name, rank, (first, second))
 
     def __repr__(self) -> str:
         return f"ParamGroup(fqn={self._module_fqn})"

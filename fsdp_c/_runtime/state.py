@@ -35,6 +35,7 @@ from .hints import add_hint, format_names, get_class_name, with_hint
 from .kernels import log_kernels
 from .lint import check_model
 from .mixed_precision import REDUCES_AS_STORED, check_policy, make_dtype_error
+from .plan_hash import set_plans
 from .serialization import refuse_deepcopy
 from .typed_params import pause_type_check
 
@@ -331,6 +332,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._init_shared_state()
         for state in states:
             state._is_root = state is self
+        set_plans(states)
         check_model(self._modules[0])
         log_kernels(self._device)
 

@@ -211,7 +211,7 @@ static inline int commit(size_t bytes) {
     }
     require((size_t)(buffer - data_of(&me.ring->own)) <= me.of->capacity - bytes);
     fill(buffer, bytes, key_of(me.rank, me.written));
-    shm_ring_commit(me.ring, kind_of(me.rank, me.written));
+    shm_ring_commit(me.ring, kind_of(me.rank, me.written), NULL);
     me.written++;
     return 1;
 }
@@ -329,7 +329,7 @@ static inline int destroy_two_rings(void **state) {
 
 static inline void peer_commits(void) {
     assert_non_null(shm_ring_reserve(rings[1], 1));
-    shm_ring_commit(rings[1], 1);
+    shm_ring_commit(rings[1], 1, NULL);
 }
 
 #endif

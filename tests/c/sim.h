@@ -169,6 +169,8 @@ fct_allocator *sim_allocator_new(fct_pg *pg);
 const fct_pg *sim_tensor_user(const fct_tensor *t);
 /* While set, collectives do not complete before a wait. */
 void sim_collectives_stall(bool stall);
+/* Sets the result of fct_compare_plan for plans other than 0, if the caller waits. */
+void sim_plans_differ(bool differ);
 /* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */
 void sim_collectives_are_cpu_bound(bool are);
 

@@ -34,11 +34,13 @@ static fct_pg groups[GROUPS_MAX];
 static size_t group_count;
 static bool sync_on_current;
 static bool are_cpu_bound;
+static fct_plan_state plan_state;
 static int shared_stream;
 
 void sim_groups_begin(void) {
     group_count = 0;
     are_cpu_bound = false;
+    plan_state = FCT_PLANS_EQUAL;
     sync_on_current = sim_now.streams && sim_random() % 2 == 0;
     shared_stream = sim_stream_reserve(true);
 }
@@ -231,6 +233,21 @@ int fct_work_wait(fct_work *work) {
 bool fct_work_is_cpu_bound(const fct_work *work) {
     (void)work;
     return are_cpu_bound;
+}
+
+int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
+                     fct_plan_result *result) {
+    (void)pg, (void)device;
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_compare_plan")) {
+        return -1;
+    }
+    *result = (fct_plan_result){.rank = 1, .hashes = {1, plan}};
+    result->state = plan == 0 ? FCT_PLANS_EQUAL : !waits ? FCT_PLANS_UNKNOWN : plan_state;
+    return 0;
+}
+
+void sim_plans_differ(bool differ) {
+    plan_state = differ ? FCT_PLANS_DIFFER : FCT_PLANS_EQUAL;
 }
 
 bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {

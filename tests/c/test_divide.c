@@ -3,6 +3,9 @@
 
 #include "sim.h"
 
+/* `total` is derived from the rule in expect_divisions. */
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+
 typedef struct division {
     fc_divide_rule rule;
     fc_divide divide;
@@ -12,6 +15,10 @@ static void expect_divisions(const division *cases, size_t count) {
     for (size_t i = 0; i < count; i++) {
         const fc_divide actual = fc_divide_split(&cases[i].rule);
         const fc_divide *expected = &cases[i].divide;
+        const fc_divide_rule *rule = &cases[i].rule;
+        const int64_t replicas = rule->replicas > 0 ? rule->replicas : 1;
+        assert_true(actual.total ==
+                    (rule->has_factor ? rule->factor : (double)(rule->world * replicas)));
         if (actual.before != expected->before || actual.after != expected->after ||
             actual.op != expected->op || actual.premultiply != expected->premultiply ||
             actual.all_reduce_op != expected->all_reduce_op) {

@@ -68,6 +68,35 @@ static void gather_and_copy_out_fill_unsharded_parameters(void **state) {
     }
 }
 
+/* A gather whose caller waits fails before it allocates. Others fail in the wait. */
+static void gather_with_different_plans_fails_before_its_buffer_is_allocated(void **state) {
+    (void)state;
+    for (int waits = 0; waits < 2; waits++) {
+        begin(2, false);
+        const size_t before = sim_live_bytes();
+        fc_process_group_set_plan(&group->core.base.shard, 7);
+        sim_plans_differ(true);
+        gather->prefetching = waits == 0;
+        if (waits == 0) {
+            start();
+            assert_int_equal(fc_gather_await(gather), FC_ESTATE);
+            fc_gather_abandon(gather);
+        } else {
+            assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_ESTATE);
+            assert_int_equal(sim_live_bytes(), before);
+        }
+        assert_false(gather->pending.active);
+        assert_string_equal(model->comm.error.message,
+                            "the model of rank 1 differs from that of rank 0");
+        sim_plans_differ(false);
+        gather->prefetching = false;
+        start();
+        wait_and_copy_out();
+        expect_whole_parameters();
+        end();
+    }
+}
+
 /* A process group may serve several device types. */
 static void gather_is_cpu_bound_only_on_cpu_device(void **state) {
     (void)state;
@@ -188,6 +217,7 @@ static void gather_check_reports_memory_in_wrong_state(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gather_and_copy_out_fill_unsharded_parameters),
+        cmocka_unit_test(gather_with_different_plans_fails_before_its_buffer_is_allocated),
         cmocka_unit_test(gather_is_cpu_bound_only_on_cpu_device),
         cmocka_unit_test(gather_free_releases_all_memory),
         cmocka_unit_test(gather_on_one_rank_aliases_shards_without_cast),

@@ -3,13 +3,14 @@
 #define _GNU_SOURCE 1
 #include "transport_ranks.h"
 
+#include "bridge/error.h"
 #include "transport/negotiation.h"
 
 #include <sched.h>
 
 /* ---- the bridge ---- */
 
-enum { ROUNDS = 4, INTEGERS = 4 };
+enum { ROUNDS = 6, INTEGERS = 6 };
 
 /* The integers of all rounds, in the memory of all ranks. */
 typedef struct exchanged {
@@ -89,6 +90,8 @@ void fct_exchange_release(fct_exchange *exchange) {
         free(exchange);
     }
 }
+
+void fct_error_no_memory(void) {}
 
 static int attach(fct_pg *pg, shm_negotiation *n, bool *added) {
     (void)pg;
@@ -230,6 +233,104 @@ static void paused_gathers_are_not_counted(void **state) {
     free(wire);
 }
 
+/* ---- plans ---- */
+
+static fct_plan_result compare(shm_negotiation *n, uint64_t plan, bool waits) {
+    fct_plan_result result;
+    require(shm_negotiation_compare_plan(n, &group, plan, waits, attach, &result) == 0);
+    return result;
+}
+
+/* All ranks wait in round 1, so the fallback moves no gather. */
+static void compare_equal_plans(void) {
+    shm_negotiation *n = begin();
+    require(shm_negotiation_register_user("group"));
+    require(compare(n, 7, true).state == FCT_PLANS_EQUAL && rounds == 2);
+    require(count_fallback_gathers(n) == 0);
+    require(compare(n, 7, true).state == FCT_PLANS_EQUAL);
+    /* Later plans are in the labels of messages. */
+    require(compare(n, 8, true).state == FCT_PLANS_EQUAL && rounds == 2);
+    barrier();
+    end(n);
+}
+
+static void plans_are_compared_in_round_1_and_shared_memory_follows(void **state) {
+    (void)state;
+    run_negotiation(compare_equal_plans, 2);
+    run_negotiation(compare_equal_plans, 3);
+}
+
+static void compare_different_plans(void) {
+    shm_negotiation *n = begin();
+    for (int i = 0; i < 2; i++) {
+        const fct_plan_result result = compare(n, me.rank == 1 ? 8 : 7, true);
+        require(result.state == FCT_PLANS_DIFFER && result.rank == 1);
+        require(result.hashes[0] == 7 && result.hashes[1] == 8);
+    }
+    barrier();
+    end(n);
+}
+
+static void plan_of_one_rank_differs_on_all_ranks(void **state) {
+    (void)state;
+    run_negotiation(compare_different_plans, 3);
+}
+
+/* Rank 0 does not wait, so the rounds are read after gathers, as without plans. */
+static void compare_without_a_wait(void) {
+    shm_negotiation *n = begin();
+    const fct_plan_result first = compare(n, 7, me.rank != 0);
+    require(first.state == (me.rank == 0 ? FCT_PLANS_UNKNOWN : FCT_PLANS_EQUAL) && rounds == 1);
+    require(!is_accepted(n, FCT_USE_GATHER));
+    shm_negotiation_count_gather(n);
+    require(compare(n, 7, true).state == FCT_PLANS_EQUAL);
+    require(count_fallback_gathers(n) == 1 && rounds == 2);
+    barrier();
+    end(n);
+}
+
+static void rank_that_does_not_wait_compares_later(void **state) {
+    (void)state;
+    run_negotiation(compare_without_a_wait, 2);
+}
+
+/* Rank 1 has no plan: no rank compares, now or later. */
+static void compare_with_a_rank_without_plan(void) {
+    require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
+    shm_negotiation *n = begin();
+    const uint64_t plan = me.rank == 1 ? 0 : (uint64_t)(7 + me.rank);
+    require(compare(n, plan, true).state == FCT_PLANS_EQUAL && rounds == 1);
+    require(compare(n, plan == 0 ? 0 : 9, true).state == FCT_PLANS_EQUAL && rounds == 1);
+    end(n);
+}
+
+static void rank_without_plan_is_equal_to_all(void **state) {
+    (void)state;
+    run_negotiation(compare_with_a_rank_without_plan, 3);
+}
+
+/* Over gloo, each later plan costs one exchange. Rank 0 reads the exchange of plan 8 later. */
+static void compare_later_plans_over_gloo(void) {
+    require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
+    shm_negotiation *n = begin();
+    require(compare(n, 7, true).state == FCT_PLANS_EQUAL && rounds == 1);
+    const fct_plan_result second = compare(n, 8, me.rank != 0);
+    require(second.state == (me.rank == 0 ? FCT_PLANS_UNKNOWN : FCT_PLANS_EQUAL) && rounds == 2);
+    interruptions = me.rank == 0 ? 1 : 0;
+    fct_plan_result result;
+    require(shm_negotiation_compare_plan(n, &group, 8, true, attach, &result) ==
+            (me.rank == 0 ? -1 : 0));
+    require(compare(n, 8, true).state == FCT_PLANS_EQUAL && rounds == 2);
+    require(compare(n, 9 + (uint64_t)me.rank, true).state == FCT_PLANS_DIFFER && rounds == 3);
+    require(compare(n, 7, true).state == FCT_PLANS_EQUAL && rounds == 3);
+    end(n);
+}
+
+static void later_plan_is_compared_once_over_gloo(void **state) {
+    (void)state;
+    run_negotiation(compare_later_plans_over_gloo, 2);
+}
+
 /* ---- vetoes ---- */
 
 static void veto_on_rank_1(void) {
@@ -316,6 +417,11 @@ int main(void) {
         cmocka_unit_test(negotiation_query_waits_for_both_rounds),
         cmocka_unit_test(reduce_scatter_issues_the_second_round),
         cmocka_unit_test(paused_gathers_are_not_counted),
+        cmocka_unit_test(plans_are_compared_in_round_1_and_shared_memory_follows),
+        cmocka_unit_test(plan_of_one_rank_differs_on_all_ranks),
+        cmocka_unit_test(rank_that_does_not_wait_compares_later),
+        cmocka_unit_test(rank_without_plan_is_equal_to_all),
+        cmocka_unit_test(later_plan_is_compared_once_over_gloo),
         cmocka_unit_test(veto_of_one_rank_declines_on_all),
         cmocka_unit_test(other_backends_decline_without_a_round),
         cmocka_unit_test(interrupted_wait_may_be_repeated),

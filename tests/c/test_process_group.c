@@ -7,7 +7,7 @@
 
 /* Rank 1 of two. Collectives complete only in a wait. */
 static fc_process_group begin(void) {
-    fc_process_group group = {NULL, NULL, 0, 0, 0};
+    fc_process_group group = {0};
     sim_begin((sim_config){.seed = 7});
     sim_collectives_stall(true);
     sim_pg_register("world", 2, 1, NULL, NULL);
@@ -133,6 +133,36 @@ static void unresolved_process_group_is_not_reported_as_failed_collective(void *
     end(&group);
 }
 
+static fc_status compare_plan(fc_process_group *group, bool waits, fct_plan_result *result) {
+    const fct_device cpu = {FCT_DEVICE_CPU, -1};
+    return fc_process_group_compare_plan(group, "0", FC_ALL_GATHER, cpu, waits, result);
+}
+
+static void plan_is_compared_until_the_answers_are_read(void **state) {
+    (void)state;
+    fc_process_group group = begin();
+    fct_plan_result result;
+    assert_int_equal(compare_plan(&group, false, &result), FC_OK);
+    assert_true(group.compared); /* there is no plan */
+    fc_process_group_set_plan(&group, 7);
+    assert_int_equal(compare_plan(&group, false, &result), FC_OK);
+    assert_int_equal(result.state, FCT_PLANS_UNKNOWN);
+    assert_false(group.compared);
+    sim_plans_differ(true);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(compare_plan(&group, true, &result), FC_OK);
+        assert_int_equal(result.state, FCT_PLANS_DIFFER);
+        assert_int_equal(result.rank, 1);
+    }
+    sim_plans_differ(false);
+    sim_fault_arm(1, SIM_ONCE);
+    assert_int_equal(compare_plan(&group, true, &result), FC_ERAISED);
+    assert_non_null(strstr(sim_error_explanation(), "all-gather of parameter group '0' failed"));
+    assert_int_equal(compare_plan(&group, true, &result), FC_OK);
+    assert_true(group.compared);
+    end(&group);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(process_group_is_resolved_once_and_released_by_fini),
@@ -141,6 +171,7 @@ int main(void) {
         cmocka_unit_test(failed_collective_names_modules_operation_and_rank),
         cmocka_unit_test(failed_wait_keeps_work),
         cmocka_unit_test(unresolved_process_group_is_not_reported_as_failed_collective),
+        cmocka_unit_test(plan_is_compared_until_the_answers_are_read),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -203,6 +203,84 @@ static void different_collectives_fail_on_all_ranks_and_later_ones_too(void **st
     run_ranks(issue_different_collectives, 2);
 }
 
+/* Sizes and operations are equal: only the labels differ. Every rank of the group reports it, also
+ * a rank that waits for a third rank. */
+static void issue_different_units(void) {
+    float value = 0;
+    shm_request request = request_of(FCT_OP_ALL_REDUCE, 1);
+    request.output = (char *)&value;
+    fct_op_label label = {
+        .unit = 5, .params = 3, .contents = 1, .divisor = 2, .step = 17, .pass = FCT_PASS_BACKWARD};
+    label.unit = me.rank == 1 ? 6 : 5;
+    strcpy(label.name, me.rank == 1 ? "blocks.4" : "blocks.3");
+    op_label_set_next(&label);
+    issued op;
+    require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+    require(wait_for(&op, 0) == 1);
+    const char *expected[] = {"collective mismatch: rank 0 all-reduces 'blocks.3' (step 17, "
+                              "backward), rank 1 all-reduces "
+                              "'blocks.4' (step 17, backward)",
+                              "", /* rank 0 or rank 2 */
+                              "collective mismatch: rank 1 all-reduces 'blocks.4' (step 17, "
+                              "backward), rank 2 all-reduces "
+                              "'blocks.3' (step 17, backward)"};
+    require(strncmp(op.work.error, "collective mismatch: rank ", 26) == 0);
+    require(me.rank == 1 || strcmp(op.work.error, expected[me.rank]) == 0);
+    shm_collective_free(op.collective);
+}
+
+static void different_units_of_equal_size_fail_on_all_ranks(void **state) {
+    (void)state;
+    run_ranks(issue_different_units, 3);
+}
+
+/* A rank without a label (torch's functions issue the collective) is equal to all. */
+static void issue_without_a_label_on_one_rank(void) {
+    float value = value_of(me.rank, 0);
+    shm_request request = request_of(FCT_OP_ALL_REDUCE, 1);
+    request.output = (char *)&value;
+    const fct_op_label label = {.unit = 5};
+    op_label_set_next(me.rank == 0 ? &label : NULL);
+    issued op;
+    require(start(&op, &request) == SHM_SUBMIT_WRITTEN);
+    require(op_label_take_next().unit == 0);
+    require(wait_for(&op, 0) == 1 && op.work.error[0] == '\0');
+    require(value == sum_of(me.world, 0));
+    shm_collective_free(op.collective);
+}
+
+static void unknown_label_is_equal_to_all(void **state) {
+    (void)state;
+    run_ranks(issue_without_a_label_on_one_rank, 2);
+}
+
+static void label_text_names_the_difference(void **state) {
+    (void)state;
+    char text[200];
+    fct_op_label a = {.unit = 5, .params = 5, .contents = 1, .divisor = 2, .step = 1, .pass = 9};
+    fct_op_label b = a;
+    assert_true(op_label_is_equal(&a, &b));
+    b.params = 1;
+    assert_false(op_label_is_equal(&a, &b));
+    op_label_describe(&a, &b, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
+    assert_string_equal(text, "rank 3 reduce-scatters the root's unit with the gradients of "
+                              "parameters 0, 2 (step 1, outside of a pass)");
+    b = a;
+    b.divisor = 7, b.contents = 2;
+    op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
+    assert_non_null(strstr(text, " with divisor 7 "));
+    b.divisor = 2;
+    op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
+    assert_non_null(strstr(text, " with other sizes or parameters "));
+    b.unit = 6;
+    op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
+    assert_non_null(strstr(text, " with another plan "));
+    memset(b.name, 'x', sizeof b.name); /* not terminated: memory of a peer */
+    b.params = UINT64_MAX;
+    op_label_describe(&b, &a, FCT_OP_ALL_GATHER, 3, text, sizeof text);
+    assert_non_null(strstr(text, "rank 3 gathers 'xxx"));
+}
+
 static void let_one_rank_time_out(void) {
     float value = 0;
     shm_request request = request_of(FCT_OP_ALL_REDUCE, 1);
@@ -359,6 +437,9 @@ int main(void) {
         cmocka_unit_test(operations_complete_in_order_of_issue_and_once),
         cmocka_unit_test(wait_with_a_limit_leaves_the_operation_pending),
         cmocka_unit_test(different_collectives_fail_on_all_ranks_and_later_ones_too),
+        cmocka_unit_test(different_units_of_equal_size_fail_on_all_ranks),
+        cmocka_unit_test(unknown_label_is_equal_to_all),
+        cmocka_unit_test(label_text_names_the_difference),
         cmocka_unit_test(timeout_fails_this_rank_and_later_collectives_of_peers),
         cmocka_unit_test(exit_of_a_peer_fails_the_wait),
         cmocka_unit_test(abort_completes_pending_operations_with_the_reason),

@@ -212,14 +212,14 @@ static void segments_avoid_standard_stream_descriptors(void **state) {
 static void peek_of_invalid_header_returns_corrupt(void **state) {
     (void)state;
     const message_header wrong[] = {
-        {0, CAPACITY + CACHE_LINE, 0},
-        {0, UINT64_MAX / CACHE_LINE * CACHE_LINE, 1},
-        {0, 0, CAPACITY + 1},
-        {0, 0, UINT64_MAX},
-        {0, CACHE_LINE, CAPACITY - CACHE_LINE + 1},
-        {0, CACHE_LINE, UINT64_MAX - CACHE_LINE + 1},
-        {0, 1, 1},
-        {0, CAPACITY, 1},
+        {.offset = CAPACITY + CACHE_LINE, .bytes = 0},
+        {.offset = UINT64_MAX / CACHE_LINE * CACHE_LINE, .bytes = 1},
+        {.offset = 0, .bytes = CAPACITY + 1},
+        {.offset = 0, .bytes = UINT64_MAX},
+        {.offset = CACHE_LINE, .bytes = CAPACITY - CACHE_LINE + 1},
+        {.offset = CACHE_LINE, .bytes = UINT64_MAX - CACHE_LINE + 1},
+        {.offset = 1, .bytes = 1},
+        {.offset = CAPACITY, .bytes = 1},
     };
     shm_ring_message got;
     peer_commits();
@@ -250,7 +250,7 @@ static void use_corrupt_peer(shared_page *theirs) {
     if (buffer != NULL) {
         const size_t at = (size_t)(buffer - data_of(&rings[0]->own));
         assert_true(at <= CAPACITY && bytes <= CAPACITY - at);
-        shm_ring_commit(rings[0], 0);
+        shm_ring_commit(rings[0], 0, NULL);
     }
     if (shm_ring_peek(rings[0], 1, &got) == SHM_RING_READY) {
         const size_t at = (size_t)(got.data - (const char *)(theirs + 1));
@@ -278,7 +278,9 @@ static void random_corruption_stays_within_the_segments(void **state) {
                                     : mix(random_below(UINT32_MAX));
             const uint64_t bytes =
                 random_below(2) ? random_below(CAPACITY) : mix(random_below(UINT32_MAX));
-            theirs->headers[k] = (message_header){random_below(9), at, bytes};
+            theirs->headers[k] =
+                (message_header){.tag = random_below(9), .offset = at, .bytes = bytes};
+            memset(&theirs->headers[k].label, (int)random_below(256), sizeof(fct_op_label));
         }
         use_corrupt_peer(theirs);
     }

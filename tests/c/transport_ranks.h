@@ -11,6 +11,7 @@
 #include <cmocka.h>
 
 #include "kernels/kernels.h"
+#include "transport/op_label.h"
 #include "transport/shm_collective.h"
 #include "transport/shm_transport.h"
 

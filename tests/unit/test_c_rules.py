@@ -147,6 +147,7 @@ GLOBALS = {
     "pool": "memory pool: freed pages are reused by the whole process; guarded by its mutex",
     "once": "registers handlers of fork() once per process",
     "forks": "counts forks, so that a child recognizes objects of its parent; atomic",
+    "next_label": "label of the collective that this thread submits next; c10d has no parameter",
     "node_grads": "gradients that autograd passes to the running node of this thread",
     "node_handles": "handles of these gradients, borrowed by the node's hook",
     "reduces_gradients": "marks the all-reduce that this thread issues as one of gradients",

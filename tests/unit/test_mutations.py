@@ -483,7 +483,9 @@ def test_mutation_of_the_shared_memory_ring_fails_the_named_assertion(
     mutation = RING_MUTATIONS[name]
     folder = tmp_path / "transport"
     folder.mkdir()
-    (folder / "shm_ring.h").write_text((ROOT / "csrc/transport/shm_ring.h").read_text())
+    for header in ("shm_ring.h", "op_tag.h"):
+        (folder / header).write_text((ROOT / "csrc/transport" / header).read_text())
+    (tmp_path / "bridge").symlink_to(ROOT / "csrc/bridge")
     mutate(mutation, ROOT / "csrc/transport", folder)
     linked = run(
         *("gcc", f"-I{tmp_path}", *FLAGS, C_TESTS / f"{mutation.test}.c"),

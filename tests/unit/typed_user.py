@@ -40,6 +40,7 @@ from fsdp_c import (
     release_memory,
     replicate,
     set_bucket_cap,
+    set_guard,
     set_reduction_overlap,
     set_transport,
     trace,
@@ -144,6 +145,7 @@ def analyze() -> None:
     step_trace.save("step.json")
     set_transport(model, "gloo")
     set_bucket_cap(model, 256.0)
+    set_guard("off")
     set_reduction_overlap(model, overlap=False)
     release_memory()
 
@@ -163,4 +165,5 @@ def make_type_errors() -> None:
     replicate(Model(), bucket_cap_mb="25")  # type: ignore[call-overload]
     clip_grad_norm_(Model(), None)  # type: ignore[arg-type]
     set_transport(Model(), "nccl")  # type: ignore[arg-type]
+    set_guard("hash")  # type: ignore[arg-type]
     auto_shard(Model(), min_unit="1 MiB")  # type: ignore[arg-type]

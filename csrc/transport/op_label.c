@@ -1,0 +1,78 @@
+/* Labels of collectives; see op_label.h. Owns the label of the next collective of each thread. */
+#include "op_label.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+static _Thread_local fct_op_label next_label;
+
+void op_label_set_next(const fct_op_label *label) {
+    if (label != NULL) {
+        next_label = *label;
+    } else {
+        next_label.unit = 0;
+    }
+}
+
+fct_op_label op_label_take_next(void) {
+    const fct_op_label label = next_label;
+    next_label.unit = 0;
+    return label;
+}
+
+bool op_label_is_equal(const fct_op_label *a, const fct_op_label *b) {
+    return a->unit == 0 || b->unit == 0 ||
+           (a->unit == b->unit && a->params == b->params && a->contents == b->contents);
+}
+
+/* Writes the indices of the bits, for example "0, 2, 3". */
+static void list_params(uint64_t params, char *text, size_t bytes) {
+    size_t used = 0;
+    text[0] = '\0';
+    for (int i = 0; i < 64 && used + 8 < bytes; i++) {
+        if ((params >> i & 1) != 0) {
+            used += (size_t)snprintf(text + used, bytes - used, "%s%d", used > 0 ? ", " : "", i);
+        }
+    }
+    if (used == 0) {
+        (void)snprintf(text, bytes, "none");
+    }
+}
+
+/* Writes the property in which two labels of the same unit differ; "" for other units. */
+static void describe_difference(const fct_op_label *label, const fct_op_label *peer, char *text,
+                                size_t bytes) {
+    char params[96];
+    text[0] = '\0';
+    if (strncmp(label->name, peer->name, sizeof label->name) != 0 ||
+        (label->divisor == 0) != (peer->divisor == 0)) {
+        return; /* other units, or a gather and a reduction */
+    }
+    if (label->unit != peer->unit) {
+        (void)snprintf(text, bytes, " with another plan");
+    } else if (label->params != peer->params) {
+        list_params(label->params, params, sizeof params);
+        (void)snprintf(text, bytes, " with the gradients of parameters %s", params);
+    } else if (label->divisor != peer->divisor) {
+        (void)snprintf(text, bytes, " with divisor %g", label->divisor);
+    } else if (label->contents != peer->contents) {
+        (void)snprintf(text, bytes, " with other sizes or parameters");
+    }
+}
+
+void op_label_describe(const fct_op_label *label, const fct_op_label *peer, fct_op_kind kind,
+                       int rank, char *text, size_t bytes) {
+    static const char *const verbs[] = {"gathers", "reduce-scatters", "all-reduces"};
+    static const char *const passes[] = {"forward", "backward", "outside of a pass"};
+    fct_op_label own = *label, other = *peer;
+    char difference[160];
+    assert(kind <= FCT_OP_ALL_REDUCE);
+    own.name[sizeof own.name - 1] = other.name[sizeof other.name - 1] = '\0';
+    describe_difference(&own, &other, difference, sizeof difference);
+    const bool is_root = own.name[0] == '\0';
+    (void)snprintf(text, bytes, "rank %d %s %s%s%s%s (step %u, %s)", rank, verbs[kind],
+                   is_root ? "the root's unit" : "'", own.name, is_root ? "" : "'", difference,
+                   (unsigned)own.step,
+                   passes[own.pass <= FCT_PASS_OTHER ? own.pass : FCT_PASS_OTHER]);
+}

@@ -1,0 +1,23 @@
+/* Labels of collectives: their comparison, and the text of a mismatch. */
+#ifndef FSDP_C_TRANSPORT_OP_LABEL_H
+#define FSDP_C_TRANSPORT_OP_LABEL_H
+
+#include <stdbool.h>
+
+#include "op_tag.h"
+
+/* Sets the label of the next collective that this thread submits. NULL: no label. The calls of
+ * c10d between the caller and the transport have no parameter for the label. */
+void op_label_set_next(const fct_op_label *label);
+/* Returns the label of op_label_set_next, and removes it. Without one, returns an unknown label. */
+fct_op_label op_label_take_next(void);
+
+/* Whether two ranks issue the same collective. An unknown label is equal to all labels. */
+bool op_label_is_equal(const fct_op_label *a, const fct_op_label *b);
+/* Writes what a rank issues, for example "rank 0 gathers 'blocks.3' (step 17, forward)". `peer` is
+ * the label that differs: if the units are the same, the text names the parameters or the divisor.
+ * The memory of `label` may change during the call. */
+void op_label_describe(const fct_op_label *label, const fct_op_label *peer, fct_op_kind kind,
+                       int rank, char *text, size_t bytes);
+
+#endif

@@ -1,0 +1,186 @@
+"""Describes what must be equal on all ranks, and compares it before the first collective.
+
+The description has one line for each fact: "subject<TAB>value". Its 64-bit hash travels in the
+negotiation of the process group (``csrc/transport/negotiation.h``). If hashes differ, two ranks
+write their descriptions to the store of the process group, and every rank raises an exception with
+the first line that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+
+from ..version import __version__
+from .env import is_env_enabled
+from .meshes import get_group_name
+
+ENVIRONMENT_SWITCH = "FSDP_C_GUARD"
+STORE_TIMEOUT = timedelta(seconds=10)
+"""Time for which a rank waits for the description of another rank."""
+
+_SETTINGS = (
+    "_reshard_after_forward",
+    "unshard_in_backward",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_unused_params",
+    "_reduce_dtype",
+    "_bucket_bytes",
+)
+_POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+
+_enabled: list[bool] = []
+"""The value that ``set_enabled`` has set; empty: that of the environment variable."""
+
+
+def set_enabled(enabled: bool) -> None:
+    """Sets whether plans of later roots are compared. Replaces the environment variable."""
+    _enabled[:] = [enabled]
+
+
+def is_enabled() -> bool:
+    """Whether plans are compared."""
+    return _enabled[0] if _enabled else is_env_enabled(ENVIRONMENT_SWITCH, unset="on")
+
+
+def set_plans(states: list[Any]) -> None:
+    """Passes the hashes of a root's plans to its groups. ``states``: all states below the root."""
+    if not is_enabled():
+        return
+    names = {group: _list_process_groups(group) for s in states for group in s._fsdp_param_groups}
+    plans: dict[str, list[str]] = {}
+    for name in sorted({name for roles in names.values() for name in roles if name}):
+        plans[name] = list(_describe_plan(states, names, name))
+    hashes = {name: _hash_lines(lines) for name, lines in plans.items()}
+    for group, roles in names.items():
+        group._plans = plans
+        group._set_plans(*(hashes[name] if name else 0 for name in roles))
+
+
+def raise_difference(
+    plans: dict[str, list[str]], name: str, rank: int, hashes: tuple[int, int]
+) -> NoReturn:
+    """Raises ``RuntimeError`` with the first difference between rank 0 and ``rank``.
+
+    ``hashes`` are those of the two ranks. All ranks of process group ``name`` call this function.
+    """
+    try:
+        found = _read_difference(plans, name, rank, hashes)
+    except (RuntimeError, ValueError) as error:  # the store has ended, or a rank has not written
+        found = f"their descriptions could not be read ({error})"
+    raise RuntimeError(
+        f"ranks 0 and {rank} of process group '{name}' have different models: {found}\n"
+        "Make the model, its units and their settings equal on all ranks before the first forward "
+        f"({ENVIRONMENT_SWITCH}=off on all ranks turns this check off)."
+    )
+
+
+# ---- description ---------------------------------------------------------------------------------
+
+
+def _list_process_groups(group: Any) -> tuple[str | None, ...]:
+    """Returns the names of the process groups for shard, scatter, replicate and post-forward.
+
+    A process group of one rank has no collective and no plan.
+    """
+    info, smaller = group.mesh_info, group._smaller_mesh_info
+    found = (
+        getattr(info, "shard_process_group", None),
+        getattr(info, "reduce_scatter_process_group", None),
+        getattr(info, "replicate_process_group", None),
+        getattr(smaller, "shard_process_group", None),
+    )
+    return tuple(
+        get_group_name(pg) if isinstance(pg, dist.ProcessGroup) and pg.size() > 1 else None
+        for pg in found
+    )
+
+
+def _describe_plan(states: list[Any], names: dict[Any, Any], name: str) -> Iterator[str]:
+    """Yields the facts of the groups that use process group ``name``, in the order of the units."""
+    yield f"version\tfsdp_c {__version__}, torch {torch.__version__}"
+    units = [
+        (state, group)
+        for state in states
+        for group in state._fsdp_param_groups
+        if name in names[group]
+    ]
+    for i, (state, group) in enumerate(units):
+        unit = f"unit '{group._module_fqn}'"
+        roles = [
+            role
+            for role, own_name in zip(("shard", "scatter", "replicate", "smaller"), names[group])
+            if own_name == name
+        ]
+        params = group.fsdp_params
+        yield f"unit {i}\t'{group._module_fqn}' with {len(params)} parameters ({', '.join(roles)})"
+        for setting in _SETTINGS:
+            yield f"{setting.lstrip('_')} of {unit}\t{getattr(group, setting)}"
+        for field in _POLICY_FIELDS:
+            yield f"{field} of {unit}\t{getattr(group.mp_policy, field, None)}"
+        for kind in ("forward", "backward"):
+            targets = getattr(state, f"_states_to_{kind}_prefetch")
+            prefetched = [
+                g._module_fqn
+                for s in targets
+                for g in s._fsdp_param_groups
+                if name in names.get(g, ())
+            ]
+            yield f"{kind} prefetch of {unit}\t{prefetched}"
+        for k, param in enumerate(params):
+            yield f"parameter {k} of {unit}\t{_describe_param(param)}"
+
+
+def _describe_param(param: Any) -> str:
+    meta = param._sharding_spec.tensor_meta
+    frozen = "" if param.sharded_param.requires_grad else ", frozen"
+    return (
+        f"'{param._param_fqn}' {list(meta.shape)} {meta.dtype} strides {list(meta.stride)}, "
+        f"{param._spmd_placements}, param_dtype {param.param_dtype}, "
+        f"reduce_dtype {param.reduce_dtype}{frozen}"
+    )
+
+
+def _hash_lines(lines: list[str]) -> int:
+    """Returns a 64-bit hash, which is not 0."""
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+# ---- difference ----------------------------------------------------------------------------------
+
+
+def _read_difference(
+    plans: dict[str, list[str]], name: str, rank: int, hashes: tuple[int, int]
+) -> str:
+    """Exchanges the two descriptions through the store. A key is the hash of its description."""
+    process_group = _resolve_process_group(name)  # type: ignore[arg-type]
+    store = _get_process_group_store(process_group)
+    keys = [f"fsdp_c/plan/{value:x}" for value in hashes]
+    if process_group.rank() in (0, rank):
+        store.set(keys[0 if process_group.rank() == 0 else 1], "\n".join(plans[name]))
+    store.wait(keys, STORE_TIMEOUT)
+    first, second = (store.get(key).decode().split("\n") for key in keys)
+    return find_difference(first, second, rank)
+
+
+def find_difference(first: list[str], second: list[str], rank: int) -> str:
+    """Returns the first difference between the descriptions of rank 0 and ``rank``, as text."""
+    for own, other in zip(first, second):
+        if own != other:
+            (subject, value), (other_subject, other_value) = own.split("\t"), other.split("\t")
+            if subject != other_subject:
+                return (
+                    f"rank 0 has {subject}: {value}; rank {rank} has {other_subject}: {other_value}"
+                )
+            return f"{subject}: rank 0 has {value}; rank {rank} has {other_value}"
+    longer, name = (first, 0) if len(first) > len(second) else (second, rank)
+    subject, value = longer[min(len(first), len(second))].split("\t")
+    return f"only rank {name} has {subject}: {value}"

@@ -1,0 +1,109 @@
+"""Ranks that diverge raise on every rank, and name both sides. Legitimate programs do not raise."""
+
+from __future__ import annotations
+
+import functools
+
+import divergence
+import pytest
+from launch import run_ranks
+
+GLOO = {"FSDP_C_TRANSPORT": "gloo"}
+OFF = {"FSDP_C_GUARD": "off"}
+NAMED_BY_PLAN = {
+    "another shape": "'blocks.1.first.weight' [16, 8]",
+    "another shape of equal size": "'blocks.1.first.weight' [16, 4]",
+    "another dtype": "torch.bfloat16",
+    "another order of parameters": "has 'blocks.1.second.weight' [8, 8]",
+    "another name": "'blocks.1.other.weight'",
+    "another number of units": "has unit 4: 'blocks.4'",
+    "another unit": "has '' with 4 parameters",
+    "another frozen parameter": "frozen",
+    "another reduce dtype": "reduce_dtype of unit 'blocks.0': rank 0 has torch.float32; rank",
+    "another param dtype": "of unit 'blocks.0': rank 0 has torch.float32; rank",
+    "another reshard_after_forward": "reshard_after_forward of unit 'blocks.1'",
+    "another divide factor": "gradient_divide_factor of unit 'blocks.1': rank 0 has None; rank",
+    "another prefetch": "forward prefetch of unit 'blocks.0': rank 0 has []; rank",
+}
+"""A part of the message for each static case."""
+
+NAMED_BY_LABEL = {
+    "another order of blocks": ("gathers 'blocks.1'", "gathers 'blocks.2'"),
+    "a block skipped": ("gathers 'blocks.2'", "gathers 'blocks.3'"),
+    "a block twice": ("gathers 'blocks.2'", "gathers 'blocks.1'"),
+    "a conditional parameter": ("gradients of parameters 0, 1, 2, 3 ", "of parameters 0, 1 "),
+    "frozen later": ("gradients of parameters 0, 1, 2, 3 ", "of parameters 1, 2, 3 "),
+    "divide factor later": ("with divisor 3", "with divisor 7"),
+    "prefetch later": ("gathers 'blocks.1'", "gathers 'blocks.2'"),
+    "reshard later": ("gathers 'blocks.1'", "reduce-scatters 'blocks.2'"),
+    "no gradient sync": ("reduce-scatters 'blocks.3'", "gathers 'blocks.1'"),
+    "no backward": (
+        "gathers 'blocks.3' (step 3, backward)",
+        "gathers 'blocks.0' (step 4, for",
+    ),
+    "an evaluation": ("gathers 'blocks.3' (step 3, backward)", "gathers 'blocks.0' (step 4, for"),
+    "explicit unshard": ("gathers 'blocks.0' (step 3, forward)", "gathers 'blocks.3' (step 2, out"),
+}
+"""What the equal ranks and the last rank issue, for each dynamic case after two steps."""
+
+
+@functools.cache
+def collect_static(env: tuple[tuple[str, str], ...] = ()) -> list[dict[str, tuple[str, float]]]:
+    return run_ranks(
+        divergence.run, 2, ("fsdp_c", divergence.STATIC, 0), env=dict(env), timeout=200
+    )
+
+
+@functools.cache
+def collect_dynamic(steps: int, world: int) -> list[dict[str, tuple[str, float]]]:
+    return run_ranks(divergence.run, world, ("fsdp_c", divergence.DYNAMIC, steps), timeout=200)
+
+
+@pytest.mark.parametrize("env", [(), tuple(GLOO.items())], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("name", divergence.STATIC)
+def test_different_plan_raises_on_all_ranks_and_names_the_field(name: str, env: tuple) -> None:
+    texts = {results[name][0] for results in collect_static(env)}
+    assert len(texts) == 1, "ranks have different messages"
+    text = texts.pop()
+    assert text.startswith("RuntimeError: ranks 0 and 1 of process group ")
+    assert NAMED_BY_PLAN[name] in text
+    assert max(results[name][1] for results in collect_static(env)) < divergence.LIMIT_SECONDS / 2
+
+
+@pytest.mark.parametrize("name", divergence.DYNAMIC)
+def test_different_collective_raises_on_all_ranks_and_names_both_units(name: str) -> None:
+    own, other = NAMED_BY_LABEL[name]
+    for rank, results in enumerate(collect_dynamic(2, 3)):
+        text, seconds = results[name]
+        assert "collective mismatch: " in text
+        assert own in text, rank
+        assert other in text, rank
+        assert ", rank 2 " in text, rank
+        assert seconds < divergence.LIMIT_SECONDS / 2
+
+
+@pytest.mark.parametrize("name", divergence.DYNAMIC)
+def test_divergence_in_the_first_step_raises_on_all_ranks(name: str) -> None:
+    for results in collect_dynamic(0, 2):
+        text, seconds = results[name]
+        assert text.startswith("RuntimeError: ")
+        assert "rank 0 " in text
+        assert "rank 1 " in text or "ranks 0 and 1 " in text
+        assert seconds < divergence.LIMIT_SECONDS / 2
+
+
+def test_guard_off_compares_no_plan() -> None:
+    """The rank with another divide factor trains with other gradients, as in torch."""
+    names = ("another divide factor", "another order of blocks")
+    for results in run_ranks(divergence.run, 2, ("fsdp_c", names, 0), env=OFF):
+        assert [results[name][0] for name in names] == ["silent"] * 2
+
+
+@pytest.mark.parametrize("env", [{}, GLOO], ids=["shared memory", "gloo"])
+def test_legitimate_programs_do_not_raise(env: dict[str, str]) -> None:
+    for results in run_ranks(divergence.run_legitimate, 2, env=env):
+        assert {name: error for name, error in results.items() if error} == {}
+
+
+def test_pipeline_stages_with_different_models_do_not_raise() -> None:
+    assert run_ranks(divergence.run_stages, 4) == [""] * 4
