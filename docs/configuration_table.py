@@ -49,6 +49,22 @@ RUN = {
     "FSDP_C_OPTIM": Variable(
         SWITCH, "on", "After `FSDP_C=1` or `install()`, optimizers step on local shards"
     ),
+    "FSDP_C_STALL_DIR": Variable(
+        "a folder",
+        "`fsdp_c-<user id>` in the folder for temporary files",
+        "Ranks that wait long write their last collectives there: "
+        "[reliability](reliability.md#ranks-wait)",
+    ),
+    "FSDP_C_STALL_SECONDS": Variable(
+        "seconds, `0`: no report",
+        "10",
+        "The wait for other ranks after which a rank logs where all ranks are",
+    ),
+    "FSDP_C_STALL_SIGNAL": Variable(
+        "a name such as `SIGUSR2`",
+        "none",
+        "The signal on which a rank writes its last collectives",
+    ),
     "FSDP_C_TRANSPORT": Variable(
         "`direct`, `gloo`",
         "`direct`",

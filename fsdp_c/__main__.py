@@ -34,6 +34,11 @@ prints the memory of the model on each of 8 ranks (plan --help). A script of tha
 runs a script under torch's FSDP2 and under fsdp_c, and compares numbers, time and memory
 (compare --help). A script of that name is ./compare.
 
+    {os.path.basename(sys.executable)} -m fsdp_c stall *.records
+
+compares the last collectives of ranks that waited or failed (stall --help). A script of that name
+is ./stall.
+
     {os.path.basename(sys.executable)} -m fsdp_c --version
     {os.path.basename(sys.executable)} -m fsdp_c --check
 
@@ -76,6 +81,12 @@ def _run_compare(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def _run_stall(arguments: list[str]) -> int:
+    from ._tools.stall import main as run
+
+    return run(arguments)
+
+
 def _run_check(arguments: list[str]) -> int:
     from ._tools.check import main as run
 
@@ -92,6 +103,7 @@ def _print_version(arguments: list[str]) -> int:
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": _run_plan,
     "compare": _run_compare,
+    "stall": _run_stall,
     "--check": _run_check,
     "--version": _print_version,
 }

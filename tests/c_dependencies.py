@@ -15,7 +15,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
 LAYERS = {
     "core": (
-        {"status"},
+        {"status", "recorder"},
         {"layout", "order", "process_group", "divide", "dtype", "chunks", "extension"},
         {"param", "comm_ctx"},
         {"callbacks", "plan", "label"},
@@ -39,6 +39,7 @@ LAYERS = {
             "guard",
             "clip",
             "local_lists",
+            "recorder",
         },
         {"attributes", "check_initialized", "transitions", "extension"},
         {"slots", "tree", "comm_context", "iteration_context", "group_attributes"},

@@ -13,6 +13,7 @@
 
 #include "../bridge/error.h"
 #include "../bridge/tensor.h"
+#include "recorder.h"
 
 void fc_comm_init(fc_comm_ctx *c, fct_device device) {
     assert(device.type >= 0 && device.index >= -1);
@@ -269,6 +270,9 @@ fc_status fc_comm_check(fc_comm_ctx *c) {
 void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fct_tensor *second) {
     assert(c->max_reductions > 0);
     fc_deferred_release *record = NULL;
+    if (work != NULL) {
+        fc_recorder_end(fc_recorder_wait(work), FC_RECORD_FAILED);
+    }
     if (work != NULL && !fct_work_done(work)) {
         record = (fc_deferred_release *)malloc(sizeof *record);
     }

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "../bridge/error.h"
+#include "recorder.h"
 
 void fc_process_group_set(fc_process_group *pg, const char *name, int64_t world, int64_t rank) {
     fct_pg_release(pg->handle);
@@ -54,24 +55,6 @@ static fc_status add_context(const fc_process_group *pg, const char *modules,
     return FC_ERAISED;
 }
 
-fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *modules,
-                                        fc_operation operation, fct_device device, bool waits,
-                                        fct_plan_result *result) {
-    assert(pg->name != NULL || pg->handle != NULL);
-    fc_status status = FC_OK;
-    *result = (fct_plan_result){.state = FCT_PLANS_EQUAL};
-    if (pg->compared) {
-        return FC_OK;
-    }
-    FC_TRY(fc_process_group_open(pg));
-    if (fct_compare_plan(pg->handle, device, pg->plan, waits, result) != 0) {
-        return add_context(pg, modules, operation);
-    }
-    pg->compared = result->state == FCT_PLANS_EQUAL;
-done:
-    return status;
-}
-
 /* Sets unit and name of the label. FNV-1a over the plan and the name. Returns early without a plan,
  * so that the label stays unknown. */
 static void name_label(const fc_process_group *pg, const char *modules, fct_op_label *label) {
@@ -92,14 +75,63 @@ static void name_label(const fc_process_group *pg, const char *modules, fct_op_l
     label->name[kept] = '\0';
 }
 
-/* Returns the tag of the next collective. */
-static fct_op_tag next_tag(fc_process_group *pg, const char *modules, fct_op_kind kind) {
-    fct_op_tag tag = {.kind = kind,
-                      .group = modules != NULL ? modules : "",
-                      .sequence = pg->issued++,
-                      .label = pg->label};
-    name_label(pg, tag.group, &tag.label);
-    return tag;
+/* Adds a record of an operation that this rank begins. */
+static uint64_t add_record(const fc_process_group *pg, const char *modules, fc_record_kind kind) {
+    const fc_record facts = {.step = pg->label.step,
+                             .pass = (uint16_t)pg->label.pass,
+                             .kind = (uint8_t)kind,
+                             .rank = (int32_t)pg->rank,
+                             .world = (int32_t)pg->world};
+    return fc_recorder_add(&facts, pg->name, modules);
+}
+
+/* A collective that is being issued. */
+typedef struct issue {
+    fct_op_tag tag;
+    uint64_t record;
+} issue;
+
+static issue begin_issue(fc_process_group *pg, const char *modules, fct_op_kind kind) {
+    issue next = {.tag = {.kind = kind,
+                          .group = modules != NULL ? modules : "",
+                          .sequence = pg->issued++,
+                          .label = pg->label}};
+    name_label(pg, next.tag.group, &next.tag.label);
+    next.record = add_record(pg, modules, (fc_record_kind)kind);
+    return next;
+}
+
+/* `result`: the result of the call that issued the collective, `work`: its work. */
+static fc_status end_issue(const fc_process_group *pg, const issue *issued, int result,
+                           const fct_work *work) {
+    static const fc_operation operations[] = {FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE};
+    if (result != 0) {
+        fc_recorder_end(issued->record, FC_RECORD_FAILED);
+        return add_context(pg, issued->tag.group, operations[issued->tag.kind]);
+    }
+    fc_recorder_issued(issued->record, work);
+    return FC_OK;
+}
+
+fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *modules,
+                                        fc_operation operation, fct_device device, bool waits,
+                                        fct_plan_result *result) {
+    assert(pg->name != NULL || pg->handle != NULL);
+    fc_status status = FC_OK;
+    *result = (fct_plan_result){.state = FCT_PLANS_EQUAL};
+    if (pg->compared) {
+        return FC_OK;
+    }
+    FC_TRY(fc_process_group_open(pg));
+    const uint64_t record = add_record(pg, modules, FC_RECORD_COMPARE);
+    const bool failed = fct_compare_plan(pg->handle, device, pg->plan, waits, result) != 0;
+    fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);
+    if (failed) {
+        return add_context(pg, modules, operation);
+    }
+    pg->compared = result->state == FCT_PLANS_EQUAL;
+done:
+    return status;
 }
 
 fc_status fc_process_group_all_gather(fc_process_group *pg, const char *modules, fct_tensor *output,
@@ -107,10 +139,9 @@ fc_status fc_process_group_all_gather(fc_process_group *pg, const char *modules,
     assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_ALL_GATHER);
-    if (fct_all_gather(pg->handle, &tag, output, input, async_op, work) != 0) {
-        return add_context(pg, modules, FC_ALL_GATHER);
-    }
+    const issue next = begin_issue(pg, modules, FCT_OP_ALL_GATHER);
+    const int result = fct_all_gather(pg->handle, &next.tag, output, input, async_op, work);
+    status = end_issue(pg, &next, result, *work);
 done:
     return status;
 }
@@ -121,10 +152,10 @@ fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const char *modu
     assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_REDUCE_SCATTER);
-    if (fct_reduce_scatter(pg->handle, &tag, output, input, op, factor, async_op, work) != 0) {
-        return add_context(pg, modules, FC_REDUCE_SCATTER);
-    }
+    const issue next = begin_issue(pg, modules, FCT_OP_REDUCE_SCATTER);
+    const int result =
+        fct_reduce_scatter(pg->handle, &next.tag, output, input, op, factor, async_op, work);
+    status = end_issue(pg, &next, result, *work);
 done:
     return status;
 }
@@ -134,10 +165,9 @@ fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *modules,
     assert(*work == NULL);
     fc_status status = FC_OK;
     FC_TRY(fc_process_group_open(pg));
-    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_ALL_REDUCE);
-    if (fct_all_reduce(pg->handle, &tag, tensor, op, 1.0, async_op, work) != 0) {
-        return add_context(pg, modules, FC_ALL_REDUCE);
-    }
+    const issue next = begin_issue(pg, modules, FCT_OP_ALL_REDUCE);
+    const int result = fct_all_reduce(pg->handle, &next.tag, tensor, op, 1.0, async_op, work);
+    status = end_issue(pg, &next, result, *work);
 done:
     return status;
 }
@@ -164,10 +194,9 @@ fc_status fc_process_group_gather_chunks(fc_process_group *pg, const char *modul
                                          fct_tensor *const *chunks, size_t count,
                                          const fct_chunk_layout *layout, fct_work **work) {
     assert(pg->handle != NULL && count > 0 && *work == NULL);
-    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_ALL_GATHER);
-    return fct_gather_chunks(pg->handle, &tag, chunks, count, layout, work) == 0
-               ? FC_OK
-               : add_context(pg, modules, FC_ALL_GATHER);
+    const issue next = begin_issue(pg, modules, FCT_OP_ALL_GATHER);
+    const int result = fct_gather_chunks(pg->handle, &next.tag, chunks, count, layout, work);
+    return end_issue(pg, &next, result, *work);
 }
 
 fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *modules,
@@ -175,10 +204,10 @@ fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *modul
                                          size_t count, const fct_chunk_layout *layout,
                                          fct_reduce_op op, fct_work **work) {
     assert(pg->handle != NULL && count > 0 && *work == NULL);
-    const fct_op_tag tag = next_tag(pg, modules, FCT_OP_REDUCE_SCATTER);
-    return fct_reduce_chunks(pg->handle, &tag, output, chunks, count, layout, op, work) == 0
-               ? FC_OK
-               : add_context(pg, modules, FC_REDUCE_SCATTER);
+    const issue next = begin_issue(pg, modules, FCT_OP_REDUCE_SCATTER);
+    const int result =
+        fct_reduce_chunks(pg->handle, &next.tag, output, chunks, count, layout, op, work);
+    return end_issue(pg, &next, result, *work);
 }
 
 fc_status fc_process_group_wait(const fc_process_group *pg, const char *modules,
@@ -186,7 +215,10 @@ fc_status fc_process_group_wait(const fc_process_group *pg, const char *modules,
     if (*work == NULL) {
         return FC_OK;
     }
-    if (fct_work_wait(*work) != 0) {
+    const uint64_t record = fc_recorder_wait(*work);
+    const bool failed = fct_work_wait(*work) != 0;
+    fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);
+    if (failed) {
         return add_context(pg, modules, operation);
     }
     fct_work_release(*work);

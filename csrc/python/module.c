@@ -16,6 +16,7 @@
 #include "objects.h"
 #include "param.h"
 #include "param_group.h"
+#include "recorder.h"
 #include "shard.h"
 #include "state.h"
 #include "transitions.h"
@@ -326,6 +327,14 @@ static PyMethodDef module_methods[] = {
     {"make_dtensors", (PyCFunction)(void (*)(void))module_make_dtensors, METH_FASTCALL,
      "make_dtensors(local, spec): makes a DTensor of the two in the extension and with torch's "
      "function. Returns whether they are equal. If so, the extension makes all later DTensors."},
+    {"recorder_read", fcpy_recorder_read, METH_O,
+     "recorder_read(count): returns the time in nanoseconds, and the records of the last "
+     "collectives as bytes, newest first; see core/recorder.h."},
+    {"recorder_write", fcpy_recorder_write, METH_VARARGS,
+     "recorder_write(path, header): writes header and records to a file."},
+    {"recorder_write_on_signal", fcpy_recorder_write_on_signal, METH_VARARGS,
+     "recorder_write_on_signal(signum, path, header): writes the file when the signal arrives, and "
+     "then runs the previous action of the signal."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): returns whether the tensor is dense and has memory of its own, unlike a "
      "wrapper of other tensors."},

@@ -30,6 +30,7 @@ from .._compat import patches
 from .._compat.guard import follow_patches, is_overridden, warn_of_patches_without_effect
 from .._compat.older_torch import StateOfOlderTorch, register_group_hooks
 from .._compat.shutdown import register_at_exit
+from . import stall_monitor
 from .comm_context import CommContext
 from .hints import add_hint, format_names, get_class_name, with_hint
 from .kernels import log_kernels
@@ -308,6 +309,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             )
         warn_of_patches_without_effect()
         patches.apply(patches.Scope.EXIT, "atexit", register_at_exit)
+        stall_monitor.watch(self)
         states = self._list_states_below()
         groups = [group for state in states for group in state._fsdp_param_groups]
         self._is_root = True

@@ -61,7 +61,7 @@ class StepTrace:
         self._require_spans()
         if _is_writer():
             with open(path, "w") as file:
-                json.dump(_make_chrome_trace(self.ranks, self.summary()), file)
+                json.dump(make_chrome_trace(self.ranks, self.summary()), file)
 
     def summary(self) -> str:
         """Returns one or two sentences with the largest shares of the time.
@@ -200,7 +200,7 @@ def _make_sort_key(unit: str) -> list[tuple[bool, int, str]]:
 # ---- Chrome's format -----------------------------------------------------------------------------
 
 
-def _make_chrome_trace(ranks: list[list[Span]], summary: str) -> dict[str, Any]:
+def make_chrome_trace(ranks: list[list[Span]], summary: str) -> dict[str, Any]:
     """Returns complete events in microseconds, with a process per rank and a thread per lane."""
     events: list[dict[str, Any]] = []
     for rank, rank_spans in enumerate(ranks):

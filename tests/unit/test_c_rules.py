@@ -153,6 +153,9 @@ GLOBALS = {
     "reduces_gradients": "marks the all-reduce that this thread issues as one of gradients",
     "faults_left": "for tests: boundary calls of this thread until one fails",
     "group_counts": "parameter groups of each process group before its negotiation; under the GIL",
+    "records": "last collectives of the process, which a signal handler writes; under the GIL",
+    "last_number": "number of the newest record",
+    "signal_files": "files that the handler of each signal writes; handlers have no argument",
     "fcd_now": "record of the dry run of this thread, which the boundary's functions append to",
 }
 """Variables with static storage that can change, mapped to the reason for each.

@@ -1,0 +1,282 @@
+"""The thread that reports long waits for other ranks.
+
+Every process of a job has one such thread while a root is alive. Once per ``INTERVAL`` the thread
+reads the recorder (``records.py``). If there is no new collective, it also reads one counter in the
+job's store:
+
+- A rank that waits adds 1 to the counter shortly before the limit: a request.
+- Every rank answers a request: it publishes its position under one key, and writes its records to
+  a file.
+- At the limit, the first waiting rank formats a report and publishes it. Every waiting rank logs
+  the report. The next limit is twice as long.
+
+The thread only reads: training does not change. It ends with its process group, with the last root,
+and when the store fails.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from .. import _C
+from .records import COMPLETE, FAILED, Record, make_header, read_own_records
+from .stall_report import (
+    Position,
+    describe_wait,
+    find_wait,
+    format_report,
+    make_position,
+    runs_a_model,
+)
+
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+DEFAULT_LIMIT = 10.0
+INTERVAL = 2.0
+"""Seconds between two checks of a process in which no thread waits."""
+STEP = 0.2
+"""Seconds between two checks of a process that waits."""
+ANSWER_TIME = 0.8
+"""Seconds for which the report waits for ranks that have not answered."""
+READ_COUNT = 256
+"""Records that the thread reads; more are never in flight."""
+
+_PREFIX = "fsdp_c/stall"
+_REQUESTS = f"{_PREFIX}/requests"
+
+_roots: weakref.WeakSet[Any] = weakref.WeakSet()
+_monitor: list[StallMonitor] = []
+
+
+def get_limit() -> float:
+    """Returns the wait in seconds after which a report is made; 0: none.
+
+    Raises:
+        ValueError: ``FSDP_C_STALL_SECONDS`` is not a number of at least 0.
+    """
+    text = os.environ.get("FSDP_C_STALL_SECONDS", "")
+    try:
+        limit = float(text) if text else DEFAULT_LIMIT
+    except ValueError:
+        limit = -1
+    if not limit >= 0:
+        raise ValueError(f"FSDP_C_STALL_SECONDS must be a number of at least 0, got {text}")
+    return limit
+
+
+def get_file(rank: int) -> str:
+    """Returns the path to which this rank writes its records, and creates the folder."""
+    folder = os.environ.get("FSDP_C_STALL_DIR") or os.path.join(
+        tempfile.gettempdir(), f"fsdp_c-{os.getuid()}"
+    )
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    return os.path.join(folder, f"{os.environ.get('MASTER_PORT', 'job')}-rank{rank}.records")
+
+
+def watch(root: Any) -> None:
+    """Starts the thread, if the job has several ranks. ``root``: the state of a root."""
+    limit = get_limit()
+    _roots.add(root)
+    weakref.finalize(root, _wake_without_roots).atexit = False
+    if limit == 0 or not dist.is_initialized() or dist.get_world_size() < 2:
+        return
+    if dist.get_backend() == "fake" or (_monitor and _monitor[0].is_watching()):
+        return
+    stop()
+    monitor = StallMonitor(limit)
+    _monitor.append(monitor)
+    monitor.write_on_signals()
+    monitor.start()
+    atexit.register(stop)
+
+
+def _wake_without_roots() -> None:
+    """Ends the thread soon after the last root."""
+    for monitor in _monitor:
+        monitor.wake()
+
+
+def stop() -> None:
+    """Stops the thread. At exit, an unfinished step leaves a file with the records."""
+    while _monitor:
+        monitor = _monitor.pop()
+        monitor.finish()
+        atexit.unregister(stop)
+
+
+class StallMonitor(threading.Thread):
+    """Watches the waits of this process; see the module's docstring."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(name="fsdp_c stall monitor", daemon=True)
+        self._limit = limit
+        self._group = weakref.ref(_get_default_group())
+        self._store = _get_default_store()
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._pid = os.getpid()
+        self._stopped = False
+        self._woken = threading.Event()
+        self._answered = -1
+        self._requested_for = (0, 0.0)  # wait and limit of this rank's latest request
+        self._next_limit = limit
+        self._newest = 0  # number of the newest record at the last check
+        self._last_failed = 0
+        self._file = ""  # the latest file, or why it was not written
+
+    def is_watching(self) -> bool:
+        return self.is_alive() and self._is_current()
+
+    def _is_current(self) -> bool:
+        return dist.is_initialized() and self._group() is dist.group.WORLD
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def finish(self) -> None:
+        """Stops the thread. No thread inside of C++ may wait for the GIL when the process ends."""
+        self._stopped = True
+        self.wake()
+        if os.getpid() != self._pid:  # a forked child has neither the thread nor the collectives
+            return
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(1.0)
+        _, records = read_own_records(READ_COUNT)
+        if find_interrupted_pass() or any(record.state != COMPLETE for record in records[:4]):
+            self._write_records()
+
+    def write_on_signals(self) -> None:
+        """Writes the file on SIGABRT, and on the signal that FSDP_C_STALL_SIGNAL names."""
+        names = ["SIGABRT", *filter(None, [os.environ.get("FSDP_C_STALL_SIGNAL")])]
+        for name in names:
+            number = getattr(signal, name, None)
+            if number is None:
+                raise ValueError(f"FSDP_C_STALL_SIGNAL must be the name of a signal, got {name}")
+            with contextlib.suppress(OSError):  # the folder cannot be created
+                _C.recorder_write_on_signal(
+                    number, get_file(self._rank), make_header(self._rank, self._world)
+                )
+
+    def run(self) -> None:
+        while not self._stopped and self._is_current() and len(_roots) > 0:
+            self._woken.clear()
+            try:
+                waits = self._check()
+            except (RuntimeError, ValueError):  # the store or the process group has ended
+                return
+            self._woken.wait(min(STEP if waits else INTERVAL, self._limit / 5))
+
+    def _check(self) -> bool:
+        """Answers requests, reports a long wait. Returns whether a thread waits."""
+        now, records = read_own_records(READ_COUNT)
+        wait = find_wait(records)
+        newest = records[0].number if records else 0
+        progresses = wait is None and newest != self._newest
+        self._newest = newest
+        if progresses and self._answered >= 0:
+            return False
+        seconds = (now - wait.waiting) / 1e9 if wait is not None else 0.0
+        if wait is not None:
+            self._request_if_due(wait, seconds)
+        request = self._store.add(_REQUESTS, 0)
+        if request != self._answered:
+            self._publish(request, now, records)
+        if wait is not None and seconds >= self._next_limit:
+            self._next_limit *= 2
+            self._report(wait, seconds, request)
+        self._write_after_failure(records)
+        return wait is not None
+
+    def _request_if_due(self, wait: Record, seconds: float) -> None:
+        if wait.number != self._requested_for[0]:
+            self._next_limit = self._limit
+        due = (wait.number, self._next_limit)
+        lead = min(INTERVAL + 0.5, self._limit / 2)
+        if seconds >= self._next_limit - lead and self._requested_for != due:
+            self._requested_for = due
+            self._store.add(_REQUESTS, 1)
+
+    def _publish(self, request: int, now: int, records: list[Record]) -> None:
+        position = make_position(self._rank, request, now, records)
+        position.interrupted_pass = find_interrupted_pass()
+        self._store.set(f"{_PREFIX}/{self._rank}", position.to_json())
+        if request > 0:
+            self._file = self._write_records()
+        self._answered = request
+
+    def _report(self, wait: Record, seconds: float, request: int) -> None:
+        key = f"{_PREFIX}/report/{request}/{self._next_limit:g}"
+        if self._store.add(f"{key}/writers", 1) == 1:
+            report = format_report(self._wait_for_answers(request), self._world, request)
+            self._store.set(key, report)
+        else:
+            report = self._read_report(key, request)
+        logger.warning(
+            "fsdp_c: rank %d has waited %.1f s for %s. The ranks of the job:\n%s\n  records: %s",
+            self._rank, seconds, describe_wait(wait), report, self._file,
+        )  # fmt: skip
+
+    def _wait_for_answers(self, request: int) -> dict[int, Position]:
+        """Returns the positions, when all ranks have answered or after ``ANSWER_TIME``."""
+        end = time.monotonic() + ANSWER_TIME
+        while True:
+            positions = self._read_positions()
+            answered = sum(position.request >= request for position in positions.values())
+            if answered == self._world or time.monotonic() > end:
+                return positions
+            time.sleep(0.05)
+
+    def _read_positions(self) -> dict[int, Position]:
+        keys = [f"{_PREFIX}/{rank}" for rank in range(self._world)]
+        has_multi_get = self._store.has_extended_api()  # type: ignore[attr-defined]
+        if has_multi_get and self._store.check(keys):
+            texts = self._store.multi_get(keys)
+        else:
+            texts = [self._store.get(key) for key in keys if self._store.check([key])]
+        positions = map(Position.from_json, texts)
+        return {position.rank: position for position in positions}
+
+    def _read_report(self, key: str, request: int) -> str:
+        """Reads the report of another rank, and formats one if that rank does not write it."""
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            if self._store.check([key]):
+                return str(self._store.get(key).decode())
+            time.sleep(0.05)
+        return format_report(self._read_positions(), self._world, request)
+
+    def _write_after_failure(self, records: list[Record]) -> None:
+        failed = next((record.number for record in records if record.state == FAILED), 0)
+        if failed > self._last_failed:
+            self._last_failed = failed
+            self._write_records()
+
+    def _write_records(self) -> str:
+        """Writes the file. Returns its path, or the error."""
+        try:
+            path = get_file(self._rank)
+            _C.recorder_write(path, make_header(self._rank, self._world))
+        except OSError as error:
+            return f"not written ({error})"
+        return path
+
+
+def find_interrupted_pass() -> str:
+    """Returns the pass of a root that an exception has left, "" if there is none."""
+    for root in list(_roots):
+        state = root._training_state
+        if state != TrainingState.IDLE and not runs_a_model():
+            return "forward" if state == TrainingState.FORWARD else "backward"
+    return ""

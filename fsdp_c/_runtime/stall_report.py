@@ -1,0 +1,191 @@
+"""Positions of ranks, and the report about ranks that wait. Needs no process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .records import COMPLETE, WAITING, Record
+
+RECENT = 16
+"""Completed collectives of a position, which the report compares between ranks."""
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parents[1])
+
+
+@dataclass
+class Position:
+    """The place of a rank in its program.
+
+    Times are seconds since the epoch; None: unknown or not reached.
+    """
+
+    rank: int
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    request: int = 0
+    """Number of the latest request that the rank has answered."""
+    waits_for: str | None = None
+    waits_since: float | None = None
+    completed: list[str] = field(default_factory=list)
+    """The last collectives that the rank completed, newest first."""
+    completed_at: float | None = None
+    line: str = ""
+    """Line and function of the main thread."""
+    interrupted_pass: str = ""
+    """Pass that an exception has left: a state is in this pass, and no thread runs a module."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Position:
+        return Position(**json.loads(text))
+
+
+def find_wait(records: Iterable[Record]) -> Record | None:
+    """Returns the record that a thread of this process has waited for longest."""
+    waits = [record for record in records if record.state == WAITING]
+    return min(waits, key=lambda record: record.waiting, default=None)
+
+
+def describe_wait(record: Record) -> str:
+    return f"{record.describe()} of process group '{record.group}'"
+
+
+def make_position(rank: int, request: int, now: int, records: list[Record]) -> Position:
+    """Describes this process. ``now``: time of the records' clock, in nanoseconds."""
+    position = Position(rank, request=request, line=_find_line_of_main_thread())
+    wait = find_wait(records)
+    if wait is not None:
+        position.waits_for = describe_wait(wait)
+        position.waits_since = time.time() - (now - wait.waiting) / 1e9
+    complete = [record for record in records if record.state == COMPLETE]
+    position.completed = [describe_wait(record) for record in complete[:RECENT]]
+    if complete:
+        position.completed_at = time.time() - (now - complete[0].end) / 1e9
+    return position
+
+
+def _list_frames(frame: FrameType | None) -> Iterable[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _find_line_of_main_thread() -> str:
+    """Returns the innermost line outside of torch and fsdp_c, else the innermost line."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = list(_list_frames(innermost))
+    own = (f for f in frames if not _is_in_library(f.f_code.co_filename))
+    frame = next(own, frames[0] if frames else None)
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+
+
+def _is_in_library(filename: str) -> bool:
+    path = Path(filename)
+    return filename.startswith("<frozen") or any(lib in path.parents for lib in _LIBRARIES)
+
+
+def runs_a_model() -> bool:
+    """Whether a thread runs a module's forward, or a backward."""
+    names = {("module.py", "_call_impl"), ("graph.py", "_engine_run_backward")}
+    return any(
+        (os.path.basename(frame.f_code.co_filename), frame.f_code.co_name) in names
+        for innermost in sys._current_frames().values()
+        for frame in _list_frames(innermost)
+    )
+
+
+# ---- report --------------------------------------------------------------------------------------
+
+
+def format_report(positions: Mapping[int, Position], world: int, request: int) -> str:
+    """Formats one line for each place at which ranks are, and the last common collective.
+
+    ``positions`` has the last known position of each rank. Positions with an older ``request`` are
+    out of date. A rank that has never published has none.
+    """
+    places: dict[str, list[int]] = {}
+    for rank in range(world):
+        places.setdefault(_describe_place(positions.get(rank), request), []).append(rank)
+    lines = [f"  {format_ranks(ranks)}: {place}" for place, ranks in places.items()]
+    current = [p for p in positions.values() if p.request >= request]
+    return "\n".join([*lines, f"  {_describe_common(current)}"])
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Formats sorted ranks, for example "ranks 0-3, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+
+
+def _describe_place(position: Position | None, request: int) -> str:
+    if position is None:
+        return "has no model of fsdp_c that ran, or did not start"
+    if position.request < request:
+        return _describe_silence(position)
+    if position.waits_for is not None:
+        return f"waits for {position.waits_for}"
+    if position.interrupted_pass:
+        place = f"left the {position.interrupted_pass} by an exception"
+    else:
+        place = "waits for no collective of fsdp_c"
+    if position.completed:
+        place += f"; last completed: {position.completed[0]}{_format_age(position.completed_at)}"
+    return f"{place}; main thread: {position.line}" if position.line else place
+
+
+def _format_age(at: float | None) -> str:
+    return f", {max(0.0, time.time() - at):.0f} s ago" if at is not None else ""
+
+
+def _describe_silence(position: Position) -> str:
+    """Describes a rank that has not answered. The state of a process of this host is known."""
+    process = f"process {position.pid} on {position.host}"
+    if position.host != socket.gethostname():
+        return f"{process} does not answer: it has ended, is stopped, or cannot be reached"
+    state = read_process_state(position.pid)
+    if state in ("", "Z", "X"):
+        return f"{process} has ended"
+    if state in ("T", "t"):
+        return f"{process} is stopped by a signal or a debugger"
+    return f"{process} runs, but does not answer: it holds the GIL, or has left its process group"
+
+
+def read_process_state(pid: int) -> str:
+    """Returns the state letter of proc(5), "" if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _describe_common(positions: list[Position]) -> str:
+    """Names the newest collective that all these ranks completed."""
+    if positions:
+        common: Any = set(positions[0].completed).intersection(*(p.completed for p in positions))
+        newest = next((text for text in positions[0].completed if text in common), None)
+        if newest is not None:
+            return f"last collective that all answering ranks completed: {newest}"
+    return f"the answering ranks have no common collective among their last {RECENT}"

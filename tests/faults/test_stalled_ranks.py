@@ -1,0 +1,50 @@
+"""A rank that waits for another rank logs where all ranks are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import stalled_ranks
+from launch import run_ranks
+
+from fsdp_c._tools.stall import main as compare_records
+
+PLACES = {
+    "sleeps": "rank 1: waits for no collective of fsdp_c; last completed: ",
+    "left forward": "rank 1: left the forward by an exception; last completed: ",
+    "stopped": "is stopped by a signal or a debugger",
+}
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo"])
+@pytest.mark.parametrize("case", stalled_ranks.CASES)
+def test_waiting_ranks_report_the_place_of_every_rank(
+    case: str, transport: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = tmp_path / "records"
+    env = {
+        "FSDP_C_STALL_SECONDS": "1",
+        "FSDP_C_STALL_DIR": str(records),
+        "FSDP_C_TRANSPORT": transport,
+    }
+    sums = run_ranks(stalled_ranks.run_case, 3, (str(tmp_path), case), env=env)
+    assert len(set(sums)) == 1  # training continues
+    for rank in stalled_ranks.WAITING:
+        report = (tmp_path / f"report{rank}").read_text()
+        first, *lines = report.splitlines()
+        assert re.match(rf"fsdp_c: rank {rank} has waited [1-9]\.\d s for all-gather of ", first)
+        assert ", forward) of process group '0'. The ranks of the job:" in first
+        assert any(line.startswith("  ranks 0, 2: waits for all-gather of ") for line in lines)
+        place = next(line for line in lines if PLACES[case] in line)
+        assert ("main thread: stalled_ranks.py:" in place) == (case != "stopped")
+        assert any("answering ranks completed: " in line for line in lines)
+    files = sorted(map(str, records.iterdir()))
+    assert len(files) == 3 or case == "stopped"
+    result = compare_records(files)
+    output = capsys.readouterr().out
+    assert "rank 0 (process " in output
+    if case != "stopped":  # a stopped rank writes no file
+        assert result == 1
+        assert "  rank 1: no further collective\n  rank 2: all-gather of '2' (" in output

@@ -1,0 +1,238 @@
+"""Reports about waiting ranks: records, positions, and the command ``stall``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_c import _C
+from fsdp_c._runtime import records, stall_monitor, stall_report
+from fsdp_c._runtime.stall_report import Position
+from fsdp_c._tools import stall
+
+HEADER = Path(__file__).resolve().parents[2] / "csrc/core/recorder.h"
+SECOND = 10**9
+
+
+def make_record(number: int, modules: str, **fields: Any) -> records.Record:
+    facts = {
+        "number": number, "begin": number * SECOND, "waiting": number * SECOND,
+        "end": (number + 1) * SECOND, "step": 3, "pass_name": "forward", "kind": "all-gather",
+        "state": records.COMPLETE, "rank": 0, "world": 2, "group": "0", "modules": modules,
+    }  # fmt: skip
+    return records.Record(**{**facts, **fields})
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+def test_python_layout_of_a_record_equals_the_struct() -> None:
+    struct = re.search(r"typedef struct fc_record \{(.*?)\} fc_record;", HEADER.read_text(), re.S)
+    assert struct is not None
+    sizes = dict(re.findall(r"(FC_RECORD_\w+_BYTES) = (\d+)", HEADER.read_text()))
+    codes = {"uint64_t": "Q", "uint32_t": "I", "uint16_t": "H", "uint8_t": "B", "int32_t": "i"}
+    layout = ""
+    for kind, array in re.findall(r"^    (\w+) \w+(?:\[(\w+)\])?;", struct[1], re.M):
+        layout += f"{sizes[array]}s" if array else codes[kind]
+    assert layout == "QQQQQIHBBii24s48s"
+    assert records._RECORD.size == 128
+
+
+def test_parse_skips_empty_records_and_sorts_newest_first() -> None:
+    def pack(number: int) -> bytes:
+        return records._RECORD.pack(
+            number, 1, 2, 0, 0, 7, 1, 1, 1, 0, 2, b"0" + bytes(23), b"a.b" + bytes(45)
+        )
+
+    newest, oldest = records.parse_records(pack(4) + bytes(128) + pack(9))
+    assert (newest.number, oldest.number) == (9, 4)
+    assert newest.describe() == "reduce-scatter of 'a.b' (step 7, backward)"
+    assert newest.state == records.WAITING
+    with pytest.raises(ValueError, match="multiple of a record's 128 bytes"):
+        records.parse_records(bytes(127))
+
+
+def test_count_of_records_is_checked() -> None:
+    for count in (0, records.CAPACITY + 1):
+        with pytest.raises(ValueError, match=f"count must be 1 to 4096, got {count}"):
+            _C.recorder_read(count)
+
+
+def test_file_is_written_and_links_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank1.records"
+    _C.recorder_write(str(path), records.make_header(1, 2))
+    facts, _ = records.read_file(str(path))
+    assert (facts["rank"], facts["world"], facts["pid"]) == (1, 2, os.getpid())
+    assert path.stat().st_mode & 0o777 == 0o600
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="link"):
+        _C.recorder_write(str(tmp_path / "link"), b"")
+
+
+@pytest.mark.parametrize("text", [b"", b"{}\n", b"[1]\n", b'{"fsdp_c": "records"}\nx'])
+def test_other_files_are_refused(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(text)
+    with pytest.raises(ValueError, match="has no records of fsdp_c"):
+        records.read_file(str(tmp_path / "other"))
+
+
+SIGNALS = """
+import os, signal, sys, time
+from fsdp_c import _C
+calls = []
+signal.signal(signal.SIGUSR2, lambda *unused: calls.append(1))
+_C.recorder_write_on_signal(signal.SIGUSR2, sys.argv[1] + "/a", b"header")
+_C.recorder_write_on_signal(signal.SIGUSR2, sys.argv[1] + "/b", b"header")
+os.kill(os.getpid(), signal.SIGUSR2)
+while not calls:
+    time.sleep(0.01)
+assert not os.path.exists(sys.argv[1] + "/a")
+assert os.path.getsize(sys.argv[1] + "/b") == 6 + 4096 * 128
+_C.recorder_write_on_signal(signal.SIGABRT, sys.argv[1] + "/c", b"header")
+os.abort()
+"""
+
+
+def test_signal_writes_the_file_and_keeps_the_previous_action(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", SIGNALS, str(tmp_path)], timeout=60)
+    assert ended.returncode == -signal.SIGABRT
+    assert (tmp_path / "c").stat().st_size == 6 + 4096 * 128
+
+
+# ---- report --------------------------------------------------------------------------------------
+
+
+def test_report_groups_ranks_by_place() -> None:
+    waits = "all-gather of 'b.3' (step 2, forward) of process group '0'"
+    done = ["all-gather of 'b.2' (step 2, forward) of process group '0'"]
+    positions = {
+        rank: Position(rank, request=1, waits_for=waits, completed=done) for rank in (0, 1, 2, 5)
+    }
+    positions[3] = Position(3, request=1, completed=done, line="train.py:57 in load_batch")
+    positions[4] = Position(4, request=0, host="elsewhere", pid=7)
+    positions[6] = Position(6, request=1, completed=done, interrupted_pass="forward")
+    assert stall_report.format_report(positions, 8, 1).splitlines() == [
+        f"  ranks 0-2, 5: waits for {waits}",
+        f"  rank 3: waits for no collective of fsdp_c; last completed: {done[0]}; main thread: "
+        "train.py:57 in load_batch",
+        "  rank 4: process 7 on elsewhere does not answer: it has ended, is stopped, or cannot be "
+        "reached",
+        f"  rank 6: left the forward by an exception; last completed: {done[0]}",
+        "  rank 7: has no model of fsdp_c that ran, or did not start",
+        f"  last collective that all answering ranks completed: {done[0]}",
+    ]
+
+
+def test_report_tells_ended_stopped_and_running_processes_apart() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        positions = {0: Position(0, pid=child.pid)}
+        assert "runs, but does not answer" in stall_report.format_report(positions, 1, 1)
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert "is stopped by a signal" in stall_report.format_report(positions, 1, 1)
+    finally:
+        child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert "has ended" in stall_report.format_report(positions, 1, 1)
+    child.wait()
+    assert "has ended" in stall_report.format_report(positions, 1, 1)
+
+
+def test_position_has_the_longest_wait_and_the_last_completed_collectives() -> None:
+    waits = [
+        make_record(9, "b", state=records.WAITING, end=0),
+        make_record(8, "a", state=records.WAITING, end=0, waiting=5 * SECOND),
+    ]
+    done = [make_record(number, str(number)) for number in range(7, 0, -1)]
+    position = stall_report.make_position(1, 4, 20 * SECOND, waits + done)
+    assert position.waits_for == "all-gather of 'a' (step 3, forward) of process group '0'"
+    assert position.waits_since == pytest.approx(time.time() - 15, abs=1)
+    assert position.completed[0] == "all-gather of '7' (step 3, forward) of process group '0'"
+    assert "test_position_has" in position.line
+    assert Position.from_json(position.to_json()) == position
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "limit"), [("", 10.0), ("0", 0.0), ("2.5", 2.5)])
+def test_limit_is_read(text: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_C_STALL_SECONDS", text)
+    assert stall_monitor.get_limit() == limit
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "ten"])
+def test_invalid_limit_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_C_STALL_SECONDS", text)
+    with pytest.raises(ValueError, match=f"FSDP_C_STALL_SECONDS must be .* at least 0, got {text}"):
+        stall_monitor.get_limit()
+
+
+# ---- command -------------------------------------------------------------------------------------
+
+
+def write_rank(folder: Path, rank: int, modules: list[str], last_state: int = 2) -> str:
+    data = records.make_header(rank, 2)
+    for number, name in enumerate(modules, 1):
+        is_last = number == len(modules)
+        data += records._RECORD.pack(
+            number, number * SECOND, number * SECOND, 0 if is_last and last_state == 1
+            else (number + 1) * SECOND, 0, 1, 0, 0, last_state if is_last else 2, rank, 2,
+            b"0".ljust(24, b"\0"), name.encode().ljust(48, b"\0"),
+        )  # fmt: skip
+    path = folder / f"rank{rank}.records"
+    path.write_bytes(data)
+    return str(path)
+
+
+def test_stall_command_names_the_first_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [
+        write_rank(tmp_path, 0, ["a", "b", "c"], last_state=1),
+        write_rank(tmp_path, 1, ["b", "d"]),
+    ]
+    plot, trace = tmp_path / "plot.png", tmp_path / "trace.json"
+    assert stall.main([*files, "--plot", str(plot), "--trace", str(trace)]) == 1
+    output = capsys.readouterr().out
+    assert re.search(r"^rank 0 \(process \d+ on .*\) waits for all-gather of 'c'", output, re.M)
+    assert re.search(r"^rank 1 \(process \d+ on .*\) has completed all-gather of 'd'", output, re.M)
+    assert (
+        "process group '0', after all-gather of 'b' (step 1, forward):\n"
+        "  rank 0: all-gather of 'c' (step 1, forward)\n"
+        "  rank 1: all-gather of 'd' (step 1, forward)\n"
+    ) in output
+    assert plot.stat().st_size > 1000
+    spans = {e["name"]: e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"}
+    assert {"gather c", "wait for a gather c", "gather d"} <= spans.keys()
+    ends = [span["ts"] + span["dur"] for span in spans.values()]
+    assert 2e6 <= max(ends) < 3e6  # microseconds
+
+
+def test_stall_command_finds_no_difference_of_equal_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write_rank(tmp_path, rank, ["a", "b"]) for rank in range(2)]
+    assert stall.main(files) == 0
+    assert "the ranks issued the same collectives" in capsys.readouterr().out
+    assert stall.main(files[:1]) == 0
+    assert "no file of 1 ranks, the first is rank 1" in capsys.readouterr().out
+
+
+def test_stall_command_refuses_other_files_and_two_files_of_a_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_rank(tmp_path, 0, ["a"])
+    assert stall.main([file, file]) == 2
+    assert "another file is of rank 0" in capsys.readouterr().err
+    assert stall.main([str(tmp_path / "missing")]) == 2
