@@ -65,7 +65,7 @@ class BuildWithCMake(build_ext):
     def run(self) -> None:
         find_torch.add_to_path()
         begin = time.monotonic()
-        with run_cmake.lock(BUILD):
+        with run_cmake.lock_build(BUILD):
             super().run()
         print(f"fsdp_c: built in {time.monotonic() - begin:.0f} s", flush=True)
 

@@ -68,15 +68,15 @@ def main() -> None:
 def measure(count: int, rounds: int) -> list[list[object]]:
     """Returns the row of ``fully_shard`` for models of ``count`` parameters."""
     calls = {"torch": torch_fully_shard, "fsdp_c": fully_shard}
-    shards: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name, function in calls.items():
             model = nn.Sequential(*(make_block() for _ in range(count // 9)))
             gc.collect()
-            shard = measure_seconds(lambda: shard_blocks(function, model))  # noqa: B023
+            elapsed = measure_milliseconds(lambda: shard_blocks(function, model))  # noqa: B023
             if i:  # the first round imports and fills caches
-                shards[name].append(shard)
-    return [make_row("fully_shard", count, shards)]
+                times[name].append(elapsed)
+    return [make_row("fully_shard", count, times)]
 
 
 def make_block() -> nn.Module:
@@ -90,7 +90,7 @@ def shard_blocks(function: Callable[..., object], model: nn.Sequential) -> None:
     function(model)
 
 
-def measure_seconds(call: Callable[[], object]) -> float:
+def measure_milliseconds(call: Callable[[], object]) -> float:
     """Returns the call's process time in milliseconds."""
     begin = time.process_time()
     call()

@@ -8,19 +8,19 @@ over the rounds on rank 0 of
 - wall and CPU milliseconds (of all threads of the process),
 - page faults (``ru_minflt``).
 
-A second pass measures peaks: resident memory (``VmHWM``, reset before) above the value at the
-beginning of the step. Before each step, the C library and fsdp_c return their free memory to the
-kernel, because allocations from free memory do not raise the peak. Steps after such a release have
-more page faults, so times come from the first pass. Memory that an implementation keeps between
-steps (DDP's buckets) is not part of a peak.
+A second pass measures peaks: the highest resident memory of a step (``VmHWM``, reset before) minus
+that at the beginning of the step. Before each step, the C library and fsdp_c return their free
+memory to the kernel, because allocations from free memory do not raise the peak. Steps after such a
+release have more page faults, so times come from the first pass. Memory that an implementation
+keeps between steps (DDP's buckets) is not part of a peak.
 
 ``bare`` does not communicate. ``torch`` is torch's FSDP2. ``shared`` is fsdp_c with neighboring
 units that share collectives (``auto_shard(min_unit=)``); only ``deep`` has this implementation.
 Gradients are ``None`` before each step. The optimizer is AdamW with torch's defaults, and SGD for
-``wide``, because AdamW's states would fill the memory of a small machine. With fsdp_c the optimizer
-is accelerated, as it is under ``FSDP_C=1``. Each model trains for as many rounds as fit into
-``--seconds``. Finally, one step each of torch and fsdp_c runs while another process samples
-resident memory.
+``wide``, because AdamW's states would fill the memory of a small machine. With fsdp_c,
+``fsdp_c.optim.accelerate`` changes the optimizer, as under ``FSDP_C=1``. Each model trains for as
+many rounds as fit into ``--seconds``. Finally, one step each of torch and fsdp_c runs while another
+process samples resident memory.
 
     python benchmarks/steps.py [--models small wide ...] [--seconds N] [--ranks N] [--json FILE]
 """
@@ -60,7 +60,7 @@ MAX_ROUNDS = 40
 WARM_UP = 2
 PEAK_STEPS = 2
 STEPS_BEFORE_PEAKS = 12
-"""Steps before the peaks are measured. More than eight, by which fsdp_c sizes its buffers."""
+"""Steps before the peaks are measured. fsdp_c sizes its buffer pool by the last eight steps."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-FIRST = 70
+FIRST_ARCH = 70
 """The first architecture that supports ``__grid_constant__`` kernel parameters."""
 
 FAMILIES = {
@@ -34,17 +34,17 @@ FAMILIES = {
 
 
 def print_banner(text: str) -> None:
-    """Prints a message between bars, so that users notice it in the output of compilers."""
+    """Prints a message between bars, to stand out from the output of compilers."""
     bar = "!" * 100
     print(f"{bar}\n!! fsdp_c: {text}\n{bar}", file=sys.stderr, flush=True)
 
 
-def codes_of(listing: str) -> list[int]:
+def parse_gpu_codes(listing: str) -> list[int]:
     """Parses the output of ``nvcc --list-gpu-code``: 90 for sm_90. Ignores sm_90a."""
     return sorted({int(code) for code in re.findall(r"\bsm_(\d+)\b", listing)})
 
 
-def archs_of_list(text: str) -> list[int]:
+def parse_arch_list(text: str) -> list[int]:
     """Parses ``TORCH_CUDA_ARCH_LIST``: "7.0;8.6+PTX Hopper" is 70, 86, 90.
 
     ``+PTX`` is ignored: the newest architecture always gets PTX. The suffixes of 9.0a and 10.0f
@@ -55,31 +55,31 @@ def archs_of_list(text: str) -> list[int]:
     return sorted({int(a + b) for a, b in re.findall(r"\b(\d+)\.(\d)[af]?(?:\+PTX)?(?!\w)", text)})
 
 
-def archs_of_torch(flags: str) -> list[int]:
+def parse_arch_flags(flags: str) -> list[int]:
     """Parses torch's architecture flags: 90 for sm_90 or compute_90."""
     return sorted({int(code) for code in re.findall(r"\b(?:sm|compute)_(\d+)[af]?\b", flags)})
 
 
-def choose(requested: Iterable[int], supported: Iterable[int]) -> list[int]:
+def choose_archs(requested: Iterable[int], supported: Iterable[int]) -> list[int]:
     """Returns the requested architectures that both nvcc and the kernels support.
 
     If there are none, returns the first supported architecture of each generation.
     """
-    usable = [arch for arch in sorted(set(supported)) if arch >= FIRST]
+    usable = [arch for arch in sorted(set(supported)) if arch >= FIRST_ARCH]
     chosen = [arch for arch in usable if arch in set(requested)]
     return chosen or [
         arch for arch in usable if arch == min(a for a in usable if a // 10 == arch // 10)
     ]
 
 
-def options(archs: list[int]) -> list[str]:
+def format_options(archs: list[int]) -> list[str]:
     """Returns nvcc's options: code for each architecture, and PTX for later architectures."""
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     newest = archs[-1]
     return [*codes, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
 
 
-def arch_options(nvcc: str, torch_flags: str) -> list[str]:
+def find_options(nvcc: str, torch_flags: str) -> list[str]:
     """Returns the architecture options for this ``nvcc``.
 
     ``FSDP_C_CUDA_ARCH`` sets nvcc's ``-arch``. Without it, ``TORCH_CUDA_ARCH_LIST`` selects the
@@ -92,23 +92,23 @@ def arch_options(nvcc: str, torch_flags: str) -> list[str]:
     if arch := os.environ.get("FSDP_C_CUDA_ARCH"):
         return [f"-arch={arch}"]
     arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    requested = archs_of_list(arch_list) if arch_list else archs_of_torch(torch_flags)
+    requested = parse_arch_list(arch_list) if arch_list else parse_arch_flags(torch_flags)
     run = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True)
-    supported = codes_of(run.stdout)
-    chosen = choose(requested, supported)
+    supported = parse_gpu_codes(run.stdout)
+    chosen = choose_archs(requested, supported)
     if not chosen:
-        raise RuntimeError(f"{nvcc} knows no architecture from sm_{FIRST} on: {supported}")
+        raise RuntimeError(f"{nvcc} supports no architecture from sm_{FIRST_ARCH} on: {supported}")
     excluded = [f"sm_{arch}" for arch in requested if arch not in chosen]
     if excluded:
         print(
             f"fsdp_c: no CUDA kernels for {', '.join(excluded)}: {nvcc} or the kernels do not "
             "support them"
         )
-    return options(chosen)
+    return format_options(chosen)
 
 
 def find_nvcc(torch_cuda: str | None, home: str | None) -> str | None:
-    """Returns an nvcc that can build kernels for a torch of CUDA ``torch_cuda``, or None.
+    """Returns an nvcc that can build kernels for torch with CUDA ``torch_cuda``, or None.
 
     The extension links the CUDA runtime dynamically and uses the copy that torch has loaded.
     Therefore nvcc and torch need the same major version.
@@ -161,10 +161,10 @@ class Cuda:
     torch_flags: str
 
     def definitions(self) -> dict[str, str]:
-        """Returns CMake's definitions. Raises the exceptions of :func:`arch_options`."""
+        """Returns CMake's definitions. Raises the exceptions of :func:`find_options`."""
         return {
             "FSDP_C_NVCC": self.nvcc,
-            "FSDP_C_NVCC_OPTIONS": ";".join(arch_options(self.nvcc, self.torch_flags)),
+            "FSDP_C_NVCC_OPTIONS": ";".join(find_options(self.nvcc, self.torch_flags)),
             "FSDP_C_CUDART": self.cudart,
         }
 
@@ -188,4 +188,4 @@ def find() -> Cuda | None:
 
 
 if __name__ == "__main__":
-    print(*arch_options(sys.argv[1] if len(sys.argv) > 1 else "nvcc", ""))
+    print(*find_options(sys.argv[1] if len(sys.argv) > 1 else "nvcc", ""))

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from .find_cuda import Cuda, print_banner
 
-CACHED = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
+CACHED_VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
 """Environment variables that CMake reads only when it configures a directory for the first time."""
 
 
 @contextmanager
-def lock(build: Path) -> Iterator[None]:
+def lock_build(build: Path) -> Iterator[None]:
     """Locks the folder ``build`` against a second build of the same tree."""
     build.mkdir(parents=True, exist_ok=True)
     with open(build / "lock", "w") as file:
@@ -73,7 +73,7 @@ def find_compilers() -> dict[str, str]:
     return compilers
 
 
-def launcher(variable: str, compiler: str) -> str:
+def find_launcher(variable: str, compiler: str) -> str:
     """Returns the program that CMake starts a compiler with: the value of ``variable``, or ccache.
 
     A compiler that is a link to ccache, or a command with ccache, needs no launcher.
@@ -95,15 +95,17 @@ def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> 
     """
     compilers = find_compilers()
     environment = os.environ | compilers
-    compiler_settings = json.dumps({name: environment.get(name) for name in CACHED})
+    compiler_settings = json.dumps({name: environment.get(name) for name in CACHED_VARIABLES})
     record = directory / "compilers.json"
     if not record.is_file() or record.read_text() != compiler_settings:
         shutil.rmtree(directory, ignore_errors=True)
     settings = {
         **definitions,
         "CMAKE_MAKE_PROGRAM": find_program("ninja"),
-        "CMAKE_C_COMPILER_LAUNCHER": launcher("CMAKE_C_COMPILER_LAUNCHER", compilers["CC"]),
-        "CMAKE_CXX_COMPILER_LAUNCHER": launcher("CMAKE_CXX_COMPILER_LAUNCHER", compilers["CXX"]),
+        "CMAKE_C_COMPILER_LAUNCHER": find_launcher("CMAKE_C_COMPILER_LAUNCHER", compilers["CC"]),
+        "CMAKE_CXX_COMPILER_LAUNCHER": find_launcher(
+            "CMAKE_CXX_COMPILER_LAUNCHER", compilers["CXX"]
+        ),
     }
     command = [find_program("cmake"), "-S", str(source), "-B", str(directory), "-G", "Ninja"]
     command += [f"-D{name}={value}" for name, value in settings.items()]

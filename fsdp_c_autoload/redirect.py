@@ -77,7 +77,7 @@ class Redirection:
             del self.function.__signature__  # type: ignore[attr-defined]
 
     def _is_undone_for(self, function: FunctionType) -> bool:
-        """Whether this redirection is undone and replaced the code that ``function`` has now."""
+        """Whether the redirection is undone, and ``function`` has the code that it replaced."""
         return self.function is function and self.code is function.__code__
 
 
@@ -270,7 +270,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader  # other code must see the module's own loader
+        module.__loader__ = self._loader  # for code that reads the module's own loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)

@@ -40,7 +40,7 @@ def stream_buckets(
     device: torch.device,
     advance: Callable[[int], Any],
 ) -> Exception | None:
-    """Broadcasts and unpacks all buckets.
+    """Broadcasts and unpacks all buckets. Calls ``advance`` with the bytes of each bucket.
 
     Returns this rank's failure, or None. Raises if the source rank has failed.
     """

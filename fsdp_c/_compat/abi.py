@@ -1,13 +1,13 @@
 """Reads sizes of torch's C++ classes from the loaded libraries of torch.
 
 The extension derives from these classes, calls their virtual functions and reads their members. So
-it fits only a torch in which they have the sizes of the torch it was built against. The build
-stores the sizes in ``_C.json``, and the import compares them (``build_info.py``). Builds of torch
-from source, and prereleases, may differ from the release whose number they have.
+the loaded torch must have classes of the same sizes as the torch of the build. The build stores the
+sizes in ``_C.json``, and the import compares them (``build_info.py``). Builds of torch from source,
+and prereleases, may differ from the release with the same version.
 
-A library's symbol table has the sizes of its objects. A virtual table's size is the number of a
-class's virtual functions. The size of the undefined tensor is that of ``c10::TensorImpl``. The
-build imports this file alone, so it imports nothing of the package.
+A library's symbol table has the sizes of its objects. A virtual table has one entry for
+each virtual function of a class. The size of the undefined tensor is that of ``c10::TensorImpl``.
+The build imports this file alone, so it imports nothing of the package.
 """
 
 from __future__ import annotations

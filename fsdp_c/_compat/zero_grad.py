@@ -1,15 +1,15 @@
 """``zero_grad`` that also drops gradients that wait for their reduction.
 
 A backward without gradient synchronization leaves its gradients inside the units, not in ``.grad``
-of a parameter. torch's ``zero_grad`` does not drop such gradients, so under torch's FSDP2 the next
-reduction adds them. Under DDP's ``no_sync`` and in a plain model, ``zero_grad`` drops the gradients
-of such a backward. Two changes have the same effect for fsdp_c's modules:
+of a parameter. The ``zero_grad`` of torch does not drop such gradients, so under torch's FSDP2 the
+next reduction adds them. Under DDP's ``no_sync`` and in a plain model, ``zero_grad`` drops the
+gradients of such a backward. Two changes have the same effect for fsdp_c's modules:
 
 - :func:`add_zero_grad` gives a class ``FSDP<Name>`` a method ``zero_grad``. A module around or
   inside a sharded module keeps torch's method and torch's behavior.
-- ``torch.optim.Optimizer.zero_grad`` is wrapped while a sharded model is alive or fsdp_c is
-  installed. torch's function calls no hook, and an optimizer has no record of which of its
-  parameters are sharded.
+- ``torch.optim.Optimizer.zero_grad`` is wrapped while a sharded model is alive, and after
+  ``fsdp_c.install()``. torch's function calls no hook, and an optimizer has no record of which of
+  its parameters are sharded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Passes Python functions and classes to the C extension, which calls them. Runs at import.
 
-``fsdp_c/__init__.py`` imports this module before it returns any other name.
+``import fsdp_c`` imports this module.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class PerMeshCache:
         self._cache: dict[tuple[int, Any], tuple[weakref.ref[DeviceMesh], Any]] = {}
 
     def __call__(self, mesh: DeviceMesh, placements: Any) -> Any:
-        key = (id(mesh), placements)  # the same object: an equal mesh may have other groups
+        key = (id(mesh), placements)  # by identity: equal meshes may have different groups
         cached = self._cache.get(key)
         if cached is None or cached[0]() is not mesh:
             live_entries = {k: entry for k, entry in self._cache.items() if entry[0]() is not None}

@@ -64,7 +64,7 @@ def check_model(root: nn.Module) -> None:
 
 
 def check_environment() -> list[str]:
-    """Returns a warning if ``FSDP_C_TRANSPORT`` has a value that ``negotiation.cpp`` ignores."""
+    """Returns a warning if ``FSDP_C_TRANSPORT`` has a value that ``negotiation.c`` ignores."""
     choice = os.environ.get("FSDP_C_TRANSPORT", "")
     if choice in ("", "direct", "gloo"):
         return []
@@ -154,7 +154,8 @@ def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
     if (
         state._mp_policy.param_dtype is not None
         or not root_params
-        or unit_dtypes - {None} != unit_dtypes
+        or not unit_dtypes
+        or None in unit_dtypes
     ):
         return []
     names = get_param_names(model, groups)
@@ -162,7 +163,7 @@ def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
     return [
         f"the blocks compute in {dtypes}, but {format_names([names[id(p)] for p in root_params])} "
         "in the root in full precision: pass mp_policy to the root's fully_shard, too"
-    ] * bool(unit_dtypes)
+    ]
 
 
 def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
@@ -193,8 +194,10 @@ def check_data_parallel(model: nn.Module) -> list[str]:
     ddp_names = [
         name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)
     ]
+    if not ddp_names:
+        return []
     return [
         f"{format_names([name or type(model).__name__ for name in ddp_names])} are "
         "DistributedDataParallel, whose gradients are reduced twice or not at all: shard "
         "model.module instead"
-    ] * bool(ddp_names)
+    ]

@@ -1,6 +1,6 @@
 """Adds methods of newer torch releases to the classes ``FSDP<Name>`` of sharded modules.
 
-Added are the methods that the installed torch's ``FSDPModule`` lacks, and the methods of
+These are the methods that the installed torch's ``FSDPModule`` lacks, and the methods of
 ``torch215_methods.py``.
 """
 

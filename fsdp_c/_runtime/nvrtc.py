@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "kernel_sources"
 KERNELS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "csrc/kernels"
 """The folder of the kernel sources: in the installed package, or else in the repository."""
-FIRST = 70
+FIRST_ARCH = 70
 """The oldest supported architecture: sm_70."""
 STANDARD = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
 """Headers that rtc.cuh replaces when NVRTC compiles."""

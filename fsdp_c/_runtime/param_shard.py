@@ -100,7 +100,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
     def _read_grad_dtype(self, param: nn.Parameter) -> None:
         """Records ``param.grad_dtype`` if the user has set it (torch 2.15).
 
-        A replaced parameter loses it, so that an unset ``grad_dtype`` does not change the record.
+        A parameter that replaces another one has no ``grad_dtype``. The record then stays.
         """
         if has_grad_dtype(param):
             self._has_sharded_grad_dtype_override = True

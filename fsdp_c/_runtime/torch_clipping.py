@@ -4,7 +4,7 @@
 functions of this module after ``FSDP_C=1`` or :func:`fsdp_c.install`. Arguments, results and
 bits are torch's: the total norm of DTensors is a DTensor. The fast path computes the 2-norm of
 contiguous float32 DTensors on the CPU that are on one mesh and sharded over at most one dimension.
-torch's code runs in all other cases, and while a mode or a compiler is active.
+In all other cases, and while a mode or a compiler is active, torch's code runs.
 """
 
 from __future__ import annotations

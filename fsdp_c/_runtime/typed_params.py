@@ -1,8 +1,8 @@
-"""Parameters with types of the optional package ``spmd_types``, which FSDP2 knows since torch 2.15.
+"""Parameters with types of the optional package ``spmd_types``, supported since torch 2.15.
 
 torch's code translates the types of a parameter to a DTensor when it is sharded. The unsharded
-parameter is a plain tensor with the types. The package checks the types of operations by a torch
-function mode, which must not see FSDP2's own operations.
+parameter is a plain tensor with the types. The package checks the types of operations in a torch
+function mode, which must not check FSDP2's own operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 IS_AVAILABLE: bool = getattr(dist, "_is_spmd_types_available", lambda: False)()
-"""Whether torch knows the package and the package is installed."""
+"""Whether torch supports the package and the package can be imported."""
 
 pause_type_check: Any = contextlib.nullcontext
 """Returns a context manager that pauses the check of types in this thread."""

@@ -21,7 +21,7 @@ class CollectiveCounter:
             activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
         )
         self.profiler.start()
-        # A running profiler crashes the interpreter at its end.
+        # A profiler that is still running at exit crashes the interpreter.
         atexit.register(self.profiler.stop)
 
     def finish(self) -> dict[str, int]:

@@ -249,7 +249,7 @@ def find_early_all_reduces(facts: Facts) -> Iterator[_Change]:
     single = replace(facts, microbatches=1)
     last, others = single.measure(), _map_units(single, change).measure()
     count = facts.microbatches - 1
-    after = [mine + count * its for mine, its in zip(last, others)]
+    after = [once + count * repeated for once, repeated in zip(last, others)]
     yield _Change(
         f"the replicas all-reduce gradients after each of {facts.microbatches} microbatches",
         "model.set_requires_all_reduce(is_last_microbatch)  # before each forward",
@@ -260,7 +260,7 @@ def find_early_all_reduces(facts: Facts) -> Iterator[_Change]:
 
 
 def find_norms_of_replicas(facts: Facts) -> Iterator[_Change]:
-    """Replicas (HSDP), which a norm that is summed over all ranks counts several times."""
+    """Gradient norms under HSDP: a sum over all ranks counts each replica."""
     replicas = max((unit.replicas for unit in facts.sharding.units), default=1)
     if replicas > 1 and any(unit.world > 1 for unit in facts.sharding.units):
         yield _Change(

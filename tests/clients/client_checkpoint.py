@@ -31,7 +31,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)) for _ in "ab")
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)) for _ in range(2)
+        )
         self.norm = nn.BatchNorm1d(6)
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.head = nn.Linear(6, 7, bias=False)

@@ -214,10 +214,10 @@ def case_adamwfp8(report: Report) -> None:
 
 
 def case_adamw8bit_uneven(report: Report) -> None:
-    """Has 63 rows on two ranks: one rank's moments are quantized, and the other's are not.
+    """A weight of 63 rows on two ranks: moments are quantized on one rank only.
 
-    torchao decides that by the size of a rank's shard. Steps and sharded checkpoints work.
-    ``full_tensor()`` of such a moment does not: the ranks gather messages of different sizes.
+    torchao quantizes a moment if the rank's shard is large enough. Steps and sharded checkpoints
+    work. ``full_tensor()`` of such a moment does not: the ranks gather messages of different sizes.
     """
     torch.compiler.set_stance("force_eager")
 

@@ -1,4 +1,4 @@
-"""Parameters that the optional package ``spmd_types`` types. docs/torch-releases.md installs it."""
+"""Parameters with types of the optional package ``spmd_types`` (docs/torch-releases.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_typed_parameters_train_as_in_torch() -> None:
         assert result["checked"]["outputs"][0] != "{}"
 
 
-def test_types_that_fit_no_mesh_are_refused_in_torch_words() -> None:
+def test_types_that_fit_no_mesh_raise_errors_of_torch() -> None:
     for messages in assert_same("typed_parameters_refused", world=4):
         assert len(messages) == 4
         assert "Expected spmd.R on FSDP DP axis" in messages["partial on dp"]

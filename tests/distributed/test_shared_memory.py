@@ -108,7 +108,7 @@ def test_training_continues_after_sigstop_and_sigcont() -> None:
     assert run_ranks(shared_memory.train_with_stopped_rank, 2) == [True] * 2
 
 
-def test_group_end_releases_memory_and_descriptors() -> None:
+def test_destroyed_group_releases_memory_and_descriptors() -> None:
     for results in run_ranks(shared_memory.count_resources_after_group_end, 2):
         assert set(results.values()) == {(0, 0)}, results
 

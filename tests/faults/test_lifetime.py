@@ -44,7 +44,7 @@ def test_deleted_models_leak_no_threads() -> None:
 @functools.cache
 def reports_after_peer_death(report_folder: Path) -> dict[str, list[str]]:
     with pytest.raises(RanksFailed) as raised:
-        # The collectives' limit of 600 s exceeds the launch's: a rank must detect the death itself.
+        # A collective times out after 600 s, the launch after 90 s: ranks must detect the death.
         run_ranks(
             lifetime.run_with_peer_death,
             4,

@@ -1,4 +1,4 @@
-"""Behavior scenarios: functions that run under torch's FSDP2 and under fsdp_c, in own processes.
+"""Behavior scenarios: functions that run under torch's FSDP2 and fsdp_c, in separate processes.
 
 A worker module (``behavior_*.py``) defines functions marked ``@scenario(world)``. Each function
 takes an ``Api`` and returns a picklable value. ``outcomes(...)`` runs all scenarios of one world

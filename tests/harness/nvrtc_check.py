@@ -20,7 +20,7 @@ def main() -> None:
     spec.loader.exec_module(module)
     for library in sys.argv[1:]:
         nvrtc = module.Nvrtc(library)
-        archs = [arch for arch in nvrtc.list_architectures() if arch >= module.FIRST]
+        archs = [arch for arch in nvrtc.list_architectures() if arch >= module.FIRST_ARCH]
         for arch in archs:
             code = nvrtc.compile(arch)
             assert all(entry.encode() in code for entry in module.ENTRIES)

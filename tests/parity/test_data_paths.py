@@ -33,7 +33,7 @@ def torch_records(tmp_path_factory: pytest.TempPathFactory) -> list[RankRecords]
 
 
 @pytest.mark.parametrize("implementation", ["without_kernels", "in_chunks"])
-def test_alternative_data_path_matches_torch(
+def test_data_path_without_kernels_or_in_chunks_matches_torch(
     torch_records: list[RankRecords], tmp_path: Path, implementation: str
 ) -> None:
     fsdp_c_records = run_grid(

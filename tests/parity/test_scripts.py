@@ -114,6 +114,6 @@ def test_script_that_torch_rejects_gives_expected_results(name: str) -> None:
         assert differences(expected, fsdp_c_outcome, name) == []
 
 
-def test_tables_of_exceptions_name_existing_scripts() -> None:
+def test_tables_of_differing_scripts_name_existing_scripts() -> None:
     for names in (SINCE, REFUSED, FIXED):
         assert set(names) <= set(ALL)

@@ -271,12 +271,12 @@ def test_ccache_is_launcher_of_compilers_that_are_not_ccache(
     monkeypatch.delenv("CMAKE_C_COMPILER_LAUNCHER", raising=False)
     name = "CMAKE_C_COMPILER_LAUNCHER"
     monkeypatch.setenv("PATH", str(folders[0]))
-    assert run_cmake.launcher(name, "gcc") == str(folders[0] / "ccache")
-    assert run_cmake.launcher(name, "ccache gcc") == ""
+    assert run_cmake.find_launcher(name, "gcc") == str(folders[0] / "ccache")
+    assert run_cmake.find_launcher(name, "ccache gcc") == ""
     monkeypatch.setenv("PATH", f"{folders[1]}:{folders[0]}")
-    assert run_cmake.launcher(name, "gcc") == ""
+    assert run_cmake.find_launcher(name, "gcc") == ""
     monkeypatch.setenv(name, "sccache")
-    assert run_cmake.launcher(name, "gcc") == "sccache"
+    assert run_cmake.find_launcher(name, "gcc") == "sccache"
 
 
 # ---- CUDA ----------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_builds_for_other_torch_releases_are_listed() -> None:
     assert message is not None and message.startswith("fsdp_c was built for torch 2.8, 2.9 and ")
 
 
-def test_build_with_other_class_sizes_returns_class_and_build_command() -> None:
+def test_find_mismatch_of_class_sizes_returns_class_and_build_command() -> None:
     sizes = abi.read_sizes()
     build = make_build(sizes=sizes | {"vtable of c10d::Backend": 8, "a class of another torch": 8})
     assert build_info.find_mismatch([build]) == (

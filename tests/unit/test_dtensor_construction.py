@@ -25,7 +25,7 @@ SHAPES = [(16,), (3, 5), (5, 1, 2), (8, 0), (1, 16), (2, 1, 1, 1, 1, 1, 1, 2), (
 
 
 class SumOfParameters(nn.Module):
-    """Has a parameter of each shape. The backward of its output gives all of them gradients."""
+    """A module with a parameter of each shape. Its backward gives all of them gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_c._runtime.nvrtc import ENTRIES, FIRST, KERNEL_SOURCES, STANDARD, Nvrtc, find_libraries
+from fsdp_c._runtime.nvrtc import (
+    ENTRIES,
+    FIRST_ARCH,
+    KERNEL_SOURCES,
+    STANDARD,
+    Nvrtc,
+    find_libraries,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -75,32 +82,39 @@ def write_nvcc_with_archs(folder: Path, codes: str) -> str:
         ("native", []),
     ],
 )
-def test_archs_of_list_parses_torch_cuda_arch_list(text: str, archs: list[int]) -> None:
-    assert find_cuda.archs_of_list(text) == archs
+def test_parse_arch_list_parses_torch_cuda_arch_list(text: str, archs: list[int]) -> None:
+    assert find_cuda.parse_arch_list(text) == archs
 
 
-def test_archs_of_torch_and_codes_of_nvcc_are_parsed() -> None:
-    assert find_cuda.archs_of_torch(TORCH_CU130) == [75, 80, 86, 90, 100, 120]
-    assert find_cuda.archs_of_torch("") == []
-    assert find_cuda.codes_of(CUDA_13_0) == [75, 80, 86, 87, 88, 89, 90, 100, 110, 120]
+def test_arch_flags_of_torch_and_gpu_codes_of_nvcc_are_parsed() -> None:
+    assert find_cuda.parse_arch_flags(TORCH_CU130) == [75, 80, 86, 90, 100, 120]
+    assert find_cuda.parse_arch_flags("") == []
+    assert find_cuda.parse_gpu_codes(CUDA_13_0) == [75, 80, 86, 87, 88, 89, 90, 100, 110, 120]
 
 
 def test_choose_keeps_archs_of_torch_that_nvcc_and_kernels_support() -> None:
-    choose, known = find_cuda.choose, find_cuda.codes_of
-    cu124 = find_cuda.archs_of_torch(TORCH_CU124)
-    assert choose(cu124, known(CUDA_12_4)) == [70, 75, 80, 86, 90]  # the kernels need 70
-    assert choose(find_cuda.archs_of_torch(TORCH_CU130), known(CUDA_12_4)) == [75, 80, 86, 90]
-    assert choose(cu124, known(CUDA_13_0)) == [75, 80, 86, 90]  # CUDA 13 dropped 70
+    choose, parse = find_cuda.choose_archs, find_cuda.parse_gpu_codes
+    cu124 = find_cuda.parse_arch_flags(TORCH_CU124)
+    assert choose(cu124, parse(CUDA_12_4)) == [70, 75, 80, 86, 90]  # the kernels need 70
+    assert choose(find_cuda.parse_arch_flags(TORCH_CU130), parse(CUDA_12_4)) == [75, 80, 86, 90]
+    assert choose(cu124, parse(CUDA_13_0)) == [75, 80, 86, 90]  # CUDA 13 dropped 70
 
 
 def test_choose_without_supported_arch_returns_one_arch_per_generation() -> None:
-    assert find_cuda.choose([], find_cuda.codes_of(CUDA_12_4)) == [70, 80, 90]
-    assert find_cuda.choose([50], find_cuda.codes_of(CUDA_13_0)) == [75, 80, 90, 100, 110, 120]
-    assert find_cuda.choose([80], [50, 60]) == []
+    assert find_cuda.choose_archs([], find_cuda.parse_gpu_codes(CUDA_12_4)) == [70, 80, 90]
+    assert find_cuda.choose_archs([50], find_cuda.parse_gpu_codes(CUDA_13_0)) == [
+        75,
+        80,
+        90,
+        100,
+        110,
+        120,
+    ]
+    assert find_cuda.choose_archs([80], [50, 60]) == []
 
 
 def test_options_add_ptx_of_newest_arch() -> None:
-    assert find_cuda.options([70, 90]) == [
+    assert find_cuda.format_options([70, 90]) == [
         "-gencode=arch=compute_70,code=sm_70",
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_90,code=compute_90",
@@ -114,17 +128,17 @@ def test_arch_variables_take_precedence_over_archs_of_torch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     nvcc = write_nvcc_with_archs(tmp_path, CUDA_12_4)
-    assert find_cuda.arch_options(nvcc, TORCH_CU130) == find_cuda.options([75, 80, 86, 90])
+    assert find_cuda.find_options(nvcc, TORCH_CU130) == find_cuda.format_options([75, 80, 86, 90])
     assert "no CUDA kernels for sm_100, sm_120" in capsys.readouterr().out
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
-    assert find_cuda.arch_options(nvcc, TORCH_CU130) == find_cuda.options([80, 90])
+    assert find_cuda.find_options(nvcc, TORCH_CU130) == find_cuda.format_options([80, 90])
     monkeypatch.setenv("FSDP_C_CUDA_ARCH", "native")
-    assert find_cuda.arch_options(nvcc, TORCH_CU130) == ["-arch=native"]
+    assert find_cuda.find_options(nvcc, TORCH_CU130) == ["-arch=native"]
 
 
 def test_nvcc_without_supported_arch_raises(tmp_path: Path, no_arch_variables: None) -> None:
-    with pytest.raises(RuntimeError, match="knows no architecture from sm_70 on"):
-        find_cuda.arch_options(write_nvcc_with_archs(tmp_path, "sm_50 sm_60"), TORCH_CU124)
+    with pytest.raises(RuntimeError, match="supports no architecture from sm_70 on"):
+        find_cuda.find_options(write_nvcc_with_archs(tmp_path, "sm_50 sm_60"), TORCH_CU124)
 
 
 def test_find_nvcc_accepts_only_major_release_of_torch(
@@ -157,11 +171,11 @@ def test_device_code_compiles_with_nvrtc_for_first_and_newest_arch() -> None:
     for library in LIBRARIES or find_libraries():
         nvrtc = Nvrtc(library)
         archs = nvrtc.list_architectures()
-        supported = [arch for arch in archs if arch >= FIRST]
+        supported = [arch for arch in archs if arch >= FIRST_ARCH]
         for arch in {supported[0], supported[-1]}:
             code = nvrtc.compile(arch)
             assert all(entry.encode() in code for entry in ENTRIES)
-        if archs[0] < FIRST:  # nvcc -arch=all-major fails for the same reason
+        if archs[0] < FIRST_ARCH:  # nvcc -arch=all-major fails for the same reason
             with pytest.raises(RuntimeError, match="__grid_constant__ annotation is only allowed"):
                 nvrtc.compile(archs[0])
 
@@ -172,4 +186,4 @@ def test_nvrtc_sources_contain_all_included_headers() -> None:
         text = (ROOT / "csrc/kernels" / name).read_text()
         included |= set(re.findall(r'^ *#include [<"](.+)[>"]', text, re.M))
     assert included <= {*KERNEL_SOURCES, *STANDARD}
-    assert FIRST == find_cuda.FIRST
+    assert FIRST_ARCH == find_cuda.FIRST_ARCH

@@ -46,7 +46,7 @@ def test_commands_run_c_tests_and_python_tests_of_a_module() -> None:
     assert [first, second] == ["tests/unit/test_plan.py", "tests/unit/test_explain.py"]
 
 
-def test_command_of_a_worker_runs_the_tests_that_import_it() -> None:
+def test_find_tests_of_worker_returns_tests_that_import_it() -> None:
     assert names("tests/faults/workers/sweep.py")[2:] == [
         "tests/accelerator/test_device_faults.py",
         "tests/faults/test_sweep.py",

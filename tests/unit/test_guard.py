@@ -142,7 +142,7 @@ GROUP_METHODS = [*_C.GROUP_METHODS, "lazy_init", "_init_mp_dtypes", "_with_fqn"]
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets ``place.name = value`` in the context, and restores it as torch's tests do."""
+    """Sets ``owner.name = value`` in the context, and restores it as torch's tests do."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

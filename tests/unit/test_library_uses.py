@@ -29,7 +29,7 @@ def world(fake_group: int) -> int:
     return fake_group
 
 
-def test_group_attributes_can_be_set_and_added() -> None:
+def test_training_state_and_new_attributes_of_group_can_be_set() -> None:
     model = model_of(fsdp_c.fully_shard)
     step(model)
     for group in groups_of(model):

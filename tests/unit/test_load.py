@@ -42,7 +42,7 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
 
 
 class Model(nn.Module):
-    """Has tied parameters, persistent buffers, one of them 0-d, and a non-persistent buffer."""
+    """A model with tied parameters, two persistent buffers (one 0-d), and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()

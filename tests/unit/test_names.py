@@ -67,7 +67,7 @@ class TestCleanTensorName:
         assert names.clean_tensor_name(name).count("module") == name.count("module")
 
 
-def test_flattened_flag_is_shared_with_torch() -> None:
+def test_set_flattened_marks_tensors_as_torch_does() -> None:
     marked, marked_by_torch = torch.zeros(1), torch.zeros(1)
     assert not names.is_flattened(marked)
     names.set_flattened(marked)
@@ -77,7 +77,7 @@ def test_flattened_flag_is_shared_with_torch() -> None:
 
 
 class TiedModel(nn.Module):
-    """Has parameters tied across modules and within one, a shared module, and a buffer."""
+    """A model with parameters tied across modules and within one, a shared module, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,13 +52,15 @@ def test_has_parameter_of_module_without_code_returns_none() -> None:
 
 
 @pytest.mark.parametrize("wrap", [pass_through, wrapped, functools.partial])
-def test_expected_function_of_wrapper_is_torchs(monkeypatch: pytest.MonkeyPatch, wrap: Any) -> None:
+def test_find_expected_returns_torch_function_below_wrapper(
+    monkeypatch: pytest.MonkeyPatch, wrap: Any
+) -> None:
     own = param_group.foreach_reduce
     monkeypatch.setattr(param_group, "foreach_reduce", wrap(own))
     assert originals.find_expected(param_group, "foreach_reduce") is own
 
 
-def test_expected_function_of_opaque_replacement_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_expected_of_opaque_replacement_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(param_group, "foreach_reduce", opaque)
     assert originals.find_expected(param_group, "foreach_reduce") is None
 
@@ -94,7 +96,7 @@ def test_undecorated_of_opaque_replacement_raises_with_the_remedy(
         originals.find_undecorated(torch_module, "fully_shard")
 
 
-def test_guard_of_static_method_replaced_by_plain_function_expects_nothing(
+def test_guard_has_no_expected_object_for_static_method_replaced_by_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = RegisterPostBackwardFunction.backward

@@ -109,7 +109,7 @@ def test_full_report_contains_changed_lines(releases: tuple[TorchSource, TorchSo
     assert "      +self.added_attribute = 0" in report
 
 
-def test_wheel_has_the_definitions_of_its_folder(
+def test_surface_of_wheel_equals_surface_of_its_unpacked_files(
     tmp_path: Path, releases: tuple[TorchSource, TorchSource]
 ) -> None:
     wheel = tmp_path / "torch-2.0.0.whl"

@@ -249,7 +249,7 @@ class Group final : public c10d::Backend {
     intrusive_ptr<c10d::Backend> inner_;
     std::map<c10::DeviceIndex, c10::Stream> streams_; /* under world().mutex */
 
-    /* The factor that a reduction over ranks with equal data amounts to. */
+    /* Returns the factor by which a reduction multiplies if all ranks have equal data. */
     double loop_factor(const c10d::ReduceOp &op) const {
         const bool adds = op.op_ == c10d::ReduceOp::SUM || is_premul(op);
         return adds ? factor_of(op) * size_ : 1.0;

@@ -28,7 +28,7 @@ class Launch {
     Epoch epoch_;
     std::vector<Bytes> replaced_; /* bytes changed for reads; the destructor restores them */
     std::vector<std::pair<uintptr_t, uintptr_t>> written_;
-    /* Hides the CPU operators that execute the operation from host.cpp. */
+    /* Keeps host.cpp from recording the CPU operators that execute the operation. */
     at::DisableRecordFunctionGuard profiling_guard_;
     void access_tensor(const at::Tensor &tensor, bool write);
 };

@@ -28,7 +28,7 @@ def run(
     folder: str,
     is_fsdp_c: bool,
 ) -> float:
-    """Has the parameters and the result of ``worker.run_on_processes``."""
+    """A rank on one device, with the parameters and the result of ``worker.run_on_processes``."""
     if is_fsdp_c:
         simulated.use_kernels(os.environ.get("FSDP_C_SIM_KERNELS", "1") != "0")
     original_run_one = worker._Rank._run_one

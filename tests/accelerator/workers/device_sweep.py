@@ -2,8 +2,8 @@
 
 As in sweep.py, a model runs one clean step, and then attempts from the same parameters. An attempt
 runs a step with the failure, ``reset_iter_state()``, the failed step again, and another step.
-Faults are armed per thread, so a hook arms those of backward in the device's thread. The bits must
-equal those of a clean run, and neither training nor recovery may race.
+A fault is armed for one thread. Backward runs in the device's thread, so a hook arms its fault
+there. The bits must equal those of a clean run, and neither training nor recovery may race.
 """
 
 from __future__ import annotations

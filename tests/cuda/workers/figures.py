@@ -84,12 +84,12 @@ def format_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     columns = [*COUNTS.values(), "allocations", "peak MiB", "reserved MiB", "CPU ms"]
     keys = [*COUNTS, "allocations", "peak MiB", "reserved MiB", "CPU ms"]
     lines = ["| job | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name, by in results.items():
+    for name, result in results.items():
         cells = []
         for key in keys:
-            base = by["bare"][key] if key == "CPU ms" else 0
+            base = result["bare"][key] if key == "CPU ms" else 0
             digits = 1 if key == "CPU ms" else 0
-            values = [f"{by[i][key] - base:.{digits}f}" for i in ("torch", "fsdp_c")]
+            values = [f"{result[i][key] - base:.{digits}f}" for i in ("torch", "fsdp_c")]
             cells.append(" / ".join(values))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from toy_models import ResidualBlock
 
 HEAD = 3
 WIDE = 256
-"""Width of weights that are large enough to be reduced from their gradients without a copy."""
+"""Width of weights whose gradients are reduced without a copy, because of their size."""
 
 
 class OpaqueOutput:

@@ -191,7 +191,7 @@ def ddp(rank: int, world: int, folder: str) -> None:
 def named_optimizer_state(
     model: Any, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
 ) -> dict[str, Any]:
-    """Renames parameter numbers to names. ``optimizer`` has the groups of the saved one."""
+    """Renames parameter numbers to names. ``optimizer`` has the groups of the saved optimizer."""
     names = {param: name for name, param in model.named_parameters()}
     order = [names[param] for group in optimizer.param_groups for param in group["params"]]
     if saved:

@@ -1,7 +1,7 @@
 """Models of the wide grid, each for one part of FSDP2's surface.
 
-They follow models.py, but some have even dimensions: shards on a dim other than 0 must be even, and
-so must the outputs of all-gather extensions.
+They have the form of those in models.py. Some have only dimensions that the world size divides:
+FSDP2 requires equal shards on dims other than 0, and for all-gather extensions.
 """
 
 from __future__ import annotations

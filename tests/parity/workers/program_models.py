@@ -143,7 +143,7 @@ class Reentrant(Checkpointed):
 
 
 class Counting(nn.Module):
-    """Has buffers: those of a batch norm, a counter of forwards, and a non-persistent buffer."""
+    """Buffers of a batch norm, a counter of forwards, and a non-persistent buffer."""
 
     calls: torch.Tensor
 
@@ -159,7 +159,7 @@ class Counting(nn.Module):
 
 
 class Unused(Plain):
-    """Has an unused parameter."""
+    """A module with an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Inactive(Plain):
 
 
 class Scalar(Plain):
-    """Has a 0-dim parameter, which cannot be sharded."""
+    """A module with a 0-dim parameter, which cannot be sharded."""
 
     def __init__(self) -> None:
         super().__init__()
