@@ -88,7 +88,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
-	lint-mypy lint-c format wheels wheels-check sanitize bench cuda-check gpu docs clean env-releases torch-diff \
+	lint-mypy lint-c format wheels wheels-check sanitize bench bench-record cuda-check gpu docs clean env-releases torch-diff \
 	torch-record test-release cuda-sim
 
 help:
@@ -281,6 +281,7 @@ format: env
 # environment. NO_MKDOCS_2_WARNING disables a notice of the theme about other programs.
 docs: $(DOCS_STAMP)
 	$(PYTHON) docs/configuration_table.py --check
+	$(PYTHON) benchmarks/result_tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
 	@echo "open build/docs/index.html (search needs a server: python3 -m http.server -d build/docs)"
 
@@ -331,6 +332,10 @@ $(WHEEL_STAMP): Makefile
 
 bench: build
 	$(PY) benchmarks/bench.py $(BENCH_ARGS)
+
+# Records the results of `make bench` in the repository, and updates docs/benchmarks.md and README.md.
+bench-record: env
+	$(PY) benchmarks/record.py benchmarks/report/*.json
 
 # Keeps the environment, because its installation takes minutes. `rm -rf .venv` removes it.
 clean:
