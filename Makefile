@@ -48,6 +48,8 @@ WHEEL_VENV ?= .venv-wheels
 WHEELS ?=
 WHEEL_PYTHONS ?= $(PY) $(wildcard build/venv-torch-*/bin/python)
 CLIENTS_ARGS ?=
+# Needs transformers, so `make test` skips it.
+HF_EXAMPLE_TEST := tests/distributed/test_example_scripts.py::test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them
 GPU_ARGS ?=
 DIFF_ARGS ?=
 # tests/accelerator simulates a device for the CPU build of torch 2.13. Clients have their own environment.
@@ -167,7 +169,7 @@ test-for: build
 # the torch that the extension is built against. fsdp_c is not installed there; the tests create its entry point.
 # CLIENTS_ARGS="-k peft" selects cases.
 test-clients: build $(CLIENTS_STAMP)
-	FSDP_C_TEST_CLIENTS=1 $(CLIENTS_PY) -m pytest --durations=10 $(CLIENTS_ARGS) tests/clients
+	FSDP_C_TEST_CLIENTS=1 $(CLIENTS_PY) -m pytest --durations=10 $(CLIENTS_ARGS) tests/clients $(HF_EXAMPLE_TEST)
 
 $(CLIENTS_STAMP): tests/clients/requirements.txt
 	@[ -x $(CLIENTS_PY) ] || $(PYTHON) -m venv $(CLIENTS_VENV)
