@@ -174,6 +174,13 @@ def format_replicate(data: dict[str, Any]) -> Iterator[str]:
     memory = data["memory"]
     rows = [[name, memory[name]["forward"], memory[name]["backward"]] for name in names]
     yield from format_table(("implementation", "forward", "backward"), rows)
+    host = data["host_ms"]
+    yield from (
+        "",
+        "Host time of the 500 small parameters, in ms of CPU above the bare model's:",
+        "",
+    )
+    yield from format_table(("torch", "fsdp_c"), [[host["torch"], host["fsdp_c"]]])
 
 
 def format_optim(data: dict[str, Any]) -> Iterator[str]:
