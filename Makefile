@@ -48,6 +48,8 @@ WHEEL_VENV ?= .venv-wheels
 WHEELS ?=
 WHEEL_PYTHONS ?= $(PY) $(wildcard build/venv-torch-*/bin/python)
 CLIENTS_ARGS ?=
+# Needs transformers, so `make test` skips it.
+HF_EXAMPLE_TEST := tests/distributed/test_example_scripts.py::test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them
 GPU_ARGS ?=
 DIFF_ARGS ?=
 # tests/accelerator simulates a device for the CPU build of torch 2.13. Clients have their own environment.
@@ -88,7 +90,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
-	lint-mypy lint-c format wheels wheels-check sanitize bench cuda-check gpu docs clean env-releases torch-diff \
+	lint-mypy lint-c format wheels wheels-check sanitize bench bench-record cuda-check gpu docs clean env-releases torch-diff \
 	torch-record test-release cuda-sim
 
 help:
@@ -167,7 +169,7 @@ test-for: build
 # the torch that the extension is built against. fsdp_c is not installed there; the tests create its entry point.
 # CLIENTS_ARGS="-k peft" selects cases.
 test-clients: build $(CLIENTS_STAMP)
-	FSDP_C_TEST_CLIENTS=1 $(CLIENTS_PY) -m pytest --durations=10 $(CLIENTS_ARGS) tests/clients
+	FSDP_C_TEST_CLIENTS=1 $(CLIENTS_PY) -m pytest --durations=10 $(CLIENTS_ARGS) tests/clients $(HF_EXAMPLE_TEST)
 
 $(CLIENTS_STAMP): tests/clients/requirements.txt
 	@[ -x $(CLIENTS_PY) ] || $(PYTHON) -m venv $(CLIENTS_VENV)
@@ -281,6 +283,7 @@ format: env
 # environment. NO_MKDOCS_2_WARNING disables a notice of the theme about other programs.
 docs: $(DOCS_STAMP)
 	$(PYTHON) docs/configuration_table.py --check
+	$(PYTHON) benchmarks/result_tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
 	@echo "open build/docs/index.html (search needs a server: python3 -m http.server -d build/docs)"
 
@@ -331,6 +334,10 @@ $(WHEEL_STAMP): Makefile
 
 bench: build
 	$(PY) benchmarks/bench.py $(BENCH_ARGS)
+
+# Records the results of `make bench` in the repository, and updates docs/benchmarks.md and README.md.
+bench-record: env
+	$(PY) benchmarks/record.py benchmarks/report/*.json
 
 # Keeps the environment, because its installation takes minutes. `rm -rf .venv` removes it.
 clean:

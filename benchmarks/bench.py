@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ import pictures
 import steps
 import torch
 from bandwidth import format_size
-from report import format_cell
+from report import describe_machine, find_commit, format_cell, format_command
 
 FOLDER = Path(__file__).resolve().parent
 HOST_OPTIONS = ("--jobs", "fp32", "mixed", "fp32 no_grad", "--params", "1", "5", "9", "14", "20")
@@ -41,6 +40,7 @@ FULL_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip": (),
     "optim": (),
     "load": (),
+    "cold": (),
     "plan": (),
 }
 QUICK_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -60,7 +60,7 @@ class BenchmarkRun:
     def __init__(self, name: str, options: Sequence[str], folder: Path) -> None:
         target = folder / f"{name}.json"
         self.name = name
-        self.command = " ".join(["python", f"benchmarks/{name}.py", *map(_quote, options)])
+        self.command = format_command(f"{name}.py", options)
         print(f"== {self.command}", flush=True)
         begin = time.perf_counter()
         process = subprocess.run(
@@ -76,32 +76,7 @@ class BenchmarkRun:
         self.data: dict[str, Any] = json.loads(target.read_text())
 
 
-def _quote(option: str) -> str:
-    return f'"{option}"' if " " in option else option
-
-
 # ---- header --------------------------------------------------------------------------------------
-
-
-def describe_machine() -> str:
-    """Describes processor, cores and memory."""
-    cpuinfo, meminfo = (Path("/proc", name) for name in ("cpuinfo", "meminfo"))
-    if not cpuinfo.exists():
-        return f"{platform.machine()}, {os.cpu_count()} cores"
-    model = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
-    memory = re.search(r"MemTotal:\s*(\d+)", meminfo.read_text())
-    name = model[1] if model else platform.machine()
-    return f"{name}, {os.cpu_count()} cores, {int(memory[1]) / 2**20 if memory else 0:.0f} GiB"
-
-
-def find_commit() -> str:
-    """Returns the commit of the measured tree; empty if git is missing."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        process = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return process.stdout.strip()
 
 
 def format_header(

@@ -99,8 +99,7 @@ def measure_milliseconds(call: Callable[[], object]) -> float:
 
 def make_row(call: str, count: int, times: dict[str, list[float]]) -> list[object]:
     ratio = statistics.median(a / b for a, b in zip(times["torch"], times["fsdp_c"], strict=True))
-    numbers = (f"{min(times['torch']):.1f}", f"{min(times['fsdp_c']):.1f}", f"{ratio:.2f}")
-    return [call, count, *numbers]
+    return [call, count, min(times["torch"]), min(times["fsdp_c"]), ratio]
 
 
 def measure_first_use(package: str) -> tuple[float, float]:

@@ -1,18 +1,22 @@
 """The plots of the report, each drawn from the JSON data of one benchmark.
 
-    python benchmarks/pictures.py benchmarks/report/steps.json docs/images/steps.svg
+    python benchmarks/pictures.py steps.json steps.svg
 
-draws the plot of README.md from the data of ``steps.py``.
+draws an overview of the data of ``steps.py``. ``record.py`` draws that of README.md.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
+
+matplotlib.rcParams["svg.hashsalt"] = "fsdp_c"  # equal data, equal files
 
 COLORS = {
     "bare": "#b5b5b5", "ddp": "#8a6bb1", "torch": "#d98e32", "fsdp_c": "#2f5f94",
@@ -137,26 +141,27 @@ def draw_overview(data: dict[str, Any], path: Path) -> None:
     The length of a bar is relative to torch's. Labels are milliseconds.
     """
     models = data["models"]
-    figure = Figure(figsize=(8, 0.6 + 0.8 * len(models)), layout="constrained")
+    figure = Figure(figsize=(8, 1 + 0.8 * len(models)), layout="constrained")
     axes = figure.subplots()
+    labels = {"torch": "torch's FSDP2", "fsdp_c": "fsdp_c"}
     for row, model in enumerate(models.values()):
-        times = {name: model["costs"][name]["without"]["wall"] for name in ("torch", "fsdp_c")}
+        times = {name: model["costs"][name]["without"]["wall"] for name in labels}
         for offset, (name, milliseconds) in zip((-0.2, 0.2), times.items()):
             share = milliseconds / times["torch"]
-            axes.barh(
-                row + offset, share, 0.38, color=COLORS[name], label=name if not row else None
-            )
-            axes.text(
-                share, row + offset, f" {_format_short(milliseconds)} ms", va="center", fontsize=9
-            )
-    axes.set_yticks(range(len(models)), [model["title"] for model in models.values()])
+            label = None if row else labels[name]
+            axes.barh(row + offset, share, 0.38, color=COLORS[name], label=label)
+            text = f" {_format_short(milliseconds)} ms"
+            axes.text(share, row + offset, text, va="center", fontsize=10)
+    titles = [textwrap.fill(model["title"], 26) for model in models.values()]
+    axes.set_yticks(range(len(models)), titles)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.15)
-    axes.set_xlabel("wall time of forward and backward, relative to torch's FSDP2")
-    axes.legend(frameon=False, loc="lower right")
+    axes.set_xlim(0, 1.2)
+    axes.set_xlabel("wall time relative to torch's FSDP2")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(path)
+    figure.suptitle("Forward and backward of one step on two ranks", fontsize=12)
+    figure.legend(frameon=False, loc="outside lower right", ncols=2)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+ROOT = Path(__file__).resolve().parents[1]
 # Import fsdp_c from this checkout, even if another version is installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(ROOT))
 
 FullyShard = Callable[..., Any]
 
@@ -72,15 +76,48 @@ def format_cell(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
+def describe_machine() -> str:
+    """Describes processor, cores and memory."""
+    cpuinfo, meminfo = (Path("/proc", name) for name in ("cpuinfo", "meminfo"))
+    if not cpuinfo.exists():
+        return f"{platform.machine()}, {os.cpu_count()} cores"
+    model = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
+    memory = re.search(r"MemTotal:\s*(\d+)", meminfo.read_text())
+    name = model[1] if model else platform.machine()
+    return f"{name}, {os.cpu_count()} cores, {int(memory[1]) / 2**20 if memory else 0:.0f} GiB"
+
+
+def find_commit() -> str:
+    """Returns the commit of the measured tree; empty if git is missing."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return process.stdout.strip()
+
+
+def format_command(script: str, options: Sequence[str]) -> str:
+    """Returns the command that runs a script of this folder, without the option ``--json``."""
+    words = ["python", f"benchmarks/{Path(script).name}", *options]
+    if "--json" in words:
+        index = words.index("--json")
+        del words[index : index + 2]
+    return " ".join(f'"{word}"' if " " in word else word for word in words)
+
+
 def write_json(path: str | None, benchmark: str, results: dict[str, Any]) -> None:
-    """Writes results with a description of the machine. Does nothing if ``path`` is None."""
+    """Writes results with command, machine and date. Does nothing if ``path`` is None."""
     if path is None:
         return
     environment = {
         "benchmark": benchmark,
+        "command": format_command(sys.argv[0], sys.argv[1:]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": find_commit(),
+        "machine": describe_machine(),
+        "load": f"{os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
     }
     Path(path).write_text(json.dumps(environment | results, indent=2) + "\n")

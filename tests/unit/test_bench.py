@@ -58,6 +58,6 @@ def test_pictures_script_draws_a_pair_of_bars_per_model(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/pictures.py", str(source), str(target)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=200)
     text = target.read_text()
-    for label in ("small model", "deep model", "fsdp_c", "torch"):
+    for label in ("small model", "deep model", "fsdp_c", "torch's FSDP2"):
         assert f"<!-- {label} -->" in text
     assert text.count("<!--  20 ms -->") == text.count("<!--  5 ms -->") == 2

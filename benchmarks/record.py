@@ -1,0 +1,60 @@
+"""Records results in the repository, for docs/benchmarks.md and README.md.
+
+    make bench                                          # on an idle machine
+    python benchmarks/record.py benchmarks/report/*.json
+
+copies the JSON files of a run to benchmarks/results/torch-X.Y, where X.Y is the release of torch
+that the run used. Then the script draws the picture of README.md and updates the tables of both
+documents (result_tables.py). Samples of memory over time are not recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pictures
+import result_tables
+
+PICTURE = result_tables.ROOT / "docs" / "images" / "steps.svg"
+DIGITS = 5
+"""Significant digits of a recorded number."""
+
+
+def shorten(value: Any) -> Any:
+    """Returns the value with rounded floats, without memory samples and paths of JSON files."""
+    if isinstance(value, dict):
+        return {key: shorten(item) for key, item in value.items() if not _is_dropped(key, item)}
+    if isinstance(value, list):
+        return [shorten(item) for item in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _is_dropped(key: str, value: Any) -> bool:
+    is_samples = isinstance(value, dict) and any(isinstance(item, list) for item in value.values())
+    return key == "json" or (key == "memory" and is_samples)
+
+
+def find_folder(data: dict[str, Any]) -> Path:
+    """Returns the folder for results with the torch release that the data names."""
+    return result_tables.RESULTS / f"torch-{'.'.join(data['torch'].split('.')[:2])}"
+
+
+def main() -> None:
+    for source in map(Path, sys.argv[1:]):
+        data = json.loads(source.read_text())
+        folder = find_folder(data)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(shorten(data), separators=(",", ": "), indent=1) + "\n"
+        (folder / f"{data['benchmark']}.json").write_text(text)
+        print(f"recorded: {folder.relative_to(result_tables.ROOT)}/{data['benchmark']}.json")
+    PICTURE.parent.mkdir(exist_ok=True)
+    pictures.draw_overview(json.loads((result_tables.MAIN / "steps.json").read_text()), PICTURE)
+    for path in result_tables.DOCUMENTS:
+        path.write_text(result_tables.update(path))
+
+
+if __name__ == "__main__":
+    main()

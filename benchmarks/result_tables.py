@@ -1,0 +1,394 @@
+"""Writes the figures of docs/benchmarks.md and README.md from the recorded JSON files.
+
+    python benchmarks/result_tables.py            # updates both documents
+    python benchmarks/result_tables.py --check    # fails if a document is out of date
+
+``record.py`` records the files in benchmarks/results, one folder per torch release. Each table is
+made from one file, so its values are from one run. Needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import result_goals
+import result_releases
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MAIN = RESULTS / "torch-2.13"
+"""The results of README.md and of all tables but the comparison of releases."""
+DOCUMENTS = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+BEGIN, END = (
+    "<!-- begin: benchmarks/result_tables.py -->",
+    "<!-- end: benchmarks/result_tables.py -->",
+)
+
+Results = dict[str, dict[str, Any]]
+"""The data of each benchmark by its name."""
+
+
+def read_results(folder: Path) -> Results:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+# ---- parts of a page -----------------------------------------------------------------------------
+
+
+def format_number(value: float | None) -> str:
+    """Formats a number with three significant digits, and None as "-"."""
+    if value is None or isinstance(value, int):
+        return "-" if value is None else str(value)
+    decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{decimals}f}"
+
+
+def format_table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    yield f"| {' | '.join(titles)} |"
+    yield "|" + " --- |" * len(titles)
+    for row in rows:
+        cells = [cell if isinstance(cell, str) else format_number(cell) for cell in row]
+        yield f"| {' | '.join(cells)} |"
+
+
+def format_text(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def format_origin(data: dict[str, Any]) -> str:
+    """Returns command, date and machine of a benchmark's data."""
+    return format_text(
+        f"Command: `{data['command']}`. {data['date']}, commit {data['commit']}, "
+        f"torch {data['torch']}, Python {data['python']}. "
+        f"Machine: {data['machine']}; load: {data['load']}."
+    )
+
+
+def format_size(size: str) -> str:
+    kib = int(size) // 1024
+    return f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
+
+
+# ---- tables of one benchmark ---------------------------------------------------------------------
+
+
+def format_steps(data: dict[str, Any]) -> Iterator[str]:
+    titles = (
+        "model",
+        "implementation",
+        "wall, ms",
+        "torch / this",
+        "CPU, ms",
+        "page faults",
+        "peak, MiB",
+    )
+    for kind, sentence in (
+        ("without", "Forward and backward:"),
+        ("with", "Forward, backward and optimizer:"),
+    ):
+        rows = []
+        for model in data["models"].values():
+            torch_wall = model["costs"]["torch"][kind]["wall"]
+            title = model["title"] + (f", {model['optimizer']}" if kind == "with" else "")
+            for name, costs in model["costs"].items():
+                cost = costs[kind]
+                faults = None if cost["faults"] is None else int(cost["faults"])
+                ratio = torch_wall / cost["wall"]
+                rows.append([title, name, cost["wall"], ratio, cost["cpu"], faults, cost["peak"]])
+                title = ""
+        yield from ("", sentence, "")
+        yield from format_table(titles, rows)
+
+
+def format_host(data: dict[str, Any]) -> Iterator[str]:
+    jobs = {name: job for name, job in data.items() if isinstance(job, dict)}
+    rows: list[list[Any]] = [
+        [name, int(count), row["torch"], row["fsdp_c"], row["torch"] / row["fsdp_c"]]
+        for name, job in jobs.items()
+        for count, row in job["us_per_group_step"].items()
+    ]
+    yield from ("", "us per unit and step:", "")
+    yield from format_table(("job", "parameters", "torch", "fsdp_c", "torch / fsdp_c"), rows)
+    rows = []
+    for name, job in jobs.items():
+        fits = (job["fit"][key] for key in ("torch", "fsdp_c"))
+        rows.append([name, *(fit[key] for fit in fits for key in ("fixed_us", "us_per_param"))])
+    yield from ("", "The least-squares lines through these values, in us:", "")
+    titles = ("job", "torch: per unit", "per parameter", "fsdp_c: per unit", "per parameter")
+    yield from format_table(titles, rows)
+
+
+def format_memory(data: dict[str, Any]) -> Iterator[str]:
+    rows = []
+    for name, job in data.items():
+        if not isinstance(job, dict):
+            continue
+        precision, _, count = name.partition("_")
+        for phase in ("forward", "backward"):
+            torch_value, fsdp_c_value = job["torch"][phase], job["fsdp_c"][phase]
+            ratio = torch_value / fsdp_c_value
+            rows.append([precision, int(count), phase, torch_value, fsdp_c_value, ratio])
+    titles = ("precision", "parameters", "phase", "torch", "fsdp_c", "torch / fsdp_c")
+    yield ""
+    yield from format_table(titles, rows)
+
+
+def format_units(data: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        [precision, phase, *(data[precision][name][phase] for name in names)]
+        for precision in ("fp32", "mixed")
+        for names in [list(data[precision])]
+        for phase in ("forward", "backward")
+    ]
+    yield ""
+    yield from format_table(("precision", "phase", *data["fp32"]), rows)
+
+
+def format_bandwidth(data: dict[str, Any]) -> Iterator[str]:
+    for operation in ("gather", "reduction", "kernel"):
+        sizes = data[operation]
+        rows = [[format_size(size), *row.values()] for size, row in sizes.items()]
+        yield ""
+        yield from format_table((operation, *next(iter(sizes.values()))), rows)
+
+
+def format_replicate(data: dict[str, Any]) -> Iterator[str]:
+    names = ("bare", "ddp", "torch", "fsdp_c")
+    rows: list[list[Any]] = []
+    for model, title in (("gpt", "GPT, 25.4 M parameters"), ("small", "500 small parameters")):
+        base = data[f"{model} fsdp_c"]["median"]
+        for name in names:
+            times = data[f"{model} {name}"]
+            rows.append([title, name, times["median"], times["min"], times["median"] / base])
+            title = ""
+    yield ""
+    yield from format_table(
+        ("model", "implementation", "median, ms", "minimum, ms", "this / fsdp_c"), rows
+    )
+    yield from ("", "Transient memory of the GPT, in units of its parameters' bytes:", "")
+    memory = data["memory"]
+    rows = [[name, memory[name]["forward"], memory[name]["backward"]] for name in names]
+    yield from format_table(("implementation", "forward", "backward"), rows)
+    host = data["host_ms"]
+    yield from (
+        "",
+        "Host time of the 500 small parameters, in ms of CPU above the bare model's:",
+        "",
+    )
+    yield from format_table(("torch", "fsdp_c"), [[host["torch"], host["fsdp_c"]]])
+
+
+def format_optim(data: dict[str, Any]) -> Iterator[str]:
+    rows = [[name, *times, times[2] / times[0]] for name, times in data["ms"].items()]
+    titles = ("optimizer", "plain parameters", "DTensors", "accelerated", "accelerated / plain")
+    yield ""
+    yield from format_table(titles, rows)
+
+
+def format_calls(data: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        [int(width), *(value for clock in (0, 1) for value in _compare(times, clock))]
+        for width, times in data["ms"].items()
+    ]
+    titles = ("width", "wall: torch", "fsdp_c", "ratio", "CPU: torch", "fsdp_c", "ratio")
+    yield ""
+    yield from format_table(titles, rows)
+
+
+def _compare(times: dict[str, list[float]], clock: int) -> tuple[float, float, float]:
+    torch_value, fsdp_c_value = times["torch"][clock], times["fsdp_c"][clock]
+    return torch_value, fsdp_c_value, torch_value / fsdp_c_value
+
+
+def format_cold(data: dict[str, Any]) -> Iterator[str]:
+    rows: list[list[Any]] = [
+        [f"`fully_shard` of {count} parameters", torch_ms, fsdp_c_ms]
+        for _, count, torch_ms, fsdp_c_ms, _ in data["rows"]
+    ]
+    first = data["first_use_ms"]
+    for index, title in enumerate(("imports", "first call of a process")):
+        rows.append([title, first["torch"][index], first["fsdp_c"][index]])
+    yield ""
+    yield from format_table(("step", "torch", "fsdp_c"), rows)
+
+
+def format_plan(data: dict[str, Any]) -> Iterator[str]:
+    rows = data["rows"]
+    errors = [abs(estimate / measured - 1) for _, estimate, measured, *_ in rows]
+    scratch = max(abs(1 - row[1] / row[4]) for row in rows)
+    yield ""
+    yield from format_table(
+        ("settings", "within 0.1 %", "within 1 %", "largest error", "with kernels' scratch memory"),
+        [
+            [
+                len(rows),
+                sum(error <= 0.001 for error in errors),
+                sum(error <= 0.01 for error in errors),
+                f"{max(errors):.2%}",
+                f"{scratch:.2%}",
+            ]
+        ],
+    )
+
+
+SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] = {
+    "steps": (
+        "Whole steps",
+        "Two gloo ranks with one thread each; medians. Page faults are those of one step. The peak "
+        "is resident memory above the beginning of the step. `shared` is fsdp_c with four shared "
+        "units (`min_unit=2**14`).",
+        format_steps,
+    ),
+    "host": (
+        "Host time",
+        "CPU time of the calling thread above the bare model's; minima. A fake group of 8 ranks.",
+        format_host,
+    ),
+    "units": (
+        "Memory of a step on real ranks",
+        "Peak resident memory, transport included, in units of one unit's parameters in the "
+        "compute dtype. Two gloo ranks. `with overlap`: `set_reduction_overlap(model, True)`.",
+        format_units,
+    ),
+    "memory": (
+        "Memory of a step, allocations only",
+        "Peak of allocated bytes, in units of one unit's parameters in the compute dtype. The fake "
+        "group of 8 ranks needs no memory. fsdp_c allocates all-gather buffers as on a GPU.",
+        format_memory,
+    ),
+    "bandwidth": (
+        "Bandwidth",
+        "GB/s of unsharded data between two gloo ranks, best round. `torch` and `fsdp_c` include "
+        "packing and unpacking.",
+        format_bandwidth,
+    ),
+    "replicate": (
+        "replicate",
+        "Forward and backward on two gloo ranks. `torch` is torch's `replicate`.",
+        format_replicate,
+    ),
+    "optim": (
+        "Optimizers",
+        "CPU time of a step over 500 parameters in ms, on a fake group; minima. `accelerated` is "
+        "after `fsdp_c.optim.accelerate`.",
+        format_optim,
+    ),
+    "clip": (
+        "Clipping",
+        "`clip_grad_norm_` of 500 parameters of (width, width) on two gloo ranks: ms, minima. CPU "
+        "time excludes the wait for the other rank.",
+        format_calls,
+    ),
+    "load": (
+        "Loading",
+        "`load_full_state_dict` of 500 tensors of (width, width) on two gloo ranks: ms, minima.",
+        format_calls,
+    ),
+    "cold": (
+        "Cold start",
+        "CPU time in ms, minima. The first call of a process shards one layer, after the imports.",
+        format_cold,
+    ),
+    "plan": (
+        "Estimates",
+        "Peaks that `fsdp_c.explain` estimates, compared with measured peaks. Scratch memory of "
+        "kernels depends on the processor. The last column includes it.",
+        format_plan,
+    ),
+}
+"""Title, explanation and tables of each benchmark, in the order of the page."""
+
+
+# ---- documents -----------------------------------------------------------------------------------
+
+
+def format_page() -> str:
+    """Returns the generated part of docs/benchmarks.md."""
+    results = read_results(MAIN)
+    lines = []
+    for name, (title, explanation, format_tables) in SECTIONS.items():
+        if name in results:
+            lines += [
+                f"## {title}",
+                "",
+                format_text(explanation),
+                *format_tables(results[name]),
+                "",
+            ]
+            lines += [format_origin(results[name]), ""]
+    lines += [
+        "## Goals",
+        "",
+        *format_table(result_goals.TITLES, result_goals.make_rows(results)),
+        "",
+    ]
+    for folder in sorted(RESULTS.iterdir()):
+        titles, rows, origin = result_releases.make_table(results, read_results(folder))
+        if folder != MAIN and rows:
+            lines += [
+                f"## {_name(MAIN)} beside {_name(folder)}",
+                "",
+                format_text(result_releases.EXPLANATION),
+                "",
+            ]
+            lines += [*format_table(titles, rows), "", origin, ""]
+    return "\n".join(lines)
+
+
+def _name(folder: Path) -> str:
+    return folder.name.replace("-", " ")
+
+
+def format_readme() -> str:
+    """Returns the generated part of README.md: three measurements, their commands and machine."""
+    results = read_results(MAIN)
+    steps, host = results["steps"], results["host"]
+    rows = []
+    for model in ("deep", "medium"):
+        costs = steps["models"][model]["costs"]
+        walls = [costs[name]["without"]["wall"] for name in ("torch", "fsdp_c")]
+        title = f"forward and backward (1): {steps['models'][model]['title']}"
+        rows.append([title, *(f"{format_number(wall)} ms" for wall in walls)])
+    times = host["fp32"]["us_per_group_step"]["9"]
+    title = "host time (2): a step of a unit of 9 float32 parameters"
+    rows.append([title, *(f"{format_number(times[name])} us" for name in ("torch", "fsdp_c"))])
+    if any(steps[key] != host[key] for key in ("machine", "date", "torch")):
+        raise SystemExit("steps.json and host.json must be of one machine, day and torch release")
+    origin = format_text(
+        f"Commands: (1) `{steps['command']}`, on two ranks; (2) `{host['command']}`. "
+        f"Machine: {steps['machine']}, no GPU; {steps['date']}, torch {steps['torch']}."
+    )
+    return "\n".join(
+        [*format_table(("measurement", "torch's FSDP2", "fsdp_c"), rows), "", origin, ""]
+    )
+
+
+def update(path: Path) -> str:
+    """Returns the document's text with current figures."""
+    text = path.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{path.name} lacks {BEGIN} or {END}")
+    part = format_readme() if path.name == "README.md" else format_page()
+    return f"{before}{BEGIN}\n\n{part}\n{END}{after}"
+
+
+def main() -> int:
+    stale = [path for path in DOCUMENTS if update(path) != path.read_text()]
+    if sys.argv[1:] == ["--check"]:
+        for path in stale:
+            print(f"{path.name} is out of date: run python benchmarks/result_tables.py")
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(update(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The figures of README.md, docs/benchmarks.md and the picture are those of the recorded JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import result_releases  # noqa: E402
+import result_tables  # noqa: E402
+
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+
+
+def read_main() -> dict[str, Any]:
+    return result_tables.read_results(result_tables.MAIN)
+
+
+def copy_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Lets the tables be made from a copy of the results. Returns the copied main folder."""
+    shutil.copytree(result_tables.RESULTS, tmp_path / "results")
+    main = tmp_path / "results" / result_tables.MAIN.name
+    monkeypatch.setattr(result_tables, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(result_tables, "MAIN", main)
+    return main
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("document", [README, PAGE], ids=["README", "benchmarks"])
+def test_figures_of_document_are_the_recorded_ones(document: Path) -> None:
+    assert document in result_tables.DOCUMENTS
+    updated = result_tables.update(document)
+    assert document.read_text() == updated, "run python benchmarks/result_tables.py"
+
+
+@pytest.mark.parametrize("document", [README, PAGE], ids=["README", "benchmarks"])
+def test_changed_result_makes_document_out_of_date(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = copy_results(tmp_path, monkeypatch)
+    models = json.loads((main / "steps.json").read_text())["models"]
+    models["deep"]["costs"]["fsdp_c"]["without"]["wall"] *= 2
+    edit(main / "steps.json", models=models)
+    assert result_tables.update(document) != document.read_text()
+
+
+def test_readme_refuses_results_of_two_days(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = copy_results(tmp_path, monkeypatch)
+    edit(main / "host.json", date="2020-01-01")
+    with pytest.raises(SystemExit, match="one machine, day and torch release"):
+        result_tables.update(README)
+
+
+def test_document_without_markers_is_refused(tmp_path: Path) -> None:
+    document = tmp_path / "README.md"
+    document.write_text("# fsdp_c\n")
+    with pytest.raises(SystemExit, match=r"README\.md lacks"):
+        result_tables.update(document)
+
+
+def test_picture_of_readme_has_the_recorded_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import pictures
+    import record
+
+    pictures.draw_overview(read_main()["steps"], tmp_path / "steps.svg")
+    recorded, drawn = (
+        re.findall(r"<!-- (.*?) -->", path.read_text(), re.S)
+        for path in (record.PICTURE, tmp_path / "steps.svg")
+    )
+    assert recorded == drawn, "run make bench-record"
+    assert sum(label.endswith(" ms") for label in drawn) == 8
+
+
+def test_recorded_data_has_no_memory_samples_and_rounded_floats() -> None:
+    pytest.importorskip("matplotlib")
+    import record
+
+    data = {
+        "json": "/tmp/x.json",
+        "memory": {"torch": [[0.0, 1.0]]},
+        "models": {"memory": {"torch": {"forward": 1.23456789}}},
+        "ms": [12345.678, 2],
+    }
+    assert record.shorten(data) == {
+        "models": {"memory": {"torch": {"forward": 1.2346}}},
+        "ms": [12346.0, 2],
+    }
+    assert record.find_folder({"torch": "2.15.0+cu132"}).name == "torch-2.15"
+
+
+def make_other_release(**values: Any) -> dict[str, Any]:
+    other = copy.deepcopy(read_main())
+    for data in other.values():
+        data.update(torch="2.99.0", **values)
+    return other
+
+
+def test_second_release_adds_a_table_with_both_releases() -> None:
+    main = read_main()
+    names = [name for name in result_releases.COMPARED if name in main]
+    for name in names:
+        main[name].update(date="2026-01-02")
+    other = make_other_release(date="2026-01-02")
+    titles, rows, origin = result_releases.make_table(main, other)
+    assert [title for title in titles if title.startswith("torch")] == [
+        f"torch {main['host']['torch']}",
+        "torch 2.99.0",
+    ]
+    assert origin.startswith("2026-01-02. Machine: ")
+    by_title = {row[0]: row[1:] for row in rows}
+    time = by_title["host time, fp32, 9 parameters, us"]
+    values = main["host"]["fp32"]["us_per_group_step"]["9"]
+    pair = [values["torch"], values["fsdp_c"], values["torch"] / values["fsdp_c"]]
+    assert time == [*pair, *pair]
+    assert len(rows) >= len(names)
+
+
+@pytest.mark.parametrize("key", ["date", "machine"])
+def test_results_of_another_day_or_machine_are_not_compared(key: str) -> None:
+    main = read_main()
+    assert result_releases.make_table(main, make_other_release(**{key: "another"})) == ([], [], "")
+
+
+def test_results_of_the_last_day_only_are_compared() -> None:
+    main, other = read_main(), make_other_release()
+    for results in (main, other):
+        for name in ("host", "steps", "units", "optim"):
+            results[name]["date"] = "2026-01-01" if name != "units" else "2026-01-02"
+        results.pop("cold", None)
+    assert result_releases.find_comparable(main, other) == ["units"]
