@@ -240,14 +240,16 @@ torch-record:
 	@$(PYTHON) -m build_support.torch_diff --record $(wildcard $(VENV)) $(wildcard $(RELEASES_DIR)/torch-*)
 
 # Runs the tests with the release RELEASE, in a copy of this checkout, because the extensions for two releases have the
-# same file name. `make test-release RELEASE_TESTS=tests/unit` runs a part.
+# same file name. `make test-release RELEASE_TESTS=tests/unit` runs a part. Without a value of FSDP_C_NO_CUDA, the build
+# has no CUDA kernels: they would be compiled for all architectures, because the machine has no GPU.
 test-release: $(RELEASES_DIR)/torch-$(RELEASE)/.fsdp_c-env
 	@mkdir -p $(RELEASE_TREE)
 	@find $(RELEASE_TREE) -type f -not -path '*/build/*' -not -name '*.so' -not -name _C.json -delete
 	@git ls-files -z --cached --others --exclude-standard | tar --null -c -T - | tar -x -C $(RELEASE_TREE)
-	cd $(RELEASE_TREE) && export PYTHONPATH=$(RELEASE_TREE) && mkdir -p build && \
+	cd $(RELEASE_TREE) && export PYTHONPATH=$(RELEASE_TREE) FSDP_C_NO_CUDA="$${FSDP_C_NO_CUDA-1}" && mkdir -p build && \
 	{ $(RELEASE_VENV)/bin/python setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }; } && \
 	$(RELEASE_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(RELEASE_TESTS)
+
 # Builds the simulated CUDA device for the torch of CUDA_PYTHON, and fsdp_c for that torch, then runs tests/cuda.
 cuda-sim: build
 	@built=$$($(CUDA_PYTHON) tests/cuda/workers/stub_build.py); echo "$$built"; \

@@ -106,7 +106,11 @@ def _unwrap_function(function: Any) -> Any:
 
 
 class _Acceleration:
-    """The hooks and ``_init_group`` of one optimizer, and the changes to revert after a step."""
+    """The hooks and ``_init_group`` of one optimizer, and the changes to revert after a step.
+
+    The optimizer has this ``_init_group`` during its step only. A compiled step does not have it:
+    dynamo treats a call of torch's own ``_init_group`` specially.
+    """
 
     def __init__(self, optimizer: Optimizer, element_wise_class: type[Optimizer]) -> None:
         self._keeps_buffers = element_wise_class is torch.optim.SGD
@@ -115,20 +119,20 @@ class _Acceleration:
         self._sgd_params: list[tuple[torch.Tensor, DTensor]] = []
         self._groups_with_changed_foreach: list[dict[str, Any]] = []
         self._hooks = [
-            optimizer.register_step_pre_hook(self._restore_after_step),
+            optimizer.register_step_pre_hook(self._begin_step),
             optimizer.register_step_post_hook(self._restore_after_step),
             optimizer.register_state_dict_pre_hook(self._restore_after_step, prepend=True),
         ]
         # Runs before the user's post hooks, so that they read the same states as with torch.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
-        init_group = functools.partial(_init_group, weakref.ref(optimizer), weakref.ref(self))
-        vars(optimizer)["_init_group"] = init_group
+        self._init_group_of_step = functools.partial(
+            _init_group, weakref.ref(optimizer), weakref.ref(self)
+        )
 
     def undo(self, optimizer: Optimizer) -> None:
         self._restore_after_step(optimizer)
         for hook in self._hooks:
             hook.remove()
-        vars(optimizer).pop("_init_group", None)
 
     def fill_lists(
         self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...]
@@ -163,15 +167,21 @@ class _Acceleration:
             target[:] = values
         return result
 
+    def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._restore_after_step(optimizer)  # a step may have failed
+        if not torch.compiler.is_compiling():
+            vars(optimizer)["_init_group"] = self._init_group_of_step
+
     def _restore_after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Restores the optimizer after a step, and before a step or checkpoint if a step failed.
 
         A compiled step changes nothing here, so its trace contains only this condition.
         """
-        if self._groups_with_changed_foreach or self._sgd_params:
+        if "_init_group" in vars(optimizer):
             self._restore_state(optimizer)
 
     def _restore_state(self, optimizer: Optimizer) -> None:
+        vars(optimizer).pop("_init_group", None)
         for group in self._groups_with_changed_foreach:
             group["foreach"] = None
         self._groups_with_changed_foreach.clear()

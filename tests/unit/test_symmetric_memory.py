@@ -7,6 +7,7 @@ that record their calls, and return ordinary memory.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,10 +42,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         recorded.append(f"get_mem_pool {device.type}")
         return "pool"
 
+    @contextlib.contextmanager  # dynamo reads __wrapped__ of torch's function when it is imported
+    def use_mem_pool(pool: str) -> Iterator[None]:
+        yield
+
     monkeypatch.setattr(symm_mem, "set_backend", lambda name: recorded.append(f"backend {name}"))
     monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
     monkeypatch.setattr(symm_mem, "get_mem_pool", get_mem_pool)
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: contextlib.nullcontext())
+    for module in (torch.cuda, torch.cpu):  # torch uses the module of the device since 2.15
+        monkeypatch.setattr(module, "use_mem_pool", use_mem_pool, raising=False)
     return recorded
 
 

@@ -22,7 +22,7 @@ from fsdp_c._compat import patches
 from fsdp_c._runtime import meshes
 from fsdp_c_autoload import redirect
 
-pytestmark = pytest.mark.xdist_group("undo")  # the tests share one snapshot
+pytestmark = pytest.mark.xdist_group("undo")  # the tests share one process
 ROOT = Path(__file__).resolve().parents[2]
 
 IGNORED = [
@@ -138,8 +138,11 @@ def differences(before):
 def check_unchanged():
     found = differences(before)
     assert not found, "\\n".join(found)
+'''
+)
+"""Defines what a scenario uses. Runs no backward."""
 
-
+BASELINE = """
 fully_sharded = torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls
 replicated = with_replicate.cls_to_replicate_cls
 TORCH = (torch.distributed.fsdp.fully_shard, with_replicate.replicate)
@@ -152,8 +155,8 @@ gc.collect()
 assert differences(before) == []  # the snapshot contains nothing that training with torch changes
 assert len(before) > 20_000 and exit_handlers == []
 assert "fsdp_c" not in sys.modules
-'''
-)
+"""
+"""Takes the snapshot ``before``, after torch has filled its caches."""
 
 
 # ---- snapshots of torch --------------------------------------------------------------------------
@@ -366,7 +369,7 @@ assert first.keys() == second.keys(), first.keys() ^ second.keys()
 assert first["__deepcopy__"] is second["__deepcopy__"]
 """,
 }
-"""Programs that run after SNAPSHOT and assert, by what they specify."""
+"""Programs that run after BASELINE and assert, by what they specify."""
 
 RUN = """
 torch.set_num_threads(1)  # a forked child has no thread pool
@@ -374,6 +377,7 @@ for name, code in SCENARIOS.items():
     pid = os.fork()
     if pid == 0:
         try:
+            exec(BASELINE, globals())
             exec(code, globals())
             os._exit(0)
         except BaseException:
@@ -385,8 +389,11 @@ for name, code in SCENARIOS.items():
 
 @pytest.fixture(scope="module")
 def outcomes() -> str:
-    """Runs an interpreter that takes a snapshot and runs each scenario in a forked child."""
-    code = f"SCENARIOS = {SCENARIOS!r}\n{SNAPSHOT}{RUN}"
+    """Runs an interpreter that forks a child for each scenario.
+
+    No backward precedes a fork: torch's CUDA builds then have threads, and refuse one in the child.
+    """
+    code = f"SCENARIOS, BASELINE = {SCENARIOS!r}, {BASELINE!r}\n{SNAPSHOT}{RUN}"
     completed = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
