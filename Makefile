@@ -147,7 +147,7 @@ test-fast: build
 		$(NOT_FAST:%=--ignore=tests/unit/test_%.py) tests/unit \
 		tests/distributed/test_behavior_*.py tests/parity/test_parity.py -k 'not smaller_mesh and not on_four and not cuda'
 
-# Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 200 settings and the fast
+# Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 140 settings and the fast
 # scripts.
 parity: build
 	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity

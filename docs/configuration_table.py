@@ -109,7 +109,7 @@ TESTS = {
         "path", "`build/cuda-sim/package`", "Folder with fsdp_c, built for that torch"
     ),
     "FSDP_C_NVRTC": Variable("paths", "not set", "NVRTC libraries that compile the kernels"),
-    "FSDP_C_PARITY_COUNT": Variable("a number", "200", "Settings of the parity tests"),
+    "FSDP_C_PARITY_COUNT": Variable("a number", "140", "Settings of the parity tests"),
     "FSDP_C_PARITY_DEVICE": INTERNAL,
     "FSDP_C_PARITY_FEATURES": Variable("names", "all", "Features that the settings include"),
     "FSDP_C_PARITY_IMPLEMENTATION": Variable(

@@ -37,8 +37,8 @@ def _settings_by_launch() -> dict[Launch, list[Setting]]:
         if launch in settings and not setting.compiled:
             settings[launch].append(setting)
     if not WHOLE:
-        settings[TWO] = settings[TWO][::2]
-        settings[FOUR] = settings[FOUR][::5]
+        settings[TWO] = settings[TWO][::3]
+        settings[FOUR] = settings[FOUR][::8]
     return settings
 
 

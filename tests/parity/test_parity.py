@@ -7,7 +7,7 @@ dicts, hooks, exceptions, and the number, order, size and ranks of the collectiv
 wide grid (wide.py) runs on one launch: two or four processes, or eight threads.
 
 Environment:
-- FSDP_C_PARITY_COUNT: total number of settings (200; `make parity`: 600).
+- FSDP_C_PARITY_COUNT: total number of settings (140; `make parity`: 600).
 - FSDP_C_PARITY_SEED: the seed of the grids.
 - FSDP_C_PARITY_WHOLE=1: runs the whole basic grid on two and on four ranks.
 - FSDP_C_PARITY_FEATURES: see feature_support.py.
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(7200)
 
 UNDER_TEST = os.environ.get("FSDP_C_PARITY_IMPLEMENTATION", "fsdp_c")
 SEED = int(os.environ.get("FSDP_C_PARITY_SEED", "0"))
-COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "200"))
+COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "140"))
 LAUNCHES = [Launch(1), Launch(2), Launch(4), Launch(8, threads=True)]
 WHOLE = os.environ.get("FSDP_C_PARITY_WHOLE", "0") != "0"
 REQUESTED = os.environ.get("FSDP_C_PARITY_LAUNCHES", ",".join(map(str, LAUNCHES))).split(",")
