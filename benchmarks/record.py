@@ -19,6 +19,7 @@ import pictures
 import result_tables
 
 PICTURE = result_tables.ROOT / "docs" / "images" / "steps.svg"
+REQUIRED = ("benchmark", "command", "date", "commit", "machine", "load", "torch", "python")
 DIGITS = 5
 """Significant digits of a recorded number."""
 
@@ -45,6 +46,9 @@ def find_folder(data: dict[str, Any]) -> Path:
 def main() -> None:
     for source in map(Path, sys.argv[1:]):
         data = json.loads(source.read_text())
+        missing = [key for key in REQUIRED if key not in data]
+        if missing:
+            raise SystemExit(f"{source} has no {', '.join(missing)}: measure again with this tree")
         folder = find_folder(data)
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(shorten(data), separators=(",", ": "), indent=1) + "\n"

@@ -103,6 +103,19 @@ def test_recorded_data_has_no_memory_samples_and_rounded_floats() -> None:
     assert record.find_folder({"torch": "2.15.0+cu132"}).name == "torch-2.15"
 
 
+def test_file_without_machine_and_date_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    import record
+
+    source = tmp_path / "host.json"
+    source.write_text(json.dumps({"benchmark": "host", "torch": "2.13.0"}))
+    monkeypatch.setattr(sys, "argv", ["record.py", str(source)])
+    with pytest.raises(SystemExit, match="has no command, date, commit, machine, load, python: "):
+        record.main()
+
+
 def make_other_release(**values: Any) -> dict[str, Any]:
     other = copy.deepcopy(read_main())
     for data in other.values():
