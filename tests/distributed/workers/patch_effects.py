@@ -28,6 +28,9 @@ _PREFETCH = "the core starts the all-gather; patch FSDPParamGroup.unshard or _ba
 _CALLER = "fsdp_c has its own fully_shard, which calls the functions that this one calls"
 
 NOT_CALLED_UNTIL_2_15 = {"FSDPParamGroup._wait_all_gather_streams_on_event": _STREAMS}
+NOT_CALLED_SINCE_2_14 = {
+    "FSDPParam._restore_spmd_types": "fsdp_c calls it for parameters with types only",
+}
 NOT_CALLED_SINCE_2_15 = {
     "FSDPCommContext.wait_all_gather_streams_on_event": _STREAMS,
     "FSDPCommContext.release_all_gather_state_for_comm_reuse": _BUFFERS,
@@ -40,7 +43,6 @@ NOT_CALLED_SINCE_2_15 = {
     "FSDPParamGroup._take_unsharded_grads_to_reduce": _TRANSITION,
     "FSDPParamGroup._get_unsharded_grad_to_reduce": _TRANSITION,
     "FSDPParam._capture_grad_dtype_policy": "fsdp_c reads grad_dtype when it makes the shard",
-    "FSDPParam._restore_spmd_types": "fsdp_c calls it for parameters with types only",
     "FSDPParam._release_all_gather_outputs_if_needed": _MEMORY,
     "FSDPParam.free_all_gather_outputs": _MEMORY,
     "FSDPState._end_backward_iteration": "the core ends the iteration in C",
@@ -84,6 +86,7 @@ NOT_CALLED = {
     "_fsdp_common._to_dtype_if_needed": _CAST + "foreach_reduce or FSDPParam.all_gather_inputs",
     "_fsdp_common._cast_fp_tensor": _CAST + "FSDPState._cast_forward_inputs",
     "_fsdp_common.is_bw": "the core has the state of the backward in C",
+    **(NOT_CALLED_SINCE_2_14 if has("2.14") else {}),
     **(NOT_CALLED_SINCE_2_15 if has("2.15") else NOT_CALLED_UNTIL_2_15),
 }
 """Target -> reason, and the function to patch instead."""
