@@ -71,6 +71,9 @@ def make_unit_calls(name: str, size: int) -> tuple[Call, Call]:
     def reduce() -> float:
         unit.unshard()
         unit.weight.grad = gradient
+        if hasattr(state._state_ctx, "manual_backward_finalization_active"):
+            # torch sets it at the beginning of a backward, since 2.15
+            state._state_ctx.manual_backward_finalization_active = False
         begin = time.perf_counter()
         group.post_backward()
         state._root_post_backward_final_callback()  # fsdp_c waits for the reduction here

@@ -137,7 +137,7 @@ class _Launch:
         if reason is not None:
             raise RanksFailed(reason, [self._report(r, code) for r, code in enumerate(codes)])
         if self.is_script:
-            return [self._output(rank).read_text() for rank in range(self.world_size)]
+            return [self._read_output(rank) for rank in range(self.world_size)]
         return [
             pickle.loads((self.folder / f"result_{rank}.pkl").read_bytes())
             for rank in range(self.world_size)
@@ -192,9 +192,13 @@ class _Launch:
     def _output(self, rank: int) -> Path:
         return self.folder / f"output_{rank}.txt"
 
-    def _report(self, rank: int, returncode: int | None) -> RankReport:
+    def _read_output(self, rank: int) -> str:
+        """Returns a rank's output without the report that Triton's bindings print at exit."""
         text = self._output(rank).read_text(errors="replace")
-        return RankReport(rank, returncode, text[-OUTPUT_SHOWN:])
+        return text.partition("nanobind: leaked")[0]
+
+    def _report(self, rank: int, returncode: int | None) -> RankReport:
+        return RankReport(rank, returncode, self._read_output(rank)[-OUTPUT_SHOWN:])
 
 
 def _name_of(target: Callable[..., Any]) -> tuple[str, str]:

@@ -120,7 +120,7 @@ class Tree:
         return subprocess.Popen(
             [sys.executable, "-c", setup],
             cwd=self.root,
-            env={**kept, **variables},
+            env={**kept, "FSDP_C_NO_CUDA": "1", **variables},  # also with nvcc and a CUDA torch
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

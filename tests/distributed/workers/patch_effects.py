@@ -7,6 +7,8 @@ torch's functions run; these call the same functions as in torch.
 
 from __future__ import annotations
 
+from releases import has
+
 _STATE = "the core keeps the sharded state in C; patch unshard, reshard or _to_sharded"
 _TRANSITION = "the core runs this part of a transition in C; patch the method that calls it"
 _STREAMS = "the core orders streams in C; fallback all-gathers call get_all_gather_streams"
@@ -18,14 +20,41 @@ _MEMORY = (
 )
 _REGISTRATION = "the core registers parameters in C; patch FSDPParam."
 _CAST = "the core casts in C; patch "
+_BUFFERS = "the core owns the buffers of all-gathers"
+_GRAD_DTYPE = "the core has the dtypes of gradients in C; patch FSDPParam.init_dtype_attrs"
+_COPIES = "the core copies in C; patch foreach_all_gather_copy_out or foreach_reduce"
 _CLASS = "the object is of a class of fsdp_c, which has its own constructor"
 _PREFETCH = "the core starts the all-gather; patch FSDPParamGroup.unshard or _backward_prefetch"
 _CALLER = "fsdp_c has its own fully_shard, which calls the functions that this one calls"
 
+NOT_CALLED_UNTIL_2_15 = {"FSDPParamGroup._wait_all_gather_streams_on_event": _STREAMS}
+NOT_CALLED_SINCE_2_14 = {
+    "FSDPParam._restore_spmd_types": "fsdp_c calls it for parameters with types only",
+}
+NOT_CALLED_SINCE_2_15 = {
+    "FSDPCommContext.wait_all_gather_streams_on_event": _STREAMS,
+    "FSDPCommContext.release_all_gather_state_for_comm_reuse": _BUFFERS,
+    "FSDPCommContext.release_all_gather_state_on_current_stream": _BUFFERS,
+    "FSDPParamGroup._init_reduce_scatter_param_order": "the plan in C has the order",
+    "FSDPParamGroup._get_partial_reduce_grad": _TRANSITION,
+    "FSDPParamGroup._validate_unused_param_grad_dtypes": "the group of fsdp_c validates itself",
+    "FSDPParamGroup._set_unsharded_grad_dtypes": _GRAD_DTYPE,
+    "FSDPParamGroup._get_reduce_dtype": _GRAD_DTYPE,
+    "FSDPParamGroup._take_unsharded_grads_to_reduce": _TRANSITION,
+    "FSDPParamGroup._get_unsharded_grad_to_reduce": _TRANSITION,
+    "FSDPParam._capture_grad_dtype_policy": "fsdp_c reads grad_dtype when it makes the shard",
+    "FSDPParam._release_all_gather_outputs_if_needed": _MEMORY,
+    "FSDPParam.free_all_gather_outputs": _MEMORY,
+    "FSDPState._end_backward_iteration": "the core ends the iteration in C",
+    "FSDPState.wait_for_gradient_reduction": "the core ends the iteration in C",
+    "_fsdp_collectives._default_all_gather_output_fn": _COPIES,
+    "_fsdp_collectives._default_reduce_scatter_input_fn": _COPIES,
+    "_fsdp_param._get_dtensor_spec_with_dtype": "the specs of dtypes are cached",
+}
+
 NOT_CALLED = {
     "FSDPCommContext.get_all_gather_streams": _STREAMS,
     "FSDPParamGroup.__init__": _CLASS,
-    "FSDPParamGroup._wait_all_gather_streams_on_event": _STREAMS,
     "FSDPParamGroup._record_post_forward": _TRANSITION,
     "FSDPParamGroup._wait_for_post_backward": _TRANSITION,
     "FSDPParamGroup._prefetch_unshard": _PREFETCH,
@@ -57,6 +86,8 @@ NOT_CALLED = {
     "_fsdp_common._to_dtype_if_needed": _CAST + "foreach_reduce or FSDPParam.all_gather_inputs",
     "_fsdp_common._cast_fp_tensor": _CAST + "FSDPState._cast_forward_inputs",
     "_fsdp_common.is_bw": "the core has the state of the backward in C",
+    **(NOT_CALLED_SINCE_2_14 if has("2.14") else {}),
+    **(NOT_CALLED_SINCE_2_15 if has("2.15") else NOT_CALLED_UNTIL_2_15),
 }
 """Target -> reason, and the function to patch instead."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from program_ranks import Step
+from releases import has
 
 
 def pair_lines(by_torch: list[str], by_fsdp_c: list[str]) -> list[tuple[str, str]]:
@@ -170,6 +171,16 @@ def own_attributes(mismatch: Mismatch) -> bool:
     if name in ("call_group", "call_state") and given["name"] in RAISES_AS_TORCH:
         return False
     return mismatch.by_torch[0].startswith("raised AttributeError: 'FSDP")
+
+
+@rule("torch 2.15 refuses the end of a backward that has not begun; fsdp_c does as torch before")
+def end_of_no_backward(mismatch: Mismatch) -> bool:
+    """A group's ``finalize_backward`` before the first forward does nothing in torch 2.15."""
+    name, given = mismatch.program[-1]
+    if name == "call_group" and given["name"] == "finalize_backward":
+        return has("2.15") and mismatch.by_fsdp_c[0].startswith("raised AttributeError: 'FSDP")
+    message = "raised AssertionError: Expected manual backward finalization mode to be set"
+    return mismatch.by_torch[0].startswith(message)
 
 
 @rule("fully_shard with two invalid arguments: torch reports the other one first")
