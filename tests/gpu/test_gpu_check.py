@@ -21,7 +21,7 @@ import pytest
 
 GPU = Path(__file__).resolve().parent
 WORKERS = GPU / "workers"
-STEPS = "facts build kernels jit memcheck initcheck races parity graphs bandwidth host gpt traces"
+STEPS = "facts build kernels jit races parity memcheck initcheck graphs bandwidth host gpt traces"
 ON_CUDA_ONLY = {"jit", "memcheck", "initcheck", "graphs"}
 LINE = re.compile(r"(PASS|FAIL|SKIP) (\w+) +([\d.]+) s  (.+)")
 
@@ -116,6 +116,26 @@ def test_gpu_check_hanging_step_ends_within_time_limit(tmp_path: Path) -> None:
     )
     assert result.lines["kernels"][0] == "FAIL"
     assert result.lines["memcheck"] == ("FAIL", "no time left")
+
+
+def test_gpu_check_step_limits_sum_to_time_limit() -> None:
+    script = (GPU / "gpu_check.sh").read_text()
+    limits = re.findall(r"^(?:cuda_)?step (\w+) (\d+) ", script, re.M)
+    assert [name for name, _ in limits] == STEPS.split()
+    assert sum(int(limit) for _, limit in limits) <= 580
+
+
+def test_bandwidth_goal_excludes_transfers_that_fit_into_cache() -> None:
+    script = """if True:
+        import bandwidth
+        works = [bandwidth.Work("", size, print) for size in (20_000_000, 100_000_000)]
+        print([bandwidth.is_below_goal(work, 0.7) for work in works])
+        print([bandwidth.is_below_goal(work, 0.9) for work in works])
+    """
+    env = os.environ | {"GPU_CHECK_DEVICE": "cpu", "PYTHONPATH": str(WORKERS)}
+    command = [sys.executable, "-c", script]
+    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert completed.stdout.splitlines() == ["[False, True]", "[False, False]"], completed.stderr
 
 
 def test_summary_of_step_without_result_reports_fail(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def run_in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str],
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=SEEDS if ON_CUDA else 1)
-    parser.add_argument("--seconds", type=float, default=70)
+    parser.add_argument("--seconds", type=float, default=60)
     options = parser.parse_args()
     run = run_in_processes if ON_CUDA else run_in_this_process
     digests, failures, controls = run(options.seeds, options.seconds)
