@@ -9,6 +9,8 @@
 #   make gpu            correctness and speed on a GPU, in ten minutes
 #   make cuda-sim       torch's CUDA build over a simulated device: CUDA_PYTHON=python of a CUDA torch
 #   make docs           the documentation site in build/docs
+#   make model          all searches of the models of the transport (needs spin)
+#   make simulate       a million random schedules of several ranks, with faults
 #   make accelerator    all tests on the simulated accelerator, then its measurements
 #   make torch-diff OLD=2.14.1 NEW=2.15.0    changes of torch in the names that fsdp_c uses
 #   make test-release RELEASE=2.15.0         the tests with another torch release
@@ -91,10 +93,10 @@ export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
 	lint-mypy lint-c format wheels wheels-check sanitize bench bench-record cuda-check gpu docs clean env-releases torch-diff \
-	torch-record test-release cuda-sim
+	torch-record test-release cuda-sim model simulate
 
 help:
-	@sed -n '3,15s/^# *//p' Makefile
+	@sed -n '3,17s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -160,6 +162,14 @@ accelerator: build
 
 test-c:
 	@$(MAKE) -C tests/c
+
+# Runs a million random schedules of several ranks in one process: minutes. SIMULATE_SEED=7 SIMULATE_COUNT=1 repeats one.
+simulate:
+	@$(MAKE) -C tests/c simulate
+
+# Searches all states of the models of tests/model, in minutes. `make test` runs a part if spin is installed.
+model: env
+	FSDP_C_MODEL_WHOLE=1 $(PY) -m pytest -rP tests/model
 
 # Runs the tests that cover the files in FILE: make test-for FILE="csrc/core/gather.c fsdp_c/plan.py"
 test-for: build

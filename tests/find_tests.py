@@ -79,7 +79,7 @@ TESTS_OF = {
     "exchange": SHARED_MEMORY,
     "group_negotiation": (*SHARED_MEMORY, "test_negotiation"),
     "memory": ("test_process_group_allocator", "test_pool"),
-    "negotiation": SHARED_MEMORY,
+    "negotiation": (*SHARED_MEMORY, "test_model"),
     "op_tag": SHARED_MEMORY,
     "pg": ("test_process_groups", "test_shm_collectives"),
     "progress": ("test_shared_memory", "test_lifetime"),
@@ -92,7 +92,7 @@ TESTS_OF = {
     "shm_methods": SHARED_MEMORY,
     "shm_tag": SHARED_MEMORY,
     "op_label": ("test_shm_collective", "test_divergence"),
-    "shm_transport": SHARED_MEMORY,
+    "shm_transport": (*SHARED_MEMORY, "test_model"),
     "shm_work": SHARED_MEMORY,
     "stream": ("test_scenarios", "test_seeded_bugs"),
     "table": SHARED_MEMORY,
@@ -257,6 +257,8 @@ def tests_for(path: Path) -> list[Path]:
         return [path]
     if path.suffix == ".py":
         return tests_that_import(path)
+    if path.suffix == ".pml":
+        return all_test_files()["test_model"]
     return all_test_files()["test_sim"] if path.name.startswith("sim") else []
 
 

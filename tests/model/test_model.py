@@ -1,0 +1,134 @@
+"""The models of csrc/transport hold their properties, and each rule of them is needed.
+
+``make model`` runs everything (FSDP_C_MODEL_WHOLE=1). README.md describes the models.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+WHOLE = os.environ.get("FSDP_C_MODEL_WHOLE") == "1"
+MEMORY = 4000
+"""Largest memory of a search, in MB."""
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (shutil.which("spin") and shutil.which("gcc")),
+        reason="spin or gcc is not installed (Debian: apt-get install spin gcc)",
+    ),
+    pytest.mark.timeout(1200),
+]
+
+TWO = "RANKS=2 FAULTS=1 ORDINARY"
+CALM = "RANKS=2 FAULTS=0 ORDINARY"
+FINE = "RANKS=2 FAULTS=0 ORDINARY FINE"
+
+HOLDS = {
+    ("steps", TWO): True,
+    ("steps", "RANKS=2 FAULTS=0"): True,
+    ("orders", "FAULTS=0"): True,
+    ("steps", FINE): False,
+    ("steps", "RANKS=2 FAULTS=1"): False,
+    ("steps", "RANKS=2 FAULTS=2"): False,
+    ("steps", "RANKS=2 FAULTS=2 ORDINARY CAPACITY=2"): False,
+    ("steps", "RANKS=3 FAULTS=0"): False,
+    ("steps", "RANKS=3 FAULTS=1 ORDINARY"): False,
+    ("orders", "FAULTS=1"): False,
+}
+"""Model and settings of an exhaustive search -> whether `make test` includes it."""
+
+DEADLOCK = "invalid end state"
+RULES = {
+    "LABEL_IS_COMPARED": ("steps", TWO, "assertion", True),
+    "TAG_IS_COMPARED": ("steps", "RANKS=2 FAULTS=1", "assertion", False),
+    "MESSAGE_IS_COMMITTED_FIRST": ("steps", CALM, "assertion", True),
+    "FULL_RING_IS_NOT_WRITTEN": ("steps", CALM, "assertion", False),
+    "CLOSED_IS_READ_FIRST": ("steps", FINE, "assertion", False),
+    "RELEASE_FOLLOWS_READ": ("steps", FINE, "assertion", False),
+    "COUNTERS_ARE_READ_AGAIN": ("steps", FINE, "assertion", False),
+    "PEER_IS_TESTED": ("steps", TWO, DEADLOCK, True),
+    "ABANDONED_WORK_IS_COMPLETED": ("steps", TWO, "", True),
+    "PLAN_PRECEDES_GATHER": ("steps", TWO, "assertion", True),
+    "PLAN_IS_COMPARED": ("steps", TWO, "assertion", False),
+    "FALLBACK_IS_LARGEST": ("steps", "RANKS=2 FAULTS=0", "assertion", False),
+    "ALL_RANKS_WAIT": ("steps", "RANKS=2 FAULTS=0", "assertion", False),
+    "ALL_RANKS_CONNECT": ("steps", TWO, "assertion", True),
+    "INTERRUPTED_ROUND_IS_KEPT": ("steps", TWO, "assertion", False),
+    "ROUNDS_ARE_READ_LATE": ("orders", "FAULTS=0", DEADLOCK, True),
+    "FAILED_RANK_CLOSES": ("steps", "RANKS=3 FAULTS=1", DEADLOCK, False),
+    "ALL_HEADERS_ARE_READ": ("steps", "RANKS=3 FAULTS=2 ORDINARY", "assertion", False),
+}
+"""Rule of the C code -> model and settings in which the model without the rule fails, the kind of
+the counterexample ("": any), and whether `make test` includes it."""
+
+
+REACHED = {
+    "DEATH": TWO,
+    "CLOSED": TWO,
+    "MISMATCH": TWO,
+    "PLAN": TWO,
+    "INTERRUPT": TWO,
+    "RESET": TWO,
+    "LATE_SHM": "RANKS=2 FAULTS=0",
+    "GLOO": TWO,
+}
+"""States that a search must visit, REACH_* in steps.pml -> settings."""
+
+
+def search(folder: Path, model: str, defines: str) -> tuple[str, int]:
+    """Searches all states. Returns the counterexample, or "", and the number of states."""
+    options = [f"-D{define}" for define in defines.split()]
+    subprocess.run(["spin", "-a", *options, FOLDER / f"{model}.pml"], cwd=folder, check=True)
+    level = "-O2" if WHOLE else "-O0"  # the compiler takes longer than a short search
+    flags = [level, "-DSAFETY", "-DCOLLAPSE", "-DVECTORSZ=2048", f"-DMEMLIM={MEMORY}"]
+    subprocess.run(["gcc", *flags, "-o", "pan", "pan.c"], cwd=folder, check=True)
+    command = ["./pan", "-m200000", "-w22", "-n"]
+    output = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"^pan:1: (.*)$", output, re.M)
+    states = re.search(r"(\d+) states, stored", output)
+    assert found or re.search(r"errors: 0$", output, re.M), output
+    assert found or "Search not completed" not in output, output
+    assert states
+    return found.group(1) if found else "", int(states.group(1))
+
+
+@pytest.mark.parametrize(("model", "settings"), [s for s in HOLDS if WHOLE or HOLDS[s]])
+def test_model_holds_its_properties_in_all_states(
+    tmp_path: Path, model: str, settings: str
+) -> None:
+    counterexample, states = search(tmp_path, model, settings)
+    print(f"{model} {settings}: {states} states")
+    assert counterexample == ""
+    assert states > 2000, "the search visits too few states: the model is blocked"
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if WHOLE or RULES[rule][3]])
+def test_model_without_a_rule_has_a_counterexample(tmp_path: Path, rule: str) -> None:
+    model, settings, kind, _ = RULES[rule]
+    counterexample, states = search(tmp_path, model, f"{settings} WEAK_{rule}")
+    print(f"{rule}: {states} states, {counterexample}")
+    assert counterexample and kind in counterexample
+
+
+@pytest.mark.parametrize("state", [s for s in REACHED if WHOLE or s in ("DEATH", "MISMATCH")])
+def test_search_visits_states_after_faults(tmp_path: Path, state: str) -> None:
+    counterexample, _ = search(tmp_path, "steps", f"{REACHED[state]} REACH_{state}")
+    assert "assertion violated" in counterexample
+
+
+@pytest.mark.skipif(not WHOLE, reason="make model runs it")
+def test_second_root_without_a_wait_has_the_known_deadlock(tmp_path: Path) -> None:
+    counterexample, _ = search(tmp_path, "orders", "FAULTS=0 SECOND_ROOT")
+    assert DEADLOCK in counterexample
+
+
+def test_table_has_the_rules_of_the_models() -> None:
+    text = "".join(path.read_text() for path in FOLDER.glob("*.pml"))
+    assert set(re.findall(r"WEAK_(\w+)", text)) == set(RULES)
