@@ -304,7 +304,7 @@ def build_with_nvcc(tree: Tree, compile_script: str, fails: bool = False) -> str
     )
     nvcc.chmod(0o755)
     path = os.pathsep.join([str(toolkit / "bin"), os.environ["PATH"]])
-    return tree.build(code=CUDA_TORCH, PATH=path, fails=fails)
+    return tree.build(code=CUDA_TORCH, PATH=path, fails=fails, FSDP_C_NO_CUDA="0")
 
 
 def linked_libraries(tree: Tree) -> str:
