@@ -108,6 +108,7 @@ TESTS = {
     "FSDP_C_CUDA_PACKAGE": Variable(
         "path", "`build/cuda-sim/package`", "Folder with fsdp_c, built for that torch"
     ),
+    "FSDP_C_MODEL_WHOLE": Variable("`1`", "off", "All searches of `tests/model` (`make model`)"),
     "FSDP_C_NVRTC": Variable("paths", "not set", "NVRTC libraries that compile the kernels"),
     "FSDP_C_PARITY_COUNT": Variable("a number", "140", "Settings of the parity tests"),
     "FSDP_C_PARITY_DEVICE": INTERNAL,

@@ -2,8 +2,8 @@
  *
  * Time. One rank runs at a time. It gives way where it waits, before its accesses to atomics of
  * shared memory (shm_ring.c), and between the actions of its program. The seed selects the rank
- * that continues. Clocks are virtual. If all ranks sleep, the clock advances to the end of the
- * first sleep.
+ * that continues. Clocks are virtual. If all ranks wait, the clock advances to the end of the
+ * first wait.
  *
  * System calls. This file includes shm_ring.c and replaces its system calls. A rank has its own
  * process id. A segment is memory of this process, and its lock is free after the rank's death.
@@ -139,7 +139,7 @@ static void preempt(void) {
 }
 
 /* Sleeps until `wakes` returns true, for at most `ms`. */
-static void sleep_until(bool (*wakes)(void *), void *argument, int64_t ms) {
+static void suspend_until(bool (*wakes)(void *), void *argument, int64_t ms) {
     coroutine *rank = &many.ranks[many.current];
     rank->sleeps = true;
     rank->wakes = wakes;
@@ -178,7 +178,7 @@ static bool is_runnable(const coroutine *rank) {
            (!rank->sleeps || rank->wakes(rank->argument) || many.clock_ns >= rank->until_ns);
 }
 
-/* Advances the clock to the end of the first sleep. Returns false if no rank sleeps. */
+/* Advances the clock to the end of the first wait. Returns false if no rank waits. */
 static bool advance_clock(void) {
     int64_t first = INT64_MAX;
     for (int i = 0; i < many.world; i++) {
@@ -335,7 +335,7 @@ static void *kernel_map(int fd, size_t bytes) {
     return kernel.memory[rank_of_fd(fd)];
 }
 
-/* Futexes: shm_ring_wait below replaces the sleep, so no wake-up is needed. */
+/* Futexes: shm_ring_wait below replaces the wait, so no wake-up is needed. */
 static long kernel_call(long number, ...) {
     (void)number;
     return 0;
@@ -400,20 +400,20 @@ _Static_assert(sizeof(shared_page) <= PAGE_BYTES, "kernel_resize clears the coun
 
 void shm_ring_wait(shm_ring *ring, uint32_t seen_seq, int64_t ms);
 
-typedef struct ring_sleep {
+typedef struct ring_wait {
     const shm_ring *ring;
     uint32_t seen_seq;
-} ring_sleep;
+} ring_wait;
 
 static bool has_changed(void *argument) {
-    const ring_sleep *sleep_of = (const ring_sleep *)argument;
-    return shm_ring_seq(sleep_of->ring) != sleep_of->seen_seq;
+    const ring_wait *wait_of = (const ring_wait *)argument;
+    return shm_ring_seq(wait_of->ring) != wait_of->seen_seq;
 }
 
-/* In place of the futex. A sleep may also end early: shm_transport_wait then checks its peers. */
+/* In place of the futex. A wait may also end early: shm_transport_wait then checks its peers. */
 void shm_ring_wait(shm_ring *ring, uint32_t seen_seq, int64_t ms) {
-    ring_sleep argument = {ring, seen_seq};
-    sleep_until(has_changed, &argument, random_below(4) == 0 ? 0 : ms);
+    ring_wait argument = {ring, seen_seq};
+    suspend_until(has_changed, &argument, random_below(4) == 0 ? 0 : ms);
 }
 
 #endif

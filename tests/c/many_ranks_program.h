@@ -216,7 +216,7 @@ static outcome run_action(struct fct_pg *pg) {
         many.allocations = 1 + random_below(8);
     }
     if (is_due(LATE, pg)) {
-        sleep_for(random_below(LIMIT_MS / 4));
+        suspend_for(random_below(LIMIT_MS / 4));
     }
     if (issues && is_due(LEAVES_OUT, pg)) {
         simulated.shifted = true;

@@ -137,8 +137,8 @@ static bool never(void *argument) {
     return false;
 }
 
-static void sleep_for(int64_t ms) {
-    sleep_until(never, NULL, ms);
+static void suspend_for(int64_t ms) {
+    suspend_until(never, NULL, ms);
 }
 
 static bool is_due(fault_kind kind, const struct fct_pg *pg) {
@@ -208,7 +208,7 @@ static outcome gloo_wait(struct fct_pg *pg, int number) {
         return INTERRUPT;
     }
     if (!gloo_wakes(&number)) {
-        sleep_until(gloo_wakes, &number, LIMIT_MS);
+        suspend_until(gloo_wakes, &number, LIMIT_MS);
     }
     if (simulated.gloo_broken) {
         return CLOSED;
