@@ -85,7 +85,9 @@ TESTS = {
         "path", "this Python", "Python with a CUDA build of torch (`make cuda-sim`)"
     ),
     "FSDP_C_CUDA_PACKAGE": Variable(
-        "path", "`build/cuda-sim/package`", "Folder with fsdp_c, built for that torch"
+        "path",
+        "`build/cuda-sim/package`",
+        "Folder with fsdp_c, built for the torch of `FSDP_C_CUDA_PYTHON`",
     ),
     "FSDP_C_NVRTC": Variable("paths", "not set", "NVRTC libraries that compile the kernels"),
     "FSDP_C_PARITY_COUNT": Variable("a number", "200", "Settings of the parity tests"),

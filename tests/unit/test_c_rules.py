@@ -152,7 +152,7 @@ GLOBALS = {
     "reduces_gradients": "marks the all-reduce that this thread issues as one of gradients",
     "faults_left": "for tests: boundary calls of this thread until one fails",
     "group_counts": "parameter groups of each process group before its negotiation; under the GIL",
-    "fcd_now": "record of the dry run of this thread, which the boundary's functions append to",
+    "fcd_current_record": "record of this thread's dry run; the boundary appends events",
 }
 """Variables with static storage that can change, mapped to the reason for each.
 
