@@ -106,7 +106,9 @@ TESTS = {
         "path", "this Python", "Python with a CUDA build of torch (`make cuda-sim`)"
     ),
     "FSDP_C_CUDA_PACKAGE": Variable(
-        "path", "`build/cuda-sim/package`", "Folder with fsdp_c, built for that torch"
+        "path",
+        "`build/cuda-sim/package`",
+        "Folder with fsdp_c, built for the torch of `FSDP_C_CUDA_PYTHON`",
     ),
     "FSDP_C_MODEL_WHOLE": Variable("`1`", "off", "All searches of `tests/model` (`make model`)"),
     "FSDP_C_NVRTC": Variable("paths", "not set", "NVRTC libraries that compile the kernels"),

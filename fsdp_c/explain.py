@@ -97,7 +97,7 @@ def explain(
         explanation.kernels[group.device.type] = kernels.describe_kernels(group.device)
     if on_cpu:
         pool = _C.memory()
-        explanation.buffers = pool["out"], pool["waiting"]
+        explanation.buffers = pool["used"], pool["cached"]
     print(explanation, file=file)
     return explanation
 

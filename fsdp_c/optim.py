@@ -351,7 +351,7 @@ def _make_like(param: DTensor, local: torch.Tensor) -> DTensor:
 
 # ---- automatic acceleration ----------------------------------------------------------------------
 
-_kept_by_torch: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_unsupported: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that cannot be accelerated."""
 
 
@@ -375,19 +375,19 @@ def accelerate_all() -> Callable[[], bool]:
 
 def restore_all() -> None:
     """Undoes every :func:`accelerate`."""
-    _kept_by_torch.clear()
+    _unsupported.clear()
     for optimizer in list(_accelerated):
         restore(optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # torch.compile traces hooks into a compiled step, which uses torch's code (_needs_torch).
-    if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _kept_by_torch:
+    if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _unsupported:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
     if _find_element_wise_class(optimizer) is None or not any(
         isinstance(p, DTensor) for p in params
     ):
-        _kept_by_torch.add(optimizer)
+        _unsupported.add(optimizer)
     else:
         accelerate(optimizer)

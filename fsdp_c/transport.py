@@ -92,9 +92,9 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
         model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
             contains it.
         overlap: ``True`` or ``False``. ``None``, the default, overlaps unless the processors that
-            compute would also copy the data. This condition holds for reductions of more than 4
-            MiB, over all ranks, through the shared memory of a host with fewer than two processors
-            per rank.
+            compute would also copy the data. They do if a reduction
+            has more than 4 MiB on all ranks together, uses shared memory, and the host has fewer
+            than two processors per rank.
 
     Raises:
         ValueError: ``model`` has no sharded module.

@@ -21,8 +21,8 @@ namespace {
 void report_to_profiler(const fck_block &block, int64_t bytes) {
     if (c10::memoryProfilingEnabled()) {
         const fck_pool_facts facts = fck_pool_stats();
-        c10::reportMemoryUsageToProfiler(block.data, bytes, facts.out_bytes,
-                                         facts.out_bytes + facts.waiting_bytes,
+        c10::reportMemoryUsageToProfiler(block.data, bytes, facts.used_bytes,
+                                         facts.used_bytes + facts.cached_bytes,
                                          c10::Device(c10::DeviceType::CPU));
     }
 }

@@ -23,10 +23,9 @@ fct_stream fct_stream_current(fct_device device);
 FCT_CHECK int fct_stream_new(fct_device device, bool high_priority, fct_stream *out);
 /* Makes s the current stream of its device and returns the previous one. */
 fct_stream fct_stream_set_current(fct_stream s);
-/* A scope for kernel launches on the current stream of a device. fct_launch_enter makes the device
- * current, and writes the previous device to *before and the native stream handle (cudaStream_t or
- * similar) to *native. fct_launch_leave makes `before` current again. Call fct_launch_leave only
- * after a successful fct_launch_enter. */
+/* A scope for kernel launches on the current stream of a device. Enter makes the device current. It
+ * writes the previous device to *before, and to *native the native stream handle (cudaStream_t or
+ * similar). Leave makes `before` current again. Call it only after a successful enter. */
 FCT_CHECK int fct_launch_enter(fct_device device, fct_device *before, void **native);
 void fct_launch_leave(fct_device before);
 

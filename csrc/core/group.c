@@ -511,7 +511,7 @@ done:
     return verify_transition(g, fc_group_check, status);
 }
 
-/* Reduces the remaining gradients; at once if user code replaces the reduction or reads rows. */
+/* Reduces the remaining gradients by bucket, or together if user code reduces or reads rows. */
 static fc_status reduce_remaining(fc_group *g, bool order_compute) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;

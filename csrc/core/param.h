@@ -37,13 +37,14 @@ typedef struct fc_param {
     /* dtype of the sharded gradient if the user has set grad_dtype of the sharded parameter (torch
      * 2.15), else unused. FCT_NO_DTYPE: that of the reduction. */
     fct_dtype sharded_grad_dtype;
-    bool overrides_grad_dtype; /* the user has set it */
-    bool defers_cast; /* during backward, gradients that need not be in grad_dtype keep theirs */
+    /* the user has set grad_dtype of the sharded parameter */
+    bool overrides_grad_dtype;
+    bool defers_cast; /* autograd leaves a gradient in its own dtype; see fc_param_begin_grad() */
     bool aliased;     /* flat shares the shard's memory: one rank, no cast, no copy, no free */
     bool extended;    /* the shard has all-gather hooks; `extension` replaces flat */
-    bool required;    /* requires_grad of `unsharded` when it was created */
-    bool offloaded;   /* shard and gradient are in host memory; always true without streams */
-    bool pinned;      /* the host memory of shard and gradient is pinned */
+    bool unsharded_requires_grad; /* requires_grad of `unsharded` when it was created */
+    bool offloaded; /* shard and gradient are in host memory; always true without streams */
+    bool pinned;    /* the host memory of shard and gradient is pinned */
     /* State whose parameter object is registered on the modules; 0: unknown after a failed swap. */
     fc_sharded_state registered_state;
     /* The unsharded parameter is a DTensor; callbacks->unwrap_grad reads its gradients. */
@@ -140,8 +141,8 @@ FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device
 bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);
 
-/* At the beginning of a backward of the group. If the parameter defers the cast, autograd leaves a
- * gradient in its own dtype that is reduced at the end or added to an earlier gradient. */
+/* At the beginning of a backward of the group. With `defers_cast`, autograd does not cast a
+ * gradient to grad_dtype if it is reduced at the end or added to an earlier gradient. */
 FC_CHECK fc_status fc_param_begin_grad(fc_param *p, bool reduces);
 /* At the end of a backward of the group: restores grad_dtype, and casts a gradient that stays in
  * .grad to it. If the cast fails, .grad is unchanged. */

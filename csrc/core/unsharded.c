@@ -107,7 +107,7 @@ fc_status fc_unsharded_make(fc_group_base *base, bool extends) {
         if (fct_tensor_requires_grad(p->unsharded) != requires_grad) {
             FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, requires_grad));
         }
-        p->required = requires_grad;
+        p->unsharded_requires_grad = requires_grad;
     }
 done:
     return status;
@@ -142,11 +142,11 @@ fc_status fc_unsharded_record_requirements(fc_group_base *base) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];
-        bool requires_grad =
-            p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
-        if (requires_grad != p->required) {
+        bool requires_grad = p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded)
+                                                  : p->unsharded_requires_grad;
+        if (requires_grad != p->unsharded_requires_grad) {
             FC_TRY_RAISED(base->callbacks->require_grad(p->owner, requires_grad));
-            p->required = requires_grad;
+            p->unsharded_requires_grad = requires_grad;
         }
     }
 done:

@@ -34,11 +34,11 @@ fcd_storage *fcd_storage_new(int64_t bytes, fcd_purpose purpose, bool on_host) {
     }
     assert(bytes >= 0);
     storage->refs = 1;
-    storage->number = fcd_now->storages_made++;
+    storage->number = fcd_current_record->storages_made++;
     storage->bytes = bytes;
-    storage->on_host = on_host && fcd_now->has_streams;
+    storage->on_host = on_host && fcd_current_record->has_streams;
     storage->purpose = storage->on_host ? FCD_HOST : purpose;
-    fcd_now->storages++;
+    fcd_current_record->storages++;
     fcd_append_memory_event(storage->purpose, storage->number, bytes);
     return storage;
 }
@@ -48,7 +48,7 @@ void fcd_storage_release(fcd_storage *storage) {
         return;
     }
     fcd_append_memory_event(storage->purpose, storage->number, -storage->bytes);
-    fcd_now->storages--;
+    fcd_current_record->storages--;
     free(storage);
 }
 
@@ -75,7 +75,8 @@ int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {
         return fcd_fail("a storage of %lld bytes gets %lld bytes", (long long)storage->bytes,
                         (long long)nbytes);
     }
-    fcd_storage_reassign(storage, nbytes, storage->on_host ? FCD_HOST : fcd_now->purpose);
+    fcd_storage_reassign(storage, nbytes,
+                         storage->on_host ? FCD_HOST : fcd_current_record->purpose);
     return 0;
 }
 
@@ -154,7 +155,7 @@ static fct_tensor *new_tensor(fcd_storage *storage, fct_dtype dtype, int32_t ndi
         stride *= sizes[d] > 1 ? sizes[d] : 1;
     }
     storage->refs++;
-    fcd_now->tensors++;
+    fcd_current_record->tensors++;
     return t;
 }
 
@@ -170,7 +171,7 @@ static int allocate_tensor(fct_dtype dtype, int32_t ndim, const int64_t *sizes, 
     for (int32_t d = 0; d < ndim; d++) {
         bytes *= sizes[d];
     }
-    fcd_storage *storage = fcd_storage_new(bytes, fcd_now->purpose, on_host);
+    fcd_storage *storage = fcd_storage_new(bytes, fcd_current_record->purpose, on_host);
     if (storage == NULL) {
         return -1;
     }
@@ -192,14 +193,14 @@ void fct_tensor_release(fct_tensor *t) {
     }
     fct_tensor_release(t->grad);
     fcd_storage_release(t->storage);
-    fcd_now->tensors--;
+    fcd_current_record->tensors--;
     free(t);
 }
 
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {
     const int64_t itemsize = fc_dtype_size(t->dtype);
     char *base = fake_address(t->storage);
-    const bool cpu = t->storage->on_host || !fcd_now->has_streams;
+    const bool cpu = t->storage->on_host || !fcd_current_record->has_streams;
     *out = (fct_facts){.data = base != NULL ? base + t->offset * itemsize : NULL,
                        .numel = numel_of(t),
                        .itemsize = itemsize,
@@ -359,7 +360,7 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
 /* ---- deferred release ---- */
 
 void fcd_defer_release(fct_tensor *t) {
-    fcd_record *r = fcd_now;
+    fcd_record *r = fcd_current_record;
     if (t == NULL) {
         return;
     }
@@ -375,7 +376,7 @@ void fcd_defer_release(fct_tensor *t) {
 }
 
 void fcd_release_deferred(void) {
-    fcd_record *r = fcd_now;
+    fcd_record *r = fcd_current_record;
     for (size_t i = 0; i < r->deferred_count; i++) {
         fct_tensor_release(r->deferred[i]);
     }

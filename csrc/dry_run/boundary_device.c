@@ -44,14 +44,14 @@ int fct_pg_resolve(const char *name, fct_pg **out) {
     pg->unit = (int32_t)strtol(name, NULL, 10);
     pg->role = strchr(name, ' ');
     pg->role = pg->role != NULL ? pg->role + 1 : "";
-    fcd_now->groups++;
+    fcd_current_record->groups++;
     *out = pg;
     return 0;
 }
 
 void fct_pg_release(fct_pg *pg) {
     if (pg != NULL && --pg->refs == 0) {
-        fcd_now->groups--;
+        fcd_current_record->groups--;
         free(pg);
     }
 }
@@ -114,8 +114,8 @@ static int issue_collective(fcd_kind kind, const fct_pg *pg, const fct_tensor *l
     if (new_work == NULL) {
         return fcd_fail("out of memory for a fake work");
     }
-    new_work->number = fcd_now->works_made++;
-    fcd_now->works++;
+    new_work->number = fcd_current_record->works_made++;
+    fcd_current_record->works++;
     fcd_append_event(kind, pg->unit, new_work->number, bytes_of(larger), pg->role);
     *work = new_work;
     return 0;
@@ -204,7 +204,7 @@ bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
 
 void fct_work_release(fct_work *work) {
     if (work != NULL) {
-        fcd_now->works--;
+        fcd_current_record->works--;
         free(work);
     }
 }
@@ -222,18 +222,18 @@ bool fct_device_has_streams(fct_device device) {
 }
 
 fct_stream fct_stream_current(fct_device device) {
-    return (fct_stream){.id = fcd_now->stream, .device = device};
+    return (fct_stream){.id = fcd_current_record->stream, .device = device};
 }
 
 int fct_stream_new(fct_device device, bool high_priority, fct_stream *out) {
     (void)high_priority;
-    *out = (fct_stream){.id = ++fcd_now->streams_made, .device = device};
+    *out = (fct_stream){.id = ++fcd_current_record->streams_made, .device = device};
     return 0;
 }
 
 fct_stream fct_stream_set_current(fct_stream s) {
     const fct_stream previous = fct_stream_current(s.device);
-    fcd_now->stream = s.id;
+    fcd_current_record->stream = s.id;
     return previous;
 }
 
@@ -254,18 +254,18 @@ int fct_event_new(fct_device device, fct_event **out) {
         return fcd_fail("out of memory for a fake event");
     }
     e->references = 1;
-    e->number = fcd_now->events_made++;
-    fcd_now->stream_events++;
+    e->number = fcd_current_record->events_made++;
+    fcd_current_record->stream_events++;
     *out = e;
     return 0;
 }
 
 /* Records an event of stream `s`, which may differ from the current stream. */
 static void append_event_on(fcd_kind kind, const fct_event *e, fct_stream s) {
-    const int64_t current = fcd_now->stream;
-    fcd_now->stream = s.id;
+    const int64_t current = fcd_current_record->stream;
+    fcd_current_record->stream = s.id;
     fcd_append_event(kind, -1, e->number, 0, NULL);
-    fcd_now->stream = current;
+    fcd_current_record->stream = current;
 }
 
 int fct_event_record(fct_event *e, fct_stream s) {
@@ -303,7 +303,7 @@ bool fct_event_unshare(fct_event *e) {
 void fct_event_free(fct_event *e) {
     if (e != NULL) {
         assert(e->references == 1);
-        fcd_now->stream_events--;
+        fcd_current_record->stream_events--;
         free(e);
     }
 }
@@ -311,11 +311,11 @@ void fct_event_free(fct_event *e) {
 /* ---- autograd ---- */
 
 bool fct_grad_enabled(void) {
-    return fcd_now->grad_enabled;
+    return fcd_current_record->grad_enabled;
 }
 
 bool fct_in_backward(void) {
-    return fcd_now->in_backward;
+    return fcd_current_record->in_backward;
 }
 
 int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subscription **out) {
@@ -325,7 +325,7 @@ int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subs
     }
     subscription->hook = *hook;
     fcd_add_subscription(leaf, subscription);
-    fcd_now->subscriptions++;
+    fcd_current_record->subscriptions++;
     *out = subscription;
     return 0;
 }
@@ -337,7 +337,7 @@ void fct_grad_subscription_free(fct_grad_subscription *subscription) {
     if (subscription->leaf != NULL) {
         fcd_remove_subscription(subscription->leaf, subscription);
     }
-    fcd_now->subscriptions--;
+    fcd_current_record->subscriptions--;
     free(subscription);
 }
 
@@ -347,7 +347,7 @@ int fct_autograd_at_end(const fct_hook *hook) {
         return fcd_fail("out of memory for a callback");
     }
     end->hook = *hook;
-    fcd_end_callback **link = &fcd_now->end_callbacks;
+    fcd_end_callback **link = &fcd_current_record->end_callbacks;
     while (*link != NULL) {
         link = &(*link)->next;
     }
@@ -357,16 +357,16 @@ int fct_autograd_at_end(const fct_hook *hook) {
 }
 
 static fct_hook take_end_callback(void) {
-    fcd_end_callback *end = fcd_now->end_callbacks;
+    fcd_end_callback *end = fcd_current_record->end_callbacks;
     const fct_hook hook = end->hook;
-    fcd_now->end_callbacks = end->next;
+    fcd_current_record->end_callbacks = end->next;
     free(end);
     return hook;
 }
 
 int fcd_run_end_callbacks(void) {
     int result = 0;
-    while (result == 0 && fcd_now->end_callbacks != NULL) {
+    while (result == 0 && fcd_current_record->end_callbacks != NULL) {
         const fct_hook hook = take_end_callback();
         result = hook.call(hook.owner);
         hook.release(hook.owner);
@@ -375,7 +375,7 @@ int fcd_run_end_callbacks(void) {
 }
 
 void fcd_drop_end_callbacks(void) {
-    while (fcd_now->end_callbacks != NULL) {
+    while (fcd_current_record->end_callbacks != NULL) {
         const fct_hook hook = take_end_callback();
         hook.release(hook.owner);
     }
@@ -389,7 +389,7 @@ bool fct_profile_active(void) {
 
 void *fct_profile_enter(const char *name) {
     fcd_enter_range(name);
-    return fcd_now;
+    return fcd_current_record;
 }
 
 void fct_profile_exit(void *token) {

@@ -88,7 +88,7 @@ static int run_calls(fcd_model *m, const fcd_parsed *p) {
         return -1;
     }
     for (size_t i = 0; i < p->call_count; i++) {
-        fcd_now->call = (int32_t)i;
+        fcd_current_record->call = (int32_t)i;
         status = fcd_model_call(m, &p->calls[i]);
         if (status != FC_OK) {
             (void)snprintf(message, sizeof message, "calls[%zu] (%s): %s", i,
@@ -97,7 +97,7 @@ static int run_calls(fcd_model *m, const fcd_parsed *p) {
             return -1;
         }
     }
-    if (fcd_now->failed) {
+    if (fcd_current_record->failed) {
         (void)PyErr_NoMemory();
         return -1;
     }
@@ -140,7 +140,7 @@ static PyObject *module_run(PyObject *module, PyObject *args, PyObject *kwargs) 
                                      &PyList_Type, &states, &PyList_Type, &calls, &streams)) {
         return NULL;
     }
-    if (fcd_now != NULL) {
+    if (fcd_current_record != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "run: a dry run is running in this thread");
         return NULL;
     }

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-_Thread_local fcd_record *fcd_now;
+_Thread_local fcd_record *fcd_current_record;
 
 const char *const fcd_kind_names[FCD_KIND_COUNT] = {
 #define FCD_KIND_NAME(name, text) text,
@@ -23,16 +23,16 @@ const char *const fcd_purpose_names[FCD_PURPOSE_COUNT] = {
 };
 
 void fcd_record_init(fcd_record *r, bool has_streams) {
-    assert(fcd_now == NULL);
+    assert(fcd_current_record == NULL);
     memset(r, 0, sizeof *r);
     r->has_streams = has_streams;
     r->grad_enabled = true;
     r->call = -1;
-    fcd_now = r;
+    fcd_current_record = r;
 }
 
 void fcd_record_fini(fcd_record *r) {
-    assert(fcd_now == r && r->end_callbacks == NULL && r->deferred_count == 0);
+    assert(fcd_current_record == r && r->end_callbacks == NULL && r->deferred_count == 0);
     free((void *)r->deferred);
     free(r->events);
     for (size_t i = 0; i < r->label_count; i++) {
@@ -40,7 +40,7 @@ void fcd_record_fini(fcd_record *r) {
     }
     free((void *)r->labels);
     memset(r, 0, sizeof *r);
-    fcd_now = NULL;
+    fcd_current_record = NULL;
 }
 
 size_t fcd_record_objects(const fcd_record *r) {
@@ -76,7 +76,7 @@ static int32_t current_unit(const fcd_record *r) {
 
 static void append_event(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes, int64_t live,
                          const char *label) {
-    fcd_record *r = fcd_now;
+    fcd_record *r = fcd_current_record;
     assert(r != NULL);
     fcd_event *event = reserve_event(r);
     if (event != NULL) {
@@ -97,7 +97,7 @@ void fcd_append_event(fcd_kind kind, int32_t unit, int64_t object, int64_t bytes
 }
 
 void fcd_append_memory_event(fcd_purpose purpose, int64_t storage, int64_t bytes) {
-    fcd_record *r = fcd_now;
+    fcd_record *r = fcd_current_record;
     assert(r != NULL);
     if (bytes == 0) {
         return;
@@ -138,7 +138,7 @@ static const char *intern(fcd_record *r, const char *text, size_t length) {
 /* Parses torch's name of a range: "FSDP::LABEL (#3)", "FSDP::LABEL for #3", or "FSDP::LABEL". */
 void fcd_enter_range(const char *name) {
     static const char prefix[] = "FSDP::";
-    fcd_record *r = fcd_now;
+    fcd_record *r = fcd_current_record;
     assert(r != NULL && r->range_count < FCD_RANGES_MAX);
     const char *label =
         strncmp(name, prefix, sizeof prefix - 1) == 0 ? name + sizeof prefix - 1 : name;
@@ -150,7 +150,7 @@ void fcd_enter_range(const char *name) {
 }
 
 void fcd_leave_range(void) {
-    fcd_record *r = fcd_now;
+    fcd_record *r = fcd_current_record;
     assert(r != NULL && r->range_count > 0);
     fcd_append_event(FCD_LEAVE, -1, 0, 0, r->ranges[r->range_count - 1].label);
     r->range_count--;
@@ -159,7 +159,7 @@ void fcd_leave_range(void) {
 int fcd_fail(const char *format, ...) {
     va_list args;
     va_start(args, format);
-    (void)vsnprintf(fcd_now->error, sizeof fcd_now->error, format, args);
+    (void)vsnprintf(fcd_current_record->error, sizeof fcd_current_record->error, format, args);
     va_end(args);
     return -1;
 }

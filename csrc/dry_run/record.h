@@ -1,7 +1,8 @@
 /* The record of a dry run: its events in order, and the bytes of memory in use by purpose.
  *
  * The functions of the boundary have no argument for the record. The record of the running dry run
- * is therefore a thread-local pointer, fcd_now. A dry run is one call and holds the GIL. */
+ * is therefore a thread-local pointer, fcd_current_record. A dry run is one call and holds the
+ * GIL. */
 #ifndef FSDP_C_DRY_RUN_RECORD_H
 #define FSDP_C_DRY_RUN_RECORD_H
 
@@ -122,7 +123,7 @@ typedef struct fcd_record {
     char error[512]; /* message of a failure of the boundary; empty: none */
 } fcd_record;
 
-extern _Thread_local fcd_record *fcd_now;
+extern _Thread_local fcd_record *fcd_current_record;
 
 extern const char *const fcd_kind_names[FCD_KIND_COUNT];
 extern const char *const fcd_purpose_names[FCD_PURPOSE_COUNT];
@@ -130,7 +131,8 @@ extern const char *const fcd_purpose_names[FCD_PURPOSE_COUNT];
 /* Initializes the record and installs it as the record of this thread. Precondition: no dry run is
  * running in this thread. */
 void fcd_record_init(fcd_record *r, bool has_streams);
-/* Frees the events and removes the record from this thread. Precondition: fcd_now is `r`. */
+/* Frees the events and removes the record from this thread. Precondition: `r` is
+ * fcd_current_record. */
 void fcd_record_fini(fcd_record *r);
 /* Returns the number of boundary objects that exist. */
 size_t fcd_record_objects(const fcd_record *r);

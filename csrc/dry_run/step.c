@@ -188,7 +188,7 @@ static fc_status check_argument(fcd_model *m, const fcd_call *call, size_t index
 
 /* Sets the simulated state of autograd and the purpose of memory that the call allocates. */
 static void prepare(fcd_call_kind kind) {
-    fcd_record *r = fcd_now;
+    fcd_record *r = fcd_current_record;
     const bool reduces =
         kind == FCD_CALL_POST_BACKWARD || kind == FCD_CALL_END || kind == FCD_CALL_GRADIENT;
     r->purpose = reduces ? FCD_GRADIENTS : FCD_GATHERED;
@@ -262,7 +262,7 @@ static void copy_message(fcd_model *m, fc_status status) {
     if (m->error.message[0] != '\0') {
         return;
     }
-    const char *found = fcd_now->error;
+    const char *found = fcd_current_record->error;
     for (size_t i = 0; found[0] == '\0' && i < m->description->state_count; i++) {
         found = m->roots[i].comm.error.message;
     }

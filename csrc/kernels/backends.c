@@ -26,14 +26,14 @@ int fck_can_cast(int device_type, fck_dtype src, fck_dtype dst) {
     return src == dst || (kernels != NULL && kernels->can_cast(src, dst) != 0);
 }
 
-void fck_provide(const fck_backend *kernels) {
+void fck_set_cuda_backend(const fck_backend *kernels) {
     atomic_store_explicit(&compiled, kernels, memory_order_release);
 }
 
-void fck_simulate(const fck_backend *kernels) {
+void fck_set_simulated_backend(const fck_backend *kernels) {
     atomic_store_explicit(&simulated, kernels, memory_order_relaxed);
 }
 
-void fck_hide(int on) {
+void fck_hide_backends(int on) {
     atomic_store_explicit(&hidden, on != 0, memory_order_relaxed);
 }

@@ -105,12 +105,13 @@ int fck_can_cast(int device_type, fck_dtype src, fck_dtype dst);
 
 /* Sets the CUDA kernels that were compiled at run time, for an extension that was built without
  * nvcc. NULL removes them. */
-void fck_provide(const fck_backend *kernels);
+void fck_set_cuda_backend(const fck_backend *kernels);
 
-/* For tests. fck_simulate sets kernels for all device types without kernels; NULL (the default)
- * removes these kernels. fck_hide(1) hides all other kernels, including the CPU kernels. */
-void fck_simulate(const fck_backend *kernels);
-void fck_hide(int on);
+/* For tests. fck_set_simulated_backend sets kernels for all device types without kernels; NULL (the
+ * default) removes these kernels. fck_hide_backends(1) hides all other kernels, including the CPU
+ * kernels. */
+void fck_set_simulated_backend(const fck_backend *kernels);
+void fck_hide_backends(int on);
 
 #ifdef __cplusplus
 }

@@ -40,11 +40,11 @@ void fck_pool_trim(void);
 void fck_pool_keep(int on);
 
 typedef struct fck_pool_facts {
-    uint64_t out_bytes;     /* in use: taken and not given back */
-    uint64_t waiting_bytes; /* cached: given back by callers, not returned to the system */
-    uint64_t peak_bytes;    /* the highest out_bytes of the recent rounds */
-    uint64_t taken;         /* calls of fck_pool_take */
-    uint64_t mapped;        /* calls of fck_pool_take that mapped new memory */
+    uint64_t used_bytes;   /* in use: taken and not given back */
+    uint64_t cached_bytes; /* cached: given back by callers, not returned to the system */
+    uint64_t peak_bytes;   /* the highest used_bytes of the recent rounds */
+    uint64_t taken;        /* calls of fck_pool_take */
+    uint64_t mapped;       /* calls of fck_pool_take that mapped new memory */
 } fck_pool_facts;
 
 fck_pool_facts fck_pool_stats(void);

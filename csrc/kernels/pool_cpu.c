@@ -105,7 +105,7 @@ static void unlink_block(fck_block *block) {
     *(block->newer != NULL ? &block->newer->older : &pool.newest) = block->older;
     *(block->older != NULL ? &block->older->newer : &pool.oldest) = block->newer;
     block->newer = block->older = NULL;
-    pool.facts.waiting_bytes -= block->bytes;
+    pool.facts.cached_bytes -= block->bytes;
 }
 
 static void push_block(fck_block *block) {
@@ -113,7 +113,7 @@ static void push_block(fck_block *block) {
     block->newer = NULL;
     *(pool.newest != NULL ? &pool.newest->newer : &pool.oldest) = block;
     pool.newest = block;
-    pool.facts.waiting_bytes += block->bytes;
+    pool.facts.cached_bytes += block->bytes;
 }
 
 static fck_block *find_block(size_t bytes) {
@@ -137,7 +137,7 @@ static uint64_t max_pool_bytes(void) {
  * removed blocks as a list. */
 static fck_block *remove_oldest(uint64_t limit) {
     fck_block *removed = NULL;
-    while (pool.oldest != NULL && pool.facts.out_bytes + pool.facts.waiting_bytes > limit) {
+    while (pool.oldest != NULL && pool.facts.used_bytes + pool.facts.cached_bytes > limit) {
         fck_block *block = pool.oldest;
         unlink_block(block);
         block->older = removed;
@@ -148,7 +148,7 @@ static fck_block *remove_oldest(uint64_t limit) {
 
 static void update_peak(void) {
     uint64_t *peak = &pool.peaks[pool.round];
-    *peak = pool.facts.out_bytes > *peak ? pool.facts.out_bytes : *peak;
+    *peak = pool.facts.used_bytes > *peak ? pool.facts.used_bytes : *peak;
     pool.facts.peak_bytes = *peak > pool.facts.peak_bytes ? *peak : pool.facts.peak_bytes;
 }
 
@@ -175,7 +175,7 @@ fck_block *fck_pool_take(size_t bytes) {
         pool.facts.mapped++;
     }
     pool.facts.taken++;
-    pool.facts.out_bytes += block != NULL ? block->bytes : needed;
+    pool.facts.used_bytes += block != NULL ? block->bytes : needed;
     update_peak();
     removed = remove_oldest(max_pool_bytes());
     (void)pthread_mutex_unlock(&pool.mutex);
@@ -185,7 +185,7 @@ fck_block *fck_pool_take(size_t bytes) {
     }
     if (block == NULL) {
         (void)pthread_mutex_lock(&pool.mutex);
-        pool.facts.out_bytes -= needed;
+        pool.facts.used_bytes -= needed;
         (void)pthread_mutex_unlock(&pool.mutex);
     }
     return block;
@@ -196,8 +196,8 @@ void fck_pool_give(fck_block *block) {
         return;
     }
     (void)pthread_mutex_lock(&pool.mutex);
-    assert(block->bytes <= pool.facts.out_bytes);
-    pool.facts.out_bytes -= block->bytes;
+    assert(block->bytes <= pool.facts.used_bytes);
+    pool.facts.used_bytes -= block->bytes;
     push_block(block);
     fck_block *removed = remove_oldest(pool.caching_disabled ? 0 : max_pool_bytes());
     (void)pthread_mutex_unlock(&pool.mutex);

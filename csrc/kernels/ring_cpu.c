@@ -6,8 +6,8 @@
  * order, so this file adds in the same order.
  *
  * A block is a whole number of segments. Segments are divided as in gloo: at most a mebibyte each,
- * at least two per rank. tests/distributed/test_direct.py compares the results with gloo. Each hop
- * rounds to the element type, because gloo sends elements of that type. */
+ * at least two per rank. tests/distributed/test_shm_collectives.py compares the results with
+ * gloo. Each hop rounds to the element type, because gloo sends elements of that type. */
 #include "ring.h"
 
 #include <assert.h>

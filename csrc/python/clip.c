@@ -246,18 +246,18 @@ static int allocate_norms(int64_t count, fct_tensor **buffer, fck_floats *norms)
 /* The arguments of clip_norm. Each step processes all gradients before the next step begins, so
  * that the memory latencies of different gradients overlap.
  *
- * The likeness of a kind is a key: clip_norm reduces the norms of kinds with equal keys together.
+ * Each kind has a key: clip_norm reduces the norms of kinds with equal keys together.
  */
 typedef struct gradients {
     PyObject *tensors;        /* list of local gradients; borrowed */
-    PyObject *groups;         /* for each kind: (names of process groups, likeness); owned */
+    PyObject *groups;         /* for each kind: (names of process groups, key); owned */
     fck_floats *arrays;       /* the elements of each tensor */
-    Py_ssize_t *merged_kinds; /* for each tensor: the first kind with the likeness of its kind */
+    Py_ssize_t *merged_kinds; /* for each tensor: the first kind with the key of its kind */
     Py_ssize_t count;
 } gradients;
 
-/* Returns the first kind whose likeness equals that of kind `k`, or -1 with an exception. */
-static Py_ssize_t find_kind_of_equal_likeness(PyObject *groups, Py_ssize_t k) {
+/* Returns the first kind whose key equals that of kind `k`, or -1 with an exception. */
+static Py_ssize_t find_kind_of_equal_key(PyObject *groups, Py_ssize_t k) {
     PyObject *key = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, k), 1);
     for (Py_ssize_t i = 0; i < k; i++) {
         PyObject *entry = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, i), 1);
@@ -274,7 +274,7 @@ static int check_groups(PyObject *groups) {
         PyObject *pair = PyList_GET_ITEM(groups, i);
         if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
             !PyTuple_Check(PyTuple_GET_ITEM(pair, 0))) {
-            PyErr_SetString(PyExc_TypeError, "clip expects (names of process groups, likeness)");
+            PyErr_SetString(PyExc_TypeError, "clip expects (names of process groups, key)");
             return -1;
         }
     }
@@ -290,13 +290,13 @@ static int fill_merged_kinds(gradients *g, PyObject *kind_indices) {
             return -1;
         }
         if (k < 0 || k >= kinds) {
-            PyErr_SetString(PyExc_IndexError, "clip_norm got the index of no kind");
+            PyErr_Format(PyExc_IndexError, "clip_norm: kind %zd; expected 0 to %zd", k, kinds - 1);
             return -1;
         }
         g->merged_kinds[i] = k;
     }
     for (Py_ssize_t k = 1; k < kinds; k++) {
-        const Py_ssize_t first = find_kind_of_equal_likeness(g->groups, k);
+        const Py_ssize_t first = find_kind_of_equal_key(g->groups, k);
         if (first < 0) {
             return -1;
         }

@@ -179,8 +179,8 @@ static PyObject *hook_repr(PyObject *obj) {
     return PyObject_Repr(hook_shown(obj));
 }
 
-/* Copies and pickles a method as an attribute of its state. copy.copy returns the same function.
- * pickle stores a function by name and rejects it if it cannot be imported by that name. */
+/* For copy and pickle. A method is restored as an attribute of its state, a function by its name:
+ * copy.copy returns the same function, and pickle raises if the name cannot be imported. */
 static PyObject *hook_reduce_ex(PyObject *obj, PyObject *protocol) {
     PyObject *shown = hook_shown(obj);
     if (PyFunction_Check(shown)) {

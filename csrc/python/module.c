@@ -114,7 +114,7 @@ static PyObject *module_simulate_kernels(PyObject *module, PyObject *arg) {
     if (kernels == NULL && PyErr_Occurred()) {
         return NULL;
     }
-    fck_simulate((const fck_backend *)kernels);
+    fck_set_simulated_backend((const fck_backend *)kernels);
     Py_RETURN_NONE;
 }
 
@@ -130,14 +130,14 @@ static PyObject *module_use_jit(PyObject *module, PyObject *args) {
         return NULL;
     }
     if (launch == 0) {
-        fck_provide(NULL);
+        fck_set_cuda_backend(NULL);
     } else {
         const fck_jit_functions functions = {.launch = (fck_launch)(uintptr_t)launch,
                                              .moves = (void *)(uintptr_t)moves,
                                              .casts = (void *)(uintptr_t)casts,
                                              .bind = (fck_bind)(uintptr_t)bind,
                                              .context = (void *)(uintptr_t)context};
-        fck_provide(fck_jit(&functions));
+        fck_set_cuda_backend(fck_jit(&functions));
     }
     Py_RETURN_NONE;
 }
@@ -148,7 +148,7 @@ static PyObject *module_hide_kernels(PyObject *module, PyObject *arg) {
     if (on < 0) {
         return NULL;
     }
-    fck_hide(on);
+    fck_hide_backends(on);
     Py_RETURN_NONE;
 }
 
@@ -249,7 +249,7 @@ static PyObject *module_memory(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
     const fck_pool_facts f = fck_pool_stats();
-    return Py_BuildValue("{sKsKsKsKsK}", "out", f.out_bytes, "waiting", f.waiting_bytes, "peak",
+    return Py_BuildValue("{sKsKsKsKsK}", "used", f.used_bytes, "cached", f.cached_bytes, "peak",
                          f.peak_bytes, "taken", f.taken, "mapped", f.mapped);
 }
 
@@ -271,8 +271,8 @@ static PyMethodDef module_methods[] = {
     {"clip_norm", (PyCFunction)(void (*)(void))fcpy_clip_norm, METH_FASTCALL,
      "clip_norm(gradients, indices, groups): returns the total 2-norm over all ranks of local "
      "gradients. Returns None if the list is empty or a gradient is not contiguous float32 on the "
-     "CPU. groups has (names of process groups, likeness) for each kind. The likeness is a key; "
-     "kinds with equal keys are reduced together."},
+     "CPU. groups has (names of process groups, key) for each kind. Kinds with equal keys are "
+     "reduced together."},
     {"clip_scale", (PyCFunction)(void (*)(void))fcpy_clip_scale, METH_FASTCALL,
      "clip_scale(gradients, max_norm, total, largest, all_or_none): scales local gradients. "
      "Returns (factor, gradients that were not scaled). Gradients are not scaled if they have more "
@@ -312,8 +312,8 @@ static PyMethodDef module_methods[] = {
      "memory, if the ranks have agreed on it. use is 0 for gathers, 1 for reduce-scatters, 2 for "
      "this thread's all-reduces of gradients. Returns the argument for leave_direct."},
     {"set_gradient_all_reduce", module_set_gradient_all_reduce, METH_O,
-     "set_gradient_all_reduce(rows): sets whether the all-reduces of this thread reduce buffers of "
-     "gradients. Returns the previous value."},
+     "set_gradient_all_reduce(enabled): sets whether the all-reduces of this thread reduce buffers "
+     "of gradients. Returns the previous value."},
     {"leave_direct", module_leave_direct, METH_O,
      "leave_direct(entered): ends the section that enter_direct began."},
     {"pause_direct", module_pause_direct, METH_VARARGS,

@@ -86,7 +86,7 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
                                             post_forward_rank, &error);
     }
     if (status == FC_OK && self->core.owner != NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "a parameter is initialized once");
+        PyErr_SetString(PyExc_RuntimeError, "Param is already initialized");
         status = FC_ERAISED;
     }
     if (status != FC_OK) {

@@ -168,7 +168,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     /* Read after the arguments are parsed, because parsing may run code. */
     const bool uninitialized = self->core.base.callbacks == NULL;
     if (params != NULL && !uninitialized) {
-        PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialized once");
+        PyErr_SetString(PyExc_RuntimeError, "ParamGroup is already initialized");
     }
     if (params == NULL || !uninitialized ||
         (pg_name != Py_None && PyUnicode_AsUTF8(pg_name) == NULL) ||

@@ -79,8 +79,7 @@ PyObject *fcpy_shard_cut(PyObject *param, PyObject *args) {
     fct_tensor *tensor = fct_py_tensor(whole);
     if (tensor == NULL || self->spec == NULL || self->core.owner == NULL ||
         self->sharded_param != NULL) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "a tensor is cut once, for a new parameter with a spec");
+        PyErr_SetString(PyExc_RuntimeError, "_cut requires a new Param with a spec");
         return NULL;
     }
     if (cut_shard(self, tensor, dim, &handles[0], &handles[1]) != 0) {

@@ -166,14 +166,14 @@ class Comparison:
     requested_steps: int
     verdict: Verdict = Verdict.EQUAL
     differences: list[Difference] = field(default_factory=list)
-    """Differences between fsdp_c and torch, before the first difference between runs of torch."""
-    own_differences: list[Difference] = field(default_factory=list)
-    """Differences between runs of torch."""
+    """Differences between fsdp_c and torch, before the first of ``torch_differences``."""
+    torch_differences: list[Difference] = field(default_factory=list)
+    """Differences between torch's runs, which fsdp_c did not cause."""
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.own_differences = self._list_differences("torch")
-        first = self.own_differences[0].step if self.own_differences else None
+        self.torch_differences = self._list_differences("torch")
+        first = self.torch_differences[0].step if self.torch_differences else None
         found = self._list_differences("fsdp_c")
         self.differences = [d for d in found if first is None or d.step < first]
         self._set_verdict(found)
@@ -205,8 +205,8 @@ class Comparison:
             self._set_inconclusive(
                 "fsdp_c ran no module: the script calls neither fully_shard nor replicate"
             )
-        if self.own_differences:
-            first = self.own_differences[0]
+        if self.torch_differences:
+            first = self.torch_differences[0]
             self._set_inconclusive(
                 f"the script does not repeat its own numbers under torch: {first}; "
                 f"only the steps before step {first.step} were compared"
@@ -226,7 +226,7 @@ class Comparison:
         return any(run["uses_fsdp_c"] for run in self._list_runs(implementation))
 
     def _list_runs(self, implementation: str, skip_profiled: bool = False) -> list[dict[str, Any]]:
-        """Returns summaries of runs on all ranks. ``skip_profiled``: without round 1 of several."""
+        """Returns summaries of runs on all ranks. ``skip_profiled``: without round 1."""
         names = self.list_run_names(implementation)
         if skip_profiled and len(names) > 1:
             names = names[1:]

@@ -17,7 +17,8 @@
  *
  * Faults. Every call that can fail calls sim_fault() first; see sim_fault_arm().
  *
- * A failure is recorded and printed. sim_end() fails the test; nothing jumps through the core. */
+ * A failure is recorded and printed. sim_end() fails the test, so that cmocka's longjmp never
+ * skips code of the core. */
 #ifndef FSDP_C_TESTS_SIM_H
 #define FSDP_C_TESTS_SIM_H
 
@@ -86,8 +87,8 @@ void sim_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *sim_log_text(void);
 void sim_log_clear(void);
 
-/* Returns the names of boundary calls that can fail, in order, without aliases. The text is
- * truncated at the size of its buffer. */
+/* Returns the names of boundary calls that can fail, in order, except for fct_tensor_alias(). The
+ * text is truncated at the size of its buffer. */
 const char *sim_calls_text(void);
 void sim_calls_clear(void);
 
@@ -107,9 +108,9 @@ typedef enum sim_fault_span {
     SIM_CALLBACKS_AFTER, /* and every later callback of fc_callbacks */
 } sim_fault_span;
 
-/* Lets the n-th call from now on fail, of all calls that can (n >= 1). 0: no fault. */
+/* Makes the n-th fallible call from now on fail (n >= 1). 0: no fault. */
 void sim_fault_arm(int64_t n, sim_fault_span span);
-/* Returns the kind of the call that the armed fault let fail, or SIM_NO_FAULT if it was not
+/* Returns the kind of the call that failed by the armed fault, or SIM_NO_FAULT if the fault was not
  * reached. `name` may be NULL. */
 sim_fault_kind sim_fault_fired(const char **name);
 /* Called first by every call that can fail. Returns true if the call must fail, and sets the

@@ -8,8 +8,8 @@
  *
  * In steps after the first one, and in all steps if `every_third` is set, only every third call
  * fails. The selection depends on the scenario and the device. Environment variables: SWEEP_WHOLE
- * lets every call fail. SWEEP_SEED selects other schedules. SWEEP_SCENARIO runs one scenario only,
- * and SWEEP_CALL lets one call only fail; a failing test prints both. */
+ * makes every call fail. SWEEP_SEED selects other schedules. SWEEP_SCENARIO runs one scenario only,
+ * and SWEEP_CALL makes only one call fail; a failing test prints both. */
 #ifndef FSDP_C_TESTS_SIM_BREAK_H
 #define FSDP_C_TESTS_SIM_BREAK_H
 

@@ -2,9 +2,9 @@
  *
  * Owns every block of a simulation. As in torch's caching allocator, a block always belongs to the
  * pool of the stream that was current at its first allocation. The next allocation on that stream
- * may reuse a freed block. With streams the free itself checks nothing. The allocation checks that
- * every free block of the pool is out of use as seen from its stream, whichever block it takes.
- * Without streams memory is freed at once, so the free must be ordered.
+ * may reuse a freed block. With streams the free itself checks nothing. The allocation checks all
+ * free blocks of the pool: their last uses must be ordered before it. Without streams memory is
+ * freed at once, so the free must be ordered.
  *
  * Each block records its last write and, per stream, its last read. A read must be ordered after
  * the write, and a write after all of them. The check uses vector clocks, so it does not depend on

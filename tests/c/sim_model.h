@@ -71,8 +71,8 @@ typedef struct sim_scenario {
     bool own_scatter;   /* reduce-scatters use their own process group */
     bool user_reduce;   /* a user's all-reduce hook, which doubles the row */
     bool recompute;     /* activation checkpointing of each layer */
-    /* Before each backward a recording one runs that gives no gradients. The next backward also
-     * runs through the graph that it recorded. */
+    /* Before each backward, a backward that records a graph (create_graph) runs and gives no
+     * gradients. The next backward also runs through the graph that it recorded. */
     bool two_graphs;
     bool modules_share_group; /* module_count > 1 */
     /* No output has a hook: backward has nodes, but neither a beginning nor an end. */

@@ -19,7 +19,7 @@ static const fct_device cpu = {.type = FCT_DEVICE_CPU, .index = -1};
 static const fct_device cuda = {.type = FCT_DEVICE_CUDA, .index = -1};
 
 static void begin(bool streams) {
-    fcd_now = NULL; /* a test before may have failed */
+    fcd_current_record = NULL; /* an earlier test may have failed */
     fcd_record_init(&record, streams);
     record.purpose = FCD_GATHERED;
 }

@@ -89,7 +89,7 @@ static const fcd_call step[] = {
 enum { STEP = sizeof step / sizeof step[0] };
 
 static void begin(const fcd_description *d) {
-    fcd_now = NULL; /* a test before may have failed */
+    fcd_current_record = NULL; /* a test before may have failed */
     fcd_record_init(&record, d->streams);
     assert_int_equal(fcd_model_init(&model, d, STEP), FC_OK);
 }

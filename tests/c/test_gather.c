@@ -139,7 +139,7 @@ static void gather_on_one_rank_aliases_shards_without_cast(void **state) {
         wait_and_copy_out();
         expect_whole_parameters();
         assert_string_equal(sim_log_text(), "");
-        assert_int_equal(group->params[0].core.aliased, mixed == 0); /* all or none */
+        assert_int_equal(group->params[0].core.aliased, mixed == 0);
         fc_gather_free(gather);
         end();
     }

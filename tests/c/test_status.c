@@ -56,7 +56,7 @@ static void fc_try_returns_first_failure(void **state) {
     assert_int_equal(boundary_call(-1), FC_ERAISED);
 }
 
-/* Callbacks that return 0 or -1 pass statuses on: a failure must not look like success there. */
+/* Callbacks test a status for 0, which must therefore be no failure. */
 static void status_codes_are_distinct_and_only_ok_is_zero(void **state) {
     (void)state;
     static const int values[] = {

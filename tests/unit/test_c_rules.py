@@ -156,7 +156,7 @@ GLOBALS = {
     "records": "last collectives of the process, which a signal handler writes; under the GIL",
     "last_number": "number of the newest record",
     "signal_files": "files that the handler of each signal writes; handlers have no argument",
-    "fcd_now": "record of the dry run of this thread, which the boundary's functions append to",
+    "fcd_current_record": "record of this thread's dry run; the boundary appends events",
 }
 """Variables with static storage that can change, mapped to the reason for each.
 

@@ -80,7 +80,7 @@ def test_original_of_method_under_torch_decorator_of_library_is_the_method() -> 
 
 
 @pytest.mark.parametrize("wrap", [pass_through, wrapped])
-def test_undecorated_of_wrapped_fully_shard_is_the_contract_key(
+def test_find_undecorated_of_wrapped_fully_shard_returns_contract_key(
     monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
     key: Any = torch_module.fully_shard.__wrapped__  # type: ignore[attr-defined]

@@ -84,10 +84,10 @@ def test_group_with_other_rank_or_size_than_its_parameters_raises() -> None:
 
 def test_second_init_of_param_or_group_raises() -> None:
     param: Any = _C.Param((4, 4), 0, 1, 0)
-    with pytest.raises(RuntimeError, match="a parameter is initialized once"):
+    with pytest.raises(RuntimeError, match="Param is already initialized"):
         param.__init__((8,), 0, 1, 0)
     group = make_group([param])
-    with pytest.raises(RuntimeError, match="a parameter group is initialized once"):
+    with pytest.raises(RuntimeError, match="ParamGroup is already initialized"):
         group.__init__([], _C.CommContext(CPU), CPU, None, 1, 0, 1)
 
 

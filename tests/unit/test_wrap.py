@@ -100,7 +100,7 @@ class TestFrozenParameters:
             auto_shard(model, frozen="error")
         assert_unchanged(model, before)
 
-    def test_frozen_ignore_argument_or_separate_frozen_units_raise_no_warning(
+    def test_auto_shard_with_frozen_ignore_or_separate_frozen_units_does_not_warn(
         self, fake_group: int
     ) -> None:
         with warnings.catch_warnings():

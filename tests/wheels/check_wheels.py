@@ -1,4 +1,4 @@
-"""Installs wheels beside several torch releases, and in all other ways, and runs them.
+"""Installs wheels beside several torch releases, tests them, and tests the other ways to install.
 
 ``python check_wheels.py [--write] WHEEL... --pythons PYTHON...`` makes an environment for each
 PYTHON that has torch. The environment has that torch, but neither fsdp_c nor a compiler, and pip

@@ -157,8 +157,8 @@ def copies(tensors: Any) -> list[Any]:
 
 
 def digest(results: Sequence[Any]) -> str:
-    """Hashes all bytes. Waits for the device. Raises ValueError if a tensor is not finite, which
-    poison is not."""
+    """Hashes all bytes. Waits for the device. Raises ValueError if a tensor is not finite:
+    poisoned memory contains NaN."""
     sha = hashlib.sha256()
     for tensor in results:
         if tensor is not None and not tensor.isfinite().all():
