@@ -48,6 +48,7 @@ struct shm_negotiation {
     shm_ring_handle *handles;   /* of all ranks, from round 1 until the rings are mapped */
     bool waits;                 /* sent in round 1 */
     bool compares;              /* all ranks have sent a plan in round 1 */
+    bool compares_later_plans;  /* and all ranks wait */
     uint64_t first_plan;        /* sent in round 1; 0: none */
     fct_plan_result first_result;
     compared_plan *plans; /* later plans */
@@ -332,6 +333,7 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
             }
         }
         n->fallback_gathers = all_wait ? 0 : n->fallback_gathers;
+        n->compares_later_plans = n->compares && all_wait;
         n->first_result = compare_hashes(results + PLAN, world, CAPABILITIES);
         end_round(&n->capabilities);
         if (all_accept) {
@@ -446,11 +448,12 @@ static int read_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash) {
     return 0;
 }
 
-/* Compares a plan that round 1 did not carry, if all ranks sent a plan in round 1. */
+/* Compares a plan that round 1 did not carry, if all ranks sent a plan in round 1 and waited. Every
+ * rank then knows before it issues a gather of a later plan whether an exchange precedes it. */
 static int compare_later_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash, bool waits,
                               fct_plan_result *result) {
     const bool labels_are_compared = get_state(n) == ACCEPTED && !n->paused;
-    if (!n->compares || labels_are_compared) {
+    if (!n->compares_later_plans || labels_are_compared) {
         return 0;
     }
     compared_plan *plan = find_plan(n, hash);
@@ -503,6 +506,9 @@ int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan, 
     if (n->capabilities != NULL && !waits && is_first) {
         *result = n->first_result; /* unknown */
         return 0;
+    }
+    if (!is_first && !n->waits) {
+        return 0; /* a wait for round 1 could deadlock with gathers of another process group */
     }
     if (settle_rounds(n, pg) != 0) {
         return -1;

@@ -294,6 +294,28 @@ static void rank_that_does_not_wait_compares_later(void **state) {
     run_negotiation(compare_without_a_wait, 2);
 }
 
+/* Rank 1 joins after rank 0 has issued gathers of two plans without a wait. */
+static void issue_two_plans_without_a_wait(void) {
+    shm_negotiation *n = begin();
+    if (me.rank == 1) {
+        barrier();
+    }
+    require(compare(n, 7, false).state == FCT_PLANS_UNKNOWN && rounds == 1);
+    require(compare(n, 8, false).state == FCT_PLANS_EQUAL && rounds == 1);
+    if (me.rank == 0) {
+        barrier();
+    }
+    require(compare(n, 7, true).state == FCT_PLANS_EQUAL && rounds == 1);
+    require(compare(n, 8, true).state == FCT_PLANS_EQUAL && rounds == 1);
+    barrier();
+    end(n);
+}
+
+static void later_plan_is_not_compared_if_a_rank_did_not_wait(void **state) {
+    (void)state;
+    run_negotiation(issue_two_plans_without_a_wait, 2);
+}
+
 /* Rank 1 has no plan: no rank compares, now or later. */
 static void compare_with_a_rank_without_plan(void) {
     require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
@@ -419,6 +441,7 @@ int main(void) {
         cmocka_unit_test(paused_gathers_are_not_counted),
         cmocka_unit_test(plans_are_compared_in_round_1_and_shared_memory_follows),
         cmocka_unit_test(plan_of_one_rank_differs_on_all_ranks),
+        cmocka_unit_test(later_plan_is_not_compared_if_a_rank_did_not_wait),
         cmocka_unit_test(rank_that_does_not_wait_compares_later),
         cmocka_unit_test(rank_without_plan_is_equal_to_all),
         cmocka_unit_test(later_plan_is_compared_once_over_gloo),

@@ -127,6 +127,7 @@ byte connected_after[NX];
 byte capabilities[NX]; /* number of round 1 in gloo's order; NONE: not issued, or read */
 byte connection[NX];   /* of round 2 */
 bit compares[NX];
+bit compares_later_plans[NX];
 bit has_first_result[NX];
 bit first_differs[NX];
 
@@ -166,6 +167,7 @@ inline read_capabilities() {
             :: else
             fi;
             compares[X] = ALL(HAS_PLAN);
+            compares_later_plans[X] = ALL(HAS_PLAN) && ALL(WAITS);
             has_first_result[X] = 1;
 #ifndef WEAK_PLAN_IS_COMPARED
             first_differs[X] = ANY(DIFFERS);
@@ -273,7 +275,7 @@ byte later_plan[NX]; /* number of the exchange of the second root's plan; NONE: 
 /* compare_later_plan */
 inline compare_later_plan(rank_waits) {
     if
-    :: !compares[X] || state[X] == ACCEPTED -> equal = 1
+    :: !compares_later_plans[X] || state[X] == ACCEPTED -> equal = 1
     :: else ->
         if
         :: later_plan[X] == NONE -> gloo_issue(KIND_PLAN); later_plan[X] = index; index = 0
@@ -299,6 +301,9 @@ inline compare_plan(is_first, rank_waits) {
     fi;
     if
     :: capabilities[X] != NONE && !(rank_waits) && (is_first)
+#ifndef WEAK_LATER_PLAN_NEEDS_WAITS
+    :: !(is_first) && !waits[X] -> equal = 1
+#endif
     :: else ->
         settle_rounds();
         if
