@@ -349,7 +349,7 @@ bench: build
 
 # Records the results of `make bench` in the repository, and updates docs/benchmarks.md and README.md.
 bench-record: env
-	$(PY) benchmarks/record.py benchmarks/report/*.json
+	$(PY) benchmarks/record_results.py benchmarks/report/*.json
 
 # Keeps the environment, because its installation takes minutes. `rm -rf .venv` removes it.
 clean:

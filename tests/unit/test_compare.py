@@ -181,6 +181,8 @@ def test_signal_ends_all_processes(
     process = subprocess.Popen(
         [*COMMAND, "--nproc-per-node", str(ranks), str(JOB), "hangs", str(tmp_path)],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # a test run in a shell's background ignores SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("pid-?"))) < ranks and time.monotonic() < deadline:

@@ -75,7 +75,7 @@ def test_document_without_markers_is_refused(tmp_path: Path) -> None:
 def test_picture_of_readme_has_the_recorded_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     import pictures
-    import record
+    import record_results
 
     pictures.draw_overview(read_main()["steps"], tmp_path / "steps.svg")
     recorded, drawn = (
@@ -88,7 +88,7 @@ def test_picture_of_readme_has_the_recorded_figures(tmp_path: Path) -> None:
 
 def test_recorded_data_has_no_memory_samples_and_rounded_floats() -> None:
     pytest.importorskip("matplotlib")
-    import record
+    import record_results
 
     data = {
         "json": "/tmp/x.json",
@@ -96,24 +96,24 @@ def test_recorded_data_has_no_memory_samples_and_rounded_floats() -> None:
         "models": {"memory": {"torch": {"forward": 1.23456789}}},
         "ms": [12345.678, 2],
     }
-    assert record.shorten(data) == {
+    assert record_results.shorten(data) == {
         "models": {"memory": {"torch": {"forward": 1.2346}}},
         "ms": [12346.0, 2],
     }
-    assert record.find_folder({"torch": "2.15.0+cu132"}).name == "torch-2.15"
+    assert record_results.find_folder({"torch": "2.15.0+cu132"}).name == "torch-2.15"
 
 
 def test_file_without_machine_and_date_is_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    import record
+    import record_results
 
     source = tmp_path / "host.json"
     source.write_text(json.dumps({"benchmark": "host", "torch": "2.13.0"}))
-    monkeypatch.setattr(sys, "argv", ["record.py", str(source)])
+    monkeypatch.setattr(sys, "argv", ["record_results.py", str(source)])
     with pytest.raises(SystemExit, match="has no command, date, commit, machine, load, python: "):
-        record.main()
+        record_results.main()
 
 
 def make_other_release(**values: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Records results in the repository, for docs/benchmarks.md and README.md.
 
     make bench                                          # on an idle machine
-    python benchmarks/record.py benchmarks/report/*.json
+    python benchmarks/record_results.py benchmarks/report/*.json
 
 copies the JSON files of a run to benchmarks/results/torch-X.Y, where X.Y is the release of torch
 that the run used. Then the script draws the picture of README.md and updates the tables of both
