@@ -3,8 +3,8 @@
     python benchmarks/result_tables.py            # updates both documents
     python benchmarks/result_tables.py --check    # fails if a document is out of date
 
-``record_results.py`` records the files in benchmarks/results, one folder per torch release. Each table is
-made from one file, so its values are from one run. Needs only the standard library.
+``record_results.py`` records the files in benchmarks/results, one folder per torch release. Each
+table is made from one file, so its values are from one run. Needs only the standard library.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_picture_of_readme_has_the_recorded_figures(tmp_path: Path) -> None:
     pictures.draw_overview(read_main()["steps"], tmp_path / "steps.svg")
     recorded, drawn = (
         re.findall(r"<!-- (.*?) -->", path.read_text(), re.S)
-        for path in (record.PICTURE, tmp_path / "steps.svg")
+        for path in (record_results.PICTURE, tmp_path / "steps.svg")
     )
     assert recorded == drawn, "run make bench-record"
     assert sum(label.endswith(" ms") for label in drawn) == 8
