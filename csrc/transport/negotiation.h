@@ -76,12 +76,12 @@ typedef int (*shm_attach)(fct_pg *pg, shm_negotiation *n, bool *attached);
 FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
                                   bool *accepted);
 /* Compares the hash of this rank's plan with those of all ranks, before a gather or an all-reduce.
- * `plan` 0: this rank has no hash, and no comparison takes place. Round 1 carries the first hash of
- * a process group. Shared memory carries later hashes in the labels of messages (op_tag.h), and
- * gloo in one exchange per hash if all ranks wait in round 1. `waits`: the caller waits for its collective before it returns to
- * the user, so the call waits for the answers. If all ranks wait in round 1, the call also
- * completes round 2, and the fallback moves no gather. Errors and repetition as in
- * shm_negotiation_run. */
+ * `plan` 0: this rank has no hash, and no comparison takes place. Round 1 carries the first hash
+ * of a process group. Shared memory carries later hashes in the labels of messages (op_tag.h), and
+ * gloo in one exchange per hash if all ranks wait in round 1. `waits`: the caller waits for its
+ * collective before it returns to the user, so the call waits for the answers. If all ranks wait
+ * in round 1, the call also completes round 2, and the fallback moves no gather. Errors and
+ * repetition as in shm_negotiation_run. */
 FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan,
                                            bool waits, shm_attach attach, fct_plan_result *result);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
