@@ -123,6 +123,7 @@ class StallMonitor(threading.Thread):
     def __init__(self, limit: float) -> None:
         super().__init__(name="fsdp_c stall monitor", daemon=True)
         self._limit = limit
+        self._interval = min(INTERVAL, limit / 5)
         self._group = weakref.ref(_get_default_group())
         self._store = _get_default_store()
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -176,18 +177,18 @@ class StallMonitor(threading.Thread):
                 waits = self._check()
             except (RuntimeError, ValueError):  # the store or the process group has ended
                 return
-            self._woken.wait(min(STEP if waits else INTERVAL, self._limit / 5))
+            self._woken.wait(min(STEP, self._interval) if waits else self._interval)
 
     def _check(self) -> bool:
         """Answers requests, reports a long wait. Returns whether a thread waits."""
         now, records = read_own_records(READ_COUNT)
         wait = find_wait(records)
+        seconds = (now - wait.waiting) / 1e9 if wait is not None else 0.0
         newest = records[0].number if records else 0
-        progresses = wait is None and newest != self._newest
+        progresses = newest != self._newest and seconds < self._interval
         self._newest = newest
         if progresses and self._answered >= 0:
             return False
-        seconds = (now - wait.waiting) / 1e9 if wait is not None else 0.0
         if wait is not None:
             self._request_if_due(wait, seconds)
         request = self._store.add(_REQUESTS, 0)
