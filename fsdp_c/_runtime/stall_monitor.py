@@ -57,6 +57,10 @@ READ_COUNT = 256
 _PREFIX = "fsdp_c/stall"
 _REQUESTS = f"{_PREFIX}/requests"
 
+BACKENDS_WITHOUT_WAITS = ("fake", "threaded")
+"""Backends of tests: collectives that move no data, and ranks that are threads of one process."""
+
+_lock = threading.Lock()  # held while `_roots` is read or extended
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()
 _monitor: list[StallMonitor] = []
 
@@ -89,11 +93,12 @@ def get_file(rank: int) -> str:
 def watch(root: Any) -> None:
     """Starts the thread, if the job has several ranks. ``root``: the state of a root."""
     limit = get_limit()
-    _roots.add(root)
+    with _lock:
+        _roots.add(root)
     weakref.finalize(root, _wake_without_roots).atexit = False
     if limit == 0 or not dist.is_initialized() or dist.get_world_size() < 2:
         return
-    if dist.get_backend() == "fake" or (_monitor and _monitor[0].is_watching()):
+    if dist.get_backend() in BACKENDS_WITHOUT_WAITS or (_monitor and _monitor[0].is_watching()):
         return
     stop()
     monitor = StallMonitor(limit)
@@ -276,7 +281,9 @@ class StallMonitor(threading.Thread):
 
 def find_interrupted_pass() -> str:
     """Returns the pass of a root that an exception has left, "" if there is none."""
-    for root in list(_roots):
+    with _lock:
+        roots = list(_roots)
+    for root in roots:
         state = root._training_state
         if state != TrainingState.IDLE and not runs_a_model():
             return "forward" if state == TrainingState.FORWARD else "backward"

@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_c import _C
 from fsdp_c._runtime import records, stall_monitor, stall_report
@@ -176,6 +178,28 @@ def test_invalid_limit_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("FSDP_C_STALL_SECONDS", text)
     with pytest.raises(ValueError, match=f"FSDP_C_STALL_SECONDS must be .* at least 0, got {text}"):
         stall_monitor.get_limit()
+
+
+def test_roots_of_other_threads_are_added_while_roots_are_read() -> None:
+    class Root:
+        _training_state = TrainingState.IDLE
+
+    stop = threading.Event()
+    roots: list[Root] = []
+
+    def add() -> None:
+        while not stop.is_set():
+            roots.append(Root())
+            stall_monitor.watch(roots[-1])
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for _ in range(2000):
+            assert stall_monitor.find_interrupted_pass() == ""
+    finally:
+        stop.set()
+        thread.join()
 
 
 # ---- command -------------------------------------------------------------------------------------
