@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
@@ -185,7 +186,7 @@ def test_roots_of_other_threads_are_added_while_roots_are_read() -> None:
         _training_state = TrainingState.IDLE
 
     stop = threading.Event()
-    roots: list[Root] = []
+    roots: collections.deque[Root] = collections.deque(maxlen=50)
 
     def add() -> None:
         while not stop.is_set():
