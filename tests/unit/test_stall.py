@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import re
@@ -186,17 +185,18 @@ def test_roots_of_other_threads_are_added_while_roots_are_read() -> None:
         _training_state = TrainingState.IDLE
 
     stop = threading.Event()
-    roots: collections.deque[Root] = collections.deque(maxlen=50)
+    roots: list[Root] = []
 
     def add() -> None:
         while not stop.is_set():
             roots.append(Root())
             stall_monitor.watch(roots[-1])
+            del roots[: 500 if len(roots) == 500 else 0]
 
     thread = threading.Thread(target=add)
     thread.start()
     try:
-        for _ in range(2000):
+        for _ in range(10_000):
             assert stall_monitor.find_interrupted_pass() == ""
     finally:
         stop.set()
