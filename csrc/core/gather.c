@@ -152,11 +152,6 @@ static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, boo
                                        base->device, &base->comm->error);
 }
 
-/* Compares the plan, unless that was done. */
-static fc_status compare_plan(fc_gather *a, fc_process_group *pg, bool waits) {
-    return pg->compared ? FC_OK : fc_group_base_compare_plan(a->base, pg, waits);
-}
-
 /* Opens the process group, compares the plan, runs fsdp_pre_all_gather, updates the plan and orders
  * the streams. With one rank fsdp_pre_all_gather runs at copy-out instead. */
 static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_stream *pack_stream,
@@ -167,7 +162,8 @@ static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_strea
     pending->plan = select_plan(a, post_forward);
     if (pending->pg->world > 1) {
         FC_TRY(fc_process_group_open(pending->pg));
-        FC_TRY(compare_plan(a, pending->pg, !pending->async_op && !a->prefetching));
+        const bool waits = !pending->async_op && !a->prefetching;
+        FC_TRY(fc_group_base_compare_plan(base, pending->pg, waits));
     }
     FC_TRY(fc_group_base_open_reduction(base));
     if (pending->extended && pending->pg->world > 1) {
@@ -403,7 +399,7 @@ fc_status fc_gather_await(fc_gather *a) {
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
     if (a->pending.work != NULL) {
-        FC_TRY(compare_plan(a, a->pending.pg, true));
+        FC_TRY(fc_group_base_compare_plan(base, a->pending.pg, true));
     }
     if (a->pending.done != NULL) {
         FC_TRY_RAISED(fct_event_wait(a->pending.done, fct_stream_current(base->device)));

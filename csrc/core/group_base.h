@@ -65,7 +65,7 @@ fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
  * one process, process groups cannot be resolved in backward's thread. */
 FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
 /* Compares the plan of the process group `pg` with the other ranks, and raises an exception if a
- * rank has another plan; see fc_process_group_compare_plan. */
+ * rank has another plan. Returns at once after a comparison; see fc_process_group_compare_plan. */
 FC_CHECK fc_status fc_group_base_compare_plan(fc_group_base *base, fc_process_group *pg,
                                               bool waits);
 /* Takes both allocators, which may be NULL. */

@@ -174,7 +174,7 @@ def _describe_silence(position: Position) -> str:
 
 
 def read_process_state(pid: int) -> str:
-    """Returns the state letter of proc(5), "" if the process has ended."""
+    """Returns the state of proc(5), one character, or "" if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

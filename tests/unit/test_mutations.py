@@ -407,6 +407,16 @@ def mutate(mutation: Mutation, folder: Path, to: Path) -> Path:
     return mutated
 
 
+def check_failure(mutation: Mutation, folder: Path, *sources: str | Path) -> None:
+    """Links options, sources and objects. The program must fail with the message."""
+    program = folder / "mutated"
+    linked = run("gcc", *sources, *LIBRARIES, "-o", program)
+    assert linked.returncode == 0, linked.stderr
+    completed = run(program)
+    assert completed.returncode != 0
+    assert mutation.message in completed.stdout + completed.stderr
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_of_the_core_fails_the_named_assertion(
     name: str, objects: Path, tmp_path: Path
@@ -416,16 +426,13 @@ def test_mutation_of_the_core_fails_the_named_assertion(
     core = [path for path in sorted((objects / "core").glob("*.o")) if path.stem != mutation.module]
     core = [path for path in core if (ROOT / "csrc/core" / f"{path.stem}.c").exists()]
     simulation = [objects / "tests" / f"{path.stem}.o" for path in sorted(C_TESTS.glob("sim*.c"))]
-    linked = run(
-        *("gcc", *FLAGS, f"-I{ROOT / 'csrc/core'}", *WRAPS, mutated, *core, *simulation),
+    check_failure(
+        mutation,
+        tmp_path,
+        *(*FLAGS, f"-I{ROOT / 'csrc/core'}", *WRAPS, mutated, *core, *simulation),
         *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends")),
         objects / "tests" / f"{mutation.test}.o",
-        *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )
-    assert linked.returncode == 0, linked.stderr
-    completed = run(tmp_path / "mutated")
-    assert completed.returncode != 0
-    assert mutation.message in completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize("name", DRY_RUN_MUTATIONS)
@@ -437,15 +444,12 @@ def test_mutation_of_the_dry_run_fails_the_named_assertion(
     core = [objects / f"core/{path.stem}.o" for path in (ROOT / "csrc/core").glob("*.c")]
     dry_run = [objects / f"dry_run/{path.stem}.o" for path in (ROOT / "csrc/dry_run").glob("*.c")]
     others = [path for path in dry_run if path.exists() and path.stem != mutation.module]
-    linked = run(
-        *("gcc", *FLAGS, f"-I{ROOT / 'csrc/dry_run'}", mutated, *core, *others),
+    check_failure(
+        mutation,
+        tmp_path,
+        *(*FLAGS, f"-I{ROOT / 'csrc/dry_run'}", mutated, *core, *others),
         objects / "tests" / f"{mutation.test}.o",
-        *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )
-    assert linked.returncode == 0, linked.stderr
-    completed = run(tmp_path / "mutated")
-    assert completed.returncode != 0
-    assert mutation.message in completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize("name", TRANSPORT_MUTATIONS)
@@ -464,16 +468,13 @@ def test_mutation_of_the_transport_fails_the_named_assertion(
         # Only test_negotiation defines the functions of the bridge that the negotiation calls.
         and (path.stem != "negotiation" or mutation.test == "test_negotiation")
     ]
-    linked = run(
-        *("gcc", *FLAGS, f"-I{ROOT / 'csrc' / folder}", mutated, *others),
+    check_failure(
+        mutation,
+        tmp_path,
+        *(*FLAGS, f"-I{ROOT / 'csrc' / folder}", mutated, *others),
         *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends", "ring_cpu")),
         *(objects / "kernels/kernels_none.o", objects / "tests" / f"{mutation.test}.o"),
-        *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )
-    assert linked.returncode == 0, linked.stderr
-    done = run(tmp_path / "mutated")
-    assert done.returncode != 0
-    assert mutation.message in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", RING_MUTATIONS)
@@ -487,11 +488,8 @@ def test_mutation_of_the_shared_memory_ring_fails_the_named_assertion(
         (folder / header).write_text((ROOT / "csrc/transport" / header).read_text())
     (tmp_path / "bridge").symlink_to(ROOT / "csrc/bridge")
     mutate(mutation, ROOT / "csrc/transport", folder)
-    linked = run(
-        *("gcc", f"-I{tmp_path}", *FLAGS, C_TESTS / f"{mutation.test}.c"),
-        *(*LIBRARIES, "-o", tmp_path / "mutated"),
+    check_failure(
+        mutation,
+        tmp_path,
+        *(f"-I{tmp_path}", *FLAGS, C_TESTS / f"{mutation.test}.c"),
     )
-    assert linked.returncode == 0, linked.stderr
-    completed = run(tmp_path / "mutated")
-    assert completed.returncode != 0
-    assert mutation.message in completed.stdout + completed.stderr
