@@ -73,7 +73,7 @@ class UnitSizes:
     unshard_in_backward: bool = True
     bucket_bytes: int = BUCKET_LIMIT
     overlaps: bool = True
-    settings: dict[str, bool] = field(default_factory=dict)
+    settings: dict[str, bool | int] = field(default_factory=dict)
 
     @property
     def trained_params(self) -> list[ParamSize]:
@@ -256,7 +256,8 @@ def _make_unit_sizes(name: str, state: int, group: Any, reshard: bool | int) -> 
     info = group.mesh_info
     offload = group.offload_policy
     offloads = isinstance(offload, CPUOffloadPolicy) and group.device.type != "cpu"
-    settings = {name: bool(getattr(group, name)) for name in _SETTINGS}
+    settings: dict[str, bool | int] = {name: bool(getattr(group, name)) for name in _SETTINGS}
+    settings["max_input_buffers"] = group.reduce_scatter_max_input_buffers
     return UnitSizes(
         name=name,
         state=state,

@@ -44,6 +44,7 @@ static fixture two_units(void) {
                                             .replicas = 1,
                                             .reduce = FCT_NO_DTYPE,
                                             .bucket_bytes = FC_BUCKET_LIMIT,
+                                            .max_input_buffers = 1,
                                             .reshard_after_forward = i > 0,
                                             .reshard_after_backward = true,
                                             .unshard_in_backward = true,
@@ -257,6 +258,9 @@ static void invalid_description_is_refused_with_the_name_of_the_item(void **stat
     f = two_units();
     f.units[0].world = 0;
     assert_string_equal(message_of(&f), "units[0].world: 0; expected at least 1");
+    f = two_units();
+    f.units[1].max_input_buffers = 0;
+    assert_string_equal(message_of(&f), "units[1].max_input_buffers: 0; expected at least 1");
     f = two_units();
     f.states[1].root = 2;
     assert_string_equal(
