@@ -170,3 +170,23 @@ def check_resolved(library: Path) -> None:
     if missing:
         library.unlink()
         raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")
+
+
+def write_compile_commands(directory: Path, path: Path) -> None:
+    """Writes the compile commands of a build to ``path``, for editors.
+
+    CMake lists a file that includes several sources (``UNITY_BUILD``). Each of these sources gets
+    an entry.
+    """
+    entries = []
+    for entry in json.loads((directory / "compile_commands.json").read_text()):
+        file = Path(entry["file"])
+        sources = [entry["file"]]
+        if file.parent.name == "Unity":
+            sources = re.findall(r'^#include "(.+)"$', file.read_text(), re.M)
+        entries += [
+            {**entry, "file": source, "command": entry["command"].replace(entry["file"], source)}
+            for source in sources
+        ]
+    path.unlink(missing_ok=True)
+    path.write_text(json.dumps(entries, indent=1))
