@@ -48,6 +48,11 @@ def format_code(text: str) -> str:
     return f"`{text}`"
 
 
+def format_folders(run: Run) -> str:
+    """Returns the folders below ``tests``."""
+    return ", ".join(folder.removeprefix("tests/") for folder in run["folders"])
+
+
 def format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in counts.items())
 
@@ -59,7 +64,7 @@ def count_functions(names: list[str]) -> dict[str, int]:
 
 def format_remarks(run: Run) -> Iterator[str]:
     """Yields the reasons of skipped tests, the failures and the note of a run."""
-    folders = ", ".join(map(format_code, run["folders"]))
+    folders = format_folders(run)
     for title, counts in (
         ("skipped", run["skip_reasons"]),
         ("failed", count_functions(run["failures"])),
@@ -73,13 +78,13 @@ def format_remarks(run: Run) -> Iterator[str]:
 
 def format_runs() -> str:
     """Returns a table of all runs, and a list of their remarks."""
-    titles = ["torch", "Python", "tests", "passed", "failed", "skipped", "date", "commit"]
+    titles = ["torch", "Python", "folder of tests", "passed", "failed", "skipped", "date", "commit"]
     lines, remarks = [format_row(titles), "| --- " * len(titles) + "|"], []
     torch = command = ""
     for run in read_runs():
         first = [run["torch"], run["python"]] if run["torch"] != torch else ["", ""]
         counts = [run[key] for key in ("passed", "failed", "skipped", "date", "commit")]
-        lines.append(format_row([*first, ", ".join(map(format_code, run["folders"])), *counts]))
+        lines.append(format_row([*first, format_folders(run), *counts]))
         if (run["torch"], run["command"]) != (torch, command):
             remarks.append(f"- **{run['torch']}**, {format_code(run['command'])}:")
         torch, command = run["torch"], run["command"]

@@ -106,8 +106,8 @@ def test_recorded_run_replaces_runs_of_its_folder_and_updates_both_documents(
     ]
     assert recorded[2]["torch"] == torch.__version__
     page = compatibility_table.PAGE.read_text()
-    assert "| `tests/unit` | 2 | 2 | 1 | 2026-01-02 | abc |" in page
-    assert "    - `tests/unit`, failed: `late` (1), `raises` (1)" in page
+    assert "| unit | 2 | 2 | 1 | 2026-01-02 | abc |" in page
+    assert "    - unit, failed: `late` (1), `raises` (1)" in page
     for path in (compatibility_table.PAGE, compatibility_table.README):
         assert compatibility_table.update(path) == path.read_text()
 
