@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from shell_commands import find_command
 from site_dir import installed_environment
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -216,7 +217,7 @@ def test_version_option_prints_versions_of_fsdp_c_torch_and_python() -> None:
 
 
 def test_check_option_reports_six_passed_checks() -> None:
-    completed = run("-m", "fsdp_c", "--check")
+    completed = run(*find_command("--check").arguments)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     passed = dict(re.findall(r"^  (\w[\w ]*?) +ok +(.+)$", completed.stdout, re.M))
     assert list(passed) == ["extension", "torch", "kernels", "devices", "entry point", "two ranks"]
