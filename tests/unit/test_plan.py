@@ -303,7 +303,7 @@ def test_suggested_checkpointing_lowers_peak_by_predicted_amount() -> None:
 @pytest.mark.parametrize(
     ("size", "count"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("7", 7), (9, 9)]
 )
-def test_bytes_of_size_returns_number_of_bytes(size: Any, count: int) -> None:
+def test_parse_bytes_accepts_units_and_plain_numbers(size: Any, count: int) -> None:
     assert report.parse_bytes(size) == count
 
 

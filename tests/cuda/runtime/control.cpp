@@ -145,7 +145,7 @@ void sim_reset() {
 }
 
 /* Starts the log of calls from the library whose path contains `library` (empty: stops it). The
- * call of index `at` fails if it has the kind `kind`. */
+ * call of index `at` does not order streams if it has the kind `kind`. */
 void sim_log_calls(const char *library, const char *kind, long at) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     sim::calls.clear();
