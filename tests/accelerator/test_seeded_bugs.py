@@ -29,7 +29,9 @@ def test_early_read_changes_bits_under_delayed_writes(results: Results, name: st
 
 
 @pytest.mark.parametrize("name", seeded_bugs.EARLY_OVERWRITES)
-def test_early_overwrite_changes_bits_under_early_writes(results: Results, name: str) -> None:
+def test_overwrite_without_wait_changes_bits_if_writes_come_early(
+    results: Results, name: str
+) -> None:
     writes, unchanged_runs = results.early_writes[name]
     assert writes > 0
     assert unchanged_runs == 0

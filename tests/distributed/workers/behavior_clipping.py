@@ -27,7 +27,7 @@ from torch.nn.utils import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPES = ((8, 3), (5,), (7, 2), (1,), (300, 256))
-"""Shapes with uneven and empty shards, and one above the limit for several threads."""
+"""Shapes with uneven and empty shards, and one that is large enough for several threads."""
 
 
 @contextmanager

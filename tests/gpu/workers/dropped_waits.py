@@ -31,7 +31,7 @@ from variants import Stage
 
 VARIANT = "mixed"
 MAX_DROPPED = 60
-"""Maximum number of dropped waits. If there are more, they are sampled evenly."""
+"""Maximum number of waits to drop on CUDA. If there are more, they are sampled evenly."""
 
 Outcome = tuple[str, bool]
 """A digest of the results, and whether the simulated device reported a finding."""
