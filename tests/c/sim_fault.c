@@ -29,11 +29,11 @@ static struct {
  * refactoring of the core must not change this trace. */
 static void trace(const char *name) {
     static FILE *file;
-    static bool asked;
-    if (!asked) {
+    static bool was_read;
+    if (!was_read) {
         const char *path = getenv("FSDP_C_SIM_TRACE");
         file = path != NULL ? fopen(path, "w") : NULL;
-        asked = true;
+        was_read = true;
     }
     if (file != NULL) {
         (void)fprintf(file, "%s\n", name);

@@ -161,7 +161,7 @@ def test_nvrtc_of_torchs_cuda_release_comes_first(
         assert find_libraries()[0].name == f"libnvrtc.so.{release[:2]}"
 
 
-def test_jit_with_failing_load_of_driver_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:
+def test_code_that_the_driver_rejects_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="cuLibraryLoadData failed with CUresult 200"):
         jit.load_kernels(driver, b"no code")
     assert _C.kernels_of(torch.device("cuda")) == ("cuda" if _C.CUDA_KERNELS else "torch")

@@ -134,7 +134,7 @@ def test_report_groups_ranks_by_place() -> None:
     ]
 
 
-def test_report_tells_ended_stopped_and_running_processes_apart() -> None:
+def test_report_distinguishes_ended_stopped_and_running_processes() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         positions = {0: Position(0, pid=child.pid)}

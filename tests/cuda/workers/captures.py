@@ -30,7 +30,7 @@ CASES = (
 
 
 def warm_up(training: Any) -> None:
-    """Runs steps on a side stream, as the documentation of CUDA graphs asks for."""
+    """Runs steps on a side stream, as the documentation of CUDA graphs requires."""
     import torch
 
     side = torch.cuda.Stream()

@@ -325,7 +325,7 @@ def checkpoints(api: Api) -> dict[str, Any]:
             results[f"written by {writer.name}, resumed by {reader.name}"] = resume(
                 reader, writer.name
             )
-        results[f"{writer.name} went on"] = train(model, api.rank, 2, optimizer)
+        results[f"{writer.name} continued"] = train(model, api.rank, 2, optimizer)
     return results
 
 
