@@ -217,15 +217,14 @@ def test_child_sharded_by_torch_raises_at_first_forward(fake_group: int) -> None
 def test_memory_error_in_fully_shard_leaves_module_unchanged(
     fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attach = importlib.import_module("fsdp_c._runtime.init")
-
+    init = importlib.import_module("fsdp_c._runtime.init")
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with monkeypatch.context() as patch:
 
         def fail(*args: Any) -> None:
             raise MemoryError("no memory for the classes")
 
-        patch.setattr(attach, "_apply_to_module", fail)
+        patch.setattr(init, "_apply_to_module", fail)
         assert_raises_unchanged(module, MemoryError, "no memory")
     fully_shard(module)
     train(module)
