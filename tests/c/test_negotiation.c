@@ -428,7 +428,7 @@ static void close_while_connecting(void) {
     end(n);
 }
 
-static void end_of_the_group_during_the_negotiation_declines(void **state) {
+static void negotiation_declines_if_the_group_ends_meanwhile(void **state) {
     (void)state;
     run_negotiation(close_while_connecting, 2);
 }
@@ -449,7 +449,7 @@ int main(void) {
         cmocka_unit_test(other_backends_decline_without_a_round),
         cmocka_unit_test(interrupted_wait_may_be_repeated),
         cmocka_unit_test(negotiation_round_is_issued_again_after_failed_issue),
-        cmocka_unit_test(end_of_the_group_during_the_negotiation_declines),
+        cmocka_unit_test(negotiation_declines_if_the_group_ends_meanwhile),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -233,7 +233,7 @@ def test_memory_error_in_fully_shard_leaves_module_unchanged(
 @pytest.mark.skipif(
     os.environ.get("FSDP_C_SANITIZE", "") not in ("", "0"), reason="sanitizers end the process"
 )
-def test_failed_allocation_in_forward_raises_torch_error_and_model_trains_on(
+def test_failed_allocation_in_forward_raises_torch_error_and_model_trains_again(
     fake_group: int,
 ) -> None:
     """accelerate searches for torch's message before it retries with a smaller batch."""

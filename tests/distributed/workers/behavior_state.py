@@ -251,7 +251,7 @@ def swapped_after_training(api: Api) -> list[Any]:
 
 @scenario()
 def full_state_dicts(api: Api) -> dict[str, Any]:
-    """Saves full state dicts of model and optimizer on the CPU, loads them and trains on."""
+    """Saves full state dicts of model and optimizer on the CPU, loads them and trains again."""
     model = shard(api, blocks_and_head())
     optimizer = adamw(model)
     train(model, api.rank, 2, optimizer)
