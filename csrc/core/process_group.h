@@ -37,8 +37,7 @@ FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, s
 void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan);
 
 /* Compares the plan with the other ranks before the collective `operation` of `modules`, unless
- * that was done. `waits`: the caller waits for that collective at once. *result: whether the plans
- * are equal, and a rank that differs. Opens the process group. */
+ * that was done. `waits`: the caller waits for that collective at once. Opens the process group. */
 FC_CHECK fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *modules,
                                                  fc_operation operation, fct_device device,
                                                  bool waits, fct_plan_result *result);

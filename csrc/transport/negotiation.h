@@ -59,8 +59,8 @@ typedef enum fct_plan_state {
 } fct_plan_state;
 typedef struct fct_plan_result {
     fct_plan_state state;
-    int64_t rank;       /* a rank with another plan, if state is FCT_PLANS_DIFFER */
-    uint64_t hashes[2]; /* of the plans of this rank and of that rank */
+    int64_t rank;
+    uint64_t hashes[2];
 } fct_plan_result;
 
 /* Registers the negotiation with the process group, so that the group's end calls

@@ -24,7 +24,7 @@ def test_seeded_bug_is_reported(results: Results, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", seeded_bugs.EARLY_READS)
-def test_early_read_changes_bits_under_delayed_writes(results: Results, name: str) -> None:
+def test_read_without_wait_changes_bits_if_writes_are_delayed(results: Results, name: str) -> None:
     assert results.wrong_under_delay[name] > 0
 
 

@@ -7,14 +7,14 @@
 static void commit_and_read_at_random(void) {
     while (me.written < me.of->messages || me.read < me.of->messages) {
         const uint32_t seen_seq = shm_ring_seq(me.ring);
-        const int peer_releases = random_below(2) == 0;
+        const int reads_first = random_below(2) == 0;
         uint32_t done = 0;
         for (uint32_t most = 1 + random_below(90); done < most; done++) {
-            if (!(peer_releases ? try_read() : try_commit())) {
+            if (!(reads_first ? try_read() : try_commit())) {
                 break;
             }
         }
-        if (done == 0 && !(peer_releases ? try_commit() : try_read())) {
+        if (done == 0 && !(reads_first ? try_commit() : try_read())) {
             wait_without_timeout(seen_seq);
         }
     }
@@ -135,7 +135,7 @@ static void reserve_fails_when_all_header_slots_are_used(void **state) {
 
 /* ---- ends of ranks ---- */
 
-/* Rank 0 marks its ring closed after it has checked that rank 2 lives. Rank 1 is not there. */
+/* Rank 0 marks its ring closed after it has checked that rank 2 lives. Rank 1 has ended before. */
 static void end_without_rank_1(void) {
     shm_ring_message none;
     if (me.rank == 0) {

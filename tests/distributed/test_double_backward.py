@@ -60,7 +60,7 @@ def run_scenario(name: str, world: int = 2) -> list[Any]:
 
 
 def assert_freed(results: list[Any]) -> None:
-    assert [result["held"] for result in results] == [0] * len(results)
+    assert [result["unsharded_bytes"] for result in results] == [0] * len(results)
 
 
 def run_torch(rank: int, world: int) -> None:

@@ -546,7 +546,7 @@ def reset_after_a_failure(tools: SimTools) -> Record:
 
 
 def failed_backward(tools: SimTools, reset: bool) -> Record:
-    """Trains on after a failed backward, without and with CPU offload."""
+    """Trains again after a failed backward, without and with CPU offload."""
     record = _train_after_failure(tools, reset)
     return record + _train_after_failure(tools, reset, offload_policy=CPUOffloadPolicy())
 
