@@ -170,7 +170,7 @@ def find_gathers_of_recomputation(facts: Facts) -> Iterator[_Change]:
         return
     yield _Change(
         "activation checkpointing recomputes modules whose units are gathered for that only",
-        "call modules whose backward needs no parameters outside of torch.utils.checkpoint",
+        "call outside of torch.utils.checkpoint the modules whose backward needs no parameters",
         plain,
         _describe_gathers,
         lambda saves: saves.gathers > 0,
@@ -178,7 +178,7 @@ def find_gathers_of_recomputation(facts: Facts) -> Iterator[_Change]:
 
 
 def _remove_recomputation(trace: Trace) -> Trace:
-    """Returns the trace without the forwards in backward, as if they ran inside of their units."""
+    """Returns the trace without the forwards that backward recomputes."""
     events = []
     in_backward = False
     for event in trace.events:

@@ -120,13 +120,13 @@ static const char *events_of(int32_t call) {
     for (size_t i = 0; i < record.count; i++) {
         const fcd_event *e = &record.events[i];
         const bool memory = e->kind == FCD_ALLOC || e->kind == FCD_FREE;
-        const bool labelled = memory || e->kind == FCD_LEAVE;
-        const bool listed = labelled || (e->kind >= FCD_PACK && e->kind <= FCD_PACK_GRADIENTS) ||
+        const bool labeled = memory || e->kind == FCD_LEAVE;
+        const bool listed = labeled || (e->kind >= FCD_PACK && e->kind <= FCD_PACK_GRADIENTS) ||
                             (e->kind >= FCD_ALL_GATHER && e->kind <= FCD_WAIT_WORK);
         if (e->call == call && listed) {
             length += (size_t)snprintf(text + length, sizeof text - length, "%s%s%s%s",
                                        length > 0 ? "; " : "", fcd_kind_names[e->kind],
-                                       labelled ? " " : "", labelled ? e->label : "");
+                                       labeled ? " " : "", labeled ? e->label : "");
         }
         if (e->call == call && memory) {
             length +=

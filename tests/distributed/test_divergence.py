@@ -44,7 +44,7 @@ NAMED_BY_LABEL = {
     "an evaluation": ("gathers 'blocks.3' (step 3, backward)", "gathers 'blocks.0' (step 4, for"),
     "explicit unshard": ("gathers 'blocks.0' (step 3, forward)", "gathers 'blocks.3' (step 2, out"),
 }
-"""What the equal ranks and the last rank issue, for each dynamic case after two steps."""
+"""The collectives of the equal ranks and of the last rank, by dynamic case, after two steps."""
 
 
 @functools.cache

@@ -157,7 +157,7 @@ def compiled_files(output: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """Returns a tree with a finished release build. Tests change neither sources nor module."""
+    """Returns a tree with a finished release build. Tests restore the sources that they change."""
     tree = Tree(tmp_path_factory.mktemp("tree"))
     tree.build()
     return tree
@@ -335,7 +335,7 @@ def test_build_with_failing_nvcc_omits_kernels_and_prints_warning(tree: Tree) ->
     assert "!!" not in output
     assert tree.record()["kernels"] == "CPU and CUDA 12.4"
     assert "libcudart.so.12" in linked_libraries(tree)
-    assert compiled_files(output) == []  # nvcc and the linker run
+    assert compiled_files(output) == []  # only nvcc and the linker run
 
 
 def test_error_in_a_c_file_is_not_reported_as_nvcc_error(tree: Tree) -> None:

@@ -71,7 +71,7 @@ def test_build_for_torch_of_same_minor_release_is_compatible(
     assert (build_info.find_mismatch([make_build(torch=version)]) is None) == fits
 
 
-def test_build_for_another_torch_returns_versions_and_build_command() -> None:
+def test_message_about_build_for_another_torch_names_versions_and_build_command() -> None:
     message = build_info.find_mismatch([make_build(torch="2.9.1")])
     assert message == (
         f"fsdp_c was built for torch 2.9 and this is torch {torch.__version__}: build it again "
@@ -115,13 +115,15 @@ def test_class_sizes_are_those_of_readelf() -> None:
         }
 
 
-def test_build_for_another_python_returns_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_about_build_for_another_python_names_its_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(build_info, "has_extension", lambda folder: False)
     message = build_info.find_mismatch([make_build(python="3.8")])
     assert message is not None and ", but for Python 3.8: build it with" in message
 
 
-def test_import_from_unbuilt_source_folder_returns_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_about_unbuilt_source_folder_names_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_info, "BUILD_RECORD", ROOT / "fsdp_c" / build_info.BUILD_RECORD.name)
     monkeypatch.setattr(build_info, "has_extension", lambda folder: False)
     message = build_info.find_mismatch([])

@@ -302,7 +302,7 @@ def test_argument_without_effect_logs_warning(
 # ---- logging -------------------------------------------------------------------------------------
 
 
-def test_warning_about_second_model_is_not_repeated(logged: Logged) -> None:
+def test_warning_about_two_models_of_one_class_is_logged_once(logged: Logged) -> None:
     for _ in range(2):
         step(fully_shard(MLPModel()))  # type: ignore[arg-type]
     assert len(logged()) == 1

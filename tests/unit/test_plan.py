@@ -303,7 +303,7 @@ def test_suggested_checkpointing_lowers_peak_by_predicted_amount() -> None:
 @pytest.mark.parametrize(
     ("size", "count"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("7", 7), (9, 9)]
 )
-def test_bytes_of_size_returns_number_of_bytes(size: Any, count: int) -> None:
+def test_parse_bytes_accepts_units_and_plain_numbers(size: Any, count: int) -> None:
     assert report.parse_bytes(size) == count
 
 
@@ -457,7 +457,7 @@ def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
 
 
 @pytest.mark.parametrize("name", ["max_transient", "min_unit"])
-def test_bound_that_is_not_a_positive_integer_raises(name: str, fake_group: int) -> None:
+def test_number_of_bytes_that_is_not_a_positive_integer_raises(name: str, fake_group: int) -> None:
     for function in (auto_shard, partial(quiet_plan, world_size=8)):
         for value in (0, -1):
             with pytest.raises(ValueError, match=f"{name} is a positive number of bytes, not"):

@@ -338,7 +338,7 @@ def test_padding_is_avoided_by_sharding_another_dim() -> None:
     assert not has_advice(explain(after), "shard_placement_fn")
 
 
-def test_padding_without_a_dim_that_is_even_gets_no_advice() -> None:
+def test_padding_without_an_evenly_divisible_dim_gets_no_advice() -> None:
     assert not has_advice(explain(fully_shard(nn.Linear(9, 9)), torch.ones(2, 9)), "padded")
 
 
