@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .._auto_shard.unit import Unit
 from .._runtime import fsdp_units
-from .._runtime.mixed_precision import get_compute_dtype, get_reduce_dtype
+from .._runtime.mixed_precision import APPLIED_REDUCE_DTYPE, get_compute_dtype, get_reduce_dtype
 from .fake_step import StateModules
 
 BUCKET_LIMIT = 2**30
@@ -281,7 +281,7 @@ def _make_param_sizes(param: Any) -> ParamSize:
         dim=getattr(getattr(param, "fsdp_placement", None), "dim", 0),
         orig_dtype=param.orig_dtype,
         compute_dtype=compute_dtype,
-        reduce_dtype=param.reduce_dtype or compute_dtype,
+        reduce_dtype=APPLIED_REDUCE_DTYPE.__get__(param) or compute_dtype,
         requires_grad=param.sharded_param.requires_grad,
     )
 

@@ -63,7 +63,7 @@ def param_modules(api: Api) -> list[Any]:
 @scenario()
 def param_dtypes(api: Api) -> list[Any]:
     observed: list[Any] = []
-    for policy in (MixedPrecisionPolicy(), MIXED):
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16), MIXED):
         model: Any = shard(api, blocks_and_head(1), mp_policy=policy)
         model(batch(api.rank))
         param = group_of(model[0]).fsdp_params[0]
