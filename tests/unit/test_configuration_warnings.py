@@ -37,9 +37,8 @@ def logged(
 ) -> Iterator[Callable[[], list[str]]]:
     """Yields a function that returns the warnings logged so far. Python warnings raise."""
     monkeypatch.setattr(lint, "_logged", set())
-    monkeypatch.setattr(
-        lint_params, "_replaced_registrations", {}
-    )  # models of other tests may be alive
+    # Models of other tests may be alive.
+    monkeypatch.setattr(lint_params, "_replaced_registrations", {})
 
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
