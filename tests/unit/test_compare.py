@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,19 @@ def environment() -> dict[str, str]:
 def run(
     case: str, *options: str, ranks: int = 1, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Compares a case of compare_job.py, in one round of three steps unless ``options`` differ."""
+    """Compares a case of compare_job.py, in one round of three steps unless ``options`` differ.
+
+    This process is the supervisor: another one would import torch for two seconds.
+    """
     arguments = ["--steps", "3", "--rounds", "1", "--nproc-per-node", str(ranks), *options]
     arguments += [str(JOB), case, *([] if folder is None else [str(folder)])]
-    return subprocess.run(
-        [*COMMAND, *arguments], env=environment(), capture_output=True, text=True, timeout=280
-    )
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
+            code = compare.main(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 def last_line(completed: subprocess.CompletedProcess[str]) -> str:
