@@ -259,6 +259,23 @@ def test_missing_cmake_is_reported_with_remedy(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shutil, "which", lambda name, path: None)
     with pytest.raises(SystemExit, match=r"cmake is not found: run .* pip install cmake ninja"):
         run_cmake.find_program("cmake")
+    with pytest.raises(SystemExit, match=r"ninja is not found"):
+        run_cmake.find_program("ninja", "make")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_build_without_ninja_uses_make(tree: Tree) -> None:
+    without_ninja = (
+        "import shutil; which = shutil.which; "
+        "shutil.which = lambda name, **k: None if name == 'ninja' else which(name, **k)"
+    )
+    tree.build(code=without_ninja)
+    assert tree.values() == RELEASE_VALUES
+    tree.write("csrc/core/other.c", "int fc_other(void) { return 0; }\n")
+    output = tree.build(fails=True, code=without_ninja)
+    assert "-Werror=missing-prototypes" in output and "Traceback" not in output
+    tree.write("csrc/core/other.c", FILES["csrc/core/other.c"])
+    assert compiled_files(tree.build()) != []  # ninja, in a new folder
 
 
 def test_ccache_is_launcher_of_compilers_that_are_not_ccache(
