@@ -108,7 +108,7 @@ class Supervisors:
         return cls(list(range(processes or 1)), processes or 1, dist.HashStore())
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Returns the variables of ``rank`` that torchrun sets, where it did not."""
+        """Returns the variables that torchrun would set for ``rank``; empty under torchrun."""
         if "RANK" in os.environ:
             return {}
         world = str(self.world_size)

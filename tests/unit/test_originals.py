@@ -36,7 +36,7 @@ def wrapped(function: Any) -> Any:
 
 
 def opaque(*args: Any, **kwargs: Any) -> None:
-    """Leads to no function of torch."""
+    """A replacement that has no reference to the function of torch."""
 
 
 def test_has_parameter_of_replaced_function_reads_torchs_code(
@@ -128,7 +128,7 @@ def test_install_after_fully_shard_was_wrapped_runs_wrapper_and_fsdp_c(
     try:
         layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
         torch_module.fully_shard(layer)  # the wrapper
-        own(other)  # by who imported the function before
+        own(other)  # a reference from before install()
         assert calls == [layer]
         assert fsdp_c.is_active(layer) and fsdp_c.is_active(other)
     finally:

@@ -1,7 +1,7 @@
 """Makes cudaMalloc, NCCL calls and launches fail during a step, each in turn.
 
-``python failures.py IMPLEMENTATION JOB`` prints a JSON object: for each kind of failure a list with
-the outcome of the step in which the n-th call failed, and of the step after it.
+``python failures.py IMPLEMENTATION JOB`` prints a JSON object with a list for each kind of failure.
+Its n-th entry has the outcomes of a step in which the n-th call failed, and of the step after it.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def attempt(fully_shard: Any, seed: int, rank: int, world: int) -> list[torch.Te
 def compare_models(rank: int, world: int, seeds: list[int]) -> tuple[int, dict[int, str]]:
     """Returns the number of models that both train, and the seeds that differ.
 
-    A model that fsdp_c alone refuses differs, too.
+    A model for which fsdp_c raises alone, or raises another exception than torch's, differs, too.
     """
     import fsdp_c
 
