@@ -5,6 +5,7 @@
 #include "context_removal.hpp"
 #include "group.hpp"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
@@ -51,6 +52,12 @@ std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup
  */
 constexpr int kLargestAllToAll = 64;
 
+/* Allocates integers below the dispatcher: dispatch modes and transforms of functorch would observe
+ * or replace the tensor. */
+at::Tensor make_integers(int64_t count) {
+    return at::detail::empty_cpu({count}, at::kLong);
+}
+
 /* Issues an all-gather of `count` integers, or an all-to-all with the same result. */
 fct_exchange *start_exchange(fct_pg *pg, const int64_t *values, size_t count, bool all_to_all) {
     const auto backend = pg->group->getBackend(c10::DeviceType::CPU);
@@ -58,11 +65,11 @@ fct_exchange *start_exchange(fct_pg *pg, const int64_t *values, size_t count, bo
     const int64_t world = pg->group->getSize();
     const auto length = static_cast<int64_t>(count);
     const int64_t copies = all_to_all ? world : 1;
-    at::Tensor input = at::empty({copies * length}, at::kLong);
+    at::Tensor input = make_integers(copies * length);
     for (int64_t i = 0; i < copies; i++) {
         std::copy_n(values, count, input.mutable_data_ptr<int64_t>() + i * length);
     }
-    exchange->results = at::empty({world * length}, at::kLong);
+    exchange->results = make_integers(world * length);
     const fct::ScopedContextRemoval no_context;
     {
         pybind11::gil_scoped_release released;

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from divergence import LIMIT_SECONDS, SIZE, Block, Model
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
 
@@ -212,6 +213,14 @@ def evaluation_on_all(rank: int, group: Any) -> None:
         _train(model, 1)
 
 
+def transform_of_functorch(rank: int, group: Any) -> None:
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+        return  # FSDP2 does not support such transforms
+    model = _make_model(group)
+    torch.func.grad(lambda x: model(x).sum())(torch.ones(2, SIZE))
+    _train(model, 1)
+
+
 LEGITIMATE: tuple[Callable[[int, Any], None], ...] = (
     other_numbers_of_local_backwards,
     not_the_last_backward,
@@ -219,6 +228,7 @@ LEGITIMATE: tuple[Callable[[int, Any], None], ...] = (
     one_backward_of_two_roots,
     torch_functions_on_one_rank,
     evaluation_on_all,
+    transform_of_functorch,
 )
 
 
@@ -241,8 +251,20 @@ def run_hsdp(rank: int, world_size: int, diverges: bool) -> str:
     return ""
 
 
-def count_observed(rank: int, world_size: int) -> tuple[dict[str, int], list[str]]:
-    """Returns what CommDebugMode and the profiler report of a step."""
+class OperatorLog(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def count_observed(rank: int, world_size: int) -> tuple[dict[str, int], list[str], list[str]]:
+    """Returns what CommDebugMode, the profiler and a dispatch mode report of a step."""
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.profiler import profile
 
@@ -252,10 +274,16 @@ def count_observed(rank: int, world_size: int) -> tuple[dict[str, int], list[str
         _train(model, 1)
     with profile() as profiler:
         _train(model, 1)
+    with OperatorLog() as log:
+        _train(model, 1)
     names = sorted(
         event.name for event in profiler.events() if "c10d" in event.name or "gloo" in event.name
     )
-    return {str(op): count for op, count in mode.get_comm_counts().items()}, names
+    return (
+        {str(op): count for op, count in mode.get_comm_counts().items()},
+        names,
+        sorted(log.names),
+    )
 
 
 def list_recorder_entries(rank: int, world_size: int) -> list[str]:
