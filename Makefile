@@ -129,7 +129,7 @@ demo: build
 test: export FSDP_C_TORCH_OUTCOMES := $(TORCH_OUTCOMES)
 test: build
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-c test-assert
-	$(PY) -m pytest $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(PYTEST_ARGS) --junitxml=build/tests.xml tests
 
 # Tests that cover most transitions of the core, with the assertions of csrc/core enabled (see fc_group_check).
 test-assert: build
@@ -258,7 +258,7 @@ test-release: $(RELEASES_DIR)/torch-$(RELEASE)/.fsdp_c-env
 	@git ls-files -z --cached --others --exclude-standard | tar --null -c -T - | tar -x -C $(RELEASE_TREE)
 	cd $(RELEASE_TREE) && export PYTHONPATH=$(RELEASE_TREE) FSDP_C_NO_CUDA="$${FSDP_C_NO_CUDA-1}" && mkdir -p build && \
 	{ $(RELEASE_VENV)/bin/python setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }; } && \
-	$(RELEASE_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(RELEASE_TESTS)
+	$(RELEASE_VENV)/bin/python -m pytest $(PYTEST_ARGS) --junitxml=build/tests.xml $(RELEASE_TESTS)
 
 # Builds the simulated CUDA device for the torch of CUDA_PYTHON, and fsdp_c for that torch, then runs tests/cuda.
 cuda-sim: build
@@ -296,6 +296,7 @@ format: env
 docs: $(DOCS_STAMP)
 	$(PYTHON) docs/configuration_table.py --check
 	$(PYTHON) benchmarks/result_tables.py --check
+	$(PYTHON) docs/compatibility_table.py --check
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
 	@echo "open build/docs/index.html (search needs a server: python3 -m http.server -d build/docs)"
 

@@ -85,15 +85,13 @@ class BuildWithCMake(build_ext):
             "FSDP_C_LENIENT": "ON" if is_on("FSDP_C_LENIENT") else "OFF",
         }
         self.kernels = f"CPU and CUDA {torch.version.cuda}" if cuda else "CPU"
-        c_files, cxx_files = (len(list(ROOT.glob(f"csrc/*/*.{suffix}"))) for suffix in ("c", "cpp"))
-        print(find_torch.describe_build(c_files, cxx_files, self.kernels, jobs), flush=True)
+        files = len([*ROOT.glob("csrc/*/*.c"), *ROOT.glob("csrc/*/*.cpp")])
+        print(find_torch.describe_build(files, self.kernels, jobs), flush=True)
 
         targets = [ext.name.rpartition(".")[2] + variant for ext in self.extensions]
         if not run_cmake.build(ROOT, directory, targets, definitions, cuda, jobs):
             self.kernels = "CPU"
-        link = BUILD / "compile_commands.json"  # the path that editors read
-        link.unlink(missing_ok=True)
-        link.symlink_to(directory / link.name)
+        run_cmake.write_compile_commands(directory, BUILD / "compile_commands.json")
         for ext, target in zip(self.extensions, targets):
             library = Path(self.get_ext_fullpath(ext.name))
             built = directory / target / library.name

@@ -17,8 +17,8 @@ NO_TORCH = (
     "install torch first, then fsdp_c with  pip install --no-build-isolation ."
 )
 
-MINUTES_CXX = 0.6  # per C++ file with one job; most of the time is spent in torch's headers
-MINUTES_C = 0.01  # per C file
+MINUTES_CPU = 1  # for all C and C++ files
+MINUTES_CUDA = 3
 
 
 def add_to_path(paths: list[str] | None = None) -> None:
@@ -65,18 +65,16 @@ def definitions() -> dict[str, str]:
     }
 
 
-def describe_build(c_files: int, cxx_files: int, kernels: str, jobs: int) -> str:
+def describe_build(files: int, kernels: str, jobs: int) -> str:
     """Returns a line that describes the build and estimates its duration."""
     import torch
 
-    minutes = (cxx_files * MINUTES_CXX + c_files * MINUTES_C) / jobs
-    minutes += 3 * kernels.count("CUDA")
+    minutes = MINUTES_CPU + MINUTES_CUDA * kernels.count("CUDA")
     python = ".".join(map(str, sys.version_info[:2]))
-    files = c_files + cxx_files
     return (
         f"fsdp_c: building for Python {python} and torch {torch.__version__}, kernels for "
         f"{kernels}: {files} files with {jobs} compilers at a time. The first build takes about "
-        f"{max(1, round(minutes))} min; later builds compile only changed files"
+        f"{minutes} min; later builds compile only changed files"
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs CMake and ninja for setup.py.
+"""Runs CMake, and ninja or make, for setup.py.
 
 Each combination of Python, torch and build type has its own directory under ``build/``. So a change
 of the settings does not recompile all files, and builds for several releases of torch coexist.
@@ -37,22 +37,23 @@ def lock_build(build: Path) -> Iterator[None]:
         yield
 
 
-def find_program(name: str) -> str:
-    """Returns the path of ``cmake`` or ``ninja``.
+def find_program(*names: str) -> str:
+    """Returns the path of the first of the programs that exists.
 
-    Both are scripts of the Python environment, which may not be activated.
+    ``cmake`` and ``ninja`` are scripts of the Python environment, which may not be activated.
 
     Raises:
-        SystemExit: The program is not found. The message names the remedy.
+        SystemExit: No program is found. The message names the remedy.
     """
     folders = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    path = shutil.which(name, path=folders)
-    if path is None:
-        raise SystemExit(
-            f"fsdp_c: {name} is not found: run  {sys.executable} -m pip install cmake ninja  "
-            "or build with pip's build isolation"
-        )
-    return path
+    for name in names:
+        path = shutil.which(name, path=folders)
+        if path is not None:
+            return path
+    raise SystemExit(
+        f"fsdp_c: {names[0]} is not found: run  {sys.executable} -m pip install cmake ninja  "
+        "or build with pip's build isolation"
+    )
 
 
 def find_compilers() -> dict[str, str]:
@@ -86,28 +87,31 @@ def find_launcher(variable: str, compiler: str) -> str:
 
 
 def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> None:
-    """Runs CMake, which writes the ninja file of ``directory``.
+    """Runs CMake, which writes the files of ninja, or of make without ninja, to ``directory``.
 
-    Deletes the directory first if the compilers or their flags have changed.
+    Deletes the directory first if the compilers, their flags or the program have changed.
 
     Raises:
         SystemExit: CMake failed and has printed the reason.
     """
     compilers = find_compilers()
     environment = os.environ | compilers
-    compiler_settings = json.dumps({name: environment.get(name) for name in CACHED_VARIABLES})
+    program = find_program("ninja", "make")
+    generator = "Ninja" if Path(program).name == "ninja" else "Unix Makefiles"
+    cached = {name: environment.get(name) for name in CACHED_VARIABLES}
+    compiler_settings = json.dumps({**cached, "generator": generator})
     record = directory / "compilers.json"
     if not record.is_file() or record.read_text() != compiler_settings:
         shutil.rmtree(directory, ignore_errors=True)
     settings = {
         **definitions,
-        "CMAKE_MAKE_PROGRAM": find_program("ninja"),
+        "CMAKE_MAKE_PROGRAM": program,
         "CMAKE_C_COMPILER_LAUNCHER": find_launcher("CMAKE_C_COMPILER_LAUNCHER", compilers["CC"]),
         "CMAKE_CXX_COMPILER_LAUNCHER": find_launcher(
             "CMAKE_CXX_COMPILER_LAUNCHER", compilers["CXX"]
         ),
     }
-    command = [find_program("cmake"), "-S", str(source), "-B", str(directory), "-G", "Ninja"]
+    command = [find_program("cmake"), "-S", str(source), "-B", str(directory), "-G", generator]
     command += [f"-D{name}={value}" for name, value in settings.items()]
     if subprocess.run(command, env=environment).returncode:
         record.unlink(missing_ok=True)
@@ -115,10 +119,17 @@ def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> 
     record.write_text(compiler_settings)
 
 
-def compile_targets(directory: Path, targets: Sequence[str], jobs: int, *options: str) -> bool:
-    """Builds ``targets``. Returns whether the build succeeded; ninja prints the errors."""
+def compile_targets(
+    directory: Path, targets: Sequence[str], jobs: int, *, keep_going: bool = False
+) -> bool:
+    """Builds ``targets``. Returns whether the build succeeded; the program prints the errors.
+
+    ``keep_going``: also builds what does not depend on a file that failed.
+    """
     command = [find_program("cmake"), "--build", str(directory), "--parallel", str(jobs)]
-    command += ["--target", *targets, *(["--", *options] if options else [])]
+    command += ["--target", *targets]
+    if keep_going:
+        command += ["--", "-k", *(["0"] if (directory / "build.ninja").exists() else [])]
     return subprocess.run(command).returncode == 0
 
 
@@ -140,7 +151,7 @@ def build(
     if cuda is not None:
         try:
             configure(source, directory, {**definitions, **cuda.definitions()})
-            if compile_targets(directory, targets, jobs, "-k", "0"):
+            if compile_targets(directory, targets, jobs, keep_going=True):
                 return True
             nvcc_failed = not (directory / "kernels_cuda.o").exists()
         except (OSError, RuntimeError) as error:
@@ -170,3 +181,23 @@ def check_resolved(library: Path) -> None:
     if missing:
         library.unlink()
         raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")
+
+
+def write_compile_commands(directory: Path, path: Path) -> None:
+    """Writes the compile commands of a build to ``path``, for editors.
+
+    CMake lists a file that includes several sources (``UNITY_BUILD``). Each of these sources gets
+    an entry.
+    """
+    entries = []
+    for entry in json.loads((directory / "compile_commands.json").read_text()):
+        file = Path(entry["file"])
+        sources = [entry["file"]]
+        if file.parent.name == "Unity":
+            sources = re.findall(r'^#include "(.+)"$', file.read_text(), re.M)
+        entries += [
+            {**entry, "file": source, "command": entry["command"].replace(entry["file"], source)}
+            for source in sources
+        ]
+    path.unlink(missing_ok=True)
+    path.write_text(json.dumps(entries, indent=1))

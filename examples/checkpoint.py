@@ -1,126 +1,129 @@
-"""Checkpoints of a run: sharded tensors through DCP, and settings and history as JSON.
+"""Checkpoints of train_gpt.py: sharded tensors through DCP, settings and history as JSON.
 
-A checkpoint is the folder ``step_NNNNNN``. DCP writes the model, the optimizer, the step, the data
-position and each rank's random state there. ``run.json`` has the settings on which the losses
-depend, and the history so far. The folder gets its final name when it is complete.
+A checkpoint is the folder ``step_NNNNNN``. DCP writes the model, the optimizer and each rank's
+random state there. ``run.json`` has the settings on which the losses depend, and the history so
+far. The folder gets its final name when it is complete.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from history import History
+from job import RANK, UsageError, print_on_rank_0
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 RUN_FILE = "run.json"
+NOT_RECORDED = ("impl", "out", "resume", "text_bytes", "save_every", "sample_bytes", "compare")
+"""Arguments on which the losses do not depend. The digest of the text stands for its bytes."""
 
 
-class CheckpointError(Exception):
-    """A checkpoint to resume from does not exist, or belongs to a different run."""
+class Checkpoints:
+    """The checkpoints of a run, in the folder ``checkpoints`` below ``args.out``.
 
-
-def find_newest(folder: Path) -> Path | None:
-    """Returns the complete checkpoint with the highest step in ``folder``, or None."""
-    complete = [p for p in folder.glob("step_" + 6 * "[0-9]") if (p / RUN_FILE).is_file()]
-    return max(complete, default=None, key=lambda p: p.name)
-
-
-def discard_all(folder: Path) -> None:
-    """Deletes the checkpoints in ``folder``, unfinished ones included, and nothing else."""
-    for path in folder.glob("step_*"):
-        shutil.rmtree(path)
-
-
-def read_run(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the history stored in the checkpoint ``path``.
-
-    Raises CheckpointError if ``path`` is not a checkpoint. Also raises if ``settings`` differ from
-    the stored settings, since the resumed run would then have other losses.
+    Every rank must call ``begin`` and ``save``.
     """
-    try:
-        run = json.loads((path / RUN_FILE).read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a checkpoint (it has no {RUN_FILE})") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path / RUN_FILE} cannot be read: {error}") from None
-    stored = run["settings"]
-    different = [
-        f"{name} was {stored.get(name)}, now {settings.get(name)}"
-        for name in sorted(stored.keys() | settings.keys())
-        if stored.get(name) != settings.get(name)
-    ]
-    if different:
-        raise CheckpointError(f"{path} belongs to a different run: " + "; ".join(different))
-    return run["history"]
 
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        device: torch.device,
+        text: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.args, self.model, self.optimizer = args, model, optimizer
+        self.folder = args.out / "checkpoints"
+        arguments = {name: value for name, value in vars(args).items() if name not in NOT_RECORDED}
+        facts = {"ranks": dist.get_world_size(), "device": device.type, "text": text[:16]}
+        self.settings = arguments | facts
 
-def save(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    position: int,
-    settings: dict[str, Any],
-    history: dict[str, Any],
-) -> Path:
-    """Writes ``folder/step_NNNNNN``; every rank must call this. Returns the path."""
-    path = folder / f"step_{step:06d}"
-    unfinished = folder / f"{path.name}.unfinished"
-    rank = dist.get_rank()
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in (path, unfinished):
-            shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
-    dcp.save(_state(model, optimizer, step, position), checkpoint_id=unfinished)
-    if rank == 0:
-        run = {"settings": settings, "history": history}
-        (unfinished / RUN_FILE).write_text(json.dumps(run))
-        unfinished.rename(path)
-    dist.barrier()
-    return path
+    def begin(self) -> tuple[int, History]:
+        """Returns the number of steps made and their history: those of the resumed checkpoint.
 
+        Without ``--resume``, deletes the checkpoints of earlier runs.
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Restores model, optimizer and random state in place; returns the step and data position.
+        Raises:
+            UsageError: The checkpoint does not exist, belongs to a run with other settings, whose
+                losses would differ, or has all steps.
+        """
+        if not self.args.resume:
+            if RANK == 0:
+                for path in self.folder.glob("step_*"):
+                    shutil.rmtree(path)
+            return 0, History()
+        path = self.args.resume
+        if path == Path("newest"):
+            complete = [file.parent for file in self.folder.glob(f"step_*[0-9]/{RUN_FILE}")]
+            if not complete:
+                raise UsageError(f"no checkpoint to resume from in {self.folder}")
+            path = max(complete)
+        history = self._read_run(path)
+        state = self._get_state()
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        random = state["random"][f"rank{RANK}"]
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"])
+        print_on_rank_0(f"Resumed {path} after step {len(history.train)}.")
+        return len(history.train), history
 
-    Every rank must call this. The number of ranks must be that of the saving run.
-    """
-    state = _state(model, optimizer, step=0, position=0)
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
-    random = state["random"][f"rank{dist.get_rank()}"]
-    torch.set_rng_state(random["cpu"])
-    if "cuda" in random:
-        torch.cuda.set_rng_state(random["cuda"])
-    return int(state["step"]), int(state["position"])
+    def _read_run(self, path: Path) -> History:
+        try:
+            run = json.loads((path / RUN_FILE).read_text())
+        except FileNotFoundError:
+            raise UsageError(f"{path} is not a checkpoint (it has no {RUN_FILE})") from None
+        stored, history = run["settings"], History(**run["history"])
+        different = [
+            f"{name} was {stored.get(name)}, now {value}"
+            for name, value in sorted(self.settings.items())
+            if stored.get(name) != value
+        ]
+        if different:
+            raise UsageError(f"{path} belongs to a different run: " + "; ".join(different))
+        if len(history.train) == self.args.steps:
+            raise UsageError(f"{path} has all {self.args.steps} steps of its run")
+        return history
 
+    def is_due(self, every: int, step: int) -> bool:
+        """Returns whether ``step`` is the last one, or the last one of ``every`` steps."""
+        return step + 1 == self.args.steps or (step + 1) % every == 0
 
-def _state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, position: int
-) -> dict[str, Any]:
-    """Returns the state dict that DCP saves or loads."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    random = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        random["cuda"] = torch.cuda.get_rng_state()
-    return {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "step": torch.tensor(step),
-        "position": torch.tensor(position),
+    def save(self, step: int, history: History) -> None:
+        """Writes the checkpoint after the step with the index ``step``."""
+        path = self.folder / f"step_{step + 1:06d}"
+        unfinished = path.with_suffix(".unfinished")
+        if RANK == 0:
+            for old in (path, unfinished):
+                shutil.rmtree(old, ignore_errors=True)
+        dist.barrier()
+        dcp.save(self._get_state(), checkpoint_id=unfinished)
+        if RANK == 0:
+            run = {"settings": self.settings, "history": asdict(history)}
+            (unfinished / RUN_FILE).write_text(json.dumps(run))
+            unfinished.rename(path)
+        dist.barrier()
+
+    def _get_state(self) -> dict[str, Any]:
+        """Returns the state dict that DCP saves or loads."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        random = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_initialized():
+            random["cuda"] = torch.cuda.get_rng_state()
         # Each rank has its own random state and needs its own key: DCP stores equal keys once.
-        "random": {f"rank{dist.get_rank()}": random},
-    }
+        return {"model": model, "optimizer": optimizer, "random": {f"rank{RANK}": random}}

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from gpt import VOCABULARY
 from job import (
     RANK,
-    Progress,
     UsageError,
     init_processes,
     make_parser,
@@ -28,6 +27,7 @@ from job import (
     run,
     select_fully_shard,
 )
+from progress import Progress
 from text import Windows, load_corpus
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

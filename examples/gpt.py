@@ -106,10 +106,8 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(
-    model: GPT, prompt: bytes, length: int, *, temperature: float, seed: int, device: torch.device
-) -> bytes:
-    """Returns ``prompt``, followed by ``length`` sampled bytes.
+def generate(model: GPT, prompt: bytes, length: int, *, seed: int) -> str:
+    """Returns ``prompt``, followed by ``length`` sampled bytes. Undecodable bytes are replaced.
 
     Every rank must call ``generate``, since each forward is collective. All ranks sample the same
     bytes, because their generators have the same seed.
@@ -117,9 +115,10 @@ def generate(
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
+    device = next(model.parameters()).device
     for _ in range(length):
         window = torch.tensor([text[-model.config.context :]], device=device)
         logits = model(window)[0, -1].float().cpu()
-        probabilities = torch.softmax(logits / temperature, dim=0)
+        probabilities = torch.softmax(logits / 0.8, dim=0)  # temperature
         text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    return bytes(text)
+    return bytes(text).decode(errors="replace")

@@ -15,17 +15,18 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, GPTConfig, next_byte_loss
+from gpt import GPT, next_byte_loss
 from job import (
-    Progress,
     UsageError,
     init_processes,
-    make_parser,
+    make_gpt,
+    make_gpt_parser,
     positive,
     print_on_rank_0,
     run,
     select_fully_shard,
 )
+from progress import Progress
 from text import Windows, load_corpus
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -66,7 +67,7 @@ def train(args: argparse.Namespace) -> None:
     device = init_processes(args.device)
     mesh = make_mesh(args.mesh, device)
     torch.manual_seed(args.seed)
-    model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
+    model = make_gpt(args).to(device)
     shard_model(model, mesh, args.impl)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=False)
     print_on_rank_0(f"Training with {args.impl} on {args.mesh} ({', '.join(DIMENSIONS)}) ranks.")
@@ -92,14 +93,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("Train a GPT with HSDP and tensor parallelism.", lr=3e-3)
+    parser = make_gpt_parser("Train a GPT with HSDP and tensor parallelism.")
     parser.add_argument("--mesh", default="1x2x2", help="replicas x shards x tensor parallel")
     parser.add_argument("--microbatches", type=positive, default=2, help="backwards per step")
     parser.add_argument("--batch", type=positive, default=4, help="sequences per microbatch")
-    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
-    parser.add_argument("--width", type=positive, default=192, help="size of the hidden state")
-    parser.add_argument("--heads", type=positive, default=6, help="attention heads")
-    parser.add_argument("--context", type=positive, default=128, help="bytes per sequence")
-    parser.add_argument("--text-bytes", type=positive, default=2 << 20, help="bytes of text")
     arguments = parser.parse_args()
     run(lambda: train(arguments))

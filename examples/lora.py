@@ -14,18 +14,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, GPTConfig, next_byte_loss
+from gpt import GPT, next_byte_loss
 from job import (
     RANK,
-    Progress,
-    gather_full_tensor,
     init_processes,
-    make_parser,
+    make_gpt,
+    make_gpt_parser,
     positive,
     print_on_rank_0,
     run,
     select_fully_shard,
 )
+from progress import Progress, gather_full_tensor
 from text import Windows, load_corpus
 from torch import Tensor, nn
 
@@ -45,7 +45,7 @@ class LoRALinear(nn.Module):
 
 def make_model(args: argparse.Namespace) -> GPT:
     """Returns the frozen model with adapters in the linear layers of its blocks."""
-    model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context))
+    model = make_gpt(args)
     model.requires_grad_(False)
     for parent in [*model.blocks.modules()]:
         for name, child in [*parent.named_children()]:
@@ -99,14 +99,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("Fine-tune a frozen GPT with LoRA adapters.", lr=1e-2)
+    parser = make_gpt_parser("Fine-tune a frozen GPT with LoRA adapters.", lr=1e-2)
     parser.add_argument("--out", type=Path, help="file for the trained adapters")
     parser.add_argument("--rank", type=positive, default=8, help="rank of the adapters")
     parser.add_argument("--batch", type=positive, default=8, help="sequences per rank and step")
-    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
-    parser.add_argument("--width", type=positive, default=192, help="size of the hidden state")
-    parser.add_argument("--heads", type=positive, default=6, help="attention heads")
-    parser.add_argument("--context", type=positive, default=128, help="bytes per sequence")
-    parser.add_argument("--text-bytes", type=positive, default=2 << 20, help="bytes of text")
     arguments = parser.parse_args()
     run(lambda: train(arguments))

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gpt import GPT, GPTConfig, next_byte_loss
+from gpt import next_byte_loss
 from job import (
     RANK,
-    Progress,
     UsageError,
     init_processes,
-    make_parser,
+    make_gpt,
+    make_gpt_parser,
     positive,
     print_on_rank_0,
     run,
     select_fully_shard,
-    weights_digest,
 )
+from progress import Progress, weights_digest
 from text import Windows, load_corpus
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -68,7 +68,7 @@ def train(args: argparse.Namespace) -> None:
         raise UsageError(f"--batch {args.batch} cannot be divided by {ranks} ranks")
     fully_shard = select_fully_shard(args.impl)
     torch.manual_seed(args.seed)
-    model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
+    model = make_gpt(args).to(device)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -100,13 +100,8 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("Train a GPT, save a checkpoint, and resume it on other ranks.", lr=3e-3)
+    parser = make_gpt_parser("Train a GPT, save a checkpoint, and resume it on other ranks.")
     parser.add_argument("--out", type=Path, default=Path("resume_out"), help="folder")
     parser.add_argument("--batch", type=positive, default=16, help="sequences of all ranks")
-    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
-    parser.add_argument("--width", type=positive, default=192, help="size of the hidden state")
-    parser.add_argument("--heads", type=positive, default=6, help="attention heads")
-    parser.add_argument("--context", type=positive, default=128, help="bytes per sequence")
-    parser.add_argument("--text-bytes", type=positive, default=2 << 20, help="bytes of text")
     arguments = parser.parse_args()
     run(lambda: train(arguments))

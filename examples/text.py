@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from job import UsageError
 from torch import Tensor
 
 SKIPPED_FOLDERS = {
@@ -27,10 +28,6 @@ SKIPPED_FOLDERS = {
     "turtledemo",
 }
 VALIDATION_EVERY = 20  # every 20th file is held out
-
-
-class TextError(Exception):
-    """The text cannot be used: not found, or too short for the requested batches."""
 
 
 def list_python_files(root: Path) -> Iterator[Path]:
@@ -51,12 +48,12 @@ class Corpus:
     digest: str
 
 
-def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
-    """Reads at most ``max_bytes`` of source below ``root`` (default: the standard library).
+def load_corpus(max_bytes: int) -> Corpus:
+    """Reads at most ``max_bytes`` of the source of the standard library.
 
-    Raises TextError if there is no source, for instance because the standard library is zipped.
+    Raises UsageError if there is too little source, for instance because the library is zipped.
     """
-    root = root or Path(sysconfig.get_path("stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
     train, validation = bytearray(), bytearray()
     for index, path in enumerate(list_python_files(root)):
         remaining = max_bytes - len(train) - len(validation)
@@ -65,7 +62,7 @@ def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
         part = validation if index % VALIDATION_EVERY == VALIDATION_EVERY // 2 else train
         part += path.read_bytes()[:remaining]
     if not train or not validation:
-        raise TextError(f"no Python source to train on below {root}; name a folder with --text")
+        raise UsageError(f"too little Python source below {root} in {max_bytes} bytes")
     digest = hashlib.sha256(bytes(train) + b"\0" + bytes(validation)).hexdigest()
     return Corpus(
         torch.frombuffer(train, dtype=torch.uint8),
@@ -89,7 +86,7 @@ class Windows:
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
         if self.count < 1:
-            raise TextError(f"the text has {text.numel()} bytes, fewer than one window needs")
+            raise UsageError(f"the text has {text.numel()} bytes, fewer than one window needs")
 
     def batch(self, position: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns windows ``position`` to ``position + size``: inputs and next-byte targets.

@@ -15,15 +15,14 @@ import torch
 import torch.nn.functional as F
 from job import (
     RANK,
-    Progress,
     init_processes,
     make_parser,
-    mean_over_ranks,
     positive,
     print_on_rank_0,
     run,
     select_fully_shard,
 )
+from progress import Progress, mean_over_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -37,11 +37,11 @@ def run(
 
     Args:
         units: The parameter groups. Keys: ``state`` (index), ``world``, ``replicas``,
-            ``post_forward_world``, ``reduce`` (dtype), ``bucket_bytes``, ``reshard_after_forward``,
-            ``reshard_after_backward``, ``unshard_in_backward``, ``reduce_grads``,
-            ``all_reduce_grads``, ``overlap``, ``offload``, ``pinned``, ``params``. Keys of a
-            parameter: ``name``, ``sizes``, ``dim``, ``dtype``, ``compute``, ``reduce``,
-            ``trained`` (whether it requires a gradient).
+            ``post_forward_world``, ``reduce`` (dtype), ``bucket_bytes``, ``max_input_buffers`` (of
+            reductions), ``reshard_after_forward``, ``reshard_after_backward``,
+            ``unshard_in_backward``, ``reduce_grads``, ``all_reduce_grads``, ``overlap``,
+            ``offload``, ``pinned``, ``params``. Keys of a parameter: ``name``, ``sizes``, ``dim``,
+            ``dtype``, ``compute``, ``reduce``, ``trained`` (whether it requires a gradient).
         states: The ``fully_shard`` calls in module order. Keys: ``root`` (index), ``modules``
             (number), ``forward_prefetch``, ``backward_prefetch`` (indices).
         calls: Names and integers: ``pre_forward``, ``post_forward``, ``pre_backward`` and

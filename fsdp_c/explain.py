@@ -46,8 +46,8 @@ def explain(
             arguments. Only sizes and dtypes are used, because forward and backward run on fake
             tensors. ``None``: the report has no activations.
         loss: Function that returns the loss of the output, for backward. ``None``: the output's
-            ``loss``, or else the sum of its tensors. A float32 cross entropy may determine the
-            peak.
+            ``loss``, or else the sum of its tensors. Pass the real loss if it needs much memory, as
+            a cross entropy in float32 does.
         memory: The memory of one rank in bytes, or as ``"80GiB"``: the report compares it with the
             peak.
         microbatches: The number of backwards of an optimizer step, for advice.

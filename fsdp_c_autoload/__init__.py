@@ -5,8 +5,8 @@ torch calls :func:`autoload` at the end of ``import torch``, through the entry p
 does nothing and imports nothing. Otherwise the call redirects torch's functions.
 
 The first call of a redirected function imports fsdp_c. A process that shards nothing therefore has
-no import cost, and fsdp_c is not imported before torch is complete. Only
-torch and ``python -m fsdp_c`` use this file. fsdp_c imports ``fsdp_c_autoload.redirect``.
+no import cost, and fsdp_c is not imported before torch is complete. Only torch and
+``python -m fsdp_c`` use this file. fsdp_c imports ``fsdp_c_autoload.redirect``.
 """
 
 from __future__ import annotations

@@ -150,8 +150,6 @@ TESTS_OF = {
     "extensions": ("test_behavior_extensions", "test_subclass_parameters"),
     "fake_step": EXPLAIN,
     "fallback_transport": SHARED_MEMORY,
-    "fsdp_c_autoload": ("test_install",),
-    "fsdp_c_redirect": ("test_undo",),
     "fsdp_units": ("test_names", "test_contexts_and_ema"),
     "full_params": ("test_contexts_and_ema",),
     "fully_shard": ("test_bad_input", "test_mistakes", *STEPS),
@@ -199,17 +197,14 @@ TESTS_OF = {
 SUBJECTS = (
     *("csrc/core/*.[ch]", "csrc/python/*.[ch]", "csrc/transport/*.[ch]", "csrc/kernels/*.*"),
     *("csrc/dry_run/*.[ch]", "csrc/bridge/*.*"),
-    *("fsdp_c/**/*.py", "fsdp_c_autoload/*.py", "*_*.py"),
+    *("fsdp_c/**/*.py", "fsdp_c_autoload/*.py"),
 )
 """Files that are modules. A module is named by its stem, whatever its folder."""
-NOT_MODULES = {"build_torch", "cuda_build"}
-"""Parts of the build, which every command of this file runs."""
 
 
 def modules() -> set[str]:
     """Returns the stems of all modules."""
-    found = {path.stem for pattern in SUBJECTS for path in ROOT.glob(pattern)}
-    return found - NOT_MODULES
+    return {path.stem for pattern in SUBJECTS for path in ROOT.glob(pattern)}
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-/* Allocators of the buffers of collectives. The table is in allocator.cpp. */
+/* Allocators of the buffers of collectives. The table is in allocator.cpp. Their memory has the
+ * stream semantics of torch's caching allocator. Split plans do not use their memory. */
 #ifndef FSDP_C_BRIDGE_ALLOCATOR_H
 #define FSDP_C_BRIDGE_ALLOCATOR_H
 

@@ -97,8 +97,9 @@ template <typename Body> int guarded(const char *function, Body &&body) noexcept
     }
 }
 
-/* Whether functorch transforms are active on this thread. The dispatch key is included while the
- * stack of transforms is not empty. torch's function needs a library that torch does not ship. */
+/* Whether functorch transforms are active on this thread: the dispatch key is included while the
+ * stack of transforms is not empty. functorch's own function for this is in a library that torch's
+ * wheels do not contain. */
 inline bool functorch_active() {
     return c10::impl::tls_is_dispatch_key_included(
         c10::DispatchKey::FuncTorchDynamicLayerFrontMode);

@@ -311,7 +311,7 @@ bool fct_set_gradient_all_reduce(bool gradients) {
 
 int fct_pg_all_gather(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input, bool async_op,
                       fct_work **work) {
-    return guarded("fct_all_gather", [&] {
+    return guarded("fct_pg_all_gather", [&] {
         at::Tensor to = as_supported(pg, *Borrowed(output)),
                    from = as_supported(pg, *Borrowed(input));
         c10d::AllgatherOptions options;
@@ -332,7 +332,7 @@ int fct_pg_all_gather(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *inpu
 
 int fct_pg_reduce_scatter(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,
                           fct_reduce_op op, double factor, bool async_op, fct_work **work) {
-    return guarded("fct_reduce_scatter", [&] {
+    return guarded("fct_pg_reduce_scatter", [&] {
         at::Tensor to = as_real(*Borrowed(output)), from = as_real(*Borrowed(input));
         c10d::ReduceScatterOptions options;
         options.reduceOp = reduce_op(op, factor);
@@ -353,7 +353,7 @@ int fct_pg_reduce_scatter(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *
 
 int fct_pg_all_reduce(fct_pg *pg, bool shm, fct_tensor *tensor, fct_reduce_op op, double factor,
                       bool async_op, fct_work **work) {
-    return guarded("fct_all_reduce", [&] {
+    return guarded("fct_pg_all_reduce", [&] {
         const TransportGroup group(pg, shm);
         const GradientAllReduceScope gradients;
         *work = all_reduce(pg, group, tensor, reduce_op(op, factor), async_op);
@@ -372,7 +372,7 @@ int fct_pg_can_pass_chunks(fct_pg *pg, bool *can) {
 
 int fct_pg_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
                          const fct_chunk_layout *layout, fct_work **work) {
-    return guarded("fct_gather_chunks", [&] {
+    return guarded("fct_pg_gather_chunks", [&] {
         const std::vector<at::Tensor> tensors = tensors_of(chunks, count);
         *work = issue_cpp(pg, c10::DeviceType::CPU,
                           [&] { return fct::gather_chunks(*shm_group_of(pg), tensors, *layout); });
@@ -381,7 +381,7 @@ int fct_pg_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
 
 int fct_pg_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks, size_t count,
                          const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
-    return guarded("fct_reduce_chunks", [&] {
+    return guarded("fct_pg_reduce_chunks", [&] {
         const std::vector<at::Tensor> tensors = tensors_of(chunks, count);
         const at::Tensor to = *Borrowed(output);
         TORCH_CHECK(op == FCT_SUM || op == FCT_AVG, "chunks are summed or averaged");
@@ -417,8 +417,8 @@ bool fct_work_is_cpu_bound(const fct_work *work) {
 
 bool fct_work_done(fct_work *work) {
     if (fct_fault_left() > 0) {
-        // While a fault is armed, the order of calls must not depend on timing: ranks must fail at
-        // the same call.
+        /* While a fault is armed, the order of calls must not depend on timing: ranks must fail at
+         * the same call. */
         return false;
     }
     try {

@@ -24,11 +24,11 @@ typedef enum fct_op_kind {
 } fct_op_kind;
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
-/* Each function issues one asynchronous collective. csrc/transport calls the functions. `shm`
- * selects the group's shared-memory backend (shm_methods.h) instead of its own backend.
- * *work is new, or NULL if the backend finished at once. The tensors are 1-D and contiguous. The
- * backend keeps references to the tensors until the collective is complete. `factor` is used only
- * for FCT_PREMUL_SUM. */
+/* Each function issues one collective. csrc/transport calls the functions. `shm` selects the
+ * group's shared-memory backend (shm_methods.h) instead of its own backend. `async_op` is that of
+ * c10d. *work is new, or NULL if the backend finished at once. The tensors are 1-D and contiguous.
+ * The backend keeps references to the tensors until the collective is complete. `factor` is used
+ * only for FCT_PREMUL_SUM. */
 FCT_CHECK int fct_pg_all_gather(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,
                                 bool async_op, fct_work **work);
 FCT_CHECK int fct_pg_reduce_scatter(fct_pg *pg, bool shm, fct_tensor *output, fct_tensor *input,

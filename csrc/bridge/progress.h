@@ -1,8 +1,8 @@
 /* The progress thread of a process group: it waits for collectives that progress only in a wait.
  *
  * Preconditions: the caller owns a reference to the task. A progress_thread is freed once. */
-#ifndef FSDP_C_TRANSPORT_PROGRESS_H
-#define FSDP_C_TRANSPORT_PROGRESS_H
+#ifndef FSDP_C_BRIDGE_PROGRESS_H
+#define FSDP_C_BRIDGE_PROGRESS_H
 
 #include <stdbool.h>
 #include <stdint.h>

@@ -28,7 +28,7 @@ template <typename Tensor> PyObject *wrap_as(const Tensor &, PyTypeObject *, lon
 }
 
 /* Whether `local` is plain; see fct_py_wrapper. */
-bool is_plain(const at::Tensor &local) {
+bool is_plain_local(const at::Tensor &local) {
     return local.layout() == c10::kStrided && !local.requires_grad() && !local.is_conj() &&
            !local.is_neg();
 }
@@ -116,7 +116,7 @@ int fct_py_wrapper(const fct_tensor *local, PyObject *type, const int64_t *sizes
             "a wrapper's class must be a subclass of torch.Tensor");
         fct::Borrowed tensor(local);
         PyObject *wrapper = nullptr;
-        if (is_plain(*tensor)) {
+        if (is_plain_local(*tensor)) {
             const auto count = static_cast<size_t>(dims);
             wrapper = wrap_as(tensor_without_memory(*tensor, {sizes, count}, {strides, count}),
                               wrapper_type, 0);

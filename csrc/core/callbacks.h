@@ -88,8 +88,8 @@ typedef struct fc_callbacks {
      * context's gather streams. */
     int (*gather)(void *group, bool async_op, bool overlaps);
     /* Waits for the gather, allocates, copies out and passes each fc_param its unsharded tensor.
-     * *rows is a new reference to the gathered buffer, or NULL if the buffer can be freed at once.
-     * The core keeps *rows as long as it would keep its own gather buffer. */
+     * Writes to *rows a new reference to the gathered buffer, or NULL if the buffer can be freed at
+     * once. The core keeps *rows as long as it would keep its own gather buffer. */
     int (*copy_out)(void *group, fct_tensor **rows);
     /* Discards a gather without waiting. Never fails. */
     void (*drop_gather)(void *group);

@@ -15,6 +15,9 @@
 #include "../bridge/tensor.h"
 #include "recorder.h"
 
+/* Rows that every context may keep. */
+enum { ROWS_MIN = 2 };
+
 void fc_comm_init(fc_comm_ctx *c, fct_device device) {
     assert(device.type >= 0 && device.index >= -1);
     memset(c, 0, sizeof *c);
@@ -50,9 +53,10 @@ void fc_comm_fini(fc_comm_ctx *c) {
     release_kept(c, &c->kept);
     fc_comm_put_event(c, c->last_reduced);
     fc_comm_put_event(c, c->last_all_reduced);
-    for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
+    for (size_t i = 0; i < c->kept_row_count; i++) {
         release_kept(c, &c->kept_rows[i]);
     }
+    free(c->kept_rows);
     assert(c->events_out == 0); /* every group has returned its events */
     while (c->deferred != NULL) {
         fc_deferred_release *next = c->deferred->next;
@@ -225,29 +229,55 @@ done:
     return status;
 }
 
-fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done) {
-    assert(row != NULL && done != NULL && c->streams_ready);
-    fc_kept_buffer oldest = c->kept_rows[0];
-    if (oldest.copied != NULL && fct_event_wait(oldest.copied, c->reduce_stream) != 0) {
-        fc_comm_put_event(c, done);
+/* Makes the reduce stream wait for the cast of the oldest row, then releases the row. */
+static fc_status release_oldest_row(fc_comm_ctx *c) {
+    if (fct_event_wait(c->kept_rows[0].copied, c->reduce_stream) != 0) {
         return FC_ERAISED;
     }
-    c->kept_rows[0] = c->kept_rows[1];
-    c->kept_rows[1] = (fc_kept_buffer){.buffer = row, .copied = done};
-    release_kept(c, &oldest);
+    release_kept(c, &c->kept_rows[0]);
+    c->kept_row_count--;
+    memmove(c->kept_rows, c->kept_rows + 1, c->kept_row_count * sizeof *c->kept_rows);
     return FC_OK;
 }
 
-fc_status fc_comm_release_rows(fc_comm_ctx *c) {
-    assert(c->streams_ready || c->kept_rows[1].buffer == NULL);
-    for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
-        fc_kept_buffer *kept = &c->kept_rows[i];
-        if (kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0) {
-            return FC_ERAISED;
-        }
-        release_kept(c, kept);
+/* Makes room for one more row. */
+static fc_status grow_kept_rows(fc_comm_ctx *c) {
+    size_t capacity = c->kept_row_capacity == 0 ? ROWS_MIN : 2 * c->kept_row_capacity;
+    fc_kept_buffer *grown =
+        (fc_kept_buffer *)realloc(c->kept_rows, capacity * sizeof *c->kept_rows);
+    if (grown == NULL) {
+        return FC_ENOMEM;
     }
+    c->kept_rows = grown;
+    c->kept_row_capacity = capacity;
     return FC_OK;
+}
+
+fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done) {
+    assert(row != NULL && done != NULL && c->streams_ready);
+    fc_status status = FC_OK;
+    size_t limit = c->max_reductions > ROWS_MIN ? c->max_reductions : ROWS_MIN;
+    while (c->kept_row_count >= limit) {
+        FC_TRY(release_oldest_row(c));
+    }
+    if (c->kept_row_count == c->kept_row_capacity) {
+        FC_TRY(grow_kept_rows(c));
+    }
+    c->kept_rows[c->kept_row_count++] = (fc_kept_buffer){.buffer = row, .copied = done};
+    done = NULL;
+done:
+    fc_comm_put_event(c, done);
+    return status;
+}
+
+fc_status fc_comm_release_rows(fc_comm_ctx *c) {
+    assert(c->streams_ready || c->kept_row_count == 0);
+    fc_status status = FC_OK;
+    while (c->kept_row_count > 0) {
+        FC_TRY(release_oldest_row(c));
+    }
+done:
+    return status;
 }
 
 fc_status fc_comm_check(fc_comm_ctx *c) {

@@ -48,8 +48,11 @@ typedef struct fc_comm_ctx {
     size_t max_reductions;
     fct_event *last_reduced;     /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* end of the latest reduction on all_reduce_stream */
-    /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. */
-    fc_kept_buffer kept_rows[2];
+    /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. Oldest first;
+     * owned. */
+    fc_kept_buffer *kept_rows;
+    size_t kept_row_count;
+    size_t kept_row_capacity;
     fc_order order;
     uint32_t step; /* iterations of the roots of this context so far, for messages */
     fc_deferred_release *deferred; /* list; owned */
@@ -102,11 +105,11 @@ void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied);
 /* Makes the gather streams wait for the copy-out, then releases the kept gather buffer. */
 FC_CHECK fc_status fc_comm_release_kept(fc_comm_ctx *c);
 
-/* Keeps a row whose cast runs on another stream than the row's. At most two rows are kept, so that
- * a reduce-scatter does not wait for an all-reduce. A third call releases the oldest row. Takes
- * both arguments; on failure the caller keeps the row. */
+/* Keeps a row whose cast runs on another stream than the row's, so that a reduce-scatter does not
+ * wait for an all-reduce. At most max_reductions rows are kept, but not less than two: one more
+ * call releases the oldest row. Takes both arguments; on failure the caller keeps the row. */
 FC_CHECK fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done);
-/* Makes the reduce stream wait for the casts, then releases both rows. */
+/* Makes the reduce stream wait for the casts, then releases all kept rows. */
 FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);
 
 /* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is

@@ -133,8 +133,8 @@ static fc_status refuse_shared_output(const fc_kept_tensor *output, const char *
     }
     return fc_error_set(err, FC_ESTATE,
                         "parameter '%s': fsdp_pre_all_gather returned inputs of other sizes or "
-                        "dtypes than before, but a tensor that fsdp_post_all_gather created lies "
-                        "over the memory that they were gathered into",
+                        "dtypes than before, but a tensor that fsdp_post_all_gather created "
+                        "shares the memory that they were gathered into",
                         name != NULL ? name : "?");
 }
 

@@ -64,8 +64,8 @@ fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
 /* Opens the process groups that only a reduction uses, in forward's thread. If ranks are threads of
  * one process, process groups cannot be resolved in backward's thread. */
 FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
-/* Compares the plan of the process group `pg` with the other ranks, and raises an exception if a
- * rank has another plan. Returns at once after a comparison; see fc_process_group_compare_plan. */
+/* Compares the plan of the process group `pg` with the other ranks, unless that was done. Fails if
+ * a rank has another plan. `waits`: the caller waits for its next collective at once. */
 FC_CHECK fc_status fc_group_base_compare_plan(fc_group_base *base, fc_process_group *pg,
                                               bool waits);
 /* Start and await the agreements on the collectives of all process groups of the group; see
@@ -81,7 +81,7 @@ FC_CHECK fc_status fc_group_base_has_memory(const fc_group_base *base, fct_alloc
                                             bool *has);
 /* Allocates a 1-D tensor of uninitialized elements on the current stream, from `memory` if it
  * serves the device, else from torch's allocator. `pg` is the process group whose collective uses
- * the tensor, if it has several ranks. *out is a new reference. */
+ * the tensor; a group of one rank has none. *out is a new reference. */
 FC_CHECK fc_status fc_group_base_buffer(const fc_group_base *base, fct_allocator *memory,
                                         fc_process_group *pg, int64_t numel, fct_dtype dtype,
                                         fct_tensor **out);

@@ -76,7 +76,8 @@ static fc_status check_unit(const fcd_description *d, size_t index, fc_error *er
     } limits[] = {{"world", u->world, 1},
                   {"replicas", u->replicas, 1},
                   {"post_forward_world", u->post_forward_world, 0},
-                  {"bucket_bytes", u->bucket_bytes, 0}};
+                  {"bucket_bytes", u->bucket_bytes, 0},
+                  {"max_input_buffers", u->max_input_buffers, 1}};
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
         if (limits[i].value < limits[i].min) {
             return fc_error_set(error, FC_EVALUE, "units[%zu].%s: %lld; expected at least %lld",

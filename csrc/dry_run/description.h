@@ -28,6 +28,7 @@ typedef struct fcd_unit_description {
     /* dtype of the unit's reductions; FCT_NO_DTYPE: that of the gradients */
     fct_dtype reduce;
     int64_t bucket_bytes;
+    int64_t max_input_buffers; /* the root's comm context takes the largest value of its units */
     bool reshard_after_forward;
     bool reshard_after_backward;
     bool unshard_in_backward;

@@ -92,6 +92,9 @@ static fc_status init_unit(fcd_model *m, size_t index) {
                   root->comm.device, u->world, 0);
     init_process_groups(unit, u, index);
     init_settings(&unit->core, u, s);
+    if (root->comm.max_reductions < (size_t)u->max_input_buffers) {
+        root->comm.max_reductions = (size_t)u->max_input_buffers;
+    }
     for (size_t i = 0; i < u->count; i++) {
         unit->count = i + 1;
         FC_TRY(init_param(&unit->params[i], u, i, &m->error));

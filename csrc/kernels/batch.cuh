@@ -49,7 +49,7 @@ struct line_batch {
 };
 static_assert(sizeof(line_batch) <= ARGUMENT_BYTES, "a batch must fit in the kernel arguments");
 static_assert(sizeof(line_batch) + sizeof(line_job) + sizeof(uint32_t) > ARGUMENT_BYTES,
-              "a batch may be longer");
+              "BATCH_JOBS can be larger");
 
 } // namespace fck
 

@@ -9,8 +9,8 @@
  *
  * Casts round to nearest even, as torch's casts do. NaN stays NaN. CUDA casts reject addresses that
  * are not multiples of the element size. Moves accept any address. */
-#ifndef FSDP_C_KERNELS_H
-#define FSDP_C_KERNELS_H
+#ifndef FSDP_C_KERNELS_KERNELS_H
+#define FSDP_C_KERNELS_KERNELS_H
 
 #include <stddef.h>
 #include <stdint.h>

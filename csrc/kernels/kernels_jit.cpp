@@ -27,7 +27,7 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
     if (failed == INVALID_CONTEXT && bind != nullptr && bind(primary_context.load()) == 0) {
         failed = launch();
     }
-    return failed == 0 ? nullptr : "the driver did not take a launch of kernels made by NVRTC";
+    return failed == 0 ? nullptr : "the driver rejected a launch of kernels made by NVRTC";
 }
 
 const fck_backend *fck_jit(const fck_jit_functions *functions) {

@@ -4,10 +4,10 @@
  * and functions of its modules. Every hook checks for replacements, so the result is cached with
  * the version tags of the types and dicts that it was read from. CPython changes the tag of a type
  * or dict whenever the type or dict changes. With equal tags the cached result is valid; otherwise
- * all watched names are looked up again.
+ * all watched names are read again.
  *
  * Owns the watched objects and their expected values, in the module state (fcpy_guard). Tags of
- * dicts exist up to Python 3.13; without them every check looks the names up. */
+ * dicts exist up to Python 3.13; without them every check reads the names. */
 #include "guard.h"
 
 #include "../bridge/error.h"

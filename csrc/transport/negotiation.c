@@ -460,8 +460,8 @@ static int read_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash) {
     return 0;
 }
 
-/* Compares a plan that round 1 did not carry, if all ranks sent a plan in round 1 and waited. Every
- * rank then knows before it issues a gather of a later plan whether an exchange precedes it. */
+/* Compares a plan that round 1 did not carry, if all ranks sent a plan in round 1 and waited. This
+ * condition is equal on all ranks, so either all of them or none issue the exchange. */
 static int compare_later_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash, bool waits,
                               fct_plan_result *result) {
     const bool labels_are_compared = get_state(n) == ACCEPTED && !n->paused;

@@ -1,8 +1,9 @@
 /* The transport of torch's process group: the backend of the group (gloo, NCCL, ...) moves the
  * data.
  *
- * This transport counts its gathers, because the negotiation about shared memory needs their
- * number. It records the tags of its collectives, because their messages carry no tags. */
+ * This transport counts its gathers and all-reduces, because the negotiation about shared memory
+ * needs their number. It records the tags of its collectives, because their messages carry no tags.
+ */
 #include "pg.h"
 
 #include "group_negotiation.h"

@@ -1,8 +1,8 @@
 /* The shared-memory transport: see README.md.
  *
  * The bridge gives each process group a second c10d backend (bridge/shm_backend.cpp). The
- * collectives of that backend are the operations of shm_collective.h. This table issues a
- * collective on that backend, through the same op of namespace c10d. */
+ * collectives of that backend are the operations of shm_collective.h. The functions of
+ * fct_shm_transport issue a collective on that backend, through the same op of namespace c10d. */
 #include "shm.h"
 
 #include <assert.h>

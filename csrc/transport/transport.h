@@ -33,9 +33,9 @@ FCT_CHECK int fct_agree_await(fct_pg *pg, fct_difference *difference);
 
 /* ---- collectives ---- */
 
-/* Each function issues one asynchronous collective. `tag` is not used after the call; NULL is
- * allowed. *work is new, or NULL if the backend finished at once. The tensors are 1-D and
- * contiguous. The backend keeps references to the tensors until the collective is complete.
+/* Each function issues one collective. `async_op` is that of c10d. `tag` is not used after the
+ * call; NULL is allowed. *work is new, or NULL if the backend finished at once. The tensors are 1-D
+ * and contiguous. The backend keeps references to the tensors until the collective is complete.
  * `factor` is used only for FCT_PREMUL_SUM. */
 FCT_CHECK int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                              fct_tensor *input, bool async_op, fct_work **work);

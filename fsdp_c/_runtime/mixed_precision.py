@@ -13,6 +13,8 @@ import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+import fsdp_c._C as _C
+
 _HAS_OVERRIDE = any(
     field.name == "param_dtype_override_fn"
     for field in dataclasses.fields(torch_fsdp.MixedPrecisionPolicy)
@@ -130,6 +132,13 @@ def get_reduce_dtype(
         if stored_dtype.is_floating_point and compute_dtype not in (None, stored_dtype)
         else None
     )
+
+
+APPLIED_REDUCE_DTYPE: Any = vars(_C.Param)["reduce_dtype"]
+"""Descriptor of the dtype in which the core reduces a parameter's gradient. None: the gradient's.
+
+Since torch 2.15 the attribute ``reduce_dtype`` is that of the policy, which may be None.
+"""
 
 
 def get_widest_stored_dtype(params: Iterable[Any]) -> torch.dtype | None:

@@ -39,6 +39,7 @@ from .._compat.guard import (
 from .._compat.torch_releases import orig_param_uid
 from . import extensions
 from .mixed_precision import (
+    APPLIED_REDUCE_DTYPE,
     REDUCES_AS_STORED,
     get_compute_dtype,
     get_reduce_dtype,
@@ -284,10 +285,25 @@ class Param(ReplaceableShard):
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        if REDUCES_AS_STORED:
+            self._implied_reduce_dtype = None if mp_policy.reduce_dtype else reduce_dtype
         if previous is not None and previous != (param_dtype or self.orig_dtype):
             self._forget_unsharded()
         if REDUCES_AS_STORED and self.orig_dtype.is_floating_point:
             self._init_grad_dtype()
+
+    if REDUCES_AS_STORED:
+        _implied_reduce_dtype: torch.dtype | None = None
+
+        @property
+        def reduce_dtype(self) -> torch.dtype | None:
+            """The ``reduce_dtype`` of the policy. The core's value may be the stored dtype."""
+            dtype: torch.dtype | None = APPLIED_REDUCE_DTYPE.__get__(self)
+            return None if dtype == self._implied_reduce_dtype else dtype
+
+        @reduce_dtype.setter
+        def reduce_dtype(self, dtype: torch.dtype | None) -> None:
+            APPLIED_REDUCE_DTYPE.__set__(self, dtype)
 
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
         """Returns the unsharded parameter, a view of ``flat``. The core calls it once.

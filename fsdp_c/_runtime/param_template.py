@@ -26,7 +26,7 @@ import fsdp_c._C as _C
 
 from .._compat.guard import has_torch_constructor
 from .._compat.torch_releases import is_spmd_mesh, orig_param_uid
-from .mixed_precision import has_grad_dtype
+from .mixed_precision import APPLIED_REDUCE_DTYPE, has_grad_dtype
 from .param import Param, get_param_class
 from .typed_params import is_typed
 
@@ -55,7 +55,8 @@ class _Template:
         self.layout = (tuple(first._orig_size), first.fsdp_placement.dim, world, rank)
         self.dim = first.fsdp_placement.dim
         self.spec = first._sharding_spec
-        self.dtypes = (first.orig_dtype, first.param_dtype, first.reduce_dtype)
+        reduce_dtype = APPLIED_REDUCE_DTYPE.__get__(first)
+        self.dtypes = (first.orig_dtype, first.param_dtype, reduce_dtype)
 
 
 _templates: weakref.WeakValueDictionary[Any, _Template] = weakref.WeakValueDictionary()

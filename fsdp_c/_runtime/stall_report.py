@@ -19,7 +19,7 @@ import torch
 from .records import COMPLETE, WAITING, Record
 
 RECENT = 16
-"""Completed collectives of a position, which the report compares between ranks."""
+"""Number of completed collectives in a position. The report compares them between ranks."""
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parents[1])
 
@@ -161,7 +161,7 @@ def _format_age(at: float | None) -> str:
 
 
 def _describe_silence(position: Position) -> str:
-    """Describes a rank that has not answered. The state of a process of this host is known."""
+    """Describes a rank that has not answered, with the process state if it runs on this host."""
     process = f"process {position.pid} on {position.host}"
     if position.host != socket.gethostname():
         return f"{process} does not answer: it has ended, is stopped, or cannot be reached"

@@ -77,9 +77,8 @@ def read_script(path: str) -> tuple[ModuleType, CodeType]:
 
     For a directory or an archive, the code is that of its ``__main__``.
     """
-    is_safe_path = getattr(
-        sys.flags, "safe_path", False
-    )  # under -P, sys.path[0] is not the current folder
+    # Under -P, sys.path[0] is not the current folder.
+    is_safe_path = getattr(sys.flags, "safe_path", False)
     if os.path.isdir(path) or _is_archive(path):
         sys.path[0 : 0 if is_safe_path else 1] = [os.path.abspath(path)]
         spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])

@@ -153,7 +153,7 @@ def _name_target(unit: UnitSizes) -> str:
 
 
 def find_gathers_of_recomputation(facts: Facts) -> Iterator[_Change]:
-    """Gathers that a recomputed forward repeats, for example with explicit forward prefetch."""
+    """Finds gathers that a recomputed forward repeats, for example with forward prefetch."""
     if facts.trace is None:
         return
     plain = replace(facts, trace=_remove_recomputation(facts.trace))
@@ -170,7 +170,7 @@ def find_gathers_of_recomputation(facts: Facts) -> Iterator[_Change]:
         return
     yield _Change(
         "activation checkpointing recomputes modules whose units are gathered for that only",
-        "call modules whose backward needs no parameters outside of torch.utils.checkpoint",
+        "call outside of torch.utils.checkpoint the modules whose backward needs no parameters",
         plain,
         _describe_gathers,
         lambda saves: saves.gathers > 0,
@@ -178,7 +178,7 @@ def find_gathers_of_recomputation(facts: Facts) -> Iterator[_Change]:
 
 
 def _remove_recomputation(trace: Trace) -> Trace:
-    """Returns the trace without the forwards in backward, as if they ran inside of their units."""
+    """Returns the trace without the forwards that backward recomputes."""
     events = []
     in_backward = False
     for event in trace.events:
@@ -189,7 +189,7 @@ def _remove_recomputation(trace: Trace) -> Trace:
 
 
 def find_gathers_of_embeddings(facts: Facts) -> Iterator[_Change]:
-    """Units of embeddings, which backward gathers although it does not read their weights."""
+    """Finds units of embeddings: backward gathers them, although it does not read the weights."""
     for unit, owners in zip(facts.sharding.units, _list_owners(facts)):
         if not unit.unshard_in_backward or not owners or not all(map(_needs_no_weight, owners)):
             continue
@@ -211,7 +211,7 @@ def _needs_no_weight(module: nn.Module) -> bool:
 
 
 def find_gathers_of_frozen_units(facts: Facts) -> Iterator[_Change]:
-    """Frozen units, which are gathered in each forward although their weights do not change."""
+    """Finds frozen units: each forward gathers them, although their weights do not change."""
     frozen = [
         unit
         for unit in facts.sharding.units
@@ -239,7 +239,7 @@ def find_gathers_of_frozen_units(facts: Facts) -> Iterator[_Change]:
 
 
 def find_early_all_reduces(facts: Facts) -> Iterator[_Change]:
-    """Replicas (HSDP) that all-reduce after each microbatch instead of after the last one."""
+    """Finds replicas (HSDP) that all-reduce after each microbatch, not only after the last one."""
     if facts.microbatches < 2 or not any(unit.replicas > 1 for unit in facts.sharding.units):
         return
 
@@ -260,7 +260,7 @@ def find_early_all_reduces(facts: Facts) -> Iterator[_Change]:
 
 
 def find_norms_of_replicas(facts: Facts) -> Iterator[_Change]:
-    """Gradient norms under HSDP: a sum over all ranks counts each replica."""
+    """Finds replicas (HSDP): a gradient norm that is summed over all ranks counts each of them."""
     replicas = max((unit.replicas for unit in facts.sharding.units), default=1)
     if replicas > 1 and any(unit.world > 1 for unit in facts.sharding.units):
         yield _Change(
@@ -275,7 +275,7 @@ def find_norms_of_replicas(facts: Facts) -> Iterator[_Change]:
 
 
 def find_padding(facts: Facts) -> Iterator[_Change]:
-    """Units whose shards are padded by more than 5 %, where another dim can be sharded evenly."""
+    """Finds units whose shards have more than 5 % of padding, although dim 1 is divisible."""
     padded = [unit for unit in facts.sharding.units if _compute_padding(unit) > _MAX_PADDING]
     changed = {id(unit): _shard_evenly(unit) for unit in padded}
     padded = [unit for unit in padded if changed[id(unit)] != unit]
@@ -323,7 +323,7 @@ def _shard_evenly(unit: UnitSizes) -> UnitSizes:
 
 
 def find_mixed_dtypes(facts: Facts) -> Iterator[_Change]:
-    """Units that reduce the gradients of parameters of several dtypes in the widest of them."""
+    """Finds units that reduce gradients of several dtypes in the widest of them."""
     mixed = [u for u in facts.sharding.units if len({p.orig_dtype for p in u.trained_params}) > 1]
     if not mixed:
         return
@@ -351,7 +351,7 @@ def find_mixed_dtypes(facts: Facts) -> Iterator[_Change]:
 
 
 def find_smaller_mesh(facts: Facts) -> Iterator[_Change]:
-    """Models that are sharded over several nodes although the ranks of one node can hold them."""
+    """Finds models sharded over several nodes, although the ranks of one node can hold them."""
     node, units = facts.ranks_per_node, facts.sharding.units
     worlds = {unit.world for unit in units}
     world = max(worlds, default=1)

@@ -237,12 +237,16 @@ def _find_collectives(events: list[Event], ranges: list[_Range]) -> list[Span]:
 
 
 def _find_completions(events: list[Event]) -> dict[str, deque[Event]]:
-    """Returns the events that end collectives, by family: kernels if there are any."""
+    """Returns the events that end collectives, by ``GATHER`` and ``REDUCE``.
+
+    The events are kernels if there are any, else ranges.
+    """
     running = [e for e in events if not (e.on_device and _HOST_RANGE.match(e.name))]
     running = [e for e in running if (e.is_async or e.on_device) and _classify_collective(e)]
     if any(event.on_device for event in running):
         running = [event for event in running if event.on_device]
-    return {f: deque(e for e in running if _classify_collective(e) == f) for f in (GATHER, REDUCE)}
+    kinds = (GATHER, REDUCE)
+    return {kind: deque(e for e in running if _classify_collective(e) == kind) for kind in kinds}
 
 
 def _find_enclosing_range(ranges: list[_Range], begins: list[int], event: Event) -> _Range | None:
@@ -265,11 +269,11 @@ def _replace_waits(
         if lane is None:
             yield span
             continue
-        candidates = [f for f in collectives if f.lane == lane and f.begin < span.end]
+        candidates = [c for c in collectives if c.lane == lane and c.begin < span.end]
         if fsdp_range is not None and fsdp_range.label in _OWN_COLLECTIVE:
-            candidates = [f for f in candidates if f.unit == fsdp_range.unit][-1:]
+            candidates = [c for c in candidates if c.unit == fsdp_range.unit][-1:]
         if fsdp_range is not None and fsdp_range.label in _ISSUES_COLLECTIVE:
-            candidates = [f for f in candidates if f.end <= fsdp_range.end]
+            candidates = [c for c in candidates if c.end <= fsdp_range.end]
         yield from _split_span(span, candidates, WAITS[lane])
 
 

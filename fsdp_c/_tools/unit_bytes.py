@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .._auto_shard.unit import Unit
 from .._runtime import fsdp_units
-from .._runtime.mixed_precision import get_compute_dtype, get_reduce_dtype
+from .._runtime.mixed_precision import APPLIED_REDUCE_DTYPE, get_compute_dtype, get_reduce_dtype
 from .fake_step import StateModules
 
 BUCKET_LIMIT = 2**30
@@ -73,7 +73,7 @@ class UnitSizes:
     unshard_in_backward: bool = True
     bucket_bytes: int = BUCKET_LIMIT
     overlaps: bool = True
-    settings: dict[str, bool] = field(default_factory=dict)
+    settings: dict[str, bool | int] = field(default_factory=dict)
 
     @property
     def trained_params(self) -> list[ParamSize]:
@@ -256,7 +256,8 @@ def _make_unit_sizes(name: str, state: int, group: Any, reshard: bool | int) -> 
     info = group.mesh_info
     offload = group.offload_policy
     offloads = isinstance(offload, CPUOffloadPolicy) and group.device.type != "cpu"
-    settings = {name: bool(getattr(group, name)) for name in _SETTINGS}
+    settings: dict[str, bool | int] = {name: bool(getattr(group, name)) for name in _SETTINGS}
+    settings["max_input_buffers"] = group.reduce_scatter_max_input_buffers
     return UnitSizes(
         name=name,
         state=state,
@@ -280,7 +281,7 @@ def _make_param_sizes(param: Any) -> ParamSize:
         dim=getattr(getattr(param, "fsdp_placement", None), "dim", 0),
         orig_dtype=param.orig_dtype,
         compute_dtype=compute_dtype,
-        reduce_dtype=param.reduce_dtype or compute_dtype,
+        reduce_dtype=APPLIED_REDUCE_DTYPE.__get__(param) or compute_dtype,
         requires_grad=param.sharded_param.requires_grad,
     )
 

@@ -24,12 +24,14 @@ def test_seeded_bug_is_reported(results: Results, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", seeded_bugs.EARLY_READS)
-def test_early_read_changes_bits_under_delayed_writes(results: Results, name: str) -> None:
+def test_read_without_wait_changes_bits_if_writes_are_delayed(results: Results, name: str) -> None:
     assert results.wrong_under_delay[name] > 0
 
 
 @pytest.mark.parametrize("name", seeded_bugs.EARLY_OVERWRITES)
-def test_early_overwrite_changes_bits_under_early_writes(results: Results, name: str) -> None:
+def test_overwrite_without_wait_changes_bits_if_writes_come_early(
+    results: Results, name: str
+) -> None:
     writes, unchanged_runs = results.early_writes[name]
     assert writes > 0
     assert unchanged_runs == 0

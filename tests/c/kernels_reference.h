@@ -47,24 +47,24 @@ static inline size_t backend_count(void) {
 
 /* ---- random data ---- */
 
-typedef struct source {
-    uint64_t state;
-} source;
+typedef struct random_state {
+    uint64_t value;
+} random_state;
 
-static inline uint64_t draw(source *random) {
-    uint64_t z = (random->state += 0x9e3779b97f4a7c15u);
+static inline uint64_t draw(random_state *random) {
+    uint64_t z = (random->value += 0x9e3779b97f4a7c15u);
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
 }
 
 /* Uniform in [low, high]. */
-static inline int64_t draw_between(source *random, int64_t low, int64_t high) {
+static inline int64_t draw_between(random_state *random, int64_t low, int64_t high) {
     return low + (int64_t)(draw(random) % (uint64_t)(high - low + 1));
 }
 
 /* Mostly small, sometimes zero, sometimes several tiles. */
-static inline int64_t draw_size(source *random) {
+static inline int64_t draw_size(random_state *random) {
     switch (draw(random) % 8) {
     case 0:
         return 0;
@@ -76,7 +76,7 @@ static inline int64_t draw_size(source *random) {
 }
 
 /* Number of blocks of a parameter: mostly one; small parameters sometimes have many. */
-static inline int64_t draw_blocks(source *random, int64_t size) {
+static inline int64_t draw_blocks(random_state *random, int64_t size) {
     if (draw(random) % 3 != 0) {
         return 1;
     }
@@ -211,7 +211,7 @@ static inline unsigned char *new_bytes(int64_t bytes, int fill) {
 
 /* Creates `count` random elements of any bit pattern except NaN, whose bits are unspecified. The
  * caller frees them. */
-static inline unsigned char *new_elements(source *random, fck_dtype dtype, int64_t count) {
+static inline unsigned char *new_elements(random_state *random, fck_dtype dtype, int64_t count) {
     const int64_t size = size_of(dtype);
     unsigned char *memory = new_bytes(count * size, 0);
     for (int64_t i = 0; i < count; i++) {

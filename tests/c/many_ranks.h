@@ -96,7 +96,7 @@ static uint32_t random_below(uint32_t below) {
 
 /* ---- switches ---- */
 
-/* Tells AddressSanitizer which stack runs next. */
+/* Passes the stack that runs next to AddressSanitizer. */
 static void switch_context(ucontext_t *from, ucontext_t *to, bool to_scheduler, bool ends) {
 #ifdef __SANITIZE_ADDRESS__
     void *fake = NULL;

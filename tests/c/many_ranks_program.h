@@ -1,4 +1,4 @@
-/* The actions of a rank of the simulation, what ends it, and the invariants of a schedule. */
+/* The actions of a simulated rank, its end, and the invariants of a schedule. */
 #ifndef FSDP_C_TESTS_MANY_RANKS_PROGRAM_H
 #define FSDP_C_TESTS_MANY_RANKS_PROGRAM_H
 
@@ -185,6 +185,8 @@ typedef struct action {
     int unit;
 } action;
 
+/* One step: forward of units 0 to 2, then their backward, with a prefetch of unit 1. */
+enum { PREFETCH = 8, FIRST_FINISH = 11, LAST_REDUCE = 14 }; /* indices */
 static const action actions[ACTIONS] = {
     {GATHER, 0}, {AWAIT, 0},  {GATHER, 1}, {AWAIT, 1},  {GATHER, 2}, {AWAIT, 2},
     {GATHER, 2}, {AWAIT, 2},  {GATHER, 1}, {REDUCE, 2}, {AWAIT, 1},  {FINISH, 0},
@@ -194,8 +196,8 @@ static const action actions[ACTIONS] = {
 static outcome run_collective(struct fct_pg *pg, action a) {
     int unit = a.unit;
     if (a.kind == GATHER) {
-        const bool is_other =
-            is_due(OTHER_UNIT, pg) || (has_bug(PREFETCHES_WRONG_UNIT, pg) && pg->action == 8);
+        const bool is_other = is_due(OTHER_UNIT, pg) ||
+                              (has_bug(PREFETCHES_WRONG_UNIT, pg) && pg->action == PREFETCH);
         simulated.diverged = simulated.diverged || is_other;
         return start_gather(pg, unit, is_other ? (unit + UNITS - 1) % UNITS : unit);
     }
@@ -225,7 +227,8 @@ static outcome run_action(struct fct_pg *pg) {
     if (issues) {
         return run_collective(pg, a);
     }
-    if (a.kind == FINISH && simulated.bug == REUSES_REDUCTION_BUFFER && pg->action == 11) {
+    if (a.kind == FINISH && simulated.bug == REUSES_REDUCTION_BUFFER &&
+        pg->action == FIRST_FINISH) {
         return COMPLETED;
     }
     return a.kind == AWAIT ? await_gather(pg, a.unit) : finish_reduction(pg);
@@ -281,7 +284,7 @@ static outcome run_steps(struct fct_pg *pg) {
     return COMPLETED;
 }
 
-/* The end of a process without a kill. */
+/* Ends a rank that was not killed: resets, closes the transport and releases its operations. */
 static void end_rank(struct fct_pg *pg) {
     reset_iter_state(pg);
     for (int unit = 0; unit < UNITS; unit++) {
@@ -332,8 +335,7 @@ static bool has_mismatch(void) {
     return false;
 }
 
-static bool must_raise(const struct fct_pg *pg, bool mismatch, bool died_early) {
-    (void)pg;
+static bool must_raise(bool mismatch, bool died_early) {
     return (mismatch && !simulated.guard_is_off) ||
            (simulated.plan_differs && !simulated.guard_is_off) ||
            (died_early && !simulated.shifted);
@@ -344,12 +346,11 @@ static bool is_faulty(void) {
 }
 
 static void check_outcomes(void) {
-    bool died_early = false;
+    bool died_early = false; /* before the last collective of the last step */
     for (int rank = 0; rank < simulated.world; rank++) {
-        died_early =
-            died_early ||
-            (many.ranks[rank].dead && simulated.ranks[rank].step < STEPS &&
-             !(simulated.ranks[rank].step == STEPS - 1 && simulated.ranks[rank].action >= 14));
+        died_early = died_early || (many.ranks[rank].dead && simulated.ranks[rank].step < STEPS &&
+                                    !(simulated.ranks[rank].step == STEPS - 1 &&
+                                      simulated.ranks[rank].action >= LAST_REDUCE));
     }
     const bool mismatch = has_mismatch();
     if (many.stuck) {
@@ -360,7 +361,7 @@ static void check_outcomes(void) {
         if (many.ranks[rank].dead || many.stuck) {
             continue;
         }
-        if (pg->raised == COMPLETED && must_raise(pg, mismatch, died_early)) {
+        if (pg->raised == COMPLETED && must_raise(mismatch, died_early)) {
             report("a rank did not raise", rank);
         }
         if (mismatch && pg->raised != MISMATCH && !happened(DIES) && !happened(NO_MEMORY) &&

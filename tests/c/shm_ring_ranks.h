@@ -28,9 +28,9 @@ typedef struct scenario {
     void (*run)(void);
     int world_size;
     size_t capacity;
-    uint32_t first;    /* initial value of the message counters */
-    uint32_t messages; /* of each rank */
-    int killed_rank;   /* 0: none, because rank 0 checks the others */
+    uint32_t first_counter; /* initial value of the message counters */
+    uint32_t messages;      /* of each rank */
+    int killed_rank;        /* 0: none, because rank 0 checks the others */
 } scenario;
 
 /* The rank that this process runs. */
@@ -82,7 +82,8 @@ static inline void run_as_rank(void) {
     me.random = (uint64_t)me.rank;
     me.ring = shm_ring_create(me.of->capacity);
     require(me.ring != NULL);
-    me.ring->own.page->committed = me.ring->own.page->released = me.ring->read_seq = me.of->first;
+    me.ring->own.page->committed = me.ring->own.page->released = me.ring->read_seq =
+        me.of->first_counter;
     memset(&mine, 0, sizeof mine);
     mine.rank = me.rank;
     mine.handle = shm_ring_get_handle(me.ring);

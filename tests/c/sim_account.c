@@ -89,8 +89,8 @@ static int64_t write_group(const sim_group *g, bool forward, int64_t world, int6
 }
 
 /* Writes one rank's inputs of all parameters in order, in the compute dtypes; on CUDA each at a
- * multiple of 16 bytes. At most one input changes its size. Its elements (of 8 bytes, two at a
- * time) fill the rest of the row, because the number of an abandoned gather is unknown. */
+ * multiple of 16 bytes. At most one input has a size that depends on the number of gathers. Because
+ * abandoned gathers count too, the size is computed from that of the row. */
 static void write_shards(const sim_group *g, bool forward, int64_t world, int64_t rank, void *row,
                          int64_t bytes) {
     const int64_t fixed = write_group(g, forward, world, rank, 0, NULL);

@@ -7,8 +7,8 @@
 
 static const char *const spans[] = {"", " and all after it", " and all callbacks after it"};
 
-/* Optional memory of cleanup (event pool, parking record) can be missing without an error. With
- * persistent failures the next required call reports one. */
+/* A failed allocation of optional memory (event pool, record of an abandoned collective) raises no
+ * error. If all later calls fail too, the next required call reports an error. */
 static void check_status(sim_model *m, const sim_breakage *b, fc_status status) {
     const char *name = NULL;
     fc_status expected = FC_OK;
@@ -45,12 +45,13 @@ static void check_reset_state(sim_model *m) {
             const fc_group *g = &m->layers[i].groups[k].core;
             if (g->sharded_state != FC_SHARDED || g->training_state != FC_IDLE ||
                 g->gather.pending.active || g->registration_dirty) {
-                sim_fail("after the reset group %s is not at rest", m->layers[i].groups[k].name);
+                sim_fail("after the reset group %s is not sharded and idle",
+                         m->layers[i].groups[k].name);
             }
         }
     }
     if (m->comm.reductions != 0 || m->comm.order.count != 0 || m->comm.kept.buffer != NULL) {
-        sim_fail("after the reset the context still holds something");
+        sim_fail("after the reset the context holds a reduction, an order or a buffer");
     }
 }
 
@@ -80,7 +81,7 @@ static void repeat_step(sim_model *m, const sim_breakage *b, fc_status status) {
         sim_fault_arm(0, SIM_ONCE);
         sim_model_discard_step(m);
         (void)!sim_model_step(m);
-        sim_model_check(m, "after carrying on");
+        sim_model_check(m, "after a step without a reset");
     }
     recover(m, b);
     status = sim_model_step(m);
@@ -114,7 +115,7 @@ static int broken_run(const sim_scenario *s, const char *device, const sim_break
     sim_model_free(m);
     sim_named_end("%s, on %s, where call %lld (%s) fails%s%s%s", s->name, device, (long long)b->nth,
                   name != NULL ? name : "none", spans[b->span],
-                  b->step_before_reset ? ", training goes on without a reset" : "",
+                  b->step_before_reset ? ", training continues without a reset" : "",
                   b->in_reset ? ", and so does the reset" : "");
     return broken;
 }

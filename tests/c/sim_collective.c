@@ -498,6 +498,8 @@ typedef struct reducing {
     double scale;
 } reducing;
 
+/* Sums the inputs of all ranks. The input of rank j is `base + j * step` times a common value, so
+ * this rank's input determines those of its peers. */
 static void run_reduce(void *args) {
     const reducing *r = (const reducing *)args;
     for (int64_t i = 0; i < r->output.numel; i++) {

@@ -5,11 +5,14 @@
 
 #include "kernels/cast.h"
 
+/* ScalarType numbers of torch without a name in kernels.h. */
+enum { INT64 = 4, COMPLEX32 = 8, COMPLEX128 = 10 };
+
 /* Returns the dtype of the two parts of a complex dtype; other dtypes unchanged. The simulation
  * computes with imaginary parts of zero. */
 static fct_dtype part_of(fct_dtype dtype) {
     static const fct_dtype parts[] = {FCK_FLOAT16, FCK_FLOAT32, FCK_FLOAT64};
-    return dtype >= 8 && dtype <= 10 ? parts[dtype - 8] : dtype;
+    return dtype >= COMPLEX32 && dtype <= COMPLEX128 ? parts[dtype - COMPLEX32] : dtype;
 }
 
 int64_t sim_itemsize(fct_dtype dtype) {
@@ -25,7 +28,7 @@ int64_t sim_itemsize(fct_dtype dtype) {
     case FCK_FLOAT32:
         return 4;
     case FCK_FLOAT64:
-    case 4: /* int64 */
+    case INT64:
         return 8;
     default:
         fail_msg("the simulation does not support dtype %d", (int)dtype);
@@ -50,7 +53,7 @@ double sim_get(fct_dtype dtype, const void *address) {
     case FCK_FLOAT32:
         memcpy(&single, address, sizeof single);
         return (double)single;
-    case 4:
+    case INT64:
         memcpy(&integer, address, sizeof integer);
         return (double)integer;
     default:
@@ -79,7 +82,7 @@ void sim_put(fct_dtype dtype, void *address, double value) {
     case FCK_FLOAT32:
         memcpy(address, &single, sizeof single);
         return;
-    case 4:
+    case INT64:
         integer = (int64_t)value;
         memcpy(address, &integer, sizeof integer);
         return;
@@ -90,7 +93,7 @@ void sim_put(fct_dtype dtype, void *address, double value) {
 }
 
 bool fct_dtype_is_floating(fct_dtype dtype) {
-    return dtype != FCK_UINT8 && dtype != 4;
+    return dtype != FCK_UINT8 && dtype != INT64;
 }
 
 double sim_round(fct_dtype dtype, double value) {

@@ -29,11 +29,11 @@ static struct {
  * refactoring of the core must not change this trace. */
 static void trace(const char *name) {
     static FILE *file;
-    static bool asked;
-    if (!asked) {
+    static bool was_read;
+    if (!was_read) {
         const char *path = getenv("FSDP_C_SIM_TRACE");
         file = path != NULL ? fopen(path, "w") : NULL;
-        asked = true;
+        was_read = true;
     }
     if (file != NULL) {
         (void)fprintf(file, "%s\n", name);
@@ -41,8 +41,7 @@ static void trace(const char *name) {
 }
 
 /* Boundary calls since sim_calls_clear(), except for fct_tensor_alias(). Calls that do not fit are
- * dropped:
- * sweeps neither read nor clear the text. */
+ * dropped: sweeps neither read nor clear the text. */
 static char calls[1024];
 static size_t calls_length;
 

@@ -7,8 +7,8 @@
  * freed at once, so the free must be ordered.
  *
  * Each block records its last write and, per stream, its last read. A read must be ordered after
- * the write, and a write after all of them. The check uses vector clocks, so it does not depend on
- * the schedule. */
+ * the last write, and a write after all recorded accesses. The check uses vector clocks, so it does
+ * not depend on the schedule. */
 #include "sim_internal.h"
 
 #include <stdlib.h>
@@ -172,8 +172,8 @@ static void check_pool(int stream, const sim_clock *now) {
     }
 }
 
-/* Returns the pool's most recently freed block that is large enough. In host memory it must have no
- * use left, as in torch's allocator of pinned memory. */
+/* Returns the pool's most recently freed block that is large enough. All uses of a block of host
+ * memory must be complete, as in torch's allocator of pinned memory. */
 static sim_block *find_reusable_block(int stream, size_t bytes, const sim_clock *host) {
     sim_block *best = NULL;
     for (size_t i = 0; i < block_count; i++) {

@@ -101,8 +101,8 @@ typedef struct sim_param {
     fct_tensor *post_forward;       /* the same for the parameter over the smaller group's shard */
     fct_tensor *replacement;        /* shard that a user has assigned; owned, or NULL */
     fc_sharded_state registered[2]; /* second slot only if tied */
-    size_t seed;
-    size_t hooked_gathers; /* gathers for which its first hook was called */
+    size_t seed;                    /* selects the initial values and the gradients */
+    size_t hooked_gathers;          /* gathers for which its first hook was called */
 } sim_param;
 
 typedef struct sim_group {
@@ -130,7 +130,6 @@ typedef struct sim_model {
     size_t layer_count;
     bool ready;       /* lazy initialization is complete */
     size_t backwards; /* backwards of this step so far */
-    size_t hook_owners;
     struct {
         sim_tape_kind kind;
         sim_layer *layer;

@@ -163,7 +163,7 @@ static const sim_scenario scenarios[] = {
     {.name = "a divide factor on one rank", .world = 1, .layers = 1, .divide_factor = 4.0, PLAIN},
     {.name = "sums only", .world = 4, .rank = 1, .layers = 2, .force_sum = true, PLAIN},
     {.name = "no overlap", .world = 2, .layers = 3, .overlap = FC_OVERLAP_NEVER, PLAIN},
-    {.name = "gradients added up by several synchronised backwards",
+    {.name = "gradients added up by several synchronized backwards",
      .world = 2,
      .rank = 1,
      .layers = 1,

@@ -179,18 +179,15 @@ static int call_at_end(void *owner) {
                                 fc_iteration_end_backward(&m->iteration, &m->comm));
     const fc_comm_ctx *c = &m->comm;
     bool is_last = m->iteration.is_last_backward && !m->iteration.manual;
-    if (status == FC_OK && is_last && (c->kept_rows[0].copied != NULL || c->kept_rows[1].copied)) {
+    if (status == FC_OK && is_last && c->kept_row_count > 0) {
         fail_msg("rows are kept after the backward that reduced them");
     }
     return status;
 }
 
-static void retain_model(void *owner) {
-    ((sim_model *)owner)->hook_owners++;
-}
-
-static void release_model(void *owner) {
-    ((sim_model *)owner)->hook_owners--;
+/* The retain and release functions of hooks: a model outlives its hooks. */
+static void ignore_owner(void *owner) {
+    (void)owner;
 }
 
 static fc_status backward_compute(sim_model *m, sim_layer *layer, bool with_gradients) {
@@ -215,7 +212,7 @@ done:
  * parameters. */
 static fc_status backward(sim_model *m, bool with_gradients) {
     fc_status status = FC_OK;
-    const fct_hook at_end = {m, call_at_end, retain_model, release_model};
+    const fct_hook at_end = {m, call_at_end, ignore_owner, ignore_owner};
     for (size_t i = m->tape_length; i-- > 0;) {
         sim_layer *layer = m->tape[i].layer;
         sim_group *group = m->tape[i].group;
@@ -243,7 +240,7 @@ done:
  * layers' nodes to the gradients of the outputs. The root has no node, so no hook runs for it. */
 static fc_status double_backward(sim_model *m) {
     fc_status status = FC_OK;
-    const fct_hook at_end = {m, call_at_end, retain_model, release_model};
+    const fct_hook at_end = {m, call_at_end, ignore_owner, ignore_owner};
     for (size_t i = 0; i < m->tape_length; i++) {
         if (m->tape[i].kind == SIM_NODE) {
             fc_state *state = &m->tape[i].layer->core;

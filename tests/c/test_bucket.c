@@ -8,7 +8,7 @@
 #include "core/reduction.h"
 #include "sim_model.h"
 
-#define FLOATS(...) {.ndim = 1, .sizes = {4}, __VA_ARGS__}
+#define FOUR_FLOATS {.ndim = 1, .sizes = {4}}
 
 /* Rank 0 of two replicas, with all parameters in the root. Rank 1 has twice the gradient, so the
  * mean is 1.5 times rank 0's. Four parameters of 16 bytes; two of them fill a bucket. */
@@ -18,7 +18,7 @@ static const sim_scenario replicated = {
     .no_reshard_after_forward = true,
     .bucket_bytes = 32,
     .shape_count = 4,
-    .shapes = {FLOATS(.dtype = 0), FLOATS(.dtype = 0), FLOATS(.dtype = 0), FLOATS(.dtype = 0)}};
+    .shapes = {FOUR_FLOATS, FOUR_FLOATS, FOUR_FLOATS, FOUR_FLOATS}};
 
 static int at_end(void *owner) {
     (void)owner;

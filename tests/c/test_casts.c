@@ -57,7 +57,7 @@ static void float32_to_16_bit_rounds_to_nearest_even_at_every_boundary(void **st
 static void random_bit_patterns_convert_between_all_dtypes(void **state) {
     (void)state;
     const int64_t count = 20000;
-    source random = {1};
+    random_state random = {1};
     for (size_t from = 0; from < FLOAT_TYPES; from++) {
         unsigned char *src = new_elements(&random, FLOATS[from], count);
         for (size_t to = 0; to < FLOAT_TYPES; to++) {
@@ -135,7 +135,7 @@ static void vector_loops_match_portable_loops_bit_for_bit(void **state) {
     static const int64_t spoke_size[FCK_SPOKES] = {2, 8, 2};
     enum { LONGEST = 5000 };
     static unsigned char src[LONGEST * 8], fast[LONGEST * 8 + 8], slow[LONGEST * 8 + 8];
-    source random = {2};
+    random_state random = {2};
     for (int64_t count = 0; count <= LONGEST; count += count < 70 ? 1 : 493) {
         for (int k = 0; k < (int)sizeof src; k++) {
             /* A quarter of the 16-bit patterns and an eighth of the floats are NaN or infinite. */

@@ -44,6 +44,7 @@ static fixture two_units(void) {
                                             .replicas = 1,
                                             .reduce = FCT_NO_DTYPE,
                                             .bucket_bytes = FC_BUCKET_LIMIT,
+                                            .max_input_buffers = 1,
                                             .reshard_after_forward = i > 0,
                                             .reshard_after_backward = true,
                                             .unshard_in_backward = true,
@@ -119,13 +120,13 @@ static const char *events_of(int32_t call) {
     for (size_t i = 0; i < record.count; i++) {
         const fcd_event *e = &record.events[i];
         const bool memory = e->kind == FCD_ALLOC || e->kind == FCD_FREE;
-        const bool labelled = memory || e->kind == FCD_LEAVE;
-        const bool listed = labelled || (e->kind >= FCD_PACK && e->kind <= FCD_PACK_GRADIENTS) ||
+        const bool labeled = memory || e->kind == FCD_LEAVE;
+        const bool listed = labeled || (e->kind >= FCD_PACK && e->kind <= FCD_PACK_GRADIENTS) ||
                             (e->kind >= FCD_ALL_GATHER && e->kind <= FCD_WAIT_WORK);
         if (e->call == call && listed) {
             length += (size_t)snprintf(text + length, sizeof text - length, "%s%s%s%s",
                                        length > 0 ? "; " : "", fcd_kind_names[e->kind],
-                                       labelled ? " " : "", labelled ? e->label : "");
+                                       labeled ? " " : "", labeled ? e->label : "");
         }
         if (e->call == call && memory) {
             length +=
@@ -257,6 +258,9 @@ static void invalid_description_is_refused_with_the_name_of_the_item(void **stat
     f = two_units();
     f.units[0].world = 0;
     assert_string_equal(message_of(&f), "units[0].world: 0; expected at least 1");
+    f = two_units();
+    f.units[1].max_input_buffers = 0;
+    assert_string_equal(message_of(&f), "units[1].max_input_buffers: 0; expected at least 1");
     f = two_units();
     f.states[1].root = 2;
     assert_string_equal(

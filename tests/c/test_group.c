@@ -288,7 +288,7 @@ static void unshard_discards_prefetch_if_shards_were_written_since(void **state)
 }
 
 /* The address difference of the two shards equals the difference of their version counters. */
-static void shard_version_differs_if_lower_address_offsets_more_writes(void **state) {
+static void shard_version_differs_for_equal_sums_of_address_and_writes(void **state) {
     (void)state;
     fixture f = begin(plain);
     fc_param *p = &f.group->params[0].core;
@@ -580,7 +580,7 @@ int main(void) {
         cmocka_unit_test(reshard_in_forward_uses_smaller_group_if_set),
         cmocka_unit_test(unshard_between_steps_gathers_written_shards_again),
         cmocka_unit_test(unshard_discards_prefetch_if_shards_were_written_since),
-        cmocka_unit_test(shard_version_differs_if_lower_address_offsets_more_writes),
+        cmocka_unit_test(shard_version_differs_for_equal_sums_of_address_and_writes),
         cmocka_unit_test(unshard_in_backward_keeps_parameters_of_forward),
         cmocka_unit_test(freezing_unsharded_parameter_freezes_sharded_parameter),
         cmocka_unit_test(freezing_sharded_parameter_while_unsharded_persists),

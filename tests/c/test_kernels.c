@@ -19,7 +19,7 @@ typedef struct pack_case {
 
 /* Creates segments of random dtypes, sizes and addresses. Conversions stay element-aligned, as a
  * GPU requires; copies have any address. Destinations have random gaps. */
-static void pack_case_init(pack_case *c, source *random) {
+static void pack_case_init(pack_case *c, random_state *random) {
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 200 : 12);
     c->arena_bytes = GUARD;
     for (size_t i = 0; i < c->count; i++) {
@@ -52,7 +52,7 @@ static void pack_writes_every_segment_and_nothing_else(void **state) {
     (void)state;
     static pack_case c;
     for (uint64_t seed = 0; seed < ROUNDS; seed++) {
-        source random = {seed};
+        random_state random = {seed};
         pack_case_init(&c, &random);
         unsigned char *expected = new_bytes(c.arena_bytes, UNTOUCHED);
         for (size_t i = 0; i < c.count; i++) {
@@ -108,7 +108,7 @@ static void pack_with_unsupported_cast_fails_and_writes_nothing(void **state) {
  * error. */
 static void pack_casts_misaligned_elements_on_cpu_only(void **state) {
     (void)state;
-    source random = {3};
+    random_state random = {3};
     const int64_t count = 61;
     for (size_t from = 0; from < FLOAT_TYPES; from++) {
         for (size_t to = 0; to < FLOAT_TYPES; to++) {
@@ -145,7 +145,7 @@ static void unpack_concatenates_each_column_over_rows(void **state) {
     static fck_column columns[COLUMNS];
     static int64_t dst_offset[COLUMNS];
     for (uint64_t seed = 0; seed < ROUNDS; seed++) {
-        source random = {seed + 1000};
+        random_state random = {seed + 1000};
         const int64_t world = draw_between(&random, 1, draw(&random) % 4 == 0 ? 70 : 9);
         const size_t count =
             (size_t)draw_between(&random, 0, draw(&random) % 8 == 0 ? COLUMNS : 10);
@@ -199,7 +199,7 @@ typedef struct gradient_case {
 
 /* Chunks as in FSDP (ceil(numel / world), so late rows may be short or empty), sometimes larger or
  * zero. Gradients may have fewer elements than the world, none, or different dtypes. */
-static void gradient_case_init(gradient_case *c, source *random) {
+static void gradient_case_init(gradient_case *c, random_state *random) {
     c->world = draw_between(random, 1, draw(random) % 4 == 0 ? 70 : 9);
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 150 : 10);
     c->dst_dtype = FLOATS[draw(random) % FLOAT_TYPES];
@@ -252,7 +252,7 @@ static void pack_gradients_distributes_to_rows_and_pads_with_zeros(void **state)
     (void)state;
     static gradient_case c;
     for (uint64_t seed = 0; seed < ROUNDS; seed++) {
-        source random = {seed + 2000};
+        random_state random = {seed + 2000};
         gradient_case_init(&c, &random);
         const int64_t size = size_of(c.dst_dtype);
         const int64_t bytes = c.world * c.row_numel * size + 2 * GUARD;
@@ -307,7 +307,7 @@ static void pack_gradients_writes_zeros_for_missing_gradient(void **state) {
 
 static void tiles_cover_every_item_of_every_line_exactly_once(void **state) {
     (void)state;
-    source random = {4};
+    random_state random = {4};
     for (int round = 0; round < 400; round++) {
         const int64_t tile_items = draw_between(&random, 1, 64);
         const int64_t items = draw_between(&random, 1, draw(&random) % 2 ? 5 : 300);
@@ -369,7 +369,8 @@ static void tile_index_maps_to_owning_job(void **state) {
 /* ---- asynchronous errors of earlier operations ---- */
 
 #ifdef FCK_TEST_CUDA_ON_HOST
-extern int fake_cuda_failed, fake_cuda_refuses, fake_cuda_taken; /* fake_cuda/cuda_runtime.h */
+extern int fake_cuda_earlier_error, fake_cuda_rejects_launches,
+    fake_cuda_errors_read; /* fake_cuda/cuda_runtime.h */
 
 static const char *pack_one(int64_t count) {
     static float from[8], to[8];
@@ -381,25 +382,25 @@ static const char *pack_one(int64_t count) {
  * the error stays for torch to report. */
 static void launch_reports_earlier_asynchronous_error_as_such(void **state) {
     (void)state;
-    fake_cuda_taken = 0;
-    fake_cuda_failed = 719;
+    fake_cuda_errors_read = 0;
+    fake_cuda_earlier_error = 719;
     const char *failure = pack_one(8);
-    fake_cuda_failed = 0;
+    fake_cuda_earlier_error = 0;
     assert_non_null(failure);
     assert_string_equal(failure, "an operation before it has failed: unspecified launch failure");
-    assert_int_equal(fake_cuda_taken, 0);
+    assert_int_equal(fake_cuda_errors_read, 0);
     assert_null(pack_one(8));
 }
 
 static void launch_clears_its_own_error(void **state) {
     (void)state;
-    fake_cuda_taken = 0;
-    fake_cuda_refuses = 1;
+    fake_cuda_errors_read = 0;
+    fake_cuda_rejects_launches = 1;
     const char *failure = pack_one(8);
-    fake_cuda_refuses = 0;
+    fake_cuda_rejects_launches = 0;
     assert_non_null(failure);
     assert_string_equal(failure, "invalid configuration argument");
-    assert_int_equal(fake_cuda_taken, 1);
+    assert_int_equal(fake_cuda_errors_read, 1);
 }
 #endif
 

@@ -128,7 +128,7 @@ static void compare_different_plans(void) {
     end(n);
 }
 
-static void plan_of_one_rank_differs_on_all_ranks(void **state) {
+static void different_plan_of_one_rank_is_detected_on_all_ranks(void **state) {
     (void)state;
     run_negotiation(compare_different_plans, 3);
 }
@@ -285,7 +285,7 @@ static void close_while_connecting(void) {
     end(n);
 }
 
-static void end_of_the_group_during_the_negotiation_declines(void **state) {
+static void negotiation_declines_if_the_group_ends_meanwhile(void **state) {
     (void)state;
     run_negotiation(close_while_connecting, 2);
 }
@@ -297,7 +297,7 @@ int main(void) {
         cmocka_unit_test(reduce_scatter_issues_the_second_round),
         cmocka_unit_test(paused_gathers_are_not_counted),
         cmocka_unit_test(plans_are_compared_in_round_1_and_shared_memory_follows),
-        cmocka_unit_test(plan_of_one_rank_differs_on_all_ranks),
+        cmocka_unit_test(different_plan_of_one_rank_is_detected_on_all_ranks),
         cmocka_unit_test(later_plan_is_not_compared_if_a_rank_did_not_wait),
         cmocka_unit_test(rank_that_does_not_wait_compares_later),
         cmocka_unit_test(rank_without_plan_is_equal_to_all),
@@ -306,7 +306,7 @@ int main(void) {
         cmocka_unit_test(other_backends_decline_without_a_round),
         cmocka_unit_test(interrupted_wait_may_be_repeated),
         cmocka_unit_test(negotiation_round_is_issued_again_after_failed_issue),
-        cmocka_unit_test(end_of_the_group_during_the_negotiation_declines),
+        cmocka_unit_test(negotiation_declines_if_the_group_ends_meanwhile),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -21,7 +21,7 @@ static void sweep_persistent_failures(const sim_scenario *scenario, const char *
     sweep(scenario, device, (sim_breakage){.span = SIM_ALL_AFTER, .in_reset = true});
 }
 
-static void sweep_carry_on(const sim_scenario *scenario, const char *device) {
+static void sweep_without_reset(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.step_before_reset = true});
 }
 
@@ -41,7 +41,7 @@ static void persistent_failures_keep_first_exception(void **state) {
 
 static void forward_after_failure_without_reset_uses_correct_parameters(void **state) {
     (void)state;
-    sim_each_scenario(sweep_carry_on);
+    sim_each_scenario(sweep_without_reset);
 }
 
 static void group_is_repaired_before_use_after_failed_rollback(void **state) {

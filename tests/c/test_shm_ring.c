@@ -7,14 +7,14 @@
 static void commit_and_read_at_random(void) {
     while (me.written < me.of->messages || me.read < me.of->messages) {
         const uint32_t seen_seq = shm_ring_seq(me.ring);
-        const int peer_releases = random_below(2) == 0;
+        const int reads_first = random_below(2) == 0;
         uint32_t done = 0;
         for (uint32_t most = 1 + random_below(90); done < most; done++) {
-            if (!(peer_releases ? try_read() : try_commit())) {
+            if (!(reads_first ? try_read() : try_commit())) {
                 break;
             }
         }
-        if (done == 0 && !(peer_releases ? try_commit() : try_read())) {
+        if (done == 0 && !(reads_first ? try_commit() : try_read())) {
             wait_without_timeout(seen_seq);
         }
     }
@@ -22,17 +22,40 @@ static void commit_and_read_at_random(void) {
 
 static void messages_of_all_sizes_arrive_intact_and_in_order(void **state) {
     (void)state;
-    run_ranks(&(scenario){commit_and_read_at_random, 2, CAPACITY, 0, 8000, 0});
-    run_ranks(&(scenario){commit_and_read_at_random, 3, CAPACITY, 7, 2000, 0});
-    run_ranks(&(scenario){commit_and_read_at_random, 5, 8 * CAPACITY, 0, 600, 0});
-    run_ranks(&(scenario){commit_and_read_at_random, 2, CACHE_LINE, 0, 500, 0});
+    run_ranks(&(scenario){
+        .run = commit_and_read_at_random, .world_size = 2, .capacity = CAPACITY, .messages = 8000});
+    run_ranks(&(scenario){.run = commit_and_read_at_random,
+                          .world_size = 3,
+                          .capacity = CAPACITY,
+                          .first_counter = 7,
+                          .messages = 2000});
+    run_ranks(&(scenario){.run = commit_and_read_at_random,
+                          .world_size = 5,
+                          .capacity = 8 * CAPACITY,
+                          .messages = 600});
+    run_ranks(&(scenario){.run = commit_and_read_at_random,
+                          .world_size = 2,
+                          .capacity = CACHE_LINE,
+                          .messages = 500});
 }
 
 static void message_counters_wrap_without_loss(void **state) {
     (void)state;
-    run_ranks(&(scenario){commit_and_read_at_random, 2, CAPACITY, UINT32_MAX - 100, 300, 0});
-    run_ranks(&(scenario){commit_and_read_at_random, 3, CAPACITY, UINT32_MAX, 200, 0});
-    run_ranks(&(scenario){commit_and_read_at_random, 3, 64 * CAPACITY, (1u << 31) - 100, 200, 0});
+    run_ranks(&(scenario){.run = commit_and_read_at_random,
+                          .world_size = 2,
+                          .capacity = CAPACITY,
+                          .first_counter = UINT32_MAX - 100,
+                          .messages = 300});
+    run_ranks(&(scenario){.run = commit_and_read_at_random,
+                          .world_size = 3,
+                          .capacity = CAPACITY,
+                          .first_counter = UINT32_MAX,
+                          .messages = 200});
+    run_ranks(&(scenario){.run = commit_and_read_at_random,
+                          .world_size = 3,
+                          .capacity = 64 * CAPACITY,
+                          .first_counter = (1u << 31) - 100,
+                          .messages = 200});
 }
 
 /* Rank 2 releases messages later than rank 1. */
@@ -72,7 +95,7 @@ static void commit_to_two_readers(void) {
 
 static void reserve_waits_for_the_slowest_peer(void **state) {
     (void)state;
-    run_ranks(&(scenario){commit_to_two_readers, 3, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){.run = commit_to_two_readers, .world_size = 3, .capacity = CAPACITY});
 }
 
 static void use_all_header_slots(void) {
@@ -107,12 +130,12 @@ static void use_all_header_slots(void) {
 
 static void reserve_fails_when_all_header_slots_are_used(void **state) {
     (void)state;
-    run_ranks(&(scenario){use_all_header_slots, 2, 2 * CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){.run = use_all_header_slots, .world_size = 2, .capacity = 2 * CAPACITY});
 }
 
 /* ---- ends of ranks ---- */
 
-/* Rank 0 marks its ring closed after it has checked that rank 2 lives. Rank 1 is not there. */
+/* Rank 0 marks its ring closed after it has checked that rank 2 lives. Rank 1 has ended before. */
 static void end_without_rank_1(void) {
     shm_ring_message none;
     if (me.rank == 0) {
@@ -198,11 +221,14 @@ static void end_by_close(void) {
 
 static void committed_messages_survive_the_end_of_their_rank(void **state) {
     (void)state;
-    run_ranks(&(scenario){end_by_signal, 2, CAPACITY, 0, 0, 1});
-    run_ranks(&(scenario){end_by_signal, 3, CAPACITY, 0, 0, 1});
-    run_ranks(&(scenario){end_with_live_child, 2, CAPACITY, 0, 0, 1});
-    run_ranks(&(scenario){end_by_exit, 2, CAPACITY, 0, 0, 0});
-    run_ranks(&(scenario){end_by_close, 3, CAPACITY, 0, 0, 0});
+    run_ranks(
+        &(scenario){.run = end_by_signal, .world_size = 2, .capacity = CAPACITY, .killed_rank = 1});
+    run_ranks(
+        &(scenario){.run = end_by_signal, .world_size = 3, .capacity = CAPACITY, .killed_rank = 1});
+    run_ranks(&(scenario){
+        .run = end_with_live_child, .world_size = 2, .capacity = CAPACITY, .killed_rank = 1});
+    run_ranks(&(scenario){.run = end_by_exit, .world_size = 2, .capacity = CAPACITY});
+    run_ranks(&(scenario){.run = end_by_close, .world_size = 3, .capacity = CAPACITY});
 }
 
 static void fork_and_end(int closes) {
@@ -234,7 +260,7 @@ static void fork_children(void) {
 
 static void end_of_forked_child_does_not_close_the_ring(void **state) {
     (void)state;
-    run_ranks(&(scenario){fork_children, 2, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){.run = fork_children, .world_size = 2, .capacity = CAPACITY});
 }
 
 int main(void) {

@@ -224,8 +224,9 @@ static void ping(void) {
 
 static void ping_pong_between_waiting_ranks_completes(void **state) {
     (void)state;
-    run_ranks(&(scenario){ping, 2, CAPACITY, 0, PINGS, 0});
-    run_ranks(&(scenario){ping, 3, CACHE_LINE, 0, PINGS / 20, 0});
+    run_ranks(&(scenario){.run = ping, .world_size = 2, .capacity = CAPACITY, .messages = PINGS});
+    run_ranks(
+        &(scenario){.run = ping, .world_size = 3, .capacity = CACHE_LINE, .messages = PINGS / 20});
 }
 
 static void wait_for_sleepers(int rank, uint32_t threads) {
@@ -294,11 +295,11 @@ static void wait_for_destroy(void) {
 
 static void change_wakes_all_waiting_threads_of_a_rank(void **state) {
     (void)state;
-    run_ranks(&(scenario){wait_for_commit, 2, CAPACITY, 0, 0, 0});
-    run_ranks(&(scenario){wait_for_commit, 3, CAPACITY, 0, 0, 0});
-    run_ranks(&(scenario){wait_for_release, 2, CAPACITY, 0, 0, 0});
-    run_ranks(&(scenario){wait_for_mark_closed, 3, CAPACITY, 0, 0, 0});
-    run_ranks(&(scenario){wait_for_destroy, 2, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){.run = wait_for_commit, .world_size = 2, .capacity = CAPACITY});
+    run_ranks(&(scenario){.run = wait_for_commit, .world_size = 3, .capacity = CAPACITY});
+    run_ranks(&(scenario){.run = wait_for_release, .world_size = 2, .capacity = CAPACITY});
+    run_ranks(&(scenario){.run = wait_for_mark_closed, .world_size = 3, .capacity = CAPACITY});
+    run_ranks(&(scenario){.run = wait_for_destroy, .world_size = 2, .capacity = CAPACITY});
 }
 
 int main(void) {

@@ -164,7 +164,7 @@ static void create_under_limits(void) {
     require(!can_connect(CAPACITY, 0, 2, &valid_handle)); /* one descriptor only */
     limit_files(files_before.rlim_cur);
     require(can_connect(CAPACITY, 0, 2, &valid_handle));
-    require(signal(SIGXFSZ, SIG_DFL) != SIG_ERR); /* which ends the process */
+    require(signal(SIGXFSZ, SIG_DFL) != SIG_ERR); /* the default action ends the process */
     limit_bytes(CAPACITY);
     require(shm_ring_create(CAPACITY) == NULL);
     limit_bytes(segment_bytes(CAPACITY));

@@ -63,7 +63,7 @@ static void adopt_requires_memory_of_every_parameter(void **state) {
     end();
 }
 
-static void record_requirements_freezes_parameter_frozen_while_unsharded(void **state) {
+static void record_requirements_freezes_shard_of_parameter_that_the_user_froze(void **state) {
     (void)state;
     begin(2);
     fc_param *p = base->params[0];
@@ -100,7 +100,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(unsharded_memory_exists_between_alloc_and_free),
         cmocka_unit_test(adopt_requires_memory_of_every_parameter),
-        cmocka_unit_test(record_requirements_freezes_parameter_frozen_while_unsharded),
+        cmocka_unit_test(record_requirements_freezes_shard_of_parameter_that_the_user_froze),
         cmocka_unit_test(unsharded_alias_on_one_rank_shares_shards),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

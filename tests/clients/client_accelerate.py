@@ -99,8 +99,8 @@ def case_no_wrap(report: Report) -> None:
 
 
 def checkpoint(report: Report, kind: str, **settings: Any) -> None:
-    """Saves after two steps and trains on. A new job loads the checkpoint and trains the same
-    steps. Both models must have equal parameters."""
+    """Saves after two steps and continues to train. A new job loads the checkpoint and trains the
+    same steps. Both models must have equal parameters."""
     job = Job(state_dict_type=kind)
     job.steps(report, last=2)
     job.accelerator.save_state(str(report.files / "state"), **settings)

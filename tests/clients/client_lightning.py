@@ -154,8 +154,8 @@ def case_fabric_no_sync(report: Report) -> None:
 
 
 def fabric_checkpoint(report: Report, distributed: bool) -> None:
-    """Saves after two steps and trains on. A new job loads the checkpoint and trains the same
-    steps. Both models must have equal parameters."""
+    """Saves after two steps and continues to train. A new job loads the checkpoint and trains the
+    same steps. Both models must have equal parameters."""
     fabric, model, optimizer = fabric_job(distributed=distributed)
     fabric_steps(report, fabric, model, optimizer, 0, 2)
     path = report.files / ("shards" if distributed else "full.ckpt")

@@ -25,7 +25,7 @@ def test_step_orders_all_accesses(run_worker: Any, implementation: str) -> None:
         assert job["without context"] == 0
 
 
-def test_step_reports_every_seeded_bug(run_worker: Any) -> None:
+def test_every_seeded_bug_of_a_step_is_reported(run_worker: Any) -> None:
     findings = run_worker("cuda_bugs")
     assert len(findings) >= 15
     missed = {name: text for name, text in findings.items() if not text.startswith("race")}

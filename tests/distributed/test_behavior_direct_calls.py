@@ -44,7 +44,7 @@ def test_backward_without_module_hooks_ends_with_a_direct_call() -> None:
         assert gradients["0.linear.weight"] is not None
 
 
-# the attribute that is missing first differs between releases
+# Earlier releases raise for another missing attribute.
 @pytest.mark.torch("2.13")
 @pytest.mark.parametrize(("suffix", "world"), [("", 2), ("_on_one_rank", 1)])
 def test_direct_calls_before_the_first_forward_raise_errors_of_torch(

@@ -45,12 +45,12 @@ def test_extension_inputs_may_change_size_at_each_gather() -> None:
         assert lengths != [(2 * size, size) for _, size in lengths], "torch has fixed this bug"
 
 
-def test_changed_outputs_under_a_parameter_raise() -> None:
-    for result in returned("outputs_changed_under_a_parameter", "fsdp_c"):
+def test_outputs_changed_while_a_parameter_shares_their_memory_raise() -> None:
+    for result in returned("outputs_changed_while_a_parameter_shares_their_memory", "fsdp_c"):
         assert result[0] == "RuntimeError"
-        assert "lies over the memory that they were gathered into" in result[1][0]
+        assert "shares the memory that they were gathered into" in result[1][0]
         assert "0.weight" in result[1][0]
-    for result in returned("outputs_changed_under_a_parameter", "torch"):
+    for result in returned("outputs_changed_while_a_parameter_shares_their_memory", "torch"):
         assert result is None, "torch now raises as well"
 
 

@@ -8,18 +8,16 @@ import pytest
 import torch
 from behavior import assert_same
 
-pytestmark = pytest.mark.torch(
-    "2.13"
-)  # torch 2.13 completes partial groups and supports recomputation
+# torch 2.13 completes partial groups and supports recomputation.
+pytestmark = pytest.mark.torch("2.13")
 
 
 def test_chunked_losses_of_a_head_match_torch() -> None:
     for result in assert_same("losses_of_chunks"):
         assert result["output cast"][0][0] == torch.bfloat16
         transitions = result["resharded"][1]
-        assert (
-            transitions.count("P norm, head POST_BACKWARD") == 3
-        )  # two chunks, then the remaining backward
+        # Two chunks, then the remaining backward.
+        assert transitions.count("P norm, head POST_BACKWARD") == 3
         for steps in result.values():
             assert steps[1] == steps[4] == steps[7]  # all steps are equal
             assert all(gradient is not None for gradient in steps[2].values())

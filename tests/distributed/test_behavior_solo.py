@@ -60,7 +60,7 @@ def test_state_dicts_on_one_rank_match_torch() -> None:
     (result,) = assert_same("state_dict_on_one_rank", world=1)
     assert set(result["kinds"]) == {"DTensor"}
     assert differences(result["weights"], result["full"]) == []
-    assert differences(result["went on"], result["loaded"]) == []
+    assert differences(result["continued"], result["loaded"]) == []
 
 
 def test_in_place_write_in_forward_persists_for_unsharded_parameters() -> None:

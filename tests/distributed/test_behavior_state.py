@@ -85,7 +85,7 @@ def test_trained_model_can_be_converted_by_swap_tensors() -> None:
 def test_checkpoints_are_interchangeable_with_torch() -> None:
     for result in returned("checkpoints", "fsdp_c"):
         assert len(result) == 6
-        expected = result["torch went on"]
+        expected = result["torch continued"]
         for case, results in result.items():
             assert differences(expected, results) == [], case
 

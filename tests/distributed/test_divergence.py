@@ -7,6 +7,7 @@ import functools
 import divergence
 import pytest
 from launch import run_ranks
+from releases import has
 
 GLOO = {"FSDP_C_TRANSPORT": "gloo"}
 OFF = {"FSDP_C_GUARD": "off"}
@@ -20,7 +21,10 @@ NAMED_BY_PLAN = {
     "another unit": "has '' with 4 parameters",
     "another frozen parameter": "frozen",
     "another reduce dtype": "reduce_dtype of unit 'blocks.0': rank 0 has torch.float32; rank",
-    "another param dtype": "of unit 'blocks.0': rank 0 has torch.float32; rank",
+    # From 2.15 on, the reduce dtype does not follow param_dtype.
+    "another param dtype": "param_dtype of unit 'blocks.0': rank 0 has None; rank"
+    if has("2.15")
+    else "reduce_dtype of unit 'blocks.0': rank 0 has torch.float32; rank",
     "another reshard_after_forward": "reshard_after_forward of unit 'blocks.1'",
     "another divide factor": "gradient_divide_factor of unit 'blocks.1': rank 0 has None; rank",
     "another prefetch": "forward prefetch of unit 'blocks.0': rank 0 has []; rank",
@@ -44,7 +48,7 @@ NAMED_BY_LABEL = {
     "an evaluation": ("gathers 'blocks.3' (step 3, backward)", "gathers 'blocks.0' (step 4, for"),
     "explicit unshard": ("gathers 'blocks.0' (step 3, forward)", "gathers 'blocks.3' (step 2, out"),
 }
-"""What the equal ranks and the last rank issue, for each dynamic case after two steps."""
+"""The collectives of the equal ranks and of the last rank, by dynamic case, after two steps."""
 
 
 @functools.cache

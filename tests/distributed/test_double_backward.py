@@ -60,7 +60,7 @@ def run_scenario(name: str, world: int = 2) -> list[Any]:
 
 
 def assert_freed(results: list[Any]) -> None:
-    assert [result["held"] for result in results] == [0] * len(results)
+    assert [result["unsharded_bytes"] for result in results] == [0] * len(results)
 
 
 def run_torch(rank: int, world: int) -> None:
@@ -137,7 +137,7 @@ def test_autograd_grad_of_sharded_parameters_raises() -> None:
         assert "appears to not have been used in the graph" in result["error"]
 
 
-def test_penalty_of_double_backward_alone_gives_nonzero_gradients() -> None:
+def test_penalty_without_the_loss_has_nonzero_gradients() -> None:
     """The tests above would be void if the penalty had no gradient."""
     import double_backward
 

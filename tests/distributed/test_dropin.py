@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shell_commands import find_command
 from site_dir import installed_environment
 
 pytestmark = pytest.mark.xdist_group("drop-in")  # the tests share launches
@@ -16,12 +16,15 @@ JOB = Path(__file__).with_name("workers") / "dropin_train.py"
 TORCH_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 FSDP_C_STATE = "fsdp_c._runtime.state"
 
+BY_VARIABLE = find_command("FSDP_C=1 torchrun")
+BY_MODULE = find_command("-m fsdp_c train.py", "docs/migrate.md")
 LAUNCHES: dict[str, tuple[dict[str, str], list[str]]] = {
-    "plain": ({}, [str(JOB)]),
-    "FSDP_C=1": ({"FSDP_C": "1"}, [str(JOB)]),
-    "-m fsdp_c": ({}, ["-m", "fsdp_c", str(JOB)]),
-    "-m fsdp_c -m": ({}, ["-m", "fsdp_c", "-m", JOB.stem]),
+    "plain": ({}, BY_VARIABLE.make_words(str(JOB))),
+    "FSDP_C=1": (BY_VARIABLE.variables, BY_VARIABLE.make_words(str(JOB))),
+    "-m fsdp_c": ({}, BY_MODULE.make_words(str(JOB))),
+    "-m fsdp_c -m": ({}, BY_MODULE.make_words("-m", JOB.stem)),
 }
+"""The commands of the documents for a job without and with fsdp_c: variables and words."""
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +35,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(name: str) -> list[dict[str, Any]]:
         if name not in reports:
             folder = tmp_path_factory.mktemp("job")
-            extra, target = LAUNCHES[name]
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", "2", *target, str(folder), "--lr", "1 2"]
+            extra, words = LAUNCHES[name]
             env = installed_environment(folder, **extra)
+            command = [*words, str(folder), "--lr", "1 2"]
             completed = subprocess.run(
                 command, env=env, cwd=JOB.parent, capture_output=True, text=True, timeout=280
             )

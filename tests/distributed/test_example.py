@@ -178,7 +178,7 @@ def test_example_without_torchrun_resumes_the_newest_checkpoint(
         (["--impl", "fairscale"], "invalid choice: 'fairscale'"),
         (["--width", "31"], "--width 31 is not a multiple of --heads 2"),
         (["--steps", "0"], "0 is not above zero"),
-        (["--text", "nowhere"], "no Python source to train on below nowhere"),
+        (["--text-bytes", "10"], "too little Python source below"),
     ],
 )
 def test_example_with_invalid_arguments_prints_one_error_line(

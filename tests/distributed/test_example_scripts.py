@@ -11,7 +11,7 @@ from launch import RanksFailed, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = ("finetune_hf", "hsdp_tp", "lora", "resume", "vision")
+SCRIPTS = ("finetune_hf", "hsdp_tp", "lora", "resume", "train_gpt", "vision")
 MAX_LINES = 120
 TINY = ["--device", "cpu", "--steps", "3"]
 TEXT = ["--text-bytes", "300000", "--context", "16"]

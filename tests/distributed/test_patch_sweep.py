@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("patch-sweep")  # the tests share one proce
 WORKER = Path(__file__).with_name("workers") / "patch_sweep.py"
 STYLES = ("plain", "wraps")
 GROUPS = 6
-"""Parts of the targets that a run wraps together, for each style."""
+"""Number of parts of the targets. A run wraps the targets of one part together."""
 FOREACH_REDUCE = "_fsdp_collectives.foreach_reduce"
 
 

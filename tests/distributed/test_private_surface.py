@@ -75,7 +75,7 @@ def test_assigned_parameter_list_is_refused_by_fsdp_c_only() -> None:
         assert from_fsdp_c == ["list", "AttributeError", 4]
 
 
-def test_hooks_removed_by_module_name_are_all_found() -> None:
+def test_all_hooks_have_the_module_name_of_fsdp2() -> None:
     for observed in results_of("hooks_removed_by_module_name")[1]:
         counts = [pair for pair in observed if isinstance(pair, list) and pair == [1, 0]]
         assert len(counts) == 2 * (4 + 3)  # both hooks of each sharded module, in two models

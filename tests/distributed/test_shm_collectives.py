@@ -38,10 +38,8 @@ def test_patched_collectives_on_one_rank_keep_the_bits() -> None:
         shm_collectives.train_with_patched_rank, 2
     )
     assert patched_equal and peer_equal
-    assert (patched_calls, peer_calls) == (
-        2 * (2 + 1) * 3,
-        0,
-    )  # per unit: two gathers and a reduction
+    # 2 steps, 3 units: 2 gathers and 1 reduction of each unit.
+    assert (patched_calls, peer_calls) == (2 * (2 + 1) * 3, 0)
 
 
 def test_observers_on_one_rank_count_the_collectives_of_torch() -> None:

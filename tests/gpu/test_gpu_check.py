@@ -235,9 +235,9 @@ def test_graphs_step_reports_replay_without_effect() -> None:
         for name in ("Stream", "stream", "current_stream", "synchronize"):
             setattr(torch.cuda, name, getattr(torch.sim, name))
         loop_group.join(variants.WORLD, device)
-        stage = race.make_stage("fsdp_c", device)
+        tools = race.make_tools("fsdp_c", device)
         for Graph.runs, name in ((True, "mixed"), (True, "hsdp"), (False, "mixed")):
-            print(name, graphs.run_case(stage, graphs.CASES[name]))
+            print(name, graphs.run_case(tools, graphs.CASES[name]))
         """
     )
     folders = ("gpu", "accelerator", "parity")

@@ -4,7 +4,8 @@
 child from it. The result is a ``ForkedRank``, which has the methods of ``subprocess.Popen`` that
 the launcher uses. The child has its own environment, output file and session. The interpreter shuts
 down normally, but torch's static destructors do not run. The server never imports fsdp_c. Its
-objects are frozen (``gc.freeze``), so that collections in ranks neither scan nor copy them.
+objects are frozen (``gc.freeze``), so that the garbage collector of a rank neither scans them nor
+copies their pages.
 
 The protocol is one JSON document per line over the server's stdin and stdout. The response to
 ``{"start": ...}`` is a pid. The response to ``{"poll": pid}`` is an exit status (negative: a

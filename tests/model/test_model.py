@@ -26,16 +26,16 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-TWO = "RANKS=2 FAULTS=1 ORDINARY"
-CALM = "RANKS=2 FAULTS=0 ORDINARY"
-FINE = "RANKS=2 FAULTS=0 ORDINARY FINE"
+ONE_FAULT = "RANKS=2 FAULTS=1 ORDINARY"
+NO_FAULT = "RANKS=2 FAULTS=0 ORDINARY"
+FINE_STEPS = "RANKS=2 FAULTS=0 ORDINARY FINE"
 
 HOLDS = {
-    ("steps", TWO): True,
+    ("steps", ONE_FAULT): True,
     ("steps", "RANKS=2 FAULTS=0"): True,
     ("orders", "FAULTS=0"): True,
     ("orders", "FAULTS=0 SECOND_ROOT"): True,
-    ("steps", FINE): False,
+    ("steps", FINE_STEPS): False,
     ("steps", "RANKS=2 FAULTS=1"): False,
     ("steps", "RANKS=2 FAULTS=2"): False,
     ("steps", "RANKS=2 FAULTS=2 ORDINARY CAPACITY=2"): False,
@@ -47,21 +47,21 @@ HOLDS = {
 
 DEADLOCK = "invalid end state"
 RULES = {
-    "LABEL_IS_COMPARED": ("steps", TWO, "assertion", True),
+    "LABEL_IS_COMPARED": ("steps", ONE_FAULT, "assertion", True),
     "TAG_IS_COMPARED": ("steps", "RANKS=2 FAULTS=1", "assertion", False),
-    "MESSAGE_IS_COMMITTED_FIRST": ("steps", CALM, "assertion", True),
-    "FULL_RING_IS_NOT_WRITTEN": ("steps", CALM, "assertion", False),
-    "CLOSED_IS_READ_FIRST": ("steps", FINE, "assertion", False),
-    "RELEASE_FOLLOWS_READ": ("steps", FINE, "assertion", False),
-    "COUNTERS_ARE_READ_AGAIN": ("steps", FINE, "assertion", False),
-    "PEER_IS_TESTED": ("steps", TWO, DEADLOCK, True),
-    "ABANDONED_WORK_IS_COMPLETED": ("steps", TWO, "", True),
-    "PLAN_PRECEDES_GATHER": ("steps", TWO, "assertion", True),
-    "PLAN_IS_COMPARED": ("steps", TWO, "assertion", False),
+    "MESSAGE_IS_COMMITTED_FIRST": ("steps", NO_FAULT, "assertion", True),
+    "FULL_RING_IS_NOT_WRITTEN": ("steps", NO_FAULT, "assertion", False),
+    "CLOSED_IS_READ_FIRST": ("steps", FINE_STEPS, "assertion", False),
+    "RELEASE_FOLLOWS_READ": ("steps", FINE_STEPS, "assertion", False),
+    "COUNTERS_ARE_READ_AGAIN": ("steps", FINE_STEPS, "assertion", False),
+    "PEER_IS_TESTED": ("steps", ONE_FAULT, DEADLOCK, True),
+    "ABANDONED_WORK_IS_COMPLETED": ("steps", ONE_FAULT, "", True),
+    "PLAN_PRECEDES_GATHER": ("steps", ONE_FAULT, "assertion", True),
+    "PLAN_IS_COMPARED": ("steps", ONE_FAULT, "assertion", False),
     "FALLBACK_IS_LARGEST": ("steps", "RANKS=2 FAULTS=0", "assertion", False),
     "ALL_RANKS_WAIT": ("steps", "RANKS=2 FAULTS=0", "assertion", False),
-    "ALL_RANKS_CONNECT": ("steps", TWO, "assertion", True),
-    "INTERRUPTED_ROUND_IS_KEPT": ("steps", TWO, "assertion", False),
+    "ALL_RANKS_CONNECT": ("steps", ONE_FAULT, "assertion", True),
+    "INTERRUPTED_ROUND_IS_KEPT": ("steps", ONE_FAULT, "assertion", False),
     "ROUNDS_ARE_READ_LATE": ("orders", "FAULTS=0", DEADLOCK, True),
     "LATER_PLAN_NEEDS_WAITS": ("orders", "FAULTS=0 SECOND_ROOT", DEADLOCK, True),
     "FAILED_RANK_CLOSES": ("steps", "RANKS=3 FAULTS=1", DEADLOCK, False),
@@ -72,14 +72,14 @@ the counterexample ("": any), and whether `make test` includes it."""
 
 
 REACHED = {
-    "DEATH": TWO,
-    "CLOSED": TWO,
-    "MISMATCH": TWO,
-    "PLAN": TWO,
-    "INTERRUPT": TWO,
-    "RESET": TWO,
+    "DEATH": ONE_FAULT,
+    "CLOSED": ONE_FAULT,
+    "MISMATCH": ONE_FAULT,
+    "PLAN": ONE_FAULT,
+    "INTERRUPT": ONE_FAULT,
+    "RESET": ONE_FAULT,
     "LATE_SHM": "RANKS=2 FAULTS=0",
-    "GLOO": TWO,
+    "GLOO": ONE_FAULT,
 }
 """States that a search must visit, REACH_* in steps.pml -> settings."""
 

@@ -202,7 +202,7 @@ class TestDifferences:
     def test_differences_of_signed_zeros_are_reported(self) -> None:
         assert differences(self.record(torch.zeros(1)), self.record(-torch.zeros(1))) != []
 
-    def test_differences_of_equal_nans_is_empty(self) -> None:
+    def test_equal_nans_are_not_reported_as_difference(self) -> None:
         nan = torch.tensor([float("nan")])
         assert differences(self.record(nan), self.record(nan.clone())) == []
 

@@ -18,6 +18,7 @@ from program_ranks import Rank, Step
 COUNT = int(os.environ.get("FSDP_C_PROGRAMS", "40"))
 SEED = int(os.environ.get("FSDP_C_PROGRAMS_SEED", "0"))
 SHOWN = 3
+END_OF_NO_BACKWARD = next(reason for reason in RULES if "end of a backward" in reason)
 
 pytestmark = pytest.mark.xdist_group("programs")
 
@@ -122,3 +123,33 @@ def test_known_differences_allow_more_hooks_only_in_torch_after_failed_fully_sha
     lines = [["gave None", f"hooks: {count}"] for count in (by_torch, by_fsdp_c)]
     reason = find_rule(2, program, [[first]], *lines)
     assert (reason is not None) == is_allowed, reason
+
+
+@pytest.mark.torch("2.15")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "('call_group', {'name': 'finalize_backward'})",
+        "('call_state', {'name': '_root_post_backward_final_callback'})",
+    ],
+    ids=["group", "state"],
+)
+def test_end_of_backward_before_the_first_forward_is_a_known_difference(call: str) -> None:
+    program = programs.parse_program(f"[('build', {{}}), ('shard', {{}}), {call}]")
+    difference = programs.Pair().compare(program, 1)
+    assert difference is not None
+    assert difference.rule == END_OF_NO_BACKWARD
+
+
+@pytest.mark.torch("2.15")
+@pytest.mark.parametrize(
+    ("by_torch", "by_fsdp_c"),
+    [
+        ("raised RuntimeError: closed", "raised AttributeError: 'FSDPCommContext' object has no"),
+        ("gave None", "raised AttributeError: 'FSDPParam' object has no attribute"),
+        ("gave None", "gave 1"),
+    ],
+)
+def test_known_end_of_backward_allows_no_other_difference(by_torch: str, by_fsdp_c: str) -> None:
+    program: list[Step] = [("call_group", {"name": "finalize_backward"})]
+    assert find_rule(1, program, [], [by_torch], [by_fsdp_c]) is None

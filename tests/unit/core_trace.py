@@ -1,8 +1,8 @@
 """Traces of one training step: of the core under torch's profiler, and of the dry run.
 
 Both are lists of items in order: ``enter`` and ``leave`` (label and unit of a profiler range of the
-core), collectives (bytes), ``alloc`` and ``free`` (bytes) inside of such a range. The profiler sees
-the memory of the whole process, so only what happens inside of the core's ranges is compared.
+core), collectives (bytes), ``alloc`` and ``free`` (bytes) inside of such a range. The profiler
+records the memory of the whole process, so only events inside of the core's ranges are compared.
 """
 
 from __future__ import annotations

@@ -217,15 +217,14 @@ def test_child_sharded_by_torch_raises_at_first_forward(fake_group: int) -> None
 def test_memory_error_in_fully_shard_leaves_module_unchanged(
     fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attach = importlib.import_module("fsdp_c._runtime.init")
-
+    init = importlib.import_module("fsdp_c._runtime.init")
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with monkeypatch.context() as patch:
 
         def fail(*args: Any) -> None:
             raise MemoryError("no memory for the classes")
 
-        patch.setattr(attach, "_apply_to_module", fail)
+        patch.setattr(init, "_apply_to_module", fail)
         assert_raises_unchanged(module, MemoryError, "no memory")
     fully_shard(module)
     train(module)
@@ -234,7 +233,7 @@ def test_memory_error_in_fully_shard_leaves_module_unchanged(
 @pytest.mark.skipif(
     os.environ.get("FSDP_C_SANITIZE", "") not in ("", "0"), reason="sanitizers end the process"
 )
-def test_failed_allocation_in_forward_raises_torch_error_and_model_trains_on(
+def test_failed_allocation_in_forward_raises_torch_error_and_model_trains_again(
     fake_group: int,
 ) -> None:
     """accelerate searches for torch's message before it retries with a smaller batch."""

@@ -157,7 +157,7 @@ def compiled_files(output: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """Returns a tree with a finished release build. Tests change neither sources nor module."""
+    """Returns a tree with a finished release build. Tests restore the sources that they change."""
     tree = Tree(tmp_path_factory.mktemp("tree"))
     tree.build()
     return tree
@@ -181,7 +181,9 @@ def test_build_links_all_layers_and_records_torch(built: Tree) -> None:
         symbols = subprocess.run(command, env=TOOL_ENV, capture_output=True, text=True).stdout
         assert [line.split()[-1] for line in symbols.splitlines()] == [f"PyInit_{name}"]
     commands = json.loads((built.root / "build/compile_commands.json").read_text())
-    assert str(built.root / "csrc/bridge/bridge.cpp") in {entry["file"] for entry in commands}
+    source = str(built.root / "csrc/bridge/bridge.cpp")
+    entries = [entry for entry in commands if entry["file"] == source]
+    assert entries and all(source in entry["command"] for entry in entries)
 
 
 def test_build_compiles_only_files_that_a_change_affects(built: Tree) -> None:
@@ -208,7 +210,7 @@ def test_build_with_assertions_uses_bridge_of_release(built: Tree) -> None:
 def test_debug_build_leaves_release_build_in_place(built: Tree) -> None:
     folder = "build/debug-lib"
     output = built.build("build_ext", "--build-lib", folder, FSDP_C_DEBUG="1")
-    assert "bridge.cpp" in compiled_files(output)
+    assert "unity_0_cxx.cxx" in compiled_files(output)  # includes bridge.cpp
     assert built.values(f"{folder}/fsdp_c") == [*RELEASE_VALUES[:3], 20, 1]
     assert built.values() == RELEASE_VALUES
 
@@ -257,6 +259,23 @@ def test_missing_cmake_is_reported_with_remedy(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shutil, "which", lambda name, path: None)
     with pytest.raises(SystemExit, match=r"cmake is not found: run .* pip install cmake ninja"):
         run_cmake.find_program("cmake")
+    with pytest.raises(SystemExit, match=r"ninja is not found"):
+        run_cmake.find_program("ninja", "make")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_build_without_ninja_uses_make(tree: Tree) -> None:
+    without_ninja = (
+        "import shutil; which = shutil.which; "
+        "shutil.which = lambda name, **k: None if name == 'ninja' else which(name, **k)"
+    )
+    tree.build(code=without_ninja)
+    assert tree.values() == RELEASE_VALUES
+    tree.write("csrc/core/other.c", "int fc_other(void) { return 0; }\n")
+    output = tree.build(fails=True, code=without_ninja)
+    assert "-Werror=missing-prototypes" in output and "Traceback" not in output
+    tree.write("csrc/core/other.c", FILES["csrc/core/other.c"])
+    assert compiled_files(tree.build()) != []  # ninja, in a new folder
 
 
 def test_ccache_is_launcher_of_compilers_that_are_not_ccache(
@@ -333,7 +352,7 @@ def test_build_with_failing_nvcc_omits_kernels_and_prints_warning(tree: Tree) ->
     assert "!!" not in output
     assert tree.record()["kernels"] == "CPU and CUDA 12.4"
     assert "libcudart.so.12" in linked_libraries(tree)
-    assert compiled_files(output) == []  # nvcc and the linker run
+    assert compiled_files(output) == []  # only nvcc and the linker run
 
 
 def test_error_in_a_c_file_is_not_reported_as_nvcc_error(tree: Tree) -> None:

@@ -253,7 +253,7 @@ TRANSPORT_WORDS = {
 @pytest.mark.parametrize("module", ["group", "gather", "reduce"])
 @pytest.mark.parametrize("suffix", [".c", ".h"])
 def test_modules_of_transfers_name_no_transport(module: str, suffix: str) -> None:
-    """These modules know plans and process groups. The process group selects the transport."""
+    """These modules use plans and process groups. The process group selects the transport."""
     text = (CORE / f"{module}{suffix}").read_text()
     words = {w.lower() for w in re.findall(r"[A-Za-z][a-z0-9]*|[A-Z]+", text.replace("_", " "))}
     assert {"fc", "status"} <= words, "found too few words: the test would check nothing"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from shell_commands import find_command
 from site_dir import installed_environment
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -70,7 +71,7 @@ def test_build_for_torch_of_same_minor_release_is_compatible(
     assert (build_info.find_mismatch([make_build(torch=version)]) is None) == fits
 
 
-def test_build_for_another_torch_returns_versions_and_build_command() -> None:
+def test_message_about_build_for_another_torch_names_versions_and_build_command() -> None:
     message = build_info.find_mismatch([make_build(torch="2.9.1")])
     assert message == (
         f"fsdp_c was built for torch 2.9 and this is torch {torch.__version__}: build it again "
@@ -114,13 +115,15 @@ def test_class_sizes_are_those_of_readelf() -> None:
         }
 
 
-def test_build_for_another_python_returns_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_about_build_for_another_python_names_its_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(build_info, "has_extension", lambda folder: False)
     message = build_info.find_mismatch([make_build(python="3.8")])
     assert message is not None and ", but for Python 3.8: build it with" in message
 
 
-def test_import_from_unbuilt_source_folder_returns_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_about_unbuilt_source_folder_names_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_info, "BUILD_RECORD", ROOT / "fsdp_c" / build_info.BUILD_RECORD.name)
     monkeypatch.setattr(build_info, "has_extension", lambda folder: False)
     message = build_info.find_mismatch([])
@@ -216,7 +219,7 @@ def test_version_option_prints_versions_of_fsdp_c_torch_and_python() -> None:
 
 
 def test_check_option_reports_six_passed_checks() -> None:
-    completed = run("-m", "fsdp_c", "--check")
+    completed = run(*find_command("--check").arguments)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     passed = dict(re.findall(r"^  (\w[\w ]*?) +ok +(.+)$", completed.stdout, re.M))
     assert list(passed) == ["extension", "torch", "kernels", "devices", "entry point", "two ranks"]
@@ -246,10 +249,10 @@ def test_self_test_with_failing_process_is_reported(monkeypatch: pytest.MonkeyPa
 
 
 def test_build_plan_states_files_compilers_and_duration() -> None:
-    text = find_torch.describe_build(50, 7, "CPU", 2)
+    text = find_torch.describe_build(57, "CPU", 2)
     assert f"torch {torch.__version__}, kernels for CPU: 57 files with 2 compilers" in text
-    assert "takes about 2 min" in text
-    assert "takes about 5 min" in find_torch.describe_build(50, 7, "CPU and CUDA 13.0", 2)
+    assert "takes about 1 min" in text
+    assert "takes about 4 min" in find_torch.describe_build(57, "CPU and CUDA 13.0", 2)
 
 
 def test_isolated_build_finds_torch_of_its_environment(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shell_commands import find_command
 
 from fsdp_c._tools import compare, compare_results
 from fsdp_c._tools.compare_results import Comparison, Verdict, find_differences
@@ -33,12 +36,19 @@ def environment() -> dict[str, str]:
 def run(
     case: str, *options: str, ranks: int = 1, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Compares a case of compare_job.py, in one round of three steps unless ``options`` differ."""
+    """Compares a case of compare_job.py, in one round of three steps unless ``options`` differ.
+
+    This process is the supervisor: another one would import torch for two seconds.
+    """
     arguments = ["--steps", "3", "--rounds", "1", "--nproc-per-node", str(ranks), *options]
     arguments += [str(JOB), case, *([] if folder is None else [str(folder)])]
-    return subprocess.run(
-        [*COMMAND, *arguments], env=environment(), capture_output=True, text=True, timeout=280
-    )
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
+            code = compare.main(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 def last_line(completed: subprocess.CompletedProcess[str]) -> str:
@@ -51,7 +61,12 @@ def last_line(completed: subprocess.CompletedProcess[str]) -> str:
 def test_equal_script_on_two_ranks_exits_0_with_table_json_and_picture(tmp_path: Path) -> None:
     json_file, picture = tmp_path / "result.json", tmp_path / "result.png"
     files = ("--json", str(json_file), "--plot", str(picture), "--logs", str(tmp_path / "logs"))
-    completed = run("equal", *files, ranks=2, folder=Path("{run}"))
+    words = find_command("compare").make_words(str(JOB), "equal", "{run}")
+    place = words.index("compare") + 1
+    words[place:place] = ["--steps", "3", "--rounds", "1", *files]
+    completed = subprocess.run(
+        words, env=environment(), capture_output=True, text=True, timeout=280
+    )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert last_line(completed) == (
         "equal: losses, gradients and parameters of 3 steps have the same bits on 2 ranks"

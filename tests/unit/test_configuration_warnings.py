@@ -37,9 +37,8 @@ def logged(
 ) -> Iterator[Callable[[], list[str]]]:
     """Yields a function that returns the warnings logged so far. Python warnings raise."""
     monkeypatch.setattr(lint, "_logged", set())
-    monkeypatch.setattr(
-        lint_params, "_replaced_registrations", {}
-    )  # models of other tests may be alive
+    # Models of other tests may be alive.
+    monkeypatch.setattr(lint_params, "_replaced_registrations", {})
 
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -302,7 +301,7 @@ def test_argument_without_effect_logs_warning(
 # ---- logging -------------------------------------------------------------------------------------
 
 
-def test_warning_about_second_model_is_not_repeated(logged: Logged) -> None:
+def test_warning_about_two_models_of_one_class_is_logged_once(logged: Logged) -> None:
     for _ in range(2):
         step(fully_shard(MLPModel()))  # type: ignore[arg-type]
     assert len(logged()) == 1

@@ -163,6 +163,12 @@ def separate_roots() -> Any:
     return model
 
 
+def several_reductions() -> Any:
+    model = shard(Chain())
+    model.set_reduce_scatter_max_input_buffers(3)
+    return model
+
+
 def without_backward_unshard() -> Any:
     model = shard(Chain())
     model.blocks[0].set_unshard_in_backward(False)
@@ -189,6 +195,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "reentrant checkpointing": lambda: shard(Reentrant()),
     "reentrant checkpointing and prefetch": lambda: prefetch_in_forward(shard(Reentrant())),
     "explicit prefetch": prefetching,
+    "several reductions in flight": several_reductions,
     "list of modules": list_of_modules,
     "several roots": separate_roots,
 }
@@ -245,6 +252,27 @@ def test_peak_is_highest_sum_of_live_bytes(streams: bool) -> None:
             sums.append(sum(live.values()))
     assert peak == max(sums)
     assert live == {"shards": 16, "gathered": 0, "activations": 0, "gradients": 16}
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, 2), (2, 2), (3, 3), (6, 6)])
+def test_outputs_of_reduce_scatters_that_await_all_reduces_follow_max_input_buffers(
+    limit: int, kept: int
+) -> None:
+    mixed = PARAM | {"sizes": [16, 4], "compute": "torch.bfloat16", "reduce": "torch.bfloat16"}
+    indices = range(8)
+    units = [UNIT | {"state": i, "replicas": 2, "params": [mixed]} for i in indices]
+    units[3]["max_input_buffers"] = limit
+    calls: list[tuple[Any, ...]] = [("pre_forward", i) for i in indices]
+    calls += [("post_forward", i) for i in reversed(indices)] + [("backward",)]
+    for i in reversed(indices):
+        calls += [("pre_backward", i), ("gradient", i, 0, -1, 128), ("post_backward", i)]
+    events, _ = _dry_run.run(units, [{"root": 0}] * 8, [*calls, ("end",)], streams=True)
+    output_bytes, live, most = 64, 0, 0
+    for event in events:
+        if (event.label, event.bytes) == ("gradients", output_bytes):
+            live += {"alloc": 1, "free": -1}.get(event.kind, 0)
+            most = max(most, live)
+    assert (most, live) == (kept + 1, 0)  # the kept outputs, and that of the latest reduction
 
 
 def test_events_name_call_unit_stream_and_purpose() -> None:

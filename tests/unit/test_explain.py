@@ -197,13 +197,35 @@ def test_parameter_added_after_sharding_has_warning() -> None:
     assert warning.startswith("'head.bias' are in no unit")
 
 
-def test_weights_tied_across_units_have_warning() -> None:
+def make_tied() -> Any:
     model = MLPModel()
     model.blocks[2].up.weight = model.blocks[0].up.weight
-    (warning,) = quiet_explain(sharded(model)).warnings
+    return model
+
+
+def test_weights_tied_across_units_have_warning() -> None:
+    (warning,) = quiet_explain(sharded(make_tied())).warnings
     assert "were one parameter before sharding" in warning
     assert warning.startswith("'blocks.0.up.weight', 'blocks.2.up.weight' were")
     assert "(blocks.0, blocks.2)" in warning
+
+
+def test_tied_weights_of_two_units_are_refused_with_the_advice_of_explain() -> None:
+    model = sharded(make_tied())
+    advice = "'blocks.0.up.weight', 'blocks.2.up.weight' are one parameter in two units: shard"
+    with pytest.raises(ValueError, match=f"already managed by another FSDP group(.|\n)*{advice}"):
+        step(model)
+
+
+def test_tied_weights_in_one_unit_as_advised_train_without_warning() -> None:
+    model = make_tied()
+    fully_shard([model.blocks[0], model.blocks[2]])
+    fully_shard(model.blocks[1])
+    fully_shard(model)
+    assert quiet_explain(model).warnings == []
+    step(model)
+    assert model.blocks[2].up.weight is model.blocks[0].up.weight
+    assert model.blocks[2].up.weight.grad is not None
 
 
 def test_weights_tied_within_unit_have_no_warning() -> None:

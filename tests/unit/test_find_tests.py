@@ -27,7 +27,8 @@ def test_each_module_has_tests() -> None:
 
 
 @pytest.mark.parametrize("module", find_tests.TESTS_OF)
-def test_tests_in_table_of_find_tests_exist(module: str) -> None:
+def test_module_and_tests_in_table_of_find_tests_exist(module: str) -> None:
+    assert module in find_tests.modules()
     missing = set(find_tests.TESTS_OF[module]) - find_tests.all_test_files().keys()
     assert missing == set()
 

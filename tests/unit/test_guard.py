@@ -118,7 +118,7 @@ def test_all_patch_helpers_together_record_calls_in_torchs_order() -> None:
     assert {name for name, *_ in result} == set(HELPERS) - {"patch_all_reduce"}
 
 
-@pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
+@pytest.mark.torch("2.13")  # older fake groups leave gathered memory unset
 def test_gradients_through_patched_functions_match_unpatched_ones() -> None:
     def gradients(shard: Callable[..., Any], patched: bool) -> list[torch.Tensor]:
         model = model_of(shard, mp_policy=MIXED)
@@ -247,7 +247,7 @@ def test_patched_backward_of_the_autograd_node_changes_gradients() -> None:
     assert torch.equal(result, torch_result)
 
 
-@pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
+@pytest.mark.torch("2.13")  # older fake groups leave gathered memory unset
 def test_exception_in_a_patch_propagates_and_training_recovers_after_reset() -> None:
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise ArithmeticError("from the patch")

@@ -87,10 +87,10 @@ def test_shards_on_dim_1_need_as_many_kernel_launches_as_on_dim_0(
     assert counts["Shard(0)"] == counts["Shard(1)"] == 3 * 3 * 5  # steps, blocks, kernels per block
 
 
-def test_jit_with_failing_launch_of_driver_raises(fake_group: int, jit_driver: ctypes.CDLL) -> None:
+def test_launch_that_the_driver_rejects_raises(fake_group: int, jit_driver: ctypes.CDLL) -> None:
     model = fsdp_c.fully_shard(torch.nn.Linear(16, 16))
-    jit_driver.refuse_next()
-    with pytest.raises(RuntimeError, match="the driver did not take a launch"):
+    jit_driver.reject_next()
+    with pytest.raises(RuntimeError, match="the driver rejected a launch"):
         model(torch.randn(2, 16))
     model.reset_iter_state()
     model(torch.randn(2, 16)).sum().backward()
@@ -161,7 +161,7 @@ def test_nvrtc_of_torchs_cuda_release_comes_first(
         assert find_libraries()[0].name == f"libnvrtc.so.{release[:2]}"
 
 
-def test_jit_with_failing_load_of_driver_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:
+def test_code_that_the_driver_rejects_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="cuLibraryLoadData failed with CUresult 200"):
         jit.load_kernels(driver, b"no code")
     assert _C.kernels_of(torch.device("cuda")) == ("cuda" if _C.CUDA_KERNELS else "torch")

@@ -44,7 +44,7 @@ def test_training_state_and_new_attributes_of_group_can_be_set() -> None:
     step(model)
 
 
-@pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
+@pytest.mark.torch("2.13")  # older fake groups leave gathered memory unset
 def test_post_backward_outside_of_autograd_matches_torch() -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         model = model_of(shard)
@@ -68,7 +68,7 @@ def test_post_backward_outside_of_autograd_matches_torch() -> None:
     assert all(map(torch.equal, result[1], torch_result[1]))
 
 
-@pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
+@pytest.mark.torch("2.13")  # older fake groups leave gathered memory unset
 def test_state_hooks_removed_and_registered_again_match_torch() -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         model = model_of(shard, mp_policy=MIXED)

@@ -57,7 +57,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], list[str], list[str], int]] = {
 
 @needs_transformers
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_plan_command_accepts_configuration_of(
+def test_plan_command_accepts_configuration_of_each_model_class(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings, batch, arguments, units = CONFIGURATIONS[name]

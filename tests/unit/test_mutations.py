@@ -203,7 +203,7 @@ MUTATIONS = {
     ),
     "row is released before its cast has finished": Mutation(
         "comm_ctx",
-        "kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0",
+        "fct_event_wait(c->kept_rows[0].copied, c->reduce_stream) != 0",
         "c->events_out == SIZE_MAX",
         "test_comm_ctx",
         "kept_rows_are_released_after_their_casts",

@@ -246,6 +246,6 @@ class TestStates:
     def test_training_state_of_unit_without_parameters_is_idle(self, fake_group: int) -> None:
         assert names.training_state(fully_shard(nn.ReLU())) is names.TrainingState.IDLE
 
-    def test_training_state_of_unsharded_module_raises(self) -> None:
+    def test_training_state_of_module_that_was_not_sharded_raises(self) -> None:
         with pytest.raises(ValueError, match="not applied to this Linear"):
             names.training_state(nn.Linear(1, 1))

@@ -96,7 +96,7 @@ def test_undecorated_of_opaque_replacement_raises_with_the_remedy(
         originals.find_undecorated(torch_module, "fully_shard")
 
 
-def test_guard_has_no_expected_object_for_static_method_replaced_by_function(
+def test_guard_expects_no_object_where_a_function_replaced_a_static_method(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = RegisterPostBackwardFunction.backward

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import fsdp_c
 
-pytestmark = pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
+pytestmark = pytest.mark.torch("2.13")  # older fake groups leave gathered memory unset
 guard = importlib.import_module("fsdp_c._compat.guard")
 IMPLEMENTATIONS = (fully_shard, fsdp_c.fully_shard)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -69,7 +69,7 @@ def test_count_of_records_is_checked() -> None:
             _C.recorder_read(count)
 
 
-def test_file_is_written_and_links_are_refused(tmp_path: Path) -> None:
+def test_record_file_is_written_but_not_through_a_link(tmp_path: Path) -> None:
     path = tmp_path / "rank1.records"
     _C.recorder_write(str(path), records.make_header(1, 2))
     facts, _ = records.read_file(str(path))
@@ -134,7 +134,7 @@ def test_report_groups_ranks_by_place() -> None:
     ]
 
 
-def test_report_tells_ended_stopped_and_running_processes_apart() -> None:
+def test_report_distinguishes_ended_stopped_and_running_processes() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         positions = {0: Position(0, pid=child.pid)}

@@ -140,9 +140,24 @@ def sharded_embedding(model: Any, unshard_in_backward: bool = True) -> Any:
     return shard(model)
 
 
+class Nested(Chain):
+    """Recomputes each block within a recomputation of all blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.run_blocks, self.embed(x), use_reentrant=True))
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_reentrant_checkpointing_with_forward_prefetch_repeats_gathers() -> None:
-    model = prefetch_in_forward(shard(Reentrant()))
+@pytest.mark.parametrize("make", [Reentrant, Nested])
+def test_reentrant_checkpointing_with_forward_prefetch_repeats_gathers(
+    make: Callable[[], Any],
+) -> None:
+    model = prefetch_in_forward(shard(make()))
     advice = find_advice(explain(model), "use_reentrant=False")
     assert advice.saves.gathers == 2
     assert_saves(
@@ -151,7 +166,12 @@ def test_reentrant_checkpointing_with_forward_prefetch_repeats_gathers() -> None
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: shard(Reentrant()), lambda: prefetch_in_forward(shard(Checkpointed()))]
+    "make",
+    [
+        lambda: shard(Reentrant()),
+        lambda: shard(Nested()),
+        lambda: prefetch_in_forward(shard(Checkpointed())),
+    ],
 )
 def test_checkpointing_with_two_gathers_per_unit_gets_no_advice(make: Callable[[], Any]) -> None:
     explanation = explain(make())
@@ -318,7 +338,7 @@ def test_padding_is_avoided_by_sharding_another_dim() -> None:
     assert not has_advice(explain(after), "shard_placement_fn")
 
 
-def test_padding_without_a_dim_that_is_even_gets_no_advice() -> None:
+def test_padding_without_an_evenly_divisible_dim_gets_no_advice() -> None:
     assert not has_advice(explain(fully_shard(nn.Linear(9, 9)), torch.ones(2, 9)), "padded")
 
 

@@ -149,9 +149,8 @@ def track_memory(shard: Shard, **kwargs: Any) -> tuple[list[Any], int, dict[Any,
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED], ids=["fp32", "mixed"])
 def test_memory_tracker_records_same_updates_as_with_torch(policy: MixedPrecisionPolicy) -> None:
-    track_memory(
-        SHARD_FUNCTIONS[0], mp_policy=policy
-    )  # fills DTensor's caches, which would be recorded
+    # The first run fills DTensor's caches, which would be recorded.
+    track_memory(SHARD_FUNCTIONS[0], mp_policy=policy)
     (torch_updates, torch_peak, torch_end), (updates, peak, end) = (
         track_memory(shard, mp_policy=policy) for shard in SHARD_FUNCTIONS
     )

@@ -1,4 +1,4 @@
-"""A second thread in a model raises before it changes anything, and the first thread trains on."""
+"""A second thread in a model raises before it changes anything, and the first thread continues."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def check_unchanged():
     assert not found, "\\n".join(found)
 '''
 )
-"""Defines what a scenario uses. Runs no backward."""
+"""Defines the functions of a scenario. Runs no backward."""
 
 BASELINE = """
 fully_sharded = torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls
@@ -348,7 +348,7 @@ for hook in hooks:
 gc.collect()
 check_unchanged()
 """,
-    "class_that_fsdp_c_sharded_first_becomes_what_torch_makes": r"""
+    "class_that_fsdp_c_sharded_first_equals_that_of_torch": r"""
 import fsdp_c
 
 class First(nn.Linear):
@@ -369,7 +369,7 @@ assert first.keys() == second.keys(), first.keys() ^ second.keys()
 assert first["__deepcopy__"] is second["__deepcopy__"]
 """,
 }
-"""Programs that run after BASELINE and assert, by what they specify."""
+"""Programs that run after BASELINE, by the rule that they check."""
 
 RUN = """
 torch.set_num_threads(1)  # a forked child has no thread pool
@@ -391,7 +391,8 @@ for name, code in SCENARIOS.items():
 def outcomes() -> str:
     """Runs an interpreter that forks a child for each scenario.
 
-    No backward precedes a fork: torch's CUDA builds then have threads, and refuse one in the child.
+    No backward runs before a fork. In torch's CUDA builds a backward starts threads, and a later
+    backward in a forked child raises.
     """
     code = f"SCENARIOS, BASELINE = {SCENARIOS!r}, {BASELINE!r}\n{SNAPSHOT}{RUN}"
     completed = subprocess.run(

@@ -1,6 +1,6 @@
 """Uninitialized objects of the extension's types, and objects whose owners were freed.
 
-Random programs (``tests/faults/fuzz.py``) found these cases.
+Random programs (``tests/faults/workers/fuzz.py``) found these cases.
 """
 
 from __future__ import annotations

@@ -62,6 +62,20 @@ def test_readme_has_at_most_150_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
 
 
+def test_library_versions_of_readme_are_those_of_the_clients() -> None:
+    requirements = (ROOT / "tests" / "clients" / "requirements.txt").read_text()
+    pinned = dict(re.findall(r"^(\w+)==([\d.]+)$", requirements, re.M))
+    _, _, table = (ROOT / "README.md").read_text().partition("| library | version |")
+    rows = re.findall(r"^\| ([\w, ]+) \| ([\d., ]+) \|", table, re.M)
+    named = {
+        name.lower(): version
+        for names, versions in rows
+        for name, version in zip(names.split(", "), versions.split(", "), strict=True)
+    }
+    del pinned["tokenizers"]  # a part of transformers
+    assert named == pinned
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_relative_links_and_anchors_resolve(path: Path) -> None:
     assert find_broken_links(prose(path), path) == []

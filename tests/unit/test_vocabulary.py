@@ -24,9 +24,7 @@ C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 HASH_COMMENTS = {".sh", ".toml", ".yaml", ".yml"}
 MAX_WORDS = 32
 """Words of a sentence that is not counted as long."""
-MAX_LONG_SENTENCES = 1
-MAX_UNNAMED_SUBJECTS = 2
-"""Present numbers of sentences that break a rule. Lower a number when a change removes some."""
+
 
 PROSE = {
     r"offices?": "transport",
@@ -339,12 +337,12 @@ def test_comments_docstrings_and_documents_contain_no_old_words() -> None:
 
 def test_sentences_begin_with_named_subject() -> None:
     found = breaks(source_files(), "unnamed subject")
-    assert len(found) <= MAX_UNNAMED_SUBJECTS, show(found)
+    assert not found, show(found)
 
 
 def test_sentences_have_at_most_32_words() -> None:
     found = breaks(source_files(), "long")
-    assert len(found) <= MAX_LONG_SENTENCES, show(found)
+    assert not found, show(found)
 
 
 @pytest.mark.parametrize(("pattern", "word"), ALLOWED)

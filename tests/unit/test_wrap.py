@@ -27,7 +27,7 @@ from fsdp_c._auto_shard.module_tree import iterate_children_first
 
 class TestHelpers:
     @given(trees)
-    def test_post_order_equals_torch(self, tree: nn.Module) -> None:
+    def test_post_order_of_named_modules_equals_torch(self, tree: nn.Module) -> None:
         expected = _wrap_utils._get_post_order_named_modules(tree)
         assert checks.post_order_named_modules(tree) == expected
 

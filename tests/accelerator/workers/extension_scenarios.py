@@ -15,7 +15,7 @@ import torch.nn as nn
 from extensions import OneArgument
 from features import MIXED, Record, blocks
 from releases import groups_of
-from sim_tools import SimTools, prefetch_neighbours, scenario
+from sim_tools import SimTools, prefetch_neighbors, scenario
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 _COMPUTE_STREAM: list[torch.Stream] = []
@@ -114,7 +114,7 @@ def extension_hooks_accumulated(tools: SimTools) -> Record:
 @scenario
 def extension_hooks_prefetched(tools: SimTools) -> Record:
     model = tools.shard(blocks())
-    prefetch_neighbours(model)
+    prefetch_neighbors(model)
     return _train(tools, model)
 
 

@@ -143,7 +143,7 @@ BUCKETS = {
 
 
 def _plain_launches(variant: str, x: torch.Tensor) -> int:
-    """Launches of one step of the model without sharding."""
+    """Returns the launches of one step of the model without sharding."""
     device = simulated.start()
     model = (_two_dtypes() if variant == "two dtypes" else _model()).to("sim")
     if "bf16" in variant:

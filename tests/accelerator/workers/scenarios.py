@@ -20,7 +20,7 @@ import torch.nn as nn
 from extensions import Negated
 from features import MIXED, Gather, Record, Scatter, blocks, digest
 from sim_tools import SCENARIOS as SCENARIOS
-from sim_tools import WORLD, SimTools, prefetch_neighbours, scenario
+from sim_tools import WORLD, SimTools, prefetch_neighbors, scenario
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from toy_models import Checkpointed
 
@@ -86,7 +86,7 @@ def smaller_group_after_forward(tools: SimTools) -> Record:
 @scenario
 def prefetched(tools: SimTools) -> Record:
     model = tools.shard(blocks())
-    prefetch_neighbours(model)
+    prefetch_neighbors(model)
     return tools.train(model)
 
 
@@ -239,7 +239,7 @@ def offload_smaller_group(tools: SimTools) -> Record:
     """Prefetches neighbors of units. Post-accumulate-grad hooks read gradients on the host."""
     model = _shard_offloaded(tools, reshard_after_forward=2)
     record: Record = []
-    prefetch_neighbours(model)
+    prefetch_neighbors(model)
     for param in list(model.parameters())[::2]:
         param.register_post_accumulate_grad_hook(lambda p: record.append(digest([p.grad])))
     return tools.train(model) + record
@@ -546,7 +546,7 @@ def reset_after_a_failure(tools: SimTools) -> Record:
 
 
 def failed_backward(tools: SimTools, reset: bool) -> Record:
-    """Trains on after a failed backward, without and with CPU offload."""
+    """Trains again after a failed backward, without and with CPU offload."""
     record = _train_after_failure(tools, reset)
     return record + _train_after_failure(tools, reset, offload_policy=CPUOffloadPolicy())
 

@@ -68,7 +68,7 @@ def join_loop_group() -> None:
 SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
 
 
-def prefetch_neighbours(model: Any) -> None:
+def prefetch_neighbors(model: Any) -> None:
     """Makes each unit prefetch the next unit in forward and the previous unit in backward."""
     for previous, following in itertools.pairwise(model):
         previous.set_modules_to_forward_prefetch([following])

@@ -32,24 +32,24 @@ typedef enum {
 } cudaError_t;
 
 /* Test controls: an asynchronous error of an earlier operation, which every later call returns;
- * whether launches are refused; the number of errors that cudaGetLastError() returned. */
+ * whether launches are rejected; the number of calls of cudaGetLastError(), which clears errors. */
 extern "C" {
-inline int fake_cuda_failed = cudaSuccess;
-inline int fake_cuda_refuses = 0;
-inline int fake_cuda_taken = 0;
+inline int fake_cuda_earlier_error = cudaSuccess;
+inline int fake_cuda_rejects_launches = 0;
+inline int fake_cuda_errors_read = 0;
 }
 
 static dim3 blockIdx;
 static dim3 threadIdx;
 
-/* Refuses an empty or oversized grid, as the driver does. */
+/* Rejects an empty or oversized grid, as the driver does. */
 template <class Arguments>
 cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, void **arguments,
                              size_t, cudaStream_t) {
-    if (fake_cuda_failed != cudaSuccess) {
-        return static_cast<cudaError_t>(fake_cuda_failed);
+    if (fake_cuda_earlier_error != cudaSuccess) {
+        return static_cast<cudaError_t>(fake_cuda_earlier_error);
     }
-    if (fake_cuda_refuses != 0 || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 ||
+    if (fake_cuda_rejects_launches != 0 || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 ||
         block.x > 1024 || sizeof(Arguments) > 4096) {
         return cudaErrorInvalidConfiguration;
     }
@@ -62,12 +62,12 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, v
 }
 
 static inline cudaError_t cudaGetLastError() {
-    fake_cuda_taken++;
-    return static_cast<cudaError_t>(fake_cuda_failed);
+    fake_cuda_errors_read++;
+    return static_cast<cudaError_t>(fake_cuda_earlier_error);
 }
 
 static inline cudaError_t cudaPeekAtLastError() {
-    return static_cast<cudaError_t>(fake_cuda_failed);
+    return static_cast<cudaError_t>(fake_cuda_earlier_error);
 }
 
 static inline const char *cudaGetErrorString(cudaError_t error) {

@@ -77,6 +77,6 @@ extern "C" void unbind() {
     bound = 0;
 }
 
-extern "C" void refuse_next() {
+extern "C" void reject_next() {
     refused = 1;
 }

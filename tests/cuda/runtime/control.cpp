@@ -145,7 +145,7 @@ void sim_reset() {
 }
 
 /* Starts the log of calls from the library whose path contains `library` (empty: stops it). The
- * call of index `at` fails if it has the kind `kind`. */
+ * call of index `at` does not order streams if it has the kind `kind`. */
 void sim_log_calls(const char *library, const char *kind, long at) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     sim::calls.clear();
@@ -168,7 +168,7 @@ int sim_call(size_t index, const char **kind, uintptr_t *frames, int capacity) {
     return count;
 }
 
-/* Called by the generated functions, which are not simulated. The first returns
+/* Called by the generated functions, which replace those that are not simulated. The first returns
  * cudaErrorNotSupported. */
 int sim_not_supported(const char *name) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
@@ -182,7 +182,7 @@ int sim_without_effect(const char *name) {
     return 0;
 }
 
-/* Announces the number of ranks of the next part that ncclCommSplit makes. */
+/* Sets the number of ranks of the next communicator that ncclCommSplit makes. */
 void sim_announce_split(int size) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     device().split_sizes.push_back(size);

@@ -145,8 +145,8 @@ struct Settings {
     long incomplete = 0;
     long memory_mib = 81920;
     long fail_malloc = 0;     /* the n-th cudaMalloc from now on fails */
-    long fail_mallocs = 1;    /* and so many from it on */
-    long failing_mallocs = 0; /* calls of these that are still to come */
+    long fail_mallocs = 1;    /* number of successive calls that fail, including the n-th */
+    long failing_mallocs = 0; /* number of these calls that have not been made */
     long fail_nccl = 0;       /* the n-th collective from now on fails */
     long nccl_error = 3;      /* ncclResult_t of that collective */
     long nccl_async = 0;      /* ncclResult_t that ncclCommGetAsyncError writes */

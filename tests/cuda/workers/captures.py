@@ -1,7 +1,7 @@
 """Captures training steps in CUDA graphs, with the capture rules of the CUDA manual.
 
-``python captures.py IMPLEMENTATION`` prints a JSON object: for each case "captured" or the error,
-the findings of the device, and the MiB that the graph's pool holds.
+``python captures.py IMPLEMENTATION [CASE...]`` prints a JSON object: for each case "captured" or
+the error, the findings of the device, and the MiB that the graph's pool holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CASES = (
 
 
 def warm_up(training: Any) -> None:
-    """Runs steps on a side stream, as the documentation of CUDA graphs asks for."""
+    """Runs steps on a side stream, as the documentation of CUDA graphs requires."""
     import torch
 
     side = torch.cuda.Stream()

@@ -1,7 +1,7 @@
 """Makes cudaMalloc, NCCL calls and launches fail during a step, each in turn.
 
-``python failures.py IMPLEMENTATION`` prints a JSON object: for each kind of failure a list with the
-outcome of the step in which the n-th call failed, and of the step after it.
+``python failures.py IMPLEMENTATION JOB`` prints a JSON object: for each kind of failure a list with
+the outcome of the step in which the n-th call failed, and of the step after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import stub_runtime
 
 KINDS = {
-    # setting: the settings while it is armed
+    # kind: (the setting that makes the n-th call fail, further settings)
     "cudaMalloc": ("fail_malloc", {"fail_mallocs": 1000000}),
     "cudaMalloc, retried": ("fail_malloc", {"fail_mallocs": 1}),
     "collective": ("fail_nccl", {"nccl_error": 3}),

@@ -81,7 +81,7 @@ def find_library(site: Path, name: str) -> Path | None:
 
 
 def _include_folders(site: Path) -> list[Path]:
-    """Folders of the CUDA headers: those of the wheels, and those of nvcc, which has `crt`."""
+    """Returns the folders of CUDA headers: of the wheels, and of nvcc, which has `crt`."""
     nvcc = shutil.which("nvcc")
     toolkits = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
     toolkits.append(Path("/usr/local/cuda/include"))

@@ -85,8 +85,10 @@ class Device:
         self._observer.sim_observe_operators(int(on))
 
     def log_calls(self, library: str = "", kind: str = "", at: int = -1) -> None:
-        """Logs the calls that order streams from the library whose path contains ``library``. The
-        call of index ``at``, which must have the kind ``kind``, has no effect or the wrong one."""
+        """Logs the calls that order streams from the library whose path contains ``library``.
+
+        The call of index ``at`` does not order streams if it has the kind ``kind``.
+        """
         self.lib.sim_log_calls(library.encode(), kind.encode(), at)
 
     def calls(self, library: str) -> list[CallSite]:
@@ -109,7 +111,7 @@ def _symbols(library: str) -> tuple[list[int], list[str]]:
 
 
 def _function_names(library: str, frames: tuple[int, ...]) -> tuple[str, ...]:
-    """Names of the C functions at these return addresses, without C++ and ``fct_`` functions."""
+    """Returns the C functions at these return addresses, without C++ and ``fct_`` functions."""
     addresses, symbols = _symbols(library)
     names = [symbols[bisect.bisect_right(addresses, frame - 1) - 1] for frame in frames]
     return tuple(name for name in names if "(" not in name and not name.startswith("fct_"))

@@ -27,12 +27,12 @@ from torch.nn.utils import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPES = ((8, 3), (5,), (7, 2), (1,), (300, 256))
-"""Shapes with uneven and empty shards, and one above the limit for several threads."""
+"""Shapes with uneven and empty shards, and one that is large enough for several threads."""
 
 
 @contextmanager
 def installed(api: Api) -> Iterator[list[int]]:
-    """Installs fsdp_c if it is tested. Yields a counter of the calls that took the C path."""
+    """Installs fsdp_c if ``api`` is fsdp_c's. Yields the number of calls that took the C path."""
     c_calls = [0]
     if not api.is_fsdp_c:
         yield c_calls
@@ -75,7 +75,6 @@ def make_params(
     for i, shape in enumerate(shapes):
         generator = torch.Generator().manual_seed(100 * api.rank + i + 1000 * seed)
         full = torch.zeros(shape, dtype=dtype)
-        param = nn.Parameter(DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim))
         layout = [Replicate() if p.is_partial() else p for p in placements]
         like = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim).redistribute(
             placements=layout
@@ -169,7 +168,7 @@ class OperatorRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def common_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
+def c_path_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
     """Returns the results of calls that take the C path."""
     results: dict[str, Any] = {}
     for max_norm in (1e-2, 1.0, 1e9, -1.0, 0.0):
@@ -211,7 +210,7 @@ def common_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
     return results
 
 
-def uncommon_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
+def torch_path_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
     """Returns the results of calls that run torch's functions."""
     results: dict[str, Any] = {}
     for order in (1.0, 3.0, 0.0, "inf", math.inf, -1.0, 4.0):
@@ -282,20 +281,20 @@ def run(api: Api, cases: Callable[..., dict[str, Any]]) -> dict[str, Any]:
 
 
 @scenario()
-def usual_clipping(api: Api) -> dict[str, Any]:
-    return run(api, common_cases)
+def clipping_on_c_path(api: Api) -> dict[str, Any]:
+    return run(api, c_path_cases)
 
 
 @scenario()
-def unusual_clipping(api: Api) -> dict[str, Any]:
-    return run(api, uncommon_cases)
+def clipping_on_torch_path(api: Api) -> dict[str, Any]:
+    return run(api, torch_path_cases)
 
 
 @scenario(4)
-def usual_clipping_on_four(api: Api) -> dict[str, Any]:
-    return run(api, common_cases)
+def clipping_on_c_path_of_four_ranks(api: Api) -> dict[str, Any]:
+    return run(api, c_path_cases)
 
 
 @scenario(4)
-def unusual_clipping_on_four(api: Api) -> dict[str, Any]:
-    return run(api, uncommon_cases)
+def clipping_on_torch_path_of_four_ranks(api: Api) -> dict[str, Any]:
+    return run(api, torch_path_cases)

@@ -38,12 +38,16 @@ def send_unchanged(shard: torch.Tensor) -> Sent:
 
 
 def first(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return outputs[0] * 1
+    """Returns a copy of the first output."""
+    return outputs[0].clone()
 
 
 def first_of_columns(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Reshapes outputs, which have the shape of shards; the weight sharded on dim 1 is 3 x 4."""
-    return outputs[0].reshape(3, 4) if outputs[0].numel() == 12 else outputs[0] * 1
+    """As ``first``, with the 3 x 4 shape of the weight that is sharded on dim 1.
+
+    Its output consists of the shards, one below the other.
+    """
+    return outputs[0].reshape(3, 4) if outputs[0].numel() == 12 else outputs[0].clone()
 
 
 def narrow(shard: torch.Tensor) -> Sent:
@@ -319,7 +323,7 @@ def extension_inputs_of_varying_size(api: Api) -> list[Any]:
 
 
 @scenario()
-def outputs_changed_under_a_parameter(api: Api) -> Any:
+def outputs_changed_while_a_parameter_shares_their_memory(api: Api) -> Any:
     """The parameter shares memory with the outputs, whose dtype changes in the next gather."""
     model = shard_layers(api, layers())
     types = [torch.float32, torch.float64]

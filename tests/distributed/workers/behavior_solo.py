@@ -170,7 +170,7 @@ def state_dict_on_one_rank(api: Api) -> dict[str, Any]:
         "full": copy.deepcopy(dict(get_model_state_dict(model, options=options))),
         "weights": weights(model),
         "loaded": train(other, 0, 1),
-        "went on": train(model, 0, 1),
+        "continued": train(model, 0, 1),
     }
     model.to_empty(device="cpu")
     with torch.no_grad():

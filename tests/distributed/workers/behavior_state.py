@@ -251,7 +251,7 @@ def swapped_after_training(api: Api) -> list[Any]:
 
 @scenario()
 def full_state_dicts(api: Api) -> dict[str, Any]:
-    """Saves full state dicts of model and optimizer on the CPU, loads them and trains on."""
+    """Saves full state dicts of model and optimizer on the CPU, loads them and trains again."""
     model = shard(api, blocks_and_head())
     optimizer = adamw(model)
     train(model, api.rank, 2, optimizer)
@@ -325,7 +325,7 @@ def checkpoints(api: Api) -> dict[str, Any]:
             results[f"written by {writer.name}, resumed by {reader.name}"] = resume(
                 reader, writer.name
             )
-        results[f"{writer.name} went on"] = train(model, api.rank, 2, optimizer)
+        results[f"{writer.name} continued"] = train(model, api.rank, 2, optimizer)
     return results
 
 

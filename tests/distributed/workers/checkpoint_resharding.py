@@ -1,8 +1,8 @@
 """Checkpoints that one number of ranks saves and another number loads.
 
 ``save_all`` trains a model under one implementation and saves it in every layout. ``load_all``
-loads checkpoints into a new model, trains on, and returns all bits. The test compares what torch
-and fsdp_c return for the same checkpoint and the same number of ranks.
+loads checkpoints into a new model, continues to train, and returns all bits. The test compares the
+bits of torch and of fsdp_c for the same checkpoint and the same number of ranks.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def train_both(
     return {
         "found": [*found, weights(model)],
         "expected": [*expected, weights(reference)],
-        "held": max_bytes,
+        "unsharded_bytes": max_bytes,
     }
 
 
@@ -155,7 +155,7 @@ def compare_with_torch(
             loss_and_penalty(model, batch(api.rank, step)).backward()
     max_bytes = unsharded_bytes(models[0])
     reshard_all(models[1])
-    return {"found": grads(models[0]), "expected": grads(models[1]), "held": max_bytes}
+    return {"found": grads(models[0]), "expected": grads(models[1]), "unsharded_bytes": max_bytes}
 
 
 @scenario()
@@ -241,7 +241,7 @@ def backward_with_create_graph(api: Api) -> Found:
     return {
         "found": grads(model),
         "expected": average(take_gradients(reference)),
-        "held": unsharded_bytes(model),
+        "unsharded_bytes": unsharded_bytes(model),
         "reduced": counts[0],
     }
 
@@ -328,7 +328,7 @@ def penalty_with_manual_finalization(api: Api) -> Found:
     return {
         "found": grads(model),
         "expected": average(take_gradients(reference)),
-        "held": unsharded_bytes(model),
+        "unsharded_bytes": unsharded_bytes(model),
     }
 
 

@@ -21,9 +21,7 @@ import torch.nn as nn
 from behavior import Api, batch, blocks_and_head, grads, scenario, shard, train, weights
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from toy_models import ResidualBlock
 

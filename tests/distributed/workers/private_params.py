@@ -63,7 +63,7 @@ def param_modules(api: Api) -> list[Any]:
 @scenario()
 def param_dtypes(api: Api) -> list[Any]:
     observed: list[Any] = []
-    for policy in (MixedPrecisionPolicy(), MIXED):
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16), MIXED):
         model: Any = shard(api, blocks_and_head(1), mp_policy=policy)
         model(batch(api.rank))
         param = group_of(model[0]).fsdp_params[0]
@@ -127,7 +127,7 @@ def param_gradients_unsharded(api: Api) -> list[Any]:
 
 @scenario()
 def param_source(api: Api) -> list[Any]:
-    """Hashes of the source of methods. A library edits and compiles this source."""
+    """Returns hashes of the source of methods. A library edits and compiles this source."""
     names = ("_init_sharded_param", "init_unsharded_param", "init_dtype_attrs", "to_unsharded")
     sources = [inspect.getsource(getattr(FSDPParam, name)) for name in names]
     api.fully_shard(ResidualBlock())

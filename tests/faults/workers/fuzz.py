@@ -146,7 +146,10 @@ class World:
 
 
 class Reentrant:
-    """Every special method runs the next step of the program, then may raise an exception."""
+    """Every special method runs the next step of the program. If ``mood`` is 0, it then raises.
+
+    ``mood`` is also the value of ``__index__``.
+    """
 
     def __init__(self, world: World, mood: int) -> None:
         self.__dict__.update(world=weakref.ref(world), mood=mood)

@@ -55,7 +55,7 @@ class Mallinfo2(ctypes.Structure):
 
 
 def allocated() -> int:
-    """Returns the bytes that malloc has handed out in this process."""
+    """Returns the bytes that malloc has allocated in this process."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Mallinfo2
     result = mallinfo2()
@@ -216,8 +216,8 @@ def run_with_peer_death(rank: int, world: int, folder: str) -> None:
             api, mesh=DeviceMesh.from_group(short_timeout_group, "cpu")
         )
         report_exception(api.folder / "missing peer", case_without_peer.wait_in)
-    led = range(last) if rank == last else [rank]
-    cases = {r: CASES[PLACES[r]](api, mesh=DeviceMesh.from_group(groups[r], "cpu")) for r in led}
+    peers = range(last) if rank == last else [rank]
+    cases = {r: CASES[PLACES[r]](api, mesh=DeviceMesh.from_group(groups[r], "cpu")) for r in peers}
     for case in cases.values():
         train(case.model, 0, 1)
         case.begin()

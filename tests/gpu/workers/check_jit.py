@@ -52,12 +52,12 @@ def kernels_replaced(address: int) -> Iterator[None]:
 
 def differing_trainings(device: torch.device, address: int) -> list[str]:
     """Lists the trainings whose results differ between the two sets of kernels."""
-    stage = race.make_stage("fsdp_c", device)
+    tools = race.make_tools("fsdp_c", device)
     mismatches = []
     for name in TRAININGS:
-        expected, _ = race.run(name, stage, 1)
+        expected, _ = race.run(name, tools, 1)
         with kernels_replaced(address):
-            actual, _ = race.run(name, stage, 1)
+            actual, _ = race.run(name, tools, 1)
         if actual != expected or not re.fullmatch(r"[0-9a-f]{16}", expected):
             mismatches.append(f"training {name!r}: digest {actual}, expected {expected}")
     return mismatches

@@ -27,11 +27,11 @@ import loop_group
 import race
 import variants
 from outcome import BUILT, ON_CUDA, start_device
-from variants import Stage
+from variants import Tools
 
 VARIANT = "mixed"
 MAX_DROPPED = 60
-"""Maximum number of dropped waits. If there are more, they are sampled evenly."""
+"""Maximum number of waits to drop on CUDA. If there are more, they are sampled evenly."""
 
 Outcome = tuple[str, bool]
 """A digest of the results, and whether the simulated device reported a finding."""
@@ -101,20 +101,20 @@ def run_with_long_pauses(train: Callable[[], list[Any]]) -> Outcome:
     return digest, bool(device is not None and device.findings())
 
 
-def detect_stale_event(stage: Stage) -> dict[str, Any]:
-    expected, _ = run_with_long_pauses(lambda: variants.optimizer_event(stage, stale=False))
-    digest, has_findings = run_with_long_pauses(lambda: variants.optimizer_event(stage, stale=True))
+def detect_stale_event(tools: Tools) -> dict[str, Any]:
+    expected, _ = run_with_long_pauses(lambda: variants.optimizer_event(tools, stale=False))
+    digest, has_findings = run_with_long_pauses(lambda: variants.optimizer_event(tools, stale=True))
     return {"dropped": 1, "detected": int(has_findings or digest != expected)}
 
 
-def detect_dropped_waits(stage: Stage, deadline: float) -> dict[str, Any]:
+def detect_dropped_waits(tools: Tools, deadline: float) -> dict[str, Any]:
     waits = Waits()
     train = variants.VARIANTS[VARIANT]
 
     def run_without_wait(index: int) -> Outcome:
         waits.drop(index)
         try:
-            return run_with_long_pauses(lambda: train(stage))
+            return run_with_long_pauses(lambda: train(tools))
         finally:
             counts.append(waits.count())
             waits.stop()
@@ -137,10 +137,10 @@ def detect_dropped_waits(stage: Stage, deadline: float) -> dict[str, Any]:
 def run_controls(device: Any, deadline: float) -> dict[str, Any]:
     """Runs all negative controls in this process, which has joined the group."""
     results = {
-        f"stale event, {name}": detect_stale_event(race.make_stage(name, device))
+        f"stale event, {name}": detect_stale_event(race.make_tools(name, device))
         for name in ("torch", "fsdp_c")
     }
-    results["waits of fsdp_c"] = detect_dropped_waits(race.make_stage("fsdp_c", device), deadline)
+    results["waits of fsdp_c"] = detect_dropped_waits(race.make_tools("fsdp_c", device), deadline)
     return results
 
 

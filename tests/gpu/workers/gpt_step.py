@@ -17,7 +17,7 @@ import loop_group
 import torch
 from gpt import GPT, GPTConfig, next_byte_loss
 from outcome import DEVICE, ON_CUDA, conclude, start_device
-from variants import MIXED, WORLD, Stage
+from variants import MIXED, WORLD, Tools
 
 CONFIG = (
     GPTConfig(layers=26, width=2048, heads=16, context=1024)
@@ -42,18 +42,18 @@ class Figures:
 class Job:
     """A sharded model on the device with its optimizer and batch."""
 
-    def __init__(self, stage: Stage, config: GPTConfig = CONFIG, batch: int = BATCH) -> None:
+    def __init__(self, tools: Tools, config: GPTConfig = CONFIG, batch: int = BATCH) -> None:
         torch.manual_seed(0)
-        with stage.device:
+        with tools.device:
             self.model = GPT(config)
         for unit in (*self.model.blocks, self.model):
-            stage.fully_shard(unit, mesh=stage.flat, mp_policy=MIXED)
-        fused = stage.device.type == "cuda"
+            tools.fully_shard(unit, mesh=tools.flat, mp_policy=MIXED)
+        fused = tools.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-4, fused=fused, foreach=not fused
         )
         data = torch.randint(0, 256, (batch, config.context + 1))
-        self.tokens = data.to(stage.device)
+        self.tokens = data.to(tools.device)
 
     def step(self) -> torch.Tensor:
         loss = next_byte_loss(self.model(self.tokens[:, :-1]), self.tokens[:, 1:])
@@ -89,7 +89,7 @@ class MemoryMeter:
 
 def measure(implementation: str, device: torch.device) -> Figures:
     meter = MemoryMeter(device)
-    job = Job(Stage(implementation, device))
+    job = Job(Tools(implementation, device))
     for _ in range(WARM):
         job.step()
     meter.synchronize()

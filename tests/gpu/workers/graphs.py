@@ -18,7 +18,7 @@ import race
 import torch
 import variants
 from outcome import conclude, start_device
-from variants import MIXED, Stage, copies, digest
+from variants import MIXED, Tools, copies, digest
 
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -29,16 +29,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(stage: Stage, case: dict[str, Any]) -> Any:
+def build(tools: Tools, case: dict[str, Any]) -> Any:
     options = dict(case)
-    mesh = stage.hybrid if options.pop("hsdp", False) else stage.flat
-    return stage.shard(stage.blocks(), mesh=mesh, **options)
+    mesh = tools.hybrid if options.pop("hsdp", False) else tools.flat
+    return tools.shard(tools.blocks(), mesh=mesh, **options)
 
 
-def step(stage: Stage, model: Any, x: torch.Tensor) -> None:
+def step(tools: Tools, model: Any, x: torch.Tensor) -> None:
     for p in model.parameters():
         p.grad = None
-    stage.backward(model, x)
+    tools.backward(model, x)
 
 
 @torch.no_grad()
@@ -48,29 +48,29 @@ def scale_weights(model: Any) -> None:
         p._local_tensor.mul_(0.875)
 
 
-def eager(stage: Stage, case: dict[str, Any], inputs: list[torch.Tensor]) -> list[Any]:
-    model, gradients = build(stage, case), []
+def eager(tools: Tools, case: dict[str, Any], inputs: list[torch.Tensor]) -> list[Any]:
+    model, gradients = build(tools, case), []
     for x in inputs:
-        step(stage, model, x)
+        step(tools, model, x)
         gradients += copies(p.grad for p in model.parameters())
         scale_weights(model)
     return gradients
 
 
-def replayed(stage: Stage, case: dict[str, Any], inputs: list[torch.Tensor]) -> list[Any]:
-    model, gradients = build(stage, case), []
+def replayed(tools: Tools, case: dict[str, Any], inputs: list[torch.Tensor]) -> list[Any]:
+    model, gradients = build(tools, case), []
     x = inputs[0].clone()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # warm-up: lazy initialization, workspaces, plans
         for _ in range(3):
-            step(stage, model, x)
+            step(tools, model, x)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     gc.collect()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(stage, model, x)
+        step(tools, model, x)
     for new in inputs:
         x.copy_(new)
         graph.replay()
@@ -79,12 +79,12 @@ def replayed(stage: Stage, case: dict[str, Any], inputs: list[torch.Tensor]) -> 
     return gradients
 
 
-def run_case(stage: Stage, case: dict[str, Any]) -> str:
+def run_case(tools: Tools, case: dict[str, Any]) -> str:
     """Returns "equal", "differs", or the exception's type and message."""
-    inputs = stage.inputs(4)
+    inputs = tools.inputs(4)
     try:
-        expected = digest(eager(stage, case, inputs))
-        return "equal" if digest(replayed(stage, case, inputs)) == expected else "differs"
+        expected = digest(eager(tools, case, inputs))
+        return "equal" if digest(replayed(tools, case, inputs)) == expected else "differs"
     except Exception as error:
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"[:200]
@@ -93,8 +93,8 @@ def run_case(stage: Stage, case: dict[str, Any]) -> str:
 def run_all_cases(implementation: str) -> dict[str, str]:
     device = start_device()
     loop_group.join(variants.WORLD, device)
-    stage = race.make_stage(implementation, device)
-    return {name: run_case(stage, case) for name, case in CASES.items()}
+    tools = race.make_tools(implementation, device)
+    return {name: run_case(tools, case) for name, case in CASES.items()}
 
 
 def run_both_implementations() -> dict[str, dict[str, str]]:

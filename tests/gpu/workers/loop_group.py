@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-BACKEND = "played"
+BACKEND = "loop"
 LONGEST_PAUSE = 1_000_000
 """The longest mean of a pause in device clock cycles, about half a millisecond."""
 
@@ -139,7 +139,8 @@ class LoopGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Any], options: Any = None) -> Work:
         averages = options is not None and options.reduceOp == dist.ReduceOp.AVG
-        factor = 1.0009765625 if averages else self._size + 1.0
+        # An average of equal data is that data. The factor gives other bits without the all-reduce.
+        factor = 1 + 2**-10 if averages else self._size + 1.0
 
         def reduce() -> None:
             for tensor in tensors:

@@ -20,13 +20,13 @@ import loop_group
 import torch
 import variants
 from outcome import DEVICE, ON_CUDA, start_device
-from variants import Stage
+from variants import Tools
 
 
-def make_stage(implementation: str, device: torch.device) -> Stage:
+def make_tools(implementation: str, device: torch.device) -> Tools:
     if ON_CUDA:
-        return Stage(implementation, device)
-    return Stage(implementation, device, width=16, layers=2, rows=4, steps=2)
+        return Tools(implementation, device)
+    return Tools(implementation, device, width=16, layers=2, rows=4, steps=2)
 
 
 def simulated() -> Any:
@@ -38,15 +38,15 @@ def simulated() -> Any:
     return simulated.start()
 
 
-def run(name: str, stage: Stage, seed: int) -> tuple[str, list[str]]:
+def run(name: str, tools: Tools, seed: int) -> tuple[str, list[str]]:
     """Trains one variant. Returns its digest and the simulated device's findings."""
-    print(f"{stage.implementation}, seed {seed}: {name}", flush=True)
+    print(f"{tools.implementation}, seed {seed}: {name}", flush=True)
     loop_group.DELAYS.seed(seed)
     device = simulated()
     if device is not None:
         device.reset()
     try:
-        digest = variants.digest(variants.VARIANTS[name](stage))
+        digest = variants.digest(variants.VARIANTS[name](tools))
     except Exception as error:
         traceback.print_exc()
         digest = f"{type(error).__name__}: {error}"[:300]
@@ -56,14 +56,14 @@ def run(name: str, stage: Stage, seed: int) -> tuple[str, list[str]]:
 def run_all(implementation: str, device: Any, seeds: list[int], deadline: float) -> dict[str, Any]:
     """Trains all variants for each seed. The outer loop runs over seeds, so that all variants have
     about as many seeds if the time limit ends the loop."""
-    stage = make_stage(implementation, device)
+    tools = make_tools(implementation, device)
     digests: dict[str, dict[int, str]] = {name: {} for name in variants.names(device)}
     findings: dict[str, list[str]] = {}
     for seed in seeds:
         for name, digest in digests.items():
             if time.monotonic() > deadline:
                 break
-            digest[seed], reported = run(name, stage, seed)
+            digest[seed], reported = run(name, tools, seed)
             if reported:
                 findings[name] = reported
     return {"digests": digests, "findings": findings}

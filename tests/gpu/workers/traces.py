@@ -15,7 +15,7 @@ from gpt import GPTConfig
 from gpt_step import Job
 from outcome import ON_CUDA, conclude, out_file, start_device
 from torch.profiler import ProfilerActivity, profile
-from variants import WORLD, Stage
+from variants import WORLD, Tools
 
 CONFIG = (
     GPTConfig(layers=6, width=1024, heads=8, context=512)
@@ -64,7 +64,7 @@ def main() -> None:
     events: dict[str, dict[str, int]] = {}
     with loop_group.without_pauses():
         for name in IMPLEMENTATIONS:
-            job = Job(Stage(name, device), CONFIG, batch=2)
+            job = Job(Tools(name, device), CONFIG, batch=2)
             for _ in range(2):
                 job.step()
             events[name] = trace(job, name)

@@ -1,6 +1,6 @@
 """Short trainings without host synchronization: one for each part of FSDP2 that orders streams.
 
-``VARIANTS`` maps a name to a function of a :class:`Stage`, which holds one implementation's
+``VARIANTS`` maps a name to a function of a :class:`Tools`, which holds one implementation's
 functions and a device. Results stay on the device; ``digest`` reads them after the training.
 """
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WORLD = 8
 
 Sync = Callable[[Any, bool], None]
@@ -73,7 +73,7 @@ def _mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> D
 
 
 @dataclass
-class Stage:
+class Tools:
     """One implementation's functions, a device, and the size of the models."""
 
     implementation: str
@@ -172,7 +172,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return data.numpy().tobytes() if data.numel() else b""
 
 
-Variant = Callable[[Stage], list[Any]]
+Variant = Callable[[Tools], list[Any]]
 VARIANTS: dict[str, Variant] = {}
 NEEDS: dict[str, Any] = {}
 """Maps a variant to whether the installed torch supports it. Unlisted variants always run."""
@@ -219,218 +219,218 @@ def _second(param: nn.Parameter) -> Shard | None:
 
 
 @variant
-def plain(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks()))
+def plain(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks()))
 
 
 @variant
-def mixed(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks(), mp_policy=MIXED))
+def mixed(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks(), mp_policy=MIXED))
 
 
 @variant
-def low_reduction(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks(), mp_policy=LOW))
+def bfloat16_reduction(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks(), mp_policy=BFLOAT16))
 
 
 @variant
-def uneven(stage: Stage) -> list[Any]:
-    width = stage.width + 3
-    return stage.train(stage.shard(stage.blocks(width), mp_policy=MIXED), width=width)
+def uneven(tools: Tools) -> list[Any]:
+    width = tools.width + 3
+    return tools.train(tools.shard(tools.blocks(width), mp_policy=MIXED), width=width)
 
 
 @variant
-def second_dim(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks(), shard_placement_fn=_second, mp_policy=MIXED))
+def second_dim(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks(), shard_placement_fn=_second, mp_policy=MIXED))
 
 
 @variant
-def without_reshard_after_forward(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks(), reshard_after_forward=False))
+def without_reshard_after_forward(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks(), reshard_after_forward=False))
 
 
 @variant
-def smaller_group(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks(), reshard_after_forward=2, mp_policy=MIXED))
+def smaller_group(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks(), reshard_after_forward=2, mp_policy=MIXED))
 
 
 @variant
-def prefetched(stage: Stage) -> list[Any]:
-    model = stage.shard(stage.blocks())
+def prefetched(tools: Tools) -> list[Any]:
+    model = tools.shard(tools.blocks())
     for now, then in itertools.pairwise(model):
         now.set_modules_to_forward_prefetch([then])
         then.set_modules_to_backward_prefetch([now])
-    return stage.train(model)
+    return tools.train(model)
 
 
 @variant
-def manual_unshard(stage: Stage) -> list[Any]:
-    model = stage.shard(stage.blocks())
+def manual_unshard(tools: Tools) -> list[Any]:
+    model = tools.shard(tools.blocks())
     results = []
     for _ in range(2):
         handles = [unit.unshard(async_op=True) for unit in units(model)]
         handles[0].wait()
-        results += stage.train(model)
+        results += tools.train(model)
     return results
 
 
 @variant
-def asynchronous_gathers(stage: Stage) -> list[Any]:
-    model = stage.shard(stage.blocks())
+def asynchronous_gathers(tools: Tools) -> list[Any]:
+    model = tools.shard(tools.blocks())
     model._set_unshard_async_op(True)
-    return stage.train(model)
+    return tools.train(model)
 
 
 @variant
-def accumulated(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks(), mp_policy=MIXED), micro=3, sync=_all_sync)
+def accumulated(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks(), mp_policy=MIXED), micro=3, sync=_all_sync)
 
 
 @variant
-def without_reshard_after_backward(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks()), micro=2, sync=_reshard)
+def without_reshard_after_backward(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks()), micro=2, sync=_reshard)
 
 
 @variant
-def hsdp(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks(), mesh=stage.hybrid))
+def hsdp(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks(), mesh=tools.hybrid))
 
 
 @variant
-def hsdp_mixed(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks(), mesh=stage.hybrid, mp_policy=LOW))
+def hsdp_mixed(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks(), mesh=tools.hybrid, mp_policy=BFLOAT16))
 
 
 @variant
-def hsdp_partial(stage: Stage) -> list[Any]:
-    model = stage.shard(stage.blocks(), mesh=stage.hybrid, mp_policy=MIXED)
-    return stage.train(model, micro=3, sync=_all_reduce)
+def hsdp_partial(tools: Tools) -> list[Any]:
+    model = tools.shard(tools.blocks(), mesh=tools.hybrid, mp_policy=MIXED)
+    return tools.train(model, micro=3, sync=_all_reduce)
 
 
 @variant
-def hsdp_with_a_reduce_hook(stage: Stage) -> list[Any]:
-    model = stage.shard(stage.blocks(), mesh=stage.hybrid)
+def hsdp_with_a_reduce_hook(tools: Tools) -> list[Any]:
+    model = tools.shard(tools.blocks(), mesh=tools.hybrid)
     for unit in units(model):
         unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
-    return stage.train(model)
+    return tools.train(model)
 
 
 @variant
-def on_a_stream_of_the_hook(stage: Stage) -> list[Any]:
-    model = stage.shard(stage.blocks(), mp_policy=MIXED)
-    stream = stage.module().Stream()
+def on_a_stream_of_the_hook(tools: Tools) -> list[Any]:
+    model = tools.shard(tools.blocks(), mp_policy=MIXED)
+    stream = tools.module().Stream()
     for unit in units(model):
         unit.set_all_reduce_hook(lambda row: row.mul_(0.5), stream=stream)
-    return stage.train(model)
+    return tools.train(model)
 
 
 @variant
-def on_a_side_stream(stage: Stage) -> list[Any]:
-    model = stage.shard(stage.blocks())
-    module = stage.module()
+def on_a_side_stream(tools: Tools) -> list[Any]:
+    model = tools.shard(tools.blocks())
+    module = tools.module()
     stream = module.Stream()
     stream.wait_stream(module.current_stream())
     with module.stream(stream):
-        results = stage.train(model)
+        results = tools.train(model)
     module.current_stream().wait_stream(stream)
     return results
 
 
 @variant
-def replicated(stage: Stage) -> list[Any]:
-    model = stage.replicate(stage.blocks(), mesh=stage.flat)
-    return stage.train(model, micro=2, sync=_all_sync)
+def replicated(tools: Tools) -> list[Any]:
+    model = tools.replicate(tools.blocks(), mesh=tools.flat)
+    return tools.train(model, micro=2, sync=_all_sync)
 
 
 @variant
-def replicated_units(stage: Stage) -> list[Any]:
-    model = stage.blocks()
+def replicated_units(tools: Tools) -> list[Any]:
+    model = tools.blocks()
     for block in model:
-        stage.replicate(block, mesh=stage.flat, mp_policy=MIXED)
-    return stage.train(stage.replicate(model, mesh=stage.flat, mp_policy=MIXED))
+        tools.replicate(block, mesh=tools.flat, mp_policy=MIXED)
+    return tools.train(tools.replicate(model, mesh=tools.flat, mp_policy=MIXED))
 
 
 @variant
-def offload(stage: Stage) -> list[Any]:
-    return stage.train(stage.shard(stage.blocks(), offload_policy=CPUOffloadPolicy()))
+def offload(tools: Tools) -> list[Any]:
+    return tools.train(tools.shard(tools.blocks(), offload_policy=CPUOffloadPolicy()))
 
 
 @variant
-def offload_unpinned(stage: Stage) -> list[Any]:
+def offload_unpinned(tools: Tools) -> list[Any]:
     policy = CPUOffloadPolicy(pin_memory=False)
-    return stage.train(stage.shard(stage.blocks(), offload_policy=policy, mp_policy=MIXED))
+    return tools.train(tools.shard(tools.blocks(), offload_policy=policy, mp_policy=MIXED))
 
 
 @needs(hasattr(fsdp.FSDPModule, "set_reduce_scatter_max_input_buffers"))
 @variant
-def own_group_for_reduce_scatters(stage: Stage) -> list[Any]:
-    model = stage.shard(stage.blocks())
+def own_group_for_reduce_scatters(tools: Tools) -> list[Any]:
+    model = tools.shard(tools.blocks())
     model.set_separate_reduce_scatter_group(True)
     model.set_reduce_scatter_max_input_buffers(3)
-    return stage.train(model)
+    return tools.train(model)
 
 
 @variant
-def checkpointed(stage: Stage) -> list[Any]:
-    model = nn.Sequential(*(Recomputed(block) for block in stage.blocks()))
-    return stage.train(stage.shard(model))
+def checkpointed(tools: Tools) -> list[Any]:
+    model = nn.Sequential(*(Recomputed(block) for block in tools.blocks()))
+    return tools.train(tools.shard(model))
 
 
 @variant
-def two_roots(stage: Stage) -> list[Any]:
-    return _two_roots(stage, shared=False)
+def two_roots(tools: Tools) -> list[Any]:
+    return _two_roots(tools, shared=False)
 
 
 @needs(hasattr(fsdp, "share_comm_ctx"))
 @variant
-def two_roots_that_share_streams(stage: Stage) -> list[Any]:
-    return _two_roots(stage, shared=True)
+def two_roots_that_share_streams(tools: Tools) -> list[Any]:
+    return _two_roots(tools, shared=True)
 
 
-def _two_roots(stage: Stage, shared: bool) -> list[Any]:
-    first, second = (stage.shard(stage.blocks(seed=seed)) for seed in range(2))
+def _two_roots(tools: Tools, shared: bool) -> list[Any]:
+    first, second = (tools.shard(tools.blocks(seed=seed)) for seed in range(2))
     if shared:
         for model in (first, second):
             model._get_fsdp_state()._lazy_init()
         fsdp.share_comm_ctx([*units(first), *units(second)])  # type: ignore[attr-defined]
     results: list[Any] = []
-    for x in stage.inputs(stage.steps):
-        results.append(stage.backward(lambda y: second(first(y)), x))
+    for x in tools.inputs(tools.steps):
+        results.append(tools.backward(lambda y: second(first(y)), x))
         results += copies(p.grad for p in (*first.parameters(), *second.parameters()))
     return results
 
 
 @variant
-def evaluated(stage: Stage) -> list[Any]:
-    model = stage.shard(stage.blocks())
-    results = stage.train(model)
+def evaluated(tools: Tools) -> list[Any]:
+    model = tools.shard(tools.blocks())
+    results = tools.train(model)
     with torch.no_grad():
-        results += copies([model(stage.inputs(1)[0])])
-    return results + stage.train(model)
+        results += copies([model(tools.inputs(1)[0])])
+    return results + tools.train(model)
 
 
 @variant
-def on_an_optimizer_stream(stage: Stage) -> list[Any]:
-    return optimizer_event(stage, stale=False)
+def on_an_optimizer_stream(tools: Tools) -> list[Any]:
+    return optimizer_event(tools, stale=False)
 
 
-def optimizer_event(stage: Stage, stale: bool) -> list[Any]:
+def optimizer_event(tools: Tools, stale: bool) -> list[Any]:
     """Trains with the optimizer on its own stream and an event for the next gathers to wait for.
 
     With ``stale``, the event was recorded before the optimizer step. This seeded bug must change
     the results.
     """
-    model = stage.shard(stage.blocks())
+    model = tools.shard(tools.blocks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
-    module = stage.module()
+    module = tools.module()
     stream = module.Stream()
     results: list[Any] = []
-    for x in stage.inputs(stage.steps):
-        results.append(stage.backward(model, x))
+    for x in tools.inputs(tools.steps):
+        results.append(tools.backward(model, x))
         stream.wait_stream(module.current_stream())
         before = stream.record_event()
         with module.stream(stream):
-            DELAYS.pause("optimizer", stage.device)
+            DELAYS.pause("optimizer", tools.device)
             optimizer.step()
         after = stream.record_event()
         model.set_post_optim_event(before if stale else after)

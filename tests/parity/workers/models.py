@@ -197,7 +197,7 @@ def tied() -> Case:
 
 
 def grouped() -> Case:
-    """Lists of modules that share a group: two layers, and norm with head."""
+    """Returns a transformer with two groups of several modules: two layers, and norm with head."""
     model = Transformer(tied=False, layers=4)
     first, second, third, fourth = model.layers
     return Case(

@@ -175,12 +175,22 @@ def own_attributes(mismatch: Mismatch) -> bool:
 
 @rule("torch 2.15 refuses the end of a backward that has not begun; fsdp_c does as torch before")
 def end_of_no_backward(mismatch: Mismatch) -> bool:
-    """A group's ``finalize_backward`` before the first forward does nothing in torch 2.15."""
+    """torch 2.15 raises in the callback at the end of backward, also after the first forward.
+
+    A group's ``finalize_backward`` before the first forward returns in torch 2.15. It raises in
+    earlier releases and in fsdp_c.
+    """
     name, given = mismatch.program[-1]
+    by_torch, by_fsdp_c = mismatch.by_torch[0], mismatch.by_fsdp_c[0]
     if name == "call_group" and given["name"] == "finalize_backward":
-        return has("2.15") and mismatch.by_fsdp_c[0].startswith("raised AttributeError: 'FSDP")
+        missing = "'FSDPCommContext' object has no attribute '_last_post_reduce_events'"
+        return (
+            has("2.15")
+            and not by_torch.startswith("raised")
+            and by_fsdp_c.startswith(f"raised AttributeError: {missing}")
+        )
     message = "raised AssertionError: Expected manual backward finalization mode to be set"
-    return mismatch.by_torch[0].startswith(message)
+    return by_torch.startswith(message)
 
 
 @rule("fully_shard with two invalid arguments: torch reports the other one first")

@@ -164,18 +164,17 @@ def shard(world: World, model: int, root: bool, pairs: bool, **kind: Any) -> str
 @operation(0.3, model=LAST, module=range(20), **SHARDING)
 def shard_one(world: World, model: int, module: int, **kind: Any) -> str:
     """Shards any module at any time."""
-    targets = world.module(model, module)
-    return type(
-        world.api.fully_shard(targets, **sharding_options(world, [targets], **kind))
-    ).__name__
+    target = world.module(model, module)
+    options = sharding_options(world, [target], **kind)
+    return type(world.api.fully_shard(target, **options)).__name__
 
 
 @operation(0.15, model=LAST, module=range(20), other=range(1, 20), **SHARDING)
 def shard_both(world: World, model: int, module: int, other: int, **kind: Any) -> list[str]:
     """Shards two modules as one unit."""
     targets = [world.module(model, module), world.module(model, module + other)]
-    options = world.api.fully_shard(targets, **sharding_options(world, targets, **kind))
-    return [type(module).__name__ for module in options]
+    sharded = world.api.fully_shard(targets, **sharding_options(world, targets, **kind))
+    return [type(module).__name__ for module in sharded]
 
 
 @operation(0.2, model=LAST, module=(0, 0, *range(20)), policy=("", *POLICIES), mesh=("", "one"))
@@ -356,9 +355,9 @@ def create_optimizer(world: World, model: int, kind: str, trained: bool) -> None
 
 @operation(2.0, optimizer=LAST)
 def step_optimizer(world: World, optimizer: int) -> Any:
-    targets = choose(world.optimizers, optimizer)
-    targets.step()
-    return list(targets.state_dict()["state"].values())
+    target = choose(world.optimizers, optimizer)
+    target.step()
+    return list(target.state_dict()["state"].values())
 
 
 @operation(1.5, owner=("optimizer", "model", "unit"), index=LAST, set_to_none=(True, False))

@@ -241,11 +241,11 @@ def describe_difference(
     by_fsdp_c: list[str],
 ) -> Difference:
     """Describes the difference in the lines of one operation."""
+    at = len(before)
     pairs = pair_lines(by_torch, by_fsdp_c)
     if not pairs:
-        return Difference(len(before), f"{program[-1][0]}: order", "  the lines' order")
+        return Difference(at, f"{program[at][0]}: order", "  the lines' order")
     text = "\n".join(f"  torch:  {a[:300]}\n  fsdp_c: {b[:300]}" for a, b in pairs[:6])
-    at = len(before)
     rule = find_rule(world, program[: at + 1], before, by_torch, by_fsdp_c)
     return Difference(at, difference_kind(program[at][0], *pairs[0]), text, rule)
 

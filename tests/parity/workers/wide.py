@@ -1,8 +1,8 @@
 """The wide grid: the rest of FSDP2's surface, also on meshes of two and three dimensions.
 
-``generate_wide`` returns pairs of a launch and a setting. The anchors come first, each with one
-non-plain value. Random combinations with the basic grid's dimensions follow. All settings use
-supported features only (feature_support.py).
+``generate_wide`` returns pairs of a launch and a setting. The anchors come first, each with few
+values that are not plain. Random combinations with the basic grid's dimensions follow. All settings
+use supported features only (feature_support.py).
 
 Where torch is wrong, results cannot be compared. ``_without_torch_bugs`` removes such values and
 gives the reason for each; other tests cover fsdp_c's behavior there.
@@ -204,7 +204,7 @@ def _without_unsupported(launch: Launch, setting: Setting) -> Setting:
 def _without_untrainable(launch: Launch, setting: Setting) -> Setting:
     """Removes combinations that FSDP2 accepts but cannot train, or the harness cannot compare."""
     mixed = any(getattr(setting, name) for name in ("param", "reduce", "output", "inputs"))
-    if setting.divide in ("force_sum_factor",) and is_hsdp(setting.mesh):
+    if setting.divide == "force_sum_factor" and is_hsdp(setting.mesh):
         setting = _reset_fields(setting, "divide")
     if setting.extension and (mixed or setting.original != "fp32" or setting.state):
         setting = _reset_fields(setting, *MIXED_FIELDS, "divide", "state")
