@@ -58,9 +58,9 @@ LAYERS = {
         {"module"},
     ),
     "transport": (
-        {"op_tag"},
+        {"hash", "op_tag"},
         {"op_label", "shm_ring", "shm_tag"},
-        {"shm_transport"},
+        {"agreement", "shm_transport"},
         {"shm_collective_state", "negotiation"},
         {"shm_all_reduce", "table", "group_negotiation"},
         {"shm_collective", "pg"},

@@ -77,6 +77,8 @@ TESTS_OF = {
     "device": ("test_source_rules", "test_reduce"),
     "error": ("test_sweep", "test_bad_input"),
     "exchange": SHARED_MEMORY,
+    "agreement": ("test_agreement",),
+    "hash": ("test_agreement", "test_label"),
     "group_negotiation": (*SHARED_MEMORY, "test_negotiation"),
     "memory": ("test_process_group_allocator", "test_pool"),
     "negotiation": (*SHARED_MEMORY, "test_model"),

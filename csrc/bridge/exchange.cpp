@@ -5,6 +5,7 @@
 #include "context_removal.hpp"
 #include "group.hpp"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
@@ -45,6 +46,40 @@ std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup
                 .first;
     }
     return &entry->second.object;
+}
+
+/* In an all-to-all each rank sends a message to each other rank, in an all-gather to its neighbor.
+ */
+constexpr int kLargestAllToAll = 64;
+
+/* Allocates integers below the dispatcher: dispatch modes and transforms of functorch would observe
+ * or replace the tensor. */
+at::Tensor make_integers(int64_t count) {
+    return at::detail::empty_cpu({count}, at::kLong);
+}
+
+/* Issues an all-gather of `count` integers, or an all-to-all with the same result. */
+fct_exchange *start_exchange(fct_pg *pg, const int64_t *values, size_t count, bool all_to_all) {
+    const auto backend = pg->group->getBackend(c10::DeviceType::CPU);
+    auto exchange = std::make_unique<fct_exchange>();
+    const int64_t world = pg->group->getSize();
+    const auto length = static_cast<int64_t>(count);
+    const int64_t copies = all_to_all ? world : 1;
+    at::Tensor input = make_integers(copies * length);
+    for (int64_t i = 0; i < copies; i++) {
+        std::copy_n(values, count, input.mutable_data_ptr<int64_t>() + i * length);
+    }
+    exchange->results = make_integers(world * length);
+    const fct::ScopedContextRemoval no_context;
+    {
+        pybind11::gil_scoped_release released;
+        const at::DisableRecordFunctionGuard no_record;
+        std::vector<int64_t> equal_splits;
+        exchange->work = all_to_all ? backend->alltoall_base(exchange->results, input, equal_splits,
+                                                             equal_splits)
+                                    : backend->_allgather_base(exchange->results, input);
+    }
+    return exchange.release();
 }
 
 } // namespace
@@ -91,23 +126,17 @@ void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *)) {
 
 int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exchange **out) {
     try {
-        const auto backend = pg->group->getBackend(c10::DeviceType::CPU);
-        auto exchange = std::make_unique<fct_exchange>();
-        const auto length = static_cast<int64_t>(count);
-        at::Tensor input = at::empty({length}, at::kLong);
-        std::copy_n(values, count, input.mutable_data_ptr<int64_t>());
-        exchange->results = at::empty({pg->group->getSize() * length}, at::kLong);
-        const fct::ScopedContextRemoval no_context;
-        {
-            pybind11::gil_scoped_release released;
-            const at::DisableRecordFunctionGuard no_record;
-            exchange->work = backend->_allgather_base(exchange->results, input);
-        }
-        *out = exchange.release();
+        *out = start_exchange(pg, values, count, false);
         return 0;
     } catch (...) {
         return fct::set_error();
     }
+}
+
+int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count, fct_exchange **out) {
+    return guarded("fct_exchange_start_apart", [&] {
+        *out = start_exchange(pg, values, count, pg->group->getSize() <= kLargestAllToAll);
+    });
 }
 
 int fct_exchange_wait(fct_exchange *exchange, const int64_t **results) {

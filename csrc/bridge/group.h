@@ -42,6 +42,11 @@ void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *object));
 typedef struct fct_exchange fct_exchange;
 FCT_CHECK int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count,
                                  fct_exchange **out);
+/* Like fct_exchange_start. The messages match no messages of gathers, reduce-scatters and
+ * all-reduces: if a peer issues one of these instead, both ranks wait. gloo ends a process that
+ * receives a message of another size. */
+FCT_CHECK int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count,
+                                       fct_exchange **out);
 FCT_CHECK int fct_exchange_wait(fct_exchange *exchange, const int64_t **results);
 void fct_exchange_retain(fct_exchange *exchange);
 void fct_exchange_release(fct_exchange *exchange); /* NULL is allowed */

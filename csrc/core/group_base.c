@@ -96,6 +96,36 @@ done:
     return status;
 }
 
+fc_status fc_group_base_start_agreement(fc_group_base *base) {
+    assert(base->comm != NULL);
+    fc_process_group *const used[] = {&base->shard, &base->scatter, &base->replicate,
+                                      &base->post_forward};
+    fc_status status = FC_OK;
+    for (size_t i = 0; !base->comm->has_streams && i < sizeof used / sizeof used[0]; i++) {
+        FC_TRY(fc_process_group_start_agreement(used[i], base->name));
+    }
+done:
+    return status;
+}
+
+/* After a difference the loop continues: the ranks of each process group find their first
+ * difference together. */
+fc_status fc_group_base_await_agreement(fc_group_base *base, fc_error *error) {
+    assert(base->comm != NULL);
+    fc_process_group *const used[] = {&base->shard, &base->scatter, &base->replicate,
+                                      &base->post_forward};
+    fc_status first = FC_OK;
+    for (size_t i = 0; i < sizeof used / sizeof used[0]; i++) {
+        const fc_status status =
+            fc_process_group_await_agreement(used[i], base->name, first == FC_OK ? error : NULL);
+        if (status == FC_ERAISED) {
+            return status;
+        }
+        first = first == FC_OK ? status : first;
+    }
+    return first;
+}
+
 void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce) {
     assert(base->callbacks != NULL || (gather == NULL && reduce == NULL));
     fct_allocator *const previous[2] = {base->gather_memory, base->reduce_memory};

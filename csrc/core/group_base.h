@@ -68,6 +68,11 @@ FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
  * a rank has another plan. `waits`: the caller waits for its next collective at once. */
 FC_CHECK fc_status fc_group_base_compare_plan(fc_group_base *base, fc_process_group *pg,
                                               bool waits);
+/* Start and await the agreements on the collectives of all process groups of the group; see
+ * fc_process_group_start_agreement. No effect on devices with streams. `error` receives the first
+ * difference; NULL: an earlier process group has one. */
+FC_CHECK fc_status fc_group_base_start_agreement(fc_group_base *base);
+FC_CHECK fc_status fc_group_base_await_agreement(fc_group_base *base, fc_error *error);
 /* Takes both allocators, which may be NULL. */
 void fc_group_base_set_memory(fc_group_base *base, fct_allocator *gather, fct_allocator *reduce);
 /* Writes to *has whether `memory` (gather_memory or reduce_memory) serves the group's device. The

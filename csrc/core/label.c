@@ -4,10 +4,6 @@
 #include <assert.h>
 #include <string.h>
 
-static uint64_t add_to_hash(uint64_t hash, uint64_t value) {
-    return (hash ^ value) * UINT64_C(1099511628211);
-}
-
 static uint64_t bits_of(double value) {
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof bits);
@@ -32,7 +28,7 @@ void fc_label_set_gather(fct_op_label *label, const fc_comm_ctx *comm, fct_op_pa
 void fc_label_set_reduction(fct_op_label *label, const fc_comm_ctx *comm, fc_label_params params,
                             int64_t row_numel, const fc_divide *divide) {
     assert(params.reduced_count <= params.group_count && row_numel >= 0);
-    uint64_t hash = add_to_hash((uint64_t)row_numel, (uint64_t)divide->op);
+    uint64_t hash = fct_hash_add((uint64_t)row_numel, (uint64_t)divide->op);
     size_t at = 0;
     set_position(label, comm, FCT_PASS_BACKWARD);
     label->params = 0;
@@ -41,11 +37,11 @@ void fc_label_set_reduction(fct_op_label *label, const fc_comm_ctx *comm, fc_lab
             at = at + 1 < params.group_count ? at + 1 : 0;
         }
         label->params |= at < 64 ? UINT64_C(1) << at : 0;
-        hash = add_to_hash(hash, at + 1);
+        hash = fct_hash_add(hash, at + 1);
     }
-    hash = add_to_hash(hash, bits_of(divide->before));
-    hash = add_to_hash(hash, bits_of(divide->after));
-    hash = add_to_hash(hash, bits_of(divide->premultiply));
+    hash = fct_hash_add(hash, bits_of(divide->before));
+    hash = fct_hash_add(hash, bits_of(divide->after));
+    hash = fct_hash_add(hash, bits_of(divide->premultiply));
     label->divisor = divide->total;
     label->contents = hash;
 }

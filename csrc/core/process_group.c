@@ -39,11 +39,13 @@ fc_status fc_process_group_register_users(const fc_process_group *pg, size_t mor
     return FC_OK;
 }
 
-/* Prefixes the message of the pending exception with operation, modules and rank. Returns
- * FC_ERAISED. */
-static fc_status add_context(const fc_process_group *pg, const char *modules,
-                             fc_operation operation) {
-    static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce"};
+enum { AGREEMENT = FC_ALL_REDUCE + 1 };
+
+/* Prefixes the message of the pending exception with operation (an fc_operation, or AGREEMENT),
+ * modules and rank. Returns FC_ERAISED. */
+static fc_status add_context(const fc_process_group *pg, const char *modules, int operation) {
+    static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce",
+                                        "comparison of collectives at the end of the backward"};
     char text[512];
     bool has_modules = modules != NULL && modules[0] != '\0';
     (void)snprintf(
@@ -55,10 +57,9 @@ static fc_status add_context(const fc_process_group *pg, const char *modules,
     return FC_ERAISED;
 }
 
-/* Sets unit and name of the label. FNV-1a over the plan and the name. Returns early without a plan,
- * so that the label stays unknown. */
+/* Sets unit and name of the label. The unit is the hash of the plan and the name. Returns early
+ * without a plan, so that the label stays unknown. */
 static void name_label(const fc_process_group *pg, const char *modules, fct_op_label *label) {
-    const uint64_t prime = UINT64_C(1099511628211);
     label->unit = 0;
     if (pg->plan == 0) {
         return;
@@ -66,7 +67,7 @@ static void name_label(const fc_process_group *pg, const char *modules, fct_op_l
     uint64_t hash = pg->plan;
     const char *end = modules;
     for (; *end != '\0'; end++) {
-        hash = (hash ^ (uint8_t)*end) * prime;
+        hash = fct_hash_add(hash, (uint8_t)*end);
     }
     label->unit = hash != 0 ? hash : 1;
     const size_t length = (size_t)(end - modules);
@@ -132,6 +133,38 @@ fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *module
     pg->compared = result->state == FCT_PLANS_EQUAL;
 done:
     return status;
+}
+
+fc_status fc_process_group_start_agreement(fc_process_group *pg, const char *modules) {
+    assert(pg->world >= 0);
+    pg->agreeing = false; /* a wait was abandoned */
+    if (pg->handle == NULL || pg->world < 2) {
+        return FC_OK;
+    }
+    return fct_agree_start(pg->handle, &pg->agreeing) == 0 ? FC_OK
+                                                           : add_context(pg, modules, AGREEMENT);
+}
+
+fc_status fc_process_group_await_agreement(fc_process_group *pg, const char *modules,
+                                           fc_error *error) {
+    assert(!pg->agreeing || pg->handle != NULL);
+    fct_difference difference;
+    if (!pg->agreeing) {
+        return FC_OK;
+    }
+    pg->agreeing = false;
+    const uint64_t record = add_record(pg, modules, FC_RECORD_AGREE);
+    const bool failed = fct_agree_await(pg->handle, &difference) != 0;
+    fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);
+    if (failed) {
+        return add_context(pg, modules, AGREEMENT);
+    }
+    return difference.text[0] == '\0'
+               ? FC_OK
+               : fc_error_set(error, FC_ESTATE,
+                              "%s (process group '%s'). The gradients are wrong: call "
+                              "reset_iter_state() and zero_grad()",
+                              difference.text, pg->name != NULL ? pg->name : "?");
 }
 
 fc_status fc_process_group_all_gather(fc_process_group *pg, const char *modules, fct_tensor *output,

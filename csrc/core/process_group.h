@@ -19,6 +19,7 @@ typedef struct fc_process_group {
     uint64_t plan;      /* hash of the plan of the root over this process group; 0: not compared */
     bool compared;      /* the plan was compared, or need not be */
     fct_op_label label; /* of the next collective; the caller sets all fields but unit and name */
+    bool agreeing;      /* this struct has started an agreement and not waited for it */
 } fc_process_group;
 
 typedef enum fc_operation { FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE } fc_operation;
@@ -41,6 +42,14 @@ void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan);
 FC_CHECK fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *modules,
                                                  fc_operation operation, fct_device device,
                                                  bool waits, fct_plan_result *result);
+
+/* Starts an agreement of the ranks on their collectives, and waits for it; see fct_agree_start.
+ * Several structs may refer to one process group: the struct that has started an agreement waits
+ * for it. The second function sets an error if the ranks have issued different collectives. An
+ * agreement that is not waited for ends at the next start. */
+FC_CHECK fc_status fc_process_group_start_agreement(fc_process_group *pg, const char *modules);
+FC_CHECK fc_status fc_process_group_await_agreement(fc_process_group *pg, const char *modules,
+                                                    fc_error *error);
 
 /* Issue one collective and open the process group if necessary. Tensors and *work are as in
  * transport/transport.h. `modules`: FQNs of the modules, "" or NULL for the root. */

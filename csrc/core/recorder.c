@@ -37,7 +37,7 @@ static void copy_end(char *target, size_t bytes, const char *text) {
 }
 
 uint64_t fc_recorder_add(const fc_record *facts, const char *group, const char *modules) {
-    assert(facts->kind <= FC_RECORD_COMPARE);
+    assert(facts->kind <= FC_RECORD_AGREE);
     fc_record *record = slot_of(++last_number);
     *record = *facts;
     record->number = last_number;

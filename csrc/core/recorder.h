@@ -17,7 +17,8 @@ typedef enum fc_record_kind {
     FC_RECORD_ALL_GATHER = 0,
     FC_RECORD_REDUCE_SCATTER,
     FC_RECORD_ALL_REDUCE,
-    FC_RECORD_COMPARE /* the comparison of plans before the first collective */
+    FC_RECORD_COMPARE, /* the comparison of plans before the first collective */
+    FC_RECORD_AGREE    /* the comparison of collectives at the end of a backward */
 } fc_record_kind;
 
 typedef enum fc_record_state {

@@ -244,6 +244,36 @@ done:
     return status;
 }
 
+static fc_status start_agreement(fc_group *g) {
+    return fc_group_base_start_agreement(&g->base);
+}
+
+static fc_status await_agreements(const fc_iteration *it, fc_error *error) {
+    fc_status first = FC_OK;
+    for (size_t i = 0; i < it->count; i++) {
+        for (size_t j = 0; j < it->states[i]->group_count; j++) {
+            const fc_status status = fc_group_base_await_agreement(&it->states[i]->groups[j]->base,
+                                                                   first == FC_OK ? error : NULL);
+            if (status == FC_ERAISED) {
+                return status;
+            }
+            first = first == FC_OK ? status : first;
+        }
+    }
+    return first;
+}
+
+/* Completes the reductions. Meanwhile the ranks agree on the collectives of the iteration, all of
+ * which were issued. So no gradient of a collective that differs reaches an optimizer. */
+static fc_status complete_reductions(const fc_iteration *it, fc_comm_ctx *c, bool last) {
+    fc_status status = FC_OK;
+    FC_TRY(visit_states(it->states, it->count, false, start_agreement));
+    FC_TRY(visit_comms(it, c, end_backward_in_comm, last));
+    FC_TRY(await_agreements(it, &c->error));
+done:
+    return status;
+}
+
 fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm_ctx *c) {
     assert(it->callback_queued || !it->callback_counted);
     fc_status status = FC_OK;
@@ -256,7 +286,11 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm_ctx *c) {
             FC_TRY(s->groups[j]->ops->finalize_backward(s->groups[j]));
         }
     }
-    FC_TRY(visit_comms(it, c, it->manual ? prune_order_in_comm : end_backward_in_comm, last));
+    if (it->manual) {
+        FC_TRY(visit_comms(it, c, prune_order_in_comm, last));
+    } else {
+        FC_TRY(complete_reductions(it, c, last));
+    }
     it->callback_queued = false;
     it->callback_counted = false;
     it->records = false;
@@ -299,7 +333,7 @@ fc_status fc_iteration_complete(fc_iteration *it, fc_comm_ctx *c) {
             FC_TRY(it->states[i]->groups[j]->ops->finalize_backward(it->states[i]->groups[j]));
         }
     }
-    FC_TRY(visit_comms(it, c, end_backward_in_comm, true));
+    FC_TRY(complete_reductions(it, c, true));
     it->pending = false;
 done:
     return verify_iteration(it, status);

@@ -18,8 +18,10 @@
 typedef enum negotiation_state { PENDING = 0, CONNECTING, ACCEPTED, DECLINED } negotiation_state;
 
 /* Integers of round 1: the number of this rank's fallback gathers (0: veto), the fields of its
- * shm_ring_handle (0: no ring), the hash of its plan (0: none), and whether it waits. */
-enum { CAPABILITIES = 6, PLAN = 4, WAITS = 5 };
+ * shm_ring_handle (0: no ring), the hash of its plan (0: none), and its flags. */
+enum { CAPABILITIES = 6, PLAN = 4, FLAGS = 5 };
+/* Flags: the rank waits for its gather, and the rank allows agreements. */
+enum { WAITS = 1, AGREES = 2 };
 
 /* The integer of round 2: whether a rank mapped all rings, and whether it has fewer than two CPUs
  * for each rank. */
@@ -53,6 +55,8 @@ struct shm_negotiation {
     fct_plan_result first_result;
     compared_plan *plans; /* later plans */
     size_t plan_count;
+    bool agrees; /* all ranks compare, and allow agreements */
+    op_agreement agreement;
 };
 
 /* ---- parameter groups ---- */
@@ -108,12 +112,17 @@ static bool is_set(const char *variable) {
     return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
+/* Whether torch's flight recorder records gloo's collectives. */
+static bool has_flight_recorder(void) {
+    return is_set("TORCH_FR_BUFFER_SIZE") || is_set("TORCH_NCCL_TRACE_BUFFER_SIZE");
+}
+
 /* Whether this rank accepts shared memory. The user can veto shared memory. A debug level and a
  * flight recorder also veto it, because they observe gloo's own collectives. */
 static bool accepts_shared_memory(void) {
     const char *choice = getenv("FSDP_C_TRANSPORT");
     return (choice == NULL || strcmp(choice, "gloo") != 0) && !fct_c10d_is_debugged() &&
-           !is_set("TORCH_FR_BUFFER_SIZE") && !is_set("TORCH_NCCL_TRACE_BUFFER_SIZE");
+           !has_flight_recorder();
 }
 
 /* CPUs in the affinity mask of this process, or 1 if the mask is unknown. */
@@ -154,6 +163,7 @@ void shm_negotiation_release(shm_negotiation *n) {
         fct_exchange_release(n->plans[i].round);
     }
     free(n->plans);
+    op_agreement_fini(&n->agreement);
     shm_transport_release(n->transport);
     free(n->handles);
     (void)pthread_mutex_destroy(&n->mutex);
@@ -290,7 +300,7 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
     n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
     int64_t values[CAPABILITIES] = {0};
     values[PLAN] = (int64_t)n->first_plan;
-    values[WAITS] = n->waits;
+    values[FLAGS] = (n->waits ? WAITS : 0) | (has_flight_recorder() ? 0 : AGREES);
     if (accepts_shared_memory()) {
         bool attached = false;
         if (attach(pg, n, &attached) != 0) {
@@ -319,14 +329,15 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
     }
     if (get_state(n) == PENDING && n->capabilities == round) {
         const int64_t world = fct_pg_world_size(pg);
-        bool all_accept = true, all_wait = true;
+        bool all_accept = true, all_wait = true, all_agree = true;
         n->compares = true;
         n->handles = (shm_ring_handle *)malloc((size_t)world * sizeof *n->handles);
         for (int64_t rank = 0; rank < world; rank++) {
             const int64_t *values = results + rank * CAPABILITIES;
             n->fallback_gathers = values[0] > n->fallback_gathers ? values[0] : n->fallback_gathers;
             all_accept = all_accept && values[0] != 0 && values[1] != 0;
-            all_wait = all_wait && values[WAITS] != 0;
+            all_wait = all_wait && (values[FLAGS] & WAITS) != 0;
+            all_agree = all_agree && (values[FLAGS] & AGREES) != 0;
             n->compares = n->compares && values[PLAN] != 0;
             if (n->handles != NULL) {
                 n->handles[rank] = (shm_ring_handle){values[1], values[2], values[3]};
@@ -334,6 +345,7 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
         }
         n->fallback_gathers = all_wait ? 0 : n->fallback_gathers;
         n->compares_later_plans = n->compares && all_wait;
+        n->agrees = n->compares && all_agree;
         n->first_result = compare_hashes(results + PLAN, world, CAPABILITIES);
         end_round(&n->capabilities);
         if (all_accept) {
@@ -518,4 +530,25 @@ int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan, 
     }
     *result = plan != 0 && n->compares ? n->first_result : *result;
     return 0;
+}
+
+/* ---- agreements ---- */
+
+void shm_negotiation_record(shm_negotiation *n, const fct_op_tag *tag) {
+    assert(atomic_load(&n->owners) > 0);
+    op_agreement_add(&n->agreement, tag);
+}
+
+int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued) {
+    assert(atomic_load(&n->owners) > 0);
+    *issued = false;
+    if (n->agreement.count > 0 && n->capabilities != NULL && read_capabilities(n, pg) != 0) {
+        return -1;
+    }
+    return n->agrees ? op_agreement_start(&n->agreement, pg, issued) : 0;
+}
+
+int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg, fct_difference *difference) {
+    assert(atomic_load(&n->owners) > 0);
+    return op_agreement_await(&n->agreement, pg, difference);
 }

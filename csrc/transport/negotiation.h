@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "../bridge/group.h"
+#include "agreement.h"
 #include "shm_transport.h"
 
 #ifdef __cplusplus
@@ -86,6 +87,15 @@ FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint6
                                            bool waits, shm_attach attach, fct_plan_result *result);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);
+/* Records a collective that the fallback has moved, for the next agreement. `tag` NULL: unknown. */
+void shm_negotiation_record(shm_negotiation *n, const fct_op_tag *tag);
+/* Starts an agreement and waits for it; see op_agreement_start and op_agreement_await. The ranks
+ * agree if all of them have sent a plan in round 1, and none records its collectives for torch's
+ * flight recorder, which would show the agreements. Precondition of the first function: this rank
+ * has waited for a recorded collective, if there is one. */
+FCT_CHECK int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued);
+FCT_CHECK int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg,
+                                              fct_difference *difference);
 /* While a negotiation is paused, the fallback moves all data. All ranks must call the setter at the
  * same point of their programs. */
 void shm_negotiation_set_paused(shm_negotiation *n, bool paused);

@@ -2,7 +2,8 @@
  * data.
  *
  * This transport counts its gathers and all-reduces, because the negotiation about shared memory
- * needs their number. */
+ * needs their number. It records the tags of its collectives, because their messages carry no tags.
+ */
 #include "pg.h"
 
 #include "group_negotiation.h"
@@ -13,31 +14,33 @@ static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
     return 0;
 }
 
-/* Counts a gather or an all-reduce that was issued. Returns `status`, the result of the call. */
-static int count_gather(fct_pg *pg, int status) {
+/* Records a collective that was issued, and counts a gather or an all-reduce (`gathers`). Returns
+ * `status`, the result of the call. */
+static int record(fct_pg *pg, const fct_op_tag *tag, bool gathers, int status) {
     shm_negotiation *n = status == 0 ? fct_negotiation_find(pg) : NULL;
     if (n != NULL) {
-        shm_negotiation_count_gather(n);
+        shm_negotiation_record(n, tag);
+        if (gathers) {
+            shm_negotiation_count_gather(n);
+        }
     }
     return status;
 }
 
 static int all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                       bool async_op, fct_work **work) {
-    (void)tag;
-    return count_gather(pg, fct_pg_all_gather(pg, false, output, input, async_op, work));
+    return record(pg, tag, true, fct_pg_all_gather(pg, false, output, input, async_op, work));
 }
 
 static int reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                           fct_reduce_op op, double factor, bool async_op, fct_work **work) {
-    (void)tag;
-    return fct_pg_reduce_scatter(pg, false, output, input, op, factor, async_op, work);
+    return record(pg, tag, false,
+                  fct_pg_reduce_scatter(pg, false, output, input, op, factor, async_op, work));
 }
 
 static int all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
                       double factor, bool async_op, fct_work **work) {
-    (void)tag;
-    return count_gather(pg, fct_pg_all_reduce(pg, false, tensor, op, factor, async_op, work));
+    return record(pg, tag, true, fct_pg_all_reduce(pg, false, tensor, op, factor, async_op, work));
 }
 
 static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {

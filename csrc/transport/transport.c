@@ -31,6 +31,23 @@ int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
                : 0;
 }
 
+int fct_agree_start(fct_pg *pg, bool *issued) {
+    assert(pg != NULL && issued != NULL);
+    shm_negotiation *n = fct_negotiation_find(pg);
+    *issued = false;
+    return n != NULL ? shm_negotiation_start_agreement(n, pg, issued) : 0;
+}
+
+int fct_agree_await(fct_pg *pg, fct_difference *difference) {
+    assert(pg != NULL && difference != NULL);
+    if (fct_fault("fct_agree_await") != 0) {
+        return -1;
+    }
+    difference->text[0] = '\0';
+    shm_negotiation *n = fct_negotiation_find(pg);
+    return n != NULL ? shm_negotiation_await_agreement(n, pg, difference) : 0;
+}
+
 /* ---- collectives ---- */
 
 int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
@@ -105,10 +122,13 @@ int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
         return fct_pg_enter_shm(pg, use == FCT_USE_ALL_REDUCE, entered);
     }
     *entered = NULL;
-    /* The caller issues the gather through torch, so pg.c does not count it. */
+    /* The caller issues the collective through torch, so pg.c does not record it. */
     shm_negotiation *n = fct_negotiation_find(pg);
-    if (use != FCT_USE_REDUCE && n != NULL) {
-        shm_negotiation_count_gather(n);
+    if (n != NULL) {
+        shm_negotiation_record(n, NULL);
+        if (use != FCT_USE_REDUCE) {
+            shm_negotiation_count_gather(n);
+        }
     }
     return 0;
 }

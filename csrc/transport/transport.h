@@ -8,7 +8,9 @@
 #define FSDP_C_TRANSPORT_TRANSPORT_H
 
 #include "../bridge/collective.h"
+#include "agreement.h"
 #include "group_negotiation.h"
+#include "hash.h"
 #include "pg.h"
 #include "shm.h"
 
@@ -21,6 +23,13 @@ extern "C" {
  * shm_negotiation_compare_plan. */
 FCT_CHECK int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
                                fct_plan_result *result);
+
+/* Starts an agreement of all ranks on the collectives that they have issued over the process group
+ * since the last agreement, and that carry no labels. Writes false to *issued if there is none, or
+ * if the ranks do not agree; see shm_negotiation_start_agreement. Does not wait. */
+FCT_CHECK int fct_agree_start(fct_pg *pg, bool *issued);
+/* Waits for the agreement. Writes the first difference, or "". */
+FCT_CHECK int fct_agree_await(fct_pg *pg, fct_difference *difference);
 
 /* ---- collectives ---- */
 

@@ -17,7 +17,13 @@ CAPACITY = 4096
 """Records of a process."""
 
 _RECORD = struct.Struct("<5QIHBBii24s48s")
-_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "comparison of models before the gather")
+_KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "comparison of models before the gather",
+    "comparison of collectives at the end of the backward",
+)
 _PASSES = ("forward", "backward", "outside of a pass")
 ISSUED, WAITING, COMPLETE, FAILED = "issued", "waiting", "complete", "failed"
 _STATES = (ISSUED, WAITING, COMPLETE, FAILED)

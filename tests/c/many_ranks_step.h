@@ -263,6 +263,10 @@ int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exch
     return 0;
 }
 
+int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count, fct_exchange **out) {
+    return fct_exchange_start(pg, values, count, out);
+}
+
 int fct_exchange_wait(fct_exchange *exchange, const int64_t **results) {
     exchange->pg->raised = gloo_wait(exchange->pg, exchange->number);
     if (exchange->pg->raised != COMPLETED) {

@@ -172,6 +172,10 @@ const fct_pg *sim_tensor_user(const fct_tensor *t);
 void sim_collectives_stall(bool stall);
 /* Sets the result of fct_compare_plan for plans other than 0, if the caller waits. */
 void sim_plans_differ(bool differ);
+/* Sets whether fct_agree_start issues an agreement, and the difference that it finds ("": none). */
+void sim_ranks_agree(bool agree, const char *difference);
+/* Returns the number of agreements that were issued and not waited for. */
+int sim_agreements_in_flight(void);
 /* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */
 void sim_collectives_are_cpu_bound(bool are);
 

@@ -354,6 +354,7 @@ sim_model *sim_model_new(const sim_scenario *scenario) {
     m->layer_count = scenario->layers + 1;
     fc_comm_init(&m->comm, sim_device());
     fc_chunks_from(scenario->device.chunks ? 1 : SIM_NEVER_SPLIT);
+    sim_ranks_agree(scenario->agrees, "");
     if (scenario->max_reductions > 0) {
         m->comm.max_reductions = scenario->max_reductions;
     }

@@ -84,6 +84,7 @@ typedef struct sim_scenario {
     bool unpinned;
     bool memory_of_groups; /* buffers come from the process groups' allocators */
     bool without_memory;   /* but the process groups have no allocator */
+    bool agrees;           /* each backward ends with an agreement on its collectives */
 } sim_scenario;
 
 typedef struct sim_param {

@@ -9,6 +9,12 @@
 static const sim_scenario scenarios[] = {
     {.name = "one rank", .world = 1, .layers = 2, PLAIN},
     {.name = "two ranks", .world = 2, .rank = 1, .layers = 2, PLAIN},
+    {.name = "collectives without labels, with replicas",
+     .world = 2,
+     .replicas = 2,
+     .layers = 2,
+     .agrees = true,
+     PLAIN},
     {.name = "a backward that nobody announces",
      .world = 2,
      .layers = 3,

@@ -101,6 +101,22 @@ MUTATIONS = {
         "test_train",
         "rows are kept after the backward that reduced them",
     ),
+    "backward ends without the agreement of the ranks": Mutation(
+        "state",
+        "    FC_TRY(await_agreements(it, &c->error));\n",
+        "    (void)await_agreements;\n",
+        "test_state",
+        "[  FAILED  ] different_collectives_of_ranks_fail_the_backward",
+    ),
+    "agreement starts before the last reduction": Mutation(
+        "state",
+        "    FC_TRY(visit_states(it->states, it->count, false, start_agreement));\n"
+        "    FC_TRY(visit_comms(it, c, end_backward_in_comm, last));\n",
+        "    FC_TRY(visit_comms(it, c, end_backward_in_comm, last));\n"
+        "    FC_TRY(visit_states(it->states, it->count, false, start_agreement));\n",
+        "test_state",
+        "[  FAILED  ] agreement_runs_while_reductions_complete",
+    ),
     "launch does not restore the current device": Mutation(
         "transfer",
         "        fct_launch_leave(l->before);",
@@ -359,6 +375,20 @@ TRANSPORT_MUTATIONS = {
         "test_negotiation",
         "t->world > 1",
     ),
+    "hash of issued collectives has no parameters": Mutation(
+        "agreement",
+        "    hash = fct_hash_add(hash, label->params);\n",
+        "",
+        "test_agreement",
+        "[  FAILED  ] first_difference_is_described_on_all_ranks",
+    ),
+    "ranks with a flight recorder exchange hashes": Mutation(
+        "negotiation",
+        "        n->agrees = n->compares && all_agree;",
+        "        n->agrees = n->compares;",
+        "test_agreement",
+        "[  FAILED  ] ranks_do_not_agree_if_one_of_them_cannot",
+    ),
     "reduce-scatter runs the steps of an all-reduce": Mutation(
         "shm_collective",
         "request->kind == FCT_OP_ALL_REDUCE ? shm_all_reduce_plan(c)",
@@ -465,8 +495,11 @@ def test_mutation_of_the_transport_fails_the_named_assertion(
         if folder == "transport"
         and path.stem != mutation.module
         and (ROOT / f"csrc/transport/{path.stem}.c").exists()
-        # Only test_negotiation defines the functions of the bridge that the negotiation calls.
-        and (path.stem != "negotiation" or mutation.test == "test_negotiation")
+        # Only these tests define the functions of the bridge that these modules call.
+        and (
+            path.stem not in ("agreement", "negotiation")
+            or mutation.test in ("test_agreement", "test_negotiation")
+        )
     ]
     check_failure(
         mutation,

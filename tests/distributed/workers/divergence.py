@@ -379,9 +379,14 @@ LEGITIMATE = (
 
 
 def run_legitimate(rank: int, world_size: int) -> dict[str, str]:
-    """Returns the exception of each program, or ""."""
+    """Runs all programs that must not raise; see ``run_programs``."""
+    return run_programs(rank, LEGITIMATE)
+
+
+def run_programs(rank: int, programs: tuple[Callable[[int, Any], None], ...]) -> dict[str, str]:
+    """Returns the exception of each program, or "". Each program has its own process group."""
     results = {}
-    for program in LEGITIMATE:
+    for program in programs:
         group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
         try:
             program(rank, group)

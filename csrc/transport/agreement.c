@@ -1,0 +1,201 @@
+/* The agreement on issued collectives; see agreement.h. */
+#include "agreement.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "hash.h"
+#include "op_label.h"
+
+enum { HASH = 0, COUNT, SUMMARY };
+enum { ENTRY_INTEGERS = sizeof(op_entry) / sizeof(int64_t) };
+
+void op_agreement_fini(op_agreement *a) {
+    assert(a->closed <= a->total);
+    fct_exchange_release(a->round);
+    free(a->entries);
+    *a = (op_agreement){0};
+}
+
+static uint64_t add_label(uint64_t hash, fct_op_kind kind, const fct_op_label *label) {
+    hash = fct_hash_add(hash, (uint64_t)kind);
+    hash = fct_hash_add(hash, label->unit);
+    hash = fct_hash_add(hash, label->params);
+    hash = fct_hash_add(hash, label->contents);
+    return hash != 0 ? hash : 1;
+}
+
+void op_agreement_add(op_agreement *a, const fct_op_tag *tag) {
+    assert(a->count <= a->total);
+    if (a->entries == NULL) {
+        a->entries = (op_entry *)calloc(OP_ENTRIES, sizeof *a->entries); /* NULL: no names */
+    }
+    if (tag == NULL || tag->label.unit == 0) {
+        a->unknown = true;
+    } else {
+        a->hash = add_label(a->count == 0 ? FCT_HASH_EMPTY : a->hash, tag->kind, &tag->label);
+        if (a->entries != NULL) {
+            a->entries[a->total % OP_ENTRIES] = (op_entry){a->hash, tag->kind, tag->label};
+        }
+    }
+    a->count++;
+    a->total++;
+}
+
+int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued) {
+    assert(pg != NULL && a->count <= a->total);
+    *issued = false;
+    if (a->count == 0) {
+        return 0;
+    }
+    const int64_t summary[SUMMARY] = {a->unknown ? 0 : (int64_t)a->hash, (int64_t)a->count};
+    fct_exchange *round = NULL;
+    if (fct_exchange_start_apart(pg, summary, SUMMARY, &round) != 0) {
+        return -1;
+    }
+    fct_exchange_release(a->round); /* a wait for it was interrupted */
+    a->round = round;
+    a->first = a->total - a->count;
+    a->closed = a->count;
+    a->count = 0;
+    a->unknown = false;
+    *issued = true;
+    return 0;
+}
+
+/* ---- the first difference ---- */
+
+/* Two ranks whose intervals differ. `first` is less than `second`. */
+typedef struct rank_pair {
+    int64_t first, second;
+} rank_pair;
+
+/* Exchanges integers and copies those of the two ranks. */
+static int exchange(fct_pg *pg, const int64_t *values, size_t count, rank_pair ranks,
+                    int64_t *first, int64_t *second) {
+    const int64_t *results = NULL;
+    fct_exchange *round = NULL;
+    if (fct_exchange_start_apart(pg, values, count, &round) != 0) {
+        return -1;
+    }
+    const int status = fct_exchange_wait(round, &results);
+    if (status == 0) {
+        memcpy(first, results + (size_t)ranks.first * count, count * sizeof *first);
+        memcpy(second, results + (size_t)ranks.second * count, count * sizeof *second);
+    }
+    fct_exchange_release(round);
+    return status;
+}
+
+/* Returns the entry of a collective of the closed interval; an empty entry if it is not kept. */
+static op_entry entry_at(const op_agreement *a, uint64_t index) {
+    const uint64_t number = a->first + index;
+    const bool kept = a->entries != NULL && index < a->closed && number + OP_ENTRIES >= a->total;
+    return kept ? a->entries[number % OP_ENTRIES] : (op_entry){0};
+}
+
+/* Bisects the hashes of the two ranks. They agree before `low`, as far as they are kept. Writes the
+ * index of the first collective that differs, or `high`. */
+static int find_index(const op_agreement *a, fct_pg *pg, rank_pair ranks, uint64_t low,
+                      uint64_t high, uint64_t *index) {
+    while (low < high) {
+        const uint64_t middle = low + (high - low) / 2;
+        const int64_t hash = (int64_t)entry_at(a, middle).hash;
+        int64_t first = 0, second = 0;
+        if (exchange(pg, &hash, 1, ranks, &first, &second) != 0) {
+            return -1;
+        }
+        if (first != second) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    *index = low;
+    return 0;
+}
+
+static void describe_entry(const op_entry *entry, const op_entry *peer, int64_t rank, char *text,
+                           size_t bytes) {
+    if (entry->hash == 0) {
+        (void)snprintf(text, bytes, "rank %d issues no other collective", (int)rank);
+        return;
+    }
+    const fct_op_kind kind =
+        entry->kind <= FCT_OP_ALL_REDUCE ? (fct_op_kind)entry->kind : FCT_OP_ALL_REDUCE;
+    op_label_describe(&entry->label, &peer->label, kind, (int)rank, text, bytes);
+}
+
+/* Writes what the two ranks issue where their intervals first differ. `counts` are their numbers of
+ * collectives. All ranks call this function. */
+static int describe_difference(const op_agreement *a, fct_pg *pg, rank_pair ranks,
+                               const uint64_t counts[2], fct_difference *difference) {
+    const uint64_t common = counts[0] < counts[1] ? counts[0] : counts[1];
+    const uint64_t longest = counts[0] < counts[1] ? counts[1] : counts[0];
+    uint64_t index = longest > OP_ENTRIES ? longest - OP_ENTRIES : 0;
+    const uint64_t oldest = index;
+    if (index < common && find_index(a, pg, ranks, index, common, &index) != 0) {
+        return -1;
+    }
+    op_entry own = entry_at(a, index), first, second;
+    if (exchange(pg, (const int64_t *)(const void *)&own, ENTRY_INTEGERS, ranks,
+                 (int64_t *)(void *)&first, (int64_t *)(void *)&second) != 0) {
+        return -1;
+    }
+    if (first.hash == 0 && second.hash == 0) {
+        (void)snprintf(difference->text, sizeof difference->text,
+                       "collective mismatch: ranks %d and %d issued different collectives",
+                       (int)ranks.first, (int)ranks.second);
+        return 0;
+    }
+    char texts[2][176];
+    describe_entry(&first, &second, ranks.first, texts[0], sizeof texts[0]);
+    describe_entry(&second, &first, ranks.second, texts[1], sizeof texts[1]);
+    (void)snprintf(difference->text, sizeof difference->text, "collective mismatch%s: %s, %s",
+                   index == oldest && oldest > 0 ? " at or before this collective" : "", texts[0],
+                   texts[1]);
+    return 0;
+}
+
+/* Finds the first rank with a known hash, and the first rank that differs from it. */
+static bool find_ranks(const int64_t *summaries, int64_t world, rank_pair *ranks) {
+    int64_t first = 0;
+    while (first < world && summaries[first * SUMMARY + HASH] == 0) {
+        first++;
+    }
+    for (int64_t rank = first + 1; rank < world; rank++) {
+        const int64_t *summary = summaries + rank * SUMMARY;
+        if (summary[HASH] != 0 &&
+            memcmp(summary, summaries + first * SUMMARY, SUMMARY * sizeof *summary) != 0) {
+            *ranks = (rank_pair){first, rank};
+            return true;
+        }
+    }
+    return false;
+}
+
+int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference) {
+    assert(pg != NULL && difference != NULL);
+    difference->text[0] = '\0';
+    fct_exchange *round = a->round;
+    const int64_t *summaries = NULL;
+    if (round == NULL) {
+        return 0;
+    }
+    fct_exchange_retain(round); /* a signal handler may run another backward during the wait */
+    int status = fct_exchange_wait(round, &summaries);
+    if (status == 0 && a->round == round) {
+        rank_pair ranks;
+        fct_exchange_release(a->round);
+        a->round = NULL;
+        if (find_ranks(summaries, fct_pg_world_size(pg), &ranks)) {
+            const uint64_t counts[2] = {(uint64_t)summaries[ranks.first * SUMMARY + COUNT],
+                                        (uint64_t)summaries[ranks.second * SUMMARY + COUNT]};
+            status = describe_difference(a, pg, ranks, counts, difference);
+        }
+    }
+    fct_exchange_release(round);
+    return status;
+}

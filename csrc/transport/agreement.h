@@ -1,0 +1,63 @@
+/* The agreement of ranks on the collectives that they have issued over one process group.
+ *
+ * Collectives over shared memory carry their labels. For all others each rank hashes its labels,
+ * and the ranks compare the hashes at the end of a backward. An interval is the collectives between
+ * two agreements. The struct belongs to the negotiation of the process group, and the GIL guards
+ * it. Precondition of all functions: the struct was zeroed before its first use. */
+#ifndef FSDP_C_TRANSPORT_AGREEMENT_H
+#define FSDP_C_TRANSPORT_AGREEMENT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "../bridge/group.h"
+#include "op_tag.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { OP_ENTRIES = 512, FCT_DIFFERENCE_BYTES = 416 };
+
+/* An issued collective. */
+typedef struct op_entry {
+    uint64_t hash; /* of the labels of the interval so far; 0: no entry */
+    uint64_t kind; /* fct_op_kind */
+    fct_op_label label;
+} op_entry;
+
+typedef struct op_agreement {
+    uint64_t hash;     /* of the labels of the open interval */
+    uint64_t count;    /* collectives of the open interval */
+    uint64_t total;    /* collectives of all intervals */
+    bool unknown;      /* a collective of the open interval has no label */
+    op_entry *entries; /* [OP_ENTRIES] the latest collectives, by number; NULL: none */
+    /* The latest closed interval, until its round is read. */
+    fct_exchange *round; /* NULL: none */
+    uint64_t first;      /* number of its first collective */
+    uint64_t closed;     /* number of its collectives */
+} op_agreement;
+
+/* The result of an agreement: what the ranks issue at the first difference, or "" if there is none.
+ */
+typedef struct fct_difference {
+    char text[FCT_DIFFERENCE_BYTES];
+} fct_difference;
+
+/* Releases the memory. The struct can be used again. */
+void op_agreement_fini(op_agreement *a);
+/* Adds a collective that this rank has issued. `tag` NULL, or an unknown label: the interval is
+ * equal to all intervals of other ranks. */
+void op_agreement_add(op_agreement *a, const fct_op_tag *tag);
+/* Closes the interval and sends its hash, without a wait. Without collectives does nothing, and
+ * writes false to *issued. All ranks must call it at the same point among their collectives. */
+FCT_CHECK int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued);
+/* Waits for the hashes of all ranks, if a round was issued and not read. If hashes differ, the
+ * ranks find the first difference in further rounds. */
+FCT_CHECK int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,154 @@
+/* Negotiations between processes, for the tests of transport/negotiation and transport/agreement.
+ * An exchange of the bridge stores its integers in memory that all ranks share. */
+#ifndef FSDP_C_TESTS_NEGOTIATION_RANKS_H
+#define FSDP_C_TESTS_NEGOTIATION_RANKS_H
+
+#include "bridge/error.h"
+#include "transport/negotiation.h"
+
+#include <sched.h>
+
+/* ---- the bridge ---- */
+
+enum { ROUNDS = 24, INTEGERS = 16 };
+
+/* The integers of all rounds, in the memory of all ranks. */
+typedef struct exchanged {
+    int64_t values[ROUNDS][SHM_RING_MAX_RANKS * INTEGERS];
+    int arrived[ROUNDS];
+} exchanged;
+
+static exchanged *wire;
+
+struct fct_pg {
+    int64_t rank, world;
+    bool plain_gloo;
+};
+
+struct fct_exchange {
+    int round, owners;
+};
+
+static struct fct_pg group;
+static int rounds, live_exchanges, interruptions, failing_starts, attached;
+
+int64_t fct_pg_world_size(const fct_pg *pg) {
+    return pg->world;
+}
+
+int64_t fct_pg_rank(const fct_pg *pg) {
+    return pg->rank;
+}
+
+const char *fct_pg_name(const fct_pg *pg) {
+    (void)pg;
+    return "group";
+}
+
+bool fct_pg_has_plain_gloo(const fct_pg *pg) {
+    return pg->plain_gloo;
+}
+
+bool fct_c10d_is_debugged(void) {
+    return false;
+}
+
+int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exchange **out) {
+    if (failing_starts > 0) {
+        failing_starts--;
+        return -1;
+    }
+    fct_exchange *exchange = (fct_exchange *)malloc(sizeof *exchange);
+    *exchange = (fct_exchange){rounds++, 1};
+    live_exchanges++;
+    memcpy(&wire->values[exchange->round][(size_t)pg->rank * count], values,
+           count * sizeof *values);
+    (void)__atomic_fetch_add(&wire->arrived[exchange->round], 1, __ATOMIC_SEQ_CST);
+    *out = exchange;
+    return 0;
+}
+
+int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count, fct_exchange **out) {
+    return fct_exchange_start(pg, values, count, out);
+}
+
+int fct_exchange_wait(fct_exchange *exchange, const int64_t **results) {
+    if (interruptions > 0) {
+        interruptions--;
+        return -1;
+    }
+    while (__atomic_load_n(&wire->arrived[exchange->round], __ATOMIC_SEQ_CST) < (int)group.world) {
+        (void)sched_yield();
+    }
+    *results = wire->values[exchange->round];
+    return 0;
+}
+
+void fct_exchange_retain(fct_exchange *exchange) {
+    exchange->owners++;
+}
+
+void fct_exchange_release(fct_exchange *exchange) {
+    if (exchange != NULL && --exchange->owners == 0) {
+        live_exchanges--;
+        free(exchange);
+    }
+}
+
+void fct_error_no_memory(void) {}
+
+static int attach(fct_pg *pg, shm_negotiation *n, bool *added) {
+    (void)pg;
+    (void)n;
+    attached++;
+    *added = true;
+    return 0;
+}
+
+/* ---- helpers ---- */
+
+static shm_negotiation *begin(void) {
+    rounds = attached = 0;
+    group = (struct fct_pg){me.rank, me.world, true};
+    shm_negotiation *n = shm_negotiation_new();
+    require(n != NULL);
+    return n;
+}
+
+__attribute__((unused)) static bool is_accepted(shm_negotiation *n, fct_use use) {
+    bool accepted = false;
+    require(shm_negotiation_run(n, &group, use, attach, &accepted) == 0);
+    return accepted;
+}
+
+/* Runs gathers until one is accepted. Returns the number that the fallback moved. */
+__attribute__((unused)) static int count_fallback_gathers(shm_negotiation *n) {
+    for (int gathers = 0; gathers < 100; gathers++) {
+        if (is_accepted(n, FCT_USE_GATHER)) {
+            return gathers;
+        }
+        shm_negotiation_count_gather(n);
+    }
+    return -1;
+}
+
+static void end(shm_negotiation *n) {
+    shm_negotiation_release(n);
+    require(live_exchanges == 0);
+}
+
+static void run_negotiation(void (*run)(void), int world) {
+    wire = (exchanged *)mmap(NULL, sizeof *wire, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                             -1, 0);
+    assert_true(wire != MAP_FAILED);
+    run_ranks(run, world);
+    (void)munmap(wire, sizeof *wire);
+}
+
+static fct_plan_result compare(shm_negotiation *n, uint64_t plan, bool waits) {
+    fct_plan_result result;
+    require(shm_negotiation_compare_plan(n, &group, plan, waits, attach, &result) == 0);
+    return result;
+}
+
+#endif

@@ -1,0 +1,83 @@
+/* The end of a backward on ranks whose collectives carry no labels. Whole steps are in
+ * test_train.c, resets in test_reset.c. */
+#include "core/state.h"
+
+#include <string.h>
+
+#include "sim_model.h"
+
+static const sim_scenario agreeing = {.world = 2,
+                                      .replicas = 2,
+                                      .layers = 3,
+                                      .agrees = true,
+                                      .shape_count = 1,
+                                      .shapes = {{.ndim = 1, .sizes = {4}}}};
+
+static sim_model *begin(bool streams) {
+    sim_scenario scenario = agreeing;
+    scenario.device.seed = 7; /* no collective completes at once */
+    scenario.device.streams = streams;
+    sim_begin(scenario.device);
+    return sim_model_new(&scenario);
+}
+
+static void end(sim_model *m) {
+    sim_model_free(m);
+    sim_end();
+}
+
+static void different_collectives_of_ranks_fail_the_backward(void **state) {
+    (void)state;
+    sim_model *m = begin(false);
+    sim_ranks_agree(true, "collective mismatch: rank 0 gathers 'a', rank 1 gathers 'b'");
+    assert_int_equal(sim_model_step(m), FC_ESTATE);
+    assert_non_null(strstr(m->comm.error.message, "rank 1 gathers 'b' (process group '"));
+    assert_non_null(strstr(m->comm.error.message, "call reset_iter_state() and zero_grad()"));
+    assert_int_equal(sim_agreements_in_flight(), 0); /* those of all process groups are read */
+    sim_ranks_agree(true, "");
+    assert_int_equal(fc_state_reset(&m->layers[0].core), FC_OK);
+    sim_model_zero_grad(m);
+    sim_model_discard_step(m);
+    assert_int_equal(sim_model_step(m), FC_OK);
+    end(m);
+}
+
+static int most_in_flight;
+
+static int set_sharded_grad(void *owner, fct_tensor *local) {
+    const int in_flight = sim_agreements_in_flight();
+    most_in_flight = in_flight > most_in_flight ? in_flight : most_in_flight;
+    return sim_callbacks.set_sharded_grad(owner, local);
+}
+
+static void agreement_runs_while_reductions_complete(void **state) {
+    (void)state;
+    fc_callbacks callbacks = sim_callbacks;
+    sim_model *m = begin(false);
+    callbacks.set_sharded_grad = set_sharded_grad;
+    for (size_t i = 0; i < m->layer_count; i++) {
+        m->layers[i].groups[0].core.base.callbacks = &callbacks;
+    }
+    most_in_flight = 0;
+    assert_int_equal(sim_model_step(m), FC_OK);
+    assert_true(most_in_flight > 0);
+    assert_int_equal(sim_agreements_in_flight(), 0);
+    end(m);
+}
+
+static void device_with_streams_has_no_agreement(void **state) {
+    (void)state;
+    sim_model *m = begin(true);
+    sim_ranks_agree(true, "collective mismatch");
+    assert_int_equal(sim_model_step(m), FC_OK);
+    end(m);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(different_collectives_of_ranks_fail_the_backward),
+        cmocka_unit_test(agreement_runs_while_reductions_complete),
+        cmocka_unit_test(device_with_streams_has_no_agreement),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

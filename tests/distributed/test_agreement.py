@@ -1,0 +1,108 @@
+"""Ranks whose collectives carry no labels agree on them at the end of each backward."""
+
+from __future__ import annotations
+
+import functools
+
+import agreement
+import pytest
+from launch import run_ranks
+
+GLOO = {"FSDP_C_TRANSPORT": "gloo"}
+OFF = {**GLOO, "FSDP_C_GUARD": "off"}
+NAMED = {
+    "another order of blocks": ("gathers 'blocks.1'", "gathers 'blocks.2'"),
+    "another divide factor": ("with divisor ", "with divisor 7"),
+    "another forward prefetch": ("gathers 'blocks.1'", "gathers 'blocks.2'"),
+    "another backward prefetch": ("gathers 'blocks.2'", "gathers 'blocks.1'"),
+    "another parameter": ("gradients of parameters 0, 1 ", "gradients of parameters 2, 3 "),
+    "another root": ("with another plan", "with another plan"),
+    "another evaluated block": ("gathers 'blocks.0'", "gathers 'blocks.1'"),
+    "explicit unshard": ("gathers 'blocks.0'", "gathers 'blocks.3'"),
+}
+"""Collectives of the equal ranks and of the last rank, after five steps on two or three ranks."""
+
+STATIC = (
+    "another divide factor",
+    "another forward prefetch",
+    "another backward prefetch",
+    "another root",
+)
+"""Kinds that the comparison of plans finds before the first gather."""
+
+
+@functools.cache
+def collect(steps: int, world: int) -> list[dict[str, tuple[str, int, float]]]:
+    return run_ranks(agreement.run_kinds, world, (steps,), env=GLOO, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "world"),
+    [
+        (name, steps, world)
+        for name in agreement.KINDS
+        for steps in (0, 5)
+        for world in (2, 3)
+        # A unit that is unsharded before its root has run has no plan.
+        if steps > 0 or name != "explicit unshard"
+    ],
+)
+def test_other_collective_of_equal_size_raises_on_all_ranks_before_the_optimizer_step(
+    name: str, steps: int, world: int
+) -> None:
+    for results in collect(steps, world):
+        text, completed, seconds = results[name]
+        assert completed == 0
+        assert seconds < agreement.LIMIT_SECONDS / 2
+        if steps == 0 and name in STATIC:
+            assert f"ranks 0 and {world - 1} of process group" in text
+            continue
+        first, _, second = text.partition(f", rank {world - 1} ")
+        assert first.startswith("collective mismatch: rank 0 ")
+        if steps > 0:
+            own, other = NAMED[name]
+            assert own in first
+            assert other in second
+
+
+def test_model_trains_after_a_mismatch_and_a_reset_as_without_the_mismatch() -> None:
+    for results in run_ranks(agreement.train_after_mismatch, 3, env=GLOO):
+        assert len(results) > 1
+        assert all(results)
+
+
+def test_guard_off_trains_on() -> None:
+    names = ("another order of blocks", "another divide factor", "another parameter")
+    for results in run_ranks(agreement.run_kinds, 2, (1, names), env=OFF):
+        assert [outcome[:2] for outcome in results.values()] == [("", 2)] * 3
+
+
+def test_equal_programs_do_not_raise() -> None:
+    for results in run_ranks(agreement.run_legitimate, 2, env=GLOO, timeout=200):
+        assert {name: error for name, error in results.items() if error} == {}
+
+
+def test_ranks_of_hsdp_agree_over_both_process_groups() -> None:
+    assert run_ranks(agreement.run_hsdp, 4, (False,), env=GLOO) == [""] * 4
+
+
+def test_divergence_in_hsdp_raises_on_the_ranks_that_share_a_process_group() -> None:
+    texts = run_ranks(agreement.run_hsdp, 4, (True,), env=GLOO)
+    assert ["collective mismatch: " in text for text in texts] == [False, True, True, True]
+
+
+def test_observers_of_collectives_do_not_count_agreements() -> None:
+    with_guard, without = (
+        run_ranks(agreement.count_observed, 2, env=env)[0] for env in (GLOO, OFF)
+    )
+    assert with_guard == without
+    assert sum(without[0].values()) > 0
+
+
+def test_flight_recorder_has_no_agreements() -> None:
+    recorded = {"TORCH_FR_BUFFER_SIZE": "1000"}
+    with_guard, without = (
+        run_ranks(agreement.list_recorder_entries, 2, env=env | recorded)[0] for env in (GLOO, OFF)
+    )
+    assert with_guard == without
+    assert len(without) > 0
