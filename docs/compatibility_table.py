@@ -44,6 +44,10 @@ def format_row(cells: list[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+MAX_FUNCTIONS = 8
+"""Names of test functions in one remark."""
+
+
 def format_code(text: str) -> str:
     return f"`{text}`"
 
@@ -58,8 +62,11 @@ def format_counts(counts: dict[str, int]) -> str:
 
 
 def count_functions(names: list[str]) -> dict[str, int]:
-    """Returns the number of failures by test function."""
-    return Counter(format_code(name.rpartition("::")[2].partition("[")[0]) for name in names)
+    """Returns the number of failures by test function, or their sum if the list would be long."""
+    functions = Counter(format_code(name.rpartition("::")[2].partition("[")[0]) for name in names)
+    if len(functions) <= MAX_FUNCTIONS:
+        return functions
+    return {f"tests of {len(functions)} functions, listed in docs/test_runs": len(names)}
 
 
 def format_remarks(run: Run) -> Iterator[str]:
