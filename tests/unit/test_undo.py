@@ -144,6 +144,11 @@ def check_unchanged():
 
 BASELINE = """
 fully_sharded = torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls
+unshard = torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard
+# torch 2.13 and later decorate this method.
+UNSHARD = "FSDPParamGroup.unshard.__wrapped__.__code__"
+if not hasattr(unshard, "__wrapped__"):
+    UNSHARD = "FSDPParamGroup.unshard.__code__"
 replicated = with_replicate.cls_to_replicate_cls
 TORCH = (torch.distributed.fsdp.fully_shard, with_replicate.replicate)
 for _ in range(2):  # fills torch's caches
@@ -184,7 +189,7 @@ for _ in range(2):
     alive = train(*TORCH)
     assert fsdp_c.is_active(alive[0])
     found = "\n".join(differences(before))
-    for part in ("FSDPParamGroup.unshard.__wrapped__.__code__", "FSDPState._lazy_init.__code__",
+    for part in (UNSHARD, "FSDPState._lazy_init.__code__",
                  "FSDPParam.to_sharded.__code__", "FSDPCommContext", "_global_optimizer_post_hooks",
                  "_global_parameter_registration_hooks", "FSDPLinear.load_state_dict",
                  "atexit"):
@@ -192,7 +197,7 @@ for _ in range(2):
     del alive
     gc.collect()
     found = "\n".join(differences(before))
-    assert "FSDPParamGroup.unshard.__wrapped__.__code__" in found  # fsdp_c is still installed
+    assert UNSHARD in found  # fsdp_c is still installed
     fsdp_c.uninstall()
     check_unchanged()
 train(*TORCH)
@@ -218,7 +223,7 @@ model, other, optimizer = train(*TORCH)
 fsdp_c.uninstall()
 found = "\n".join(differences(before))
 assert "fully_shard.__code__" not in found and "sys.meta_path" not in found, found
-assert "FSDPParamGroup.unshard.__wrapped__.__code__" in found and "atexit" in found, found
+assert UNSHARD in found and "atexit" in found, found
 for _ in range(2):
     optimizer.zero_grad()
     (model(torch.ones(2, 4)).sum() + other(torch.ones(2, 4)).sum()).backward()
@@ -240,7 +245,7 @@ train(*TORCH)  # torch's own models beside it
 del model, group
 gc.collect()
 found = "\n".join(differences(before))
-assert "FSDPParamGroup.unshard.__wrapped__.__code__" in found  # `other` is alive
+assert UNSHARD in found  # `other` is alive
 calls.clear()
 del other, optimizer
 gc.collect()
@@ -277,7 +282,8 @@ def instrumented(*args):
     calls.append("code")
     return below(*args)
 
-reshard = cls.reshard.__wrapped__  # as a debugger does it: other code in the same function object
+# As a debugger does it: other code in the same function object.
+reshard = getattr(cls.reshard, "__wrapped__", cls.reshard)
 below = type(reshard)(reshard.__code__, reshard.__globals__)
 reshard.__code__ = instrumented.__code__
 original = cls.unshard
@@ -308,8 +314,8 @@ hook.remove()
 gc.collect()
 fully_shard.__code__ = before[
     "torch.distributed.fsdp._fully_shard._fully_shard:fully_shard.__code__"].value
-reshard.__code__ = before[
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard.__wrapped__.__code__"].value
+path = "torch.distributed.fsdp._fully_shard._fsdp_param_group." + UNSHARD
+reshard.__code__ = before[path.replace("unshard", "reshard")].value
 sharded.load_state_dict = load
 fsdp_c.uninstall()
 check_unchanged()
