@@ -21,6 +21,9 @@ RUNS = ROOT / "docs" / "test_runs"
 PAGE, README = ROOT / "docs" / "compatibility.md", ROOT / "README.md"
 BEGIN, END = "<!-- begin: compatibility_table.py -->", "<!-- end: compatibility_table.py -->"
 
+MAX_FUNCTIONS = 8
+"""Names of test functions in one remark."""
+
 Run = dict[str, Any]
 
 
@@ -42,10 +45,6 @@ def read_runs() -> list[Run]:
 
 def format_row(cells: list[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
-
-
-MAX_FUNCTIONS = 8
-"""Names of test functions in one remark."""
 
 
 def format_code(text: str) -> str:

@@ -144,11 +144,8 @@ def check_unchanged():
 
 BASELINE = """
 fully_sharded = torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls
-unshard = torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard
-# torch 2.13 and later decorate this method.
-UNSHARD = "FSDPParamGroup.unshard.__wrapped__.__code__"
-if not hasattr(unshard, "__wrapped__"):
-    UNSHARD = "FSDPParamGroup.unshard.__code__"
+group = torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
+UNSHARD = f"FSDPParamGroup.unshard{'.__wrapped__' * hasattr(group.unshard, '__wrapped__')}.__code__"
 replicated = with_replicate.cls_to_replicate_cls
 TORCH = (torch.distributed.fsdp.fully_shard, with_replicate.replicate)
 for _ in range(2):  # fills torch's caches
@@ -189,10 +186,9 @@ for _ in range(2):
     alive = train(*TORCH)
     assert fsdp_c.is_active(alive[0])
     found = "\n".join(differences(before))
-    for part in (UNSHARD, "FSDPState._lazy_init.__code__",
-                 "FSDPParam.to_sharded.__code__", "FSDPCommContext", "_global_optimizer_post_hooks",
-                 "_global_parameter_registration_hooks", "FSDPLinear.load_state_dict",
-                 "atexit"):
+    for part in (UNSHARD, "FSDPState._lazy_init.__code__", "FSDPParam.to_sharded.__code__",
+                 "FSDPCommContext", "_global_optimizer_post_hooks", "atexit",
+                 "_global_parameter_registration_hooks", "FSDPLinear.load_state_dict"):
         assert part in found, (part, found)
     del alive
     gc.collect()
@@ -282,8 +278,7 @@ def instrumented(*args):
     calls.append("code")
     return below(*args)
 
-# As a debugger does it: other code in the same function object.
-reshard = getattr(cls.reshard, "__wrapped__", cls.reshard)
+*_, reshard = functions_within(cls.reshard)  # as a debugger does it: other code in one function
 below = type(reshard)(reshard.__code__, reshard.__globals__)
 reshard.__code__ = instrumented.__code__
 original = cls.unshard
@@ -314,8 +309,7 @@ hook.remove()
 gc.collect()
 fully_shard.__code__ = before[
     "torch.distributed.fsdp._fully_shard._fully_shard:fully_shard.__code__"].value
-path = "torch.distributed.fsdp._fully_shard._fsdp_param_group." + UNSHARD
-reshard.__code__ = before[path.replace("unshard", "reshard")].value
+reshard.__code__ = before[f"{cls.__module__}.{UNSHARD.replace('unshard', 'reshard')}"].value
 sharded.load_state_dict = load
 fsdp_c.uninstall()
 check_unchanged()
