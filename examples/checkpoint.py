@@ -1,15 +1,14 @@
 """Checkpoints of train_gpt.py: sharded tensors through DCP, settings and history as JSON.
 
-A checkpoint is the folder ``step_NNNNNN``. DCP writes the model, the optimizer and each rank's
-random state there. ``run.json`` has the settings on which the losses depend, and the history so
-far. The folder gets its final name when it is complete.
+A checkpoint is the folder ``step_NNNNNN``, with DCP's files of the model, the optimizer and each
+rank's random state. ``run.json`` has the settings on which the losses depend, and the history.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from history import History
 from job import RANK, UsageError, print_on_rank_0
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
 
 RUN_FILE = "run.json"
 NOT_RECORDED = ("impl", "out", "resume", "text_bytes", "save_every", "sample_bytes", "compare")
@@ -28,18 +28,15 @@ NOT_RECORDED = ("impl", "out", "resume", "text_bytes", "save_every", "sample_byt
 
 
 class Checkpoints:
-    """The checkpoints of a run, in the folder ``checkpoints`` below ``args.out``.
-
-    Every rank must call ``begin`` and ``save``.
-    """
+    """The checkpoints below ``args.out``. Every rank must call ``begin`` and ``save``."""
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        args: Namespace,
         device: torch.device,
         text: str,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
     ) -> None:
         self.args, self.model, self.optimizer = args, model, optimizer
         self.folder = args.out / "checkpoints"
@@ -49,12 +46,10 @@ class Checkpoints:
 
     def begin(self) -> tuple[int, History]:
         """Returns the number of steps made and their history: those of the resumed checkpoint.
-
         Without ``--resume``, deletes the checkpoints of earlier runs.
 
         Raises:
-            UsageError: The checkpoint does not exist, belongs to a run with other settings, whose
-                losses would differ, or has all steps.
+            UsageError: The checkpoint does not exist, has other settings, or has all steps.
         """
         if not self.args.resume:
             if RANK == 0:
@@ -70,12 +65,8 @@ class Checkpoints:
         history = self._read_run(path)
         state = self._get_state()
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **parts)
         random = state["random"][f"rank{RANK}"]
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import plots
+import comparison_plot
 import torch
 import torch.distributed as dist
 from job import RANK, UsageError, print_on_rank_0
@@ -69,4 +69,4 @@ def compare_implementations(
     if RANK == 0:
         seconds = {impl: run.seconds for impl, run in runs.items()}
         traces = {impl: run.trace for impl, run in runs.items()}
-        plots.draw_comparison(folder / "steps.png", seconds=seconds, traces=traces)
+        comparison_plot.draw_comparison(folder / "steps.png", seconds=seconds, traces=traces)

@@ -16,17 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from arguments import make_parser, positive
 from gpt import VOCABULARY
-from job import (
-    RANK,
-    UsageError,
-    init_processes,
-    make_parser,
-    positive,
-    print_on_rank_0,
-    run,
-    select_fully_shard,
-)
+from job import RANK, UsageError, init_processes, print_on_rank_0, run, select_fully_shard
 from progress import Progress
 from text import Windows, load_corpus
 from torch import nn

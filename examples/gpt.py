@@ -79,10 +79,7 @@ class GPT(nn.Module):
         self.head.weight = self.token.weight
 
     def _initialize(self) -> None:
-        """Initializes weights from normal distributions.
-
-        The deviation of layers that write to the residual stream decreases with depth.
-        """
+        """Draws normal weights: smaller ones in layers that write to the residual stream."""
         residual_std = 0.02 / (2 * self.config.layers) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -107,10 +104,9 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, length: int, *, seed: int) -> str:
-    """Returns ``prompt``, followed by ``length`` sampled bytes. Undecodable bytes are replaced.
+    """Returns ``prompt`` and ``length`` sampled bytes; undecodable bytes are replaced.
 
-    Every rank must call ``generate``, since each forward is collective. All ranks sample the same
-    bytes, because their generators have the same seed.
+    Every rank must call it, because a forward is collective. All ranks sample the same bytes.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)

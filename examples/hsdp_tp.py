@@ -15,17 +15,9 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from arguments import make_gpt, make_gpt_parser, positive
 from gpt import GPT, next_byte_loss
-from job import (
-    UsageError,
-    init_processes,
-    make_gpt,
-    make_gpt_parser,
-    positive,
-    print_on_rank_0,
-    run,
-    select_fully_shard,
-)
+from job import UsageError, init_processes, print_on_rank_0, run, select_fully_shard
 from progress import Progress
 from text import Windows, load_corpus
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

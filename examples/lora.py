@@ -14,17 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import make_gpt, make_gpt_parser, positive
 from gpt import GPT, next_byte_loss
-from job import (
-    RANK,
-    init_processes,
-    make_gpt,
-    make_gpt_parser,
-    positive,
-    print_on_rank_0,
-    run,
-    select_fully_shard,
-)
+from job import RANK, init_processes, print_on_rank_0, run, select_fully_shard
 from progress import Progress, gather_full_tensor
 from text import Windows, load_corpus
 from torch import Tensor, nn

@@ -17,18 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from arguments import make_gpt, make_gpt_parser, positive
 from gpt import next_byte_loss
-from job import (
-    RANK,
-    UsageError,
-    init_processes,
-    make_gpt,
-    make_gpt_parser,
-    positive,
-    print_on_rank_0,
-    run,
-    select_fully_shard,
-)
+from job import RANK, UsageError, init_processes, print_on_rank_0, run, select_fully_shard
 from progress import Progress, weights_digest
 from text import Windows, load_corpus
 from torch import nn

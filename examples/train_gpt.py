@@ -19,6 +19,7 @@ from typing import Any
 import job
 import torch
 import torch.distributed as dist
+from arguments import make_gpt, make_gpt_parser, natural, positive
 from checkpoint import Checkpoints
 from compare import compare_implementations
 from gpt import GPT, generate, next_byte_loss
@@ -34,7 +35,7 @@ def make_run(args: argparse.Namespace, device: torch.device, impl: str) -> tuple
     """Returns a sharded model, which has equal weights on every rank at first, and an optimizer."""
     fully_shard = job.select_fully_shard(impl)
     torch.manual_seed(args.seed)
-    model = job.make_gpt(args).to(device)
+    model = make_gpt(args).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if args.bf16:
@@ -105,15 +106,14 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = job.make_gpt_parser("Train a byte-level GPT on Python's source.", steps=340)
+    parser = make_gpt_parser("Train a byte-level GPT on Python's source.", steps=340)
     add = parser.add_argument
     add("--out", type=Path, default=Path("demo_out"), help="folder for all results")
     add("--resume", nargs="?", type=Path, const="newest", help="continue from a checkpoint")
     add("--bf16", action="store_true", help="compute in bf16, reduce gradients in fp32")
-    add("--batch", type=job.positive, default=8, help="sequences per rank and step")
-    add("--validate-every", type=job.positive, default=50, help="steps between validations")
-    add("--save-every", type=job.positive, default=100, help="steps between checkpoints")
-    add("--sample-bytes", type=job.natural, default=300, help="length of the generated sample")
-    add("--compare", type=job.natural, default=6, help="steps to compare implementations in")
-    arguments = parser.parse_args()
-    job.run(lambda: train(arguments))
+    add("--batch", type=positive, default=8, help="sequences per rank and step")
+    add("--validate-every", type=positive, default=50, help="steps between validations")
+    add("--save-every", type=positive, default=100, help="steps between checkpoints")
+    add("--sample-bytes", type=natural, default=300, help="length of the generated sample")
+    add("--compare", type=natural, default=6, help="steps to compare implementations in")
+    job.run(partial(train, parser.parse_args()))

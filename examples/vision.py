@@ -13,15 +13,8 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from job import (
-    RANK,
-    init_processes,
-    make_parser,
-    positive,
-    print_on_rank_0,
-    run,
-    select_fully_shard,
-)
+from arguments import make_parser, positive
+from job import RANK, init_processes, print_on_rank_0, run, select_fully_shard
 from progress import Progress, mean_over_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
