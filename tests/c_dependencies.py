@@ -70,7 +70,7 @@ LAYERS = {
 }
 """Layers from the lowest to the highest. A module depends only on modules of lower layers.
 
-csrc/README.md describes each module.
+csrc/MODULES.md describes each module.
 """
 
 BOUNDARY = (

@@ -1,4 +1,4 @@
-"""Modules of csrc: layers, dependencies, their C tests and the attributes that only torch uses."""
+"""Modules of csrc: layers, tables, dependencies, C tests, attributes that only torch uses."""
 
 from __future__ import annotations
 
@@ -115,6 +115,43 @@ def test_only_state_machine_modules_take_fc_group() -> None:
     fields = c_dependencies.list_fields("fc_group", c_dependencies.CSRC / "core/group.h")
     assert len(fields) <= 16
     assert sum(field.startswith("bool ") for field in fields) <= 6
+
+
+# ---- tables of modules ---------------------------------------------------------------------------
+
+CODE = {".c", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
+_FILE = re.compile(rf"`(\w+)(?:{'|'.join(map(re.escape, sorted(CODE)))})`")
+
+
+def read_tables(document: str, heading: str) -> str:
+    """Returns the table rows below a heading of a document of csrc, without rows after it."""
+    _, found, rest = (c_dependencies.CSRC / document).read_text().partition(f"\n## {heading}\n")
+    assert found, f"{document} lacks the heading {heading}"
+    return "\n".join(row for row in rest.split("\n## ")[0].splitlines() if row.startswith("|"))
+
+
+@pytest.mark.parametrize("folder", ["core", "python", "dry_run"])
+def test_module_table_lists_each_module_in_its_layer(folder: str) -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| ([^|]+) \|", read_tables("MODULES.md", f"`csrc/{folder}`"), re.M
+    )
+    listed = [(int(layer), module) for layer, names in rows for module in re.findall(r"\w+", names)]
+    layers = enumerate(c_dependencies.LAYERS[folder], 1)
+    assert sorted(listed) == sorted((layer, module) for layer, names in layers for module in names)
+
+
+@pytest.mark.parametrize(
+    ("folder", "document", "heading"),
+    [
+        ("bridge", "MODULES.md", "`csrc/bridge`"),
+        ("kernels", "MODULES.md", "`csrc/kernels`"),
+        ("transport", "transport/README.md", "Files"),
+    ],
+)
+def test_file_table_lists_each_module(folder: str, document: str, heading: str) -> None:
+    files = (c_dependencies.CSRC / folder).iterdir()
+    modules = {path.stem for path in files if path.suffix in CODE}
+    assert set(_FILE.findall(read_tables(document, heading))) == modules
 
 
 # ---- attributes that exist for torch only --------------------------------------------------------

@@ -1,4 +1,4 @@
-"""README.md and docs/: length, links, navigation, and the generated table of variables."""
+"""Documents: lengths, links, navigation, and the generated table of variables."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_README_LINES = 150
+MAX_TOUR_LINES, MAX_TOUR_WORDS = 120, 1100  # two printed pages
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("*.md")),
+    *(
+        path
+        for folder in ("csrc", "docs", "fsdp_c")
+        for path in sorted((ROOT / folder).rglob("*.md"))
+    ),
 ]
 FENCE = re.compile(r"^[ ]*```.*?^[ ]*```[ ]*$", re.M | re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
@@ -60,6 +65,12 @@ def load_configuration_table() -> ModuleType:
 
 def test_readme_has_at_most_150_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_tour_of_the_c_code_has_at_most_two_pages() -> None:
+    tour = ROOT / "csrc" / "README.md"
+    assert len(tour.read_text().splitlines()) <= MAX_TOUR_LINES
+    assert len(prose(tour).split()) <= MAX_TOUR_WORDS
 
 
 def test_library_versions_of_readme_are_those_of_the_clients() -> None:
