@@ -27,6 +27,11 @@ _CLASS = "the object is of a class of fsdp_c, which has its own constructor"
 _PREFETCH = "the core starts the all-gather; patch FSDPParamGroup.unshard or _backward_prefetch"
 _CALLER = "fsdp_c has its own fully_shard, which calls the functions that this one calls"
 
+_END = "the core ends the iteration in C"
+
+NOT_CALLED_UNTIL_2_13 = {
+    "FSDPState._finalize_backward": _END + "; patch FSDPParamGroup.finalize_backward",
+}
 NOT_CALLED_UNTIL_2_15 = {"FSDPParamGroup._wait_all_gather_streams_on_event": _STREAMS}
 NOT_CALLED_SINCE_2_14 = {
     "FSDPParam._restore_spmd_types": "fsdp_c calls it for parameters with types only",
@@ -45,8 +50,8 @@ NOT_CALLED_SINCE_2_15 = {
     "FSDPParam._capture_grad_dtype_policy": "fsdp_c reads grad_dtype when it makes the shard",
     "FSDPParam._release_all_gather_outputs_if_needed": _MEMORY,
     "FSDPParam.free_all_gather_outputs": _MEMORY,
-    "FSDPState._end_backward_iteration": "the core ends the iteration in C",
-    "FSDPState.wait_for_gradient_reduction": "the core ends the iteration in C",
+    "FSDPState._end_backward_iteration": _END,
+    "FSDPState.wait_for_gradient_reduction": _END,
     "_fsdp_collectives._default_all_gather_output_fn": _COPIES,
     "_fsdp_collectives._default_reduce_scatter_input_fn": _COPIES,
     "_fsdp_param._get_dtensor_spec_with_dtype": "the specs of dtypes are cached",
@@ -86,6 +91,7 @@ NOT_CALLED = {
     "_fsdp_common._to_dtype_if_needed": _CAST + "foreach_reduce or FSDPParam.all_gather_inputs",
     "_fsdp_common._cast_fp_tensor": _CAST + "FSDPState._cast_forward_inputs",
     "_fsdp_common.is_bw": "the core has the state of the backward in C",
+    **({} if has("2.13") else NOT_CALLED_UNTIL_2_13),
     **(NOT_CALLED_SINCE_2_14 if has("2.14") else {}),
     **(NOT_CALLED_SINCE_2_15 if has("2.15") else NOT_CALLED_UNTIL_2_15),
 }
