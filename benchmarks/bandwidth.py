@@ -61,7 +61,8 @@ def make_unit_calls(name: str, size: int) -> tuple[Call, Call]:
     unit: Any = get_implementations()[name](Unit(size))
     state = unit._get_fsdp_state()
     state._lazy_init()
-    (group,) = state._fsdp_param_groups
+    groups = getattr(state, "_fsdp_param_groups", None)
+    group = state._fsdp_param_group if groups is None else groups[0]  # torch 2.11 has one group
     gradient = torch.ones(size // 4 // 64, 64)
 
     def gather() -> None:

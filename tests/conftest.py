@@ -18,7 +18,8 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` without CUDA, and tests marked `torch("2.13")` on older releases.
 
-    Makes one pytest-xdist worker run all behavior scenarios.
+    Makes one pytest-xdist worker run all behavior scenarios. Moves the groups of pytest-xdist to the
+    front: a group takes up to a minute, and one that starts last would run alone on the machine.
     """
     import torch
     from releases import has
@@ -33,6 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not has(release):
                 reason = f"needs torch {release}; this is torch {torch.__version__}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

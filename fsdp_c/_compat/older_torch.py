@@ -106,6 +106,11 @@ class ParamOfOlderTorch:
         self._sharding_spec = DTensorSpec(mesh, self._spmd_placements, tensor_meta=meta)
         return local
 
+    def _set_attributes_of_newer_torch(self) -> None:
+        """Sets the attribute that the constructor of torch 2.11 does not set."""
+        if not hasattr(self, "_unsharded_dtensor_spec"):
+            self._unsharded_dtensor_spec = getattr(self, "_tp_spec", None)
+
     def _get_unsharded_dtensor_spec(self, unsharded: torch.Tensor) -> DTensorSpec:
         """Returns the spec of the original parameter, with the dtype of ``unsharded``."""
         spec = self._unsharded_dtensor_spec

@@ -130,6 +130,7 @@ class Param(ReplaceableShard):
         self._group: weakref.ref[GroupOfParam] | None = None
         self._orig_class: type = type(param)
         self._orig_attributes = copy_user_attributes(param)
+        self._orig_param_uid = orig_param_uid(param)  # torch 2.11 does not set it
         if has_custom_constructor(type(self), Param):
             FSDPParam.__init__(
                 self,
@@ -146,7 +147,6 @@ class Param(ReplaceableShard):
             return
         self._module_info = module_info
         self.mesh_info = mesh_info
-        self._orig_param_uid = orig_param_uid(param)
         if is_typed(param):
             self.is_spmd_types = True
             self._orig_attributes = drop_types(self._orig_attributes)
@@ -188,6 +188,7 @@ class Param(ReplaceableShard):
         self._orig_class = nn.Parameter
         self._orig_attributes = {}
         self._adopted_tensor = self.sharded_param._local_tensor
+        self._set_attributes_of_newer_torch()
         self.init_dtype_attrs(self.mp_policy)
         self._note_shard()
 

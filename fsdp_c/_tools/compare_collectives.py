@@ -59,11 +59,13 @@ def count_bytes(event: Any, backend_dtypes: dict[tuple[int, ...], str]) -> int:
     """Returns the bytes of an operation's largest tensor. A barrier has none.
 
     The profiler records no dtype for lists of tensors: their dtype is that of the backend's event.
+    In torch 2.11 it records no shapes for lists, so they have no bytes.
     """
     if event.name() == "c10d::barrier":
         return 0
     largest = 0
-    for shapes, dtype in zip(event.structured_input_shapes(), event.dtypes()):
+    get_shapes = getattr(event, "structured_input_shapes", event.shapes)
+    for shapes, dtype in zip(get_shapes(), event.dtypes()):
         is_list = bool(shapes) and isinstance(shapes[0], list)
         for shape in shapes if is_list else [shapes]:
             if shape or is_list:

@@ -14,14 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.nn as nn
 from test_process_groups import SHARD_FUNCTIONS, param_groups_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    SymmMemAllGather,
-    SymmMemReduceScatter,
-)
 
 from fsdp_c import fully_shard
 
@@ -57,8 +54,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def set_symmetric_memory(model: Any) -> None:
     """Does the same as ``set_symm_mem_for_comm``, which refuses devices other than CUDA."""
     for group in param_groups_of(model):
-        group._all_gather_comm = SymmMemAllGather(group._all_gather_process_group)
-        group._reduce_scatter_comm = SymmMemReduceScatter(group._reduce_scatter_process_group)
+        group._all_gather_comm = collectives.SymmMemAllGather(group._all_gather_process_group)
+        group._reduce_scatter_comm = collectives.SymmMemReduceScatter(
+            group._reduce_scatter_process_group
+        )
 
 
 def build(shard: Any, mesh: DeviceMesh, **kwargs: Any) -> Any:
@@ -108,12 +107,13 @@ def test_group_with_symmetric_memory_does_not_use_fallback(
 
 
 @pytest.mark.parametrize("name", ["allocate", "__call__"])
-@pytest.mark.parametrize("cls", [SymmMemAllGather, SymmMemReduceScatter])
+@pytest.mark.parametrize("kind", ["SymmMemAllGather", "SymmMemReduceScatter"])
 def test_patched_method_of_symmetric_memory_is_called(
-    fake_group: int, calls: list[str], monkeypatch: pytest.MonkeyPatch, cls: Any, name: str
+    fake_group: int, calls: list[str], monkeypatch: pytest.MonkeyPatch, kind: str, name: str
 ) -> None:
     model = build(fully_shard, init_device_mesh("cpu", (8,)))
     set_symmetric_memory(model)
+    cls = getattr(collectives, kind)
     original, called = getattr(cls, name), []
 
     def record(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,12 @@ _CALLER = "fsdp_c has its own fully_shard, which calls the functions that this o
 
 _END = "the core ends the iteration in C"
 
+NOT_CALLED_UNTIL_2_12 = {
+    "RegisterPostBackwardFunction._assert_not_tracing_fsdp": (
+        "the autograd function of fsdp_c is in C; patch RegisterPostBackwardFunction.forward"
+    ),
+    "_fsdp_common.detect_compiled_autograd": "under compiled autograd the backward raises",
+}
 NOT_CALLED_UNTIL_2_13 = {
     "FSDPState._finalize_backward": _END + "; patch FSDPParamGroup.finalize_backward",
 }
@@ -91,6 +97,7 @@ NOT_CALLED = {
     "_fsdp_common._to_dtype_if_needed": _CAST + "foreach_reduce or FSDPParam.all_gather_inputs",
     "_fsdp_common._cast_fp_tensor": _CAST + "FSDPState._cast_forward_inputs",
     "_fsdp_common.is_bw": "the core has the state of the backward in C",
+    **({} if has("2.12") else NOT_CALLED_UNTIL_2_12),
     **({} if has("2.13") else NOT_CALLED_UNTIL_2_13),
     **(NOT_CALLED_SINCE_2_14 if has("2.14") else {}),
     **(NOT_CALLED_SINCE_2_15 if has("2.15") else NOT_CALLED_UNTIL_2_15),
