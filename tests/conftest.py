@@ -18,8 +18,8 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` without CUDA, and tests marked `torch("2.13")` on older releases.
 
-    Makes one pytest-xdist worker run all behavior scenarios. Moves the groups of pytest-xdist to the
-    front: a group takes up to a minute, and one that starts last would run alone on the machine.
+    Makes one pytest-xdist worker run all behavior scenarios. Moves the groups of pytest-xdist to
+    the front: a group takes up to a minute, and the last one would run alone on the machine.
     """
     import torch
     from releases import has
