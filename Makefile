@@ -11,6 +11,7 @@
 #   make docs           the documentation site in build/docs
 #   make model          all searches of the models of the transport (needs spin)
 #   make simulate       a million random schedules of several ranks, with faults
+#   make mutate         seeded bugs of csrc, each of which a test must detect
 #   make accelerator    all tests on the simulated accelerator, then its measurements
 #   make torch-diff OLD=2.14.1 NEW=2.15.0    changes of torch in the names that fsdp_c uses
 #   make test-release RELEASE=2.15.0         the tests with another torch release
@@ -93,10 +94,10 @@ export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
 	lint-mypy lint-c format wheels wheels-check sanitize bench bench-record cuda-check gpu docs clean env-releases torch-diff \
-	torch-record test-release cuda-sim model simulate
+	torch-record test-release cuda-sim model simulate mutate
 
 help:
-	@sed -n '3,17s/^# *//p' Makefile
+	@sed -n '3,18s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -170,6 +171,10 @@ simulate:
 # Searches all states of the models of tests/model, in minutes. `make test` runs a part if spin is installed.
 model: env
 	FSDP_C_MODEL_WHOLE=1 $(PY) -m pytest -rP tests/model
+
+# Builds and runs every mutation of tests/unit/*_mutations.py and prints the score. `make test` runs a fifth of them.
+mutate: env
+	FSDP_C_MUTATIONS_WHOLE=1 $(PY) -m pytest -s -q tests/unit/test_mutations.py
 
 # Runs the tests that cover the files in FILE: make test-for FILE="csrc/core/gather.c fsdp_c/plan.py"
 test-for: build

@@ -29,7 +29,8 @@ from bandwidth import format_size
 from report import describe_machine, find_commit, format_cell, format_command
 
 FOLDER = Path(__file__).resolve().parent
-HOST_OPTIONS = ("--jobs", "fp32", "mixed", "fp32 no_grad", "--params", "1", "5", "9", "14", "20")
+HOST_JOBS = ("fp32", "mixed", "fp32 no_grad", "guard")
+HOST_OPTIONS = ("--jobs", *HOST_JOBS, "--params", "1", "5", "9", "14", "20")
 FULL_OPTIONS: dict[str, tuple[str, ...]] = {
     "steps": ("--seconds", "60"),
     "host": (*HOST_OPTIONS, "--rounds", "12"),
@@ -45,7 +46,7 @@ FULL_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 QUICK_OPTIONS: dict[str, tuple[str, ...]] = {
     "steps": ("--models", "tiny", "--seconds", "1"),
-    "host": ("--jobs", "fp32", "--params", "1", "2", "--rounds", "2", "--groups", "2"),
+    "host": ("--jobs", "fp32", "guard", "--params", "1", "2", "--rounds", "2", "--groups", "2"),
     "bandwidth": ("--most", "1", "--rounds", "2"),
 }
 """``FULL_OPTIONS`` and ``QUICK_OPTIONS`` map each benchmark to its options."""
@@ -140,6 +141,7 @@ def format_host(result: BenchmarkRun, folder: Path) -> Iterator[str]:
     yield ""
     yield from draw_plot("host", "host time against parameters per group", result, folder)
     jobs = {name: job for name, job in result.data.items() if isinstance(job, dict)}
+    guard = jobs.pop("guard", None)
     for name, job in jobs.items():
         rows = [
             [
@@ -153,6 +155,10 @@ def format_host(result: BenchmarkRun, folder: Path) -> Iterator[str]:
         yield f"**{name}**"
         yield ""
         yield from format_rows(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], rows)
+    if guard is not None:
+        yield from ("", "**guard**: per unit and operation on two ranks", "")
+        titles = ["transport", *next(iter(guard.values()))]
+        yield from format_rows(titles, [[name, *row.values()] for name, row in guard.items()])
 
 
 def format_bandwidth(result: BenchmarkRun, folder: Path) -> Iterator[str]:

@@ -17,7 +17,8 @@ bare model's time) / groups. The cost per parameter is the slope of a least-squa
 numbers of parameters per group. The bare model of the mixed runs computes in bf16.
 
 Each job is a table: both precisions on a 1-D mesh, both on a 2 x 4 mesh (HSDP), and forwards alone
-under no_grad.
+under no_grad. The job "guard" runs guard.py, which measures the comparison of collectives between
+two real ranks; only on the CPU.
 
     python benchmarks/host.py [--rounds N] [--groups N] [--params 1 2 5 9 14 20] [--jobs fp32 ...]
                               [--device cuda] [--json FILE]
@@ -27,8 +28,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +73,7 @@ JOBS = {
     "fp32 no_grad": Job("fp32", no_grad=True),
     "mixed no_grad": Job("mixed", no_grad=True),
 }
+GUARD = "guard"
 
 
 class Group(nn.Module):
@@ -183,7 +190,8 @@ def main() -> None:
     )
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--params", type=int, nargs="+", default=[1, 2, 5, 9, 14, 20])
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB")
+    jobs = [*JOBS, GUARD]
+    parser.add_argument("--jobs", nargs="+", choices=jobs, default=jobs, metavar="JOB")
     parser.add_argument(
         "--device",
         default="cpu",
@@ -200,6 +208,8 @@ def main() -> None:
     shards = get_implementations()
     results: dict[str, Any] = {"groups": options.groups, "rounds": options.rounds}
     for name in options.jobs:
+        if name == GUARD:
+            continue
         job = JOBS[name]
         mesh = hybrid_mesh if job.hsdp else flat_mesh
         rows = {
@@ -207,7 +217,20 @@ def main() -> None:
             for params in counts
         }
         results[name] = print_results(name, rows, list(shards))
+    if GUARD in options.jobs and options.device == "cpu" and "fsdp_c" in shards:
+        results[GUARD] = run_guard(options.groups, options.rounds)
     write_json(options.json, "host", results)
+
+
+def run_guard(groups: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Runs guard.py, with 10 times the rounds of the other jobs. Returns its results."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "guard.json")
+        command = ["--groups", str(groups), "--rounds", str(10 * rounds), "--json", str(target)]
+        script = Path(__file__).with_name("guard.py")
+        subprocess.run([sys.executable, str(script), *command], check=True)
+        data = json.loads(target.read_text())
+    return {name: value for name, value in data.items() if isinstance(value, dict)}
 
 
 def print_results(

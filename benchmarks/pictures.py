@@ -96,7 +96,7 @@ def draw_memory(data: dict[str, Any], path: Path) -> None:
 
 def draw_host(data: dict[str, Any], path: Path) -> None:
     """Draws host time against parameters per group, a panel per job."""
-    jobs = {name: job for name, job in data.items() if isinstance(job, dict)}
+    jobs = {name: job for name, job in data.items() if isinstance(job, dict) and name != "guard"}
     figure = Figure(figsize=(4.5 * len(jobs), 4), layout="constrained")
     for axes, (title, job) in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs.items()):
         rows = {int(count): row for count, row in job["us_per_group_step"].items()}

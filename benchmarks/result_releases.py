@@ -18,7 +18,7 @@ COMPARED = ("host", "steps", "units", "optim", "cold")
 def read_pairs(name: str, data: dict[str, Any]) -> Pairs:
     """Returns the compared values of one benchmark."""
     if name == "host":
-        jobs = {job: value for job, value in data.items() if isinstance(value, dict)}
+        jobs = {job: v for job, v in data.items() if isinstance(v, dict) and job != "guard"}
         rows = {job: value["us_per_group_step"]["9"] for job, value in jobs.items()}
         pairs = {f"host time, {job}, 9 parameters, us": row for job, row in rows.items()}
     elif name == "steps":

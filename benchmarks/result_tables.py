@@ -106,7 +106,7 @@ def format_steps(data: dict[str, Any]) -> Iterator[str]:
 
 
 def format_host(data: dict[str, Any]) -> Iterator[str]:
-    jobs = {name: job for name, job in data.items() if isinstance(job, dict)}
+    jobs = {name: job for name, job in data.items() if isinstance(job, dict) and name != "guard"}
     rows: list[list[Any]] = [
         [name, int(count), row["torch"], row["fsdp_c"], row["torch"] / row["fsdp_c"]]
         for name, job in jobs.items()
@@ -121,6 +121,18 @@ def format_host(data: dict[str, Any]) -> Iterator[str]:
     yield from ("", "The least-squares lines through these values, in us:", "")
     titles = ("job", "torch: per unit", "per parameter", "fsdp_c: per unit", "per parameter")
     yield from format_table(titles, rows)
+    if "guard" in data:
+        yield from format_guard(data["guard"])
+
+
+def format_guard(data: dict[str, dict[str, float]]) -> Iterator[str]:
+    rows = [[name, *row.values()] for name, row in data.items()]
+    yield from (
+        "",
+        "us per unit and operation on two ranks: without the guard, and added by it:",
+        "",
+    )
+    yield from format_table(("transport", *next(iter(data.values()))), rows)
 
 
 def format_memory(data: dict[str, Any]) -> Iterator[str]:

@@ -24,9 +24,11 @@ fc_status fc_process_group_open(fc_process_group *pg) {
     return pg->handle != NULL || fct_pg_resolve(pg->name, &pg->handle) == 0 ? FC_OK : FC_ERAISED;
 }
 
-void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan) {
+void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan, uint64_t root) {
     assert(pg->world >= 0);
     pg->plan = plan;
+    pg->root = root;
+    pg->number = 0;
     pg->compared = false;
 }
 
@@ -57,14 +59,14 @@ static fc_status add_context(const fc_process_group *pg, const char *modules, in
     return FC_ERAISED;
 }
 
-/* Sets unit and name of the label. The unit is the hash of the plan and the name. Returns early
- * without a plan, so that the label stays unknown. */
+/* Sets unit and name of the label. The unit is the hash of the plan, the number of the root and the
+ * name. Returns early without a plan, so that the label stays unknown. */
 static void name_label(const fc_process_group *pg, const char *modules, fct_op_label *label) {
     label->unit = 0;
-    if (pg->plan == 0) {
+    if (pg->plan <= FCT_PLAN_UNKNOWN) {
         return;
     }
-    uint64_t hash = pg->plan;
+    uint64_t hash = fct_hash_add(pg->plan, pg->number);
     const char *end = modules;
     for (; *end != '\0'; end++) {
         hash = fct_hash_add(hash, (uint8_t)*end);
@@ -124,6 +126,9 @@ fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *module
         return FC_OK;
     }
     FC_TRY(fc_process_group_open(pg));
+    if (pg->root != 0 && pg->number == 0) {
+        FC_TRY_RAISED(fct_number_root(pg->handle, device, pg->root, &pg->number));
+    }
     const uint64_t record = add_record(pg, modules, FC_RECORD_COMPARE);
     const bool failed = fct_compare_plan(pg->handle, device, pg->plan, waits, result) != 0;
     fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);

@@ -16,7 +16,9 @@ typedef struct fc_process_group {
     int64_t world;
     int64_t rank;
     uint64_t issued;    /* number of issued collectives, for operation tags */
-    uint64_t plan;      /* hash of the plan of the root over this process group; 0: not compared */
+    uint64_t plan;      /* hash of the plan of the root over this process group, or FCT_PLAN_* */
+    uint64_t root;      /* identifies the root on this rank; 0: unknown */
+    uint64_t number;    /* of the root; 0: it has none yet. Part of the labels */
     bool compared;      /* the plan was compared, or need not be */
     fct_op_label label; /* of the next collective; the caller sets all fields but unit and name */
     bool agreeing;      /* this struct has started an agreement and not waited for it */
@@ -34,8 +36,9 @@ FC_CHECK fc_status fc_process_group_open(fc_process_group *pg);
 /* Registers `more` collectives that may be in flight in addition to one per parameter group. */
 FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more);
 
-/* Sets the hash of the plan. The next collective compares it. */
-void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan);
+/* Sets the hash of the plan, and the root. The next collective compares the plan and numbers the
+ * root. */
+void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan, uint64_t root);
 
 /* Compares the plan with the other ranks before the collective `operation` of `modules`, unless
  * that was done. `waits`: the caller waits for that collective at once. Opens the process group. */

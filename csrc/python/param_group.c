@@ -429,15 +429,16 @@ static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
                         kind);
 }
 
-/* _set_plans(shard, scatter, replicate, post_forward) */
+/* _set_plans(shard, scatter, replicate, post_forward, root) */
 static PyObject *group_set_plans(PyObject *obj, PyObject *args) {
     unsigned long long plans[FCPY_PROCESS_GROUPS] = {0};
+    unsigned long long root = 0;
     if (!fcpy_group_check_initialized(as_group(obj)) ||
-        !PyArg_ParseTuple(args, "KKKK", &plans[0], &plans[1], &plans[2], &plans[3])) {
+        !PyArg_ParseTuple(args, "KKKKK", &plans[0], &plans[1], &plans[2], &plans[3], &root)) {
         return NULL;
     }
     for (int i = 0; i < FCPY_PROCESS_GROUPS; i++) {
-        fc_process_group_set_plan(process_group_at(&as_group(obj)->core.base, i), plans[i]);
+        fc_process_group_set_plan(process_group_at(&as_group(obj)->core.base, i), plans[i], root);
     }
     Py_RETURN_NONE;
 }
@@ -498,8 +499,9 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
 
 static PyMethodDef group_methods[] = {
     {"_set_plans", group_set_plans, METH_VARARGS,
-     "_set_plans(shard, scatter, replicate, post_forward): sets the 64-bit hash that is compared "
-     "before the first collective over each process group. 0: no comparison."},
+     "_set_plans(shard, scatter, replicate, post_forward, root): sets the 64-bit hash that is "
+     "compared before the first collective over each process group. 0: no comparison, 1: the root "
+     "is unknown. `root` identifies the root on this rank."},
     {"_set_process_group", group_set_process_group, METH_VARARGS,
      "_set_process_group(kind, name, world, rank, group=None): sets the process group for 'shard', "
      "'scatter', 'replicate' or 'post_forward' collectives. If group is None, it is looked up by "

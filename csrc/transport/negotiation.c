@@ -18,7 +18,7 @@
 typedef enum negotiation_state { PENDING = 0, CONNECTING, ACCEPTED, DECLINED } negotiation_state;
 
 /* Integers of round 1: the number of this rank's fallback gathers (0: veto), the fields of its
- * shm_ring_handle (0: no ring), the hash of its plan (0: none), and its flags. */
+ * shm_ring_handle (0: no ring), the hash of its plan or FCT_PLAN_*, and its flags. */
 enum { CAPABILITIES = 6, PLAN = 4, FLAGS = 5 };
 /* Flags: the rank waits for its gather, and the rank allows agreements. */
 enum { WAITS = 1, AGREES = 2 };
@@ -51,11 +51,13 @@ struct shm_negotiation {
     bool waits;                 /* sent in round 1 */
     bool compares;              /* all ranks have sent a plan in round 1 */
     bool compares_later_plans;  /* and all ranks wait */
-    uint64_t first_plan;        /* sent in round 1; 0: none */
+    uint64_t first_plan;        /* sent in round 1 */
     fct_plan_result first_result;
     compared_plan *plans; /* later plans */
     size_t plan_count;
-    bool agrees; /* all ranks compare, and allow agreements */
+    uint64_t *roots; /* [root_count] in the order of their numbers */
+    size_t root_count;
+    bool agrees; /* the guard of all ranks is on, and all of them allow agreements */
     op_agreement agreement;
 };
 
@@ -163,6 +165,7 @@ void shm_negotiation_release(shm_negotiation *n) {
         fct_exchange_release(n->plans[i].round);
     }
     free(n->plans);
+    free(n->roots);
     op_agreement_fini(&n->agreement);
     shm_transport_release(n->transport);
     free(n->handles);
@@ -260,12 +263,16 @@ static compared_plan *add_plan(shm_negotiation *n, uint64_t hash) {
     return &n->plans[n->plan_count++];
 }
 
+static bool is_plan(int64_t value) {
+    return (uint64_t)value > FCT_PLAN_UNKNOWN;
+}
+
 /* Compares the hashes of all ranks, one for each `stride` integers. A rank without a plan is equal
  * to all. */
 static fct_plan_result compare_hashes(const int64_t *hashes, int64_t world, int64_t stride) {
     for (int64_t rank = 1; rank < world; rank++) {
         const int64_t hash = hashes[rank * stride];
-        if (hash != 0 && hashes[0] != 0 && hash != hashes[0]) {
+        if (is_plan(hash) && is_plan(hashes[0]) && hash != hashes[0]) {
             return (fct_plan_result){FCT_PLANS_DIFFER, rank, {(uint64_t)hashes[0], (uint64_t)hash}};
         }
     }
@@ -337,15 +344,15 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
             n->fallback_gathers = values[0] > n->fallback_gathers ? values[0] : n->fallback_gathers;
             all_accept = all_accept && values[0] != 0 && values[1] != 0;
             all_wait = all_wait && (values[FLAGS] & WAITS) != 0;
-            all_agree = all_agree && (values[FLAGS] & AGREES) != 0;
-            n->compares = n->compares && values[PLAN] != 0;
+            all_agree = all_agree && (values[FLAGS] & AGREES) != 0 && values[PLAN] != FCT_PLAN_OFF;
+            n->compares = n->compares && is_plan(values[PLAN]);
             if (n->handles != NULL) {
                 n->handles[rank] = (shm_ring_handle){values[1], values[2], values[3]};
             }
         }
         n->fallback_gathers = all_wait ? 0 : n->fallback_gathers;
         n->compares_later_plans = n->compares && all_wait;
-        n->agrees = n->compares && all_agree;
+        n->agrees = all_agree;
         n->first_result = compare_hashes(results + PLAN, world, CAPABILITIES);
         end_round(&n->capabilities);
         if (all_accept) {
@@ -525,10 +532,29 @@ int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan, 
     if (settle_rounds(n, pg) != 0) {
         return -1;
     }
-    if (plan != 0 && !is_first) {
+    if (plan > FCT_PLAN_UNKNOWN && !is_first) {
         return compare_later_plan(n, pg, plan, waits, result);
     }
-    *result = plan != 0 && n->compares ? n->first_result : *result;
+    *result = is_first && n->compares ? n->first_result : *result;
+    return 0;
+}
+
+int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uint64_t *number) {
+    assert(atomic_load(&n->owners) > 0);
+    size_t i = 0;
+    while (root != 0 && i < n->root_count && n->roots[i] != root) {
+        i++;
+    }
+    if (root != 0 && i == n->root_count) {
+        uint64_t *roots = (uint64_t *)realloc(n->roots, (i + 1) * sizeof *roots);
+        if (roots == NULL) {
+            fct_error_no_memory();
+            return -1;
+        }
+        n->roots = roots;
+        n->roots[n->root_count++] = root;
+    }
+    *number = root != 0 ? i + 1 : 0;
     return 0;
 }
 

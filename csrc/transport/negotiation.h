@@ -51,6 +51,12 @@ shm_negotiation *shm_negotiation_new(void); /* NULL: no memory */
 void shm_negotiation_retain(shm_negotiation *n);
 void shm_negotiation_release(shm_negotiation *n); /* NULL is allowed */
 
+/* Values in place of the hash of a plan. */
+enum {
+    FCT_PLAN_OFF = 0,     /* this rank compares nothing */
+    FCT_PLAN_UNKNOWN = 1, /* the guard is on; the root of the unit has not run yet */
+};
+
 /* The result of a comparison of plans. For FCT_PLANS_DIFFER, `rank` is the first rank whose plan
  * differs from that of rank 0, and `hashes` are those of rank 0 and of that rank. */
 typedef enum fct_plan_state {
@@ -77,20 +83,24 @@ typedef int (*shm_attach)(fct_pg *pg, shm_negotiation *n, bool *attached);
 FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
                                   bool *accepted);
 /* Compares the hash of this rank's plan with those of all ranks, before a gather or an all-reduce.
- * `plan` 0: this rank has no hash, and no comparison takes place. Round 1 carries the first hash
- * of a process group. Shared memory carries later hashes in the labels of messages (op_tag.h), and
- * gloo in one exchange per hash if all ranks wait in round 1. `waits`: the caller waits for its
- * collective before it returns to the user, so the call waits for the answers. If all ranks wait
- * in round 1, the call also completes round 2, and the fallback moves no gather. Errors and
- * repetition as in shm_negotiation_run. */
+ * Without a hash no comparison takes place. Round 1 carries the first hash of a process group.
+ * Shared memory carries later hashes in the labels of messages (op_tag.h), and gloo in one exchange
+ * per hash if all ranks wait in round 1. `waits`: the caller waits for its collective before it
+ * returns to the user, so the call waits for the answers. If all ranks wait in round 1, the call
+ * also completes round 2, and the fallback moves no gather. Errors and repetition as in
+ * shm_negotiation_run. */
 FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan,
                                            bool waits, shm_attach attach, fct_plan_result *result);
+/* Writes the number of a root over this process group: 1 for the root that is numbered first. So
+ * roots with equal plans differ in their labels. `root` identifies the root on this rank, 0: none.
+ * Returns -1 with a Python exception. */
+FCT_CHECK int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uint64_t *number);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);
 /* Records a collective that the fallback has moved, for the next agreement. `tag` NULL: unknown. */
 void shm_negotiation_record(shm_negotiation *n, const fct_op_tag *tag);
 /* Starts an agreement and waits for it; see op_agreement_start and op_agreement_await. The ranks
- * agree if all of them have sent a plan in round 1, and none records its collectives for torch's
+ * agree if the guard of all of them is on, and none records its collectives for torch's
  * flight recorder, which would show the agreements. Precondition of the first function: this rank
  * has waited for a recorded collective, if there is one. */
 FCT_CHECK int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued);

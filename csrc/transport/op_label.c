@@ -50,7 +50,7 @@ static void describe_difference(const fct_op_label *label, const fct_op_label *p
         return; /* other units, or a gather and a reduction */
     }
     if (label->unit != peer->unit) {
-        (void)snprintf(text, bytes, " with another plan");
+        (void)snprintf(text, bytes, " of another model");
     } else if (label->params != peer->params) {
         list_params(label->params, params, sizeof params);
         (void)snprintf(text, bytes, " with the gradients of parameters %s", params);

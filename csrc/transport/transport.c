@@ -31,6 +31,16 @@ int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
                : 0;
 }
 
+int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint64_t *number) {
+    assert(pg != NULL && number != NULL);
+    *number = 0;
+    if (device.type != FCT_DEVICE_CPU || !fct_pg_is_gloo(pg)) {
+        return 0;
+    }
+    shm_negotiation *n = fct_negotiation_open(pg);
+    return n != NULL ? shm_negotiation_number_root(n, root, number) : -1;
+}
+
 int fct_agree_start(fct_pg *pg, bool *issued) {
     assert(pg != NULL && issued != NULL);
     shm_negotiation *n = fct_negotiation_find(pg);

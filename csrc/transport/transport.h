@@ -18,11 +18,15 @@
 extern "C" {
 #endif
 
-/* Compares the hash of this rank's plan (0: none) with those of all ranks of the process group. The
- * result is FCT_PLANS_EQUAL without a comparison if the group has no negotiation; see
+/* Compares the hash of this rank's plan, or FCT_PLAN_*, with those of all ranks of the process
+ * group. The result is FCT_PLANS_EQUAL without a comparison if the group has no negotiation; see
  * shm_negotiation_compare_plan. */
 FCT_CHECK int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
                                fct_plan_result *result);
+
+/* Writes the number of a root over the process group; see shm_negotiation_number_root. The number
+ * is 0 if the ranks compare no collectives. */
+FCT_CHECK int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint64_t *number);
 
 /* Starts an agreement of all ranks on the collectives that they have issued over the process group
  * since the last agreement, and that carry no labels. Writes false to *issued if there is none, or

@@ -30,7 +30,7 @@ from .meshes import (
 )
 from .mixed_precision import get_widest_stored_dtype
 from .param import Param, name_like_torch_hook
-from .plan_hash import raise_difference
+from .plan_hash import announce_guard, raise_difference
 from .process_groups import GroupCommunication
 from .replaced_shard import make_meta_error
 from .typed_params import is_type_checking
@@ -119,6 +119,8 @@ class ParamGroup(GroupCommunication):
         self._init_mp_dtypes()
         self._update_fallback()
         self._register_state_dict_hooks()
+        if not self._reset_sharded_params:
+            announce_guard(self)
         self._reset_sharded_params = True
         self._invalidate()
 

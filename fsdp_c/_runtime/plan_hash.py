@@ -9,6 +9,7 @@ the first line that differs.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -36,6 +37,12 @@ _SETTINGS = (
 )
 _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
+_OFF, _UNKNOWN = 0, 1
+"""``FCT_PLAN_OFF`` and ``FCT_PLAN_UNKNOWN`` of ``csrc/transport/negotiation.h``."""
+
+_roots = itertools.count(1)
+"""Identifies the roots of this process. The core numbers them in the order of their first use."""
+
 _enabled: list[bool] = []
 """The value that ``set_enabled`` has set; empty: that of the environment variable."""
 
@@ -52,16 +59,26 @@ def is_enabled() -> bool:
 
 def set_plans(states: list[Any]) -> None:
     """Passes the hashes of a root's plans to its groups. ``states``: all states below the root."""
-    if not is_enabled():
-        return
     names = {group: _list_process_groups(group) for s in states for group in s._fsdp_param_groups}
+    if not is_enabled():
+        for group in names:
+            group._set_plans(_OFF, _OFF, _OFF, _OFF, 0)
+        return
     plans: dict[str, list[str]] = {}
     for name in sorted({name for roles in names.values() for name in roles if name}):
         plans[name] = list(_describe_plan(states, names, name))
     hashes = {name: _hash_lines(lines) for name, lines in plans.items()}
+    root = next(_roots)
     for group, roles in names.items():
         group._plans = plans
-        group._set_plans(*(hashes[name] if name else 0 for name in roles))
+        group._set_plans(*(hashes[name] if name else _OFF for name in roles), root)
+
+
+def announce_guard(group: Any) -> None:
+    """Marks that the guard is on. The root of ``group`` has not run, so there is no plan yet."""
+    if is_enabled():
+        roles = _list_process_groups(group)
+        group._set_plans(*(_UNKNOWN if name else _OFF for name in roles), 0)
 
 
 def raise_difference(
@@ -149,9 +166,9 @@ def _describe_param(param: Any) -> str:
 
 
 def _hash_lines(lines: list[str]) -> int:
-    """Returns a 64-bit hash, which is not 0."""
+    """Returns a 64-bit hash that is neither ``_OFF`` nor ``_UNKNOWN``."""
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") or 1
+    return max(int.from_bytes(digest, "little"), _UNKNOWN + 1)
 
 
 # ---- difference ----------------------------------------------------------------------------------

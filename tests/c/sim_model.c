@@ -543,3 +543,13 @@ double sim_model_digest(sim_model *m) {
     each_param(m, add_to_digest);
     return digest;
 }
+
+/* Each root of the simulation has the number that identifies it. */
+int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint64_t *number) {
+    (void)pg, (void)device;
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_number_root")) {
+        return -1;
+    }
+    *number = root;
+    return 0;
+}

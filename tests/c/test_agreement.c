@@ -134,6 +134,22 @@ static void rank_with_unknown_collectives_is_equal_to_all(void **state) {
     run_negotiation(agree_without_labels, 3);
 }
 
+/* Rank 0 does not wait for its first gather, so it has not read round 1. */
+static void agree_before_round_1_is_read(void) {
+    require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
+    shm_negotiation *n = begin();
+    require(compare(n, 7, me.rank != 0).state ==
+            (me.rank == 0 ? FCT_PLANS_UNKNOWN : FCT_PLANS_EQUAL));
+    record(n, "a", 1);
+    require(strcmp(agree(n), "") == 0 && rounds == 2);
+    end(n);
+}
+
+static void agreement_starts_after_round_1_is_read(void **state) {
+    (void)state;
+    run_negotiation(agree_before_round_1_is_read, 2);
+}
+
 static void veto_agreements_on_rank_1(void) {
     require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
     if (me.rank == 1) {
@@ -153,6 +169,22 @@ static void agree_without_a_plan_on_rank_1(void) {
     record(n, "a", 1);
     require(!issues(n) && rounds == 1);
     end(n);
+}
+
+/* The first collective is an unshard before the first forward of the root. */
+static void agree_with_an_unknown_plan(void) {
+    require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
+    shm_negotiation *n = begin();
+    require(compare(n, me.rank == 1 ? 7 : FCT_PLAN_UNKNOWN, true).state == FCT_PLANS_EQUAL);
+    require(compare(n, me.rank == 1 ? 7 : 8, true).state == FCT_PLANS_EQUAL && rounds == 1);
+    record(n, me.rank == 1 ? "b" : "a", 1);
+    require(strstr(agree(n), "rank 0 reduce-scatters 'a' (step 3, backward), rank 1 ") != NULL);
+    end(n);
+}
+
+static void ranks_agree_without_a_comparison_of_plans(void **state) {
+    (void)state;
+    run_negotiation(agree_with_an_unknown_plan, 2);
 }
 
 static void ranks_do_not_agree_if_one_of_them_cannot(void **state) {
@@ -190,6 +222,8 @@ int main(void) {
         cmocka_unit_test(first_difference_is_described_on_all_ranks),
         cmocka_unit_test(difference_without_a_label_is_described),
         cmocka_unit_test(rank_with_unknown_collectives_is_equal_to_all),
+        cmocka_unit_test(agreement_starts_after_round_1_is_read),
+        cmocka_unit_test(ranks_agree_without_a_comparison_of_plans),
         cmocka_unit_test(ranks_do_not_agree_if_one_of_them_cannot),
         cmocka_unit_test(agreement_after_an_interrupted_agreement_compares),
     };

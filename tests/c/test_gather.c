@@ -74,7 +74,7 @@ static void gather_with_different_plans_fails_before_its_buffer_is_allocated(voi
     for (int waits = 0; waits < 2; waits++) {
         begin(2, false);
         const size_t before = sim_live_bytes();
-        fc_process_group_set_plan(&group->core.base.shard, 7);
+        fc_process_group_set_plan(&group->core.base.shard, 7, 0);
         sim_plans_differ(true);
         gather->prefetching = waits == 0;
         if (waits == 0) {

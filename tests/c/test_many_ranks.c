@@ -32,7 +32,7 @@ static void apply_faults(void) {
     for (int i = 0; i < 2; i++) {
         const fault f = simulated.faults[i];
         if (f.kind == OTHER_PLAN && simulated.ranks[f.rank].plan != 0) {
-            simulated.ranks[f.rank].plan = 2;
+            simulated.ranks[f.rank].plan = 8;
             simulated.plan_differs = simulated.diverged = true;
         }
         kernel.refuses_open[f.rank] = kernel.refuses_open[f.rank] || f.kind == CANNOT_CONNECT;
@@ -82,7 +82,7 @@ static int run_one(uint64_t seed, known_bug bug, bool with_faults) {
         struct fct_pg *pg = &simulated.ranks[rank];
         pg->waits = !mixed || random_below(2) == 0;
         pg->more_users = mixed ? (int)random_below(2) : 0;
-        pg->plan = 1;
+        pg->plan = 7;
         simulated.all_wait = simulated.all_wait && pg->waits;
     }
     if (with_faults && random_below(8) == 0) {

@@ -210,6 +210,18 @@ static void later_plan_is_compared_once_over_gloo(void **state) {
     run_negotiation(compare_later_plans_over_gloo, 2);
 }
 
+static void roots_are_numbered_in_the_order_of_first_use(void **state) {
+    (void)state;
+    static const uint64_t roots[] = {5, 3, 0, 5, 9}, numbers[] = {1, 2, 0, 1, 3};
+    shm_negotiation *n = shm_negotiation_new();
+    for (int i = 0; i < 5; i++) {
+        uint64_t number = 99;
+        assert_int_equal(shm_negotiation_number_root(n, roots[i], &number), 0);
+        assert_int_equal(number, numbers[i]);
+    }
+    shm_negotiation_release(n);
+}
+
 /* ---- vetoes ---- */
 
 static void veto_on_rank_1(void) {
@@ -302,6 +314,7 @@ int main(void) {
         cmocka_unit_test(rank_that_does_not_wait_compares_later),
         cmocka_unit_test(rank_without_plan_is_equal_to_all),
         cmocka_unit_test(later_plan_is_compared_once_over_gloo),
+        cmocka_unit_test(roots_are_numbered_in_the_order_of_first_use),
         cmocka_unit_test(veto_of_one_rank_declines_on_all),
         cmocka_unit_test(other_backends_decline_without_a_round),
         cmocka_unit_test(interrupted_wait_may_be_repeated),

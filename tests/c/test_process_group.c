@@ -144,10 +144,11 @@ static void plan_is_compared_until_the_answers_are_read(void **state) {
     fct_plan_result result;
     assert_int_equal(compare_plan(&group, false, &result), FC_OK);
     assert_true(group.compared); /* there is no plan */
-    fc_process_group_set_plan(&group, 7);
+    fc_process_group_set_plan(&group, 7, 3);
     assert_int_equal(compare_plan(&group, false, &result), FC_OK);
     assert_int_equal(result.state, FCT_PLANS_UNKNOWN);
     assert_false(group.compared);
+    assert_int_equal(group.number, 3);
     sim_plans_differ(true);
     for (int i = 0; i < 2; i++) {
         assert_int_equal(compare_plan(&group, true, &result), FC_OK);

@@ -274,7 +274,7 @@ static void label_text_names_the_difference(void **state) {
     assert_non_null(strstr(text, " with other sizes or parameters "));
     b.unit = 6;
     op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
-    assert_non_null(strstr(text, " with another plan "));
+    assert_non_null(strstr(text, " of another model "));
     memset(b.name, 'x', sizeof b.name); /* not terminated: memory of a peer */
     b.params = UINT64_MAX;
     op_label_describe(&b, &a, FCT_OP_ALL_GATHER, 3, text, sizeof text);

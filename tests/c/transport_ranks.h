@@ -16,6 +16,7 @@
 #include "transport/shm_transport.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -130,14 +131,21 @@ static inline void run_ranks(void (*run)(void), int world) {
             run_as_rank(run);
         }
     }
-    int failed = 0;
-    for (int rank = 0; rank < world; rank++) {
+    bool failed = false;
+    for (int ended = 0; ended < world; ended++) {
         int status = -1;
-        assert_int_equal(waitpid(ranks[rank], &status, 0), ranks[rank]);
-        failed += status != 0;
+        const pid_t pid = waitpid(-1, &status, 0);
+        assert_true(pid > 0);
+        failed = failed || status != 0;
+        for (int rank = 0; rank < world; rank++) {
+            ranks[rank] = ranks[rank] == pid ? 0 : ranks[rank];
+            if (failed && ranks[rank] != 0) {
+                (void)kill(ranks[rank], SIGKILL); /* it may wait for the failed rank */
+            }
+        }
     }
     (void)munmap(shared, sizeof *shared);
-    assert_int_equal(failed, 0);
+    assert_false(failed);
 }
 
 #endif

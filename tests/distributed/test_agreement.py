@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import agreement
 import pytest
@@ -16,7 +17,7 @@ NAMED = {
     "another forward prefetch": ("gathers 'blocks.1'", "gathers 'blocks.2'"),
     "another backward prefetch": ("gathers 'blocks.2'", "gathers 'blocks.1'"),
     "another parameter": ("gradients of parameters 0, 1 ", "gradients of parameters 2, 3 "),
-    "another root": ("with another plan", "with another plan"),
+    "another root": ("of another model", "of another model"),
     "another evaluated block": ("gathers 'blocks.0'", "gathers 'blocks.1'"),
     "explicit unshard": ("gathers 'blocks.0'", "gathers 'blocks.3'"),
 }
@@ -69,6 +70,18 @@ def test_model_trains_after_a_mismatch_and_a_reset_as_without_the_mismatch() -> 
     for results in run_ranks(agreement.train_after_mismatch, 3, env=GLOO):
         assert len(results) > 1
         assert all(results)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "direct"])
+def test_other_of_two_equal_roots_raises_on_all_ranks(transport: str) -> None:
+    for text in run_ranks(agreement.swap_equal_roots, 2, env={"FSDP_C_TRANSPORT": transport}):
+        assert re.search("rank 0 .* of another model .*, rank 1 .* of another model", text)
+
+
+def test_ranks_agree_after_an_unshard_before_the_first_forward() -> None:
+    for equal, different in run_ranks(agreement.diverge_after_early_unshard, 3, env=GLOO):
+        assert equal == ""
+        assert "collective mismatch: rank 0 gathers 'blocks.1'" in different
 
 
 def test_guard_off_trains_on() -> None:

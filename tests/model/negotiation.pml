@@ -6,27 +6,16 @@
  *
  * Gloo's collectives of a process group match by their order of issue. A collective completes if
  * all ranks have issued it, and fails if a rank has ended before it issued it. */
+#include "ranks.pml"
+
 #define X (me * PROCESS_GROUPS + pg)
 #define OF(r) ((r) * PROCESS_GROUPS + pg)
-#define NONE 255
-
 #if RANKS == 2
-#define ALL(condition) (condition(0) && condition(1))
-#define ANY(condition) (condition(0) || condition(1))
 #define LARGEST(a) (a[OF(0)] > a[OF(1)] -> a[OF(0)] : a[OF(1)])
 #else
-#define ALL(condition) (condition(0) && condition(1) && condition(2))
-#define ANY(condition) (condition(0) || condition(1) || condition(2))
 #define LARGER(a, b) (a > b -> a : b)
 #define LARGEST(a) LARGER(a[OF(0)], LARGER(a[OF(1)], a[OF(2)]))
 #endif
-
-/* Errors, as the exceptions of the C code. */
-#define CLOSED 1    /* "Connection closed by peer" */
-#define MISMATCH 2  /* "collective mismatch" */
-#define PLAN 3      /* "different models" */
-#define INTERRUPT 4 /* a signal handler raised */
-#define DEATH 5     /* the process ends during the call */
 
 /* Kinds of gloo's collectives: a round, or KIND_OF_OP + the tag of a gather or a reduction. */
 #define KIND_ROUND_1 1
@@ -40,9 +29,6 @@
 byte gloo_count[NX]; /* collectives that a rank has issued over gloo */
 byte gloo_kind[PROCESS_GROUPS * WINDOW];
 bit gloo_broken;     /* collectives of different kinds met: gloo ends the process */
-bit gone[RANKS];     /* the process has ended */
-bit signaled[RANKS]; /* a signal handler raises in the next wait */
-byte faults;         /* that may still happen */
 bit shifted;         /* a rank left out or repeated a collective */
 bit diverged;        /* a rank issued another collective, or has another plan */
 
@@ -88,21 +74,6 @@ inline gloo_wait(awaited) {
         err = CLOSED }
     :: atomic { timeout && TIME_LIMIT_ENDS_WAITS -> index = 0; err = CLOSED }
     fi
-}
-
-/* Kills ranks and sends signals, at any time. */
-inline cause_faults() {
-    do
-    :: atomic { faults > 0 && !finished[0] && !gone[0] -> faults--; gone[0] = 1 }
-    :: atomic { faults > 0 && !finished[1] && !gone[1] -> faults--; gone[1] = 1 }
-    :: atomic { faults > 0 && !finished[0] && !signaled[0] -> faults--; signaled[0] = 1 }
-    :: atomic { faults > 0 && !finished[1] && !signaled[1] -> faults--; signaled[1] = 1 }
-#if RANKS == 3
-    :: atomic { faults > 0 && !finished[2] && !gone[2] -> faults--; gone[2] = 1 }
-    :: atomic { faults > 0 && !finished[2] && !signaled[2] -> faults--; signaled[2] = 1 }
-#endif
-    :: true -> break
-    od
 }
 
 /* ---- negotiation ---- */

@@ -19,7 +19,6 @@
 byte shared_count[NX];                /* gathers that a rank has issued over shared memory */
 byte used[PROCESS_GROUPS * GATHERS]; /* the transport of a gather: 1 gloo, 2 shared memory */
 bit has_died;
-bit finished[RANKS];
 byte outcome[RANKS];
 
 #define IN_SHM 128

@@ -28,6 +28,8 @@ pytestmark = [
 
 ONE_FAULT = "RANKS=2 FAULTS=1 ORDINARY"
 NO_FAULT = "RANKS=2 FAULTS=0 ORDINARY"
+TWO_FAULTS = "RANKS=2 FAULTS=2 ORDINARY"
+THREE_RANKS = "RANKS=3 FAULTS=2 ORDINARY"
 FINE_STEPS = "RANKS=2 FAULTS=0 ORDINARY FINE"
 
 HOLDS = {
@@ -35,6 +37,9 @@ HOLDS = {
     ("steps", "RANKS=2 FAULTS=0"): True,
     ("orders", "FAULTS=0"): True,
     ("orders", "FAULTS=0 SECOND_ROOT"): True,
+    ("agreement", ONE_FAULT): True,
+    ("agreement", "RANKS=2 FAULTS=0"): True,
+    ("agreement", "RANKS=3 FAULTS=0 ORDINARY"): True,
     ("steps", FINE_STEPS): False,
     ("steps", "RANKS=2 FAULTS=1"): False,
     ("steps", "RANKS=2 FAULTS=2"): False,
@@ -42,6 +47,10 @@ HOLDS = {
     ("steps", "RANKS=3 FAULTS=0"): False,
     ("steps", "RANKS=3 FAULTS=1 ORDINARY"): False,
     ("orders", "FAULTS=1"): False,
+    ("agreement", "RANKS=2 FAULTS=1"): False,
+    ("agreement", "RANKS=2 FAULTS=2"): False,
+    ("agreement", "RANKS=3 FAULTS=0"): False,
+    ("agreement", "RANKS=3 FAULTS=1 ORDINARY"): False,
 }
 """Model and settings of an exhaustive search -> whether `make test` includes it."""
 
@@ -66,22 +75,36 @@ RULES = {
     "LATER_PLAN_NEEDS_WAITS": ("orders", "FAULTS=0 SECOND_ROOT", DEADLOCK, True),
     "FAILED_RANK_CLOSES": ("steps", "RANKS=3 FAULTS=1", DEADLOCK, False),
     "ALL_HEADERS_ARE_READ": ("steps", "RANKS=3 FAULTS=2 ORDINARY", "assertion", False),
+    "LABEL_IS_HASHED": ("agreement", ONE_FAULT, "assertion", True),
+    "UNKNOWN_EQUALS_ALL": ("agreement", ONE_FAULT, "assertion", False),
+    "FIRST_KNOWN_RANK_IS_COMPARED": ("agreement", THREE_RANKS, "assertion", False),
+    "ALL_RANKS_ALLOW": ("agreement", "RANKS=2 FAULTS=0", "assertion", False),
+    "ROUND_1_IS_READ_BEFORE": ("agreement", "RANKS=2 FAULTS=0", "assertion", True),
+    "EXCHANGE_IS_APART": ("agreement", ONE_FAULT, "assertion", True),
+    "EMPTY_INTERVAL_HAS_NO_EXCHANGE": ("agreement", NO_FAULT, "assertion", False),
+    "INTERVAL_ENDS_AT_ITS_START": ("agreement", ONE_FAULT, "assertion", True),
+    "ABANDONED_ROUND_IS_DROPPED": ("agreement", TWO_FAULTS, "assertion", False),
+    "ALL_RANKS_SEARCH": ("agreement", THREE_RANKS, "assertion", False),
+    "ALL_RANKS_RAISE": ("agreement", ONE_FAULT, "assertion", True),
+    "OPTIMIZER_FOLLOWS_AGREEMENT": ("agreement", ONE_FAULT, "assertion", True),
 }
 """Rule of the C code -> model and settings in which the model without the rule fails, the kind of
 the counterexample ("": any), and whether `make test` includes it."""
 
 
 REACHED = {
-    "DEATH": ONE_FAULT,
-    "CLOSED": ONE_FAULT,
-    "MISMATCH": ONE_FAULT,
-    "PLAN": ONE_FAULT,
-    "INTERRUPT": ONE_FAULT,
-    "RESET": ONE_FAULT,
-    "LATE_SHM": "RANKS=2 FAULTS=0",
-    "GLOO": ONE_FAULT,
+    "DEATH": ("steps", ONE_FAULT),
+    "CLOSED": ("steps", ONE_FAULT),
+    "MISMATCH": ("steps", ONE_FAULT),
+    "PLAN": ("steps", ONE_FAULT),
+    "INTERRUPT": ("steps", ONE_FAULT),
+    "RESET": ("steps", ONE_FAULT),
+    "LATE_SHM": ("steps", "RANKS=2 FAULTS=0"),
+    "GLOO": ("steps", ONE_FAULT),
+    "TRAINED_AFTER_MISMATCH": ("agreement", ONE_FAULT),
+    "TIME_LIMIT": ("agreement", TWO_FAULTS),
 }
-"""States that a search must visit, REACH_* in steps.pml -> settings."""
+"""States that a search must visit, REACH_* in a model -> model and settings."""
 
 
 def search(folder: Path, model: str, defines: str) -> tuple[str, int]:
@@ -119,9 +142,10 @@ def test_model_without_a_rule_has_a_counterexample(tmp_path: Path, rule: str) ->
     assert counterexample and kind in counterexample
 
 
-@pytest.mark.parametrize("state", [s for s in REACHED if WHOLE or s in ("DEATH", "MISMATCH")])
+@pytest.mark.parametrize("state", list(REACHED) if WHOLE else ["DEATH", "TRAINED_AFTER_MISMATCH"])
 def test_search_visits_states_after_faults(tmp_path: Path, state: str) -> None:
-    counterexample, _ = search(tmp_path, "steps", f"{REACHED[state]} REACH_{state}")
+    model, settings = REACHED[state]
+    counterexample, _ = search(tmp_path, model, f"{settings} REACH_{state}")
     assert "assertion violated" in counterexample
 
 

@@ -33,9 +33,9 @@ class HalfBlock(Block):
 class Program:
     """Two models over one process group, and their optimizer."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, names: tuple[str, str] = ("second", "other")) -> None:
         torch.manual_seed(0)
-        self.models = [self.make_model(mesh, name) for name in ("second", "other")]
+        self.models = [self.make_model(mesh, name) for name in names]
         parameters = [p for model in self.models for p in model.parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=0.1)
         self.order = [0, 1]
@@ -147,6 +147,37 @@ def train_after_mismatch(rank: int, world_size: int) -> list[bool]:
     return [raised, *equal]
 
 
+def _try_step(program: Program) -> str:
+    """Returns the exception of a step, or ""."""
+    try:
+        program.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def swap_equal_roots(rank: int, world_size: int) -> str:
+    """The last rank runs two roots in another order. Their names and settings are equal."""
+    group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
+    program = Program(DeviceMesh.from_group(group, "cpu"), ("second", "second"))
+    for _ in range(2):
+        program.step()
+    if rank == world_size - 1:
+        program.diverge("another root")
+    return _try_step(program)
+
+
+def diverge_after_early_unshard(rank: int, world_size: int) -> tuple[str, str]:
+    """Returns the exceptions of two equal steps after an ``unshard()``, and of another step."""
+    group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
+    program = Program(DeviceMesh.from_group(group, "cpu"))
+    program.models[0].blocks[0].unshard()
+    equal = _try_step(program) + _try_step(program)
+    if rank == world_size - 1:
+        program.diverge("another order of blocks")
+    return equal, _try_step(program)
+
+
 # ---- programs that must not raise ----------------------------------------------------------------
 
 
@@ -213,6 +244,19 @@ def evaluation_on_all(rank: int, group: Any) -> None:
         _train(model, 1)
 
 
+def replicated_forward_on_one_rank(rank: int, group: Any) -> None:
+    """A forward of replicated parameters has no collective."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    models = [Model([Block() for _ in range(2)]) for _ in range(3)]
+    for model in models:
+        fsdp_c.replicate(model, mesh=mesh)
+    if rank == 0:
+        with torch.no_grad():
+            models[0](torch.ones(2, SIZE))
+    for model in models[1:]:
+        _train(model, 1)
+
+
 def transform_of_functorch(rank: int, group: Any) -> None:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
         return  # FSDP2 does not support such transforms
@@ -228,6 +272,7 @@ LEGITIMATE: tuple[Callable[[int, Any], None], ...] = (
     one_backward_of_two_roots,
     torch_functions_on_one_rank,
     evaluation_on_all,
+    replicated_forward_on_one_rank,
     transform_of_functorch,
 )
 

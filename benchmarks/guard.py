@@ -1,0 +1,141 @@
+"""Host time of the guard: labels of collectives and agreements, per unit and operation.
+
+Method. Two ranks, over shared memory and over gloo. For each transport three models take turns in
+every round: one with ``FSDP_C_GUARD`` on and two with it off, of which the second is the control.
+Each model has a process group of its own, because the ranks of a process group agree at its first
+use whether they compare.
+
+- Gathers: each unit is unsharded with ``async_op=True``. After a barrier, when all ranks have
+  issued all gathers, each gather is waited for. So no call waits for the other rank, and the
+  difference of two models is the label of one gather: made, sent or hashed, and compared.
+- Steps: one forward and one backward. Each unit gathers twice and reduces once: three operations.
+  Over gloo, a step also has one agreement. The threads wait for each other, which takes CPU time
+  that varies, so these values are coarse.
+
+All values are the CPU time of the calling thread on rank 0, per unit and operation. The time of a
+call is the first percentile of its times, because other work on the machine only lengthens calls.
+The values of guard and control are differences to the first model without the guard. The control
+shows the noise.
+
+    python benchmarks/guard.py [--rounds N] [--groups N] [--params N] [--json FILE]
+
+``host.py`` runs this script for its job "guard".
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+from host import Job, TimedModel, build_model
+from ranks import start_ranks
+from report import format_table, write_json
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_c import fully_shard, set_guard
+
+WORLD_SIZE = 2
+STEP_OPERATIONS = 3
+"""Collectives of a unit in a step."""
+TRANSPORTS = {"shared memory": "direct", "gloo": "gloo"}
+"""Name -> value of FSDP_C_TRANSPORT."""
+MODES = ("off", "on", "control")
+
+
+class Run:
+    """A model, and the CPU times of its steps and of both calls of its gathers, in ns."""
+
+    def __init__(self, options: argparse.Namespace, mode: str) -> None:
+        set_guard("on" if mode == "on" else "off")
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        job = Job("fp32")
+        self.timed: TimedModel = build_model(job, options.groups, options.params, fully_shard, mesh)
+        self.units: list[Any] = list(self.timed.model.children())
+        self.issues: list[int] = []
+        self.waits: list[int] = []
+
+    def gather(self) -> None:
+        clock = time.thread_time_ns
+        handles = []
+        for unit in self.units:
+            begin = clock()
+            handle = unit.unshard(async_op=True)
+            self.issues.append(clock() - begin)
+            handles.append(handle)
+        dist.barrier()
+        for handle in handles:
+            begin = clock()
+            handle.wait()
+            self.waits.append(clock() - begin)
+        for unit in self.units:
+            unit.reshard()
+
+    def read_gather(self) -> float:
+        """Returns us of one gather."""
+        return find_percentile(self.issues) + find_percentile(self.waits)
+
+    def read_step(self) -> float:
+        """Returns us of a step per unit and operation."""
+        return find_percentile(self.timed.times) / len(self.units) / STEP_OPERATIONS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Host time of the guard per unit and operation.")
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--params", type=int, default=1)
+    parser.add_argument("--json", help="write the results to this file as well")
+    options = parser.parse_args()
+    if not start_ranks(WORLD_SIZE):
+        return
+    results = {name: measure(options, name) for name in TRANSPORTS}
+    if dist.get_rank() == 0:
+        print("guard: us of CPU time per unit and operation, on two ranks")
+        rows = [[name, *row.values()] for name, row in results.items()]
+        print(format_table(("transport", *results["gloo"]), rows))
+        write_json(options.json, "guard", {**results, **vars(options)})
+    dist.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, transport: str) -> dict[str, float]:
+    """Returns microseconds per unit and operation."""
+    os.environ["FSDP_C_TRANSPORT"] = TRANSPORTS[transport]
+    runs = {}
+    for mode in MODES:
+        runs[mode] = Run(options, mode)
+        for _ in range(5):
+            runs[mode].timed.step()
+        runs[mode].timed.times.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(options.rounds):
+            for position in range(len(MODES)):  # each mode follows each other mode equally often
+                run = runs[MODES[(index + position * (1 + index % 2)) % len(MODES)]]
+                run.gather()
+                run.timed.step()
+    finally:
+        gc.enable()
+    gather = {mode: run.read_gather() for mode, run in runs.items()}
+    step = {mode: run.read_step() for mode, run in runs.items()}
+    return {
+        "gather": gather["off"],
+        "gather: guard": gather["on"] - gather["off"],
+        "gather: control": gather["control"] - gather["off"],
+        "step": step["off"],
+        "step: guard": step["on"] - step["off"],
+        "step: control": step["control"] - step["off"],
+    }
+
+
+def find_percentile(times: list[int]) -> float:
+    """Returns the first percentile in us."""
+    return sorted(times)[len(times) // 100] / 1000
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Seeded bugs of csrc/transport, csrc/kernels and the progress thread; see core_mutations.py."""
+
+from __future__ import annotations
+
+from core_mutations import Mutation
+
+RING_MUTATIONS = {
+    "writer reuses memory that the slowest peer has not released": Mutation(
+        "shm_ring",
+        "        if (pending > largest) {",
+        "        if (largest == 0) {",
+        "test_shm_ring",
+        "[  FAILED  ] reserve_waits_for_the_slowest_peer",
+    ),
+    "writer reserves one message more than header slots": Mutation(
+        "shm_ring",
+        "    if (pending >= HEADER_SLOTS) {",
+        "    if (pending > HEADER_SLOTS) {",
+        "test_shm_ring",
+        "[  FAILED  ] reserve_fails_when_all_header_slots_are_used",
+    ),
+    "liveness lock is not taken": Mutation(
+        "shm_ring",
+        "        fcntl(fd, F_SETLK, &lock) == 0) {",
+        "        lock.l_len == 1) {",
+        "test_shm_ring",
+        "[  FAILED  ] end_of_forked_child_does_not_close_the_ring",
+    ),
+    "forked child closes the ring of its parent": Mutation(
+        "shm_ring",
+        "    if (ring->pid == (int64_t)getpid()) {\n        atomic_store",
+        "    {\n        atomic_store",
+        "test_shm_ring",
+        "[  FAILED  ] end_of_forked_child_does_not_close_the_ring",
+    ),
+    "waiter reads its doorbell after the check for messages": Mutation(
+        "shm_ring",
+        "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n"
+        "        const int64_t remaining_ns = deadline_ns - now_ns();\n"
+        "        if (remaining_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
+        "            break;\n"
+        "        }\n",
+        "        const int64_t remaining_ns = deadline_ns - now_ns();\n"
+        "        if (remaining_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
+        "            break;\n"
+        "        }\n"
+        "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n",
+        "test_shm_ring_sleep",
+        "[  FAILED  ] change_at_any_step_of_a_waiter_prevents_its_sleep",
+    ),
+    "commit uses release order instead of seq_cst": Mutation(
+        "shm_ring",
+        "    atomic_store(&own->committed, seq + 1);",
+        "    atomic_store_explicit(&own->committed, seq + 1, memory_order_release);",
+        "test_shm_ring_sleep",
+        "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_change_is_woken",
+    ),
+    "close mark is read after the commit counter": Mutation(
+        "shm_ring",
+        "        return closed != 0 ? SHM_RING_CLOSED",
+        "        return atomic_load(&view->page->closed) != 0 ? SHM_RING_CLOSED",
+        "test_shm_ring_sleep",
+        "[  FAILED  ] peek_during_commit_and_close_returns_the_message",
+    ),
+    "length check of a message overflows": Mutation(
+        "shm_ring",
+        "copy.bytes > ring->capacity - copy.offset",
+        "copy.offset + copy.bytes > ring->capacity",
+        "test_shm_ring_untrusted",
+        "[  FAILED  ] peek_of_invalid_header_returns_corrupt",
+    ),
+    "segment without F_SEAL_SHRINK is accepted": Mutation(
+        "shm_ring",
+        "seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ",
+        "seals != 0x1000 && ",
+        "test_shm_ring_untrusted",
+        "[  FAILED  ] connect_refuses_files_that_are_not_rings",
+    ),
+    "release uses release order instead of seq_cst": Mutation(
+        "shm_ring",
+        "    atomic_store(&own->released, ring->read_seq);",
+        "    atomic_store_explicit(&own->released, ring->read_seq, memory_order_release);",
+        "test_shm_ring_sleep",
+        "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_change_is_woken",
+    ),
+    "wrapped message overlaps the oldest message": Mutation(
+        "shm_ring",
+        "    return bytes <= oldest - ring->end ? ring->end : full;",
+        "    return bytes <= oldest ? ring->end : full;",
+        "test_shm_ring",
+        "[  FAILED  ] messages_of_all_sizes_arrive_intact_and_in_order",
+    ),
+}
+
+
+TRANSPORT_MUTATIONS = {
+    "ranks accept shared memory without connected rings": Mutation(
+        "negotiation",
+        "shm_transport_connect(transport, (int)fct_pg_rank(pg), world, handles);",
+        "(int)fct_pg_rank(pg) < world;",
+        "test_negotiation",
+        "t->world > 1",
+    ),
+    "hash of issued collectives has no parameters": Mutation(
+        "agreement",
+        "    hash = fct_hash_add(hash, label->params);\n",
+        "",
+        "test_agreement",
+        "[  FAILED  ] first_difference_is_described_on_all_ranks",
+    ),
+    "ranks with a flight recorder exchange hashes": Mutation(
+        "negotiation",
+        " (values[FLAGS] & AGREES) != 0 &&",
+        "",
+        "test_agreement",
+        "[  FAILED  ] ranks_do_not_agree_if_one_of_them_cannot",
+    ),
+    "reduce-scatter runs the steps of an all-reduce": Mutation(
+        "shm_collective",
+        "request->kind == FCT_OP_ALL_REDUCE ? shm_all_reduce_plan(c)",
+        "request->kind != FCT_OP_ALL_GATHER ? shm_all_reduce_plan(c)",
+        "test_shm_collective",
+        "r->kind == FCT_OP_ALL_REDUCE",
+    ),
+    "queue of the progress thread holds no reference to its task": Mutation(
+        "progress",
+        "    progress_task_retain(task); /* for the queue */\n",
+        "",
+        "test_progress",
+        "progress_task_",
+    ),
+    "interval of an agreement is not emptied at its start": Mutation(
+        "agreement",
+        "    a->count = 0;\n    a->unknown = false;",
+        "    a->unknown = false;",
+        "test_agreement",
+        "[  FAILED  ] equal_collectives_cost_one_round_per_interval",
+    ),
+    "unknown label makes later intervals unknown": Mutation(
+        "agreement",
+        "    a->count = 0;\n    a->unknown = false;",
+        "    a->count = 0;",
+        "test_agreement",
+        "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_all",
+    ),
+    "agreement compares all ranks with rank 0 only": Mutation(
+        "agreement",
+        "    while (first < world && summaries[first * SUMMARY + HASH] == 0) {",
+        "    while (first < world && world == 0) {",
+        "test_agreement",
+        "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_all",
+    ),
+    "round of an abandoned agreement is not released": Mutation(
+        "agreement",
+        "    fct_exchange_release(a->round); /* a wait for it was interrupted */\n",
+        "",
+        "test_agreement",
+        "[  FAILED  ] agreement_after_an_interrupted_agreement_compares",
+    ),
+    "agreement starts before round 1 is read": Mutation(
+        "negotiation",
+        "    if (n->agreement.count > 0 && n->capabilities != NULL &&",
+        "    if (n->agreement.count == UINT64_MAX &&",
+        "test_agreement",
+        "[  FAILED  ] agreement_starts_after_round_1_is_read",
+    ),
+    "rank whose guard is off agrees": Mutation(
+        "negotiation",
+        " && values[PLAN] != FCT_PLAN_OFF;",
+        ";",
+        "test_agreement",
+        "[  FAILED  ] ranks_do_not_agree_if_one_of_them_cannot",
+    ),
+    "unknown label of this rank differs from all": Mutation(
+        "op_label",
+        "    return a->unit == 0 || b->unit == 0 ||",
+        "    return b->unit == 0 ||",
+        "test_shm_collective",
+        "[  FAILED  ] unknown_label_is_equal_to_all",
+    ),
+    "element is split between two messages": Mutation(
+        "shm_collective",
+        "SHM_MAX_MESSAGE / shards_in_message(c) / CACHE_LINE * CACHE_LINE;",
+        "SHM_MAX_MESSAGE / shards_in_message(c);",
+        "test_shm_collective",
+        "[  FAILED  ] collectives_of_all_sizes_have_the_expected_values",
+    ),
+    "sums are sent before the parts of peers are read": Mutation(
+        "shm_all_reduce",
+        "    return messages_read >= ((const shm_collective *)op)->steps[message].after;",
+        "    return messages_read + 1 >= ((const shm_collective *)op)->steps[message].after;",
+        "test_shm_collective",
+        "[  FAILED  ] collectives_of_all_sizes_have_the_expected_values",
+    ),
+    "operation is complete before its last message is written": Mutation(
+        "shm_transport",
+        "    if (op->read == op->message_count && t->writing != op) {",
+        "    if (op->read + 1 >= op->message_count && t->writing != op) {",
+        "test_shm_collective",
+        "[  FAILED  ] ",
+    ),
+}
+"""Bugs in csrc/transport and in the progress thread."""
+
+KERNEL_MUTATIONS = {
+    "block that is much larger than the request is reused": Mutation(
+        "pool_cpu",
+        "        if (block->bytes >= bytes && block->bytes - bytes <= block->bytes / WASTE) {",
+        "        if (block->bytes >= bytes) {",
+        "test_pool",
+        "[  FAILED  ] block_is_reused_only_for_similar_size",
+    ),
+    "peak of an old round limits the pool": Mutation(
+        "pool_cpu",
+        "    pool.peaks[pool.round] = 0;\n",
+        "",
+        "test_pool",
+        "Test setup failed",
+    ),
+    "failed allocation is counted as used": Mutation(
+        "pool_cpu",
+        "        pool.facts.used_bytes -= needed;\n",
+        "",
+        "test_pool",
+        "[  FAILED  ] failed_allocation_is_not_counted",
+    ),
+    "rows of a gradient are not padded with zeros": Mutation(
+        "kernels_cpu",
+        "    if (filled < g->chunk) {",
+        "    if (filled < 0) {",
+        "test_kernels",
+        "[  FAILED  ] ",
+    ),
+}
