@@ -22,9 +22,9 @@ import pytest
 GPU = Path(__file__).resolve().parent
 WORKERS = GPU / "workers"
 STEPS = (
-    "facts build kernels jit races parity memcheck initcheck graphs bandwidth host gpt traces"
+    "facts build kernels jit races parity memcheck initcheck csan graphs bandwidth host gpt traces"
 )
-ON_CUDA_ONLY = {"jit", "memcheck", "initcheck", "graphs"}
+ON_CUDA_ONLY = {"jit", "memcheck", "initcheck", "csan", "graphs"}
 LINE = re.compile(r"(PASS|FAIL|SKIP) (\w+) +([\d.]+) s  (.+)")
 
 pytestmark = pytest.mark.timeout(900)
@@ -74,7 +74,7 @@ def test_gpu_check_on_simulated_device_passes_all_steps_without_cuda(
     expected = {step: "SKIP" if step in ON_CUDA_ONLY else "PASS" for step in STEPS.split()}
     assert verdicts == expected, complete_check.log
     assert complete_check.status == 0
-    assert complete_check.last_line.startswith("9 PASS, 0 FAIL, 4 SKIP in ")
+    assert complete_check.last_line.startswith("9 PASS, 0 FAIL, 5 SKIP in ")
 
 
 @pytest.mark.xdist_group("gpu_check")
