@@ -78,6 +78,7 @@ BOUNDARY = (
     "bridge/device.h",
     "bridge/types.h",
     "bridge/error.h",
+    "bridge/gil.h",
     "bridge/tensor.h",
     "bridge/stream.h",
     "bridge/group.h",

@@ -78,6 +78,7 @@ TESTS_OF = {
     "error": ("test_sweep", "test_bad_input"),
     "exchange": SHARED_MEMORY,
     "agreement": ("test_agreement",),
+    "gil": ("test_cuda_figures", "test_threaded_ranks", "test_train"),
     "hash": ("test_agreement", "test_label"),
     "group_negotiation": (*SHARED_MEMORY, "test_negotiation"),
     "memory": ("test_process_group_allocator", "test_pool"),

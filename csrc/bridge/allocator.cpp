@@ -2,6 +2,7 @@
  * kAllocators. */
 #include "allocator.h"
 
+#include "gil.hpp"
 #include "group.hpp"
 #include "pyobject.h"
 
@@ -41,6 +42,7 @@ pybind11::object python_backend(fct_pg &pg, c10::Device device) {
 
 bool backend_serves(const Source &source, c10::Device device) {
     fct_pg &pg = *source.pg;
+    const fct::HeldGil held;
     return pg.python ? python_backend(pg, device).attr("supports_tensor_alloc")(device).cast<bool>()
                      : backend_of(pg, device)->supportsTensorAlloc(device.index());
 }
@@ -51,12 +53,13 @@ at::Tensor backend_empty(const Source &source, fct_pg *user, int64_t numel, c10:
     (void)user;
     fct_pg &pg = *source.pg;
     if (pg.python) {
+        const fct::HeldGil held;
         return python_backend(pg, device)
             .attr("allocate_tensor")(numel, "dtype"_a = type, "device"_a = device)
             .cast<at::Tensor>();
     }
     const auto backend = backend_of(pg, device);
-    pybind11::gil_scoped_release released; /* registering memory with the network takes time */
+    const fct::ReleasedGil released; /* registering memory with the network takes time */
     return backend->allocateTensor(numel, at::dtype(type).device(device));
 }
 
@@ -67,6 +70,7 @@ at::Tensor backend_empty(const Source &source, fct_pg *user, int64_t numel, c10:
 at::Tensor symmetric_empty(const Source &source, fct_pg *user, int64_t numel, c10::ScalarType type,
                            c10::Device device) {
     using namespace pybind11::literals;
+    const fct::HeldGil held;
     const pybind11::object tensor = source.object.attr("allocate")(
         pybind11::make_tuple(numel), "dtype"_a = type, "device"_a = device);
     if (user != nullptr) {

@@ -6,7 +6,7 @@
  * owners (see HookRef), with the GIL and only while the interpreter is alive. */
 #include "autograd.h"
 
-#include "bridge.hpp"
+#include "gil.hpp"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SequenceNumber.h>
@@ -405,6 +405,7 @@ int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subs
 
 void fct_grad_subscription_free(fct_grad_subscription *subscription) {
     if (subscription != nullptr) {
+        const fct::HeldGil held;
         subscription->shared->hook.owner = nullptr;
         delete subscription;
     }
@@ -418,8 +419,10 @@ int fct_autograd_at_end(const fct_hook *hook) {
 }
 
 int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
-    return guarded("fct_cast_differentiable",
-                   [&] { *out = fct::new_handle(Borrowed(t)->to(fct::scalar_type(dtype))); });
+    return guarded("fct_cast_differentiable", [&] {
+        const fct::DeviceCall call(fct::impl(t)->device_type());
+        *out = fct::new_handle(Borrowed(t)->to(fct::scalar_type(dtype)));
+    });
 }
 
 bool fct_functorch_hooked(void) {

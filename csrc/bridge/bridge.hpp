@@ -82,7 +82,7 @@ c10::ScalarType scalar_type(fct_dtype dtype);
 /* Decrements the fault counter, and throws the injected fault when it reaches 0. */
 void fault_point(const char *function);
 /* Translates the current C++ exception to a Python error and returns -1. Call it in a catch block,
- * with the GIL. */
+ * with the GIL, or in a scope of gil.h. */
 int set_error() noexcept;
 /* Throws the pending Python error as torch's python_error, which autograd's threads pass on. */
 [[noreturn]] void throw_python_error();

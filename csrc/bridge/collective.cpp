@@ -16,6 +16,7 @@
 
 #include "context_removal.hpp"
 #include "error.h"
+#include "gil.hpp"
 #include "group.hpp"
 #include "pyobject.h"
 #include "shm_backend.hpp"
@@ -177,7 +178,7 @@ template <typename Cpp> fct_work *issue_cpp(fct_pg *pg, c10::DeviceType device, 
          * version counters of the outputs do not change. */
         const at::AutoDispatchBelowADInplaceOrView below;
         const ScopedContextRemoval no_context;
-        pybind11::gil_scoped_release released;
+        const fct::ReleasedGil released;
         result->work = cpp();
         if (result->work && !can_poll(*result) && device == c10::DeviceType::CPU) {
             /* Without a thread the wait blocks without handling signals. */
@@ -196,6 +197,7 @@ fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python
         return issue_cpp(pg, fct::impl(tensor)->device().type(), std::forward<Cpp>(cpp));
     }
     const at::NoGradGuard no_grad;
+    const fct::HeldGil held;
     auto result = std::make_unique<fct_work>();
     result->kind = BackendKind::python;
     result->python = python();
@@ -221,7 +223,7 @@ void wait_on_gloo(const fct_work &work) {
     } else if (can_poll(work)) {
         fct::wait_in_slices(*held);
     } else {
-        pybind11::gil_scoped_release released;
+        const fct::ReleasedGil released;
         held->wait();
     }
 }
@@ -395,6 +397,7 @@ int fct_work_wait(fct_work *work) {
     return guarded("fct_work_wait", [&] {
         const at::NoGradGuard no_grad;
         if (work->python) {
+            const fct::HeldGil gil;
             const pybind11::object held = work->python;
             held.attr("wait")();
             return;
@@ -406,7 +409,7 @@ int fct_work_wait(fct_work *work) {
             return;
         }
         const auto held = work->work;
-        pybind11::gil_scoped_release released;
+        const fct::ReleasedGil released;
         held->wait();
     });
 }
@@ -442,6 +445,7 @@ bool fct_work_done(fct_work *work) {
 }
 
 void fct_work_release(fct_work *work) {
+    const fct::HeldGil held; /* a work of a Python group is a Python object */
     delete work;
 }
 

@@ -2,7 +2,7 @@
  * translates C++ exceptions to Python errors, and owns the fault counter, which is thread-local. */
 #include "error.h"
 
-#include "bridge.hpp"
+#include "gil.hpp"
 
 #include <torch/csrc/Exceptions.h>
 
@@ -24,6 +24,7 @@ void fault_point(const char *function) {
 }
 
 int set_error() noexcept {
+    const HeldGil held;
     try {
         torch::translate_exception_to_python(std::current_exception());
     } catch (...) { /* the exception is not a std::exception */
@@ -61,10 +62,12 @@ int fct_fault(const char *function) {
 }
 
 void fct_error_no_memory(void) {
+    const fct::HeldGil held;
     (void)PyErr_NoMemory();
 }
 
 void *fct_error_set_aside(void) {
+    const fct::HeldGil held;
 #if PY_VERSION_HEX >= 0x030c0000
     return PyErr_GetRaisedException();
 #else
@@ -86,6 +89,7 @@ void *fct_error_set_aside(void) {
 }
 
 void fct_error_put_back(void *error) {
+    const fct::HeldGil held;
     auto *value = static_cast<PyObject *>(error);
 #if PY_VERSION_HEX >= 0x030c0000
     PyErr_SetRaisedException(value); // NULL clears
@@ -101,6 +105,7 @@ void fct_error_put_back(void *error) {
 }
 
 void fct_error_explain(const char *text) {
+    const fct::HeldGil held;
     if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) {
         return;
     }

@@ -1,13 +1,14 @@
 /* torch's foreach operations, for devices without kernels in csrc/kernels. An operation is one
  * kernel launch if torch has a kernel for the list, like on CUDA. Otherwise it is one launch for
  * each tensor. torch's FSDP2 uses the same operations. */
-#include "bridge.hpp"
+#include "gil.hpp"
 #include "tensor.h"
 
 #include <vector>
 
 using fct::BelowAutograd;
 using fct::Borrowed;
+using fct::DeviceCall;
 using fct::guarded;
 
 namespace {
@@ -47,6 +48,7 @@ int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t coun
         const BelowAutograd below_autograd;
         const BorrowedList to(dst, count);
         const BorrowedList from(src, count);
+        const DeviceCall call(fct::impl(dst[0])->device_type());
         at::_foreach_copy_(*to, *from);
     });
 }
@@ -56,6 +58,7 @@ int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *con
     return guarded("fct_split_copy", [&] {
         const BelowAutograd below_autograd;
         const BorrowedList parts(out, count);
+        const DeviceCall call(fct::impl(rows)->device_type());
         at::split_with_sizes_copy_out(*parts, *Borrowed(rows), c10::IntArrayRef(sizes, count), 1);
     });
 }
@@ -65,6 +68,7 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
         const BelowAutograd below_autograd;
         const BorrowedList list(tensors, count);
         Borrowed rows(out);
+        const DeviceCall call(fct::impl(out)->device_type());
         at::_chunk_cat_out(*rows, *list, 0, chunks);
     });
 }

@@ -5,12 +5,11 @@
  * its owners, and may be recorded repeatedly. */
 #include "stream.h"
 
-#include "bridge.hpp"
+#include "gil.hpp"
 
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <pybind11/pybind11.h>
 
 using fct::guarded;
 
@@ -88,13 +87,16 @@ int fct_launch_enter(fct_device device, fct_device *before, void **native) {
         void *handle = guard.getStreamNativeHandle(guard.getStream(torch_device));
         *before = fct::device(guard.exchangeDevice(torch_device));
         *native = handle;
+        fct::begin_device_call();
     });
 }
 
 void fct_launch_leave(fct_device before) {
+    fct::end_device_call();
     try {
         guard_of(before).setDevice(fct::device(before));
     } catch (...) { /* `before` was current, so this does not fail in practice */
+        const fct::HeldGil held;
         PyErr_Clear();
     }
 }
@@ -114,7 +116,7 @@ int fct_event_wait(fct_event *e, fct_stream s) {
 
 int fct_event_synchronize(fct_event *e) {
     return guarded("fct_event_synchronize", [&] {
-        const pybind11::gil_scoped_release released;
+        const fct::ReleasedGil released;
         e->event.synchronize();
     });
 }

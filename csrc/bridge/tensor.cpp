@@ -8,16 +8,17 @@
 
 #include "../kernels/pool.h"
 #include "bridge.hpp"
+#include "gil.hpp"
 #include "memory.hpp"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
-#include <pybind11/pybind11.h>
 
 using fct::BelowAutograd;
 using fct::Borrowed;
+using fct::DeviceCall;
 using fct::guarded;
 using fct::impl;
 using fct::new_handle;
@@ -155,6 +156,7 @@ void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {
     try {
         read_facts(impl(t), &facts);
     } catch (...) { /* a wrapper that refuses access, possibly with a Python error */
+        const fct::HeldGil held;
         PyErr_Clear();
         facts.data = nullptr;
         facts.contiguous = false;
@@ -208,9 +210,13 @@ int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tens
         const c10::InferenceMode no_inference(false);
         const BelowAutograd below_autograd;
         const c10::ScalarType type = fct::scalar_type(dtype);
-        *out = new_handle(device.type == FCT_DEVICE_CPU
-                              ? fct::pooled_empty(numel, type)
-                              : at::empty({numel}, at::dtype(type).device(fct::device(device))));
+        if (device.type == FCT_DEVICE_CPU) {
+            *out = new_handle(fct::pooled_empty(numel, type));
+            return;
+        }
+        const c10::Device torch_device = fct::device(device);
+        const DeviceCall call(torch_device.type());
+        *out = new_handle(at::empty({numel}, at::dtype(type).device(torch_device)));
     });
 }
 
@@ -241,6 +247,7 @@ int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim, c
 int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
     return guarded("fct_tensor_contiguous", [&] {
         const BelowAutograd below_autograd;
+        const DeviceCall call(impl(t)->device_type());
         *out = new_handle(Borrowed(t)->resolve_conj().resolve_neg().contiguous());
     });
 }
@@ -250,6 +257,7 @@ int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
         const BelowAutograd below_autograd;
         Borrowed from(t);
         const c10::ScalarType type = fct::scalar_type(dtype);
+        const DeviceCall call(impl(t)->device_type());
         if (from->is_complex() && !c10::isComplexType(type)) {
             *out = new_handle(at::real(*from).to(type).contiguous());
         } else {
@@ -261,6 +269,7 @@ int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
 int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out) {
     return guarded("fct_tensor_zeros_like", [&] {
         const BelowAutograd below_autograd;
+        const DeviceCall call(impl(t)->device_type());
         *out = new_handle(at::zeros_like(*Borrowed(t)));
     });
 }
@@ -269,6 +278,7 @@ int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length, in
                    fct_tensor **local, fct_tensor **row) {
     return guarded("fct_tensor_cut", [&] {
         const c10::NoGradGuard no_grad;
+        const DeviceCall call(impl(t)->device_type());
         const at::Tensor source = Borrowed(t)->narrow(dim, start, length);
         std::vector<int64_t> sizes = source.sizes().vec();
         sizes.at(static_cast<size_t>(dim)) = padded;
@@ -287,6 +297,7 @@ int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length, in
 int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_copy", [&] {
         const BelowAutograd below_autograd;
+        const DeviceCall call(impl(dst)->device_type());
         Borrowed(dst)->copy_(*Borrowed(src));
     });
 }
@@ -296,7 +307,7 @@ int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src) {
         const BelowAutograd below_autograd;
         Borrowed to(dst);
         Borrowed from(src);
-        const pybind11::gil_scoped_release released;
+        const fct::ReleasedGil released;
         to->copy_(*from, /*non_blocking=*/true);
     });
 }
@@ -307,7 +318,7 @@ int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out) {
         Borrowed from(t);
         at::Tensor copy;
         {
-            const pybind11::gil_scoped_release released;
+            const fct::ReleasedGil released;
             copy = from->to(c10::Device(c10::kCPU), from->scalar_type(), non_blocking);
         }
         *out = new_handle(std::move(copy));
@@ -317,6 +328,7 @@ int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out) {
 int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_add", [&] {
         const BelowAutograd below_autograd;
+        const DeviceCall call(impl(dst)->device_type());
         view_half_as_real(*Borrowed(dst)).add_(view_half_as_real(*Borrowed(src)));
         if (!impl(dst)->is_inference()) {
             impl(dst)->bump_version();
@@ -327,6 +339,7 @@ int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
 int fct_tensor_div(fct_tensor *t, double divisor) {
     return guarded("fct_tensor_div", [&] {
         const BelowAutograd below_autograd;
+        const DeviceCall call(impl(t)->device_type());
         view_half_as_real(*Borrowed(t)).div_(divisor);
     });
 }
@@ -362,6 +375,7 @@ int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {
             storage->device_type() != c10::DeviceType::Meta) {
             guard.reset_device(storage->device());
         }
+        const DeviceCall call(storage->device_type());
         storage->set_data_ptr_noswap(storage->allocator()->allocate(static_cast<size_t>(nbytes)));
         storage->set_nbytes(static_cast<size_t>(nbytes));
     });

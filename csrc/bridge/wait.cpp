@@ -2,7 +2,7 @@
  * Python and never takes the GIL, not even to destroy a work. */
 #include "wait.hpp"
 
-#include "bridge.hpp"
+#include "gil.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
@@ -41,6 +41,7 @@ void destroy_wait(void *object) {
 }
 
 void check_signals() {
+    const fct::HeldGil held;
     if (PyErr_CheckSignals() != 0) {
         fct::throw_python_error();
     }
@@ -65,7 +66,7 @@ void wait_in_slices(c10d::Work &work) {
     constexpr auto slice = std::chrono::milliseconds(kSliceMs);
     while (!work.isCompleted()) {
         {
-            pybind11::gil_scoped_release released;
+            const ReleasedGil released;
             const auto start = std::chrono::steady_clock::now();
             try {
                 work.wait(slice);
@@ -87,7 +88,7 @@ void wait_in_slices(c10d::Work &work) {
 void wait_in_slices(progress_task &task) {
     while (!progress_task_is_done(&task)) {
         {
-            pybind11::gil_scoped_release released;
+            const ReleasedGil released;
             progress_task_wait(&task, kSliceMs);
         }
         check_signals();

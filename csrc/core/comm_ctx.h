@@ -11,6 +11,7 @@
 #define FSDP_C_CORE_COMM_CTX_H
 
 #include "../bridge/collective.h"
+#include "../bridge/gil.h"
 #include "../bridge/stream.h"
 #include "order.h"
 #include "status.h"
@@ -68,6 +69,19 @@ void fc_comm_init(fc_comm_ctx *c, fct_device device);
 FC_CHECK fc_status fc_comm_init_streams(fc_comm_ctx *c);
 /* Precondition: no reduction is in flight (fc_reduction_discard). */
 void fc_comm_fini(fc_comm_ctx *c);
+
+/* A scope of fct_gil_enter on devices with streams. It contains no callback. */
+static inline void fc_comm_enter_gil_scope(const fc_comm_ctx *c) {
+    if (c->has_streams) {
+        fct_gil_enter();
+    }
+}
+
+static inline void fc_comm_leave_gil_scope(const fc_comm_ctx *c) {
+    if (c->has_streams) {
+        fct_gil_leave();
+    }
+}
 
 /* Event pool, for devices with streams. get: the caller owns *out until it calls put. put: takes
  * the event; NULL is allowed. */

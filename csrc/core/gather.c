@@ -295,6 +295,7 @@ static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gat
                               fc_pending_gather *pending) {
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
+    fc_comm_enter_gil_scope(base->comm);
     FC_TRY(pack(a, pending));
     if (gather_stream != NULL) {
         FC_TRY(fc_comm_order_streams(base->comm, *gather_stream, fct_stream_current(base->device)));
@@ -308,6 +309,7 @@ static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gat
         FC_TRY(fc_comm_record(base->comm, fct_stream_current(base->device), &pending->done));
     }
 done:
+    fc_comm_leave_gil_scope(base->comm);
     return status;
 }
 
@@ -446,6 +448,7 @@ static fc_status fill_unsharded(fc_gather *a) {
         return fc_error_set(&base->comm->error, FC_EASSERT,
                             "parameters were changed while they were gathered");
     }
+    fc_comm_enter_gil_scope(base->comm);
     FC_TRY(fc_unsharded_alloc(base, plan, &a->chunks));
     if (world == 1) {
         FC_TRY(
@@ -456,6 +459,7 @@ static fc_status fill_unsharded(fc_gather *a) {
                                   a->pending.buffer, &base->comm->error));
     }
 done:
+    fc_comm_leave_gil_scope(base->comm);
     return status;
 }
 
@@ -532,15 +536,20 @@ fc_status fc_gather_keep_post_forward(fc_gather *a) {
     assert(a->base->post_forward.name != NULL);
     fc_status status = FC_OK;
     fc_group_base *base = a->base;
+    fc_comm_enter_gil_scope(base->comm);
     for (size_t i = 0; i < base->count; i++) {
-        fc_param *p = base->params[i];
-        FC_TRY(fc_param_keep_post_forward(p, base->device, &base->comm->error));
+        FC_TRY(fc_param_keep_post_forward(base->params[i], base->device, &base->comm->error));
+    }
+    fc_comm_leave_gil_scope(base->comm);
+    for (size_t i = 0; i < base->count; i++) {
+        const fc_param *p = base->params[i];
         FC_TRY_RAISED(base->callbacks->make_post_forward(p->owner, p->post_forward_data));
     }
     if (base->comm->has_streams) {
         FC_TRY(fc_comm_record_into(base->comm, fct_stream_current(base->device), &a->resharded));
     }
 done:
+    fc_comm_leave_gil_scope(base->comm);
     return status;
 }
 

@@ -17,10 +17,12 @@ done:
 fc_status fc_gradient_end(const fc_group_base *base) {
     assert(base->count == 0 || base->params != NULL);
     fc_status status = FC_OK;
+    fc_comm_enter_gil_scope(base->comm);
     for (size_t i = 0; base->defers_casts && i < base->count; i++) {
         FC_TRY(fc_param_end_grad(base->params[i]));
     }
 done:
+    fc_comm_leave_gil_scope(base->comm);
     return status;
 }
 
@@ -28,6 +30,9 @@ fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span) {
     fc_status status = FC_OK;
     void *range = fc_group_base_enter_range(base, "post_backward_accumulate");
     bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_GRADS);
+    if (!uses_fallback) { /* a fallback is a callback */
+        fc_comm_enter_gil_scope(base->comm);
+    }
     for (size_t i = span.first; i < span.end; i++) {
         if (uses_fallback) {
             FC_TRY_RAISED(base->callbacks->accumulate_grad(base->params[i]->owner));
@@ -36,6 +41,7 @@ fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span) {
         }
     }
 done:
+    fc_comm_leave_gil_scope(base->comm);
     fct_profile_exit(range);
     return status;
 }
@@ -43,6 +49,9 @@ done:
 fc_status fc_gradient_to_accumulated(const fc_group_base *base) {
     fc_status status = FC_OK;
     bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_GRADS);
+    if (!uses_fallback) { /* a fallback is a callback */
+        fc_comm_enter_gil_scope(base->comm);
+    }
     for (size_t i = 0; i < base->count; i++) {
         if (uses_fallback) {
             FC_TRY_RAISED(base->callbacks->to_accumulated_grad(base->params[i]->owner));
@@ -51,6 +60,7 @@ fc_status fc_gradient_to_accumulated(const fc_group_base *base) {
         }
     }
 done:
+    fc_comm_leave_gil_scope(base->comm);
     return status;
 }
 

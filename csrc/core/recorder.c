@@ -3,12 +3,13 @@
 #include "recorder.h"
 
 #include <assert.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 static fc_record records[FC_RECORDS];
-static uint64_t last_number;
+static _Atomic uint64_t last_number;
 
 uint64_t fc_recorder_now(void) {
     struct timespec now;
@@ -38,15 +39,16 @@ static void copy_end(char *target, size_t bytes, const char *text) {
 
 uint64_t fc_recorder_add(const fc_record *facts, const char *group, const char *modules) {
     assert(facts->kind <= FC_RECORD_AGREE);
-    fc_record *record = slot_of(++last_number);
+    const uint64_t number = atomic_fetch_add_explicit(&last_number, 1, memory_order_relaxed) + 1;
+    fc_record *record = slot_of(number);
     *record = *facts;
-    record->number = last_number;
+    record->number = number;
     record->begin = record->waiting = fc_recorder_now();
     record->end = record->work = 0;
     record->state = FC_RECORD_WAITING;
     copy_end(record->group, sizeof record->group, group);
     copy_end(record->modules, sizeof record->modules, modules);
-    return last_number;
+    return number;
 }
 
 void fc_recorder_issued(uint64_t number, const void *work) {
@@ -63,8 +65,9 @@ void fc_recorder_issued(uint64_t number, const void *work) {
 uint64_t fc_recorder_wait(const void *work) {
     assert(work != NULL);
     const uint64_t address = (uint64_t)(uintptr_t)work;
-    const uint64_t oldest = last_number > FC_RECORDS ? last_number - FC_RECORDS : 0;
-    for (uint64_t number = last_number; number > oldest; number--) {
+    const uint64_t newest = last_number;
+    const uint64_t oldest = newest > FC_RECORDS ? newest - FC_RECORDS : 0;
+    for (uint64_t number = newest; number > oldest; number--) {
         fc_record *record = slot_of(number);
         if (record->work == address && record->state == FC_RECORD_ISSUED) {
             record->waiting = fc_recorder_now();
@@ -87,9 +90,10 @@ void fc_recorder_end(uint64_t number, fc_record_state state) {
 
 size_t fc_recorder_copy(fc_record *copies, size_t count) {
     assert(copies != NULL);
+    const uint64_t newest = last_number;
     size_t copied = 0;
-    while (copied < count && copied < FC_RECORDS && copied < last_number) {
-        copies[copied] = *slot_of(last_number - copied);
+    while (copied < count && copied < FC_RECORDS && copied < newest) {
+        copies[copied] = *slot_of(newest - copied);
         copied++;
     }
     return copied;

@@ -433,6 +433,7 @@ static fc_status issue_collectives(fc_reducer *reducer, fc_reduction *r, bool or
     }
     reducer->plan.dtype = reduction_dtype(reducer, r);
     const fc_divide divide = compute_divide(reducer, reducer->plan.dtype);
+    fc_comm_enter_gil_scope(base->comm);
     FC_TRY(pack(reducer, r, &divide));
     r->divide_after = divide.after;
     if (base->comm->has_streams) {
@@ -449,6 +450,7 @@ static fc_status issue_collectives(fc_reducer *reducer, fc_reduction *r, bool or
         }
     }
 done:
+    fc_comm_leave_gil_scope(base->comm);
     if (status != FC_OK) {
         fc_chunks_drop(&reducer->chunks);
     }

@@ -333,8 +333,10 @@ fc_status fc_reduction_finish(fc_reduction *r) {
         return FC_OK;
     }
     if (r->has_hook) {
+        fc_comm_leave_gil_scope(r->base->comm);
         FC_TRY_RAISED(r->base->callbacks->reduce_hook(r->base->owner, r->output));
     }
+    fc_comm_enter_gil_scope(r->base->comm);
     if (r->divide_after != 1.0) {
         FC_TRY_RAISED(fct_tensor_div(r->output, r->divide_after));
     }
@@ -349,9 +351,11 @@ fc_status fc_reduction_finish(fc_reduction *r) {
         fct_tensor_release(r->output);
         r->output = NULL;
     }
+    fc_comm_leave_gil_scope(r->base->comm);
     FC_TRY(distribute_gradients(r, row, grad_dtype == FCT_NO_DTYPE));
     r->finished = true;
 done:
+    fc_comm_leave_gil_scope(r->base->comm);
     fct_tensor_release(row);
     return status;
 }

@@ -12,6 +12,7 @@
 #include "../bridge/allocator.h"
 #include "../bridge/autograd.h"
 #include "../bridge/error.h"
+#include "../bridge/gil.h"
 #include "../bridge/stream.h"
 #include "../core/dtype.h"
 #include "../kernels/cast.h"
@@ -264,6 +265,10 @@ int fct_launch_enter(fct_device device, fct_device *before, void **native) {
 void fct_launch_leave(fct_device before) {
     (void)before;
 }
+
+void fct_gil_enter(void) {}
+
+void fct_gil_leave(void) {}
 
 int fct_event_new(fct_device device, fct_event **out) {
     (void)device;

@@ -41,6 +41,7 @@ void sim_begin(sim_config config) {
     sim_streams_begin();
     sim_groups_begin();
     sim_autograd_begin();
+    sim_gil_begin();
 }
 
 void sim_check_nothing_alive(void) {
@@ -68,6 +69,7 @@ void sim_named_end(const char *format, ...) {
     sim_fault_arm(0, SIM_ONCE);
     sim_drop_at_end();
     sim_streams_end();
+    sim_gil_end();
     sim_check_nothing_alive();
     if (range_depth != 0) {
         sim_fail("%zu profiler ranges were not left", range_depth);

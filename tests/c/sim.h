@@ -33,6 +33,7 @@
 #include "bridge/allocator.h"
 #include "bridge/autograd.h"
 #include "bridge/error.h"
+#include "bridge/gil.h"
 #include "bridge/stream.h"
 #include "bridge/tensor.h"
 #include "kernels/kernels.h"
@@ -178,6 +179,12 @@ void sim_ranks_agree(bool agree, const char *difference);
 int sim_agreements_in_flight(void);
 /* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */
 void sim_collectives_are_cpu_bound(bool are);
+
+/* ---- the GIL ---- */
+
+/* Returns the number of releases of the GIL for calls of the device (bridge/gil.h). A callback in a
+ * scope is a failure. */
+size_t sim_gil_releases(void);
 
 /* ---- autograd ---- */
 

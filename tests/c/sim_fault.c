@@ -93,6 +93,7 @@ bool sim_fault(sim_fault_kind kind, const char *name) {
     trace(name);
     if (kind == SIM_FAULT_BOUNDARY) {
         note_call(name);
+        sim_gil_note_call(name);
     }
     if (faults.left == 0) {
         return false;

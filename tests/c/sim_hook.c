@@ -1,6 +1,7 @@
 /* Hooks of a simulated model. Before a hook calls a transition, it refreshes the groups that the
  * transition can reach, as csrc/python does. During the hook, the groups' table of transitions
  * reports each group that was not refreshed. Also counts the core's callbacks. */
+#include "sim_internal.h"
 #include "sim_model.h"
 
 #include <stdio.h>
@@ -78,6 +79,7 @@ static struct {
 } callbacks[CALLBACKS_MAX];
 
 void sim_callback(const char *name) {
+    sim_gil_need(name);
     size_t i = 0;
     while (i < CALLBACKS_MAX && callbacks[i].name != NULL && strcmp(callbacks[i].name, name) != 0) {
         i++;

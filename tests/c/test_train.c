@@ -35,9 +35,33 @@ static void every_scenario_trains_with_exact_results(void **state) {
     sim_each_scenario(train);
 }
 
+/* Per group: one release for each pack with its all-gather, for each copy-out, and for the pack
+ * with its reduce-scatter, division and cast. */
+static void step_on_streams_releases_the_gil_once_per_phase(void **state) {
+    (void)state;
+    sim_scenario s = {.world = 2,
+                      .layers = 2,
+                      .shape_count = 3,
+                      .device = {.seed = first_seed, .streams = true},
+                      .reduce_dtype = FCK_FLOAT32};
+    for (size_t i = 0; i < s.shape_count; i++) {
+        s.shapes[i] = (sim_shape){.ndim = 1, .sizes = {8}};
+    }
+    sim_begin(s.device);
+    sim_model *m = sim_model_new(&s);
+    assert_int_equal(sim_model_step(m), FC_OK);
+    sim_model_optimize(m);
+    const size_t before = sim_gil_releases();
+    assert_int_equal(sim_model_step(m), FC_OK);
+    assert_int_equal(sim_gil_releases() - before, 15);
+    sim_model_free(m);
+    sim_end();
+}
+
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_scenario_trains_with_exact_results),
+        cmocka_unit_test(step_on_streams_releases_the_gil_once_per_phase),
     };
     first_seed = argc > 1 ? strtoull(argv[1], NULL, 0) : 1;
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -9,6 +9,7 @@ import pytest
 pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
 JOBS = ["fsdp", "hsdp", "hsdp, 4 microbatches without all-reduce"]
 FIGURES = ["launch", "record", "wait", "collective", "memcpy", "peak MiB", "reserved MiB"]
+FIGURES += ["launch with GIL", "malloc with GIL"]
 
 
 @pytest.mark.parametrize("job", JOBS)

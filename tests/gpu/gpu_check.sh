@@ -15,7 +15,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-ALL="facts build kernels jit races parity memcheck initcheck graphs bandwidth host gpt traces"
+ALL="facts build kernels jit races parity memcheck initcheck csan graphs bandwidth host gpt traces"
 device=cuda
 only=$ALL
 while [ $# -gt 0 ]; do
@@ -81,13 +81,14 @@ cuda_step() {
 
 # The limits add up to 580 seconds. The sanitizer runs after the checks of results.
 step facts 20 "$python" $workers/facts.py
-step build 120 "$python" $workers/build.py
+step build 100 "$python" $workers/build.py
 step kernels 30 "$python" $workers/check_kernels.py
 cuda_step jit 40 "$python" $workers/check_jit.py
 step races 115 "$python" $workers/races.py
 step parity 70 "$python" $workers/parity.py
 cuda_step memcheck 25 "$python" $workers/check_kernels.py --under memcheck
 cuda_step initcheck 20 "$python" $workers/check_kernels.py --under initcheck
+cuda_step csan 20 "$python" $workers/csan.py
 cuda_step graphs 30 "$python" $workers/graphs.py
 step bandwidth 30 "$python" $workers/bandwidth.py
 step host 25 "$python" $workers/host_cost.py

@@ -21,8 +21,10 @@ import pytest
 
 GPU = Path(__file__).resolve().parent
 WORKERS = GPU / "workers"
-STEPS = "facts build kernels jit races parity memcheck initcheck graphs bandwidth host gpt traces"
-ON_CUDA_ONLY = {"jit", "memcheck", "initcheck", "graphs"}
+STEPS = (
+    "facts build kernels jit races parity memcheck initcheck csan graphs bandwidth host gpt traces"
+)
+ON_CUDA_ONLY = {"jit", "memcheck", "initcheck", "csan", "graphs"}
 LINE = re.compile(r"(PASS|FAIL|SKIP) (\w+) +([\d.]+) s  (.+)")
 
 pytestmark = pytest.mark.timeout(900)
@@ -72,7 +74,7 @@ def test_gpu_check_on_simulated_device_passes_all_steps_without_cuda(
     expected = {step: "SKIP" if step in ON_CUDA_ONLY else "PASS" for step in STEPS.split()}
     assert verdicts == expected, complete_check.log
     assert complete_check.status == 0
-    assert complete_check.last_line.startswith("9 PASS, 0 FAIL, 4 SKIP in ")
+    assert complete_check.last_line.startswith("9 PASS, 0 FAIL, 5 SKIP in ")
 
 
 @pytest.mark.xdist_group("gpu_check")
@@ -86,11 +88,76 @@ def test_gpu_check_results_file_contains_numbers_of_all_steps(complete_check: Ch
     assert list(complete_check.results) == STEPS.split()
     races = complete_check.results["races"]
     assert len(races["digests"]) > 25
+    assert set(races["digests"]["hsdp_partial, C++ group"]) == {"torch", "fsdp_c"}
     # Each control removes a wait. The races step must detect it under torch and under fsdp_c.
     assert all(control["detected"] for control in races["controls"].values())
     assert races["controls"]["waits of fsdp_c"]["detected"] >= 4
     assert complete_check.results["bandwidth"]["kernels"]
     assert set(complete_check.results["gpt"]["ms"]) == {"torch", "fsdp_c"}
+
+
+@pytest.mark.xdist_group("gpu_check")
+@pytest.mark.parametrize("native", [False, True])
+def test_synchronous_collective_of_simulated_group_returns_no_work(native: bool) -> None:
+    """NCCL returns a null Work, and both groups must do the same."""
+    script = f"""if True:
+        import loop_group, torch
+        import torch._C._distributed_c10d as c10d
+        import torch.distributed as dist
+        from outcome import start_device
+
+        device = start_device()
+        loop_group.join(8, device, native={native})
+        row = torch.ones(4, device=device)
+        for asynchronous in (False, True):
+            options = c10d.AllgatherOptions()
+            options.asyncOp = asynchronous
+            rows = torch.empty(32, device=device)
+            work = dist.group.WORLD._allgather_base(rows, row, options)
+            if work is not None:
+                work.wait()
+            print(work is None, rows.cpu().sum().item())
+    """
+    folders = ("gpu", "accelerator")
+    path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
+    env = os.environ | {"GPU_CHECK_DEVICE": "sim", "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-c", script]
+    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert completed.stdout.splitlines() == ["True 32.0", "False 32.0"], completed.stderr
+
+
+def test_simulated_groups_in_python_and_in_cpp_give_equal_bits(tmp_path: Path) -> None:
+    env = os.environ | {"GPU_CHECK_DEVICE": "cpu"}
+    folders = ("gpu", "parity")
+    path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    digests = []
+    for options in ([], ["--native"]):
+        file = tmp_path / f"{len(options)}.json"
+        command = [sys.executable, str(WORKERS / "race.py"), "fsdp_c", str(file), *options]
+        command += ["--variants", "mixed", "hsdp_partial"]
+        completed = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert completed.returncode == 0, completed.stderr
+        digests.append(json.loads(file.read_text())["digests"])
+    assert digests[0] == digests[1]
+    assert len(digests[0]["mixed"]["0"]) == 16
+
+
+@pytest.mark.parametrize(("calls", "failures"), [(0, ["fsdp_c: NCCL was not called"]), (9, [])])
+def test_races_step_fails_if_nccl_was_not_called(calls: int, failures: list[str]) -> None:
+    script = f"""if True:
+        import json, races
+        result = {{"digests": {{}}, "findings": {{}}, "inner": {calls}}}
+        print(json.dumps(races.merge_results([("fsdp_c", result)])[1]))
+    """
+    path = [
+        str(GPU.parents[1]),
+        *(str(GPU.parent / name / "workers") for name in ("gpu", "accelerator")),
+    ]
+    env = os.environ | {"GPU_CHECK_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-c", script]
+    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert json.loads(completed.stdout) == failures, completed.stderr
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,10 @@ GLOBALS = {
     "reduces_gradients": "marks the all-reduce that this thread issues as one of gradients",
     "faults_left": "for tests: boundary calls of this thread until one fails",
     "group_counts": "parameter groups of each process group before its negotiation; under the GIL",
-    "records": "last collectives of the process, which a signal handler writes; under the GIL",
-    "last_number": "number of the newest record",
+    "records": "last collectives of the process; a thread changes its own, a signal handler reads",
+    "last_number": "number of the newest record; atomic",
+    "gil_scope": "whether this thread is in a scope of bridge/gil.h",
+    "gil_taker": "state with which this thread takes the GIL that its scope has released",
     "signal_files": "files that the handler of each signal writes; handlers have no argument",
     "fcd_current_record": "record of this thread's dry run; the boundary appends events",
 }

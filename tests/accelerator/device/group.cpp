@@ -1,7 +1,7 @@
 /* Collectives with NCCL's stream semantics. An asynchronous collective runs on the group's
  * stream, and `wait()` orders the current stream after it. A synchronous one runs on the current
- * stream. The host waits for neither. The data go through a CPU group (gloo). Without one
- * ("loop"), the result is that of ranks with equal data. */
+ * stream and returns no Work. The host waits for neither. The data go through a CPU group (gloo).
+ * Without one ("loop"), the result is that of ranks with equal data. */
 #include "journal.h"
 #include "launch.h"
 #include "memory.h"
@@ -305,11 +305,11 @@ class Group final : public c10d::Backend {
         Tensors in = hosts_of(inputs);
         Tensors out = hosts_of(outputs);
         body(in, out);
-        Tensors tensors;
-        if (async_op) {
-            tensors.insert(tensors.end(), inputs.begin(), inputs.end());
-            tensors.insert(tensors.end(), outputs.begin(), outputs.end());
+        if (!async_op) {
+            return nullptr;
         }
+        Tensors tensors = inputs;
+        tensors.insert(tensors.end(), outputs.begin(), outputs.end());
         return c10::make_intrusive<Work>(rank_, type, stream, launch.end_clock(),
                                          std::move(tensors));
     }

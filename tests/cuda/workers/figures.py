@@ -59,6 +59,7 @@ def measure(implementation: str, name: str, size: str, blocks: int, steps: int) 
     result["peak MiB"] = stats["allocated_bytes.all.peak"] / 2**20
     result["reserved MiB"] = stats["reserved_bytes.all.peak"] / 2**20
     result["CPU ms"] = 1000 * min(times)
+    result["malloc with GIL"] = after.get("malloc with GIL", 0)  # of the process
     result["not supported"] = [
         key
         for key in after

@@ -1,4 +1,4 @@
-"""Builds the extension for the installed torch, and the kernels as a separate shared library.
+"""Builds the extension for the installed torch, the kernels as a library, and the C++ group.
 
 On CUDA this script runs ``setup.py build_ext --inplace`` for sm_90, without pip, build isolation or
 network. The build needs cmake and ninja on the PATH. On other devices the extension must exist.
@@ -12,6 +12,7 @@ import sys
 import time
 
 import kernel_library
+import one_rank_group
 import setuptools
 from outcome import DEVICE, ON_CUDA, ROOT, conclude
 
@@ -51,6 +52,8 @@ def main() -> None:
     build_process = build()
     kernels = kernel_library.build_library()
     kernel_seconds = time.perf_counter() - begin
+    if DEVICE != "cpu":
+        one_rank_group.build_library()
     if DEVICE == "sim":
         import simulated_build
 

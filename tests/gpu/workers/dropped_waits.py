@@ -93,7 +93,8 @@ def run_with_long_pauses(train: Callable[[], list[Any]]) -> Outcome:
     if device is not None:
         device.reset()
     loop_group.DELAYS.seed(1)
-    loop_group.DELAYS.means = dict.fromkeys(loop_group.Delays.KINDS, loop_group.LONGEST_PAUSE)
+    means = dict.fromkeys(loop_group.Delays.KINDS, loop_group.LONGEST_PAUSE)
+    loop_group.DELAYS.set_means(means)
     try:
         digest = variants.digest(train())
     except Exception as error:

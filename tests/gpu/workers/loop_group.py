@@ -1,9 +1,9 @@
 """A process group with one real rank on a device; the other ranks are simulated.
 
-Every collective is device work, issued after a pause of random length. Synchronous collectives run
-on the current stream, asynchronous ones on a stream of the group, as in NCCL. The host never waits
-for them. Before the pause, outputs are filled with NaN. A reader that does not wait therefore gets
-other bits. So does a collective whose input is overwritten too early.
+Every collective is device work, issued after a pause of random length. As in NCCL, synchronous
+collectives run on the current stream and return no Work, asynchronous ones run on a stream of the
+group. The host never waits for them. Before the pause, outputs are filled with NaN. A reader that
+does not wait therefore gets other bits. So does a collective whose input is overwritten too early.
 
 The simulated ranks hold the same data as the real one. A reduction sums all rank shards of its
 input, so that every shard affects the result.
@@ -33,6 +33,8 @@ class Delays:
     KINDS = ("gather", "scatter", "reduce", "compute", "optimizer")
 
     def __init__(self) -> None:
+        self.native: Any = None
+        """The module one_rank_group, if the process joined its group."""
         self._lock = threading.Lock()
         self.means = dict.fromkeys(self.KINDS, 0)
         self._random = random.Random(0)
@@ -40,7 +42,13 @@ class Delays:
     def seed(self, seed: int) -> None:
         self._random = random.Random(seed)
         choices = (0, 0, LONGEST_PAUSE // 10, LONGEST_PAUSE) if seed else (0,)
-        self.means = {kind: self._random.choice(choices) for kind in self.KINDS}
+        self.set_means({kind: self._random.choice(choices) for kind in self.KINDS}, seed)
+
+    def set_means(self, means: dict[str, int], seed: int = 1) -> None:
+        """Sets the means, also of the collectives of one_rank_group.cpp."""
+        self.means = means
+        if self.native is not None:
+            self.native.set_pauses([means[kind] for kind in self.KINDS[:3]], seed)
 
     def pause(self, kind: str, device: torch.device) -> None:
         """Pauses the current stream. Only CUDA devices have work that takes long."""
@@ -54,7 +62,7 @@ DELAYS = Delays()
 
 
 class Finished(Work):
-    """Work of a synchronous collective, which the current stream already orders."""
+    """Work of a collective that is complete, or that the current stream already orders."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -114,7 +122,7 @@ class LoopGroup(dist.ProcessGroup):
 
     # ---- collectives, by the names of torch 2.13 and of older releases ----
 
-    def all_gather_single(self, output: Any, source: Any, options: Any = None) -> Work:
+    def all_gather_single(self, output: Any, source: Any, options: Any = None) -> Work | None:
         def gather() -> None:
             shards = output.view(self._size, -1)
             self._poison(shards[: self._rank])
@@ -126,7 +134,7 @@ class LoopGroup(dist.ProcessGroup):
 
         return self._issue(gather, [output, source], options)
 
-    def reduce_scatter_single(self, output: Any, source: Any, options: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Any, source: Any, options: Any = None) -> Work | None:
         def scatter() -> None:
             self._poison(output)
             DELAYS.pause("scatter", output.device)
@@ -137,7 +145,7 @@ class LoopGroup(dist.ProcessGroup):
 
         return self._issue(scatter, [output, source], options)
 
-    def allreduce(self, tensors: list[Any], options: Any = None) -> Work:
+    def allreduce(self, tensors: list[Any], options: Any = None) -> Work | None:
         averages = options is not None and options.reduceOp == dist.ReduceOp.AVG
         # An average of equal data is that data. The factor gives other bits without the all-reduce.
         factor = 1 + 2**-10 if averages else self._size + 1.0
@@ -157,17 +165,19 @@ class LoopGroup(dist.ProcessGroup):
             for shard in outputs[0]:
                 shard.copy_(sources[0])
 
-        return self._issue(gather, [*outputs[0], *sources], options)
+        return self._issue(gather, [*outputs[0], *sources], options) or Finished()
 
     def all_gather_single_coalesced(
         self, outputs: list[Any], sources: list[Any], options: Any = None
     ) -> Work:
-        return [self.all_gather_single(*pair, options) for pair in zip(outputs, sources)][-1]
+        works = [self.all_gather_single(*pair, options) for pair in zip(outputs, sources)]
+        return works[-1] or Finished()
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Any], sources: list[Any], options: Any = None
     ) -> Work:
-        return [self.reduce_scatter_single(*pair, options) for pair in zip(outputs, sources)][-1]
+        works = [self.reduce_scatter_single(*pair, options) for pair in zip(outputs, sources)]
+        return works[-1] or Finished()
 
     def broadcast(self, tensors: list[Any], options: Any = None) -> Work:
         return Finished()
@@ -186,12 +196,14 @@ class LoopGroup(dist.ProcessGroup):
         if self.poison and tensor.numel():
             tensor.view(torch.uint8).fill_(0xFF)
 
-    def _issue(self, body: Callable[[], None], tensors: list[torch.Tensor], options: Any) -> Work:
+    def _issue(
+        self, body: Callable[[], None], tensors: list[torch.Tensor], options: Any
+    ) -> Work | None:
         device = tensors[0].device
         with torch.no_grad():
             if device.type == "cpu" or not getattr(options, "asyncOp", False):
                 body()
-                return Finished()
+                return Finished() if device.type == "cpu" else None
             module: Any = torch.get_device_module(device.type)
             stream = self._streams.setdefault(device, module.Stream())
             stream.wait_stream(module.current_stream())
@@ -200,14 +212,30 @@ class LoopGroup(dist.ProcessGroup):
             return Queued(module, stream, tensors)
 
 
-def join(size: int, device: torch.device) -> None:
-    """Makes this process rank 0 of a default process group of ``size`` ranks."""
+def join(size: int, device: torch.device, native: bool = False) -> None:
+    """Makes this process rank 0 of a default process group of ``size`` ranks.
+
+    The group is a Python class, or with ``native`` the C++ backend of one_rank_group.cpp.
+    """
+    if native:
+        _join_native(size, device)
+        return
     if not hasattr(dist.Backend, BACKEND.upper()):
         devices = sorted({"cpu", device.type})
         dist.Backend.register_backend(
             BACKEND, lambda store, rank, size, timeout: LoopGroup(rank, size), devices=devices
         )
     dist.init_process_group(BACKEND, rank=0, world_size=size, store=dist.HashStore())
+
+
+def _join_native(size: int, device: torch.device) -> None:
+    import one_rank_group
+
+    DELAYS.native = one_rank_group.load()
+    name = "one_rank"
+    devices = sorted({"cpu", device.type})
+    dist.Backend.register_backend(name, one_rank_group.make_backend, devices=devices)
+    dist.init_process_group(name, rank=0, world_size=size, store=dist.HashStore())
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """Trains all variants under one implementation with several seeds of pauses. races.py runs it.
 
-    race.py IMPLEMENTATION FILE [--seeds 0 1 2] [--seconds 100]
+    race.py IMPLEMENTATION FILE [--seeds 0 1 2] [--seconds 100] [--native] [--variants mixed]
 
 The script writes ``{"digests": {variant: {seed: digest}}, "findings": {variant: [...]}}`` to FILE.
-A variant that raised has its exception instead of a digest. The simulated device reports findings.
+With ``--native`` the collectives are those of one_rank_group.cpp. The key "inner" then has the
+number of its calls of NCCL. A variant that raised has its exception instead of a digest. The
+simulated device reports findings.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +56,17 @@ def run(name: str, tools: Tools, seed: int) -> tuple[str, list[str]]:
     return digest, device.findings() if device is not None else []
 
 
-def run_all(implementation: str, device: Any, seeds: list[int], deadline: float) -> dict[str, Any]:
-    """Trains all variants for each seed. The outer loop runs over seeds, so that all variants have
-    about as many seeds if the time limit ends the loop."""
+def run_all(
+    implementation: str,
+    device: Any,
+    seeds: list[int],
+    deadline: float,
+    names: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Trains the variants, by default all, for each seed. The outer loop runs over seeds, so that
+    all variants have about as many seeds if the time limit ends the loop."""
     tools = make_tools(implementation, device)
-    digests: dict[str, dict[int, str]] = {name: {} for name in variants.names(device)}
+    digests: dict[str, dict[int, str]] = {name: {} for name in names or variants.names(device)}
     findings: dict[str, list[str]] = {}
     for seed in seeds:
         for name, digest in digests.items():
@@ -75,13 +84,17 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--native", action="store_true")
+    parser.add_argument("--variants", nargs="+", default=())
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     warnings.simplefilter("ignore")
     device = start_device()
-    loop_group.join(variants.WORLD, device)
-    digest = run_all(options.implementation, device, options.seeds, deadline)
-    options.file.write_text(json.dumps(digest))
+    loop_group.join(variants.WORLD, device, options.native)
+    result = run_all(options.implementation, device, options.seeds, deadline, options.variants)
+    if options.native:
+        result["inner"] = loop_group.DELAYS.native.inner_collectives()
+    options.file.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

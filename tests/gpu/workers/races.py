@@ -2,7 +2,8 @@
 
 One process trains as rank 0 of eight (loop_group.py). On CUDA several processes share the device,
 each with some of the seeds. The simulated device checks the order of all accesses itself, so one
-seed is enough. dropped_waits.py runs the negative controls.
+seed is enough. Some processes have the C++ group of one_rank_group.cpp, which on CUDA moves data by
+NCCL; their bits must be those of the others. dropped_waits.py runs the negative controls.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from outcome import DEVICE, ON_CUDA, conclude, start_device
 
 SEEDS = 20
 PARTS = 2
-"""Number of processes per implementation."""
+"""Number of processes per implementation. The last one has the C++ group."""
+NATIVE_VARIANTS = ("mixed", "hsdp_partial", "asynchronous_gathers", "bfloat16_reduction")
+"""Variants over the C++ group on the simulated device. Each has other collectives."""
 
 WORKERS = Path(__file__).parent
 IMPLEMENTATIONS = ("torch", "fsdp_c")
@@ -46,10 +49,12 @@ class Part:
         return json.loads(self.file.read_text()) if self.process.wait() == 0 else None
 
 
-def start_race(folder: Path, implementation: str, seeds: list[int], seconds: float) -> Part:
-    file = folder / f"{implementation}-{seeds[0]}.json"
+def start_race(
+    folder: Path, implementation: str, seeds: list[int], seconds: float, *options: str
+) -> Part:
+    file = folder / f"{implementation}-{seeds[0]}{''.join(options[:1])}.json"
     limits = ["--seconds", str(seconds), "--seeds", *map(str, seeds)]
-    return Part(file, "race.py", implementation, str(file), *limits)
+    return Part(file, "race.py", implementation, str(file), *limits, *options)
 
 
 def start_controls(folder: Path, seconds: float) -> Part:
@@ -69,9 +74,14 @@ def merge_results(results: list[tuple[str, Any]]) -> tuple[Digests, list[str]]:
         if result is None:
             failures.append(f"a process of {implementation} failed")
             continue
+        group = ", C++ group" if "inner" in result else ""
+        if group and ON_CUDA and not result["inner"]:
+            failures.append(f"{implementation}: NCCL was not called")
+        # The group of the simulated device has other results (tests/accelerator/device/group.cpp).
+        variant_group = group if DEVICE == "sim" else ""
         for name, by_seed in result["digests"].items():
-            digests.setdefault(name, {}).setdefault(implementation, {}).update(
-                {str(seed): digest for seed, digest in by_seed.items()}
+            digests.setdefault(name + variant_group, {}).setdefault(implementation, {}).update(
+                {f"{seed}{group}": digest for seed, digest in by_seed.items()}
             )
         for name, findings in result["findings"].items():
             failures.append(f"{implementation}, {name}: {findings[0]}")
@@ -130,15 +140,24 @@ def run_in_processes(seeds: int, seconds: float) -> tuple[Digests, list[str], An
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = [
-            (implementation, start_race(folder, implementation, part_seeds, seconds))
-            for implementation in IMPLEMENTATIONS
-            for part_seeds in (list(range(part, seeds, PARTS)) for part in range(PARTS))
-            if part_seeds
+            (name, start_race(folder, name, list(range(part, seeds, PARTS)), seconds, *group))
+            for name in IMPLEMENTATIONS
+            for part, group in enumerate([()] * (PARTS - 1) + [("--native",)])
+            if part < seeds
         ]
         digests, failures = merge_results(
             [(implementation, part.result()) for implementation, part in parts]
         )
         return digests, failures, start_controls(folder, 28).result()
+
+
+def run_native(seconds: float) -> list[tuple[str, Any]]:
+    """Trains some variants over the C++ group, which needs processes of its own."""
+    options = ("--native", "--variants", *NATIVE_VARIANTS)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        parts = [(i, start_race(folder, i, [0], seconds, *options)) for i in IMPLEMENTATIONS]
+        return [(implementation, part.result()) for implementation, part in parts]
 
 
 def run_in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str], Any]:
@@ -150,6 +169,8 @@ def run_in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str],
         (implementation, race.run_all(implementation, device, list(range(seeds)), deadline))
         for implementation in IMPLEMENTATIONS
     ]
+    if DEVICE == "sim":
+        results += run_native(seconds)
     digests, failures = merge_results(results)
     return (
         digests,

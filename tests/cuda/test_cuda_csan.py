@@ -1,0 +1,19 @@
+"""The step csan of the GPU check: torch's CUDA sanitizer, over the simulated CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
+
+
+def test_sanitizer_reports_dropped_waits_only(run_worker: Any) -> None:
+    result = run_worker("csan_step")
+    for implementation, errors in result["errors"].items():
+        assert len(errors) == 5
+        assert not any(errors.values()), implementation
+        assert result["operations"][implementation] > 1000
+    assert result["waits"]["observed"] > 20
+    assert result["waits"]["detected"] > result["waits"]["dropped"] / 2

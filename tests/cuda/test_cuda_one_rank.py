@@ -1,0 +1,25 @@
+"""The C++ group of the GPU check, over NCCL, on torch's CUDA build.
+
+On a GPU its results are compared. Here no kernel runs, so orders and calls are compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
+
+
+def test_collectives_over_one_rank_of_nccl_are_ordered_and_as_many_as_torchs(
+    run_worker: Any,
+) -> None:
+    torchs, own = (run_worker("one_rank", name) for name in ("torch", "fsdp_c"))
+    assert len(own) == 4
+    for name, variant in own.items():
+        assert torchs[name]["findings"] == variant["findings"] == [], name
+        assert variant["NCCL"]["ncclAllGather"] > 0, name
+        assert variant["NCCL"]["ncclReduceScatter"] > 0, name
+        assert variant["NCCL"] == torchs[name]["NCCL"], name
+    assert own["hsdp_partial"]["NCCL"]["ncclAllReduce"] > 0
