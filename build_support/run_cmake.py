@@ -161,8 +161,8 @@ def build(
             raise SystemExit("fsdp_c: does not compile; the messages of the compiler are above")
         print_banner(
             f"{cuda.nvcc} does not compile the CUDA kernels (its messages are above). fsdp_c is "
-            "built without them: on a GPU it uses torch's foreach operations, which are slower. "
-            "Rebuild with an nvcc that works, or name architectures in TORCH_CUDA_ARCH_LIST."
+            "built without them: on a GPU, NVRTC compiles them at the first use. To build them "
+            "now, use an nvcc that works, or name architectures in TORCH_CUDA_ARCH_LIST."
         )
     configure(source, directory, {**definitions, **Cuda.none()})
     if not compile_targets(directory, targets, jobs):

@@ -87,13 +87,15 @@ def format_runs() -> str:
     titles = ["torch", "Python", "folder of tests", "passed", "failed", "skipped", "date", "commit"]
     lines, remarks = [format_row(titles), "| --- " * len(titles) + "|"], []
     torch = command = ""
+    previous: list[str] = []
     for run in read_runs():
-        first = [run["torch"], run["python"]] if run["torch"] != torch else ["", ""]
+        environment = [run["torch"], run["python"]]
+        first = environment if environment != previous else ["", ""]
         counts = [run[key] for key in ("passed", "failed", "skipped", "date", "commit")]
         lines.append(format_row([*first, format_folders(run), *counts]))
         if (run["torch"], run["command"]) != (torch, command):
             remarks.append(f"- **{run['torch']}**, {format_code(run['command'])}:")
-        torch, command = run["torch"], run["command"]
+        torch, command, previous = run["torch"], run["command"], environment
         remarks += format_remarks(run)
     return "\n".join([*lines, "", *remarks, ""])
 

@@ -44,7 +44,10 @@ RUN = {
         "Ranks compare their models and collectives: [reliability](reliability.md#ranks-diverge)",
     ),
     "FSDP_C_JIT": Variable(
-        SWITCH, "off", "NVRTC compiles the CUDA kernels at first use, if the build has none"
+        SWITCH,
+        "on",
+        "NVRTC compiles the CUDA kernels at first use, if the build has none: "
+        "[installation](getting-started.md#install)",
     ),
     "FSDP_C_OPTIM": Variable(
         SWITCH, "on", "After `FSDP_C=1` or `install()`, optimizers step on local shards"

@@ -4,9 +4,10 @@
     python tests/record_run.py --python .venv/bin/python --command "make test" build/tests.xml
 
 Each folder of tests becomes one run in the file of the torch release that PYTHON imports. The run
-replaces earlier runs of that folder with that release. Several XML files are parts of one run. A
-test of several files counts with its last result; skipping it again does not replace a result.
-Failed tests that passed in a later file are named, too. The pages are updated.
+replaces earlier runs of that folder with that release and that version of Python (3.11, 3.13).
+Several XML files are parts of one run. A test of several files counts with its last result;
+skipping it again does not replace a result. Failed tests that passed in a later file are named,
+too. The pages are updated.
 """
 
 from __future__ import annotations
@@ -95,11 +96,16 @@ def make_run(folder: str, results: list[tuple[Result, bool]], **origin: str) -> 
 
 
 def record(runs: list[dict[str, Any]], file: Path) -> None:
-    """Adds runs to a file. Removes its earlier runs of their folders."""
-    folders = {folder for run in runs for folder in run["folders"]}
+    """Adds runs to a file. Removes its earlier runs of their folders with their Pythons."""
+
+    def keys(run: dict[str, Any]) -> set[tuple[str, str]]:
+        python = compatibility_table.find_release(run["python"])
+        return {(python, folder) for folder in run["folders"]}
+
+    replaced = set[tuple[str, str]]().union(*map(keys, runs))
     old = json.loads(file.read_text()) if file.exists() else []
-    kept = [run for run in old if not folders & set(run["folders"])]
-    runs = sorted(kept + runs, key=lambda run: run["folders"])
+    kept = [run for run in old if not replaced & keys(run)]
+    runs = sorted(kept + runs, key=lambda run: sorted(keys(run)))
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(runs, indent=1) + "\n")
 

@@ -297,7 +297,7 @@ static PyMethodDef module_methods[] = {
      "gradient is complex or sparse."},
     {"kernels_of", module_kernels_of, METH_O,
      "kernels_of(device): returns the name of the kernels that pack and unpack on this "
-     "torch.device: 'cpu', 'cuda', or 'torch' for torch's multi-tensor operations."},
+     "torch.device: 'cpu', 'cuda', 'nvrtc', or 'torch' for torch's multi-tensor operations."},
     {"use_jit", module_use_jit, METH_VARARGS,
      "use_jit(launch, moves, casts, bind=0, context=0): sets the kernels of CUDA devices. launch "
      "is the address of cuLaunchKernel, moves and casts are two functions that the driver has "

@@ -1,6 +1,6 @@
 """CUDA kernels without nvcc: NVRTC compiles them at first use, and the driver loads them.
 
-``FSDP_C_JIT=1`` enables this module. The tests compile for every architecture, and launch with a
+``FSDP_C_JIT=0`` disables this module. The tests compile for every architecture, and launch with a
 simulated driver. The kernels have not run on a GPU yet.
 """
 
@@ -19,9 +19,9 @@ _objects_in_use: list[object] = []
 """Objects whose addresses the extension uses. The process never frees them."""
 
 
-def is_jit_requested() -> bool:
-    """Whether the environment enables this module."""
-    return is_env_enabled("FSDP_C_JIT")
+def is_jit_enabled() -> bool:
+    """Whether the environment permits this module, as it does by default."""
+    return is_env_enabled("FSDP_C_JIT", "1")
 
 
 def _check_result(code: int, operation: str) -> None:
@@ -36,7 +36,7 @@ def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> tuple[int, int, int, int,
     and the current context.
 
     Raises:
-        RuntimeError: The driver cannot load the cubin.
+        RuntimeError: The driver cannot load the cubin, or the thread has no context.
         AttributeError: The driver is older than CUDA 12.
     """
     library = ctypes.c_void_p()
@@ -54,11 +54,13 @@ def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> tuple[int, int, int, int,
     _objects_in_use[:] = [driver, library, image]
     context = ctypes.c_void_p()
     _check_result(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if context.value is None:
+        raise RuntimeError("cuCtxGetCurrent returned no context")
     launch, bind = (
         ctypes.cast(function, ctypes.c_void_p).value or 0
         for function in (driver.cuLaunchKernel, driver.cuCtxSetCurrent)
     )
-    return launch, functions[0], functions[1], bind, context.value or 0
+    return launch, functions[0], functions[1], bind, context.value
 
 
 def build_kernels(device: torch.device) -> tuple[int, int, int, int, int]:
@@ -72,8 +74,9 @@ def build_kernels(device: torch.device) -> tuple[int, int, int, int, int]:
         raise RuntimeError("found no libnvrtc that pip installed with torch")
     major, minor = torch.cuda.get_device_capability(device)
     cubin = Nvrtc(libraries[0]).compile_cached(10 * major + minor)
-    torch.cuda.set_device(device)  # makes the primary context current
-    return load_kernels(ctypes.CDLL("libcuda.so.1"), cubin)
+    with torch.cuda.device(device):
+        torch.cuda.mem_get_info()  # makes the primary context current in this thread
+        return load_kernels(ctypes.CDLL("libcuda.so.1"), cubin)
 
 
 def install_kernels(device: torch.device) -> None:

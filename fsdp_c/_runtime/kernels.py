@@ -23,29 +23,37 @@ def describe_kernels(device: torch.device) -> str:
     return "torch's foreach operations"
 
 
+def add_missing_kernels(device: torch.device) -> str:
+    """Compiles kernels with NVRTC if fsdp_c has none for a CUDA device.
+
+    Never raises, because torch's operations replace missing kernels. Returns the reason why there
+    are still none, or "".
+    """
+    if device.type != "cuda" or torch.version.hip or _C.kernels_of(device) != "torch":
+        return ""
+    cause = "fsdp_c was built without nvcc, or for another CUDA release"
+    if not jit.is_jit_enabled():
+        return f"{cause}, and FSDP_C_JIT is off"
+    try:
+        jit.install_kernels(device)
+    except Exception as error:
+        return f"{cause}, and NVRTC did not compile kernels ({error})"
+    return ""
+
+
 def log_kernels(device: torch.device) -> None:
     """Logs one line per device type and process; a warning if CUDA kernels are missing.
 
-    With ``FSDP_C_JIT=1``, NVRTC first compiles missing kernels.
+    Missing CUDA kernels are compiled first.
     """
     if device.type in _logged_devices:
         return
     _logged_devices.add(device.type)
-    if device.type == "cuda" and _C.kernels_of(device) == "torch" and jit.is_jit_requested():
-        try:
-            jit.install_kernels(device)
-        except (RuntimeError, OSError, AttributeError) as error:
-            logger.warning("fsdp_c: NVRTC did not compile kernels: %s", error)
-    has_no_cuda_kernels = (
-        device.type == "cuda" and _C.kernels_of(device) == "torch" and not torch.version.hip
-    )
+    reason = add_missing_kernels(device)
     logger.log(
-        logging.WARNING if has_no_cuda_kernels else logging.INFO,
+        logging.WARNING if reason else logging.INFO,
         "fsdp_c: memory is packed and unpacked on %s by %s%s",
         device.type,
         describe_kernels(device),
-        ": fsdp_c was built without nvcc, or for another CUDA release (FSDP_C_JIT=1 compiles "
-        "kernels with NVRTC)"
-        if has_no_cuda_kernels
-        else "",
+        f": {reason}" if reason else "",
     )

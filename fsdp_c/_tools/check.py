@@ -15,6 +15,7 @@ import torch
 import fsdp_c._C as _C
 
 from .._compat.build_info import read_build
+from .._runtime import kernels
 from ..version import __version__
 
 TIMEOUT = 120  # seconds for the self-test
@@ -64,9 +65,13 @@ def _check_torch(built: str) -> tuple[bool, str]:
 def _check_kernels() -> tuple[bool, str]:
     if _C.CUDA_KERNELS:
         return True, "CPU and CUDA"
-    if torch.cuda.is_available():
-        return True, "CPU; on CUDA, torch moves the data (kernels: FSDP_C_JIT=1, or nvcc)"
-    return True, "CPU"
+    if not torch.cuda.is_available():
+        return True, "CPU"
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = kernels.add_missing_kernels(device)
+    if reason:
+        return True, f"CPU; on CUDA, torch's operations move the data: {reason}"
+    return True, f"CPU; on CUDA, {kernels.describe_kernels(device)}"
 
 
 def _list_devices() -> str:

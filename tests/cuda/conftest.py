@@ -24,7 +24,7 @@ class Runner(Protocol):
 
 
 def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE), "FSDP_C_JIT": "1"}
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE)}
     # The folder of the call must not contain fsdp_c, because `python -c` imports from it first.
     return subprocess.run(
         [python, *arguments],

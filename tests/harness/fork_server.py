@@ -1,4 +1,4 @@
-"""Starts ranks by fork from a process that has imported torch, so that ranks skip that import.
+"""Starts processes by fork from one that has imported torch, so that they skip that import.
 
 ``start(arguments, env, output)`` starts this process's fork server on first use and requests a
 child from it. The result is a ``ForkedRank``, which has the methods of ``subprocess.Popen`` that
@@ -6,6 +6,9 @@ the launcher uses. The child has its own environment, output file and session. T
 down normally, but torch's static destructors do not run. The server never imports fsdp_c. Its
 objects are frozen (``gc.freeze``), so that the garbage collector of a rank neither scans them nor
 copies their pages.
+
+``start_script`` runs a script instead of a rank. ``ModuleServer`` forks interpreters that run a
+module, as ``python -m`` does.
 
 The protocol is one JSON document per line over the server's stdin and stdout. The response to
 ``{"start": ...}`` is a pid. The response to ``{"poll": pid}`` is an exit status (negative: a
@@ -63,18 +66,22 @@ class ForkedRank:
 
 
 class Server:
-    """The client's side of a fork server process."""
+    """The client's side of a fork server process, which runs ``command`` and :func:`serve`."""
 
-    def __init__(self) -> None:
-        launcher = Path(__file__).with_name("launch.py")
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(launcher), "--serve"],
+            [sys.executable, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=env | {"OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
         atexit.register(self.process.kill)
+
+    def start(self, arguments: list[str], env: dict[str, str], **request: str) -> ForkedRank:
+        """Forks a child. ``request`` has its output file, and optionally ``errors`` and ``cwd``."""
+        pid = self.send_request({"start": arguments, "env": env, **request})
+        return ForkedRank(self, pid)
 
     def send_request(self, request: dict[str, Any]) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -83,19 +90,61 @@ class Server:
         return json.loads(self.process.stdout.readline())
 
 
-_server = functools.cache(Server)
+@functools.cache
+def _launcher() -> Server:
+    """Returns the fork server of launch.py."""
+    return Server([str(Path(__file__).with_name("launch.py")), "--serve"], {**os.environ})
 
 
 def start(arguments: list[str], env: dict[str, str], output: Path) -> ForkedRank:
     """Forks a child that runs the launcher with ``arguments``."""
-    server = _server()
-    request = {"start": arguments, "env": env, "output": str(output)}
-    return ForkedRank(server, server.send_request(request))
+    return _launcher().start(arguments, env, output=str(output))
 
 
-def serve() -> list[str] | None:
+def start_script(script: Path, args: list[str], env: dict[str, str], output: Path) -> ForkedRank:
+    """Forks a child that runs ``script`` as ``python`` does. Creates the file ``output``."""
+    output.touch()
+    return start(["--script", str(script), *args], env, output)
+
+
+class ModuleServer:
+    """Forks interpreters that run ``python -m MODULE``, and have imported torch.
+
+    The server is such an interpreter. Its startup ends in ``sitecustomize``, which calls
+    :func:`serve`. In a child, ``sitecustomize`` sets ``sys.argv`` and returns, and the interpreter
+    continues.
+    """
+
+    def __init__(self, module: str, folder: Path, env: dict[str, str]) -> None:
+        """``folder``: an empty folder. ``env`` contains the environment of the module's imports."""
+        self.folder = folder
+        (folder / "sitecustomize.py").write_text(
+            f"import os, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+            "import fork_server\ndel sys.path[0]\n"
+            "arguments = fork_server.serve(('torch', 'torch.distributed.fsdp'))\n"
+            "if arguments is None:\n    os._exit(0)\nsys.argv[1:] = arguments\n"
+        )
+        path = os.pathsep.join([str(folder), env["PYTHONPATH"]])
+        self.server = Server(["-m", module], env | {"PYTHONPATH": path})
+
+    def run(
+        self, *arguments: str, env: dict[str, str], cwd: Path
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs the module in ``cwd``. Returns its exit status and output."""
+        output, errors = self.folder / "output", self.folder / "errors"
+        for path in (output, errors):
+            path.write_text("")
+        child = self.server.start(
+            [*arguments], env, output=str(output), errors=str(errors), cwd=str(cwd)
+        )
+        return subprocess.CompletedProcess(
+            arguments, child.wait(), output.read_text(), errors.read_text()
+        )
+
+
+def serve(imported: tuple[str, ...] = IMPORTED) -> list[str] | None:
     """Runs the server loop. Returns the arguments in a child, and None in the server at its end."""
-    for name in IMPORTED:
+    for name in imported:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -141,14 +190,15 @@ def _poll(pid: int) -> int | None:
 
 
 def _detach_from_server(request: dict[str, Any]) -> None:
-    """Moves the child to a new session, with the request's output file and environment."""
+    """Moves the child to a new session, with the request's files, folder and environment."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     null, output = os.open(os.devnull, os.O_RDONLY), os.open(request["output"], os.O_WRONLY)
-    for source, target in ((null, 0), (output, 1), (output, 2)):
+    errors = os.open(request["errors"], os.O_WRONLY) if "errors" in request else os.dup(output)
+    for source, target in ((null, 0), (output, 1), (errors, 2)):
         os.dup2(source, target)
-    os.close(null)
-    os.close(output)
+        os.close(source)
+    os.chdir(request.get("cwd", "."))
     for name in os.environ.keys() - request["env"].keys():
         del os.environ[name]
     os.environ.update(request["env"])

@@ -301,7 +301,11 @@ if __name__ == "__main__":
         die_with_parent()
         arguments = fork_server.serve()
     try:
-        if arguments is not None:
+        if arguments is not None and arguments[0] == "--script":
+            sys.argv = arguments[1:]
+            sys.path[0] = str(Path(sys.argv[0]).parent)  # as `python SCRIPT` does
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        elif arguments is not None:
             _main(Path(arguments[0]), int(arguments[1]))
     except Exception:
         traceback.print_exc()

@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 
@@ -90,11 +92,20 @@ FILES = {
 RELEASE_VALUES = [1, 2, 0, 10, 0]
 
 
+@dataclass(frozen=True)
+class Run:
+    """A process of a tree, and the file with its output."""
+
+    process: fork_server.ForkedRank
+    output: Path
+
+
 class Tree:
     """A source tree with the build files of this repository and the sources of FILES."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.runs = 0
         for name in COPIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -107,41 +118,39 @@ class Tree:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def start(self, *arguments: str, code: str = "", **variables: str) -> subprocess.Popen[str]:
-        """Starts setup.py. ``code`` runs in the same process before it."""
-        setup = f"import runpy, sys; sys.argv = ['setup.py', *{arguments!r}]; {code}\n"
-        setup += "runpy.run_path('setup.py', run_name='__main__')"
+    def start(self, script: str, *arguments: str, **variables: str) -> Run:
+        """Starts Python code in the root of the tree, in a process that has imported torch."""
+        self.runs += 1
+        path = self.root / f"run{self.runs}.py"
+        path.write_text(f"import os, sys; os.chdir({str(self.root)!r})\n{script}")
         removed = ("CC", "CXX", "TORCH_CUDA_ARCH_LIST")
         kept = {
             name: value
             for name, value in TOOL_ENV.items()
             if name not in removed and not name.startswith("FSDP_C")
         }
-        return subprocess.Popen(
-            [sys.executable, "-c", setup],
-            cwd=self.root,
-            env={**kept, "FSDP_C_NO_CUDA": "1", **variables},  # also with nvcc and a CUDA torch
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        kept |= {"CCACHE_BASEDIR": str(self.root), "CCACHE_NOHASHDIR": "1"}  # trees share objects
+        env = {**kept, "FSDP_C_NO_CUDA": "1", **variables}  # also with nvcc and a CUDA torch
+        output = path.with_suffix(".txt")
+        return Run(fork_server.start_script(path, [*arguments], env, output), output)
+
+    def start_build(self, *arguments: str, code: str = "", **variables: str) -> Run:
+        """Starts setup.py. ``code`` runs in the same process before it."""
+        setup = f"sys.argv[0] = 'setup.py'; {code}\n"
+        setup += "import runpy; runpy.run_path('setup.py', run_name='__main__')"
+        return self.start(setup, *(arguments or ("build_ext", "--inplace")), **variables)
 
     def build(self, *arguments: str, fails: bool = False, code: str = "", **variables: str) -> str:
         """Runs setup.py, by default ``build_ext --inplace``. Returns its output."""
-        process = self.start(*(arguments or ("build_ext", "--inplace")), code=code, **variables)
-        output, _ = process.communicate(timeout=850)
-        assert (process.returncode != 0) == fails, output
-        return output
+        run = self.start_build(*arguments, code=code, **variables)
+        assert (run.process.wait() != 0) == fails, run.output.read_text()
+        return run.output.read_text()
 
     def values(self, folder: str = "fsdp_c") -> list[int]:
         """Returns the results of the built module's functions."""
-        code = f"import torch, sys; sys.path.insert(0, {folder!r}); import _C; print(*_C.values())"
-        command = [sys.executable, "-c", code]
-        completed = subprocess.run(
-            command, cwd=self.root, env=TOOL_ENV, capture_output=True, text=True
-        )
-        assert completed.returncode == 0, completed.stderr
-        return [int(word) for word in completed.stdout.split()]
+        run = self.start(f"sys.path.insert(0, {folder!r}); import _C; print(*_C.values())")
+        assert run.process.wait() == 0, run.output.read_text()
+        return [int(word) for word in run.output.read_text().split()]
 
     def record(self) -> dict[str, Any]:
         """Returns the record of the built module, with the fields of its only build."""
@@ -232,9 +241,10 @@ def test_undefined_function_fails_each_build(tree: Tree) -> None:
 
 
 def test_parallel_builds_of_one_tree_succeed(tree: Tree) -> None:
-    processes = [tree.start("build_ext", "--inplace") for _ in range(2)]
-    outputs = [process.communicate(timeout=850)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    runs = [tree.start_build() for _ in range(2)]
+    statuses = [run.process.wait() for run in runs]
+    outputs = [run.output.read_text() for run in runs]
+    assert statuses == [0, 0], outputs
     assert sorted(compiled_files(output) != [] for output in outputs) == [False, True]
     assert tree.values() == RELEASE_VALUES
 

@@ -18,7 +18,9 @@ from site_dir import installed_environment
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_c
+from fsdp_c import _C
 from fsdp_c._compat import abi, build_info
+from fsdp_c._runtime import kernels
 from fsdp_c._tools import check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,10 +236,22 @@ def test_failed_check_prints_reason_and_returns_1(
     assert "two ranks    WRONG  training on gloo failed: x" in capsys.readouterr().out
 
 
-def test_check_passes_for_a_wheel_beside_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("", "CPU; on CUDA, fsdp_c's nvrtc kernels"),
+        ("no NVRTC", "CPU; on CUDA, torch's operations move the data: no NVRTC"),
+    ],
+)
+def test_check_of_a_wheel_beside_a_cuda_device_compiles_kernels(
+    reason: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_C, "CUDA_KERNELS", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    passed, text = check._check_kernels()
-    assert passed and "FSDP_C_JIT=1" in text
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "add_missing_kernels", lambda device: reason)
+    monkeypatch.setattr(kernels, "describe_kernels", lambda device: "fsdp_c's nvrtc kernels")
+    assert check._check_kernels() == (True, text)
 
 
 def test_self_test_with_failing_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import IO, Any
 
+import fork_server
 import pytest
 import torch
 import torch.distributed._composable.fsdp as composable
@@ -403,15 +404,31 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_plain_and_fsdp_c(scripts: Path, *arguments: str) -> tuple[Any, Any]:
+class Commands:
+    """Runs ``python -m fsdp_c`` in the folder of the scripts."""
+
+    def __init__(self, scripts: Path, folder: Path) -> None:
+        self.scripts = scripts
+        self.env = installed_environment(scripts)
+        self._server = fork_server.ModuleServer("fsdp_c", folder, self.env)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self._server.run(*arguments, env=self.env, cwd=self.scripts)
+
+
+@pytest.fixture(scope="module")
+def commands(scripts: Path, tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    return Commands(scripts, tmp_path_factory.mktemp("server"))
+
+
+def run_plain_and_fsdp_c(commands: Commands, *arguments: str) -> tuple[Any, Any]:
     """Runs a command line under plain python and under ``python -m fsdp_c``.
 
     Returns (status, stdout, lines of stderr) of each.
     """
-    env = installed_environment(scripts)
     outcomes = []
-    for prefix in ((), ("-m", "fsdp_c")):
-        completed = run(*prefix, *arguments, env=env, cwd=scripts)
+    plain = run(*arguments, env=commands.env, cwd=commands.scripts)
+    for completed in (plain, commands.run(*arguments)):
         # The frames of runpy in a traceback depend on the version of Python.
         lines = [line for line in completed.stderr.splitlines() if "<frozen runpy>" not in line]
         outcomes.append((completed.returncode, completed.stdout, lines))
@@ -438,22 +455,22 @@ def run_plain_and_fsdp_c(scripts: Path, *arguments: str) -> tuple[Any, Any]:
     ],
     ids=" ".join,
 )
-def test_script_behaves_as_under_plain_python(scripts: Path, arguments: tuple[str, ...]) -> None:
-    plain, with_fsdp_c = run_plain_and_fsdp_c(scripts, *arguments)
+def test_script_behaves_as_under_plain_python(
+    commands: Commands, arguments: tuple[str, ...]
+) -> None:
+    plain, with_fsdp_c = run_plain_and_fsdp_c(commands, *arguments)
     assert plain[0] != 0 or plain[1], "the script must print or fail: otherwise nothing is compared"
     assert with_fsdp_c == plain
 
 
-def test_script_and_child_environment_use_fsdp_c(scripts: Path) -> None:
-    completed = run(
-        "-m", "fsdp_c", "uses_fully_shard.py", env=installed_environment(scripts), cwd=scripts
-    )
+def test_script_and_child_environment_use_fsdp_c(commands: Commands) -> None:
+    arguments = ("-m", "fsdp_c", "uses_fully_shard.py")
+    completed = run(*arguments, env=commands.env, cwd=commands.scripts)  # a new interpreter
     assert completed.stdout.split("\n")[0] == "True 1", completed.stderr
 
 
-def test_command_with_help_or_missing_script_prints_usage(scripts: Path) -> None:
-    env = installed_environment(scripts)
-    with_help, empty = (run("-m", "fsdp_c", *a, env=env, cwd=scripts) for a in (["--help"], []))
+def test_command_with_help_or_missing_script_prints_usage(commands: Commands) -> None:
+    with_help, empty = commands.run("--help"), commands.run()
     assert (
         with_help.returncode == 0
         and with_help.stdout.startswith("usage: ")
@@ -462,8 +479,8 @@ def test_command_with_help_or_missing_script_prints_usage(scripts: Path) -> None
     assert empty.returncode == 2 and empty.stderr == with_help.stdout
 
 
-def test_command_with_unknown_option_exits_with_usage(scripts: Path) -> None:
-    completed = run("-m", "fsdp_c", "--chek", env=installed_environment(scripts), cwd=scripts)
+def test_command_with_unknown_option_exits_with_usage(commands: Commands) -> None:
+    completed = commands.run("--chek")
     assert completed.returncode == 2 and completed.stdout == ""
     assert completed.stderr.startswith("unknown option --chek: ")
     assert "\nusage: " in completed.stderr

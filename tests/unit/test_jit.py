@@ -167,34 +167,116 @@ def test_code_that_the_driver_rejects_raises_and_keeps_kernels(driver: ctypes.CD
     assert _C.kernels_of(torch.device("cuda")) == ("cuda" if _C.CUDA_KERNELS else "torch")
 
 
-@pytest.mark.skipif(bool(_C.CUDA_KERNELS), reason="built with nvcc")
-def test_jit_variable_selects_nvrtc_kernels_for_cuda(
-    driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_driver_without_current_context_raises(
+    driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile_for(device: torch.device) -> None:
+    driver.remove_context(1)
+    try:
+        with pytest.raises(RuntimeError, match="cuCtxGetCurrent returned no context"):
+            jit.load_kernels(driver, CODE)
+    finally:
+        driver.remove_context(0)
+
+
+# ---- selection -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installations(
+    driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[torch.device]]:
+    """Makes the fake driver install kernels. The list has the devices of the installations."""
+    if _C.CUDA_KERNELS:
+        pytest.skip("built with nvcc, whose kernels take precedence")
+    devices: list[torch.device] = []
+
+    def install(device: torch.device) -> None:
+        devices.append(device)
         _C.use_jit(*jit.load_kernels(driver, CODE))
 
+    monkeypatch.setattr(jit, "install_kernels", install)
     monkeypatch.setattr(kernels, "_logged_devices", set())
-    monkeypatch.setattr(jit, "install_kernels", compile_for)
-    monkeypatch.setenv("FSDP_C_JIT", "1")
+    monkeypatch.delenv("FSDP_C_JIT", raising=False)
     try:
-        with caplog.at_level("INFO", logger=kernels.logger.name):
-            kernels.log_kernels(torch.device("cuda"))
-        assert "packed and unpacked on cuda by fsdp_c's nvrtc kernels" in caplog.text
+        yield devices
     finally:
         _C.use_jit(0, 0, 0)
 
 
-def test_jit_without_nvrtc_library_logs_warning_and_uses_torch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def log_kernels(device: str, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
+    """Returns the level and the text of the only log record for ``device``."""
+    with caplog.at_level("INFO", logger=kernels.logger.name):
+        for _ in range(2):
+            kernels.log_kernels(torch.device(device))
+    [record] = caplog.records
+    return record.levelname, record.getMessage()
+
+
+@pytest.mark.parametrize("value", [None, "1"])
+def test_build_without_nvcc_compiles_kernels_for_cuda_with_nvrtc(
+    value: str | None,
+    installations: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(kernels, "_logged_devices", set())
+    if value is not None:
+        monkeypatch.setenv("FSDP_C_JIT", value)
+    text = "fsdp_c: memory is packed and unpacked on cuda by fsdp_c's nvrtc kernels"
+    assert log_kernels("cuda", caplog) == ("INFO", text)
+    assert installations == [torch.device("cuda")]
+
+
+@pytest.mark.parametrize("value", ["0", "off", ""])
+def test_fsdp_c_jit_off_leaves_cuda_to_torch_with_one_warning(
+    value: str,
+    installations: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("FSDP_C_JIT", value)
+    level, text = log_kernels("cuda", caplog)
+    assert level == "WARNING" and text.endswith("and FSDP_C_JIT is off")
+    assert "on cuda by torch's foreach operations" in text
+    assert installations == []
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no GPU"), OSError("no libcuda.so.1"), AssertionError("not compiled")]
+)
+def test_kernels_that_nvrtc_does_not_compile_leave_cuda_to_torch_with_one_warning(
+    error: Exception,
+    installations: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr(jit, "install_kernels", fail)
+    level, text = log_kernels("cuda", caplog)
+    assert level == "WARNING" and text.endswith(f"and NVRTC did not compile kernels ({error})")
+    assert "on cuda by torch's foreach operations" in text
+
+
+@pytest.mark.parametrize("device", ["cpu", "xpu"])
+def test_devices_without_cuda_do_not_use_nvrtc(
+    device: str, installations: list[torch.device], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert log_kernels(device, caplog)[0] == "INFO"
+    assert installations == []
+
+
+def test_rocm_does_not_use_nvrtc(
+    installations: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert log_kernels("cuda", caplog)[0] == "INFO"
+    assert installations == []
+
+
+def test_missing_nvrtc_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "find_libraries", list)
-    monkeypatch.setenv("FSDP_C_JIT", "1")
-    _C._testing.hide_kernels(True)
-    try:
-        kernels.log_kernels(torch.device("cuda"))
-    finally:
-        _C._testing.hide_kernels(False)
-    assert "NVRTC did not compile kernels: found no libnvrtc that pip installed" in caplog.text
-    assert "torch's foreach operations" in caplog.text
+    with pytest.raises(RuntimeError, match="found no libnvrtc that pip installed with torch"):
+        jit.install_kernels(torch.device("cuda"))

@@ -83,15 +83,17 @@ def test_record_has_the_last_result_of_each_test_by_folder(files: list[Path]) ->
     }
 
 
-def test_recorded_run_replaces_runs_of_its_folder_and_updates_both_documents(
+def test_recorded_run_replaces_runs_of_its_folder_and_python_and_updates_both_documents(
     files: list[Path], runs_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = compatibility_table.find_file(torch.__version__)
     run = {"torch": "2.1", "commit": "old", "failures": [], "passed_again": [], "skip_reasons": {}}
-    run |= {"python": "3.11", "date": "2025-01-01", "command": "old", "failed": 0, "skipped": 0}
+    python = ".".join(map(str, sys.version_info[:3]))
+    run |= {"python": python, "date": "2025-01-01", "command": "old", "failed": 0, "skipped": 0}
     old = [
         run | {"folders": ["tests/faults", "tests/gpu"], "passed": 7},
         run | {"folders": ["tests/parity"], "passed": 3},
+        run | {"folders": ["tests/unit"], "passed": 4, "python": "3.99.1"},
     ]
     file.write_text(json.dumps(old))
     arguments = ["record_run.py", "--command", "make x", "--commit", "abc", *map(str, files)]
@@ -103,6 +105,7 @@ def test_recorded_run_replaces_runs_of_its_folder_and_updates_both_documents(
         (["tests/faults"], 0, "abc"),
         (["tests/parity"], 3, "old"),
         (["tests/unit"], 2, "abc"),
+        (["tests/unit"], 4, "old"),
     ]
     assert recorded[2]["torch"] == torch.__version__
     page = compatibility_table.PAGE.read_text()

@@ -11,6 +11,7 @@ static int launches;
 static int refused;   /* the next launch is refused */
 static int skewed;    /* launches omit their last block */
 static int bound = 1; /* the thread has a context */
+static int absent;    /* the process has no context */
 
 extern "C" int cuLibraryLoadData(void **library, const void *code, void *, void *, unsigned, void *,
                                  void *, unsigned) {
@@ -35,7 +36,7 @@ extern "C" int cuLibraryGetKernel(void **kernel, void *, const char *name) {
 }
 
 extern "C" int cuCtxGetCurrent(void **context) {
-    *context = &bound;
+    *context = absent != 0 ? nullptr : &bound;
     return 0;
 }
 
@@ -75,6 +76,10 @@ extern "C" void skew(int on) {
 /* Ends the binding of the context, as in a new thread. */
 extern "C" void unbind() {
     bound = 0;
+}
+
+extern "C" void remove_context(int on) {
+    absent = on;
 }
 
 extern "C" void reject_next() {

@@ -73,8 +73,7 @@ def run(implementation: str, name: str, arguments: argparse.Namespace) -> dict[s
     command = [sys.executable, __file__, "--measure", implementation, name]
     command += ["--size", arguments.size, "--blocks", str(arguments.blocks)]
     command += ["--steps", str(arguments.steps)]
-    environment = os.environ | {"FSDP_C_JIT": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"{implementation}, {name}: {result.stderr[-3000:]}")
     return json.loads(result.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Compares the kernels that NVRTC compiles at first use (FSDP_C_JIT=1) with the CPU's and nvcc's.
+"""Compares the kernels that NVRTC compiles at first use with the CPU's and nvcc's.
 
 Random launches must give the CPU's bytes, as in check_kernels.py. Short trainings, in which the
 core launches the kernels on streams and in backward threads, must give the bits of nvcc's kernels.
