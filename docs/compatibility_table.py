@@ -21,6 +21,9 @@ RUNS = ROOT / "docs" / "test_runs"
 PAGE, README = ROOT / "docs" / "compatibility.md", ROOT / "README.md"
 BEGIN, END = "<!-- begin: compatibility_table.py -->", "<!-- end: compatibility_table.py -->"
 
+LINE_ITEMS = 4
+"""Reasons of skipped tests, or names of tests, in a line."""
+
 MAX_FUNCTIONS = 8
 """Names of test functions in one remark."""
 
@@ -76,8 +79,10 @@ def format_remarks(run: Run) -> Iterator[str]:
         ("failed", count_functions(run["failures"])),
         ("failed, then passed in a second run", count_functions(run["passed_again"])),
     ):
-        if counts:
-            yield f"    - {folders}, {title}: {format_counts(counts)}"
+        items = list(counts.items())
+        for first in range(0, len(items), LINE_ITEMS):
+            line = dict(items[first : first + LINE_ITEMS])
+            yield f"    - {folders}, {title}: {format_counts(line)}"
     if "note" in run:
         yield f"    - {folders}: {run['note']}"
 
