@@ -3,6 +3,7 @@
  *
  * Owns the table of the objects. The GIL guards the table. */
 #include "context_removal.hpp"
+#include "gil.hpp"
 #include "group.hpp"
 
 #include <ATen/EmptyTensor.h>
@@ -34,6 +35,7 @@ struct Attachment {
  * entry is constant while the group lives. */
 std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
     static auto *const table = new std::unordered_map<const c10d::ProcessGroup *, Attachment>();
+    const fct::HeldGil held; /* the first collective of a handle may be issued in a scope */
     for (auto it = table->begin(); it != table->end();) {
         it = it->second.group.expired() ? table->erase(it) : std::next(it);
     }

@@ -5,6 +5,7 @@
  * overrides. */
 #include "group.hpp"
 
+#include "gil.hpp"
 #include "pyobject.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -95,6 +96,7 @@ extern "C" {
 
 int fct_pg_resolve(const char *name, fct_pg **out) {
     return guarded("fct_pg_resolve", [&] {
+        const fct::HeldGil held;
         auto group = c10d::resolve_process_group(name);
         pybind11::object object = pybind11::cast(group);
         *out = get_handle(std::move(group), std::move(object));
