@@ -91,6 +91,8 @@ C_FILES = $(shell find csrc tests/c tests/accelerator/device tests/cuda/runtime 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
+# Without cached bytecode, each of about a thousand processes of the tests would compile the package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
 	lint-mypy lint-c format wheels wheels-check sanitize bench bench-record cuda-check gpu docs clean env-releases torch-diff \

@@ -45,11 +45,12 @@ std::atomic<int64_t> inner_collectives;
 /* Pauses the current stream for a random time. Only CUDA devices have work that takes long. */
 void pause(Kind kind, c10::Device device) {
     using Sleep = void (*)(int64_t);
-    static const auto sleep =
-        reinterpret_cast<Sleep>(dlsym(RTLD_DEFAULT, "_ZN2at4cuda5sleepEl")); /* at::cuda::sleep */
+    static const auto occupy_stream = /* at::cuda::sleep */
+        reinterpret_cast<Sleep>(dlsym(RTLD_DEFAULT, "_ZN2at4cuda5sleepEl"));
     const std::lock_guard<std::mutex> lock(pauses.mutex);
-    if (device.is_cuda() && sleep != nullptr && pauses.means[kind] > 0) {
-        sleep(std::uniform_int_distribution<int64_t>(0, 2 * pauses.means[kind])(pauses.random));
+    if (device.is_cuda() && occupy_stream != nullptr && pauses.means[kind] > 0) {
+        std::uniform_int_distribution<int64_t> cycles(0, 2 * pauses.means[kind]);
+        occupy_stream(cycles(pauses.random));
     }
 }
 
