@@ -1,16 +1,16 @@
 """Host time of the guard: labels of collectives and agreements, per unit and operation.
 
 Method. Two ranks, over shared memory and over gloo. For each transport three models take turns in
-every round: one with ``FSDP_C_GUARD`` on and two with it off, of which the second is the control.
-Each model has a process group of its own, because the ranks of a process group agree at its first
-use whether they compare.
+every round. The guard (``FSDP_C_GUARD``) is on for one of them, and off for the other two. The last
+one is the control. Each model has a process group of its own, because the ranks decide at the first
+collective of a process group whether they compare.
 
 - Gathers: each unit is unsharded with ``async_op=True``. After a barrier, when all ranks have
-  issued all gathers, each gather is waited for. So no call waits for the other rank, and the
-  difference of two models is the label of one gather: made, sent or hashed, and compared.
+  issued all gathers, each gather is waited for. So no call waits for the other rank. The guard adds
+  the time to make a label, to send or hash this label, and to compare it.
 - Steps: one forward and one backward. Each unit gathers twice and reduces once: three operations.
-  Over gloo, a step also has one agreement. The threads wait for each other, which takes CPU time
-  that varies, so these values are coarse.
+  Over gloo, a step also has one agreement. The values of steps have more noise, because ranks wait
+  for each other, and the CPU time of a wait varies.
 
 All values are the CPU time of the calling thread on rank 0, per unit and operation. The time of a
 call is the first percentile of its times, because other work on the machine only lengthens calls.
@@ -47,7 +47,7 @@ MODES = ("off", "on", "control")
 
 
 class Run:
-    """A model, and the CPU times of its steps and of both calls of its gathers, in ns."""
+    """A model, and the CPU times in ns of its steps, and of issues and waits of its gathers."""
 
     def __init__(self, options: argparse.Namespace, mode: str) -> None:
         set_guard("on" if mode == "on" else "off")
@@ -75,11 +75,11 @@ class Run:
             unit.reshard()
 
     def read_gather(self) -> float:
-        """Returns us of one gather."""
+        """Returns the time of one gather in us."""
         return find_percentile(self.issues) + find_percentile(self.waits)
 
     def read_step(self) -> float:
-        """Returns us of a step per unit and operation."""
+        """Returns the time of a step per unit and operation, in us."""
         return find_percentile(self.timed.times) / len(self.units) / STEP_OPERATIONS
 
 
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, transport: str) -> dict[str, float]:
-    """Returns microseconds per unit and operation."""
+    """Returns the columns of a transport: us per unit and operation."""
     os.environ["FSDP_C_TRANSPORT"] = TRANSPORTS[transport]
     runs = {}
     for mode in MODES:

@@ -49,7 +49,7 @@ class Checkpoints:
         Without ``--resume``, deletes the checkpoints of earlier runs.
 
         Raises:
-            UsageError: The checkpoint does not exist, has other settings, or has all steps.
+            UsageError: The checkpoint does not exist, has other settings, or is of the last step.
         """
         if not self.args.resume:
             if RANK == 0:

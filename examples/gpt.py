@@ -79,7 +79,7 @@ class GPT(nn.Module):
         self.head.weight = self.token.weight
 
     def _initialize(self) -> None:
-        """Draws normal weights: smaller ones in layers that write to the residual stream."""
+        """Draws normal weights. Layers that write to the residual stream get smaller ones."""
         residual_std = 0.02 / (2 * self.config.layers) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -106,7 +106,7 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def generate(model: GPT, prompt: bytes, length: int, *, seed: int) -> str:
     """Returns ``prompt`` and ``length`` sampled bytes; undecodable bytes are replaced.
 
-    Every rank must call it, because a forward is collective. All ranks sample the same bytes.
+    Every rank must call this, because a forward is collective. All ranks sample the same bytes.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)

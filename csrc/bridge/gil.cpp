@@ -6,10 +6,10 @@
 namespace {
 
 thread_local bool gil_scope = false;             /* this thread is in a scope */
-thread_local PyThreadState *gil_taker = nullptr; /* state that takes the GIL; NULL: it is held */
+thread_local PyThreadState *gil_taker = nullptr; /* to take the GIL again; NULL: not released */
 
-/* A Python function that runs inside a released scope, such as __torch_dispatch__, holds the GIL.
- */
+/* Returns true if this thread holds the GIL. Python functions that run in a scope, such as
+ * __torch_dispatch__, take the GIL. */
 bool holds_gil(const PyThreadState *state) {
 #if PY_VERSION_HEX >= 0x030d0000
     return PyThreadState_GetUnchecked() == state;

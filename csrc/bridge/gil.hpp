@@ -1,4 +1,4 @@
-/* C++ scopes for the GIL; see gil.h for the scopes of the core. All classes are valid on a thread
+/* RAII classes for the GIL. gil.h has the scopes of the core. All classes are valid on a thread
  * whose scope has released the GIL. */
 #ifndef FSDP_C_BRIDGE_GIL_HPP
 #define FSDP_C_BRIDGE_GIL_HPP
@@ -16,12 +16,12 @@ namespace fct {
 
 /* Whether a scope of this thread has released the GIL. */
 bool gil_is_released() noexcept;
-/* Around a call for a device with streams: releases the GIL, and takes it again outside of scopes.
- * Under a dispatch mode, which is Python code, the GIL stays held. */
+/* Before and after a call for a device with streams: begin releases the GIL, and end takes the GIL
+ * again outside of scopes. Under a dispatch mode, which is Python code, the GIL stays held. */
 void begin_device_call() noexcept;
 void end_device_call() noexcept;
 
-/* A call that launches or allocates on a device. */
+/* Surrounds a call that launches or allocates on a device. */
 class DeviceCall {
   public:
     explicit DeviceCall(c10::DeviceType type)
@@ -42,7 +42,8 @@ class DeviceCall {
     bool has_streams_;
 };
 
-/* Code that blocks, or that needs locks of threads that may wait for the GIL. */
+/* Releases the GIL for code that blocks, or that needs locks of threads that may wait for the
+ * GIL. */
 class ReleasedGil {
   public:
     ReleasedGil() {
@@ -55,7 +56,7 @@ class ReleasedGil {
     std::optional<pybind11::gil_scoped_release> released_;
 };
 
-/* Code that needs Python. */
+/* Takes the GIL for code that needs Python. */
 class HeldGil {
   public:
     HeldGil() {

@@ -70,7 +70,7 @@ FC_CHECK fc_status fc_comm_init_streams(fc_comm_ctx *c);
 /* Precondition: no reduction is in flight (fc_reduction_discard). */
 void fc_comm_fini(fc_comm_ctx *c);
 
-/* A scope of fct_gil_enter on devices with streams. It contains no callback. */
+/* On devices with streams: opens and ends a scope of bridge/gil.h. Scopes contain no callback. */
 static inline void fc_comm_enter_gil_scope(const fc_comm_ctx *c) {
     if (c->has_streams) {
         fct_gil_enter();

@@ -59,8 +59,8 @@ static fc_status add_context(const fc_process_group *pg, const char *modules, in
     return FC_ERAISED;
 }
 
-/* Sets unit and name of the label. The unit is the hash of the plan, the number of the root and the
- * name. Returns early without a plan, so that the label stays unknown. */
+/* Sets unit and name of the label. The unit is a hash of the plan, the number of the root and the
+ * name. Without a plan the function returns early, and the label stays unknown. */
 static void name_label(const fc_process_group *pg, const char *modules, fct_op_label *label) {
     label->unit = 0;
     if (pg->plan <= FCT_PLAN_UNKNOWN) {

@@ -18,7 +18,7 @@ typedef struct fc_process_group {
     uint64_t issued;    /* number of issued collectives, for operation tags */
     uint64_t plan;      /* hash of the plan of the root over this process group, or FCT_PLAN_* */
     uint64_t root;      /* identifies the root on this rank; 0: unknown */
-    uint64_t number;    /* of the root; 0: it has none yet. Part of the labels */
+    uint64_t number;    /* number of the root, part of the labels; 0: not numbered yet */
     bool compared;      /* the plan was compared, or need not be */
     fct_op_label label; /* of the next collective; the caller sets all fields but unit and name */
     bool agreeing;      /* this struct has started an agreement and not waited for it */

@@ -1,8 +1,8 @@
 /* The last collectives of this process, in a ring buffer. Reports about ranks that wait read it.
  *
  * There is one buffer per process, because a report covers all models. Nothing is allocated. On
- * devices with streams, threads add records at the same time, without the GIL: each changes its own
- * records only. fc_recorder_write also runs in a signal handler.
+ * devices with streams, threads add records at the same time, without the GIL. Each thread changes
+ * its own records only. fc_recorder_write also runs in a signal handler.
  *
  * Preconditions: `facts`, `work` in fc_recorder_wait, and `records` are not NULL. */
 #ifndef FSDP_C_CORE_RECORDER_H
@@ -59,8 +59,8 @@ void fc_recorder_issued(uint64_t number, const void *work);
 uint64_t fc_recorder_wait(const void *work);
 void fc_recorder_end(uint64_t number, fc_record_state state);
 
-/* Copies up to `count` records, newest first. Returns the number of copies. A record that another
- * thread changes at the time may be inconsistent. */
+/* Copies up to `count` records, newest first. Returns the number of copies. If another
+ * thread changes a record during the copy, this copy may be inconsistent. */
 size_t fc_recorder_copy(fc_record *records, size_t count);
 /* Returns the time of the records' clock. */
 uint64_t fc_recorder_now(void);

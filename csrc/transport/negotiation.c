@@ -57,7 +57,7 @@ struct shm_negotiation {
     size_t plan_count;
     uint64_t *roots; /* [root_count] in the order of their numbers */
     size_t root_count;
-    bool agrees; /* the guard of all ranks is on, and all of them allow agreements */
+    bool agrees; /* on all ranks the guard is on, and agreements are allowed */
     op_agreement agreement;
 };
 

@@ -51,7 +51,8 @@ shm_negotiation *shm_negotiation_new(void); /* NULL: no memory */
 void shm_negotiation_retain(shm_negotiation *n);
 void shm_negotiation_release(shm_negotiation *n); /* NULL is allowed */
 
-/* Values in place of the hash of a plan. */
+/* A plan describes the modules and settings of a root (fsdp_c/_runtime/plan_hash.py). These values
+ * take the place of the hash of a plan. */
 enum {
     FCT_PLAN_OFF = 0,     /* this rank compares nothing */
     FCT_PLAN_UNKNOWN = 1, /* the guard is on; the root of the unit has not run yet */
@@ -91,9 +92,9 @@ FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, s
  * shm_negotiation_run. */
 FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan,
                                            bool waits, shm_attach attach, fct_plan_result *result);
-/* Writes the number of a root over this process group: 1 for the root that is numbered first. So
- * roots with equal plans differ in their labels. `root` identifies the root on this rank, 0: none.
- * Returns -1 with a Python exception. */
+/* Writes the number that a root has in this process group: 1 for the root that is numbered first.
+ * Roots with equal plans therefore have different labels. `root` identifies the root on this rank;
+ * for 0 (no root) the number is 0. Returns -1 with a Python exception. */
 FCT_CHECK int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uint64_t *number);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);

@@ -16,11 +16,11 @@ from .env import is_env_enabled
 from .nvrtc import ENTRIES, Nvrtc, find_libraries
 
 _objects_in_use: list[object] = []
-"""Objects whose addresses the extension uses. The process never frees them."""
+"""Objects whose addresses the extension uses. This list keeps them until the process ends."""
 
 
 def is_jit_enabled() -> bool:
-    """Whether the environment permits this module, as it does by default."""
+    """Whether ``FSDP_C_JIT`` permits this module. The default is yes."""
     return is_env_enabled("FSDP_C_JIT", "1")
 
 
@@ -32,8 +32,8 @@ def _check_result(code: int, operation: str) -> None:
 def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> tuple[int, int, int, int, int]:
     """Loads ``cubin``. Returns the arguments of ``use_jit``.
 
-    These are the addresses of ``cuLaunchKernel``, of the two kernels and of ``cuCtxSetCurrent``,
-    and the current context.
+    The arguments are the addresses of ``cuLaunchKernel``, of the two kernels and of
+    ``cuCtxSetCurrent``, and the current context.
 
     Raises:
         RuntimeError: The driver cannot load the cubin, or the thread has no context.
@@ -80,5 +80,5 @@ def build_kernels(device: torch.device) -> tuple[int, int, int, int, int]:
 
 
 def install_kernels(device: torch.device) -> None:
-    """Builds the kernels and passes them to the core; raises as :func:`build_kernels`."""
+    """Builds the kernels and passes them to the core. Raises as :func:`build_kernels`."""
     _C.use_jit(*build_kernels(device))

@@ -1,4 +1,4 @@
-"""Logs which kernels pack and unpack parameters on a device, once per device type."""
+"""Compiles missing CUDA kernels, and logs once per device type which kernels move memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logged_devices: set[str] = set()
 
 
 def describe_kernels(device: torch.device) -> str:
-    """Returns a name of the implementation that packs and unpacks on ``device``."""
+    """Returns the name of the implementation that packs and unpacks on ``device``."""
     name = _C.kernels_of(device)
     if name != "torch":
         return f"fsdp_c's {name} kernels"
@@ -26,8 +26,8 @@ def describe_kernels(device: torch.device) -> str:
 def add_missing_kernels(device: torch.device) -> str:
     """Compiles kernels with NVRTC if fsdp_c has none for a CUDA device.
 
-    Never raises, because torch's operations replace missing kernels. Returns the reason why there
-    are still none, or "".
+    Never raises, because torch's operations replace missing kernels. Returns "", or the reason why
+    the kernels are still missing.
     """
     if device.type != "cuda" or torch.version.hip or _C.kernels_of(device) != "torch":
         return ""
@@ -42,9 +42,9 @@ def add_missing_kernels(device: torch.device) -> str:
 
 
 def log_kernels(device: torch.device) -> None:
-    """Logs one line per device type and process; a warning if CUDA kernels are missing.
+    """Compiles missing kernels, and logs one line per device type and process.
 
-    Missing CUDA kernels are compiled first.
+    The line is a warning if CUDA kernels are still missing.
     """
     if device.type in _logged_devices:
         return

@@ -1,6 +1,6 @@
 """Describes what must be equal on all ranks, and compares it before the first collective.
 
-The description has one line for each fact: "subject<TAB>value". Its 64-bit hash travels in the
+The description has one line for each fact: "subject<TAB>value". Its 64-bit hash is sent in the
 negotiation of the process group (``csrc/transport/negotiation.h``). If hashes differ, two ranks
 write their descriptions to the store of the process group, and every rank raises an exception with
 the first line that differs.
@@ -41,7 +41,7 @@ _OFF, _UNKNOWN = 0, 1
 """``FCT_PLAN_OFF`` and ``FCT_PLAN_UNKNOWN`` of ``csrc/transport/negotiation.h``."""
 
 _roots = itertools.count(1)
-"""Identifies the roots of this process. The core numbers them in the order of their first use."""
+"""Identifiers of roots. The core numbers the roots of a process group in order of first use."""
 
 _enabled: list[bool] = []
 """The value that ``set_enabled`` has set; empty: that of the environment variable."""

@@ -182,8 +182,8 @@ void sim_collectives_are_cpu_bound(bool are);
 
 /* ---- the GIL ---- */
 
-/* Returns the number of releases of the GIL for calls of the device (bridge/gil.h). A callback in a
- * scope is a failure. */
+/* Returns how often the GIL was released for calls that launch or allocate (bridge/gil.h). The
+ * simulator records a failure if a scope contains a callback. */
 size_t sim_gil_releases(void);
 
 /* ---- autograd ---- */

@@ -4,7 +4,7 @@
 #include <string.h>
 
 static bool in_scope;
-static bool released; /* by the first call for the device in the scope */
+static bool released; /* the first device call of the scope has released the GIL */
 static size_t releases;
 
 void sim_gil_begin(void) {

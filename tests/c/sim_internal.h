@@ -137,7 +137,7 @@ void sim_groups_end(void);
 void sim_autograd_begin(void);
 void sim_gil_begin(void);
 void sim_gil_end(void);                   /* records a failure if a scope was not left */
-void sim_gil_need(const char *name);      /* records a failure in a scope */
+void sim_gil_need(const char *name);      /* records a failure in a scope: the call needs the GIL */
 void sim_gil_note_call(const char *name); /* a call of the boundary */
 
 #endif

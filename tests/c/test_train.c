@@ -35,8 +35,8 @@ static void every_scenario_trains_with_exact_results(void **state) {
     sim_each_scenario(train);
 }
 
-/* Per group: one release for each pack with its all-gather, for each copy-out, and for the pack
- * with its reduce-scatter, division and cast. */
+/* One release for each pack with its all-gather, for each copy-out, and for each pack with its
+ * reduce-scatter, division and cast. */
 static void step_on_streams_releases_the_gil_once_per_phase(void **state) {
     (void)state;
     sim_scenario s = {.world = 2,

@@ -1,6 +1,6 @@
 """The C++ group of the GPU check, over NCCL, on torch's CUDA build.
 
-On a GPU its results are compared. Here no kernel runs, so orders and calls are compared.
+On a GPU the step races compares results. Here no kernel runs, so orders and calls are compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
 
 
-def test_collectives_over_one_rank_of_nccl_are_ordered_and_as_many_as_torchs(
+def test_collectives_over_one_rank_of_nccl_are_ordered_and_counts_equal_torch(
     run_worker: Any,
 ) -> None:
     torchs, own = (run_worker("one_rank", name) for name in ("torch", "fsdp_c"))

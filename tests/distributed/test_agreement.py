@@ -73,12 +73,12 @@ def test_model_trains_after_a_mismatch_and_a_reset_as_without_the_mismatch() -> 
 
 
 @pytest.mark.parametrize("transport", ["gloo", "direct"])
-def test_other_of_two_equal_roots_raises_on_all_ranks(transport: str) -> None:
+def test_equal_roots_in_another_order_raise_on_all_ranks(transport: str) -> None:
     for text in run_ranks(agreement.swap_equal_roots, 2, env={"FSDP_C_TRANSPORT": transport}):
         assert re.search("rank 0 .* of another model .*, rank 1 .* of another model", text)
 
 
-def test_ranks_agree_after_an_unshard_before_the_first_forward() -> None:
+def test_difference_after_an_unshard_before_the_first_forward_raises() -> None:
     for equal, different in run_ranks(agreement.diverge_after_early_unshard, 3, env=GLOO):
         assert equal == ""
         assert "collective mismatch: rank 0 gathers 'blocks.1'" in different

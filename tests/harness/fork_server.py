@@ -1,11 +1,12 @@
-"""Starts processes by fork from one that has imported torch, so that they skip that import.
+"""Forks processes from a server that has imported torch, so that they do not import torch again.
 
-``start(arguments, env, output)`` starts this process's fork server on first use and requests a
-child from it. The result is a ``ForkedRank``, which has the methods of ``subprocess.Popen`` that
-the launcher uses. The child has its own environment, output file and session. The interpreter shuts
-down normally, but torch's static destructors do not run. The server never imports fsdp_c. Its
-objects are frozen (``gc.freeze``), so that the garbage collector of a rank neither scans them nor
-copies their pages.
+The first call of ``start(arguments, env, output)`` starts this process's fork server. Each call
+requests a child from the server. The result is a ``ForkedRank``, which has the methods of
+``subprocess.Popen`` that the launcher uses.
+
+The child has its own environment, output file and session. The interpreter shuts down normally,
+but torch's static destructors do not run. The server never imports fsdp_c. Its objects are frozen
+(``gc.freeze``), so that the garbage collector of a rank neither scans them nor copies their pages.
 
 ``start_script`` runs a script instead of a rank. ``ModuleServer`` forks interpreters that run a
 module, as ``python -m`` does.
@@ -108,11 +109,11 @@ def start_script(script: Path, args: list[str], env: dict[str, str], output: Pat
 
 
 class ModuleServer:
-    """Forks interpreters that run ``python -m MODULE``, and have imported torch.
+    """Forks interpreters that have imported torch, and then run ``python -m MODULE``.
 
-    The server is such an interpreter. Its startup ends in ``sitecustomize``, which calls
-    :func:`serve`. In a child, ``sitecustomize`` sets ``sys.argv`` and returns, and the interpreter
-    continues.
+    The server is a process ``python -m MODULE``. Its startup stops in ``sitecustomize``, which
+    calls :func:`serve`. In a child, ``serve`` returns, ``sitecustomize`` sets ``sys.argv``, and the
+    interpreter continues with the module.
     """
 
     def __init__(self, module: str, folder: Path, env: dict[str, str]) -> None:

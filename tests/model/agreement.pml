@@ -20,21 +20,21 @@
 #define UNKNOWN 7
 #define EMPTY_HASH 1
 
-/* Messages of gloo. Messages of one algorithm have one size, or gloo ends the process by a signal.
- * Messages of different algorithms do not meet. */
+/* Messages of gloo. If messages of one algorithm differ in size, gloo ends the process by a signal.
+ * Messages of different algorithms are not matched: the ranks wait. */
 #define ROUND_1 1
 #define GATHER 2
 #define REDUCE 3
 #define SUMMARY 4     /* op_agreement_start */
 #define SEARCH 5      /* find_index */
 #define FIRST_LABEL 6 /* the last exchange of describe_difference */
-#define STUCK 7
-#ifdef WEAK_EXCHANGE_IS_APART
+#define STUCK 7       /* ranks have issued messages of different algorithms */
+#ifdef WEAK_EXCHANGE_HAS_OWN_ALGORITHM
 #define ALGORITHM(message) ((message) == REDUCE -> 1 : 0)
 #else
 #define ALGORITHM(message) ((message) == REDUCE -> 1 : ((message) <= GATHER -> 0 : 2))
 #endif
-#define WINDOW 8 /* collectives by which a rank may be ahead */
+#define WINDOW 8 /* at most this number of collectives separates the first rank from the last */
 
 byte issued[RANKS];
 byte slot[WINDOW];             /* the message of a collective that some rank has not issued */
@@ -62,7 +62,8 @@ bit has_died, died_early;
 #define LABEL(entry) ((entry) & 7)
 #define STEP(entry) ((entry) / 8)
 #define ALLOWS(r) allows[r]
-/* Ranks may wait for each other until the time limit of the process group. */
+/* The ranks may have issued different sequences of collectives. Their waits may then last until the
+ * time limit of the process group. */
 #define MAY_SHIFT (left_alone || (left_late && differences > 0))
 
 /* Compares the label of collective `index` with those of the other ranks. */
@@ -172,7 +173,7 @@ inline add_label(label) {
 /* shm_negotiation_start_agreement, op_agreement_start */
 inline start_agreement() {
     if
-#ifndef WEAK_ROUND_1_IS_READ_BEFORE
+#ifndef WEAK_ROUND_1_IS_READ_FIRST
     :: count > 0 && round_1 != NONE -> read_capabilities()
 #endif
     :: else
@@ -194,7 +195,7 @@ inline start_agreement() {
             round_parity = parity;
 #endif
             parity = 1 - parity;
-#ifndef WEAK_INTERVAL_ENDS_AT_ITS_START
+#ifndef WEAK_INTERVAL_ENDS_AT_AGREEMENT_START
             hash = EMPTY_HASH;
 #endif
             count = 0;
@@ -326,7 +327,7 @@ inline reset() {
     }
 }
 
-/* A rank catches its exception alone. Its peers may issue collectives that it has left out. */
+/* A rank catches its exception alone. Its peers may issue collectives that this rank leaves out. */
 inline leave_step() {
     d_step {
         if
@@ -382,7 +383,7 @@ proctype rank(byte me) {
             fi
         :: err == MISMATCH ->
             raised[me]++;
-            assert(raised[me] <= differences || MAY_SHIFT); /* no false alarm */
+            assert(raised[me] <= differences || MAY_SHIFT); /* no error without a difference */
             err = 0;
             reset();
             step++;

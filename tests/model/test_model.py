@@ -1,4 +1,4 @@
-"""The models of csrc/transport hold their properties, and each rule of them is needed.
+"""The models of csrc/transport have their properties, and need each of their rules.
 
 ``make model`` runs everything (FSDP_C_MODEL_WHOLE=1). README.md describes the models.
 """
@@ -79,10 +79,10 @@ RULES = {
     "UNKNOWN_EQUALS_ALL": ("agreement", ONE_FAULT, "assertion", False),
     "FIRST_KNOWN_RANK_IS_COMPARED": ("agreement", THREE_RANKS, "assertion", False),
     "ALL_RANKS_ALLOW": ("agreement", "RANKS=2 FAULTS=0", "assertion", False),
-    "ROUND_1_IS_READ_BEFORE": ("agreement", "RANKS=2 FAULTS=0", "assertion", True),
-    "EXCHANGE_IS_APART": ("agreement", ONE_FAULT, "assertion", True),
+    "ROUND_1_IS_READ_FIRST": ("agreement", "RANKS=2 FAULTS=0", "assertion", True),
+    "EXCHANGE_HAS_OWN_ALGORITHM": ("agreement", ONE_FAULT, "assertion", True),
     "EMPTY_INTERVAL_HAS_NO_EXCHANGE": ("agreement", NO_FAULT, "assertion", False),
-    "INTERVAL_ENDS_AT_ITS_START": ("agreement", ONE_FAULT, "assertion", True),
+    "INTERVAL_ENDS_AT_AGREEMENT_START": ("agreement", ONE_FAULT, "assertion", True),
     "ABANDONED_ROUND_IS_DROPPED": ("agreement", TWO_FAULTS, "assertion", False),
     "ALL_RANKS_SEARCH": ("agreement", THREE_RANKS, "assertion", False),
     "ALL_RANKS_RAISE": ("agreement", ONE_FAULT, "assertion", True),

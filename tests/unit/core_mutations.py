@@ -1,6 +1,6 @@
 """Seeded bugs of csrc/core and csrc/dry_run, each with the C test that must detect it.
 
-For each new check, add a mutation that it detects.
+For each new assertion or test, add a mutation that fails it.
 """
 
 from __future__ import annotations

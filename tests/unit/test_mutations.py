@@ -1,9 +1,10 @@
 """Mutation tests of the C code: each seeded bug must fail the named assertion of a C test.
 
-A mutation is one replacement in one file of csrc. The test compiles the file with the
-mutation, links it with the unmodified objects of ``make test-c``, and runs one C test. For each new
-check, add a mutation that it detects. The C tests of the shared-memory rings include the mutated
-source instead. ``make mutate`` runs all mutations (FSDP_C_MUTATIONS_WHOLE=1), ``make test`` a part.
+A mutation is one replacement in one file of csrc. The test compiles the file with the mutation,
+links the unmodified objects of ``make test-c``, and runs one C test. The C tests of the
+shared-memory rings include the mutated source instead of linking objects.
+
+``make mutate`` runs all mutations (FSDP_C_MUTATIONS_WHOLE=1), ``make test`` runs a part.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LIBRARIES = ["-lcmocka", "-lpthread", "-lm"]
 TOOL_ENV = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 WHOLE = os.environ.get("FSDP_C_MUTATIONS_WHOLE") == "1"
 STRIDE = 1 if WHOLE else 5
-"""``make test`` runs each fifth mutation of a table."""
+"""``make test`` runs every fifth mutation of a table."""
 
 TABLES = {
     "core": MUTATIONS,
@@ -55,7 +56,7 @@ def select(table: dict[str, Mutation]) -> list[str]:
 def objects() -> Path:
     """Returns the folder of the object files of the C tests, built without mutations.
 
-    ``make mutate`` also runs these tests, which must pass. ``make test`` runs them anyway.
+    ``make mutate`` also runs these C tests, which must pass. ``make test`` runs them elsewhere.
     """
     tables = (MUTATIONS, DRY_RUN_MUTATIONS, KERNEL_MUTATIONS, TRANSPORT_MUTATIONS)
     tests = sorted({table[name].test for table in tables for name in select(table)})

@@ -2,7 +2,7 @@
 
 ``python busy_thread.py [JOB ...]`` runs each job under the bare model, torch's FSDP2 and fsdp_c, on
 the simulated CUDA device. A thread that takes the GIL again waits up to ``sys.getswitchinterval()``
-(5 ms) for the busy thread. The time of a step therefore counts the releases of the GIL.
+(5 ms) for the busy thread. The time of a step therefore grows with each release of the GIL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the races step of the GPU check over its C++ group, whose collectives are those of NCCL.
+"""Runs the races step of the GPU check over its C++ group, whose collectives call NCCL.
 
 ``one_rank.py IMPLEMENTATION`` prints, for some variants, the reports of the device and the numbers
 of calls of each collective. No kernel runs, so the results are not compared.

@@ -168,7 +168,7 @@ def swap_equal_roots(rank: int, world_size: int) -> str:
 
 
 def diverge_after_early_unshard(rank: int, world_size: int) -> tuple[str, str]:
-    """Returns the exceptions of two equal steps after an ``unshard()``, and of another step."""
+    """Returns the errors of two equal steps after an ``unshard()``, and of a step that differs."""
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
     program = Program(DeviceMesh.from_group(group, "cpu"))
     program.models[0].blocks[0].unshard()

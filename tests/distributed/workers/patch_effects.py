@@ -1,8 +1,8 @@
 """Functions of torch's FSDP2 whose replacement fsdp_c does not call, or calls less often.
 
-``test_patch_sweep.py`` checks both tables; docs/private-surface.md refers to them. All other
-targets of the sweep are called by fsdp_c at least as often as by torch. Fallback collectives are
-those that torch's functions run, which call the same functions as in torch.
+``test_patch_sweep.py`` checks the tables, and docs/private-surface.md refers to them. fsdp_c calls
+all other targets of the sweep at least as often as torch. In a fallback, torch's functions run the
+collectives, and call the same functions as in torch.
 """
 
 from __future__ import annotations

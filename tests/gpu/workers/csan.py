@@ -1,9 +1,9 @@
 """Trains under torch's CUDA sanitizer (CSAN), with torch's operators in place of fsdp_c's kernels.
 
-CSAN observes operators, allocations, streams and events of torch, and reports accesses of tensors
-without order. It cannot observe kernels that are launched without an operator, so they are hidden.
-The collectives are those of one_rank_group.cpp. As a negative control, CSAN ignores one wait of a
-stream for an event; some of these waits must be reported.
+CSAN observes operators, allocations, streams and events of torch, and reports unordered accesses of
+a tensor. Kernels of fsdp_c are not operators, so CSAN cannot observe them, and they are turned off.
+The collectives are those of one_rank_group.cpp. As a negative control, a wait of a stream for an
+event is hidden from CSAN. CSAN must report an error for at least one of these waits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Waits:
             self._wait(stream, event)
 
     @contextmanager
-    def dropped(self, index: int) -> Iterator[None]:
-        """Hides the wait of this index from CSAN; -1: none."""
+    def drop(self, index: int) -> Iterator[None]:
+        """Hides wait number ``index`` from CSAN; -1: no wait."""
         self.count, self._dropped = 0, index
         self._syncs.stream_wait_for_event = self._observe
         try:
@@ -48,8 +48,8 @@ class Waits:
 
 
 class Errors:
-    """Records the errors of CSAN. CSAN also raises them, but its callbacks for frees and events run
-    while the exception is pending and clear it."""
+    """Records the errors of CSAN. CSAN also raises them. But its callbacks for frees and events may
+    run while the exception is pending, and clear the exception."""
 
     def __init__(self, handler: Any) -> None:
         self._found: list[Any] = []
@@ -61,8 +61,8 @@ class Errors:
         self._found += errors
         return errors
 
-    def of_training(self, tools: Tools, name: str) -> str:
-        """Trains a variant. Returns "" or its first error."""
+    def train(self, tools: Tools, name: str) -> str:
+        """Trains a variant. Returns the first error of CSAN, or ""."""
         self._found.clear()
         try:
             variants.VARIANTS[name](tools)
@@ -88,17 +88,17 @@ def run() -> dict[str, Any]:
 
             _C._testing.hide_kernels(True)
         before = handler.seq_num
-        found = {name: errors.of_training(tools, name) for name in VARIANTS}
+        found = {name: errors.train(tools, name) for name in VARIANTS}
         result["errors"][implementation] = found
         result["operations"][implementation] = handler.seq_num - before
     waits = Waits(handler.syncs)
-    with waits.dropped(-1):
-        errors.of_training(tools, "mixed")
+    with waits.drop(-1):
+        errors.train(tools, "mixed")
     total, detected = waits.count, 0
     indices = range(0, total, max(1, total // DROPPED))
     for index in indices:
-        with waits.dropped(index):
-            detected += bool(errors.of_training(tools, "mixed"))
+        with waits.drop(index):
+            detected += bool(errors.train(tools, "mixed"))
     result["waits"] = {"observed": total, "dropped": len(indices), "detected": detected}
     return result
 

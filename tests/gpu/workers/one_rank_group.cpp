@@ -1,10 +1,10 @@
-/* A c10d backend of several ranks, one of which is real. It is the C++ counterpart of
- * loop_group.py: the same data, pauses and poison, so that both give the same bits.
+/* A c10d backend of several ranks. One rank is this process, the others are simulated. The backend
+ * moves the same data, pauses and fills outputs like loop_group.py, so both give the same bits.
  *
  * The collectives of fsdp_c and torch reach this backend through c10d's dispatcher, as they reach
- * NCCL. Data moves by collectives of `inner`, a backend of one rank such as ProcessGroupNCCL, or by
- * copies if there is none. As in NCCL, a synchronous collective runs on the current stream and
- * returns no Work; an asynchronous one runs on a stream of the backend. */
+ * NCCL. `inner` is a backend of one rank, such as ProcessGroupNCCL; its collectives move the data.
+ * Without `inner`, copies move the data. As in NCCL, a synchronous collective runs on the current
+ * stream and returns no Work. An asynchronous one runs on a stream of the backend. */
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/Event.h>
@@ -42,7 +42,7 @@ struct Pauses {
 
 std::atomic<int64_t> inner_collectives;
 
-/* Pauses the current stream for a random time. Only CUDA devices have work that takes long. */
+/* Pauses the current stream for a random time. Devices other than CUDA do not pause. */
 void pause(Kind kind, c10::Device device) {
     using Sleep = void (*)(int64_t);
     static const auto occupy_stream = /* at::cuda::sleep */
@@ -88,7 +88,7 @@ class QueuedWork : public Work {
     Tensors tensors_;
 };
 
-/* The work of collectives whose callers need one, and that are ordered already. */
+/* A work for callers that require one, of a collective that the current stream already orders. */
 class FinishedWork : public Work {
   public:
     bool isCompleted() override {
@@ -146,7 +146,8 @@ class OneRankGroup : public c10d::Backend {
         });
     }
 
-    /* An average of equal data is that data. The factor gives other bits without the all-reduce. */
+    /* All ranks hold equal data, so their average is that data. The factor differs from 1, so that
+     * a missing all-reduce changes the bits. */
     WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
         const bool averages = options.reduceOp == c10d::ReduceOp::AVG;
         const double factor = averages ? 1 + 1.0 / 1024 : getSize() + 1.0;
@@ -182,7 +183,7 @@ class OneRankGroup : public c10d::Backend {
     }
 
   private:
-    c10::intrusive_ptr<c10d::Backend> inner_;              /* of one rank, or NULL */
+    c10::intrusive_ptr<c10d::Backend> inner_;              /* NULL: none */
     std::unordered_map<c10::Device, c10::Stream> streams_; /* of asynchronous collectives */
 
     static WorkPtr with_work(WorkPtr work) {
@@ -205,7 +206,7 @@ class OneRankGroup : public c10d::Backend {
         }
     }
 
-    /* The average is computed already; a factor of the operation is left to the inner backend. */
+    /* The caller has computed the average. The inner backend applies a factor (PREMUL_SUM). */
     void reduce_scatter(at::Tensor output, at::Tensor input, const c10d::ReduceOp &op) {
         if (uses_inner(output)) {
             c10d::ReduceScatterOptions options;
@@ -278,7 +279,7 @@ PYBIND11_MODULE(one_rank_group, m) {
                                                                                     "OneRankGroup")
         .def(pybind11::init<int, int, c10::intrusive_ptr<c10d::Backend>>(), pybind11::arg("rank"),
              pybind11::arg("size"), pybind11::arg("inner"));
-    m.def("set_pauses", &set_pauses, "Sets the mean pauses of gathers, scatters and reductions.");
+    m.def("set_pauses", &set_pauses, "Sets the mean pauses by kind, in clock cycles.");
     m.def("set_poison", [](bool on) { pauses.poison = on; });
     m.def("inner_collectives", [] { return inner_collectives.load(); });
 }

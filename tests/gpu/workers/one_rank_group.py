@@ -1,4 +1,4 @@
-"""Builds and loads one_rank_group.cpp: a c10d backend of several ranks over a communicator of one.
+"""Builds and loads one_rank_group.cpp, a c10d backend of several ranks of which one is real.
 
 ``python one_rank_group.py`` builds the module for the installed torch, with g++ only.
 """
@@ -26,7 +26,7 @@ FLAGS = ("-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-shar
 
 
 def build_library() -> Path:
-    """Returns the path of the module. Compiles it if source, Python or torch have changed."""
+    """Returns the path of the module. Compiles the module for new source, Python or torch."""
     text = torch.__version__ + sys.version + SOURCE.read_text()
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     library = BUILT / f"one_rank_group-{digest}.so"
@@ -56,7 +56,7 @@ def load() -> Any:
 
 
 def make_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Returns a backend. On CUDA it moves data by a communicator of NCCL with one rank."""
+    """Returns a backend. On CUDA an NCCL communicator of one rank moves the data."""
     inner = None
     if torch.cuda.is_available():
         options: Any = dist.ProcessGroupNCCL.Options()

@@ -3,7 +3,8 @@
 One process trains as rank 0 of eight (loop_group.py). On CUDA several processes share the device,
 each with some of the seeds. The simulated device checks the order of all accesses itself, so one
 seed is enough. Some processes have the C++ group of one_rank_group.cpp, which on CUDA moves data by
-NCCL; their bits must be those of the others. dropped_waits.py runs the negative controls.
+NCCL. Their bits must equal those of the other processes. dropped_waits.py runs the negative
+controls.
 """
 
 from __future__ import annotations
