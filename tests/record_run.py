@@ -5,9 +5,9 @@
 
 Each folder of tests becomes one run in the file of the torch release that PYTHON imports. The run
 replaces earlier runs of that folder with that release and that version of Python (3.11, 3.13).
-Several XML files are parts of one run. A test of several files counts with its last result;
-skipping it again does not replace a result. Failed tests that passed in a later file are named,
-too. The pages are updated.
+Several XML files are parts of one run. If several files contain a test, its last result counts; a
+later skip does not replace a result. The record names tests that failed and passed in a later file.
+The script updates both pages.
 """
 
 from __future__ import annotations

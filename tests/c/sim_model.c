@@ -544,7 +544,7 @@ double sim_model_digest(sim_model *m) {
     return digest;
 }
 
-/* Each root of the simulation has the number that identifies it. */
+/* The simulation does not count roots: the identifier of a root is its number. */
 int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint64_t *number) {
     (void)pg, (void)device;
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_number_root")) {

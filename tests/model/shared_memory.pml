@@ -30,10 +30,10 @@
 byte committed[RANKS], released[RANKS];
 bit closed[RANKS];
 byte header[RANKS * CAPACITY]; /* the operation of a message */
-byte content[RANKS * CAPACITY]; /* the number of the message whose data the memory holds */
+byte content[RANKS * CAPACITY]; /* the number of the message whose data is in this slot */
 #define SLOT(r, message) ((r) * CAPACITY + (message) % CAPACITY)
 
-byte mismatch; /* 1 + the number of the first messages whose labels differ; 0: none */
+byte mismatch; /* 1 + the number of the first message whose labels differ; 0: none */
 
 /* ---- shm_transport.c ---- */
 

@@ -243,7 +243,7 @@ def test_failed_check_prints_reason_and_returns_1(
         ("no NVRTC", "CPU; on CUDA, torch's operations move the data: no NVRTC"),
     ],
 )
-def test_check_of_a_wheel_beside_a_cuda_device_compiles_kernels(
+def test_check_on_a_cuda_device_compiles_missing_kernels(
     reason: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_C, "CUDA_KERNELS", False)

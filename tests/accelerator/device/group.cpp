@@ -1,7 +1,7 @@
 /* Collectives with NCCL's stream semantics. An asynchronous collective runs on the group's
  * stream, and `wait()` orders the current stream after it. A synchronous one runs on the current
  * stream and returns no Work. The host waits for neither. The data go through a CPU group (gloo).
- * Without one ("loop"), the result is that of ranks with equal data. */
+ * Without a CPU group ("loop"), the result is that of ranks with equal data. */
 #include "journal.h"
 #include "launch.h"
 #include "memory.h"
