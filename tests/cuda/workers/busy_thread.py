@@ -39,10 +39,7 @@ def measure(implementation: str, name: str, size: str, blocks: int, steps: int) 
     device.set(copies=0)
     import jobs
 
-    jobs.join_group()
-    training = jobs.Training(implementation, jobs.JOBS[name], getattr(jobs, size), blocks)
-    for _ in range(3):
-        training.step()
+    training = jobs.start_training(implementation, name, size, blocks)
     alone = _times(training, steps)
     before = device.counts()
     busy = BusyThread()

@@ -39,10 +39,7 @@ def measure(implementation: str, name: str, size: str, blocks: int, steps: int) 
     import jobs
     import torch
 
-    jobs.join_group()
-    training = jobs.Training(implementation, jobs.JOBS[name], getattr(jobs, size), blocks)
-    for _ in range(3):
-        training.step()
+    training = jobs.start_training(implementation, name, size, blocks)
     torch.cuda.reset_peak_memory_stats()
     before, memory = device.counts(), torch.cuda.memory_stats()
     times = []
