@@ -8,10 +8,14 @@ import scenarios
 from launch import run_ranks
 from scenario_ranks import ScenarioRun
 
-pytestmark = pytest.mark.xdist_group("accelerator_scenarios")
+pytestmark = [pytest.mark.xdist_group("accelerator_scenarios"), pytest.mark.torch("2.13")]
 
 Runs = dict[str, dict[str, ScenarioRun]]
 FSDP_C_RUNS = ("fsdp_c", "fsdp_c without kernels")
+NAMES = [
+    pytest.param(name, marks=pytest.mark.torch(scenarios.SINCE.get(name, "2.11")))
+    for name in scenarios.SCENARIOS
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,7 @@ def runs() -> Runs:
     return by_scenario
 
 
-@pytest.mark.parametrize("name", scenarios.SCENARIOS)
+@pytest.mark.parametrize("name", NAMES)
 def test_torch_trains_scenario_and_races_only_where_listed(runs: Runs, name: str) -> None:
     run = runs[name]["torch"]
     assert "Error: " not in str(run.record[0]), f"torch fails: {run.record}"
@@ -32,7 +36,7 @@ def test_torch_trains_scenario_and_races_only_where_listed(runs: Runs, name: str
 
 
 @pytest.mark.parametrize("implementation", FSDP_C_RUNS)
-@pytest.mark.parametrize("name", scenarios.SCENARIOS)
+@pytest.mark.parametrize("name", NAMES)
 def test_scenario_matches_torch_bitwise_without_races(
     runs: Runs, name: str, implementation: str
 ) -> None:

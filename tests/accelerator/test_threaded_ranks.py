@@ -8,7 +8,7 @@ import torch
 from launch import run_ranks
 from threaded_ranks import Results
 
-pytestmark = pytest.mark.xdist_group("accelerator_scenarios")
+pytestmark = [pytest.mark.xdist_group("accelerator_scenarios"), pytest.mark.torch("2.13")]
 
 
 @pytest.fixture(scope="module")

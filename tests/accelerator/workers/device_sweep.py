@@ -18,13 +18,13 @@ import sim_tools
 import simulated
 import torch
 import torch.nn as nn
+from sim_tools import BFLOAT16
 from sweep import DIM, Block, Trainer, UserFault, batch, local, same
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_c import _C, fully_shard, replicate
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 PLACES = ("forward", "backward", "user")
 STRIDE = 1 if os.environ.get("FSDP_C_ACCELERATOR_WHOLE", "0") != "0" else 3
 """Distance between the calls that fail. At the place "user", every call fails."""
@@ -39,7 +39,7 @@ def _shard(model: nn.Sequential, **options: Any) -> Any:
 
 
 def _shard_with_all_reduce_hook(model: nn.Sequential) -> Any:
-    _shard(model, mp_policy=HALF)
+    _shard(model, mp_policy=BFLOAT16)
     for unit in (*list(model)[:3], model):
         unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
     return model
@@ -69,9 +69,9 @@ VARIANTS: dict[str, tuple[int, Callable[[nn.Sequential], Any]]] = {
     "mixed": (1, lambda m: _shard(m, mp_policy=MIXED)),
     "accumulated": (2, lambda m: _shard(m, mp_policy=MIXED)),
     "smaller group": (1, lambda m: _shard(m, mp_policy=MIXED, reshard_after_forward=2)),
-    "kept after forward": (1, lambda m: _shard(m, mp_policy=HALF, reshard_after_forward=False)),
+    "kept after forward": (1, lambda m: _shard(m, mp_policy=BFLOAT16, reshard_after_forward=False)),
     "prefetched": (1, _shard_with_prefetch),
-    "hsdp": (2, lambda m: _shard(m, mesh=_mesh_2d("replicate", "shard"), mp_policy=HALF)),
+    "hsdp": (2, lambda m: _shard(m, mesh=_mesh_2d("replicate", "shard"), mp_policy=BFLOAT16)),
     "offload": (1, lambda m: _shard(m, offload_policy=CPUOffloadPolicy())),
     "memory from the group": (1, _shard_with_memory_from_group),
     "reduce hook": (1, _shard_with_all_reduce_hook),

@@ -55,6 +55,7 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, ScenarioRun]]:
             "fsdp_c without kernels": run_scenario(scenario, "fsdp_c", False),
         }
         for name, scenario in scenarios.SCENARIOS.items()
+        if sim_tools.is_supported(name)
     }
 
 

@@ -17,18 +17,25 @@ import features
 import torch
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
+import torch215_scenarios  # registers its scenarios
 from extensions import Negated
 from features import MIXED, Gather, Record, Scatter, blocks, digest
+from releases import has
+from sim_tools import BFLOAT16, WORLD, SimTools, prefetch_neighbors, scenario
 from sim_tools import SCENARIOS as SCENARIOS
-from sim_tools import WORLD, SimTools, prefetch_neighbors, scenario
+from sim_tools import SINCE as SINCE
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from toy_models import Checkpointed
+
+FIXED_IN_2_15 = {
+    "reduce_hook_on_a_stream_with_a_cast": "write by allocation",
+    "offload_with_a_reduce_hook": "write by allocation",
+}
 
 TORCH_RACES = {
     "interleaved": "write by allocation",
     "context_shared_by_roots_only": "read by aten::_foreach_copy_",
-    "reduce_hook_on_a_stream_with_a_cast": "write by allocation",
-    "offload_with_a_reduce_hook": "write by allocation",
+    **(torch215_scenarios.TORCH_RACES if has("2.15") else FIXED_IN_2_15),
     **direct_call_scenarios.TORCH_RACES,
 }
 """Scenarios in which torch races -> text that the finding contains (tests/TORCH_BUGS.md)."""
@@ -137,8 +144,9 @@ def hsdp_of_six_units(tools: SimTools) -> Record:
     """The reduce dtype differs from the gradients' dtype, so reduced buffers are freed after a
     cast."""
     model = nn.Sequential(*blocks(), *blocks(seed=1))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    return tools.train(tools.shard(model, mesh=tools.mesh("replicate", "shard"), mp_policy=policy))
+    return tools.train(
+        tools.shard(model, mesh=tools.mesh("replicate", "shard"), mp_policy=BFLOAT16)
+    )
 
 
 @scenario
@@ -362,8 +370,7 @@ def interleaved(tools: SimTools) -> Record:
 
 @scenario
 def reduce_hook_on_a_stream_with_a_cast(tools: SimTools) -> Record:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = tools.shard(nn.Sequential(*blocks(), *blocks(seed=1)), mp_policy=policy)
+    model = tools.shard(nn.Sequential(*blocks(), *blocks(seed=1)), mp_policy=BFLOAT16)
     stream = torch.Stream(device="sim")
     for unit in (*model, model):
         unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
@@ -473,71 +480,6 @@ def double_backward(tools: SimTools) -> Record:
 @scenario
 def double_backward_with_replicas(tools: SimTools) -> Record:
     return _double_backward(tools, WORLD // 2, mesh=tools.mesh("replicate", "shard"))
-
-
-def _manual_finalization(tools: SimTools, **kwargs: Any) -> Record:
-    """Trains on two microbatches per step. fsdp_c reduces in ``finalize_backward``, torch 2.13 in
-    the last backward.
-
-    Another operation runs between ``finalize_backward`` and ``wait()``, while fsdp_c reduces.
-    """
-    model = tools.shard(blocks(), **kwargs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if not tools.is_torch:
-        model.set_manual_backward_finalization(True)
-    record: Record = []
-    for step in range(3):
-        for index in range(2):
-            model.set_requires_gradient_sync(tools.is_torch and index == 1)
-            loss = model(tools.input(10 * step + index)).float().pow(2).sum()
-            loss.backward()
-            record.append(loss.item())
-        if not tools.is_torch:
-            model.set_requires_gradient_sync(True)
-            handle = model.finalize_backward(async_op=True)
-            loss.detach().clone().add_(1)
-            handle.wait()
-        record.append(digest(p.grad for p in model.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*record, digest(model.parameters())]
-
-
-@scenario
-def manual_finalization(tools: SimTools) -> Record:
-    return _manual_finalization(tools)
-
-
-@scenario
-def manual_finalization_in_float16(tools: SimTools) -> Record:
-    return _manual_finalization(tools, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
-
-
-@scenario
-def manual_finalization_with_replicas(tools: SimTools) -> Record:
-    return _manual_finalization(tools, mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
-
-
-@scenario
-def manual_finalization_offloaded(tools: SimTools) -> Record:
-    return _manual_finalization(tools, offload_policy=CPUOffloadPolicy())
-
-
-@scenario
-def manual_finalization_after_each_backward(tools: SimTools) -> Record:
-    """Every backward issues its reductions, and ``finalize_backward`` waits for them."""
-    model = tools.shard(blocks(), mp_policy=MIXED)
-    record: Record = []
-    if not tools.is_torch:
-        model.set_manual_backward_finalization(True)
-    for step in range(3):
-        loss = model(tools.input(step)).float().pow(2).sum()
-        loss.backward()
-        if not tools.is_torch:
-            model.finalize_backward()
-        record += [loss.item(), digest(p.grad for p in model.parameters())]
-        model.zero_grad()
-    return record
 
 
 @scenario

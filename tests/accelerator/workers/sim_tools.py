@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from features import WIDTH, Record, Tools
+from releases import has
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 WORLD = 4
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+"""Reduces in bfloat16 on all releases, then casts. Without ``reduce_dtype``, torch reduces in the
+dtype of the sharded parameter from 2.15 on."""
 
 
 @functools.cache
@@ -66,6 +71,8 @@ def join_loop_group() -> None:
 
 
 SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
+SINCE: dict[str, str] = {}
+"""The first torch release that supports a scenario. Scenarios that are not listed need none."""
 
 
 def prefetch_neighbors(model: Any) -> None:
@@ -79,3 +86,18 @@ def scenario(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Rec
     """Registers a scenario under its function's name."""
     SCENARIOS[function.__name__] = function
     return function
+
+
+def since(release: str) -> Callable[[Callable[[SimTools], Record]], Callable[[SimTools], Record]]:
+    """Marks a scenario that torch supports from ``release`` on."""
+
+    def mark(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Record]:
+        SINCE[function.__name__] = release
+        return function
+
+    return mark
+
+
+def is_supported(name: str) -> bool:
+    """Returns whether the installed torch supports a scenario."""
+    return has(SINCE.get(name, "2.11"))

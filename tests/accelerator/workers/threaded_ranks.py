@@ -20,6 +20,7 @@ import simulated
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch215_scenarios
 from features import Record
 from sim_tools import SimTools
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -150,7 +151,8 @@ def run(rank: int, world_size: int) -> Results:
     warnings.simplefilter("ignore")
     simulated.start()
     simulated.use_kernels(True)
-    scenarios.blocks = _locked_blocks
+    for module in (scenarios, torch215_scenarios):
+        module.blocks = _locked_blocks  # type: ignore[assignment]
     dist.destroy_process_group()
     runs = {
         name: {
