@@ -223,7 +223,7 @@ static fc_status reduce_on_streams(fc_reducer *reducer, fc_reduction *r, const f
     fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
     fc_comm_ctx *c = base->comm;
-    fct_stream compute = fct_stream_current(base->device);
+    const fct_stream compute = r->input_stream;
     fct_stream stream = c->streams_ready ? c->reduce_stream : compute;
     r->on_other_stream =
         c->streams_ready && !r->keep_partial && (r->has_hook || fc_group_base_is_replicated(base));

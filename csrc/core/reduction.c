@@ -1,8 +1,8 @@
 /* Reductions in flight; see reduction.h. Owns the list in the comm context and the buffers, events
  * and work of its entries.
  *
- * Streams: an input is freed only after the current stream waits for `input_done`. An abandoned
- * reduction first orders the current stream after the reduce streams. */
+ * Streams: an input is freed only after the current stream and the stream of its memory wait for
+ * `input_done`. An abandoned reduction first orders both streams after the reduce streams. */
 #include "reduction.h"
 
 #include <assert.h>
@@ -19,6 +19,9 @@ fc_reduction *fc_reduction_new(fc_group_base *base, size_t total) {
         r->base = base;
         r->align = 1;
         r->params = (fc_param **)(void *)(r + 1);
+        if (base->comm->has_streams) {
+            r->input_stream = fct_stream_current(base->device);
+        }
     }
     return r;
 }
@@ -44,7 +47,11 @@ void fc_reduction_abandon(fc_reduction *r) {
         if (r->on_other_stream) {
             fc_comm_settle_streams(c, c->reduce_stream, c->all_reduce_stream);
         }
-        fc_comm_settle_streams(c, fct_stream_current(c->device), c->reduce_stream);
+        const fct_stream current = fct_stream_current(c->device);
+        fc_comm_settle_streams(c, current, c->reduce_stream);
+        if (r->input_stream.id != current.id) {
+            fc_comm_settle_streams(c, r->input_stream, c->reduce_stream);
+        }
     }
     fc_comm_put_event(c, r->input_done);
     fc_comm_defer_release(c, r->work, r->input, r->output);
@@ -74,9 +81,15 @@ static void push_oldest(fc_comm_ctx *c, fc_reduction *r) {
 
 void fc_reduction_mark_settled(fc_comm_ctx *c) {
     assert((c->oldest == NULL) == (c->reductions == 0));
+    if (c->oldest == NULL || !c->has_streams) {
+        return;
+    }
+    const fct_stream current = fct_stream_current(c->device);
     for (fc_reduction *r = c->oldest; r != NULL; r = r->next) {
-        fc_comm_put_event(c, r->input_done);
-        r->input_done = NULL;
+        if (r->input_stream.id == current.id) {
+            fc_comm_put_event(c, r->input_done);
+            r->input_done = NULL;
+        }
     }
 }
 
@@ -360,6 +373,23 @@ done:
     return status;
 }
 
+/* Makes the current stream and the stream of the input's memory wait for the input's last use. */
+static fc_status order_input_release(fc_comm_ctx *c, fc_reduction *r) {
+    fc_status status = FC_OK;
+    if (r->input_done == NULL) {
+        return FC_OK;
+    }
+    const fct_stream current = fct_stream_current(c->device);
+    if (r->input_stream.id != current.id) {
+        FC_TRY_RAISED(fct_event_wait(r->input_done, r->input_stream));
+    }
+    FC_TRY_RAISED(fct_event_wait(r->input_done, current));
+    fc_comm_put_event(c, r->input_done);
+    r->input_done = NULL;
+done:
+    return status;
+}
+
 /* Removes each reduction from the list before fc_reduction_finish. A user hook that runs in
  * fc_reduction_finish may discard all reductions (reset) or call this function again (another
  * backward). */
@@ -373,12 +403,10 @@ fc_status fc_reduction_recycle(fc_comm_ctx *c, size_t keep) {
             fc_reduction_abandon(r);
             return status;
         }
-        if (r->input_done != NULL) {
-            if (fct_event_wait(r->input_done, fct_stream_current(c->device)) != 0) {
-                push_oldest(c, r);
-                return FC_ERAISED;
-            }
-            fc_comm_put_event(c, r->input_done);
+        status = order_input_release(c, r);
+        if (status != FC_OK) {
+            push_oldest(c, r);
+            return status;
         }
         fct_tensor_release(r->input);
         fct_tensor_release(r->output);

@@ -422,6 +422,46 @@ static void stream_reduction_is_queued_completely_and_keeps_only_input(void **st
     end(&f);
 }
 
+typedef enum input_release { RECYCLED, SETTLED_AND_RECYCLED, DISCARDED } input_release;
+
+/* Reduces on one stream and releases the input while another stream is current. The only rank casts
+ * the input: the simulated backend would hold the input of a collective. */
+static void release_input_on_other_stream(input_release release) {
+    sim_scenario scenario = two_ranks;
+    fct_stream other;
+    scenario.world = 1;
+    scenario.device.streams = true;
+    scenario.reduce_dtype = FCK_BFLOAT16;
+    fixture f = begin(scenario);
+    assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+    assert_int_equal(fct_stream_new(sim_device(), false, &other), 0);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    const fct_stream compute = fct_stream_set_current(other);
+    if (release == SETTLED_AND_RECYCLED) {
+        assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK);
+    }
+    if (release == DISCARDED) {
+        fc_reduction_discard(&f.model->comm, NULL);
+    } else {
+        finish(&f);
+    }
+    (void)fct_stream_set_current(compute);
+    const double zeros[8] = {0};
+    const int64_t size[1] = {8};
+    fct_tensor_release(sim_tensor_new(FCK_FLOAT32, 1, size, zeros)); /* reuses the input's memory */
+    assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK);
+    finish(&f);
+    end(&f);
+}
+
+static void input_released_on_other_stream_is_reused_after_its_cast(void **state) {
+    (void)state;
+    release_input_on_other_stream(RECYCLED);
+    release_input_on_other_stream(SETTLED_AND_RECYCLED);
+    release_input_on_other_stream(DISCARDED);
+}
+
 /* ---- a user's all-reduce hook on its own stream (set_all_reduce_hook(hook, stream=...)) ---- */
 
 static struct {
@@ -537,6 +577,7 @@ int main(void) {
         cmocka_unit_test(discarded_reduction_gives_no_gradient_and_holds_memory_until_complete),
         cmocka_unit_test(discard_affects_only_reductions_of_group),
         cmocka_unit_test(stream_reduction_is_queued_completely_and_keeps_only_input),
+        cmocka_unit_test(input_released_on_other_stream_is_reused_after_its_cast),
         cmocka_unit_test(row_is_kept_until_all_reduce_hook_stream_has_used_it),
         cmocka_unit_test(offload_copies_before_failure_are_waited_for_after_reset),
     };

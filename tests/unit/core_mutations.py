@@ -289,6 +289,27 @@ MUTATIONS = {
         "test_reduction",
         "[  FAILED  ] discard_keeps_order_of_other_reductions",
     ),
+    "stream of a reduction's input does not wait for the input's last use": Mutation(
+        "reduction",
+        "    if (r->input_stream.id != current.id) {\n        FC_TRY_RAISED",
+        "    if (false) {\n        FC_TRY_RAISED",
+        "test_reduce",
+        "[  FAILED  ] input_released_on_other_stream_is_reused_after_its_cast",
+    ),
+    "settled reductions drop the event for the stream of their input": Mutation(
+        "reduction",
+        "        if (r->input_stream.id == current.id) {\n            fc_comm_put_event",
+        "        if (c->has_streams) {\n            fc_comm_put_event",
+        "test_reduce",
+        "[  FAILED  ] input_released_on_other_stream_is_reused_after_its_cast",
+    ),
+    "abandoned reduction orders only the current stream": Mutation(
+        "reduction",
+        "        if (r->input_stream.id != current.id) {\n            fc_comm_settle",
+        "        if (false) {\n            fc_comm_settle",
+        "test_reduce",
+        "[  FAILED  ] input_released_on_other_stream_is_reused_after_its_cast",
+    ),
     "gathers do not wait for the optimizer step": Mutation(
         "state",
         "        FC_TRY(make_gathers_wait(s, event));\n",

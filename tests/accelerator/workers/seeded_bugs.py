@@ -207,6 +207,13 @@ BUGS = {
         ("fc_reduction_recycle", "fc_iteration_finalize"),
         "allocation",
     ),
+    "a manual finalization frees an input before it is done for the stream that packed it": Bug(
+        "manual_finalization_on_another_stream",
+        "drop",
+        "wait",
+        ("fc_reduction_recycle", "fc_iteration_complete"),
+        "allocation",
+    ),
     "the handle of a manual finalization does not wait": Bug(
         "manual_finalization_in_float16",
         "drop",

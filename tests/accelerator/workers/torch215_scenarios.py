@@ -95,6 +95,34 @@ def manual_finalization_after_each_backward(tools: SimTools) -> Record:
 
 
 @scenario
+def manual_finalization_on_another_stream(tools: SimTools) -> Record:
+    """Packs gradients on a side stream, and waits for the reductions on the current stream.
+
+    The side stream allocates next, so it may reuse the memory of the packed gradients.
+    """
+    model = tools.shard(blocks(), mp_policy=MIXED)
+    if _has_methods(tools):
+        model.set_manual_backward_finalization(True)
+    stream = torch.Stream(device="sim")
+    record: Record = []
+    for step in range(3):
+        model.set_requires_gradient_sync(not _has_methods(tools))
+        loss = model(tools.input(step)).float().pow(2).sum()
+        loss.backward()
+        if _has_methods(tools):
+            model.set_requires_gradient_sync(True)
+            stream.wait_stream(torch.accelerator.current_stream())
+            with torch.sim.stream(stream):  # type: ignore[attr-defined]
+                handle = model.finalize_backward(async_op=True)
+            handle.wait()
+            with torch.sim.stream(stream):  # type: ignore[attr-defined]
+                torch.empty(1, device="sim")
+        record += [loss.item(), digest(p.grad for p in model.parameters())]
+        model.zero_grad()
+    return record
+
+
+@scenario
 def manual_finalization_dropped_by_a_reset(tools: SimTools) -> Record:
     """Drops the reductions of a finalization whose handle is not waited for."""
     model = tools.shard(blocks(), mp_policy=MIXED)
