@@ -7,7 +7,7 @@ import seeded_bugs
 from launch import run_ranks
 from seeded_bugs import Results
 
-pytestmark = [pytest.mark.xdist_group("accelerator_bugs"), pytest.mark.torch("2.13")]
+pytestmark = [pytest.mark.xdist_group("accelerator_bugs"), pytest.mark.torch("2.12")]
 
 
 @pytest.fixture(scope="module")

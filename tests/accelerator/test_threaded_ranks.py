@@ -8,7 +8,7 @@ import torch
 from launch import run_ranks
 from threaded_ranks import Results
 
-pytestmark = [pytest.mark.xdist_group("accelerator_scenarios"), pytest.mark.torch("2.13")]
+pytestmark = [pytest.mark.xdist_group("accelerator_scenarios"), pytest.mark.torch("2.12")]
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,13 @@ import torch215_scenarios  # registers its scenarios
 from extensions import Negated
 from features import MIXED, Gather, Record, Scatter, blocks, digest
 from releases import has
-from sim_tools import BFLOAT16, WORLD, SimTools, prefetch_neighbors, scenario
+from sim_tools import BFLOAT16, WORLD, SimTools, prefetch_neighbors, scenario, since
 from sim_tools import SCENARIOS as SCENARIOS
 from sim_tools import SINCE as SINCE
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from toy_models import Checkpointed
 
+FIXED_IN_2_13 = {"offload_smaller_group": "of the host does not wait for aten::copy_"}
 FIXED_IN_2_15 = {
     "reduce_hook_on_a_stream_with_a_cast": "write by allocation",
     "offload_with_a_reduce_hook": "write by allocation",
@@ -35,6 +36,7 @@ FIXED_IN_2_15 = {
 TORCH_RACES = {
     "interleaved": "write by allocation",
     "context_shared_by_roots_only": "read by aten::_foreach_copy_",
+    **({} if has("2.13") else FIXED_IN_2_13),
     **(torch215_scenarios.TORCH_RACES if has("2.15") else FIXED_IN_2_15),
     **direct_call_scenarios.TORCH_RACES,
 }
@@ -302,6 +304,7 @@ def memory_from_the_group_smaller_group(tools: SimTools) -> Record:
     return record
 
 
+@since("2.13")
 @scenario
 def own_group_for_reduce_scatters(tools: SimTools) -> Record:
     model = tools.shard(blocks())
@@ -482,6 +485,7 @@ def double_backward_with_replicas(tools: SimTools) -> Record:
     return _double_backward(tools, WORLD // 2, mesh=tools.mesh("replicate", "shard"))
 
 
+@since("2.13")
 @scenario
 def reset_after_a_failure(tools: SimTools) -> Record:
     return failed_backward(tools, reset=True)
