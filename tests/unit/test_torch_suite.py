@@ -10,11 +10,14 @@ SCRIPT = Path(__file__).resolve().parents[1] / "torch_suite" / "compare_suite.py
 SUITE = """
 import os
 import torch
+from fsdp_c_autoload.redirect import is_redirected
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
 
 @skip_if_lt_x_gpu(4)
 def test_passes_with_both():
     assert torch.cpu.device_count() == 4
+    assert is_redirected(fully_shard) == (os.environ["FSDP_C"] == "1")
 
 def test_fails_with_both():
     raise ValueError

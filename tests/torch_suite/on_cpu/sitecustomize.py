@@ -7,6 +7,8 @@ changes torch's test utilities after their import:
 - Tests see four devices, and have at most one rank per device.
 - Ranks come from a fork server that has imported torch.
 - DistributedDataParallel ignores device indices.
+
+``FSDP_C=1`` has an effect even if fsdp_c is not installed with pip.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ def _keep(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
 def _adapt_common_distributed(module: Any) -> None:
     import torch
 
+    import fsdp_c_autoload
+    from fsdp_c_autoload.redirect import is_redirecting
+
+    if not is_redirecting():
+        fsdp_c_autoload.autoload()
     torch.cpu.device_count = torch.accelerator.device_count = lambda: DEVICES
     module.skip_if_lt_x_gpu = _keep
     module.skip_if_no_gpu = _keep()
