@@ -16,6 +16,7 @@
 #   make torch-diff OLD=2.14.1 NEW=2.15.0    changes of torch in the names that fsdp_c uses
 #   make test-release RELEASE=2.15.0         the tests with another torch release
 #   make test-clients   unmodified accelerate, transformers, Lightning, ... on torch's FSDP2 and on fsdp_c
+#   make test-torch-suite TORCH_SOURCE=dir    torch's own tests of FSDP2 on fsdp_c; dir has torch's sources
 #
 # VENV=dir uses an existing environment and installs missing packages into it. The default, .venv, is created at the
 # first use.
@@ -94,12 +95,12 @@ export MAX_JOBS ?= 2
 # Without cached bytecode, each of about a thousand processes of the tests would compile the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff \
+.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients test-torch-suite accelerator parity lint lint-ruff \
 	lint-mypy lint-c format wheels wheels-check sanitize bench bench-record cuda-check gpu docs clean env-releases torch-diff \
 	torch-record test-release cuda-sim model simulate mutate
 
 help:
-	@sed -n '3,18s/^# *//p' Makefile
+	@sed -n '3,19s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -193,6 +194,12 @@ $(CLIENTS_STAMP): tests/clients/requirements.txt
 	$(CLIENTS_PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77'
 	$(CLIENTS_PY) -m pip install -q '$(TORCH)' -r tests/clients/requirements.txt
 	@touch $@
+
+# Runs torch's own tests of FSDP2 with fsdp_c, and those that do not pass with torch's FSDP2, too:
+#   make test-torch-suite TORCH_SOURCE=pytorch-v2.12.1
+# TORCH_SOURCE is a source tree of torch. The Debian source package pytorch has one.
+test-torch-suite: build
+	$(PY) tests/torch_suite/compare_suite.py $(TORCH_SOURCE) --junitxml build/torch-suite.xml
 
 # Builds a second extension with AddressSanitizer and UndefinedBehaviorSanitizer and tests it. Python itself is not
 # instrumented, so LD_PRELOAD loads libasan first, with libstdc++, whose exception functions libasan needs at start.

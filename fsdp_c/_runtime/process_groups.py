@@ -201,7 +201,7 @@ class GroupCommunication(GroupCollectives):
         """Runs the user's all-reduce hook in place on ``reduced``: 1-D, this rank's shards."""
         assert self._reduce_hook is not None
         stream = self._all_reduce_hook_stream
-        if self.device.type == "cpu" or stream is None:
+        if stream is None:
             self._reduce_hook(reduced)  # the core's all-reduce stream is the current stream
             return
         current_stream = self.device_handle.current_stream()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp_c import ParamGroup
+from fsdp_c import ParamGroup, fully_shard
 
 
 class FakeStream:
@@ -54,3 +54,12 @@ def test_all_reduce_hook_with_stream_runs_between_two_stream_waits() -> None:
 
 def test_all_reduce_hook_without_stream_runs_on_current_stream_without_waits() -> None:
     assert run_hook(has_stream=False) == ["hook"]
+
+
+def test_all_reduce_hook_on_cpu_runs_with_its_stream_as_current_stream(single_group: int) -> None:
+    stream, used = torch.cpu.Stream(), []
+    model = fully_shard(torch.nn.Linear(2, 2))
+    model.set_all_reduce_hook(lambda output: used.append(torch.cpu.current_stream()), stream=stream)
+    model(torch.ones(1, 2)).sum().backward()
+    assert used == [stream]
+    assert torch.cpu.current_stream() is not stream
