@@ -27,6 +27,9 @@ LINE_ITEMS = 4
 MAX_FUNCTIONS = 8
 """Names of test functions in one remark."""
 
+NO_BUILDS = {("2.15", "3.10")}
+"""Pairs of a torch release and a version of Python for which torch has no builds."""
+
 Run = dict[str, Any]
 
 
@@ -114,7 +117,10 @@ def format_matrix() -> str:
     tested = {(find_release(run["torch"]), find_release(run["python"])) for run in read_runs()}
     rows: dict[tuple[str, ...], list[str]] = {}
     for release in (f"2.{minor}" for minor in range(int(bounds[1]), int(bounds[2]))):
-        cells = tuple("yes" if (release, python) in tested else "no" for python in pythons)
+        cells = tuple(
+            "none" if pair in NO_BUILDS else "yes" if pair in tested else "no"
+            for pair in ((release, python) for python in pythons)
+        )
         rows.setdefault(cells, []).append(release)
     titles = ["torch", f"Python {pythons[0]}", *pythons[1:]]
     lines = [format_row(titles), "| --- " * len(titles) + "|"]

@@ -3,8 +3,8 @@
 ``python check_wheels.py [--write] WHEEL... --pythons PYTHON...`` makes an environment for each
 PYTHON that has torch. The environment has that torch, but neither fsdp_c nor a compiler, and pip
 has no network. Each environment installs the wheel for its Python version, and runs
-``python -m fsdp_c --check`` and ``short_parity.py``. The first environment then installs in the
-other ways of ``WAYS``. They must install the same files.
+``python -m fsdp_c --check`` and ``short_parity.py``. The first environment of each Python version
+then installs in the other ways of ``WAYS``. They must install the same files.
 
 ``--no-ways`` omits these. ``--write`` stores the results in docs/wheels.json, and updates their
 table in docs/compatibility.md. The exit code is 1 if anything fails.
@@ -187,10 +187,12 @@ def install_way(environment: Environment, way: str, wheel: Path, source: Path) -
     )
 
 
-def check_ways(environment: Environment, wheel: Path, folder: Path) -> list[dict[str, Any]]:
-    """Installs in all WAYS. Compares the files with the installed wheel. Returns the rows."""
+def check_ways(environment: Environment, wheel: Path, source: Path) -> list[dict[str, Any]]:
+    """Installs in all WAYS. Compares the files with the installed wheel. Returns the rows.
+
+    ``source`` is a new folder for the SDIST.
+    """
     expected = environment.list_files()
-    source = folder / "source"
     build = [str(environment.base), "setup.py", "-q", "sdist", "--dist-dir", str(source)]
     run(build, cwd=ROOT)
     sdist = next(source.glob("*.tar.gz"))
@@ -211,24 +213,27 @@ def check_ways(environment: Environment, wheel: Path, folder: Path) -> list[dict
     return rows
 
 
-def select_wheel(wheels: list[Path], base: Path) -> Path:
-    """Returns the wheel for the Python version of an environment."""
+def read_tag(base: Path) -> str:
+    """Returns the Python tag of an environment: cp311."""
     code = "import sys; print(f'cp{sys.version_info.major}{sys.version_info.minor}')"
-    tag = run([str(base), "-c", code]).strip()
-    return next(wheel for wheel in wheels if f"-{tag}-" in wheel.name)
+    return run([str(base), "-c", code]).strip()
 
 
 def check_all(
     wheels: list[Path], pythons: list[Path], folder: Path, with_ways: bool
 ) -> dict[str, Any]:
-    """Returns the results for all environments, and for all ways in the first one."""
+    """Returns the results for all environments, and for all ways in the first one of each Python."""
     rows, ways = [], []
+    tags_with_ways: set[str] = set()
     for index, base in enumerate(pythons):
-        environment = Environment(base, folder / str(index))
-        rows.append(check_environment(environment, select_wheel(wheels, base)))
+        environment, tag = Environment(base, folder / str(index)), read_tag(base)
+        wheel = next(wheel for wheel in wheels if f"-{tag}-" in wheel.name)
+        rows.append(check_environment(environment, wheel))
         print(rows[-1], flush=True)
-        if index == 0 and with_ways:
-            ways = check_ways(environment, select_wheel(wheels, base), folder)
+        if with_ways and tag not in tags_with_ways:
+            tags_with_ways.add(tag)
+            facts = {name: rows[-1][name] for name in ("python", "torch")}
+            ways += [facts | row for row in check_ways(environment, wheel, folder / tag)]
     sizes = {wheel.name: wheel.stat().st_size for wheel in wheels}
     date = datetime.date.today().isoformat()
     return {"date": date, "wheels": sizes, "environments": rows, "ways": ways}

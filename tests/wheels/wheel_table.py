@@ -25,10 +25,10 @@ def format_row(cells: list[Any]) -> str:
 
 def format_tables(results: dict[str, Any]) -> str:
     """Returns the tables in Markdown."""
-    sizes = ", ".join(
-        f"`{name}` ({size / 2**20:.1f} MiB)" for name, size in results["wheels"].items()
-    )
-    lines = [f"`make wheels-check` on {results['date']}: {sizes}.", ""]
+    lines = [f"`make wheels-check` on {results['date']} installed these wheels:", ""]
+    for name, size in results["wheels"].items():
+        lines.append(f"- `{name}` ({size / 2**20:.1f} MiB)")
+    lines.append("")
     lines.append("| torch | Python | built for | install, CPU | import, CPU | `--check` | parity |")
     lines.append("| --- " * 7 + "|")
     for row in results["environments"]:
@@ -37,12 +37,11 @@ def format_tables(results: dict[str, Any]) -> str:
         lines.append(format_row([*facts, *times, row["check"], row["parity"]]))
     if not results["ways"]:
         return "\n".join(lines)
-    first = results["environments"][0]
-    lines += ["", f"Ways to install, with torch {first['torch']}:", ""]
-    lines += ["| way | files | import, CPU | `--check` |", "| --- " * 4 + "|"]
+    lines += ["", "Ways to install:", ""]
+    lines += ["| torch | Python | way | files | import, CPU | `--check` |", "| --- " * 6 + "|"]
     for row in results["ways"]:
-        name = f"`{row['way']}`"
-        lines.append(format_row([name, row["files"], f"{row['import_ms']} ms", row["check"]]))
+        facts = [row["torch"], row["python"], f"`{row['way']}`", row["files"]]
+        lines.append(format_row([*facts, f"{row['import_ms']} ms", row["check"]]))
     return "\n".join(lines)
 
 
