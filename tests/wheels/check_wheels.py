@@ -222,7 +222,7 @@ def read_tag(base: Path) -> str:
 def check_all(
     wheels: list[Path], pythons: list[Path], folder: Path, with_ways: bool
 ) -> dict[str, Any]:
-    """Returns the results for all environments, and for all ways in the first one of each Python."""
+    """Returns the results of all environments, and of WAYS in the first one of each Python."""
     rows, ways = [], []
     tags_with_ways: set[str] = set()
     for index, base in enumerate(pythons):
