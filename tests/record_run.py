@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="the Python of the tests")
     parser.add_argument("--command", required=True, help="the command that ran the tests")
     parser.add_argument("--commit", help="the tested commit; default: that of this checkout")
+    parser.add_argument("--note", help="a remark: if only some files ran, their names")
     parser.add_argument("files", nargs="+", type=Path, help="files of pytest --junitxml, in order")
     options = parser.parse_args()
     versions = subprocess.check_output([options.python, "-c", VERSIONS], text=True, cwd="/")
@@ -124,6 +125,8 @@ def main() -> None:
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.check_output(head, text=True, cwd=ROOT).strip()
     origin = {"torch": torch, "python": python, "commit": commit, "command": options.command}
+    if options.note:
+        origin["note"] = options.note
     folders = merge_results(options.files)
     runs = [make_run(folder, results, **origin) for folder, results in folders.items()]
     file = compatibility_table.find_file(torch)

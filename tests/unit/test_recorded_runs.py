@@ -96,7 +96,8 @@ def test_recorded_run_replaces_runs_of_its_folder_and_python_and_updates_both_do
         run | {"folders": ["tests/unit"], "passed": 4, "python": "3.99.1"},
     ]
     file.write_text(json.dumps(old))
-    arguments = ["record_run.py", "--command", "make x", "--commit", "abc", *map(str, files)]
+    options = ["--command", "make x", "--commit", "abc", "--note", "only test_a.py"]
+    arguments = ["record_run.py", *options, *map(str, files)]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(record_run, "ROOT", runs_folder.parents[1])
     record_run.main()
@@ -110,7 +111,8 @@ def test_recorded_run_replaces_runs_of_its_folder_and_python_and_updates_both_do
     assert recorded[2]["torch"] == torch.__version__
     page = compatibility_table.PAGE.read_text()
     assert "| unit | 2 | 2 | 1 | 2026-01-02 | abc |" in page
-    assert "    - unit, failed: `late` (1), `raises` (1)" in page
+    assert "    - unit, failed: `late` (1), `raises` (1)\n" in page
+    assert "    - unit: only test_a.py\n" in page
     for path in (compatibility_table.PAGE, compatibility_table.README):
         assert compatibility_table.update(path) == path.read_text()
 
