@@ -94,16 +94,17 @@ def format_runs() -> str:
     """Returns a table of all runs, and a list of their remarks."""
     titles = ["torch", "Python", "folder of tests", "passed", "failed", "skipped", "date", "commit"]
     lines, remarks = [format_row(titles), "| --- " * len(titles) + "|"], []
-    torch = command = ""
     previous: list[str] = []
+    last = None
     for run in read_runs():
         environment = [run["torch"], run["python"]]
         first = environment if environment != previous else ["", ""]
         counts = [run[key] for key in ("passed", "failed", "skipped", "date", "commit")]
         lines.append(format_row([*first, format_folders(run), *counts]))
-        if (run["torch"], run["command"]) != (torch, command):
-            remarks.append(f"- **{run['torch']}**, {format_code(run['command'])}:")
-        torch, command, previous = run["torch"], run["command"], environment
+        title = f"- **{run['torch']}**, Python {run['python']}, {format_code(run['command'])}:"
+        if title != last:
+            remarks.append(title)
+        last, previous = title, environment
         remarks += format_remarks(run)
     return "\n".join([*lines, "", *remarks, ""])
 

@@ -96,8 +96,11 @@ def test_recorded_run_replaces_runs_of_its_folder_and_python_and_updates_both_do
         run | {"folders": ["tests/unit"], "passed": 4, "python": "3.99.1"},
     ]
     file.write_text(json.dumps(old))
-    options = ["--command", "make x", "--commit", "abc", "--note", "only test_a.py"]
-    arguments = ["record_run.py", *options, *map(str, files)]
+    arguments = ["record_run.py", "--command", "make x", "--commit", "abc", *map(str, files)]
+    for name in ("unit/test_a.py", "unit/test_b.py", "faults/test_a.py"):
+        path = runs_folder.parents[1] / "tests" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(record_run, "ROOT", runs_folder.parents[1])
     record_run.main()
@@ -112,7 +115,9 @@ def test_recorded_run_replaces_runs_of_its_folder_and_python_and_updates_both_do
     page = compatibility_table.PAGE.read_text()
     assert "| unit | 2 | 2 | 1 | 2026-01-02 | abc |" in page
     assert "    - unit, failed: `late` (1), `raises` (1)\n" in page
-    assert "    - unit: only test_a.py\n" in page
+    assert "    - unit: 1 of 2 files: a\n" in page and "faults: 1 of" not in page
+    result = record_run.Result("tests/unit", "tests/unit/test_b/TestB::test", "", "passed", "")
+    assert record_run.describe_files("tests/unit", [(result, False)]) == {"note": "1 of 2 files: b"}
     for path in (compatibility_table.PAGE, compatibility_table.README):
         assert compatibility_table.update(path) == path.read_text()
 
