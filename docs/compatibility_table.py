@@ -27,6 +27,9 @@ LINE_ITEMS = 4
 MAX_FUNCTIONS = 8
 """Names of test functions in one remark."""
 
+NO_BUILDS = {("2.15", "3.10")}
+"""Pairs of a torch release and a version of Python for which torch has no builds."""
+
 Run = dict[str, Any]
 
 
@@ -35,15 +38,20 @@ def find_release(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def parse_version(version: str) -> list[int]:
+    """Returns the numbers of a version: [2, 15, 0, 132] of 2.15.0+cu132."""
+    return [int(number) for number in re.findall(r"\d+", version)]
+
+
 def find_file(torch: str) -> Path:
     """Returns the file of the runs with a torch release."""
     return RUNS / f"torch-{find_release(torch)}.json"
 
 
 def read_runs() -> list[Run]:
-    """Returns all runs in the order of torch's releases."""
-    files = sorted(RUNS.glob("*.json"), key=lambda path: int(path.stem.rpartition(".")[2]))
-    return [run for file in files for run in json.loads(file.read_text())]
+    """Returns all runs in the order of torch's releases, then of Python's."""
+    runs = [run for file in RUNS.glob("*.json") for run in json.loads(file.read_text())]
+    return sorted(runs, key=lambda run: [parse_version(run[name]) for name in ("torch", "python")])
 
 
 def format_row(cells: list[Any]) -> str:
@@ -91,16 +99,17 @@ def format_runs() -> str:
     """Returns a table of all runs, and a list of their remarks."""
     titles = ["torch", "Python", "folder of tests", "passed", "failed", "skipped", "date", "commit"]
     lines, remarks = [format_row(titles), "| --- " * len(titles) + "|"], []
-    torch = command = ""
     previous: list[str] = []
+    last = None
     for run in read_runs():
         environment = [run["torch"], run["python"]]
         first = environment if environment != previous else ["", ""]
         counts = [run[key] for key in ("passed", "failed", "skipped", "date", "commit")]
         lines.append(format_row([*first, format_folders(run), *counts]))
-        if (run["torch"], run["command"]) != (torch, command):
-            remarks.append(f"- **{run['torch']}**, {format_code(run['command'])}:")
-        torch, command, previous = run["torch"], run["command"], environment
+        title = f"- **{run['torch']}**, Python {run['python']}, {format_code(run['command'])}:"
+        if title != last:
+            remarks.append(title)
+        last, previous = title, environment
         remarks += format_remarks(run)
     return "\n".join([*lines, "", *remarks, ""])
 
@@ -114,7 +123,10 @@ def format_matrix() -> str:
     tested = {(find_release(run["torch"]), find_release(run["python"])) for run in read_runs()}
     rows: dict[tuple[str, ...], list[str]] = {}
     for release in (f"2.{minor}" for minor in range(int(bounds[1]), int(bounds[2]))):
-        cells = tuple("yes" if (release, python) in tested else "no" for python in pythons)
+        cells = tuple(
+            "none" if pair in NO_BUILDS else "yes" if pair in tested else "no"
+            for pair in ((release, python) for python in pythons)
+        )
         rows.setdefault(cells, []).append(release)
     titles = ["torch", f"Python {pythons[0]}", *pythons[1:]]
     lines = [format_row(titles), "| --- " * len(titles) + "|"]

@@ -1,13 +1,14 @@
 """Types of the extension module. The docstrings of the module and csrc/README.md describe them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from typing_extensions import Self
 
 def bind(**objects: Any) -> None: ...
 def clip_collect(

@@ -6,8 +6,8 @@
 Each folder of tests becomes one run in the file of the torch release that PYTHON imports. The run
 replaces earlier runs of that folder with that release and that version of Python (3.11, 3.13).
 Several XML files are parts of one run. If several files contain a test, its last result counts; a
-later skip does not replace a result. The record names tests that failed and passed in a later file.
-The script updates both pages.
+later skip does not replace a result. The record names tests that failed and passed in a later file,
+and the test files that ran if these are not all files of the folder. The script updates both pages.
 """
 
 from __future__ import annotations
@@ -95,6 +95,16 @@ def make_run(folder: str, results: list[tuple[Result, bool]], **origin: str) -> 
     }
 
 
+def describe_files(folder: str, results: list[tuple[Result, bool]]) -> dict[str, str]:
+    """Returns a note with the test files that ran, or {} if all files of the folder ran."""
+    prefix, all_files = f"{folder}/test_", {path.stem for path in (ROOT / folder).glob("test_*.py")}
+    # The name of a test is FOLDER/test_FILE::NAME, or FOLDER/test_FILE/CLASS::NAME.
+    ran = sorted({re.split(r"/|::", result.name.removeprefix(prefix))[0] for result, _ in results})
+    if all_files <= {f"test_{name}" for name in ran}:
+        return {}
+    return {"note": f"{len(ran)} of {len(all_files)} files: {', '.join(ran)}"}
+
+
 def record(runs: list[dict[str, Any]], file: Path) -> None:
     """Adds runs to a file. Removes its earlier runs of their folders with their Pythons."""
 
@@ -125,7 +135,10 @@ def main() -> None:
     commit = options.commit or subprocess.check_output(head, text=True, cwd=ROOT).strip()
     origin = {"torch": torch, "python": python, "commit": commit, "command": options.command}
     folders = merge_results(options.files)
-    runs = [make_run(folder, results, **origin) for folder, results in folders.items()]
+    runs = [
+        make_run(folder, results, **origin, **describe_files(folder, results))
+        for folder, results in folders.items()
+    ]
     file = compatibility_table.find_file(torch)
     record(runs, file)
     compatibility_table.update_pages()

@@ -409,6 +409,34 @@ def test_override_bits_follow_patches_of_each_group_method() -> None:
     assert len(seen) == len(_C.GROUP_METHODS)
 
 
+def test_each_patch_in_a_loop_of_specialized_bytecode_is_an_override() -> None:
+    """CPython specializes the instructions of a loop. These write to dicts directly."""
+    group = groups_of(model_of(fsdp_c.fully_shard))[0]
+    attributes, method, function = vars(group), group.unshard, param_group.foreach_reduce
+
+    def patch() -> None: ...
+
+    found: list[tuple[bool, ...]] = []
+    group.unshard = method  # the loop replaces the value of an existing key
+    for _ in range(100):
+        bits = [_C._testing.overrides(group)]
+        group.unshard = patch
+        bits.append(_C._testing.overrides(group))
+        group.unshard = method
+        bits.append(_C._testing.overrides(group))
+        attributes["unshard"] = patch
+        bits.append(_C._testing.overrides(group))
+        attributes["unshard"] = method
+        bits.append(_C._testing.overrides(group))
+        param_group.foreach_reduce = patch
+        bits.append(_C._testing.overrides(group))
+        param_group.foreach_reduce = function
+        bits.append(_C._testing.overrides(group))
+        found.append(tuple(bit != 0 for bit in bits))
+    del group.unshard
+    assert set(found) == {(False, True, False, True, False, True, False)}
+
+
 def test_method_restored_on_the_object_is_not_an_override() -> None:
     model = model_of(fsdp_c.fully_shard)
     group = groups_of(model)[0]

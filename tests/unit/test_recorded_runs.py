@@ -97,6 +97,10 @@ def test_recorded_run_replaces_runs_of_its_folder_and_python_and_updates_both_do
     ]
     file.write_text(json.dumps(old))
     arguments = ["record_run.py", "--command", "make x", "--commit", "abc", *map(str, files)]
+    for name in ("unit/test_a.py", "unit/test_b.py", "faults/test_a.py"):
+        path = runs_folder.parents[1] / "tests" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(record_run, "ROOT", runs_folder.parents[1])
     record_run.main()
@@ -110,7 +114,10 @@ def test_recorded_run_replaces_runs_of_its_folder_and_python_and_updates_both_do
     assert recorded[2]["torch"] == torch.__version__
     page = compatibility_table.PAGE.read_text()
     assert "| unit | 2 | 2 | 1 | 2026-01-02 | abc |" in page
-    assert "    - unit, failed: `late` (1), `raises` (1)" in page
+    assert "    - unit, failed: `late` (1), `raises` (1)\n" in page
+    assert "    - unit: 1 of 2 files: a\n" in page and "faults: 1 of" not in page
+    result = record_run.Result("tests/unit", "tests/unit/test_b/TestB::test", "", "passed", "")
+    assert record_run.describe_files("tests/unit", [(result, False)]) == {"note": "1 of 2 files: b"}
     for path in (compatibility_table.PAGE, compatibility_table.README):
         assert compatibility_table.update(path) == path.read_text()
 
@@ -119,7 +126,8 @@ def test_matrix_says_yes_for_recorded_combinations_only(runs_folder: Path) -> No
     for file in runs_folder.glob("*.json"):
         file.unlink()
     matrix = compatibility_table.format_matrix()
-    assert "yes" not in matrix and "| 2.11, 2.12, 2.13, 2.14, 2.15 | no | no | no | no |" in matrix
+    assert "yes" not in matrix and "| 2.11, 2.12, 2.13, 2.14 | no | no | no | no |" in matrix
+    assert "| 2.15 | none | no | no | no |" in matrix
     runs = [{"torch": "2.13.1+cpu", "python": "3.10.2"}]
     (runs_folder / "torch-2.13.json").write_text(json.dumps(runs))
     matrix = compatibility_table.format_matrix()

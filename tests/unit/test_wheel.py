@@ -22,7 +22,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 # Appended, because under the sanitizers fsdp_c must not be imported from this checkout.
-sys.path.append(str(ROOT))
+sys.path += [str(ROOT), str(ROOT / "tests/wheels")]
+
+import wheel_table  # noqa: E402
 
 from build_support import merge_wheels  # noqa: E402
 
@@ -98,6 +100,30 @@ def test_wheels_for_one_torch_release_are_not_merged(tmp_path: Path) -> None:
     wheels = [make_wheel(tmp_path / version, version) for version in ("2.13.0+cpu", "2.13.1")]
     with pytest.raises(SystemExit, match=r"two wheels for one torch release: 2.13.0\+cpu, 2.13.1"):
         merge_wheels.merge(wheels, tmp_path / "out")
+
+
+# ---- the records of make wheels-check ------------------------------------------------------------
+
+
+def test_results_of_wheels_replace_those_with_the_same_versions_only() -> None:
+    def row(python: str, torch: str, **facts: str) -> dict[str, str]:
+        return {"python": python, "torch": torch, **facts}
+
+    old = {
+        "wheels": {"b-cp311.whl": {"bytes": 1}, "a-cp310.whl": {"bytes": 2}},
+        "environments": [row("3.11.7", "2.9.1+cpu"), row("3.11.7", "2.15.0", date="old")],
+        "ways": [row("3.11.7", "2.15.0", way="x"), row("3.10.1", "2.9.1", way="x")],
+    }
+    new = {
+        "wheels": {"b-cp311.whl": {"bytes": 3}},
+        "environments": [row("3.11.7", "2.15.0", date="new")],
+        "ways": [row("3.11.7", "2.15.0", way="y"), row("3.11.7", "2.15.0", way="z")],
+    }
+    assert wheel_table.merge(old, new) == {
+        "wheels": {"a-cp310.whl": {"bytes": 2}, "b-cp311.whl": {"bytes": 3}},
+        "environments": [row("3.11.7", "2.9.1+cpu"), row("3.11.7", "2.15.0", date="new")],
+        "ways": [row("3.10.1", "2.9.1", way="x"), *new["ways"]],
+    }
 
 
 # ---- the wheel of the torch at hand --------------------------------------------------------------

@@ -3,11 +3,12 @@
 ``python check_wheels.py [--write] WHEEL... --pythons PYTHON...`` makes an environment for each
 PYTHON that has torch. The environment has that torch, but neither fsdp_c nor a compiler, and pip
 has no network. Each environment installs the wheel for its Python version, and runs
-``python -m fsdp_c --check`` and ``short_parity.py``. The first environment then installs in the
-other ways of ``WAYS``. They must install the same files.
+``python -m fsdp_c --check`` and ``short_parity.py``. The first environment of each Python version
+then installs in the other ways of ``WAYS``. They must install the same files.
 
-``--no-ways`` omits these. ``--write`` stores the results in docs/wheels.json, and updates their
-table in docs/compatibility.md. The exit code is 1 if anything fails.
+``--no-ways`` omits these. ``--write`` stores the results of each environment in docs/wheels.json,
+and updates their table in docs/compatibility.md. They replace earlier results with the same
+versions of Python and torch. The exit code is 1 if anything fails.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import resource
 import shutil
 import subprocess
 import sys
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +190,12 @@ def install_way(environment: Environment, way: str, wheel: Path, source: Path) -
     )
 
 
-def check_ways(environment: Environment, wheel: Path, folder: Path) -> list[dict[str, Any]]:
-    """Installs in all WAYS. Compares the files with the installed wheel. Returns the rows."""
+def check_ways(environment: Environment, wheel: Path, source: Path) -> list[dict[str, Any]]:
+    """Installs in all WAYS. Compares the files with the installed wheel. Returns the rows.
+
+    ``source`` is a new folder for the SDIST.
+    """
     expected = environment.list_files()
-    source = folder / "source"
     build = [str(environment.base), "setup.py", "-q", "sdist", "--dist-dir", str(source)]
     run(build, cwd=ROOT)
     sdist = next(source.glob("*.tar.gz"))
@@ -211,27 +216,50 @@ def check_ways(environment: Environment, wheel: Path, folder: Path) -> list[dict
     return rows
 
 
-def select_wheel(wheels: list[Path], base: Path) -> Path:
-    """Returns the wheel for the Python version of an environment."""
+def read_tag(base: Path) -> str:
+    """Returns the Python tag of an environment: cp311."""
     code = "import sys; print(f'cp{sys.version_info.major}{sys.version_info.minor}')"
-    tag = run([str(base), "-c", code]).strip()
-    return next(wheel for wheel in wheels if f"-{tag}-" in wheel.name)
+    return run([str(base), "-c", code]).strip()
+
+
+def describe_wheel(wheel: Path) -> dict[str, Any]:
+    """Returns the size of a wheel in bytes, and the torch releases of its extensions."""
+    with zipfile.ZipFile(wheel) as archive:
+        record = json.loads(archive.read("fsdp_c/_C.json"))
+    return {"bytes": wheel.stat().st_size, "torch": [build["torch"] for build in record["builds"]]}
 
 
 def check_all(
     wheels: list[Path], pythons: list[Path], folder: Path, with_ways: bool
-) -> dict[str, Any]:
-    """Returns the results for all environments, and for all ways in the first one."""
-    rows, ways = [], []
+) -> Iterator[dict[str, Any]]:
+    """Yields the results of each environment that passes. Raises Failed after the last one.
+
+    The results of the first environment of each Python contain those of WAYS.
+    """
+    failures: list[str] = []
+    tags_with_ways: set[str] = set()
     for index, base in enumerate(pythons):
-        environment = Environment(base, folder / str(index))
-        rows.append(check_environment(environment, select_wheel(wheels, base)))
-        print(rows[-1], flush=True)
-        if index == 0 and with_ways:
-            ways = check_ways(environment, select_wheel(wheels, base), folder)
-    sizes = {wheel.name: wheel.stat().st_size for wheel in wheels}
-    date = datetime.date.today().isoformat()
-    return {"date": date, "wheels": sizes, "environments": rows, "ways": ways}
+        try:
+            tag = read_tag(base)
+            wheel = next((wheel for wheel in wheels if f"-{tag}-" in wheel.name), None)
+            if wheel is None:
+                raise Failed(f"no wheel for {tag}")
+            environment = Environment(base, folder / str(index))
+            row = check_environment(environment, wheel)
+            row["date"] = datetime.date.today().isoformat()
+            print(row, flush=True)
+            facts = {name: row[name] for name in ("python", "torch", "date")}
+            ways: list[dict[str, Any]] = []
+            if with_ways and tag not in tags_with_ways:
+                ways = [facts | way for way in check_ways(environment, wheel, folder / tag)]
+                tags_with_ways.add(tag)
+            wheels_of_row = {wheel.name: describe_wheel(wheel)}
+            yield {"wheels": wheels_of_row, "environments": [row], "ways": ways}
+        except Failed as failure:
+            failures.append(f"{base}: {failure}")
+            print(failures[-1], flush=True)
+    if failures:
+        raise Failed(f"{len(failures)} of {len(pythons)} environments failed")
 
 
 def main() -> int:
@@ -250,13 +278,12 @@ def main() -> int:
     pythons = [Path(os.path.abspath(python)) for python in options.pythons]
     shutil.rmtree(FOLDER, ignore_errors=True)
     try:
-        results = check_all(wheels, pythons, FOLDER, not options.no_ways)
+        for results in check_all(wheels, pythons, FOLDER, not options.no_ways):
+            if options.write:
+                wheel_table.record(results)
     except Failed as failure:
         print(failure)
         return 1
-    if options.write:
-        wheel_table.RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        wheel_table.update_page()
     return 0
 
 

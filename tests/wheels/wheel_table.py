@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,26 +24,47 @@ def format_row(cells: list[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+def parse_versions(row: dict[str, Any]) -> list[list[int]]:
+    """Returns the versions of torch and Python as lists of numbers."""
+    return [list(map(int, re.findall(r"\d+", row[name]))) for name in ("torch", "python")]
+
+
+def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Returns the new results, and the old ones with other versions of torch or Python."""
+    merged: dict[str, Any] = {"wheels": dict(sorted((old["wheels"] | new["wheels"]).items()))}
+    for kind in ("environments", "ways"):
+        replaced = list(map(parse_versions, new[kind]))
+        kept = [row for row in old[kind] if parse_versions(row) not in replaced]
+        merged[kind] = sorted(kept + new[kind], key=parse_versions)
+    return merged
+
+
+def record(new: dict[str, Any]) -> None:
+    """Adds results to docs/wheels.json, and updates the page."""
+    results = merge(json.loads(RESULTS.read_text()), new)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    update_page()
+
+
 def format_tables(results: dict[str, Any]) -> str:
     """Returns the tables in Markdown."""
-    sizes = ", ".join(
-        f"`{name}` ({size / 2**20:.1f} MiB)" for name, size in results["wheels"].items()
-    )
-    lines = [f"`make wheels-check` on {results['date']}: {sizes}.", ""]
-    lines.append("| torch | Python | built for | install, CPU | import, CPU | `--check` | parity |")
-    lines.append("| --- " * 7 + "|")
+    lines = ["| wheel | size | torch of its extensions |", "| --- " * 3 + "|"]
+    for name, wheel in results["wheels"].items():
+        size = f"{wheel['bytes'] / 2**20:.1f} MiB"
+        lines.append(format_row([f"`{name}`", size, ", ".join(wheel["torch"])]))
+    titles = ["torch", "Python", "built for", "install, CPU", "import, CPU", "`--check`", "parity"]
+    lines += ["", format_row([*titles, "date"]), "| --- " * 8 + "|"]
     for row in results["environments"]:
         facts = [row[name] for name in ("torch", "python", "built_for")]
         times = [f"{row['install_seconds']} s", f"{row['import_ms']} ms"]
-        lines.append(format_row([*facts, *times, row["check"], row["parity"]]))
+        lines.append(format_row([*facts, *times, row["check"], row["parity"], row["date"]]))
     if not results["ways"]:
         return "\n".join(lines)
-    first = results["environments"][0]
-    lines += ["", f"Ways to install, with torch {first['torch']}:", ""]
-    lines += ["| way | files | import, CPU | `--check` |", "| --- " * 4 + "|"]
+    titles = ["torch", "Python", "way to install", "files", "import, CPU", "`--check`", "date"]
+    lines += ["", format_row(titles), "| --- " * 7 + "|"]
     for row in results["ways"]:
-        name = f"`{row['way']}`"
-        lines.append(format_row([name, row["files"], f"{row['import_ms']} ms", row["check"]]))
+        facts = [row["torch"], row["python"], f"`{row['way']}`", row["files"]]
+        lines.append(format_row([*facts, f"{row['import_ms']} ms", row["check"], row["date"]]))
     return "\n".join(lines)
 
 
