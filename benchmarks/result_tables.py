@@ -248,6 +248,22 @@ def format_plan(data: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def format_peers(data: dict[str, Any]) -> Iterator[str]:
+    costs = data["costs"]
+    counts = list(next(iter(costs.values()))["us_per_unit_step"])
+    rows = [
+        [name, cost["package"], *cost["us_per_unit_step"].values()]
+        + [cost["fixed_us"], cost["us_per_param"]]
+        for name, cost in costs.items()
+    ]
+    parameters = [f"{count} parameter{'s' if count != '1' else ''}" for count in counts]
+    titles = ("library", "package", *parameters, "line: per unit", "per parameter")
+    yield from ("", "us per unit and step, and the least-squares line:", "")
+    yield from format_table(titles, rows)
+    for name, reason in data["missing"].items():
+        yield from ("", format_text(f"{name} did not run: `{reason}`."))
+
+
 SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "steps": (
         "Whole steps",
@@ -260,6 +276,14 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
         "Host time",
         "CPU time of the calling thread above the bare model's; minima. A fake group of 8 ranks.",
         format_host,
+    ),
+    "peers": (
+        "Host time of other libraries",
+        "CPU time of the process above the bare model's; minima. float32, torch's CUDA build on a "
+        "simulated device that runs no kernel, rank 0 of 8 emulated NCCL ranks. Each library has "
+        "its default settings. DDP and `SimpleFSDP, eager` do not prefetch or reshard as FSDP2 "
+        "does. SimpleFSDP is made for compiled models, which are not measured.",
+        format_peers,
     ),
     "units": (
         "Memory of a step on real ranks",
@@ -315,6 +339,9 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
 }
 """Title, explanation and tables of each benchmark, in the order of the page."""
 
+OTHER_RELEASES = ("peers",)
+"""Benchmarks whose results are of the latest release, because they need a CUDA build of torch."""
+
 
 # ---- documents -----------------------------------------------------------------------------------
 
@@ -322,17 +349,19 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
 def format_page() -> str:
     """Returns the generated part of docs/benchmarks.md."""
     results = read_results(MAIN)
+    others = [read_results(folder) for folder in sorted(RESULTS.iterdir(), reverse=True)]
     lines = []
     for name, (title, explanation, format_tables) in SECTIONS.items():
-        if name in results:
+        recorded = [found[name] for found in (results, *others) if name in found]
+        if name in results or (name in OTHER_RELEASES and recorded):
             lines += [
                 f"## {title}",
                 "",
                 format_text(explanation),
-                *format_tables(results[name]),
+                *format_tables(recorded[0]),
                 "",
             ]
-            lines += [format_origin(results[name]), ""]
+            lines += [format_origin(recorded[0]), ""]
     lines += [
         "## Goals",
         "",

@@ -18,9 +18,12 @@ PACKAGE = Path(os.environ.get("FSDP_C_CUDA_PACKAGE") or ROOT / "build/cuda-sim/p
 
 
 class Runner(Protocol):
-    """Runs a worker and returns the object that its last line contains."""
+    """Runs a worker and returns the object that its last line contains.
 
-    def __call__(self, worker: str, *arguments: str) -> Any: ...
+    A worker that a signal of ``signals`` ended gives None.
+    """
+
+    def __call__(self, worker: str, *arguments: str, signals: tuple[int, ...] = ()) -> Any: ...
 
 
 def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,8 +57,10 @@ def run_worker(cuda_python: str) -> Runner:
     if _run(cuda_python, "-c", code).returncode:
         pytest.skip(f"fsdp_c is not built for the torch of {cuda_python}: run make cuda-sim")
 
-    def run(worker: str, *arguments: str) -> Any:
+    def run(worker: str, *arguments: str, signals: tuple[int, ...] = ()) -> Any:
         result = _run(cuda_python, str(WORKERS / f"{worker}.py"), *arguments)
+        if -result.returncode in signals:
+            return None
         assert result.returncode == 0, result.stderr[-3000:]
         return json.loads(result.stdout.splitlines()[-1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -25,6 +26,35 @@ def test_whole_step_is_captured_and_replayed(cases: dict[str, Any]) -> None:
 def test_graphs_hold_at_most_the_memory_of_torchs_graphs(cases: dict[str, Any]) -> None:
     for name, case in cases["fsdp_c"].items():
         assert case["pool MiB"] <= cases["torch"][name]["pool MiB"], name
+
+
+UNITS = ("roots", "roots, hsdp", "computations, never resharded")
+KEPT = ("computations", "computations, hsdp")
+"""Cases with ``set_keep_unsharded_storage``, which torch has since 2.15."""
+
+
+def test_single_units_are_captured_as_under_torch(run_worker: Any) -> None:
+    torchs, own = (run_worker("unit_captures", name) for name in ("torch", "fsdp_c"))
+    assert set(own) == set(torchs)
+    assert set(own) in ({*UNITS}, {*UNITS, *KEPT})
+    for name, case in own.items():
+        for result in (case, torchs[name]):
+            assert result["outcome"] == "captured", name
+            assert result["findings"] == [], name
+            assert result["replays"] >= 12, name
+        assert case["replays"] == torchs[name]["replays"], name
+        assert case["pool MiB"] <= torchs[name]["pool MiB"], name
+
+
+@pytest.mark.parametrize("case", ["roots, resharded", "units of a root"])
+def test_capture_without_the_fork_of_a_root_fails_as_under_torch(
+    run_worker: Any, case: str
+) -> None:
+    for implementation in ("torch", "fsdp_c"):
+        # torch 2.15: the watchdog may end the process
+        result = run_worker("unit_captures", implementation, case, signals=(signal.SIGABRT,))
+        if result is not None:
+            assert result[case]["outcome"].startswith("AcceleratorError"), implementation
 
 
 def test_calls_during_a_capture_return_errors_by_the_cuda_manual(run_worker: Any) -> None:

@@ -1,35 +1,73 @@
-"""Failures of cudaMalloc, of NCCL calls and of launches, each in turn, during a training step.
+"""Failures of cudaMalloc, of NCCL and of launches during a training step, under torch and fsdp_c.
 
-A step raises; the step after it trains, with all parameters sharded at its end.
+A step raises torch's exception; the step after it trains, with all parameters sharded at its end.
+No process hangs if a collective never ends or the device stops.
 """
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 
 pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
-EXPECTED = {
-    "cudaMalloc": "OutOfMemoryError",
-    "cudaMalloc, retried": "trained",
-    "collective": "RuntimeError",
-    "launch of fsdp_c": "RuntimeError",
-}
+FAILURES = {"cudaMalloc", "cudaMalloc, retried", "collective", "launch of torch"}
+
+
+@pytest.fixture(scope="module")
+def torch_failures(run_worker: Any) -> dict[str, str]:
+    """The exception of torch by the kind of the failure."""
+    results = run_worker("failures", "torch", "fsdp")
+    types = {kind: {o["failed"] for o in outcomes} for kind, outcomes in results.items()}
+    assert all(len(found) == 1 for found in types.values()), types
+    return {kind: found.pop() for kind, found in types.items()}
 
 
 @pytest.mark.parametrize("job", ["fsdp", "hsdp"])
-def test_training_continues_after_each_failed_call(run_worker: Any, job: str) -> None:
+def test_training_continues_after_each_failed_call(
+    run_worker: Any, torch_failures: dict[str, str], job: str
+) -> None:
+    assert set(torch_failures) == FAILURES
+    assert torch_failures["cudaMalloc"] == "OutOfMemoryError"
+    assert torch_failures["cudaMalloc, retried"] == "trained"
     results = run_worker("failures", "fsdp_c", job)
-    assert set(results) == set(EXPECTED)
+    assert set(results) == {*FAILURES, "launch of fsdp_c"}
     for kind, outcomes in results.items():
-        assert outcomes, kind
+        assert len(outcomes) >= 3, kind
+        failed = torch_failures.get(kind, "RuntimeError")
         for outcome in outcomes:
-            expected = {"failed": EXPECTED[kind], "next": "trained", "unsharded": []}
-            assert outcome == expected, kind
+            assert outcome == {"failed": failed, "next": "trained", "unsharded": []}, kind
 
 
-def test_failures_raise_torchs_exceptions(run_worker: Any) -> None:
-    results = run_worker("failures", "torch", "fsdp")
-    for kind, outcomes in results.items():
-        assert {outcome["failed"] for outcome in outcomes} == {EXPECTED[kind]}, kind
+CASES = {
+    # case: whether torch's watchdog ends the process
+    "tear down": True,
+    "clean up": False,
+    "blocking wait, forward": False,
+    "blocking wait, backward": False,
+    "asynchronous error": False,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collective_that_never_ends_has_torchs_outcome(run_worker: Any, case: str) -> None:
+    torchs, own = (
+        run_worker("watchdog", implementation, case, signals=(signal.SIGABRT,))
+        for implementation in ("torch", "fsdp_c")
+    )
+    if CASES[case]:
+        assert torchs is None
+        assert own is None
+    else:
+        assert own["next"] != "trained"
+        assert own["unsharded"] == []
+        assert (own["failed"], own["next"]) == (torchs["failed"], torchs["next"])
+
+
+def test_device_that_stops_raises_in_each_step(run_worker: Any) -> None:
+    for implementation in ("torch", "fsdp_c"):
+        # torch 2.14: the watchdog may end the process before the second step
+        result = run_worker("watchdog", implementation, "device", signals=(signal.SIGABRT,))
+        if result is not None:
+            assert (result["failed"], result["next"]) == ("AcceleratorError", "AcceleratorError")

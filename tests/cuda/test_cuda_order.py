@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
 @pytest.mark.parametrize("implementation", ["torch", "fsdp_c"])
 def test_step_orders_all_accesses(run_worker: Any, implementation: str) -> None:
     jobs = run_worker("ordering", implementation)
-    assert len(jobs) == 11
+    assert len(jobs) in (14, 17)  # torch 2.15 has more methods
     findings = {name: job["findings"] for name, job in jobs.items() if job["findings"]}
     assert not findings
     for job in jobs.values():

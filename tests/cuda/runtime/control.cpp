@@ -95,6 +95,10 @@ static long *find_setting(const char *name) {
         {"nccl_error", &s.nccl_error},
         {"nccl_async", &s.nccl_async},
         {"fail_launch", &s.fail_launch},
+        {"fail_operator", &s.fail_operator},
+        {"fail_device", &s.fail_device},
+        {"stopped", &s.stopped},
+        {"stick_nccl", &s.stick_nccl},
         {"failing_mallocs", &s.failing_mallocs},
     };
     const auto field = fields.find(name);

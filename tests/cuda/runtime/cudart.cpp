@@ -35,6 +35,9 @@ cudaError_t launch_kernel(const void *function, const void *stream) {
     const auto found = kernel_names().find(function);
     const char *const name = found != kernel_names().end() ? found->second : "kernel";
     Operation by;
+    if (sim::is_due(sim::device().settings.fail_operator)) {
+        return done(cudaErrorLaunchOutOfResources);
+    }
     return done(sim::launch(sim::stream_of(stream), name, &by));
 }
 

@@ -31,6 +31,9 @@ void *allocate(size_t bytes, Kind kind) {
         if (holds_gil()) {
             count("malloc with GIL");
         }
+        if (all.settings.stopped != 0) {
+            return nullptr;
+        }
         const bool fails = all.settings.failing_mallocs > 0;
         if (fails || is_due(all.settings.fail_malloc)) {
             all.settings.failing_mallocs =

@@ -48,6 +48,9 @@ ncclResult_t collective(const char *name, const void *send, size_t sent, void *r
     }
     sim::access(by, send, sent, false);
     sim::access(by, receive, received, true);
+    if (sim::is_due(sim::device().settings.stick_nccl)) {
+        sim::stick(by);
+    }
     return ncclSuccess;
 }
 
@@ -125,7 +128,9 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t *error) {
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t) {
+    const std::lock_guard<std::recursive_mutex> lock(sim::device().mutex);
     sim::count("communicator abort");
+    sim::end_stuck();
     return ncclSuccess;
 }
 

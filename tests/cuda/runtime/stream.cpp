@@ -4,9 +4,48 @@
  * stream after the legacy default stream. torch's pool has streams that do not block. */
 #include <cuda_runtime_api.h>
 
+#include <chrono>
+
 #include "sim.h"
 
 namespace sim {
+
+namespace {
+
+/* Returns the error of a device that has stopped, or 0. */
+int device_error() {
+    return device().settings.stopped != 0 ? cudaErrorLaunchFailure : 0;
+}
+
+bool is_stuck(const Clock &clock) {
+    const Operation &stuck = device().stuck;
+    return stuck.stream >= 0 && clock.covers(stuck.stream, stuck.tick);
+}
+
+/* Blocks while the clock covers the operation that never ends. The caller must not hold the
+ * device's mutex. */
+void block_while_stuck(const Clock &clock) {
+    while (true) {
+        {
+            const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+            if (!is_stuck(clock)) {
+                return;
+            }
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+} // namespace
+
+void stick(const Operation &operation) {
+    count("stuck collective");
+    device().stuck = operation;
+}
+
+void end_stuck() {
+    device().stuck = {};
+}
 
 Stream *new_stream(int priority, bool blocking) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
@@ -80,6 +119,9 @@ int begin(Stream &stream, const char *name, Operation *out) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     Device &all = device();
     thread().bound = true;
+    if (const int error = device_error()) {
+        return error;
+    }
     if (stream.capture != nullptr && stream.capture->invalidated) {
         return cudaErrorStreamCaptureInvalidated;
     }
@@ -102,6 +144,9 @@ int launch(Stream &stream, const char *name, Operation *out) {
     count("launch");
     if (holds_gil()) {
         count("launch with GIL");
+    }
+    if (is_due(device().settings.fail_device)) {
+        device().settings.stopped = 1;
     }
     if (const int error = begin(stream, name, out)) {
         return error;
@@ -133,6 +178,9 @@ int record(Event &event, Stream &stream, bool external) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("record");
     thread().bound = true;
+    if (const int error = device_error()) {
+        return error;
+    }
     if (stream.capture != nullptr && stream.capture->invalidated) {
         return cudaErrorStreamCaptureInvalidated;
     }
@@ -155,6 +203,9 @@ int wait(Stream &stream, const Event &event, bool external) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("wait");
     thread().bound = true;
+    if (const int error = device_error()) {
+        return error;
+    }
     if (!event.recorded || log_call("wait")) {
         return 0;
     }
@@ -183,8 +234,12 @@ int wait(Stream &stream, const Event &event, bool external) {
 }
 
 int synchronize(Stream &stream) {
+    block_while_stuck(stream.clock);
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("synchronize");
+    if (const int error = device_error()) {
+        return error;
+    }
     if (stream.capture != nullptr) {
         stream.capture->invalidated = true;
         return cudaErrorStreamCaptureUnsupported;
@@ -199,8 +254,12 @@ int synchronize(Stream &stream) {
 }
 
 int synchronize(const Event &event) {
+    block_while_stuck(event.clock);
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("synchronize");
+    if (const int error = device_error()) {
+        return error;
+    }
     if (event.capture != nullptr) {
         return cudaErrorCapturedEvent;
     }
@@ -214,8 +273,19 @@ int synchronize(const Event &event) {
 }
 
 int synchronize_all() {
+    Clock submitted;
+    {
+        const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+        for (const auto &stream : device().streams) {
+            submitted.join(stream->clock);
+        }
+    }
+    block_while_stuck(submitted);
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("synchronize");
+    if (const int error = device_error()) {
+        return error;
+    }
     for (const auto &stream : device().streams) {
         if (stream->capture != nullptr) {
             stream->capture->invalidated = true;
@@ -234,7 +304,7 @@ namespace {
  * after the work, as a wait does. */
 int query_clock(const Clock &clock) {
     Device &all = device();
-    if (all.settings.incomplete != 0 && !all.host.covers(clock)) {
+    if (is_stuck(clock) || (all.settings.incomplete != 0 && !all.host.covers(clock))) {
         return cudaErrorNotReady;
     }
     all.host.join(clock);
@@ -246,6 +316,9 @@ int query_clock(const Clock &clock) {
 int query(const Stream &stream) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("query");
+    if (const int error = device_error()) {
+        return error;
+    }
     if (stream.capture != nullptr) {
         stream.capture->invalidated = true;
         return cudaErrorStreamCaptureUnsupported;
@@ -259,6 +332,9 @@ int query(const Stream &stream) {
 int query(const Event &event) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("query");
+    if (const int error = device_error()) {
+        return error;
+    }
     if (event.capture != nullptr) {
         return cudaErrorCapturedEvent;
     }

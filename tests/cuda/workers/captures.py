@@ -1,15 +1,16 @@
 """Captures training steps in CUDA graphs, with the capture rules of the CUDA manual.
 
 ``python captures.py IMPLEMENTATION [CASE...]`` prints a JSON object: for each case "captured" or
-the error, the findings of the device, and the MiB that the graph's pool holds.
+the error, the findings of the device, and the MiB that the graph's pool holds. With
+``--size LLAMA_8B --blocks 8`` the model has the sizes of Llama 8B; then no access is checked.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
-import sys
 import warnings
 from typing import Any
 
@@ -26,7 +27,21 @@ CASES = (
     "hsdp",
     "hsdp, 4 microbatches without all-reduce",
     "replicate",
+    "hsdp, checkpointing",
+    "replicate, 4 microbatches without all-reduce",
+    "fsdp, with the optimizer",
+    # torch 2.15 has these jobs
+    "fsdp, kept storage",
+    "fsdp, 4 microbatches, finalize_backward",
+    "hsdp, 4 microbatches, finalize_backward",
 )
+
+
+def first_error(error: BaseException) -> str:
+    """Returns type and first line of the exception that caused ``error``."""
+    while error.__context__ is not None:  # leaving a capture raises another exception
+        error = error.__context__
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
 def warm_up(training: Any) -> None:
@@ -45,12 +60,19 @@ def warm_up(training: Any) -> None:
 
 
 def capture(training: Any) -> Any:
-    """Captures the microbatches of one step, replays them, then trains eagerly."""
+    """Captures the microbatches of one step, replays them, then trains eagerly.
+
+    The graph includes the optimizer if its steps can be captured.
+    """
     import torch
 
+    if training.job.capturable:
+        training.step()  # makes the state of the optimizer
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         training.accumulate()
+        if training.job.capturable:
+            training.optimizer.step()
     for _ in range(3):
         graph.replay()
     training.optimizer.step()
@@ -58,15 +80,18 @@ def capture(training: Any) -> Any:
     return graph
 
 
-def run_case(implementation: str, name: str) -> dict[str, Any]:
+def run_case(
+    implementation: str, name: str, size: str = "SMALL", blocks: int = 2, observes: bool = True
+) -> dict[str, Any]:
     import jobs
     import torch
 
     device = stub_runtime.start()
-    training = jobs.Training(implementation, jobs.JOBS[name])
+    device.set(copies=int(observes))
+    training = jobs.Training(implementation, jobs.JOBS[name], getattr(jobs, size), blocks)
     warm_up(training)
     device.reset()
-    device.observe()
+    device.observe(observes)
     pool = 0
     try:
         graph = capture(training)
@@ -74,10 +99,7 @@ def run_case(implementation: str, name: str) -> dict[str, Any]:
         pool = sum(segment["total_size"] for segment in segments)
         outcome = "captured"
     except Exception as error:
-        first: BaseException = error  # leaving the capture raises another exception
-        while first.__context__ is not None:
-            first = first.__context__
-        outcome = f"{type(first).__name__}: {str(first).splitlines()[0]}"
+        outcome = first_error(error)
     device.observe(False)
     return {
         "outcome": outcome,
@@ -87,12 +109,23 @@ def run_case(implementation: str, name: str) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
+def main() -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="SMALL")
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("implementation")
+    parser.add_argument("cases", nargs="*")
+    given = parser.parse_args()
     stub_runtime.start()
     import jobs
 
     jobs.join_group()
-    cases = sys.argv[2:] or CASES
-    print(json.dumps({name: run_case(sys.argv[1], name) for name in cases}), flush=True)
+    options = given.size, given.blocks, given.size == "SMALL"
+    cases = given.cases or [name for name in CASES if name in jobs.JOBS]
+    return {name: run_case(given.implementation, name, *options) for name in cases}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(main()), flush=True)
     os._exit(0)

@@ -1,7 +1,7 @@
 """Makes cudaMalloc, NCCL calls and launches fail during a step, each in turn.
 
 ``python failures.py IMPLEMENTATION JOB`` prints a JSON object with a list for each kind of failure.
-Its n-th entry has the outcomes of a step in which the n-th call failed, and of the step after it.
+An entry has the outcomes of a step in which one call failed, and of the step after it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 
 import stub_runtime
 
-KINDS = {
-    # kind: (the setting that makes the n-th call fail, further settings)
-    "cudaMalloc": ("fail_malloc", {"fail_mallocs": 1000000}),
-    "cudaMalloc, retried": ("fail_malloc", {"fail_mallocs": 1}),
-    "collective": ("fail_nccl", {"nccl_error": 3}),
-    "launch of fsdp_c": ("fail_launch", {}),
+KINDS: dict[str, tuple[str, dict[str, int], int]] = {
+    # kind: (the setting that makes the n-th call fail, further settings, distance of the n)
+    "cudaMalloc": ("fail_malloc", {"fail_mallocs": 1000000}, 1),
+    "cudaMalloc, retried": ("fail_malloc", {"fail_mallocs": 1}, 1),
+    "collective": ("fail_nccl", {"nccl_error": 3}, 1),
+    "launch of fsdp_c": ("fail_launch", {}, 1),
+    "launch of torch": ("fail_operator", {}, 9),
 }
-LIMIT = 200
+LIMIT = 300
 
 
 def outcome_of(step: Callable[[], None]) -> str:
@@ -44,26 +45,27 @@ def states_of(model: Any) -> list[str]:
     return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
 
 
-def sweep(training: Any, setting: str, options: dict[str, int]) -> list[dict[str, Any]]:
-    """Lets call 1, 2, ... of a step fail, until a step has fewer calls."""
+def sweep(
+    training: Any, setting: str, options: dict[str, int], distance: int
+) -> list[dict[str, Any]]:
+    """Lets one call of a step fail, each time another, until a step has fewer calls."""
     import torch
 
     device = stub_runtime.start()
     outcomes: list[dict[str, Any]] = []
-    for n in range(1, LIMIT):
+    for n in range(1, LIMIT, distance):
         training.model.zero_grad()
         torch.cuda.empty_cache()
         device.set(**options, **{setting: n})
-        failed = outcome_of(training.step)
+        outcome: dict[str, Any] = {"failed": outcome_of(training.step)}
         reached = device.armed(setting) == 0
         device.set(**{setting: 0}, failing_mallocs=0)
         training.model.zero_grad()
-        following = outcome_of(training.step)
+        outcome["next"] = outcome_of(training.step)
+        outcome["unsharded"] = states_of(training.model)
         if not reached:
             break
-        outcomes.append(
-            {"failed": failed, "next": following, "unsharded": states_of(training.model)}
-        )
+        outcomes.append(outcome)
     return outcomes
 
 
@@ -73,13 +75,13 @@ def main(implementation: str, job: str) -> dict[str, Any]:
 
     jobs.join_group()
     results = {}
-    for kind, (setting, options) in KINDS.items():
+    for kind, (setting, options, distance) in KINDS.items():
         if kind == "launch of fsdp_c" and implementation != "fsdp_c":
             continue
         training = jobs.Training(implementation, jobs.JOBS[job])
         training.step()
         training.step()
-        results[kind] = sweep(training, setting, options)
+        results[kind] = sweep(training, setting, options, distance)
     return results
 
 

@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 WORLD = 8
@@ -70,6 +70,17 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+class Unit(nn.Module):
+    """Calls a block, which has no hooks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 class Decoder(nn.Module):
     """An embedding, blocks, a norm and a head."""
 
@@ -106,6 +117,16 @@ class Job:
     """``fully_shard([norm, head])``."""
     odd: bool = False
     """Each block has a parameter of one element."""
+    kept_storage: bool = False
+    """Unsharded parameters keep their memory (``set_keep_unsharded_storage``)."""
+    finalize: bool = False
+    """``finalize_backward`` reduces the gradients of all microbatches."""
+    roots: bool = False
+    """Each block is a root; the other parameters are not sharded."""
+    capturable: bool = False
+    """Steps of the optimizer can be captured."""
+    inner: bool = False
+    """Each unit is a module that calls a block."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -121,7 +142,19 @@ JOBS: dict[str, Job] = {
     "hsdp, 4 microbatches without all-reduce": Job(hsdp=True, microbatches=4, all_reduce_last=True),
     "replicate": Job(replicate=True),
     "offload": Job(offload=True),
+    "hsdp, checkpointing": Job(hsdp=True, checkpoints=True),
+    "replicate, 4 microbatches without all-reduce": Job(
+        replicate=True, microbatches=4, all_reduce_last=True
+    ),
+    "fsdp, with the optimizer": Job(capturable=True),
 }
+# Jobs with methods that torch has since 2.15.
+if hasattr(FSDPModule, "finalize_backward"):
+    JOBS["fsdp, kept storage"] = Job(kept_storage=True)
+    JOBS["fsdp, 4 microbatches, finalize_backward"] = Job(microbatches=4, finalize=True)
+    JOBS["hsdp, 4 microbatches, finalize_backward"] = Job(
+        hsdp=True, microbatches=4, finalize=True, checkpoints=True
+    )
 
 
 def _announce_splits() -> None:
@@ -135,11 +168,11 @@ def _announce_splits() -> None:
     device_mesh.split_group = announce
 
 
-def join_group() -> None:
+def join_group(**options: Any) -> None:
     """Makes this process rank 0 of an NCCL group."""
     torch.cuda.set_device(0)
     _announce_splits()
-    dist.init_process_group("nccl", rank=0, world_size=WORLD, store=dist.HashStore())
+    dist.init_process_group("nccl", rank=0, world_size=WORLD, store=dist.HashStore(), **options)
 
 
 def make_mesh(job: Job) -> DeviceMesh:
@@ -167,6 +200,8 @@ class Training:
         self.implementation, self.job = implementation, job
         with torch.device("cpu" if job.offload else "cuda"):
             self.model: Any = Decoder(size, blocks, job.checkpoints)
+            if job.inner:
+                self.model.blocks = nn.ModuleList(Unit(block) for block in self.model.blocks)
             if job.odd:
                 for block in self.model.blocks:
                     block.norm1.bias = nn.Parameter(torch.zeros(1))
@@ -176,7 +211,10 @@ class Training:
             self._shard()
         if job.offload and implementation == "bare":
             self.model.cuda()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=not job.offload)
+        trained = self.model.blocks if job.roots else self.model
+        self.optimizer = torch.optim.AdamW(
+            trained.parameters(), fused=not job.offload, capturable=job.capturable
+        )
         self.tokens = torch.zeros(1, size.tokens, dtype=torch.long, device="cuda")
 
     def _shard(self) -> None:
@@ -194,19 +232,27 @@ class Training:
             function(block, **options)
         if job.grouped_head:
             function([self.model.norm, self.model.head], **options)
-        function(self.model, **options)
+        if not job.roots:
+            function(self.model, **options)
+        if job.kept_storage:
+            self.model.set_keep_unsharded_storage(True)
+        if job.finalize:
+            self.model.set_manual_backward_finalization(True)
 
     def accumulate(self) -> None:
         """Runs the microbatches of one step."""
-        job = self.job
+        job, sharded = self.job, self.implementation != "bare"
         for index in range(job.microbatches):
             last = index == job.microbatches - 1
-            if self.implementation != "bare" and job.sync_last:
-                self.model.set_requires_gradient_sync(last)
-            if self.implementation != "bare" and job.all_reduce_last:
+            if sharded and (job.sync_last or job.finalize):
+                self.model.set_requires_gradient_sync(last and not job.finalize)
+            if sharded and job.all_reduce_last:
                 self.model.set_requires_all_reduce(last)
                 self.model.set_is_last_backward(last)
             self.model(self.tokens).float().sum().backward()
+        if sharded and job.finalize:
+            self.model.set_requires_gradient_sync(True)
+            self.model.finalize_backward()
 
     def step(self) -> None:
         self.accumulate()

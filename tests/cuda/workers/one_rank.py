@@ -22,8 +22,10 @@ def main() -> None:
     sys.path.append(str(GPU_WORKERS))
     import loop_group
     import race
+    import torch
     import variants
     from outcome import start_device
+    from torch.torch_version import TorchVersion
 
     cuda = start_device()
     device.observe()
@@ -35,7 +37,11 @@ def main() -> None:
         device.reset()
         variants.VARIANTS[name](tools)
         counts = {key: n for key, n in device.counts().items() if key.startswith("nccl")}
-        results[name] = {"findings": device.findings(), "NCCL": counts}
+        results[name] = {
+            "findings": device.findings(),
+            "NCCL": counts,
+            "scatters": TorchVersion(torch.__version__) >= (2, 15),
+        }
     print(json.dumps(results), flush=True)
     os._exit(0)  # without the destructors of the process group, which wait for the device
 

@@ -1,0 +1,88 @@
+"""Lets a collective never end, NCCL report an asynchronous error, or the device stop.
+
+``python watchdog.py IMPLEMENTATION CASE`` prints a JSON object with the outcomes of the step with
+the failure and of the step after it, and with the parameters that are unsharded after a reset. In
+the case "tear down" the watchdog of ProcessGroupNCCL ends the process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+import warnings
+from typing import Any
+
+import stub_runtime
+from failures import states_of
+
+REMOTE_ERROR = 6
+"""ncclRemoteError: another rank has failed."""
+TIMEOUT = datetime.timedelta(seconds=2)
+CLEAN_UP = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+"""The watchdog aborts the communicators, and the process continues."""
+BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""``wait()`` of a collective raises after the time-out."""
+CASES: dict[str, tuple[dict[str, str], dict[str, int]]] = {
+    # case: (environment, settings of the device for one step)
+    "tear down": ({}, {"stick_nccl": 2}),
+    "clean up": (CLEAN_UP, {"stick_nccl": 6}),
+    "blocking wait, forward": (BLOCKING, {"stick_nccl": 2}),
+    "blocking wait, backward": (BLOCKING, {"stick_nccl": 6}),
+    "asynchronous error": (CLEAN_UP, {"nccl_async": REMOTE_ERROR}),
+    "device": ({}, {"fail_device": 20}),
+}
+LONGEST_WAIT = 100
+"""Seconds until the watchdog must have ended the process, or aborted a communicator."""
+
+
+def run_step(training: Any) -> str:
+    """Returns "trained", or the type of the exception."""
+    import torch
+
+    try:
+        training.step()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return type(error).__name__
+    return "trained"
+
+
+def wait_for_abort(device: stub_runtime.Device) -> None:
+    """Returns when a communicator was aborted."""
+    end = time.monotonic() + LONGEST_WAIT
+    while not device.counts().get("communicator abort", 0):
+        if time.monotonic() > end:
+            raise TimeoutError("no communicator was aborted")
+        time.sleep(0.05)
+
+
+def main(implementation: str, case: str) -> dict[str, Any]:
+    environment, settings = CASES[case]
+    os.environ.update(environment, TORCH_NCCL_DUMP_ON_TIMEOUT="0")
+    device = stub_runtime.start()
+    import jobs
+
+    jobs.join_group(timeout=TIMEOUT)
+    training = jobs.Training(implementation, jobs.JOBS["fsdp"])
+    training.step()
+    training.step()
+    device.set(**settings)
+    if "nccl_async" in settings:
+        wait_for_abort(device)
+        device.set(nccl_async=0)
+    failed = run_step(training)
+    if "stick_nccl" in settings:
+        wait_for_abort(device)  # the watchdog may end the process instead
+    following = run_step(training)
+    device.set(stopped=0)
+    training.model.reset_iter_state()
+    return {"failed": failed, "next": following, "unsharded": states_of(training.model)}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(main(sys.argv[1], sys.argv[2])), flush=True)
+    os._exit(0)
