@@ -14,8 +14,8 @@ least-squares line over the numbers of parameters per unit.
 
 The packages come from the registry. A library that cannot run is listed with the reason. The
 emulated ranks and the absence of kernels require substitutes during setup: ``all_gather_object``
-returns equal objects, and Megatron-FSDP's check of its shards is left out. The step itself is
-unchanged.
+returns equal objects, and the checks of models by DDP and of shards by Megatron-FSDP are left out.
+The step itself is unchanged. DDP keeps its gradients in buckets.
 
     python benchmarks/peers.py [--packages DIR] [--params 1 5 14] [--only NAME ...] [--json FILE]
 
@@ -124,7 +124,9 @@ def shard_units(model: Any, fully_shard: Callable[..., Any]) -> Step:
 def prepare_ddp(model: Any) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
-    return run_plain(DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=True))
+    # init_sync compares the models of the ranks, by results of kernels.
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": False}
+    return run_plain(DistributedDataParallel(model, device_ids=[0], **options))
 
 
 def prepare_simple_fsdp(model: Any) -> Step:
@@ -218,7 +220,7 @@ def measure(name: str, groups: int, counts: list[int], steps: int) -> dict[str, 
     times: dict[str, float] = {}
     gc.disable()
     for count in counts:
-        device.set(copies=1)  # DDP compares the models of the ranks
+        device.set(copies=1)
         step = prepare(make_model(groups, count))
         device.set(copies=0)
         x = torch.ones(WIDTH, device="cuda")
