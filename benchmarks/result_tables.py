@@ -281,8 +281,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
         "Host time of other libraries",
         "CPU time of the process above the bare model's; minima. float32, torch's CUDA build on a "
         "simulated device that runs no kernel, rank 0 of 8 emulated NCCL ranks. Each library has "
-        "its default settings. DDP and `SimpleFSDP, eager` do not prefetch or reshard as FSDP2 "
-        "does. SimpleFSDP is made for compiled models, which are not measured.",
+        "its default settings, but ZeRO-3 also shards small parameters. DDP shards no parameters. "
+        "SimpleFSDP is made for compiled models, which are not measured.",
         format_peers,
     ),
     "units": (
