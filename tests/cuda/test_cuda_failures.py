@@ -34,7 +34,7 @@ def test_training_continues_after_each_failed_call(
     results = run_worker("failures", "fsdp_c", job)
     assert set(results) == {*FAILURES, "launch of fsdp_c"}
     for kind, outcomes in results.items():
-        assert len(outcomes) >= 3, kind
+        assert len(outcomes) >= 2, kind
         failed = torch_failures.get(kind, "RuntimeError")
         for outcome in outcomes:
             assert outcome == {"failed": failed, "next": "trained", "unsharded": []}, kind

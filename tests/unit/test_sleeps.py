@@ -29,6 +29,9 @@ SLEEPS = {
     "distributed/workers/behavior_backwards.py": [DELAY, DELAY],
     "distributed/workers/traced.py": [DELAY],
     "distributed/workers/shared_memory.py": [DELAY, DELAY, DELAY],
+    "cuda/runtime/stream.cpp": [HANG],
+    "cuda/workers/unit_captures.py": [POLL],
+    "cuda/workers/watchdog.py": [POLL],
 }
 """The reason for each sleep of a file, in the order of the lines."""
 

@@ -12,7 +12,6 @@
 #include "sim.h"
 
 #undef cudaGetDeviceProperties
-
 using sim::Kind;
 using sim::Operation;
 
@@ -35,10 +34,9 @@ cudaError_t launch_kernel(const void *function, const void *stream) {
     const auto found = kernel_names().find(function);
     const char *const name = found != kernel_names().end() ? found->second : "kernel";
     Operation by;
-    if (sim::is_due(sim::device().settings.fail_operator)) {
-        return done(cudaErrorLaunchOutOfResources);
-    }
-    return done(sim::launch(sim::stream_of(stream), name, &by));
+    const int failed =
+        sim::is_due(sim::device().settings.fail_operator) ? cudaErrorLaunchOutOfResources : 0;
+    return done(failed ? failed : sim::launch(sim::stream_of(stream), name, &by));
 }
 
 cudaError_t new_event(cudaEvent_t *event) {

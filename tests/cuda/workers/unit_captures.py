@@ -27,6 +27,8 @@ from captures import first_error
 BLOCKS = 2
 STEPS = 100
 WARM_UP_STEPS = 3
+LONGEST_WAIT = 100
+"""Seconds."""
 
 
 def warm_up(step: Callable[[], None]) -> None:
@@ -50,10 +52,14 @@ def wait_for_watchdog(device: stub_runtime.Device) -> None:
     is an error while another thread captures in the default mode, "global". torch 2.15 then ends
     the process.
     """
-    queries = -1
-    while (count := device.counts().get("query", 0)) != queries:
-        queries = count
+    equal, queries = 0, -1
+    for _ in range(LONGEST_WAIT):
+        count = device.counts().get("query", 0)
+        equal, queries = (equal + 1 if count == queries else 0), count
+        if equal == 2:
+            return
         time.sleep(1)
+    raise TimeoutError("a thread queries events")
 
 
 def new_input() -> Any:

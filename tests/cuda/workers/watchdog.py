@@ -1,8 +1,8 @@
 """Lets a collective never end, NCCL report an asynchronous error, or the device stop.
 
-``python watchdog.py IMPLEMENTATION CASE`` prints a JSON object with the outcomes of the step with
-the failure and of the step after it, and with the parameters that are unsharded after a reset. In
-the case "tear down" the watchdog of ProcessGroupNCCL ends the process.
+``python watchdog.py IMPLEMENTATION CASE`` prints a JSON object: the outcomes of the step with the
+failure and of the next step, and the parameters that are unsharded after a reset. In the case
+"tear down" the watchdog of ProcessGroupNCCL ends the process.
 """
 
 from __future__ import annotations
