@@ -56,6 +56,8 @@ def test_collective_that_never_ends_has_torchs_outcome(run_worker: Any, case: st
         run_worker("watchdog", implementation, case, signals=(signal.SIGABRT,))
         for implementation in ("torch", "fsdp_c")
     )
+    if torchs is not None and "skipped" in torchs:
+        pytest.skip(torchs["skipped"])
     if CASES[case]:
         assert torchs is None
         assert own is None
