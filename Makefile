@@ -56,7 +56,7 @@ CLIENTS_ARGS ?=
 HF_EXAMPLE_TEST := tests/distributed/test_example_scripts.py::test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them
 GPU_ARGS ?=
 DIFF_ARGS ?=
-# tests/accelerator skips itself below torch 2.12. Clients have their own environment.
+# Clients have their own environment.
 RELEASE_TESTS ?= tests/unit tests/distributed tests/faults tests/parity tests/accelerator
 # Tests of `make sanitize`. They are fast, run in one process and call every C function.
 SANITIZE_TESTS ?= tests/unit

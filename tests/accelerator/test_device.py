@@ -6,7 +6,7 @@ import device_checks
 import pytest
 from launch import run_ranks
 
-pytestmark = [pytest.mark.xdist_group("accelerator_device"), pytest.mark.torch("2.12")]
+pytestmark = pytest.mark.xdist_group("accelerator_device")
 
 
 @pytest.fixture(scope="module")

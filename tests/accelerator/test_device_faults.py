@@ -7,7 +7,7 @@ import pytest
 from device_sweep import SweepResult
 from launch import run_ranks
 
-pytestmark = [pytest.mark.xdist_group("accelerator_faults"), pytest.mark.torch("2.12")]
+pytestmark = pytest.mark.xdist_group("accelerator_faults")
 
 
 @pytest.fixture(scope="module")

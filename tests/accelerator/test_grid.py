@@ -18,7 +18,7 @@ from setting import Launch, Setting
 from wide import generate_wide
 from worker import RankRecords, run_grid
 
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.torch("2.12")]
+pytestmark = pytest.mark.timeout(3600)
 
 WHOLE = os.environ.get("FSDP_C_ACCELERATOR_WHOLE", "0") != "0"
 BASIC = 140

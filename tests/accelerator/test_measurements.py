@@ -7,7 +7,7 @@ import pytest
 from launch import run_ranks
 from measurements import Measurements
 
-pytestmark = [pytest.mark.xdist_group("accelerator_measurements"), pytest.mark.torch("2.12")]
+pytestmark = pytest.mark.xdist_group("accelerator_measurements")
 
 FSDP_C_RUNS = ("fsdp_c", "fsdp_c without kernels")
 

@@ -8,7 +8,7 @@ import scenarios
 from launch import run_ranks
 from scenario_ranks import ScenarioRun
 
-pytestmark = [pytest.mark.xdist_group("accelerator_scenarios"), pytest.mark.torch("2.12")]
+pytestmark = pytest.mark.xdist_group("accelerator_scenarios")
 
 Runs = dict[str, dict[str, ScenarioRun]]
 FSDP_C_RUNS = ("fsdp_c", "fsdp_c without kernels")
@@ -62,6 +62,7 @@ def test_training_after_failed_backward_matches_training_after_reset_iter_state(
     assert runs["torch"].record != runs["fsdp_c"].record
 
 
+@pytest.mark.torch("2.12")  # as in test_threaded_ranks.py
 def test_models_trained_by_threads_on_separate_devices_match_torch_without_races() -> None:
     (by_implementation,) = run_ranks(scenario_ranks.run_on_threads, 1, timeout=120)
     for *records, findings in by_implementation.values():

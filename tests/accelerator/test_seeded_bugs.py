@@ -7,7 +7,7 @@ import seeded_bugs
 from launch import run_ranks
 from seeded_bugs import Results
 
-pytestmark = [pytest.mark.xdist_group("accelerator_bugs"), pytest.mark.torch("2.12")]
+pytestmark = pytest.mark.xdist_group("accelerator_bugs")
 
 
 @pytest.fixture(scope="module")
