@@ -43,6 +43,8 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 # loadgroup: tests that share an expensive fixture are a group and run on one worker.
 PYTEST_ARGS ?= -n 4 --dist loadgroup
+# test-assert runs one large group and short tests: each further worker would only import torch.
+ASSERT_ARGS ?= -n 2 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
 # The Python of cuda-sim, with a CUDA build of torch and its packages (setuptools, cmake and ninja, too).
 CUDA_PYTHON ?= $(PY)
@@ -142,7 +144,7 @@ test-assert: build
 		|| { cat build/log-assert.txt; exit 1; }
 	cd $(ASSERT_LIB) && export PYTHONPATH=$(CURDIR)/$(ASSERT_LIB) && \
 	$(abspath $(PY)) -c "from fsdp_c import _C; assert _C._testing.assertions" && \
-	$(abspath $(PY)) -m pytest $(PYTEST_ARGS) -p no:cacheprovider --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
+	$(abspath $(PY)) -m pytest $(ASSERT_ARGS) -p no:cacheprovider --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		-o pythonpath="$(TESTS_PATH)" $(ASSERT_TESTS:%=$(CURDIR)/%)
 
 # Excludes fault sweeps, tests on four ranks, most parity settings, and tests that start interpreters (the example,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import run_ranks
 from shell_commands import find_command
 from site_dir import installed_environment
 
@@ -19,29 +20,40 @@ FSDP_C_STATE = "fsdp_c._runtime.state"
 BY_VARIABLE = find_command("FSDP_C=1 torchrun")
 BY_MODULE = find_command("-m fsdp_c train.py", "docs/migrate.md")
 LAUNCHES: dict[str, tuple[dict[str, str], list[str]]] = {
-    "plain": ({}, BY_VARIABLE.make_words(str(JOB))),
     "FSDP_C=1": (BY_VARIABLE.variables, BY_VARIABLE.make_words(str(JOB))),
     "-m fsdp_c": ({}, BY_MODULE.make_words(str(JOB))),
-    "-m fsdp_c -m": ({}, BY_MODULE.make_words("-m", JOB.stem)),
 }
-"""The commands of the documents for a job without and with fsdp_c: variables and words."""
+"""The commands of the documents that run a job with fsdp_c: variables and words."""
+
+FORKED = ("plain", "-m fsdp_c -m")
+"""Launches without torchrun, whose ranks are forked: without fsdp_c, and of a module."""
+RUN_MODULE = f"""
+import runpy, sys
+sys.path[0] = {str(JOB.parent)!r}  # python -m adds the working directory
+runpy.run_module("fsdp_c", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that runs one of LAUNCHES on two ranks and returns their reports."""
+    """Returns a function that runs the job on two ranks and returns their reports.
+
+    Its argument is a name of LAUNCHES or of FORKED.
+    """
     reports: dict[str, list[dict[str, Any]]] = {}
 
     def run(name: str) -> list[dict[str, Any]]:
         if name not in reports:
             folder = tmp_path_factory.mktemp("job")
-            extra, words = LAUNCHES[name]
-            env = installed_environment(folder, **extra)
-            command = [*words, str(folder), "--lr", "1 2"]
-            completed = subprocess.run(
-                command, env=env, cwd=JOB.parent, capture_output=True, text=True, timeout=280
-            )
-            assert completed.returncode == 0, completed.stderr[-6000:]
+            arguments = [str(folder), "--lr", "1 2"]
+            if name == "plain":
+                run_ranks(JOB, 2, arguments, timeout=280)
+            elif name == "-m fsdp_c -m":
+                script = folder / "run_module.py"
+                script.write_text(RUN_MODULE)
+                run_ranks(script, 2, ["-m", JOB.stem, *arguments], timeout=280)
+            else:
+                run_command(name, folder, arguments)
             paths = sorted(folder.glob("rank*.json"))
             reports[name] = [json.loads(path.read_text()) for path in paths]
         return reports[name]
@@ -49,7 +61,16 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+def run_command(name: str, folder: Path, arguments: list[str]) -> None:
+    extra, words = LAUNCHES[name]
+    env = installed_environment(folder, **extra)
+    completed = subprocess.run(
+        [*words, *arguments], env=env, cwd=JOB.parent, capture_output=True, text=True, timeout=280
+    )
+    assert completed.returncode == 0, completed.stderr[-6000:]
+
+
+@pytest.mark.parametrize("name", [*FORKED, *LAUNCHES])
 def test_unmodified_job_has_torchs_losses(outcome: Any, name: str) -> None:
     found, plain = outcome(name), outcome("plain")
     assert len(found) == 2

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import fork_server
 import pytest
 from launch import RanksFailed, run_ranks
 
@@ -165,7 +166,8 @@ def test_example_without_torchrun_resumes_the_newest_checkpoint(
     assert "on 1 x cpu" in first.stdout
     uninterrupted = losses(tmp_path)
     (tmp_path / "checkpoints" / "step_000006" / "run.json").unlink()  # as if cut off while saving
-    second = launch("--impl", "torch", "--out", tmp_path, "--resume", ranks=1, fresh=True)
+    words = [*TINY, "--impl", "torch", "--out", str(tmp_path), "--resume"]
+    second = fork_server.run_script(SCRIPT, *words, env=ENVIRONMENT)
     assert "after step 3." in second.stdout
     assert losses(tmp_path) == uninterrupted
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 GPU = Path(__file__).resolve().parent
@@ -121,8 +122,7 @@ def test_synchronous_collective_of_simulated_group_returns_no_work(native: bool)
     folders = ("gpu", "accelerator")
     path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
     env = os.environ | {"GPU_CHECK_DEVICE": "sim", "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, "-c", script]
-    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    completed = fork_server.run_code(script, env)
     assert completed.stdout.splitlines() == ["True 32.0", "False 32.0"], completed.stderr
 
 
@@ -134,9 +134,8 @@ def test_simulated_groups_in_python_and_in_cpp_give_equal_bits(tmp_path: Path) -
     digests = []
     for options in ([], ["--native"]):
         file = tmp_path / f"{len(options)}.json"
-        command = [sys.executable, str(WORKERS / "race.py"), "fsdp_c", str(file), *options]
-        command += ["--variants", "mixed", "hsdp_partial"]
-        completed = subprocess.run(command, env=env, capture_output=True, text=True)
+        arguments = ["fsdp_c", str(file), *options, "--variants", "mixed", "hsdp_partial"]
+        completed = fork_server.run_script(WORKERS / "race.py", *arguments, env=env)
         assert completed.returncode == 0, completed.stderr
         digests.append(json.loads(file.read_text())["digests"])
     assert digests[0] == digests[1]
@@ -155,8 +154,7 @@ def test_races_step_fails_if_nccl_was_not_called(calls: int, failures: list[str]
         *(str(GPU.parent / name / "workers") for name in ("gpu", "accelerator")),
     ]
     env = os.environ | {"GPU_CHECK_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, "-c", script]
-    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    completed = fork_server.run_code(script, env)
     assert json.loads(completed.stdout) == failures, completed.stderr
 
 
@@ -200,8 +198,7 @@ def test_bandwidth_goal_excludes_transfers_that_fit_into_cache() -> None:
         print([bandwidth.is_below_goal(work, 0.9) for work in works])
     """
     env = os.environ | {"GPU_CHECK_DEVICE": "cpu", "PYTHONPATH": str(WORKERS)}
-    command = [sys.executable, "-c", script]
-    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    completed = fork_server.run_code(script, env)
     assert completed.stdout.splitlines() == ["[False, True]", "[False, False]"], completed.stderr
 
 
@@ -231,8 +228,7 @@ def test_check_kernels_reports_wrong_unpack_only(tmp_path: Path) -> None:
         """
     )
     env = os.environ | {"GPU_CHECK_DEVICE": "sim", "PYTHONPATH": str(WORKERS)}
-    command = [sys.executable, "-c", script]
-    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    completed = fork_server.run_code(script, env)
     assert "unpack, seed " in completed.stdout, completed.stderr
     assert "pack, seed " not in re.sub("unpack", "", completed.stdout)
 
@@ -270,9 +266,7 @@ def test_check_jit_reports_wrong_kernels_only(
     folders = ("gpu", "parity")
     path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
     env = os.environ | {"GPU_CHECK_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(path)}
-    completed = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True
-    )
+    completed = fork_server.run_code(script, env)
     lines = completed.stdout.partition("FOUND\n")[2].splitlines()
     assert completed.returncode == 0, completed.stderr
     assert len(lines) == len(messages), lines
@@ -310,9 +304,7 @@ def test_graphs_step_reports_replay_without_effect() -> None:
     folders = ("gpu", "accelerator", "parity")
     path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
     env = os.environ | {"GPU_CHECK_DEVICE": "sim", "PYTHONPATH": os.pathsep.join(path)}
-    completed = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True
-    )
+    completed = fork_server.run_code(script, env)
     assert completed.stdout.splitlines() == ["mixed equal", "hsdp equal", "mixed differs"], (
         completed.stderr
     )

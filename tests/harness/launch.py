@@ -16,6 +16,7 @@ is its output.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -171,7 +172,8 @@ class _Launch:
 
     def _wait(self, processes: list[Process], timeout: float) -> str | None:
         """Waits for all ranks. Returns the reason of a failure, or None if all ranks succeeded."""
-        deadline = time.monotonic() + timeout
+        started = time.monotonic()
+        deadline = started + timeout
         reason = None
         while True:
             codes = [process.poll() for process in processes]
@@ -187,7 +189,8 @@ class _Launch:
                     reason = f"ranks {running} still running after {timeout:g} s"
                 _print_stacks(processes)
                 return reason
-            time.sleep(0.02)
+            # Each poll is a request to the fork server, so long runs are polled less often.
+            time.sleep(min(0.005 + (time.monotonic() - started) / 50, 0.2))
 
     def _output(self, rank: int) -> Path:
         return self.folder / f"output_{rank}.txt"
@@ -253,6 +256,7 @@ def _main(folder: Path, rank: int) -> None:
     function: Any = importlib.import_module(module)
     for part in qualname.split("."):
         function = getattr(function, part)
+    gc.freeze()
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group(
         payload["backend"],
@@ -302,8 +306,12 @@ if __name__ == "__main__":
         arguments = fork_server.serve()
     try:
         if arguments is not None and arguments[0] == "--script":
+            die_with_parent()
             sys.argv = arguments[1:]
-            sys.path[0] = str(Path(sys.argv[0]).parent)  # as `python SCRIPT` does
+            # As `python SCRIPT` does, except that the server's entries come last.
+            sys.path[0] = str(Path(sys.argv[0]).parent)
+            entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            sys.path[1:1] = [entry for entry in entries if entry and entry not in sys.path]
             runpy.run_path(sys.argv[0], run_name="__main__")
         elif arguments is not None:
             _main(Path(arguments[0]), int(arguments[1]))

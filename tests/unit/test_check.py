@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 import torch.nn as nn
@@ -164,13 +165,13 @@ def test_incompatible_build_raises_at_import(
     how: str, incompatible_env: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    arguments = {
-        "import": ["-c", "import fsdp_c"],
-        "FSDP_C=1": ["job.py"],
-        "-m fsdp_c": ["-m", "fsdp_c", "job.py"],
-    }[how]
-    env = incompatible_env | ({"FSDP_C": "1"} if how == "FSDP_C=1" else {})
-    completed = run(*arguments, env=env, cwd=tmp_path)
+    env = incompatible_env
+    if how == "import":
+        completed = fork_server.run_code("import fsdp_c", env=env, cwd=tmp_path)
+    elif how == "-m fsdp_c":
+        completed = fork_server.run_module("fsdp_c", "job.py", env=env, cwd=tmp_path)
+    else:
+        completed = run("job.py", env=env | {"FSDP_C": "1"}, cwd=tmp_path)
     assert completed.returncode == 1
     assert INCOMPATIBLE in completed.stderr and "undefined symbol" not in completed.stderr
     assert "ImportError: fsdp_c was built" in completed.stderr.strip().splitlines()[-1]
@@ -197,8 +198,10 @@ def test_is_active_is_true_only_for_models_sharded_by_fsdp_c_alone(fake_group: i
 def test_installed_job_logs_one_line_on_rank_0(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB + "fully_shard(nn.Linear(2, 2))\n")
     line = f"fsdp_c {fsdp_c.__version__} runs fully_shard and replicate (torch {torch.__version__})"
-    for switch, arguments in (({}, ["-m", "fsdp_c", "job.py"]), ({"FSDP_C": "1"}, ["job.py"])):
-        completed = run(*arguments, env=installed_environment(tmp_path, **switch), cwd=tmp_path)
+    env = installed_environment(tmp_path)
+    by_module = fork_server.run_module("fsdp_c", "job.py", env=env, cwd=tmp_path)
+    by_variable = run("job.py", env=env | {"FSDP_C": "1"}, cwd=tmp_path)
+    for completed in (by_module, by_variable):
         assert completed.returncode == 0 and completed.stderr.splitlines().count(line) == 1, (
             completed.stderr
         )
@@ -213,7 +216,7 @@ def test_installed_job_logs_one_line_on_rank_0(tmp_path: Path) -> None:
 
 
 def test_version_option_prints_versions_of_fsdp_c_torch_and_python() -> None:
-    completed = run("-m", "fsdp_c", "--version")
+    completed = fork_server.run_module("fsdp_c", "--version", cwd=ROOT)
     assert re.fullmatch(
         rf"fsdp_c {fsdp_c.__version__} \(built for torch .+\); torch .+, Python 3\.\d+\.\d+\n",
         completed.stdout,

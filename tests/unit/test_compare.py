@@ -15,12 +15,14 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fork_server
 import pytest
 from shell_commands import find_command
 
-from fsdp_c._tools import compare, compare_results
+from fsdp_c._tools import compare, compare_results, compare_runs
 from fsdp_c._tools.compare_results import Comparison, Verdict, find_differences
 from fsdp_c._tools.compare_runs import Exit, Run, find_first_failure
 
@@ -49,6 +51,21 @@ def run(
     finally:
         signal.signal(signal.SIGTERM, handler)
     return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the fork server start the processes of ``run``, because each imports torch."""
+
+    def start_process(command: list[str], *, env: dict[str, str], stdout: Any, **_: Any) -> Any:
+        observer, file = map(Path, command[-2:])
+        settings = json.loads(file.read_text())
+        # The process would exit at once if its parent were not the supervisor.
+        file.write_text(json.dumps(settings | {"supervisor": fork_server.find_pid()}))
+        return fork_server.start_script(observer, [str(file)], env, Path(stdout.name))
+
+    replaced = SimpleNamespace(**vars(subprocess) | {"Popen": start_process})
+    monkeypatch.setattr(compare_runs, "subprocess", replaced)
 
 
 def last_line(completed: subprocess.CompletedProcess[str]) -> str:
@@ -117,6 +134,7 @@ def test_torchrun_prints_one_report_that_names_the_gradient_with_another_bit(
     assert re.search(r"^2 .* 1 of 12 +[01] of 12$", completed.stdout, re.M)
 
 
+@pytest.mark.usefixtures("forked")
 def test_scaled_loss_is_reported_before_gradients() -> None:
     completed = run("scaled_loss")
     assert completed.returncode == 1, completed.stdout + completed.stderr
@@ -126,6 +144,7 @@ def test_scaled_loss_is_reported_before_gradients() -> None:
     )
 
 
+@pytest.mark.usefixtures("forked")
 def test_script_with_random_numbers_is_reported_as_inconclusive() -> None:
     completed = run("random_loss", "--rounds", "2")
     assert completed.returncode == 4, completed.stdout + completed.stderr
@@ -138,12 +157,14 @@ def test_script_with_random_numbers_is_reported_as_inconclusive() -> None:
 # ---- other ends of the script --------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked")
 def test_script_that_exits_before_the_last_step_is_compared() -> None:
     completed = run("exits_early")
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "note: the script ended after 2 of 3 steps" in completed.stdout
 
 
+@pytest.mark.usefixtures("forked")
 def test_exception_under_torch_exits_2_with_traceback_of_first_rank() -> None:
     completed = run("raises", ranks=2)
     assert completed.returncode == 2
@@ -152,6 +173,7 @@ def test_exception_under_torch_exits_2_with_traceback_of_first_rank() -> None:
                                     "exit code 1")  # fmt: skip
 
 
+@pytest.mark.usefixtures("forked")
 def test_exception_under_fsdp_c_only_exits_3() -> None:
     completed = run("raises_under_fsdp_c")
     assert completed.returncode == 3
@@ -159,6 +181,7 @@ def test_exception_under_fsdp_c_only_exits_3() -> None:
     assert "the script fails under fsdp_c only: fsdp_c-1, rank 0" in completed.stdout
 
 
+@pytest.mark.usefixtures("forked")
 def test_killed_rank_ends_all_ranks_and_is_reported() -> None:
     completed = run("killed", ranks=2)
     assert completed.returncode == 2

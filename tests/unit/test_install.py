@@ -275,6 +275,7 @@ def test_redirections_of_functions_with_equal_code_are_independent() -> None:
 
 # ---- FSDP_C=1 ------------------------------------------------------------------------------------
 
+CALL_ENTRY_POINT = "import fsdp_c_autoload; fsdp_c_autoload.autoload()\n"
 PROBE = """
 import json, os, sys
 import torch
@@ -306,14 +307,21 @@ def run(*arguments: str, env: dict[str, str], cwd: Path) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that runs PROBE under a value of FSDP_C (None: unset)."""
+    """Returns a function that runs PROBE under a value of FSDP_C (None: unset).
+
+    The import of torch calls the entry point if the variable is unset or 1. For the other values,
+    PROBE runs in a process that has imported torch, and calls the entry point itself.
+    """
     folder = tmp_path_factory.mktemp("site")
     outcomes_by_value: dict[str | None, dict[str, Any]] = {}
 
     def facts(value: str | None) -> dict[str, Any]:
         if value not in outcomes_by_value:
             env = installed_environment(folder, **({} if value is None else {"FSDP_C": value}))
-            completed = run("-c", PROBE, env=env, cwd=folder)
+            if value in (None, "1"):
+                completed = run("-c", PROBE, env=env, cwd=folder)
+            else:
+                completed = fork_server.run_code(CALL_ENTRY_POINT + PROBE, env=env, cwd=folder)
             assert completed.returncode == 0, completed.stderr
             outcomes_by_value[value] = json.loads(completed.stdout.splitlines()[-1])
         return outcomes_by_value[value]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,11 +236,9 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-def run_in_new_interpreter(code: str) -> list[str]:
-    """Runs ``code`` in a new interpreter and returns the words that it prints."""
-    completed = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
+def run_after_torch(code: str) -> list[str]:
+    """Runs ``code`` in a process that has imported torch. Returns the words that it prints."""
+    completed = fork_server.run_code(code)
     assert completed.returncode == 0, completed.stderr
     return completed.stdout.split()
 
@@ -250,7 +247,7 @@ def test_first_training_step_does_not_import_lazy_modules() -> None:
     """Modules for estimates, diagrams and checkpoint files are imported by the first call."""
     paths = [PACKAGE / name for name in LAZY]
     assert all(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
-    found = run_in_new_interpreter(FIRST_USE)
+    found = run_after_torch(FIRST_USE)
     assert "fsdp_c._runtime.param_group" in found
     lazy_modules = {f"fsdp_c.{name}" for name in LAZY} | {"matplotlib", "safetensors"}
     assert [m for m in found if ".".join(m.split(".")[:2]) in lazy_modules] == []
@@ -261,7 +258,7 @@ def test_features_that_train_import_nothing_of_tools(feature: str) -> None:
     code = (
         f"import sys, importlib; importlib.import_module('fsdp_c.{feature}'); print(*sys.modules)"
     )
-    found = run_in_new_interpreter(code)
+    found = run_after_torch(code)
     assert f"fsdp_c.{feature}" in found
     assert [name for name in found if name.startswith("fsdp_c._tools")] == []
 
@@ -278,7 +275,7 @@ print(fsdp_c.wrap.__name__, fsdp_c.wrap.plan.__name__, hasattr(fsdp_c, "nothing"
 from fsdp_c import *
 print(all(globals()[name] is getattr(fsdp_c, name) for name in fsdp_c.__all__))
 """
-    assert run_in_new_interpreter(code) == [
+    assert run_after_torch(code) == [
         *["function"] * 4,
         *["fsdp_c.plan", "fsdp_c.explain", "fsdp_c.auto_shard", "fsdp_c.trace"],
         *["fsdp_c.wrap", "plan", "False"],

@@ -6,12 +6,12 @@ import io
 import logging
 import re
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 import torch.distributed as dist
@@ -142,8 +142,7 @@ def test_plan_with_invalid_argument_raises(kwargs: Any, match: str) -> None:
 
 @pytest.mark.parametrize("jobs", ["mlp, ", "hsdp", "gpt, mixed, reshard", "checkpoints, mixed"])
 def test_predicted_peak_is_within_one_percent_of_measured_peak(jobs: str) -> None:
-    command = [sys.executable, "benchmarks/plan.py", "--only", jobs]
-    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    completed = fork_server.run_script(ROOT / "benchmarks/plan.py", "--only", jobs)
     assert completed.returncode == 0, completed.stderr[-3000:]
     match = re.search(r"(\d+) of (\d+) within 1%", completed.stdout)
     assert match is not None and match[1] == match[2] != "0", completed.stdout
@@ -322,8 +321,7 @@ def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
 
 
 def run_plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fsdp_c", "plan", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
+    return fork_server.run_module("fsdp_c", "plan", *arguments, cwd=cwd)
 
 
 def test_plan_command_prints_table_and_sets_exit_status(tmp_path: Path) -> None:

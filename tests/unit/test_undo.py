@@ -373,6 +373,7 @@ assert first["__deepcopy__"] is second["__deepcopy__"]
 
 RUN = """
 torch.set_num_threads(1)  # a forked child has no thread pool
+gc.freeze()  # the collections of a child then skip torch's objects
 for name, code in SCENARIOS.items():
     pid = os.fork()
     if pid == 0:
@@ -395,9 +396,8 @@ def outcomes() -> str:
     backward in a forked child raises.
     """
     code = f"SCENARIOS, BASELINE = {SCENARIOS!r}, {BASELINE!r}\n{SNAPSHOT}{RUN}"
-    completed = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout
 
