@@ -181,7 +181,6 @@ def test_exception_under_fsdp_c_only_exits_3() -> None:
     assert "the script fails under fsdp_c only: fsdp_c-1, rank 0" in completed.stdout
 
 
-@pytest.mark.usefixtures("forked")
 def test_killed_rank_ends_all_ranks_and_is_reported() -> None:
     completed = run("killed", ranks=2)
     assert completed.returncode == 2
