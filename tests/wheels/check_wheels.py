@@ -102,8 +102,12 @@ class Environment:
         self.programs.mkdir()
 
     def variables(self, **extra: str) -> dict[str, str]:
-        """Returns environment variables: no checkout, no network for pip, no compiler."""
-        dropped = ("PYTHONPATH", "FSDP_C", "CC", "CXX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")
+        """Returns environment variables: no checkout, no network for pip, no compiler.
+
+        uv and editable installs write no bytecode, so the first import writes it.
+        """
+        dropped = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "FSDP_C", "CC", "CXX")
+        dropped += ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
         pip = {"PIP_NO_INDEX": "1", "PIP_NO_CACHE_DIR": "1", "PIP_CONFIG_FILE": os.devnull}
         return kept | pip | {"PYTHONSAFEPATH": "1", "PATH": str(self.programs)} | extra
