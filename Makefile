@@ -43,7 +43,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 # loadgroup: tests that share an expensive fixture are a group and run on one worker.
 PYTEST_ARGS ?= -n 4 --dist loadgroup
-# test-assert runs one large group and short tests: each further worker would only import torch.
+# Most of test-assert is one group, which runs on one worker. A third worker would only import torch.
 ASSERT_ARGS ?= -n 2 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
 # The Python of cuda-sim, with a CUDA build of torch and its packages (setuptools, cmake and ninja, too).
@@ -58,7 +58,7 @@ CLIENTS_ARGS ?=
 HF_EXAMPLE_TEST := tests/distributed/test_example_scripts.py::test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them
 GPU_ARGS ?=
 DIFF_ARGS ?=
-# Clients have their own environment.
+# tests/clients needs an environment of its own.
 RELEASE_TESTS ?= tests/unit tests/distributed tests/faults tests/parity tests/accelerator
 # Tests of `make sanitize`. They are fast, run in one process and call every C function.
 SANITIZE_TESTS ?= tests/unit
@@ -197,8 +197,8 @@ $(CLIENTS_STAMP): tests/clients/requirements.txt
 	$(CLIENTS_PY) -m pip install -q '$(TORCH)' -r tests/clients/requirements.txt
 	@touch $@
 
-# Runs torch's own tests of FSDP2 with fsdp_c, and those that do not pass with torch's FSDP2, too:
-#   make test-torch-suite TORCH_SOURCE=pytorch-v2.12.1
+# Runs torch's own tests of FSDP2 with fsdp_c. Tests that fail there run again with torch's FSDP2.
+#   make test-torch-suite TORCH_SOURCE=pytorch-v2.13.0
 # TORCH_SOURCE is a source tree of torch. The Debian source package pytorch has one.
 test-torch-suite: build
 	$(PY) tests/torch_suite/compare_suite.py $(TORCH_SOURCE) --junitxml build/torch-suite.xml

@@ -4,8 +4,8 @@ Method. The model has ``--groups`` equal units of tiny parameters, as in host.py
 multiplies its input by each of its parameters. torch's CUDA build runs on the simulated CUDA device
 of tests/cuda: no kernel runs, and the process is rank 0 of 8 NCCL ranks, whose other ranks are
 emulated. Each library trains the model in float32 in a process of its own, with its default
-settings, resharded after forward where the library shards parameters. ZeRO-3 also shards small
-parameters.
+settings, resharded after forward where the library shards parameters. There are two exceptions:
+ZeRO-3 also shards small parameters, and DDP has ``gradient_as_bucket_view=True``.
 
 A step is one forward and one backward, until the gradients are reduced. Its time is the CPU time of
 the process, with all threads; the minimum over ``--steps`` steps counts. The device is idle when a
@@ -13,10 +13,10 @@ step begins. The garbage collector is off. Optimizers and zeroing are not timed.
 library is (its time - the bare model's time) / units. The cost per parameter is the slope of a
 least-squares line over the numbers of parameters per unit.
 
-The packages come from the registry. A library that cannot run is listed with the reason. The
+The packages come from PyPI. A library that cannot run is listed with the reason. The
 emulated ranks and the absence of kernels require substitutes during setup: ``all_gather_object``
 returns equal objects, and the checks of models by DDP and of shards by Megatron-FSDP are left out.
-The step itself is unchanged. DDP keeps its gradients in buckets.
+The step itself is unchanged.
 
     python benchmarks/peers.py [--packages DIR] [--params 1 5 14] [--only NAME ...] [--json FILE]
 
@@ -60,7 +60,7 @@ class Step(NamedTuple):
     run: Callable[[Any], None]
     """Forward and backward of the input; timed."""
     finish: Callable[[], None]
-    """Drops the gradients; not timed."""
+    """Drops the gradients, or calls the optimizer (DeepSpeed); not timed."""
 
 
 def make_model(groups: int, params: int) -> Any:
@@ -91,7 +91,7 @@ def make_mesh(*sizes: int, names: tuple[str, ...] = ("dp",)) -> Any:
 
 
 def run_plain(model: Any) -> Step:
-    """Returns the step of a model whose gradients autograd writes."""
+    """Returns a step that calls forward and backward only."""
 
     def run(x: Any) -> None:
         model(x).sum().backward()

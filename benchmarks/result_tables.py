@@ -278,10 +278,11 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
         format_host,
     ),
     "peers": (
-        "Host time of other libraries",
+        "Host time beside other libraries",
         "CPU time of the process above the bare model's; minima. float32, torch's CUDA build on a "
         "simulated device that runs no kernel, rank 0 of 8 emulated NCCL ranks. Each library has "
-        "its default settings, but ZeRO-3 also shards small parameters. DDP shards no parameters. "
+        "its default settings, with two exceptions: ZeRO-3 also shards small parameters, and DDP "
+        "has `gradient_as_bucket_view=True`. DDP shards no parameters. "
         "SimpleFSDP is made for compiled models, which are not measured.",
         format_peers,
     ),
@@ -339,8 +340,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
 }
 """Title, explanation and tables of each benchmark, in the order of the page."""
 
-OTHER_RELEASES = ("peers",)
-"""Benchmarks whose results are of the latest release, because they need a CUDA build of torch."""
+ANY_RELEASE = ("peers",)
+"""Benchmarks that need a CUDA build of torch. Their results may be of another release than MAIN."""
 
 
 # ---- documents -----------------------------------------------------------------------------------
@@ -353,7 +354,7 @@ def format_page() -> str:
     lines = []
     for name, (title, explanation, format_tables) in SECTIONS.items():
         recorded = [found[name] for found in (results, *others) if name in found]
-        if name in results or (name in OTHER_RELEASES and recorded):
+        if name in results or (name in ANY_RELEASE and recorded):
             lines += [
                 f"## {title}",
                 "",

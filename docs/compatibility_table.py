@@ -107,10 +107,12 @@ def format_runs() -> str:
         counts = [run[key] for key in ("passed", "failed", "skipped", "date", "commit")]
         lines.append(format_row([*first, format_folders(run), *counts]))
         title = f"- **{run['torch']}**, Python {run['python']}, {format_code(run['command'])}:"
-        if title != last:
+        remarks_of_run = [*format_remarks(run)]
+        if remarks_of_run and title != last:
             remarks.append(title)
-        last, previous = title, environment
-        remarks += format_remarks(run)
+            last = title
+        remarks += remarks_of_run
+        previous = environment
     return "\n".join([*lines, "", *remarks, ""])
 
 

@@ -20,7 +20,7 @@ typedef struct fc_reduction {
     int64_t align;           /* alignment of the row's parts, in elements; see fc_reduce_plan */
     size_t total;            /* count, plus the parameters that only have a partial row */
     fct_tensor *input;       /* packed gradients of all ranks; NULL: no packed chunk */
-    fct_stream input_stream; /* of the input's memory; valid on devices with streams */
+    fct_stream input_stream; /* allocates and packs `input`; set on devices with streams */
     fct_tensor *output;      /* this rank's row */
     fct_work *work;          /* collective in flight; NULL: none */
     bool all_reducing;       /* `work` is the all-reduce */
@@ -37,8 +37,8 @@ typedef struct fc_reduction {
     struct fc_reduction *next;
 } fc_reduction;
 
-/* Allocates an empty reduction for up to `total` parameters. The current stream is that of the
- * input. Returns NULL without memory. */
+/* Allocates an empty reduction for up to `total` parameters. Stores the current stream: the
+ * caller allocates the input on it. Returns NULL without memory. */
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total);
 /* Returns the elements of the whole row, of all `total` parameters and the gaps between them. */
 int64_t fc_reduction_row_numel(const fc_reduction *r);
@@ -67,8 +67,8 @@ void fc_reduction_abandon(fc_reduction *r);
 void fc_reduction_append(fc_reduction *r);
 /* Finishes the oldest reductions until at most `keep` are in flight, and releases their inputs. */
 FC_CHECK fc_status fc_reduction_recycle(fc_comm_ctx *c, size_t keep);
-/* Records that the current stream has waited for the end of all reductions in flight. Later frees
- * of inputs in memory of that stream need no further wait. */
+/* Records that the current stream has waited for the end of all reductions in flight. Inputs
+ * that were allocated on that stream can then be freed without another wait. */
 void fc_reduction_mark_settled(fc_comm_ctx *c);
 /* Without streams: finishes the oldest reductions whose collectives are complete, to free their
  * buffers early. */

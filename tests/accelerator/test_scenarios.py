@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("accelerator_scenarios")
 Runs = dict[str, dict[str, ScenarioRun]]
 FSDP_C_RUNS = ("fsdp_c", "fsdp_c without kernels")
 NAMES = [
-    pytest.param(name, marks=pytest.mark.torch(scenarios.SINCE.get(name, "2.11")))
+    pytest.param(name, marks=pytest.mark.torch(scenarios.SINCE[name]))
     for name in scenarios.SCENARIOS
 ]
 

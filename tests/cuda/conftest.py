@@ -20,7 +20,7 @@ PACKAGE = Path(os.environ.get("FSDP_C_CUDA_PACKAGE") or ROOT / "build/cuda-sim/p
 class Runner(Protocol):
     """Runs a worker and returns the object that its last line contains.
 
-    A worker that a signal of ``signals`` ended gives None.
+    Returns None if a signal of ``signals`` ended the worker.
     """
 
     def __call__(self, worker: str, *arguments: str, signals: tuple[int, ...] = ()) -> Any: ...

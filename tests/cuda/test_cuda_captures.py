@@ -47,11 +47,11 @@ def test_single_units_are_captured_as_under_torch(run_worker: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ["roots, resharded", "units of a root"])
-def test_capture_without_the_fork_of_a_root_fails_as_under_torch(
+def test_capture_of_unit_that_does_not_join_its_streams_fails_as_under_torch(
     run_worker: Any, case: str
 ) -> None:
     for implementation in ("torch", "fsdp_c"):
-        # torch 2.15: the watchdog may end the process
+        # None: SIGABRT ended the process, because torch 2.15's watchdog noticed the error first
         result = run_worker("unit_captures", implementation, case, signals=(signal.SIGABRT,))
         if result is not None:
             assert result[case]["outcome"].startswith("AcceleratorError"), implementation

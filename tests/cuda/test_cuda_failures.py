@@ -1,7 +1,8 @@
 """Failures of cudaMalloc, of NCCL and of launches during a training step, under torch and fsdp_c.
 
-A step raises torch's exception; the step after it trains, with all parameters sharded at its end.
-No process hangs if a collective never ends or the device stops.
+After one failed call, the step raises torch's exception, and the next step trains and leaves all
+parameters sharded. A cudaMalloc that succeeds when it is repeated raises nothing. No process hangs
+if a collective never ends or the device stops.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FAILURES = {"cudaMalloc", "cudaMalloc, retried", "collective", "launch of torch"
 
 @pytest.fixture(scope="module")
 def torch_failures(run_worker: Any) -> dict[str, str]:
-    """The exception of torch by the kind of the failure."""
+    """The outcome of the step under torch, by kind of failure."""
     results = run_worker("failures", "torch", "fsdp")
     types = {kind: {o["failed"] for o in outcomes} for kind, outcomes in results.items()}
     assert all(len(found) == 1 for found in types.values()), types
@@ -51,7 +52,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_collective_that_never_ends_has_torchs_outcome(run_worker: Any, case: str) -> None:
+def test_failure_of_nccl_has_torchs_outcome(run_worker: Any, case: str) -> None:
     torchs, own = (
         run_worker("watchdog", implementation, case, signals=(signal.SIGABRT,))
         for implementation in ("torch", "fsdp_c")
@@ -71,5 +72,5 @@ def test_device_that_stops_raises_in_each_step(run_worker: Any) -> None:
     for implementation in ("torch", "fsdp_c"):
         # torch 2.14: the watchdog may end the process before the second step
         result = run_worker("watchdog", implementation, "device", signals=(signal.SIGABRT,))
-        if result is not None:
+        if result is not None:  # None: SIGABRT ended the process
             assert (result["failed"], result["next"]) == ("AcceleratorError", "AcceleratorError")

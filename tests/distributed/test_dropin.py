@@ -26,7 +26,7 @@ LAUNCHES: dict[str, tuple[dict[str, str], list[str]]] = {
 """The commands of the documents that run a job with fsdp_c: variables and words."""
 
 FORKED = ("plain", "-m fsdp_c -m")
-"""Launches without torchrun, whose ranks are forked: without fsdp_c, and of a module."""
+"""Launches that fork the ranks instead of calling torchrun: without fsdp_c, and as a module."""
 RUN_MODULE = f"""
 import runpy, sys
 sys.path[0] = {str(JOB.parent)!r}  # python -m adds the working directory

@@ -10,8 +10,8 @@ imports fsdp_c. Its objects are frozen (``gc.freeze``), so that the garbage coll
 neither scans them nor copies their pages.
 
 ``start_script``, ``run_script`` and ``run_code`` run a script instead of a rank, without the two
-seconds in which a new interpreter imports torch. ``run_module`` runs a module. ``ModuleServer``
-forks interpreters whose startup continues with a module, exactly as ``python -m`` does.
+seconds in which a new interpreter imports torch. ``run_module`` calls ``runpy`` after the startup.
+``ModuleServer`` forks within the startup, so the interpreter itself runs the module.
 
 The protocol is one JSON document per line over the server's stdin and stdout. The response to
 ``{"start": ...}`` is a pid. The response to ``{"poll": pid}`` is an exit status (negative: a
@@ -46,6 +46,9 @@ IMPORTED = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
 )
+
+SCRIPT_LIMIT = 280
+"""Seconds of a script, below pytest's limit of a test."""
 
 
 class ForkedRank:
@@ -126,7 +129,7 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``script`` as ``python`` does, with PYTHONPATH of ``env``.
 
-    A test of imports before the script, or of the end of the interpreter, needs a new interpreter.
+    Start a new interpreter to test imports at startup, or finalization.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp_c_script_") as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
@@ -139,7 +142,11 @@ def run_script(
             errors=str(errors),
             cwd=str(cwd or Path.cwd()),
         )
-        status = child.wait()
+        try:
+            status = child.wait(SCRIPT_LIMIT)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+            raise
         return subprocess.CompletedProcess(
             [script, *args], status, output.read_text(), errors.read_text()
         )
@@ -158,7 +165,7 @@ def run_code(
 def run_module(
     module: str, *args: str, env: Mapping[str, str] = os.environ, cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``module`` as ``python -m`` does."""
+    """Runs ``module`` with ``runpy``, after the startup of the interpreter."""
     code = "import runpy, sys\n"
     code += f"sys.path[0] = {str(cwd)!r}\nsys.argv[1:] = {[*args]!r}\n"
     code += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
@@ -231,11 +238,10 @@ def serve(imported: tuple[str, ...] = IMPORTED) -> list[str] | None:
 
 
 def _import_modules(names: tuple[str, ...]) -> None:
-    """Imports modules that the interpreter's finalization skips, with those that they import.
+    """Imports ``names``. A forked child does not finalize these modules or their imports at exit.
 
-    Their finalization copies the pages that this process shares with the server. It took 0.09 s,
-    more than half of the CPU time of a short rank. Modules that are imported after a fork, such as
-    fsdp_c, are still finalized.
+    The finalization would write to pages that are shared with the server, 0.09 s of CPU time per
+    rank. A child still finalizes modules that it imports after the fork, such as fsdp_c.
     """
     before = {*sys.modules}
     imported: list[str] = []

@@ -256,7 +256,7 @@ def _main(folder: Path, rank: int) -> None:
     function: Any = importlib.import_module(module)
     for part in qualname.split("."):
         function = getattr(function, part)
-    gc.freeze()
+    gc.freeze()  # no collection of the modules that the rank has imported
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group(
         payload["backend"],

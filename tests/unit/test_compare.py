@@ -55,7 +55,10 @@ def run(
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the fork server start the processes of ``run``, because each imports torch."""
+    """Makes the fork server start the processes of ``run``, because each imports torch.
+
+    The order in which two of them end is not exact, so tests of that order start new processes.
+    """
 
     def start_process(command: list[str], *, env: dict[str, str], stdout: Any, **_: Any) -> Any:
         observer, file = map(Path, command[-2:])
@@ -164,7 +167,6 @@ def test_script_that_exits_before_the_last_step_is_compared() -> None:
     assert "note: the script ended after 2 of 3 steps" in completed.stdout
 
 
-@pytest.mark.usefixtures("forked")
 def test_exception_under_torch_exits_2_with_traceback_of_first_rank() -> None:
     completed = run("raises", ranks=2)
     assert completed.returncode == 2

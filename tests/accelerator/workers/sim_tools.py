@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -71,8 +72,8 @@ def join_loop_group() -> None:
 
 
 SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
-SINCE: dict[str, str] = {}
-"""The first torch release that supports a scenario. Scenarios that are not listed need none."""
+SINCE: defaultdict[str, str] = defaultdict(lambda: "2.11")
+"""The first torch release that supports a scenario."""
 
 
 def prefetch_neighbors(model: Any) -> None:
@@ -100,4 +101,4 @@ def since(release: str) -> Callable[[Callable[[SimTools], Record]], Callable[[Si
 
 def is_supported(name: str) -> bool:
     """Returns whether the installed torch supports a scenario."""
-    return has(SINCE.get(name, "2.11"))
+    return has(SINCE[name])

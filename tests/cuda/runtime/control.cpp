@@ -98,7 +98,7 @@ static long *find_setting(const char *name) {
         {"fail_operator", &s.fail_operator},
         {"fail_device", &s.fail_device},
         {"stopped", &s.stopped},
-        {"stick_nccl", &s.stick_nccl},
+        {"hang_nccl", &s.hang_nccl},
         {"failing_mallocs", &s.failing_mallocs},
     };
     const auto field = fields.find(name);

@@ -34,9 +34,9 @@ cudaError_t launch_kernel(const void *function, const void *stream) {
     const auto found = kernel_names().find(function);
     const char *const name = found != kernel_names().end() ? found->second : "kernel";
     Operation by;
-    const int failed =
+    const int error =
         sim::is_due(sim::device().settings.fail_operator) ? cudaErrorLaunchOutOfResources : 0;
-    return done(failed ? failed : sim::launch(sim::stream_of(stream), name, &by));
+    return done(error != 0 ? error : sim::launch(sim::stream_of(stream), name, &by));
 }
 
 cudaError_t new_event(cudaEvent_t *event) {

@@ -48,8 +48,8 @@ ncclResult_t collective(const char *name, const void *send, size_t sent, void *r
     }
     sim::access(by, send, sent, false);
     sim::access(by, receive, received, true);
-    if (sim::is_due(sim::device().settings.stick_nccl)) {
-        sim::stick(by);
+    if (sim::is_due(sim::device().settings.hang_nccl)) {
+        sim::hang(by);
     }
     return ncclSuccess;
 }
@@ -130,7 +130,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t *error) {
 ncclResult_t ncclCommAbort(ncclComm_t) {
     const std::lock_guard<std::recursive_mutex> lock(sim::device().mutex);
     sim::count("communicator abort");
-    sim::end_stuck();
+    sim::end_hang();
     return ncclSuccess;
 }
 

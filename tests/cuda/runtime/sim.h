@@ -115,9 +115,9 @@ int synchronize(const Event &event);
 int synchronize_all();
 int query(const Stream &stream);
 int query(const Event &event);
-/* Lets the operation never end. Waits of the host for it block until end_stuck(). */
-void stick(const Operation &operation);
-void end_stuck();
+/* Marks the operation as never complete. Waits of the host for it block until end_hang(). */
+void hang(const Operation &operation);
+void end_hang();
 
 /* Returns 0, or an error number if this thread must not make an unsafe call during a capture. Such
  * a call invalidates the captures that forbid it. */
@@ -156,8 +156,8 @@ struct Settings {
     long fail_launch = 0;     /* the n-th launch of a driver kernel from now on fails */
     long fail_operator = 0;   /* the n-th launch through the runtime from now on fails */
     long fail_device = 0;     /* the n-th launch of any kernel from now on stops the device */
-    long stopped = 0;         /* the device has stopped: all its calls fail */
-    long stick_nccl = 0;      /* the n-th collective from now on never ends, until it is aborted */
+    long stopped = 0;         /* launches, records, waits, queries and cudaMalloc fail */
+    long hang_nccl = 0;       /* the n-th collective from now on never ends, until it is aborted */
 };
 
 struct Device {
@@ -175,7 +175,7 @@ struct Device {
     std::map<std::string, long> counts;
     std::vector<std::string> findings;
     std::deque<int> split_sizes; /* ranks of the next parts that ncclCommSplit makes */
-    Operation stuck;             /* the collective that never ends */
+    Operation hung;              /* the collective that never ends */
     /* Called after each kernel launch: observes the accesses of torch's operators. */
     void (*on_launch)(Operation *by) = nullptr;
 };

@@ -17,18 +17,18 @@ int device_error() {
     return device().settings.stopped != 0 ? cudaErrorLaunchFailure : 0;
 }
 
-bool is_stuck(const Clock &clock) {
-    const Operation &stuck = device().stuck;
-    return stuck.stream >= 0 && clock.covers(stuck.stream, stuck.tick);
+bool is_hung(const Clock &clock) {
+    const Operation &hung = device().hung;
+    return hung.stream >= 0 && clock.covers(hung.stream, hung.tick);
 }
 
 /* Blocks while the clock covers the operation that never ends. The caller must not hold the
  * device's mutex. */
-void block_while_stuck(const Clock &clock) {
+void block_while_hung(const Clock &clock) {
     while (true) {
         {
             const std::lock_guard<std::recursive_mutex> lock(device().mutex);
-            if (!is_stuck(clock)) {
+            if (!is_hung(clock)) {
                 return;
             }
         }
@@ -38,13 +38,13 @@ void block_while_stuck(const Clock &clock) {
 
 } // namespace
 
-void stick(const Operation &operation) {
-    count("stuck collective");
-    device().stuck = operation;
+void hang(const Operation &operation) {
+    count("hung collective");
+    device().hung = operation;
 }
 
-void end_stuck() {
-    device().stuck = {};
+void end_hang() {
+    device().hung = {};
 }
 
 Stream *new_stream(int priority, bool blocking) {
@@ -234,7 +234,7 @@ int wait(Stream &stream, const Event &event, bool external) {
 }
 
 int synchronize(Stream &stream) {
-    block_while_stuck(stream.clock);
+    block_while_hung(stream.clock);
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("synchronize");
     if (const int error = device_error()) {
@@ -254,7 +254,7 @@ int synchronize(Stream &stream) {
 }
 
 int synchronize(const Event &event) {
-    block_while_stuck(event.clock);
+    block_while_hung(event.clock);
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("synchronize");
     if (const int error = device_error()) {
@@ -280,7 +280,7 @@ int synchronize_all() {
             submitted.join(stream->clock);
         }
     }
-    block_while_stuck(submitted);
+    block_while_hung(submitted);
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("synchronize");
     if (const int error = device_error()) {
@@ -304,7 +304,7 @@ namespace {
  * after the work, as a wait does. */
 int query_clock(const Clock &clock) {
     Device &all = device();
-    if (is_stuck(clock) || (all.settings.incomplete != 0 && !all.host.covers(clock))) {
+    if (is_hung(clock) || (all.settings.incomplete != 0 && !all.host.covers(clock))) {
         return cudaErrorNotReady;
     }
     all.host.join(clock);

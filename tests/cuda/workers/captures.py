@@ -30,7 +30,7 @@ CASES = (
     "hsdp, checkpointing",
     "replicate, 4 microbatches without all-reduce",
     "fsdp, with the optimizer",
-    # torch 2.15 has these jobs
+    # these call methods that torch has since 2.15
     "fsdp, kept storage",
     "fsdp, 4 microbatches, finalize_backward",
     "hsdp, 4 microbatches, finalize_backward",

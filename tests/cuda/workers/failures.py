@@ -1,4 +1,4 @@
-"""Makes cudaMalloc, NCCL calls and launches fail during a step, each in turn.
+"""Makes each cudaMalloc, NCCL call and launch of fsdp_c fail in a step, and some launches of torch.
 
 ``python failures.py IMPLEMENTATION JOB`` prints a JSON object with a list for each kind of failure.
 An entry has the outcomes of a step in which one call failed, and of the step after it.
@@ -16,7 +16,7 @@ from typing import Any
 import stub_runtime
 
 KINDS: dict[str, tuple[str, dict[str, int], int]] = {
-    # kind: (the setting that makes the n-th call fail, further settings, distance of the n)
+    # kind: (the setting that makes the n-th call fail, further settings, step of n)
     "cudaMalloc": ("fail_malloc", {"fail_mallocs": 1000000}, 1),
     "cudaMalloc, retried": ("fail_malloc", {"fail_mallocs": 1}, 1),
     "collective": ("fail_nccl", {"nccl_error": 3}, 1),
@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[str, dict[str, int], int]] = {
     "launch of torch": ("fail_operator", {}, 9),
 }
 LIMIT = 300
+"""Calls of one kind. A step has fewer."""
 
 
 def outcome_of(step: Callable[[], None]) -> str:
@@ -39,7 +40,7 @@ def outcome_of(step: Callable[[], None]) -> str:
 
 
 def states_of(model: Any) -> list[str]:
-    """Returns the names of modules that hold parameters that are not sharded."""
+    """Returns the names of the parameters that are not sharded."""
     from torch.distributed.tensor import DTensor
 
     return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
@@ -48,7 +49,7 @@ def states_of(model: Any) -> list[str]:
 def sweep(
     training: Any, setting: str, options: dict[str, int], distance: int
 ) -> list[dict[str, Any]]:
-    """Lets one call of a step fail, each time another, until a step has fewer calls."""
+    """Runs steps in which call 1, 1 + distance, ... fails, until a step has fewer calls."""
     import torch
 
     device = stub_runtime.start()

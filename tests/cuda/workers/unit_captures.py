@@ -1,11 +1,11 @@
-"""Captures single units in CUDA graphs, in three ways, and replays them.
+"""Captures single units in CUDA graphs, and replays them.
 
 ``python unit_captures.py IMPLEMENTATION [CASE...]`` prints a JSON object: for each case "captured"
 or the error, the findings of the device, the number of replays, and the MiB of the graphs' pool.
 
 - ``roots``: each unit is a root. One graph has its forward with hooks, another its backward.
-- ``computations``: each unit's computation is captured, its hooks run eagerly. The unsharded
-  parameters keep their memory (``set_keep_unsharded_storage``).
+- ``computations``: each unit's computation is captured, its hooks run eagerly. The parameters keep
+  their addresses, by ``set_keep_unsharded_storage`` or because the unit is never resharded.
 - ``units of a root``: the forward of each unit is captured while the root's forward runs.
 """
 

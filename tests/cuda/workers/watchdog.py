@@ -29,10 +29,11 @@ BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": 
 no ``wait()``, and the process waits for the device."""
 CASES: dict[str, tuple[dict[str, str], dict[str, int]]] = {
     # case: (environment, settings of the device for one step)
-    "tear down": ({}, {"stick_nccl": 2}),
-    "clean up": (CLEAN_UP, {"stick_nccl": 6}),
-    "blocking wait, forward": (BLOCKING, {"stick_nccl": 2}),
-    "blocking wait, backward": (BLOCKING, {"stick_nccl": 6}),
+    # The second collective is an all-gather of the forward. The sixth one is in the backward.
+    "tear down": ({}, {"hang_nccl": 2}),
+    "clean up": (CLEAN_UP, {"hang_nccl": 6}),
+    "blocking wait, forward": (BLOCKING, {"hang_nccl": 2}),
+    "blocking wait, backward": (BLOCKING, {"hang_nccl": 6}),
     "asynchronous error": (CLEAN_UP, {"nccl_async": REMOTE_ERROR}),
     "device": ({}, {"fail_device": 20}),
 }
@@ -79,7 +80,7 @@ def main(implementation: str, case: str) -> dict[str, Any]:
         wait_for_abort(device)
         device.set(nccl_async=0)
     failed = run_step(training)
-    if "stick_nccl" in settings:
+    if "hang_nccl" in settings:
         wait_for_abort(device)  # the watchdog may end the process instead
     following = run_step(training)
     device.set(stopped=0)

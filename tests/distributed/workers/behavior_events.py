@@ -37,8 +37,8 @@ from toy_models import ResidualBlock
 def ranges(profiler: Any) -> list[str]:
     """Returns the names of the FSDP ranges in the order of their starts.
 
-    ``profiler.events()`` takes a seventh of the run time of all scenarios, so this function reads
-    the results from which torch builds these events.
+    ``profiler.events()`` is slow, so this function reads the results from which torch builds these
+    events.
     """
     events = profiler.profiler.kineto_results.events()
     results = [event for event in events if event.name().startswith("FSDP::")]

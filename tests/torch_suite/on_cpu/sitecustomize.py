@@ -1,14 +1,14 @@
 """Lets torch's tests for several GPUs run on the CPU over gloo.
 
-Python imports this module when a process starts whose PYTHONPATH has this folder. The module
-changes torch's test utilities after their import:
+Python imports this module at startup if PYTHONPATH contains this folder. The module changes torch's
+test utilities after their import:
 
 - No test is skipped because GPUs are missing.
-- Tests see four devices, and have at most one rank per device.
+- ``device_count()`` returns 4, and a test has at most four ranks.
 - Ranks come from a fork server that has imported torch.
 - DistributedDataParallel ignores device indices.
 
-``FSDP_C=1`` has an effect even if fsdp_c is not installed with pip.
+If fsdp_c is not installed, torch finds no entry point, so this module calls ``autoload()``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 DEVICES = 4
 
 
-def _keep(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-    """Takes the place of a decorator that skips a test."""
+def _make_identity_decorator(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    """Replaces a function that returns a decorator which skips tests."""
     return lambda function: function
 
 
@@ -37,9 +37,9 @@ def _adapt_common_distributed(module: Any) -> None:
     if not is_redirecting():
         fsdp_c_autoload.autoload()
     torch.cpu.device_count = torch.accelerator.device_count = lambda: DEVICES
-    module.skip_if_lt_x_gpu = _keep
-    module.skip_if_no_gpu = _keep()
-    module.requires_nccl = _keep
+    module.skip_if_lt_x_gpu = _make_identity_decorator
+    module.skip_if_no_gpu = _make_identity_decorator()
+    module.requires_nccl = _make_identity_decorator
 
     def start_ranks(self: Any) -> None:
         context = torch.multiprocessing.get_context("forkserver")
@@ -77,7 +77,7 @@ ADAPTED = {
 
 
 class AdaptingFinder(MetaPathFinder):
-    """Finds the modules of ``ADAPTED``, and calls their functions after the import."""
+    """Finds the modules of ``ADAPTED``, and calls the function in ``ADAPTED`` after the import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
