@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -129,7 +130,8 @@ def main() -> None:
     parser.add_argument("--commit", help="the tested commit; default: that of this checkout")
     parser.add_argument("files", nargs="+", type=Path, help="files of pytest --junitxml, in order")
     options = parser.parse_args()
-    versions = subprocess.check_output([options.python, "-c", VERSIONS], text=True, cwd="/")
+    interpreter = os.path.abspath(options.python)
+    versions = subprocess.check_output([interpreter, "-c", VERSIONS], text=True, cwd="/")
     python, torch = versions.split()
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.check_output(head, text=True, cwd=ROOT).strip()
