@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from launch import run_ranks
 from shell_commands import find_command
@@ -27,11 +28,6 @@ LAUNCHES: dict[str, tuple[dict[str, str], list[str]]] = {
 
 FORKED = ("plain", "-m fsdp_c -m")
 """Launches that fork the ranks instead of calling torchrun: without fsdp_c, and as a module."""
-RUN_MODULE = f"""
-import runpy, sys
-sys.path[0] = {str(JOB.parent)!r}  # python -m adds the working directory
-runpy.run_module("fsdp_c", run_name="__main__", alter_sys=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 run_ranks(JOB, 2, arguments, timeout=280)
             elif name == "-m fsdp_c -m":
                 script = folder / "run_module.py"
-                script.write_text(RUN_MODULE)
+                script.write_text(fork_server.make_module_script("fsdp_c", JOB.parent))
                 run_ranks(script, 2, ["-m", JOB.stem, *arguments], timeout=280)
             else:
                 run_command(name, folder, arguments)

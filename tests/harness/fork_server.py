@@ -162,14 +162,20 @@ def run_code(
         return run_script(script, env=env, cwd=cwd)
 
 
+def make_module_script(module: str, cwd: Path) -> str:
+    """Returns a script that runs ``module`` as ``python -m`` does in the folder ``cwd``."""
+    return (
+        f"import runpy, sys\nsys.path[0] = {str(cwd)!r}\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
+    )
+
+
 def run_module(
     module: str, *args: str, env: Mapping[str, str] = os.environ, cwd: Path
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``module`` with ``runpy``, after the startup of the interpreter."""
-    code = "import runpy, sys\n"
-    code += f"sys.path[0] = {str(cwd)!r}\nsys.argv[1:] = {[*args]!r}\n"
-    code += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
-    return run_code(code, env=env, cwd=cwd)
+    code = f"import sys\nsys.argv[1:] = {[*args]!r}\n"
+    return run_code(code + make_module_script(module, cwd), env=env, cwd=cwd)
 
 
 class ModuleServer:

@@ -9,24 +9,23 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+from compatibility_table import format_row, parse_version  # noqa: E402
+
 RESULTS = ROOT / "docs" / "wheels.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- begin: wheel_table.py -->", "<!-- end: wheel_table.py -->"
 
 
-def format_row(cells: list[Any]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def parse_versions(row: dict[str, Any]) -> list[list[int]]:
     """Returns the versions of torch and Python as lists of numbers."""
-    return [list(map(int, re.findall(r"\d+", row[name]))) for name in ("torch", "python")]
+    return [parse_version(row[name]) for name in ("torch", "python")]
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import stub_runtime
@@ -44,16 +45,15 @@ def first_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
-def warm_up(training: Any) -> None:
-    """Runs steps on a side stream, as the documentation of CUDA graphs requires."""
+def warm_up(step: Callable[[], None]) -> None:
+    """Runs three steps on a side stream, as the documentation of CUDA graphs requires."""
     import torch
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            training.accumulate()
-            training.model.zero_grad(set_to_none=True)
+            step()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     gc.collect()
@@ -89,7 +89,12 @@ def run_case(
     device = stub_runtime.start()
     device.set(copies=int(observes))
     training = jobs.Training(implementation, jobs.JOBS[name], getattr(jobs, size), blocks)
-    warm_up(training)
+
+    def step() -> None:
+        training.accumulate()
+        training.model.zero_grad(set_to_none=True)
+
+    warm_up(step)
     device.reset()
     device.observe(observes)
     pool = 0

@@ -12,7 +12,6 @@ or the error, the findings of the device, the number of replays, and the MiB of 
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import sys
@@ -22,27 +21,12 @@ from collections.abc import Callable
 from typing import Any
 
 import stub_runtime
-from captures import first_error
+from captures import first_error, warm_up
 
 BLOCKS = 2
 STEPS = 100
-WARM_UP_STEPS = 3
 LONGEST_WAIT = 100
 """Seconds."""
-
-
-def warm_up(step: Callable[[], None]) -> None:
-    """Runs steps on a side stream."""
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP_STEPS):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    gc.collect()
 
 
 def wait_for_watchdog(device: stub_runtime.Device) -> None:

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from typing import Any
 
 import stub_runtime
-from failures import states_of
+from failures import outcome_of, states_of
 
 REMOTE_ERROR = 6
 """ncclRemoteError: another rank has failed."""
@@ -39,18 +39,6 @@ CASES: dict[str, tuple[dict[str, str], dict[str, int]]] = {
 }
 LONGEST_WAIT = 100
 """Seconds until the watchdog must have ended the process, or aborted a communicator."""
-
-
-def run_step(training: Any) -> str:
-    """Returns "trained", or the type of the exception."""
-    import torch
-
-    try:
-        training.step()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return type(error).__name__
-    return "trained"
 
 
 def wait_for_abort(device: stub_runtime.Device) -> None:
@@ -79,10 +67,10 @@ def main(implementation: str, case: str) -> dict[str, Any]:
     if "nccl_async" in settings:
         wait_for_abort(device)
         device.set(nccl_async=0)
-    failed = run_step(training)
+    failed = outcome_of(training.step)
     if "hang_nccl" in settings:
         wait_for_abort(device)  # the watchdog may end the process instead
-    following = run_step(training)
+    following = outcome_of(training.step)
     device.set(stopped=0)
     training.model.reset_iter_state()
     return {"failed": failed, "next": following, "unsharded": states_of(training.model)}
