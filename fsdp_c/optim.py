@@ -117,7 +117,6 @@ class _Acceleration:
         self._init_group: Any = element_wise_class._init_group  # type: ignore[attr-defined]
         self._recipes = _Recipes()
         self._sgd_params: list[tuple[torch.Tensor, DTensor]] = []
-        self._groups_with_changed_foreach: list[dict[str, Any]] = []
         self._hooks = [
             optimizer.register_step_pre_hook(self._begin_step),
             optimizer.register_step_post_hook(self._restore_after_step),
@@ -159,10 +158,6 @@ class _Acceleration:
             self._sgd_params += [
                 (local_tensor, p) for local_tensor, p in pairs if local_tensor is not p
             ]
-        if group.get("foreach") is None and not group.get("fused"):
-            # torch's default for DTensors is the for-loop implementation.
-            group["foreach"] = False
-            self._groups_with_changed_foreach.append(group)
         for target, values in zip(lists, local, strict=True):
             target[:] = values
         return result
@@ -182,9 +177,6 @@ class _Acceleration:
 
     def _restore_state(self, optimizer: Optimizer) -> None:
         vars(optimizer).pop("_init_group", None)
-        for group in self._groups_with_changed_foreach:
-            group["foreach"] = None
-        self._groups_with_changed_foreach.clear()
         for local, param in self._sgd_params:  # SGD stores momentum under the tensors in its list
             buffer = optimizer.state.pop(local, {}).get("momentum_buffer")
             state = optimizer.state[param]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,10 @@ def _run_checks() -> Iterator[tuple[str, bool, str]]:
     yield "kernels", *_check_kernels()
     yield "devices", True, _list_devices()
     yield "entry point", *_check_entry_point()
-    yield "two ranks", *_train_on_two_ranks()
+    yield "two ranks", *_train("cpu", 2)
+    if torch.cuda.is_available():
+        devices = min(2, torch.cuda.device_count())
+        yield "one GPU" if devices == 1 else "two GPUs", *_train("cuda", devices)
 
 
 def _check_torch(built: str) -> tuple[bool, str]:
@@ -89,34 +93,45 @@ def _check_entry_point() -> tuple[bool, str]:
     return True, "not installed with pip: FSDP_C=1 does nothing, python -m fsdp_c and imports work"
 
 
-def _train_on_two_ranks() -> tuple[bool, str]:
-    """Trains in two processes, with torch's FSDP2 and with fsdp_c."""
+def _train(device: str, ranks: int) -> tuple[bool, str]:
+    """Trains in ``ranks`` processes on the device type, with torch's FSDP2 and with fsdp_c."""
     environment = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
     )
+    backend = "NCCL" if device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", f"{__package__}.self_test"]
-        ranks = [
+        command = [sys.executable, "-m", f"{__package__}.self_test", device]
+        processes = [
             subprocess.Popen(
-                [*command, str(rank), f"{folder}/store"],
+                [*command, str(rank), str(ranks), f"{folder}/store"],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(2)
+            for rank in range(ranks)
         ]
         try:
-            outputs = [rank.communicate(timeout=TIMEOUT) for rank in ranks]
+            outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
         except subprocess.TimeoutExpired:
-            return False, f"two processes on gloo did not finish within {TIMEOUT} s"
+            return False, f"{ranks} processes on {backend} did not finish within {TIMEOUT} s"
         finally:
-            for rank in ranks:
-                rank.kill()
-    for rank, (out, error) in zip(ranks, outputs):
+            for process in processes:
+                process.kill()
+    for process, (out, error) in zip(processes, outputs):
         lines = out.split("\n")
-        if rank.returncode != 0 or "same" not in lines:
+        if process.returncode != 0 or "same" not in lines:
             last_line = (out.strip() or error.strip() or "nothing").splitlines()[-1]
-            return False, f"training on gloo failed: {last_line}"
-    return True, "trained on gloo with torch's FSDP2 and with fsdp_c: the same bits"
+            ended = _describe_signal(process.returncode)
+            return False, f"training on {backend} failed{ended}: {last_line}"
+    return True, f"trained on {backend} with torch's FSDP2 and with fsdp_c: the same bits"
+
+
+def _describe_signal(status: int) -> str:
+    """Returns ``" (SIGSEGV)"`` for the exit status of a process that this signal ended, else
+    ``""``."""
+    try:
+        return f" ({signal.Signals(-status).name})" if status < 0 else ""
+    except ValueError:
+        return f" (signal {-status})"

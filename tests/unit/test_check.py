@@ -223,20 +223,35 @@ def test_version_option_prints_versions_of_fsdp_c_torch_and_python() -> None:
     )
 
 
-def test_check_option_reports_six_passed_checks() -> None:
+def test_check_option_reports_passed_checks() -> None:
     completed = run(*find_command("--check").arguments)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     passed = dict(re.findall(r"^  (\w[\w ]*?) +ok +(.+)$", completed.stdout, re.M))
-    assert list(passed) == ["extension", "torch", "kernels", "devices", "entry point", "two ranks"]
-    assert passed["two ranks"].endswith("the same bits")
+    gpu = {0: [], 1: ["one GPU"]}.get(torch.cuda.device_count(), ["two GPUs"])
+    expected = ["extension", "torch", "kernels", "devices", "entry point", "two ranks", *gpu]
+    assert list(passed) == expected
+    assert all(passed[name].endswith("the same bits") for name in ["two ranks", *gpu])
 
 
 def test_failed_check_prints_reason_and_returns_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "_train_on_two_ranks", lambda: (False, "training on gloo failed: x"))
+    monkeypatch.setattr(check, "_train", lambda *_: (False, "training on gloo failed: x"))
     assert check.main() == 1
     assert "two ranks    WRONG  training on gloo failed: x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("devices", "subject"), [(1, "one GPU"), (2, "two GPUs"), (8, "two GPUs")])
+def test_check_trains_on_the_processor_and_on_gpus(
+    devices: int, subject: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(check, "_check_kernels", lambda: (True, ""))
+    monkeypatch.setattr(check, "_list_devices", lambda: "")
+    monkeypatch.setattr(check, "_train", lambda device, ranks: (True, f"{ranks} on {device}"))
+    trainings = [(name, text) for name, _, text in check._run_checks() if " on " in text]
+    assert trainings == [("two ranks", "2 on cpu"), (subject, f"{min(devices, 2)} on cuda")]
 
 
 @pytest.mark.parametrize(
@@ -257,9 +272,21 @@ def test_check_on_a_cuda_device_compiles_missing_kernels(
     assert check._check_kernels() == (True, text)
 
 
-def test_self_test_with_failing_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert check._train_on_two_ranks() == (False, "training on gloo failed: nothing")
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("exit 1", "training on gloo failed: nothing"),
+        ("echo a warning >&2; kill -SEGV $$", "training on gloo failed (SIGSEGV): a warning"),
+    ],
+)
+def test_self_test_with_failing_process_is_reported(
+    command: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{command}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert check._train("cpu", 2) == (False, reason)
 
 
 # ---- building ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
 from fsdp_c import optim
@@ -122,6 +124,41 @@ def test_accelerated_step_gives_parameters_and_states_of_torch(kind: str, plain:
     (expected, expected_state), (params, state) = results
     assert all(map(is_equal, params, expected))
     assert is_equal(state, expected_state)
+
+
+class ForeachCalls(TorchDispatchMode):
+    """Counts calls of operators for lists of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "_foreach_" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("devices", [["cuda"], ["cpu", "cuda"]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_accelerated_step_has_default_implementation_of_torch(
+    kind: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On devices with foreach kernels, such as CUDA, these are torch's default for DTensors. Their
+    last bits differ from those of the for-loop."""
+    optimizers = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices)
+    foreach, results = [], []
+    for accelerated in (False, True):
+        params = make_params()
+        optimizer = KINDS[kind](params)
+        if accelerated:
+            optim.accelerate(optimizer)
+        with ForeachCalls() as calls:
+            train(optimizer, params)
+        foreach.append(calls.count > 0)
+        results.append((params, optimizer.state_dict()))
+    assert foreach[0] == foreach[1]
+    assert foreach[0] or "cpu" not in devices or "fused" in kind or "tensor lr" in kind
+    assert all(map(is_equal, *(params for params, _ in results)))
+    assert is_equal(*(state for _, state in results))
 
 
 @pytest.mark.parametrize("kind", ONLY_ACCELERATED)

@@ -8,6 +8,7 @@ Launches are non-blocking. FSDP_C_GPU_JOBS_DEVICE=cpu runs the cases without a G
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from features import MIXED, WIDTH, Record, Tools, blocks
+from features import MIXED, WIDTH, Record, Tools, blocks, digest
 from launch import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -28,6 +29,16 @@ DEVICE = os.environ.get("FSDP_C_GPU_JOBS_DEVICE", "cuda")
 
 class GpuTools(Tools):
     """One implementation's functions on this process's CUDA device."""
+
+    def __init__(self, rank: int, world_size: int, implementation: str) -> None:
+        super().__init__(rank, world_size, implementation)
+        self._is_fsdp_c = implementation == "fsdp_c"
+
+    def accelerate(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Accelerates the optimizer if the implementation is fsdp_c."""
+        if self._is_fsdp_c:
+            importlib.import_module("fsdp_c.optim").accelerate(optimizer)
+        return optimizer
 
     def flat(self) -> DeviceMesh:
         return init_device_mesh(DEVICE, (self.world_size,))
@@ -115,6 +126,29 @@ def clipped(tools: GpuTools) -> Record:
     model(tools.input(0)).pow(2).sum().backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     return [norm.full_tensor().item(), *tools.train(model)]  # type: ignore[attr-defined]
+
+
+OPTIMIZERS: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
+    lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop),
+    *(torch.optim.ASGD, lambda params: torch.optim.AdamW(params, fused=True)),
+)
+
+
+@case
+def optimizers(tools: GpuTools) -> Record:
+    """Trains with each optimizer. Its default implementation depends on the device."""
+    record: Record = []
+    for make_optimizer in OPTIMIZERS:
+        model = tools.shard(blocks(), mesh=tools.flat(), mp_policy=MIXED)
+        optimizer = tools.accelerate(make_optimizer(model.parameters()))
+        for step in range(3):
+            model(tools.input(step)).float().pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        record.append(digest(model.parameters()))
+    return record
 
 
 def hsdp(tools: GpuTools) -> Record:
