@@ -6,6 +6,8 @@
 copies the JSON files of a run to benchmarks/results/torch-X.Y, where X.Y is the release of torch
 that the run used. Then the script draws the picture of README.md and updates the tables of both
 documents (result_tables.py). Samples of memory over time are not recorded.
+
+``results.json`` of the GPU check (tests/gpu/gpu_check.sh) is recorded as the benchmark ``gpu``.
 """
 
 from __future__ import annotations
@@ -38,6 +40,43 @@ def _is_dropped(key: str, value: Any) -> bool:
     return key == "json" or (key == "memory" and is_samples)
 
 
+GPU_FIGURES = {
+    "bandwidth": ("memcpy_tb_per_s", "kernels"),
+    "host": ("us_per_group_step",),
+    "gpt": ("sizes",),
+    "compiled": ("results",),
+    "scripts": ("comparisons",),
+    "traces": ("events",),
+}
+"""The figures of each step of the GPU check that are recorded."""
+
+
+def convert_gpu_check(data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the recorded part of the results of a GPU check, in the format of a benchmark."""
+    facts = data["facts"]
+    gpu = facts["gpu"]
+    steps = {
+        name: {key: step[key] for key in ("verdict", "seconds", "line")}
+        for name, step in data.items()
+    }
+    figures = {
+        name: {key: data[name][key] for key in keys if key in data[name]}
+        for name, keys in GPU_FIGURES.items()
+        if name in data
+    }
+    machine = f"{gpu['name']}, driver {gpu['driver_version']}, {facts['cpus']} processor cores"
+    return {
+        "benchmark": "gpu",
+        "command": "tests/gpu/gpu_check.sh",
+        "machine": machine,
+        "load": "alone",
+        **{key: facts[key] for key in ("date", "commit", "torch", "python")},
+        "steps": steps,
+        "notes": facts.get("notes", []),
+        **figures,
+    }
+
+
 def find_folder(data: dict[str, Any]) -> Path:
     """Returns the folder for results with the torch release that the data names."""
     return result_tables.RESULTS / f"torch-{'.'.join(data['torch'].split('.')[:2])}"
@@ -46,6 +85,8 @@ def find_folder(data: dict[str, Any]) -> Path:
 def main() -> None:
     for source in map(Path, sys.argv[1:]):
         data = json.loads(source.read_text())
+        if "facts" in data:
+            data = convert_gpu_check(data)
         missing = [key for key in REQUIRED if key not in data]
         if missing:
             raise SystemExit(f"{source} has no {', '.join(missing)}: measure again with this tree")

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import result_goals
+import result_gpu
 import result_releases
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MAIN = RESULTS / "torch-2.13"
 """The results of README.md and of all tables but the comparison of releases."""
+GPU = RESULTS / "torch-2.11"
+"""The results of the GPU check in README.md."""
 DOCUMENTS = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 BEGIN, END = (
     "<!-- begin: benchmarks/result_tables.py -->",
@@ -264,7 +267,16 @@ def format_peers(data: dict[str, Any]) -> Iterator[str]:
         yield from ("", format_text(f"{name} did not run: `{reason}`."))
 
 
+def format_gpu(data: dict[str, Any]) -> Iterator[str]:
+    for text, titles, rows in result_gpu.make_tables(data):
+        yield from ("", format_text(text))
+        if rows:
+            yield ""
+            yield from format_table(titles, rows)
+
+
 SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] = {
+    "gpu": ("On a GPU", result_gpu.EXPLANATION, format_gpu),
     "steps": (
         "Whole steps",
         "Two gloo ranks with one thread each; medians. Page faults are those of one step. The peak "
@@ -340,8 +352,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
 }
 """Title, explanation and tables of each benchmark, in the order of the page."""
 
-ANY_RELEASE = ("peers",)
-"""Benchmarks that need a CUDA build of torch. Their results may be of another release than MAIN."""
+ANY_RELEASE = ("gpu", "peers")
+"""Benchmarks that need a CUDA build of torch or a GPU. Their release may differ from MAIN's."""
 
 
 # ---- documents -----------------------------------------------------------------------------------
@@ -387,7 +399,7 @@ def _name(folder: Path) -> str:
 
 
 def format_readme() -> str:
-    """Returns the generated part of README.md: three measurements, their commands and machine."""
+    """Returns the generated part of README.md: four measurements, their commands and machines."""
     results = read_results(MAIN)
     steps, host = results["steps"], results["host"]
     rows = []
@@ -401,9 +413,14 @@ def format_readme() -> str:
     rows.append([title, *(f"{format_number(times[name])} us" for name in ("torch", "fsdp_c"))])
     if any(steps[key] != host[key] for key in ("machine", "date", "torch")):
         raise SystemExit("steps.json and host.json must be of one machine, day and torch release")
+    gpu = read_results(GPU)["gpu"]
+    size = gpu["gpt"]["sizes"]["1.3 B"]
+    title = "training step on a GPU (3): GPT, 1.3 B parameters, rank 0 of a simulated group of 8"
+    rows.append([title, *(f"{format_number(size['ms'][k])} ms" for k in ("torch", "fsdp_c"))])
     origin = format_text(
-        f"Commands: (1) `{steps['command']}`, on two ranks; (2) `{host['command']}`. "
-        f"Machine: {steps['machine']}, no GPU; {steps['date']}, torch {steps['torch']}."
+        f"Commands: (1) `{steps['command']}`, on two ranks; (2) `{host['command']}`; "
+        f"(3) `{gpu['command']}`. Machines: (1, 2) {steps['machine']}, no GPU; {steps['date']}, "
+        f"torch {steps['torch']}; (3) {gpu['machine']}; {gpu['date']}, torch {gpu['torch']}."
     )
     return "\n".join(
         [*format_table(("measurement", "torch's FSDP2", "fsdp_c"), rows), "", origin, ""]

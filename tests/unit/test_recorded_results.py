@@ -116,6 +116,34 @@ def test_file_without_machine_and_date_is_not_recorded(
         record_results.main()
 
 
+def test_results_of_gpu_check_become_tables() -> None:
+    pytest.importorskip("matplotlib")
+    import record_results
+
+    step = {"verdict": "PASS", "seconds": 2.5, "line": "done"}
+    gpu = {"name": "GPU", "driver_version": "1"}
+    facts = {"gpu": gpu, "cpus": 4, "date": "2026-01-02", "commit": "abc", "torch": "2.11.0"}
+    pairs = {"torch": 3.0, "fsdp_c": 1.5}
+    peaks = {"torch": 2**30, "fsdp_c": 2**29}
+    kernels = {"pack": {"tb_per_s": 2.0, "of_memcpy": 0.9, "torch_of_memcpy": 0.6}}
+    data = {
+        "facts": step | facts | {"python": "3.12.3", "packages": {}},
+        "races": step | {"digests": {"plain": {}}},
+        "bandwidth": step | {"memcpy_tb_per_s": 2.5, "kernels": kernels},
+        "host": step | {"us_per_group_step": {"fp32 cpu": pairs}},
+        "gpt": step | {"sizes": {"small": {"ms": pairs, "peak_bytes": peaks, "losses": {}}}},
+    }
+    recorded = record_results.convert_gpu_check(data)
+    assert not [key for key in record_results.REQUIRED if key not in recorded]
+    assert recorded["steps"]["races"] == step and "races" not in recorded
+    lines = list(result_tables.format_gpu(recorded))
+    assert "| `races` | PASS | 2.50 | done |" in lines
+    assert "| `gpt` | PASS | 2.50 | below |" in lines
+    assert "| small | 3.00 | 1.50 | 2.00 | 1.00 | 0.50 |" in lines
+    assert "| fp32 cpu | 3.00 | 1.50 | 2.00 |" in lines
+    assert "| pack | 2.00 | 0.90 | 0.60 |" in lines
+
+
 def make_other_release(**values: Any) -> dict[str, Any]:
     other = copy.deepcopy(read_main())
     for data in other.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
 import platform
@@ -42,6 +43,7 @@ def gpu() -> dict[str, object]:
 def main() -> None:
     facts = {
         "gpu": gpu(),
+        "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),

@@ -1,0 +1,113 @@
+"""Runs ``python -m fsdp_c --check``, and ``compare`` on training scripts, as a user would.
+
+``compare`` runs scripts of ``examples`` under torch's FSDP2 and under fsdp_c, on one rank over
+NCCL. Losses, gradients and parameters must have equal bits. Without CUDA only ``compare`` of a
+small script runs, on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcome import ON_CUDA, ROOT, conclude
+
+STEPS, ROUNDS = (5, 2) if ON_CUDA else (2, 1)
+SCRIPTS: tuple[tuple[str, ...], ...] = (
+    (("train_gpt.py",), ("finetune_hf.py",), ("lora.py",), ("vision.py",))
+    if ON_CUDA
+    else (("lora.py", "--layers", "1", "--width", "32", "--heads", "2"),)
+)
+LIMIT = 100
+"""Seconds for each command."""
+
+
+@dataclass
+class Command:
+    """A running command. Its working directory is removed at the end."""
+
+    name: str
+    arguments: list[str]
+
+    def __post_init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "FSDP_C": "0"}
+        self.log = Path(self.folder.name, "log.txt")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                self.arguments,
+                cwd=self.folder.name,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait(self) -> str:
+        """Waits for the end of the command. Returns ``""`` or the reason of its failure."""
+        try:
+            status = self.process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return f"{self.name} did not end within {LIMIT} s"
+        print(f"== {self.name}: {status}\n{self.log.read_text(errors='replace')}", flush=True)
+        return f"{self.name}: exit status {status}" if status else ""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def start_compare(script: tuple[str, ...], result: Path) -> Command:
+    """Starts ``compare`` of the script, whose training is torch's, on one rank."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    launch += ["--master-port", str(free_port()), "-m", "fsdp_c", "compare"]
+    launch += ["--steps", str(STEPS), "--rounds", str(ROUNDS), "--json", str(result)]
+    job = [str(ROOT / "examples" / script[0]), "--impl", "torch", "--steps", str(STEPS + 1)]
+    return Command(script[0], [sys.executable, *launch, *job, *script[1:]])
+
+
+def read_comparison(result: Path) -> dict[str, Any]:
+    """Returns the verdict, the first difference, and milliseconds of the fastest steps."""
+    data = json.loads(result.read_text()) if result.exists() else {}
+    runs = data.get("by_rank", [{}])[0].get("runs", {})
+    fastest: dict[str, float] = {}
+    for name, run in runs.items():
+        implementation = name.rpartition("-")[0]
+        ms = 1000 * min(run["seconds"])
+        fastest[implementation] = min(ms, fastest.get(implementation, ms))
+    return {
+        "verdict": data.get("verdict"),
+        "first_difference": data.get("first_difference"),
+        "ms": fastest,
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = {script[0]: Path(folder, f"{script[0]}.json") for script in SCRIPTS}
+        commands = [start_compare(script, results[script[0]]) for script in SCRIPTS]
+        if ON_CUDA:
+            commands.append(Command("--check", [sys.executable, "-m", "fsdp_c", "--check"]))
+        failures = [reason for command in commands if (reason := command.wait())]
+        comparisons = {name: read_comparison(result) for name, result in results.items()}
+    failures += [
+        f"{name}: {comparison['verdict']}, {comparison['first_difference']}"
+        for name, comparison in comparisons.items()
+        if comparison["verdict"] != "equal"
+    ]
+    line = f"{', '.join(command.name for command in commands)}: "
+    line += "; ".join(failures) if failures else "equal bits"
+    conclude(not failures, line, comparisons=comparisons, failures=failures)
+
+
+if __name__ == "__main__":
+    main()
