@@ -148,9 +148,14 @@ class Tree:
 
     def values(self, folder: str = "fsdp_c") -> list[int]:
         """Returns the results of the built module's functions."""
-        run = self.start(f"sys.path.insert(0, {folder!r}); import _C; print(*_C.values())")
+        run = self.start(
+            f"sys.path.insert(0, {folder!r}); import _C; print('values:', *_C.values())"
+        )
         assert run.process.wait() == 0, run.output.read_text()
-        return [int(word) for word in run.output.read_text().split()]
+        # Libraries of torch may print lines at the end of the process.
+        line = re.search(r"^values: (.*)$", run.output.read_text(), re.M)
+        assert line is not None, run.output.read_text()
+        return [int(word) for word in line[1].split()]
 
     def record(self) -> dict[str, Any]:
         """Returns the record of the built module, with the fields of its only build."""

@@ -216,6 +216,8 @@ def test_wheel_has_no_local_version_and_requires_supported_torch(
 def test_wheel_and_sdist_have_the_files_of_the_repository(
     contents: dict[str, bytes], tmp_path: Path
 ) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout")
     tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
     packages = [
         name for name in tracked if re.match(r"fsdp_c(_autoload)?/.*\.(py|pyi|typed)$", name)
