@@ -133,6 +133,7 @@ TESTS_OF = {
     "module_tree": ("test_wrap_policy", "test_wrap"),
     "older_torch": ("test_torch_tools", "test_behavior_training"),
     "plan_hash": ("test_divergence",),
+    "plan_store": ("test_model_comparison", "test_cuda_divergence"),
     "param_shard": ("test_param_template", "test_dtensor_construction"),
     "redirect": ("test_install", "test_dropin"),
     "replaced_shard": ("test_replaced_shards",),

@@ -1,9 +1,9 @@
 """Describes what must be equal on all ranks, and compares it before the first collective.
 
-The description has one line for each fact: "subject<TAB>value". Its 64-bit hash is sent in the
-negotiation of the process group (``csrc/transport/negotiation.h``). If hashes differ, two ranks
-write their descriptions to the store of the process group, and every rank raises an exception with
-the first line that differs.
+The description has one line for each fact: "subject<TAB>value". For gloo, its 64-bit hash is sent
+in the negotiation of the process group (``csrc/transport/negotiation.h``), for NCCL through the
+store of the process group (``plan_store.py``). If hashes differ, two ranks write their descriptions
+to the store, and every rank raises an exception with the first line that differs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from ..version import __version__
+from . import plan_store
 from .env import is_env_enabled
 from .meshes import get_group_name
 
@@ -58,11 +59,16 @@ def is_enabled() -> bool:
 
 
 def set_plans(states: list[Any]) -> None:
-    """Passes the hashes of a root's plans to its groups. ``states``: all states below the root."""
+    """Passes the hashes of a root's plans to its groups. ``states``: all states below the root.
+
+    Compares the plans of NCCL process groups. A difference raises RuntimeError on all their ranks.
+    """
     names = {group: _list_process_groups(group) for s in states for group in s._fsdp_param_groups}
     if not is_enabled():
         for group in names:
             group._set_plans(_OFF, _OFF, _OFF, _OFF, 0)
+        for process_group in _find_nccl(names).values():
+            plan_store.compare(process_group, plan_store.OFF)
         return
     plans: dict[str, list[str]] = {}
     for name in sorted({name for roles in names.values() for name in roles if name}):
@@ -72,6 +78,23 @@ def set_plans(states: list[Any]) -> None:
     for group, roles in names.items():
         group._plans = plans
         group._set_plans(*(hashes[name] if name else _OFF for name in roles), root)
+    for name, process_group in _find_nccl(names).items():
+        difference = plan_store.compare(process_group, f"{hashes[name]:x}")
+        if difference is not None:
+            raise_difference(plans, name, *difference)
+
+
+def _find_nccl(names: dict[Any, tuple[str | None, ...]]) -> dict[str, dist.ProcessGroup]:
+    """Returns the NCCL process groups of groups on CUDA by name, in an order that is equal on all
+    ranks, so that no two ranks wait for each other."""
+    found = {
+        name: _resolve_process_group(name)  # type: ignore[arg-type]
+        for group, roles in names.items()
+        if group.device.type == "cuda"
+        for name in roles
+        if name
+    }
+    return {name: found[name] for name in sorted(found) if plan_store.uses_nccl(found[name])}
 
 
 def announce_guard(group: Any) -> None:

@@ -68,6 +68,15 @@ def _is_hook(hook: Any, method: Any) -> bool:
     )
 
 
+def _undo_lazy_init(root: State, states: list[Any], groups: list[Any]) -> None:
+    """Makes the states states without a root again. ``groups``: those of all states below."""
+    for state in states:
+        state._is_root = None
+    root._state_ctx.all_states = []
+    for group in groups:
+        group._module_fqn = None
+
+
 class IterationContext(_C.IterationContext, FSDPStateContext):
     """Data that the states under one root share (``_C.IterationContext``).
 
@@ -322,11 +331,9 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                     group.lazy_init()
             self._comm_ctx.lazy_init(self._device)
         except BaseException:
-            self._is_root = None
-            self._state_ctx.all_states = []
-            for group in groups:
-                group._module_fqn = None
+            _undo_lazy_init(self, [self], groups)
             raise
+        mesh_infos = [group.post_forward_mesh_info for group in self._fsdp_param_groups]
         if self._auto_reshard_after_forward:
             # Backward needs the root's parameters first, so they stay unsharded after forward.
             for group in self._fsdp_param_groups:
@@ -334,7 +341,13 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._init_shared_state()
         for state in states:
             state._is_root = state is self
-        set_plans(states)
+        try:
+            set_plans(states)
+        except BaseException:
+            _undo_lazy_init(self, states, groups)
+            for group, mesh_info in zip(self._fsdp_param_groups, mesh_infos):
+                group.post_forward_mesh_info = mesh_info
+            raise
         check_model(self._modules[0])
         log_kernels(self._device)
 

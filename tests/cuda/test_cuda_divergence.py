@@ -1,0 +1,50 @@
+"""Ranks of an NCCL process group with different models raise before their first collective."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(300)]
+
+DIFFERENCES = {
+    # case: the differing fact, and its values
+    "order": ("parameter 0 of unit '0'", "'0.weight' [8, 8]", "'0.bias' [8]"),
+    "dtype": ("parameter 0 of unit '1'", "torch.float32", "torch.bfloat16"),
+    "frozen": ("parameter 1 of unit '0'", "reduce_dtype None", "frozen"),
+}
+
+Messages = dict[str, dict[str, str]]
+"""The messages of the exceptions by case and forward. No exception is an empty string."""
+
+
+@pytest.fixture(scope="module")
+def ranks(run_worker: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Messages]:
+    file = tmp_path_factory.mktemp("ranks") / "store"
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        runs = [executor.submit(run_worker, "divergence", str(rank), str(file)) for rank in (0, 1)]
+        return [run.result() for run in runs]
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_different_model_raises_on_both_ranks_and_later_models_train(
+    ranks: list[Messages], case: str
+) -> None:
+    subject, first, second = DIFFERENCES[case]
+    messages = ranks[0][case]
+    assert messages == ranks[1][case]
+    line = messages["first"].splitlines()[0]
+    start = f"ranks 0 and 1 of process group '0' have different models: {subject}: rank 0 has "
+    assert line.startswith(start)
+    values = line.removeprefix(start).split("; rank 1 has ")
+    assert first in values[0] and second in values[1]
+    assert messages["repeated"] == messages["first"]
+    assert messages["equal"] == ""
+
+
+@pytest.mark.parametrize("case", ["equal", "off on rank 1"])
+def test_equal_models_and_models_without_guard_train(ranks: list[Messages], case: str) -> None:
+    for messages in ranks:
+        assert not any(messages[case].values())

@@ -1,0 +1,85 @@
+"""Runs models that differ between the ranks of an NCCL process group.
+
+``python divergence.py RANK FILE`` prints a JSON object. It has the messages of the exceptions of
+each case, or empty strings: of the first forward, of its repetition, and of the forward of a model
+that is equal on all ranks. FILE is the rendezvous file of two ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import stub_runtime
+
+RANKS = 2
+CASES = ("equal", "order", "dtype", "frozen", "off on rank 1")
+
+
+def build(case: str, rank: int) -> Any:
+    """Returns a sharded model. On rank 1 it differs, unless the case is ``equal``."""
+    import torch
+    import torch.nn as nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import fsdp_c
+
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda()
+    names = ["weight", "bias"]
+    if rank == 1 and case in ("order", "off on rank 1"):
+        names.reverse()
+    for layer in model:
+        for name in names:
+            layer.register_parameter(name, layer._parameters.pop(name))
+    if rank == 1 and case == "dtype":
+        model[1].to(torch.bfloat16)
+    if rank == 1 and case == "frozen":
+        model[0].bias.requires_grad_(False)
+    fsdp_c.set_guard("off" if rank == 1 and case == "off on rank 1" else "on")
+    mesh = init_device_mesh("cuda", (RANKS,))
+    for layer in model:
+        fsdp_c.fully_shard(layer, mesh=mesh)
+    return fsdp_c.fully_shard(model, mesh=mesh)
+
+
+def run(model: Any) -> str:
+    """Returns the message of the exception of a forward, or an empty string."""
+    import torch
+
+    try:
+        with torch.no_grad():
+            model(torch.ones(2, 8, device="cuda", dtype=model[0].weight.dtype))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def run_case(case: str, rank: int) -> dict[str, str]:
+    model = build(case, rank)
+    first = run(model)
+    return {
+        "first": first,
+        "repeated": run(model) if first else "",
+        "equal": run(build("equal", rank)),
+    }
+
+
+def main(rank: int, file: str) -> dict[str, dict[str, str]]:
+    stub_runtime.start()
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    store = dist.FileStore(file, RANKS)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=RANKS)
+    return {case: run_case(case, rank) for case in CASES}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(main(int(sys.argv[1]), sys.argv[2])), flush=True)
+    os._exit(0)

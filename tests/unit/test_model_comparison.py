@@ -1,0 +1,160 @@
+"""Plans are compared through the store of an NCCL process group.
+
+The ranks are threads that share a store. tests/cuda/test_cuda_divergence.py has NCCL's groups.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_c._runtime import plan_store
+from fsdp_c._runtime.plan_store import OFF, exchange
+
+EQUAL = "equal"
+
+
+def run_ranks(
+    plans: list[str | None], seconds: float = 20, delays: dict[int, float] | None = None
+) -> list[Any]:
+    """Runs a thread for each plan. Returns results or exceptions. None: the rank is missing."""
+    store = dist.HashStore()
+    results: list[Any] = [None] * len(plans)
+
+    def run(rank: int, plan: str) -> None:
+        time.sleep((delays or {}).get(rank, 0))
+        try:
+            deadline = time.monotonic() + seconds
+            results[rank] = exchange(store, rank, len(plans), plan, deadline)
+        except TimeoutError as error:
+            results[rank] = error
+
+    threads = [
+        threading.Thread(target=run, args=(rank, plan))
+        for rank, plan in enumerate(plans)
+        if plan is not None
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_equal_plans_are_equal_on_all_ranks(late: int) -> None:
+    assert run_ranks(["a1"] * 3, delays={late: 0.1}) == [EQUAL] * 3
+
+
+@pytest.mark.parametrize("late", range(3))
+@pytest.mark.parametrize("other", range(3))
+def test_rank_with_another_plan_is_named_on_all_ranks(other: int, late: int) -> None:
+    plans = ["a1"] * 3
+    plans[other] = "b2"
+    results = run_ranks(plans, delays={late: 0.1})
+    assert len(set(results)) == 1
+    rank, plan = results[0].split()
+    assert plan == plans[int(rank)] != plans[0]
+
+
+@pytest.mark.parametrize("off", range(3))
+def test_rank_without_guard_ends_the_comparison_of_all_ranks(off: int) -> None:
+    plans = ["a1"] * 3
+    plans[off] = OFF
+    assert run_ranks(plans) == [OFF] * 3
+
+
+@pytest.mark.parametrize("missing", range(2))
+def test_missing_rank_ends_the_wait_at_the_time_limit(missing: int) -> None:
+    plans: list[str | None] = ["a1"] * 2
+    plans[missing] = None
+    results = run_ranks(plans, seconds=0.1)
+    assert isinstance(results[1 - missing], TimeoutError)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from(["a1", "b2", OFF]), min_size=2, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_all_ranks_have_the_same_result(plans: list[str], random: Any) -> None:
+    results = run_ranks([*plans], delays={rank: random.choice([0, 0.003]) for rank in range(5)})
+    compared = {result for rank, result in enumerate(results) if plans[rank] != OFF}
+    if len(set(plans)) == 1:
+        assert compared <= {EQUAL}
+    else:
+        assert len(compared) <= 1 and EQUAL not in compared
+
+
+class Group:
+    """A process group with a store, as ``compare`` uses it."""
+
+    group_name = "7"
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def _get_backend(self, device: Any) -> None:
+        return None
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
+    store = dist.HashStore()
+    monkeypatch.setattr(plan_store, "_get_process_group_store", lambda group: store)
+    return store
+
+
+def test_each_comparison_of_a_process_group_has_its_own_keys(store: dist.HashStore) -> None:
+    group: Any = Group()
+    for number in (1, 2):
+        peer = dist.PrefixStore(f"fsdp_c/plans/{number}", store)
+        assert exchange(peer, 0, 2, OFF, 0) == OFF
+        assert plan_store.compare(group, "a1") is None
+    peer = dist.PrefixStore("fsdp_c/plans/3", store)
+    peer.set("first", "b2")
+    assert plan_store.compare(group, "a1") == (1, (0xB2, 0xA1))
+
+
+def fail_at_deadline(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_store, "_get_timeout", lambda group: plan_store.datetime.timedelta(0))
+
+
+def fail_in_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: Any) -> None:
+        raise dist.DistNetworkError("connection reset")
+
+    monkeypatch.setattr(plan_store, "exchange", lose)
+
+
+@pytest.mark.parametrize(
+    ("fail", "reason"),
+    [
+        (fail_at_deadline, "not all ranks have begun their first forward within 0 s"),
+        (fail_in_store, "connection reset"),
+    ],
+)
+def test_ranks_train_if_the_comparison_fails(
+    fail: Callable[[Any, pytest.MonkeyPatch], None],
+    reason: str,
+    store: dist.HashStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fail(store, monkeypatch)
+    assert plan_store.compare(Group(), "a1") is None  # type: ignore[arg-type]
+    assert f"process group '7' are not compared: {reason}" in caplog.text
+
+
+def test_process_group_that_torch_does_not_know_has_no_nccl() -> None:
+    assert not plan_store.uses_nccl(dist.ProcessGroup(dist.HashStore(), 0, 2))
