@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
