@@ -38,6 +38,7 @@ def nccl_two_ranks() -> Runs:
 
 
 def assert_same(runs: Runs, name: str) -> None:
+    assert not gpu_jobs.find_failures(runs, name)
     features.assert_same_bits(runs["torch"], runs["fsdp_c"], name)
 
 
@@ -46,12 +47,12 @@ def test_gpu_case_over_gloo_with_four_ranks_matches_torch(gloo_four_ranks: Runs,
     assert_same(gloo_four_ranks, name)
 
 
-@pytest.mark.parametrize("name", gpu_jobs.CASES)
+@pytest.mark.parametrize("name", [*gpu_jobs.CASES, *gpu_jobs.ALL_GATHERS])
 def test_gpu_case_over_nccl_with_one_rank_matches_torch(nccl_one_rank: Runs, name: str) -> None:
     assert_same(nccl_one_rank, name)
 
 
-@pytest.mark.parametrize("name", gpu_jobs.CASES)
+@pytest.mark.parametrize("name", [*gpu_jobs.CASES, *gpu_jobs.ALL_GATHERS])
 def test_gpu_case_over_nccl_with_two_ranks_matches_torch(nccl_two_ranks: Runs, name: str) -> None:
     assert_same(nccl_two_ranks, name)
 

@@ -44,6 +44,7 @@ def run_without_pytest(launches: tuple[str, ...]) -> NoReturn:
             compared += 1
             try:
                 features.assert_same_bits(runs["torch"], runs["fsdp_c"], name)
+                assert not (failures := gpu_jobs.find_failures(runs, name)), failures[0]
             except AssertionError as error:
                 failed.append(f"{launch}, {name}: {error}")
     where = "" if ON_CUDA else " on two ranks on the CPU"

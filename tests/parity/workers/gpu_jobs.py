@@ -20,8 +20,16 @@ import torch.distributed as dist
 import torch.nn as nn
 from features import MIXED, WIDTH, Record, Tools, blocks, digest
 from launch import run_ranks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 CASES: dict[str, Callable[[GpuTools], Record]] = {}
 DEVICE = os.environ.get("FSDP_C_GPU_JOBS_DEVICE", "cuda")
@@ -151,6 +159,115 @@ def optimizers(tools: GpuTools) -> Record:
     return record
 
 
+@case
+def scaled_float16(tools: GpuTools) -> Record:
+    """Trains in float16 with a GradScaler. The first steps overflow and are skipped."""
+    half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = tools.shard(blocks(), mesh=tools.flat(), mp_policy=half)
+    optimizer = tools.accelerate(torch.optim.AdamW(model.parameters(), lr=0.01))
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**17)
+    record: Record = []
+    for step in range(5):
+        loss = model(tools.input(step)).float().pow(2).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        record += [scaler.get_scale(), digest(model.parameters())]
+    assert record[0] < 2.0**17 and record[-2] == record[-4]
+    return record
+
+
+@case
+def autocast(tools: GpuTools) -> Record:
+    model = tools.shard(blocks(), mesh=tools.flat())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        losses = [model(tools.input(step)).float().pow(2).sum() for step in range(2)]
+    for loss in losses:
+        loss.backward()
+    return [*(loss.item() for loss in losses), digest(p.grad for p in model.parameters())]
+
+
+@case
+def recomputed(tools: GpuTools) -> Record:
+    """Trains with activation checkpointing in each unit."""
+    model = nn.Sequential(*map(checkpoint_wrapper, blocks()))
+    return tools.train(tools.shard(model, mesh=tools.flat(), mp_policy=MIXED))
+
+
+@case
+def frozen(tools: GpuTools) -> Record:
+    """Trains with a frozen block, and with frozen biases in the others."""
+    model = blocks()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (name.startswith("0.") or name.endswith("bias")))
+    model = tools.shard(model, mesh=tools.flat(), mp_policy=MIXED)
+    record: Record = []
+    for step in range(2):
+        model(tools.input(step)).float().pow(2).sum().backward()
+        record.append(digest(p.grad for p in model.parameters()))
+    return record
+
+
+@case
+def meta_initialized(tools: GpuTools) -> Record:
+    """Shards a model on the meta device and initializes it on the device."""
+    with torch.device("meta"):
+        model = blocks()
+    model = tools.shard(model, mesh=tools.flat(), mp_policy=MIXED)
+    model.to_empty(device=DEVICE)
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.fill_(0.01 * (i + 1))
+    return tools.train(model)
+
+
+@case
+def sharded_checkpoint(tools: GpuTools) -> Record:
+    """Loads the state of a trained model and its optimizer into another model, and trains it."""
+    states: list[Any] = []
+    for seed in range(2):
+        model = tools.shard(blocks(seed), mesh=tools.flat())
+        optimizer = tools.accelerate(torch.optim.AdamW(model.parameters(), lr=0.01))
+        if states:
+            set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+        model(tools.input(seed)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states[:] = get_state_dict(model, optimizer)
+    return [digest(model.parameters()), digest(s["exp_avg"] for s in states[1]["state"].values())]
+
+
+@case
+def evaluated(tools: GpuTools) -> Record:
+    """Evaluates between training steps, without gradients and in inference mode."""
+    model = tools.shard(blocks(), mesh=tools.flat(), mp_policy=MIXED)
+    record = tools.train(model)
+    with torch.no_grad():
+        record.append(model(tools.input(7)).float().sum().item())
+    with torch.inference_mode():
+        record.append(model(tools.input(8)).float().sum().item())
+    return [*record, *tools.train(model)]
+
+
+def full_checkpoint(tools: GpuTools) -> Record:
+    """Gathers full states on the host, and loads them from rank 0 into another model."""
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model = tools.shard(blocks(), mesh=tools.flat(), mp_policy=MIXED)
+    tools.train(model)
+    state = get_model_state_dict(model, options=full)
+    other = tools.shard(blocks(1), mesh=tools.flat(), mp_policy=MIXED)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, state, options=options)
+    return [digest(state.values()), digest(other.parameters()), *tools.train(other)]
+
+
+ALL_GATHERS: dict[str, Callable[[GpuTools], Record]] = {"full_checkpoint": full_checkpoint}
+"""Cases that all-gather DTensors. With CUDA tensors over gloo, that is a segmentation fault."""
+
+
 def hsdp(tools: GpuTools) -> Record:
     """Trains with HSDP on an even number of ranks, at least four."""
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
@@ -175,7 +292,10 @@ def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     tools = GpuTools(rank, world_size, implementation)
     records: dict[str, Record] = {}
-    for name, function in (CASES | (MANY_RANKS if world_size >= 4 else {})).items():
+    functions = CASES | (MANY_RANKS if world_size >= 4 else {})
+    if DEVICE != "cuda" or dist.get_backend() == "nccl":
+        functions |= ALL_GATHERS
+    for name, function in functions.items():
         try:
             records[name] = function(tools)
             if DEVICE == "cuda":
@@ -184,6 +304,12 @@ def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
             records[name] = [f"{type(error).__name__}: {error}"]
         dist.barrier()
     return records
+
+
+def find_failures(runs: dict[str, list[dict[str, Record]]], name: str) -> list[str]:
+    """Returns the exceptions that a case raised on any rank under any implementation."""
+    records = [record[name] for ranks in runs.values() for record in ranks]
+    return [str(r[0]) for r in records if len(r) == 1 and "Error: " in str(r[0])]
 
 
 def launch(name: str, implementation: str) -> list[dict[str, Record]]:
