@@ -8,15 +8,16 @@
 extern "C" {
 #endif
 
-/* For tests: the n-th fallible boundary call of this thread from now on fails with
- * RuntimeError("injected fault ..."). With n = 0 the fault is disarmed. The result of
+/* For tests: of the calls of fallible functions that this thread makes from now on, the n-th fails
+ * with RuntimeError("injected fault ..."). All fallible functions of this folder count, and those
+ * that call fct_fault. With n = 0 the fault is disarmed. The result of
  * fct_fault_left() is the number of remaining calls (0: disarmed or fired). The counter is
  * thread-local. While a fault is armed, fct_work_done() returns false, so that the order of calls
  * does not depend on timing. */
 void fct_fault_arm(int64_t n);
 int64_t fct_fault_left(void);
-/* The fault point of a fallible function outside of this folder. Returns 0, or -1 with the injected
- * fault. */
+/* A fallible function outside of this folder calls this first, with its own name. Returns 0, or -1
+ * with the injected fault as exception. */
 FCT_CHECK int fct_fault(const char *function);
 /* Raises MemoryError. */
 void fct_error_no_memory(void);

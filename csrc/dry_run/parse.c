@@ -1,5 +1,6 @@
-/* Parses a description from dicts, with one table of keys per struct. Owns the arrays that it
- * creates. The keys are listed in fsdp_c/_dry_run.pyi. */
+/* Parses the description of a dry run: units and states from dicts, with one table of keys per
+ * struct, and calls from tuples. The fcd_parsed owns the arrays. Texts are those of the Python
+ * objects. The keys are listed in fsdp_c/_dry_run.pyi. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -42,7 +43,9 @@ void fcd_parsed_fini(fcd_parsed *p) {
 
 /* ---- values ---- */
 
-typedef enum field_kind { INT32, INT64, BOOLEAN, DTYPE, TEXT, INT32_LIST, INT64_LIST } field_kind;
+/* INT32_LIST: any numbers; the length is a size_t. SIZES: int64 numbers of at least 0; the length is
+ * the int32 number of dimensions. */
+typedef enum field_kind { INT32, INT64, BOOLEAN, DTYPE, TEXT, INT32_LIST, SIZES } field_kind;
 
 typedef struct field {
     const char *key;
@@ -91,7 +94,7 @@ static int read_dtype(PyObject *value, fct_dtype *out) {
 /* Reads a list or tuple of ints to a new array, which `p` owns. Returns -1 on failure, with an
  * exception only if there is no memory. */
 static int read_list(fcd_parsed *p, const field *f, PyObject *value, char *out) {
-    const bool is_int64 = f->kind == INT64_LIST;
+    const bool is_int64 = f->kind == SIZES;
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
         return -1;
     }
@@ -128,7 +131,7 @@ static const char *const expectations[] = {
     [DTYPE] = "the name of a dtype, such as 'torch.float32'",
     [TEXT] = "a str",
     [INT32_LIST] = "a list of ints",
-    [INT64_LIST] = "a list of sizes, which are at least 0",
+    [SIZES] = "a list of sizes, which are at least 0",
 };
 
 static int read_field(fcd_parsed *p, const field *f, PyObject *value, char *out, const char *path) {
@@ -218,7 +221,7 @@ static int read_fields(fcd_parsed *p, const field *fields, size_t count, PyObjec
 
 static const field param_fields[] = {
     FIELD(fcd_param_description, name, TEXT, true),
-    LIST(fcd_param_description, sizes, ndim, INT64_LIST, true),
+    LIST(fcd_param_description, sizes, ndim, SIZES, true),
     FIELD(fcd_param_description, dim, INT32, false),
     FIELD(fcd_param_description, dtype, DTYPE, true),
     FIELD(fcd_param_description, compute, DTYPE, false),
@@ -284,9 +287,12 @@ static int read_unit(fcd_parsed *p, PyObject *dict, fcd_unit_description *out, c
         return -1;
     }
     PyObject *params = PyDict_GetItemString(dict, "params");
-    if (params == NULL || !PyList_CheckExact(params)) {
-        return set_value_error(path, "params", "a list of dicts",
-                               params != NULL ? params : Py_None);
+    if (params == NULL) {
+        PyErr_Format(PyExc_ValueError, "%s.params: missing", path);
+        return -1;
+    }
+    if (!PyList_CheckExact(params)) {
+        return set_value_error(path, "params", "a list of dicts", params);
     }
     out->count = (size_t)PyList_GET_SIZE(params);
     fcd_param_description *array = (fcd_param_description *)allocate(p, out->count, sizeof *array);

@@ -135,7 +135,8 @@ static const char *intern(fcd_record *r, const char *text, size_t length) {
     return copy;
 }
 
-/* Parses torch's name of a range: "FSDP::LABEL (#3)", "FSDP::LABEL for #3", or "FSDP::LABEL". */
+/* Enters a profiler range and records it. Torch's name of the range is "FSDP::LABEL (#3)" or
+ * "FSDP::LABEL for #3" for unit 3, or "FSDP::LABEL". */
 void fcd_enter_range(const char *name) {
     static const char prefix[] = "FSDP::";
     fcd_record *r = fcd_current_record;

@@ -11,7 +11,10 @@ from .source import LoadingRanks
 
 
 def find_tqdm(progress: bool | None) -> Any:
-    """Returns tqdm, or None to show no bar. Raises ImportError if ``progress`` requires tqdm."""
+    """Returns tqdm, or None to show no bar.
+
+    Raises ImportError if ``progress`` is True and tqdm is not installed.
+    """
     if progress is False:
         return None
     try:

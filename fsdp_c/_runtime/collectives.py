@@ -1,7 +1,8 @@
-"""``GroupCollectives``: moves a group's data by torch's own functions, without the core.
+"""``GroupCollectives``: the fallback, which moves a group's data by torch's own functions.
 
-The core calls these methods (csrc/core/callbacks.h) for groups with custom collectives, patched
-functions or tensors without memory. The state machine in C is the same as without fallback.
+The core calls these methods (csrc/core/callbacks.h) instead of its kernels and collectives if the
+group has custom collectives, if functions of torch are patched, or if tensors have no memory (fake
+tensors). The state machine in C is the same as without fallback.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
     def _fallback_copy_out(self) -> torch.Tensor | None:
         """Copies gathered data into the unsharded parameters; returns the all-gather output.
 
-        The core keeps the output until the gather streams may reuse its memory. None: no streams.
+        The core keeps the output until the gather streams may reuse its memory. Returns None on
+        the CPU, and if nothing was gathered.
         """
         if self._fallback_gathered == "local":
             for param in self.fsdp_params:
@@ -112,7 +114,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
 
     @torch.no_grad()
     def _copy_local(self, param: Param) -> None:
-        """Copies the shard of ``param`` into its unsharded memory. The mesh has one rank."""
+        """Copies the shard of ``param`` into its unsharded memory, if one rank holds all of it."""
         inputs = param.all_gather_inputs
         param.init_all_gather_outputs(
             [tensor.numel() for tensor in inputs],
@@ -194,7 +196,10 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
     def _prepare_fallback_reduce(
         self, params: list[Param], grads: list[torch.Tensor]
     ) -> torch.dtype:
-        """Converts both lists in place for torch's ``foreach_reduce``; returns the reduce dtype."""
+        """Prepares both lists in place for torch's ``foreach_reduce``. Returns the reduce dtype.
+
+        Before an all-reduce, parameters that have partial results but no gradient get zeros.
+        """
         if isinstance(self.mesh_info, DDPMeshInfo) and self.all_reduce_grads:
             with_partials = [
                 p for p in self.fsdp_params if p._partial is not None and p not in params

@@ -21,7 +21,7 @@ class StepTrace:
 
     Attributes:
         ranks: The spans of each rank: lane, kind, unit, begin and end in nanoseconds since the
-            start of the first rank. Equal on every rank. Empty inside the ``with`` block.
+            earliest start of any rank. Equal on every rank. Empty inside the ``with`` block.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class StepTrace:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws a row per rank and lane. The extension of ``path`` selects the format.
 
-        Rank 0 writes the file. Other ranks only check the arguments.
+        Rank 0 writes the file. All ranks raise the exceptions below.
 
         Raises:
             RuntimeError: The ``with`` block is still open, or nothing was traced in it.
@@ -53,7 +53,7 @@ class StepTrace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes Chrome's trace format (chrome://tracing, Perfetto), with ranks as processes.
 
-        Rank 0 writes the file. Other ranks only check the arguments.
+        Rank 0 writes the file. All ranks raise the exceptions below.
 
         Raises:
             RuntimeError: The ``with`` block is still open, or nothing was traced in it.
@@ -64,7 +64,7 @@ class StepTrace:
                 json.dump(make_chrome_trace(self.ranks, self.summary()), file)
 
     def summary(self) -> str:
-        """Returns one or two sentences with the largest shares of the time.
+        """Returns two sentences: the shares of the time, and how much communication is hidden.
 
         Raises:
             RuntimeError: The ``with`` block is still open, or nothing was traced in it.

@@ -84,7 +84,7 @@ def test_difference_after_an_unshard_before_the_first_forward_raises() -> None:
         assert "collective mismatch: rank 0 gathers 'blocks.1'" in different
 
 
-def test_guard_off_trains_on() -> None:
+def test_training_continues_after_other_collectives_with_the_guard_off() -> None:
     names = ("another order of blocks", "another divide factor", "another parameter")
     for results in run_ranks(agreement.run_kinds, 2, (1, names), env=OFF):
         assert [outcome[:2] for outcome in results.values()] == [("", 2)] * 3

@@ -86,7 +86,9 @@ def test_gpu_check_skipped_steps_report_reason(complete_check: CheckResult) -> N
 
 
 @pytest.mark.xdist_group("gpu_check")
-def test_gpu_check_results_file_contains_numbers_of_all_steps(complete_check: CheckResult) -> None:
+def test_gpu_check_results_file_contains_measurements_of_all_steps(
+    complete_check: CheckResult,
+) -> None:
     assert list(complete_check.results) == STEPS.split()
     races = complete_check.results["races"]
     assert len(races["digests"]) > 25

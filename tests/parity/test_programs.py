@@ -48,7 +48,7 @@ def test_random_programs_detect_a_seeded_mistake(mistake: str) -> None:
     assert report.failures, f"{report.programs} programs did not detect it: {report.rules}"
 
 
-def test_programs_are_reproducible_and_survive_formatting() -> None:
+def test_generated_programs_are_equal_for_a_seed_and_after_formatting_and_parsing() -> None:
     program = programs.generate(5)
     assert program == programs.generate(5) != programs.generate(6)
     assert programs.parse_program(programs.format_program(program)) == program

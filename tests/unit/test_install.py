@@ -342,7 +342,7 @@ def test_autoload_and_env_module_accept_the_same_off_values() -> None:
     assert fsdp_c_autoload.OFF == env_module.OFF
 
 
-def test_environment_variable_imports_fsdp_c_at_the_first_call(probe: Any) -> None:
+def test_environment_variable_imports_fsdp_c_at_the_first_call_of_fully_shard(probe: Any) -> None:
     facts = probe("1")
     assert facts["after torch"] == ["fsdp_c_autoload", "fsdp_c_autoload.redirect"]
     assert facts["after fsdp"] == facts["after torch"]

@@ -108,7 +108,9 @@ def is_equal(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_accelerated_step_gives_parameters_and_states_of_torch(kind: str, plain: bool) -> None:
+def test_accelerated_optimizer_step_gives_parameters_and_states_of_torch(
+    kind: str, plain: bool
+) -> None:
     results = []
     for accelerated in (False, True):
         params = make_params(plain)

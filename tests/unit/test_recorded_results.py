@@ -86,7 +86,7 @@ def test_picture_of_readme_has_the_recorded_figures(tmp_path: Path) -> None:
     assert sum(label.endswith(" ms") for label in drawn) == 8
 
 
-def test_recorded_data_has_no_memory_samples_and_rounded_floats() -> None:
+def test_recorded_data_omits_memory_samples_and_rounds_floats() -> None:
     pytest.importorskip("matplotlib")
     import record_results
 

@@ -95,7 +95,7 @@ class TestFile:
         ],
         ids=["overlap", "gap", "bytes after", "bytes before", "duplicate name", "duplicate key"],
     )
-    def test_header_that_does_not_cover_data_exactly_once_raises(
+    def test_header_with_gap_overlap_or_duplicate_key_raises(
         self, tmp_path: Path, header: Any, length: int
     ) -> None:
         path = write_header(tmp_path / "a", header, b"\0" * length)
@@ -207,7 +207,7 @@ class TestIndex:
     @pytest.mark.parametrize(
         "text", ["", "{}", "[]", '{"weight_map": 3}', "[" * 100_000, "\x00\xff"], ids=range(6)
     )
-    def test_index_with_invalid_json_raises(self, tmp_path: Path, text: str) -> None:
+    def test_file_that_is_not_an_index_raises(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "i.json").write_text(text)
         with pytest.raises(ValueError, match="not an index"):
             SafetensorsIndex(tmp_path / "i.json")

@@ -41,7 +41,7 @@ struct Block {
     std::string label;
     std::map<uintptr_t, Cell> cells;
     std::vector<c10::Stream> recorded_streams; /* by record_stream() */
-    Clock reusable_after; /* operations of these streams for which the free block waits */
+    Clock reusable_after; /* operations of recorded_streams for which the free block waits */
 
     static constexpr int kHost = -1; /* pinned memory */
     explicit Block(c10::Stream s) : stream(s) {}
@@ -69,8 +69,8 @@ class Memory {
     /* Records an access of [from, to). Reports it if it is not ordered after the last conflicting
      * access. */
     void access(uintptr_t from, uintptr_t to, bool write, const Epoch &by);
-    /* Undoes delayed writes in [from, to) for which the reader `by` has not waited, and appends the
-     * written bytes to `replaced`. */
+    /* Restores the bytes from before the delayed writes in [from, to) for which the reader `by` has
+     * not waited, and appends the bytes that it replaces to `replaced`. */
     void delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &replaced);
     /* Sets the label that findings have for the memory of a storage. */
     void set_name(const void *storage, const std::string &text);

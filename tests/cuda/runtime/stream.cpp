@@ -22,7 +22,7 @@ bool is_hung(const Clock &clock) {
     return hung.stream >= 0 && clock.covers(hung.stream, hung.tick);
 }
 
-/* Blocks while the clock covers the operation that never ends. The caller must not hold the
+/* Blocks while the clock covers the hung operation. The caller must not hold the
  * device's mutex. */
 void block_while_hung(const Clock &clock) {
     while (true) {
@@ -94,7 +94,8 @@ void destroy_event(Event *event) {
 
 namespace {
 
-/* Orders the stream after the streams that wait implicitly. */
+/* Orders the stream after the streams for which it waits implicitly. If the legacy default stream
+ * would wait for a stream that is being captured, invalidates the capture and returns the error. */
 int order_implicitly(Stream &stream) {
     Device &all = device();
     if (stream.index == 0) {
@@ -206,7 +207,7 @@ int wait(Stream &stream, const Event &event, bool external) {
     if (const int error = device_error()) {
         return error;
     }
-    if (!event.recorded || log_call("wait")) {
+    if (!event.recorded || log_call("wait")) { /* fault: the stream does not wait */
         return 0;
     }
     const bool ended = event.capture != nullptr && event.capture->graph == nullptr;
@@ -247,7 +248,7 @@ int synchronize(Stream &stream) {
     if (const int error = check_unsafe_call("cudaStreamSynchronize")) {
         return error;
     }
-    if (!log_call("synchronize")) {
+    if (!log_call("synchronize")) { /* fault: the host does not wait */
         device().host.join(stream.clock);
     }
     return 0;
@@ -266,7 +267,7 @@ int synchronize(const Event &event) {
     if (const int error = check_unsafe_call("cudaEventSynchronize")) {
         return error;
     }
-    if (!log_call("synchronize")) {
+    if (!log_call("synchronize")) { /* fault: the host does not wait */
         device().host.join(event.clock);
     }
     return 0;
@@ -300,8 +301,8 @@ int synchronize_all() {
 
 namespace {
 
-/* Returns 0 if the work before `clock` is complete for the host. Such a result orders the host
- * after the work, as a wait does. */
+/* Returns 0 if the work before `clock` counts as complete: none of it hangs and, with the setting
+ * `incomplete`, the host has waited for it. The result 0 orders the host after the work. */
 int query_clock(const Clock &clock) {
     Device &all = device();
     if (is_hung(clock) || (all.settings.incomplete != 0 && !all.host.covers(clock))) {

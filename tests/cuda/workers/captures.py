@@ -1,8 +1,9 @@
 """Captures training steps in CUDA graphs, with the capture rules of the CUDA manual.
 
 ``python captures.py IMPLEMENTATION [CASE...]`` prints a JSON object: for each case "captured" or
-the error, the findings of the device, and the MiB that the graph's pool holds. With
-``--size LLAMA_8B --blocks 8`` the model has the sizes of Llama 8B; then no access is checked.
+the error, the findings of the device, the number of replays, and the MiB that the graph's pool
+holds. With ``--size LLAMA_8B --blocks 8`` the model has the sizes of Llama 8B; then no access is
+checked.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def warm_up(step: Callable[[], None]) -> None:
 
 
 def capture(training: Any) -> Any:
-    """Captures the microbatches of one step, replays them, then trains eagerly.
+    """Captures the microbatches of one step, replays the graph, then runs an optimizer step.
 
-    The graph includes the optimizer if its steps can be captured.
+    The graph also includes the optimizer's step if that can be captured.
     """
     import torch
 

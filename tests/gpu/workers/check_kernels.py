@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import kernel_cases
 import kernel_library
@@ -118,8 +118,8 @@ def differences(rounds: int, bare: bool, kernels: Backend | None = None) -> list
     return result
 
 
-def run_under_sanitizer(tool: str, rounds: int) -> None:
-    """Runs this file under compute-sanitizer and concludes the step."""
+def run_under_sanitizer(tool: str, rounds: int) -> NoReturn:
+    """Runs this file under compute-sanitizer, reports the result of the step, and exits."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         skip("compute-sanitizer is not installed")

@@ -1,7 +1,8 @@
 """The basic grid: FSDP2's core settings on a flat mesh, generated from a seed.
 
-``generate(seed, count)`` returns the anchors first, then random combinations. An anchor changes one
-dimension of the plain setting to one value, so that a failure identifies its cause.
+``generate(seed, count)`` returns the anchors first, then random combinations. The anchors are the
+plain setting, and variants that change one of its dimensions, so that a failure identifies its
+cause. The dtypes of MIXED count as one dimension.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def generate(seed: int, count: int) -> list[Setting]:
 def at_world_size(setting: Setting, world_size: int) -> Setting:
     """Adapts the setting to a launch with ``world_size`` ranks."""
     if world_size == 1 and setting.divide in ("force_sum_factor", "fp16_factor"):
-        # On one rank torch divides by a given factor instead of running the collective, and again
-        # after it if the reduction is a plain sum. fsdp_c divides once.
+        # On one rank torch runs no collective. It divides by a given factor in its place, and a
+        # second time if the reduction is a plain sum. fsdp_c divides once.
         return dataclasses.replace(setting, divide="world")
     return setting
 
@@ -97,8 +98,8 @@ def _with_mixed(setting: Setting, mixed: tuple[Any, ...]) -> Setting:
 
 
 def random_setting(rng: random.Random) -> Setting:
-    """Returns a random combination. The first four dimensions are drawn freely, each of the others
-    with a probability. AdamW steps local shards here; the anchors cover AdamW over DTensors."""
+    """Returns a random combination. Four dimensions are always drawn, each of the others with a
+    probability. AdamW steps local shards here; the anchors cover AdamW over DTensors."""
     setting = Setting(
         family=rng.choice(CHOICES["family"]),
         wrap=rng.choice(CHOICES["wrap"]),
@@ -117,7 +118,7 @@ def random_setting(rng: random.Random) -> Setting:
 
 
 def repaired(setting: Setting) -> Setting:
-    """Removes values that cannot be combined, so that nearly every setting trains."""
+    """Changes values that cannot be combined, so that nearly every setting trains."""
     if setting.divide == "fp16_factor":
         setting = dataclasses.replace(setting, reduce="fp16")
     elif setting.divide is not None and "fp16" in (setting.reduce, setting.param, setting.original):
