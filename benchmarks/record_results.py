@@ -69,7 +69,7 @@ def convert_gpu_check(data: dict[str, Any]) -> dict[str, Any]:
         "benchmark": "gpu",
         "command": "tests/gpu/gpu_check.sh",
         "machine": machine,
-        "load": "alone",
+        "load": "other steps ran beside compiled and scripts, none beside the other measurements",
         **{key: facts[key] for key in ("date", "commit", "torch", "python")},
         "steps": steps,
         "notes": facts.get("notes", []),

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 EXPLANATION = (
-    "The GPU check of [the tests](../tests/README.md) on one device. Rank 0 of a group of eight "
-    "trains, and device copies replace the other ranks. So the times contain no network, and they "
-    "compare the two implementations on this machine only."
+    "The GPU check of [the tests](../tests/README.md) on one device. In most steps a process is "
+    "rank 0 of a group of eight, and copies on the device replace the data of the other ranks. "
+    "`compiled` and `scripts` run on one rank over NCCL. So no time contains a network, and the "
+    "times compare the two implementations on this machine only."
 )
 
 BELOW = ("bandwidth", "host", "gpt")
@@ -26,9 +27,12 @@ def make_tables(data: dict[str, Any]) -> Iterator[Table]:
     yield "The steps, with their seconds:", ("step", "verdict", "s", "result"), rows
     for note in data["notes"]:
         yield note, (), []
-    yield _make_training_table(data["gpt"]["sizes"])
-    yield _make_host_table(data["host"]["us_per_group_step"])
-    yield _make_kernel_table(data["bandwidth"])
+    if "sizes" in data.get("gpt", {}):
+        yield _make_training_table(data["gpt"]["sizes"])
+    if "us_per_group_step" in data.get("host", {}):
+        yield _make_host_table(data["host"]["us_per_group_step"])
+    if "kernels" in data.get("bandwidth", {}):
+        yield _make_kernel_table(data["bandwidth"])
 
 
 def _make_training_table(sizes: dict[str, Any]) -> Table:
@@ -47,9 +51,9 @@ def _make_host_table(times: dict[str, dict[str, float]]) -> Table:
         for job, row in times.items()
     ]
     sentence = (
-        "us per unit of 9 parameters and step, above the bare model, on a fake group; minima. "
-        "`cpu` is the CPU time of the process, and `wall` the time from an idle device on. Both "
-        "include the launches of the fake group's own copies:"
+        "Microseconds per unit (9 parameters) and step on a fake group, above the unsharded model; "
+        "minima. `cpu` is the CPU time of the process, and `wall` the time of a step that begins "
+        "on an idle device. Both include the launches of the fake group's own copies:"
     )
     return sentence, ("job", "torch", "fsdp_c", "torch / fsdp_c"), rows
 
@@ -60,7 +64,8 @@ def _make_kernel_table(bandwidth: dict[str, Any]) -> Table:
         for name, row in bandwidth["kernels"].items()
     ]
     sentence = (
-        "Bandwidth of the kernels for a layer of an 8 B Llama, read and written bytes. A device "
-        f"copy has {bandwidth['memcpy_tb_per_s']:.2f} TB/s; the last columns are relative to it:"
+        "Bandwidth of the kernels on the parameters of a layer of an 8 B Llama; read and written "
+        f"bytes count. A device copy has {bandwidth['memcpy_tb_per_s']:.2f} TB/s; the last two "
+        "columns are fractions of it:"
     )
     return sentence, ("kernel", "TB/s", "fsdp_c", "torch's operation"), rows

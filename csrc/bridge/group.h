@@ -30,8 +30,8 @@ bool fct_pg_has_plain_gloo(const fct_pg *pg);
 bool fct_c10d_is_debugged(void);
 
 /* An object of csrc/transport that the ProcessGroup keeps. A ProcessGroup may outlive its handle.
- * fct_pg_attachment returns NULL if there is none. fct_pg_attach takes `object`. After the end of
- * the group `release` is called, with the GIL. */
+ * fct_pg_attachment returns NULL if there is none. fct_pg_attach takes ownership of `object`, and
+ * calls `release` after the end of the group, with the GIL held. */
 void *fct_pg_attachment(fct_pg *pg);
 void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *object));
 
@@ -42,9 +42,9 @@ void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *object));
 typedef struct fct_exchange fct_exchange;
 FCT_CHECK int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count,
                                  fct_exchange **out);
-/* Like fct_exchange_start. The messages match no messages of gathers, reduce-scatters and
- * all-reduces: if a peer issues one of these instead, both ranks wait. gloo ends a process that
- * receives a message of another size. */
+/* Like fct_exchange_start, but the messages match no messages of gathers, reduce-scatters and
+ * all-reduces. If a peer issues one of these instead, both ranks wait. If the messages matched,
+ * gloo would end the process that receives a message of another size. */
 FCT_CHECK int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count,
                                        fct_exchange **out);
 FCT_CHECK int fct_exchange_wait(fct_exchange *exchange, const int64_t **results);

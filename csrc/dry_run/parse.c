@@ -43,8 +43,8 @@ void fcd_parsed_fini(fcd_parsed *p) {
 
 /* ---- values ---- */
 
-/* INT32_LIST: any numbers; the length is a size_t. SIZES: int64 numbers of at least 0; the length is
- * the int32 number of dimensions. */
+/* INT32_LIST: any numbers; the length is a size_t. SIZES: int64 numbers of at least 0; the length
+ * is the int32 number of dimensions. */
 typedef enum field_kind { INT32, INT64, BOOLEAN, DTYPE, TEXT, INT32_LIST, SIZES } field_kind;
 
 typedef struct field {

@@ -1,5 +1,6 @@
-/* Checks whether an object is initialized, and sets the exceptions for uninitialized objects. An
- * object has no core struct before __init__, and after the garbage collector has cleared it. */
+/* Checks whether an object is initialized, and sets the exceptions for uninitialized objects. The
+ * pointers in its core struct are NULL before __init__, and after the garbage collector has cleared
+ * the object. */
 #include "check_initialized.h"
 
 #include "errors.h"

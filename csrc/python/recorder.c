@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "../core/recorder.h"
@@ -43,15 +44,32 @@ PyObject *fcpy_recorder_read(PyObject *module, PyObject *count) {
     return result;
 }
 
+/* Empties a file that was opened for writing. Refuses all but regular files of this user. Returns
+ * 0, or -1 with errno. */
+static int empty_file(int fd) {
+    struct stat status;
+    if (fstat(fd, &status) != 0) {
+        return -1;
+    }
+    if (!S_ISREG(status.st_mode) || status.st_uid != geteuid()) {
+        errno = EPERM;
+        return -1;
+    }
+    return ftruncate(fd, 0);
+}
+
 /* Returns 0, or -1 with errno. Async-signal-safe. A file that exists is replaced only if it is a
- * regular file of this user: O_NOFOLLOW refuses links. */
+ * regular file of this user. O_NOFOLLOW refuses a symbolic link as the last component of the path,
+ * and O_NONBLOCK does not wait for the reader of a FIFO. */
 static int write_file(const char *path, const char *header, size_t bytes) {
-    const int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
     if (fd < 0) {
         return -1;
     }
-    const bool written = write(fd, header, bytes) == (ssize_t)bytes && fc_recorder_write(fd) == 0;
-    const int error = errno;
+    errno = 0;
+    const bool written = empty_file(fd) == 0 && write(fd, header, bytes) == (ssize_t)bytes &&
+                         fc_recorder_write(fd) == 0;
+    const int error = errno != 0 ? errno : EIO; /* a short write sets no errno */
     const bool closed = close(fd) == 0;
     errno = written ? errno : error;
     return written && closed ? 0 : -1;
@@ -74,16 +92,26 @@ PyObject *fcpy_recorder_write(PyObject *module, PyObject *args) {
     return result == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-/* After the file is written, the previous action of the signal runs. */
+/* Whether the default action of the signal runs after the file is written. SIGUSR1 and SIGUSR2 then
+ * only write the file. The default action of the others does not end the process. */
+static bool runs_default_action(int signum) {
+    return signum != SIGUSR1 && signum != SIGUSR2 && signum != SIGCHLD && signum != SIGCONT &&
+           signum != SIGURG && signum != SIGWINCH;
+}
+
+/* Writes the file. Then the previous action of the signal runs. */
 static void handle_signal(int signum, siginfo_t *info, void *context) {
     const int error = errno;
     signal_file *file = signal_files[signum];
     (void)write_file(file->path, file->header, file->header_bytes);
     if ((file->previous.sa_flags & SA_SIGINFO) != 0) {
         file->previous.sa_sigaction(signum, info, context);
-    } else if (file->previous.sa_handler == SIG_DFL && signum == SIGABRT) {
-        (void)sigaction(signum, &file->previous, NULL); /* abort() raises the signal again */
-    } else if (file->previous.sa_handler != SIG_DFL && file->previous.sa_handler != SIG_IGN) {
+    } else if (file->previous.sa_handler == SIG_DFL) {
+        if (runs_default_action(signum)) {
+            (void)sigaction(signum, &file->previous, NULL);
+            (void)raise(signum); /* delivered when this handler returns */
+        }
+    } else if (file->previous.sa_handler != SIG_IGN) {
         file->previous.sa_handler(signum);
     }
     errno = error;
@@ -122,7 +150,7 @@ static int install_handler(int signum, signal_file *file) {
     if (sigaction(signum, NULL, &file->previous) != 0) {
         return -1;
     }
-    if (former != NULL) { /* the handler is installed already */
+    if (former != NULL) { /* an action that was installed since then is dropped: it may call ours */
         file->previous = former->previous;
     }
     signal_files[signum] = file;

@@ -1,5 +1,5 @@
-/* The negotiation of a process group. The bridge owns it while the group lives. Precondition: `pg`
- * is not NULL. */
+/* Finds the negotiation of a process group about shared memory (negotiation.h). The bridge owns it
+ * while the group lives. Precondition: `pg` is not NULL. */
 #ifndef FSDP_C_TRANSPORT_GROUP_NEGOTIATION_H
 #define FSDP_C_TRANSPORT_GROUP_NEGOTIATION_H
 

@@ -2,12 +2,16 @@
 
 A collective of NCCL would need memory on the device, and a wait of the host for the device. Instead
 each rank reads the hash of rank 0 from the store and adds its result there, before the first
-collective of the root. A rank makes a constant number of requests, and waits for the other ranks.
-The keys of a comparison:
+collective of the root. A rank writes at most four times, and polls the store until all ranks have
+written. The keys of a comparison:
 
     first   the hash of rank 0
     equal   the number of ranks whose hash is that of rank 0
     result  set once: "equal", "off", or "RANK HASH" of a rank that differs
+    read    the number of ranks that have read the result; the last one deletes the keys
+
+The keys are deleted because a store may outlive a process group, and a later process group may have
+the same name.
 
 If a rank does not come until the time limit of the process group, the others train without a
 comparison, and NCCL's watchdog decides what happens.
@@ -47,7 +51,8 @@ def uses_nccl(process_group: dist.ProcessGroup) -> bool:
 def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int, int]] | None:
     """Compares the hash of this rank's plan, in hexadecimal digits, with those of all ranks.
 
-    With ``OFF`` this rank does not wait, and no rank compares anything.
+    With ``OFF`` this rank does not wait. The other ranks then find no difference, unless they have
+    found one before.
 
     Returns:
         None, or the first rank of the process group that was found to differ from rank 0, and the
@@ -59,10 +64,14 @@ def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int
     deadline = time.monotonic() + _get_timeout(process_group).total_seconds()
     try:
         result = exchange(store, process_group.rank(), process_group.size(), plan, deadline)
-        if result in (_EQUAL, OFF):
-            return None
-        rank, hash_of_rank = result.split()
-        return int(rank), (int(store.get("first"), 16), int(hash_of_rank, 16))
+        difference = None
+        if result not in (_EQUAL, OFF):
+            rank, hash_of_rank = result.split()
+            difference = int(rank), (int(store.get("first"), 16), int(hash_of_rank, 16))
+        if store.add("read", 1) == process_group.size():
+            for key in ("first", "equal", "result", "read"):
+                store.delete_key(key)
+        return difference
     except (RuntimeError, TimeoutError) as error:  # the store has ended, or a rank does not come
         _logger.warning(
             "fsdp_c: the models of the ranks of process group '%s' are not compared: %s",
@@ -74,6 +83,8 @@ def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int
 
 def exchange(store: dist.Store, rank: int, size: int, plan: str, deadline: float) -> str:
     """Makes the requests of this rank. Returns the value of the key ``result``.
+
+    Returns ``OFF`` if this rank or rank 0 compares nothing.
 
     Raises ``TimeoutError`` if a rank does not come until the deadline, on the clock
     ``time.monotonic()``.
@@ -105,7 +116,7 @@ def _wait(store: dist.Store, key: str, deadline: float) -> str:
 
 
 def _get_timeout(process_group: dist.ProcessGroup) -> datetime.timedelta:
-    """Returns the time limit of NCCL's collectives."""
+    """Returns the time limit of NCCL's collectives, or torch's default without NCCL's backend."""
     options = getattr(process_group._get_backend(torch.device("cuda")), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, datetime.timedelta) else default_pg_timeout

@@ -97,6 +97,7 @@ static fct_tensor *tensor_like(const fct_tensor *t, fct_dtype dtype) {
                        t->sizes, NULL, 0);
 }
 
+/* Finds NULL. Only AddressSanitizer finds a tensor that was freed. */
 static void check_alive(const fct_tensor *t, const char *what) {
     if (t == NULL || t->refs == 0) {
         fail_msg("%s of a tensor that is gone", what);
@@ -316,8 +317,8 @@ static fct_tensor *alias(const fct_tensor *base, fct_dtype dtype, int32_t ndim,
     }
     int64_t end = offset + (empty ? 0 : last + 1);
     if (end * sim_itemsize(dtype) > base->storage->bytes) {
-        sim_fail("an alias ends at element %lld of a storage of %lld bytes", (long long)end,
-                 (long long)base->storage->bytes);
+        sim_fail("an alias needs %lld bytes, and its storage has %lld",
+                 (long long)(end * sim_itemsize(dtype)), (long long)base->storage->bytes);
     }
     base->storage->refs++;
     return tensor_over(base->storage, dtype, ndim, sizes, strides, offset);
@@ -496,7 +497,7 @@ void sim_grad_accumulate(fct_tensor *t, fct_tensor *grad) {
 
 typedef struct transfer {
     sim_view view;
-    double *values; /* behind the struct, or the caller's */
+    double *values; /* behind the struct */
     const char *what;
     double *out;
 } transfer;

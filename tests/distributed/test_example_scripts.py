@@ -70,7 +70,7 @@ def test_digest_of_weights_depends_on_the_training() -> None:
     assert len(digests) == 2
 
 
-def test_adapters_file_has_full_adapters_only(tmp_path: Path) -> None:
+def test_adapters_file_has_unsharded_adapters_and_nothing_else(tmp_path: Path) -> None:
     import torch
 
     file = tmp_path / "adapters.pt"

@@ -33,7 +33,7 @@ def test_veto_of_one_rank_declines_shared_memory(variable: str, value: str) -> N
     assert run_ranks(shm_collectives.is_declined, 2, (variable, value)) == [True] * 2
 
 
-def test_patched_collectives_on_one_rank_keep_the_bits() -> None:
+def test_collectives_patched_on_one_of_two_ranks_are_called_and_keep_the_bits() -> None:
     (patched_equal, patched_calls), (peer_equal, peer_calls) = run_ranks(
         shm_collectives.train_with_patched_rank, 2
     )

@@ -80,8 +80,8 @@ cuda_step() {
 }
 
 # On CUDA the check_ functions run at the same time, because none of them uses the device all the time.
-# The measurements run alone. The limits of the longest function and of all other steps add up to less
-# than 580 seconds. Without CUDA the functions run one after another.
+# The measurements run alone. The limits of the longest function and of the steps outside of functions
+# add up to less than 580 seconds. Without CUDA the functions run one after another.
 start() {
     if [ "$device" = cuda ]; then
         "$@" &

@@ -16,6 +16,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^([ ]*)```([^\n]*)\n(.*?)^\1```[ ]*$", re.M | re.S)
 ASSIGNMENT = re.compile(r"(\w+)=(.*)")
 OUTSIDE_OF_CLONE = ["cd", "..", "&&"]
+"""The first words of a command that runs in the parent folder of the clone."""
 
 
 class Command(NamedTuple):
@@ -26,9 +27,10 @@ class Command(NamedTuple):
     arguments: list[str]
 
     def make_words(self, *script: str) -> list[str]:
-        """Returns the words to run with ``script`` in place of ``train.py``, on two ranks.
+        """Returns the words to run with ``script`` in place of ``train.py``.
 
-        ``python`` and ``torchrun`` are those of the running interpreter.
+        A command with ``--nproc-per-node`` has two ranks. ``python`` and ``torchrun`` are
+        those of the running interpreter.
         """
         programs = {
             "python": [sys.executable],

@@ -152,7 +152,7 @@ class TestFullParams:
                 assert isinstance(param, nn.Parameter) and not isinstance(param, DTensor)
                 assert torch.equal(param, expected[name])
 
-    def test_full_params_registers_one_unit_at_a_time(self, fake_group: int) -> None:
+    def test_full_params_unshards_only_the_unit_of_the_last_lookup(self, fake_group: int) -> None:
         model = make_sharded_model()
         with full_params(model) as full, RecordCollectives() as issued:
             weight = full["layers.0.weight"]
@@ -378,7 +378,7 @@ class TestGenerateWith:
         assert all(isinstance(param, DTensor) for param in model.parameters())
         assert torch.is_grad_enabled()
 
-    def test_generate_with_registers_method_only_within_context(self, fake_group: int) -> None:
+    def test_method_is_registered_only_within_generate_with(self, fake_group: int) -> None:
         model = make_sharded_model()
         with generate_with(model, "generate", keep_full=False):
             assert "generate" in model.__dict__

@@ -49,13 +49,13 @@ def run_ranks(
 
 
 @pytest.mark.parametrize("late", range(3))
-def test_equal_plans_are_equal_on_all_ranks(late: int) -> None:
+def test_equal_plans_give_the_result_equal_on_all_ranks(late: int) -> None:
     assert run_ranks(["a1"] * 3, delays={late: 0.1}) == [EQUAL] * 3
 
 
 @pytest.mark.parametrize("late", range(3))
 @pytest.mark.parametrize("other", range(3))
-def test_rank_with_another_plan_is_named_on_all_ranks(other: int, late: int) -> None:
+def test_rank_that_differs_from_rank_0_is_named_on_all_ranks(other: int, late: int) -> None:
     plans = ["a1"] * 3
     plans[other] = "b2"
     results = run_ranks(plans, delays={late: 0.1})
@@ -72,7 +72,7 @@ def test_rank_without_guard_ends_the_comparison_of_all_ranks(off: int) -> None:
 
 
 @pytest.mark.parametrize("missing", range(2))
-def test_missing_rank_ends_the_wait_at_the_time_limit(missing: int) -> None:
+def test_wait_for_missing_rank_raises_at_the_time_limit(missing: int) -> None:
     plans: list[str | None] = ["a1"] * 2
     plans[missing] = None
     results = run_ranks(plans, seconds=0.1)
@@ -84,7 +84,7 @@ def test_missing_rank_ends_the_wait_at_the_time_limit(missing: int) -> None:
     st.lists(st.sampled_from(["a1", "b2", OFF]), min_size=2, max_size=5),
     st.randoms(use_true_random=False),
 )
-def test_all_ranks_have_the_same_result(plans: list[str], random: Any) -> None:
+def test_all_ranks_that_compare_have_the_same_result(plans: list[str], random: Any) -> None:
     results = run_ranks([*plans], delays={rank: random.choice([0, 0.003]) for rank in range(5)})
     compared = {result for rank, result in enumerate(results) if plans[rank] != OFF}
     if len(set(plans)) == 1:
@@ -94,7 +94,7 @@ def test_all_ranks_have_the_same_result(plans: list[str], random: Any) -> None:
 
 
 class Group:
-    """A process group with a store, as ``compare`` uses it."""
+    """A fake process group, for rank 1 of 2. The fixture ``store`` supplies its store."""
 
     group_name = "7"
 
@@ -126,6 +126,23 @@ def test_each_comparison_of_a_process_group_has_its_own_keys(store: dist.HashSto
     assert plan_store.compare(group, "a1") == (1, (0xB2, 0xA1))
 
 
+@pytest.mark.parametrize("plan", ["a1", "b2", OFF])
+def test_last_rank_deletes_the_keys_of_a_comparison(plan: str, store: dist.HashStore) -> None:
+    """A later process group of the same name finds no result of an earlier one."""
+    peer = dist.PrefixStore("fsdp_c/plans/1", store)
+    peer.set("first", plan)
+    if plan == "a1":
+        peer.add("equal", 1)
+    peer.add("read", 1)
+    expected = (1, (0xB2, 0xA1)) if plan == "b2" else None
+    for _ in range(2):
+        assert plan_store.compare(Group(), "a1") == expected  # type: ignore[arg-type]
+        assert store.num_keys() == 0
+        peer.set("first", plan)
+        peer.add("equal", 1)
+        peer.add("read", 1)
+
+
 def fail_at_deadline(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_store, "_get_timeout", lambda group: plan_store.datetime.timedelta(0))
 
@@ -144,7 +161,7 @@ def fail_in_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (fail_in_store, "connection reset"),
     ],
 )
-def test_ranks_train_if_the_comparison_fails(
+def test_failed_comparison_logs_a_warning_and_finds_no_difference(
     fail: Callable[[Any, pytest.MonkeyPatch], None],
     reason: str,
     store: dist.HashStore,

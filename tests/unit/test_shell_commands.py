@@ -122,7 +122,7 @@ def test_each_command_of_readme_is_run_by_one_test() -> None:
 
 
 @pytest.mark.parametrize("part", ["--check", "FSDP_C=1 torchrun", "compare"])
-def test_test_runs_the_command_as_the_readme_states_it(part: str) -> None:
+def test_command_of_the_readme_is_run_by_its_test(part: str) -> None:
     assert f'find_command("{part}")' in (ROOT / RUN_BY[part]).read_text()
 
 

@@ -81,6 +81,23 @@ def test_record_file_is_written_but_not_through_a_link(tmp_path: Path) -> None:
         _C.recorder_write(str(tmp_path / "link"), b"")
 
 
+def test_record_file_replaces_regular_files_of_this_user_only(tmp_path: Path) -> None:
+    fifo, other = tmp_path / "fifo", tmp_path / "other"
+    os.mkfifo(fifo)
+    with pytest.raises(OSError, match="No such device or address"):  # not a wait for a reader
+        _C.recorder_write(str(fifo), b"")
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(PermissionError):
+        _C.recorder_write(str(fifo), b"")
+    os.close(reader)
+    other.write_text("data")
+    if os.geteuid() == 0:
+        os.chown(other, 1, 1)
+        with pytest.raises(PermissionError):
+            _C.recorder_write(str(other), b"")
+        assert other.read_text() == "data"
+
+
 @pytest.mark.parametrize("text", [b"", b"{}\n", b"[1]\n", b'{"fsdp_c": "records"}\nx'])
 def test_other_files_are_refused(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(text)
@@ -109,6 +126,28 @@ def test_signal_writes_the_file_and_keeps_the_previous_action(tmp_path: Path) ->
     ended = subprocess.run([sys.executable, "-c", SIGNALS, str(tmp_path)], timeout=60)
     assert ended.returncode == -signal.SIGABRT
     assert (tmp_path / "c").stat().st_size == 6 + 4096 * 128
+
+
+DEFAULT_ACTION = """
+import os, signal, sys
+from fsdp_c import _C
+number = getattr(signal, sys.argv[2])
+_C.recorder_write_on_signal(number, sys.argv[1], b"header")
+os.kill(os.getpid(), number)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"), [("SIGTERM", True), ("SIGQUIT", True), ("SIGUSR1", False)]
+)
+def test_signal_writes_the_file_and_then_has_its_default_action(
+    name: str, ends: bool, tmp_path: Path
+) -> None:
+    """The default action of SIGUSR1 is left out: it would end a process that only writes a file."""
+    command = [sys.executable, "-c", DEFAULT_ACTION, str(tmp_path / "file"), name]
+    ended = subprocess.run(command, timeout=60)
+    assert ended.returncode == (-getattr(signal, name) if ends else 0)
+    assert (tmp_path / "file").stat().st_size == 6 + 4096 * 128
 
 
 # ---- report --------------------------------------------------------------------------------------

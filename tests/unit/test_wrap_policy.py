@@ -251,7 +251,7 @@ class TestByteBudget:
         half = wrap.plan(model, layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
         assert units_of(half) == units_of(wrap.plan(model, 2 * layer))
 
-    def test_budget_divides_list_inside_module_without_forward(self) -> None:
+    def test_budget_makes_each_item_of_a_nested_list_a_unit(self) -> None:
         nested = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])})
         units = split_by_budget(Block([nested]), 1, set(), bytes_of)
         assert [len(unit) for unit in units] == [1, 1, 1]

@@ -62,7 +62,8 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, ScenarioRun]]:
 def run_double_backward(rank: int, world_size: int) -> dict[str, Record]:
     """Records one step with a double backward.
 
-    The step runs under both implementations and for a model that is not sharded.
+    The step runs under both implementations, without resharding. It also runs for a model that is
+    not sharded.
     """
     sim_tools.join_loop_group()
     simulated.start()
@@ -97,7 +98,7 @@ def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
     sim_tools.join_loop_group()
     device = simulated.start()
     simulated.use_kernels(True)
-    sim_tools._mesh((sim_tools.WORLD,), None)
+    sim_tools._mesh((sim_tools.WORLD,), None)  # the threads use the cached mesh
     records_by_implementation: dict[str, list[Record]] = {}
     for implementation in ("torch", "fsdp_c"):
         device.reset()

@@ -1,8 +1,9 @@
 """Runs models that differ between the ranks of an NCCL process group.
 
-``python divergence.py RANK FILE`` prints a JSON object. It has the messages of the exceptions of
-each case, or empty strings: of the first forward, of its repetition, and of the forward of a model
-that is equal on all ranks. FILE is the rendezvous file of two ranks.
+``python divergence.py RANK FILE`` prints a JSON object. It maps each case to three messages of
+exceptions, or empty strings: ``first`` (the first forward), ``repeated`` (the same forward again,
+if the first one raised), and ``equal`` (the first forward of a model that is equal on all ranks).
+FILE is the rendezvous file of two ranks.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def main() -> None:
     is_equal = results["torch"]["losses"] == results["fsdp_c"]["losses"]
     times = "; ".join(f"{name} {result['ms']:.1f} ms" for name, result in results.items())
     line = f"{CONFIG.layers} compiled blocks, {STEPS} losses "
-    line += f"{'equal' if is_equal else 'differ'}; fastest step, both at once: {times}"
+    line += f"{'equal' if is_equal else 'differ'}; fastest steps, both processes at once: {times}"
     conclude(is_equal, line, results=results)
 
 

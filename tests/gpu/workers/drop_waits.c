@@ -56,7 +56,7 @@ static wait_function real_wait(void) {
     return (wait_function)dlsym(RTLD_NEXT, "cudaStreamWaitEvent");
 }
 
-/* Resets the counter. The n-th wait from now on is dropped; -1: none. */
+/* Resets the counter. The wait with index n from now on is dropped; -1: none. */
 void drop_wait(long n) {
     waits = 0;
     dropped = n;

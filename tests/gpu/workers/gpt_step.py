@@ -3,14 +3,15 @@
 The models have from 85 M to 1.6 B parameters. The host limits the steps with few tokens, and the
 device those with wide blocks.
 
-loop_group.py simulates the other ranks, here without pauses and poison. The numbers contain no
-network time: they compare two implementations on one device and do not predict a cluster's speed.
-torch and fsdp_c run alternately.
+loop_group.py simulates the other ranks, here without the delays by which other steps provoke
+errors. The numbers contain no network time: they compare two implementations on one device, and do
+not predict a cluster's speed. torch and fsdp_c run alternately.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -43,7 +44,8 @@ remain, so equal requests in another order have another peak."""
 
 @dataclass
 class Figures:
-    """Results of one run. Memory is in bytes above the memory in use before the run."""
+    """Results of one run. Memory is in bytes above the memory in use before the run: ``held`` after
+    the warm-up, and the highest value as ``peak``."""
 
     ms: list[float]
     held: int
@@ -130,6 +132,8 @@ class Comparison:
         The attention kernels are nondeterministic, so losses are not compared bit for bit.
         """
         losses = [loss for values in self.losses.values() for loss in values]
+        if not all(map(math.isfinite, losses)):
+            return f"losses {losses}"
         if max(losses) - min(losses) >= 0.01 * max(losses):
             return f"losses from {min(losses)} to {max(losses)}"
         if ON_CUDA and self.ms["fsdp_c"] > 1.05 * self.ms["torch"]:

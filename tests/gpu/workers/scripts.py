@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ SCRIPTS: tuple[tuple[str, ...], ...] = (
     else (("lora.py", "--layers", "1", "--width", "32", "--heads", "2"),)
 )
 LIMIT = 100
-"""Seconds for each command."""
+"""Seconds for all commands, which run at the same time."""
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Command:
 
     def __post_init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
+        # FSDP_C=1 of the caller would replace torch's functions in all runs.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "FSDP_C": "0"}
         self.log = Path(self.folder.name, "log.txt")
         with self.log.open("w") as log:
@@ -47,17 +50,23 @@ class Command:
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
-    def wait(self) -> str:
-        """Waits for the end of the command. Returns ``""`` or the reason of its failure."""
+    def wait(self, deadline: float) -> str:
+        """Waits for the end of the command, until a time of ``time.monotonic()``.
+
+        Returns ``""`` or the reason of its failure.
+        """
+        failure = ""
         try:
-            status = self.process.wait(LIMIT)
+            status = self.process.wait(max(0.0, deadline - time.monotonic()))
+            failure = f"{self.name}: exit status {status}" if status else ""
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            return f"{self.name} did not end within {LIMIT} s"
-        print(f"== {self.name}: {status}\n{self.log.read_text(errors='replace')}", flush=True)
-        return f"{self.name}: exit status {status}" if status else ""
+            os.killpg(self.process.pid, signal.SIGKILL)  # torchrun and its ranks
+            failure = f"{self.name} did not end within {LIMIT} s"
+        print(f"== {failure or self.name}\n{self.log.read_text(errors='replace')}", flush=True)
+        return failure
 
 
 def free_port() -> int:
@@ -67,7 +76,11 @@ def free_port() -> int:
 
 
 def start_compare(script: tuple[str, ...], result: Path) -> Command:
-    """Starts ``compare`` of the script, whose training is torch's, on one rank."""
+    """Starts ``python -m fsdp_c compare`` of the script on one rank.
+
+    The script calls torch's functions, which ``compare`` replaces in every second run. It would
+    train one step more than ``compare`` lets it.
+    """
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
     launch += ["--master-port", str(free_port()), "-m", "fsdp_c", "compare"]
     launch += ["--steps", str(STEPS), "--rounds", str(ROUNDS), "--json", str(result)]
@@ -76,12 +89,12 @@ def start_compare(script: tuple[str, ...], result: Path) -> Command:
 
 
 def read_comparison(result: Path) -> dict[str, Any]:
-    """Returns the verdict, the first difference, and milliseconds of the fastest steps."""
+    """Returns the verdict, the first difference, and each implementation's fastest step in ms."""
     data = json.loads(result.read_text()) if result.exists() else {}
     runs = data.get("by_rank", [{}])[0].get("runs", {})
     fastest: dict[str, float] = {}
     for name, run in runs.items():
-        implementation = name.rpartition("-")[0]
+        implementation = name.rpartition("-")[0]  # a run is IMPLEMENTATION-ROUND
         ms = 1000 * min(run["seconds"])
         fastest[implementation] = min(ms, fastest.get(implementation, ms))
     return {
@@ -97,7 +110,8 @@ def main() -> None:
         commands = [start_compare(script, results[script[0]]) for script in SCRIPTS]
         if ON_CUDA:
             commands.append(Command("--check", [sys.executable, "-m", "fsdp_c", "--check"]))
-        failures = [reason for command in commands if (reason := command.wait())]
+        deadline = time.monotonic() + LIMIT
+        failures = [reason for command in commands if (reason := command.wait(deadline))]
         comparisons = {name: read_comparison(result) for name, result in results.items()}
     failures += [
         f"{name}: {comparison['verdict']}, {comparison['first_difference']}"
