@@ -8,13 +8,19 @@ import pytest
 
 pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
 JOBS = ["fsdp", "hsdp", "hsdp, 4 microbatches without all-reduce"]
+CASES = [*((job, "SMALL") for job in JOBS), ("fsdp", "SMALL_MOE"), ("fsdp", "SMALL_VIT")]
 FIGURES = ["launch", "record", "wait", "collective", "memcpy", "peak MiB", "reserved MiB"]
 FIGURES += ["launch with GIL", "malloc with GIL"]
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_step_needs_at_most_torchs_launches_events_and_memory(run_worker: Any, job: str) -> None:
-    options = ("--size", "SMALL", "--blocks", "4", "--steps", "2")
+@pytest.mark.parametrize(
+    ("job", "size"),
+    [*((job, "SMALL") for job in JOBS), ("fsdp", "SMALL_MOE"), ("fsdp", "SMALL_VIT")],
+)
+def test_step_needs_at_most_torchs_launches_events_and_memory(
+    run_worker: Any, job: str, size: str
+) -> None:
+    options = ("--size", size, "--blocks", "4", "--steps", "2")
     torchs, own = (
         run_worker("figures", "--measure", name, job, *options) for name in ("torch", "fsdp_c")
     )

@@ -94,7 +94,7 @@ def format_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="LLAMA_8B")
+    parser.add_argument("--size", default="LLAMA_8B", help="a constant of jobs.py")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path)

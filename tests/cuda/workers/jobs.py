@@ -28,7 +28,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a decoder model."""
+    """Sizes of a transformer."""
 
     width: int
     hidden: int
@@ -36,26 +36,70 @@ class Size:
     """Width of the keys and values."""
     vocabulary: int
     tokens: int
+    experts: int = 0
+    """Experts of a mixture in each block, of which a token uses eight. 0: one network."""
+    vision: bool = False
+    """Blocks have layer norms, biases, and an ungated network, as in a vision transformer."""
 
 
 SMALL = Size(64, 128, 32, 96, 16)
+SMALL_MOE = Size(64, 32, 32, 96, 16, experts=16)
+SMALL_VIT = Size(64, 128, 64, 96, 16, vision=True)
 LLAMA_8B = Size(4096, 14336, 1024, 32000, 1024)
+QWEN3_MOE = Size(2048, 768, 512, 151936, 1024, experts=128)
+VIT_L = Size(1024, 4096, 1024, 1000, 197, vision=True)
+
+
+class Network(nn.Module):
+    """The gated network of a decoder block, or an expert."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size.width, size.hidden, bias=False)
+        self.up = nn.Linear(size.width, size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """A router and experts. Each expert has the mean number of tokens, so the host need not know
+    the router's choices. The device runs no kernel, so the values do not matter."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.router = nn.Linear(size.width, size.experts, bias=False)
+        self.experts = nn.ModuleList(Network(size) for _ in range(size.experts))
+        self.share = max(8 * size.tokens // size.experts, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            part = x[:, : self.share] * weights[:, : self.share, index : index + 1]
+            result[:, : self.share] += expert(part)
+        return result
 
 
 class Block(nn.Module):
-    """A decoder block without attention: the products, norms and sizes of Llama."""
+    """A transformer block without attention: the products, norms and sizes of the model."""
 
     def __init__(self, size: Size, checkpoints: bool) -> None:
         super().__init__()
         self.checkpoints = checkpoints
-        self.norm1, self.norm2 = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
-        self.q = nn.Linear(size.width, size.width, bias=False)
-        self.k = nn.Linear(size.width, size.heads_width, bias=False)
-        self.v = nn.Linear(size.width, size.heads_width, bias=False)
-        self.o = nn.Linear(size.width, size.width, bias=False)
-        self.gate = nn.Linear(size.width, size.hidden, bias=False)
-        self.up = nn.Linear(size.width, size.hidden, bias=False)
-        self.down = nn.Linear(size.hidden, size.width, bias=False)
+        norm, bias = nn.LayerNorm if size.vision else nn.RMSNorm, size.vision
+        self.norm1, self.norm2 = norm(size.width), norm(size.width)
+        self.q = nn.Linear(size.width, size.width, bias=bias)
+        self.k = nn.Linear(size.width, size.heads_width, bias=bias)
+        self.v = nn.Linear(size.width, size.heads_width, bias=bias)
+        self.o = nn.Linear(size.width, size.width, bias=bias)
+        self.network: nn.Module
+        if size.vision:
+            up, down = nn.Linear(size.width, size.hidden), nn.Linear(size.hidden, size.width)
+            self.network = nn.Sequential(up, nn.GELU(), down)
+        else:
+            self.network = Experts(size) if size.experts else Network(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.checkpoints and torch.is_grad_enabled():
@@ -67,8 +111,7 @@ class Block(nn.Module):
         repeats = y.shape[-1] // self.k.out_features
         mixed = self.k(y).repeat(1, 1, repeats) + self.v(y).repeat(1, 1, repeats)
         x = x + self.o(self.q(y) * mixed)
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.network(self.norm2(x))
 
 
 class Unit(nn.Module):
