@@ -399,7 +399,7 @@ def _name(folder: Path) -> str:
 
 
 def format_readme() -> str:
-    """Returns the generated part of README.md: four measurements, their commands and machines."""
+    """Returns the generated part of README.md: measurements, their commands and machines."""
     results = read_results(MAIN)
     steps, host = results["steps"], results["host"]
     rows = []
@@ -414,13 +414,18 @@ def format_readme() -> str:
     if any(steps[key] != host[key] for key in ("machine", "date", "torch")):
         raise SystemExit("steps.json and host.json must be of one machine, day and torch release")
     gpu = read_results(GPU)["gpu"]
-    size = gpu["gpt"]["sizes"]["1.3 B"]
-    title = "training step on a GPU (3): GPT, 1.3 B parameters, rank 0 of a simulated group of 8"
-    rows.append([title, *(f"{format_number(size['ms'][k])} ms" for k in ("torch", "fsdp_c"))])
+    for name, model in (
+        ("1.3 B", "GPT, 1.3 B parameters in 26 blocks"),
+        ("1.6 B, wide", "GPT, 1.6 B parameters in 8 blocks, which keep the GPU busy"),
+    ):
+        ms = gpu["gpt"]["sizes"][name]["ms"]
+        title = f"training step on a GPU (3): {model}"
+        rows.append([title, *(f"{format_number(ms[key])} ms" for key in ("torch", "fsdp_c"))])
     origin = format_text(
         f"Commands: (1) `{steps['command']}`, on two ranks; (2) `{host['command']}`; "
-        f"(3) `{gpu['command']}`. Machines: (1, 2) {steps['machine']}, no GPU; {steps['date']}, "
-        f"torch {steps['torch']}; (3) {gpu['machine']}; {gpu['date']}, torch {gpu['torch']}."
+        f"(3) `{gpu['command']}`, rank 0 of a simulated group of 8. "
+        f"Machines: (1, 2) {steps['machine']}, no GPU; {steps['date']}, torch {steps['torch']}; "
+        f"(3) {gpu['machine']}; {gpu['date']}, torch {gpu['torch']}."
     )
     return "\n".join(
         [*format_table(("measurement", "torch's FSDP2", "fsdp_c"), rows), "", origin, ""]
