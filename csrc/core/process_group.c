@@ -142,7 +142,7 @@ done:
 
 fc_status fc_process_group_start_agreement(fc_process_group *pg, const char *modules) {
     assert(pg->world >= 0);
-    pg->agreeing = false; /* still true if nobody waited for the previous agreement */
+    pg->agreeing = false; /* true if no call waited for the previous agreement */
     if (pg->handle == NULL || pg->world < 2) {
         return FC_OK;
     }
