@@ -150,7 +150,8 @@ static int install_handler(int signum, signal_file *file) {
     if (sigaction(signum, NULL, &file->previous) != 0) {
         return -1;
     }
-    if (former != NULL) { /* drops an action that was installed since then: it may call this handler */
+    if (former != NULL) {
+        /* Drops an action that was installed since then: it may call this handler. */
         file->previous = former->previous;
     }
     signal_files[signum] = file;
