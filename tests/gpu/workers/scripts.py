@@ -1,12 +1,13 @@
 """Runs ``python -m fsdp_c --check``, and ``compare`` on training scripts, as a user would.
 
-``compare`` runs scripts of ``examples`` under torch's FSDP2 and under fsdp_c, on one rank over
-NCCL. Losses, gradients and parameters must have equal bits. Without CUDA only ``compare`` of a
-small script runs, on the CPU.
+``compare`` runs scripts of ``examples`` and of libraries under torch's FSDP2 and under fsdp_c, on
+one rank over NCCL. Losses, gradients and parameters must have equal bits. Libraries that are not
+installed are listed. Without CUDA only ``compare`` of a small script runs, on the CPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -22,11 +23,24 @@ from typing import Any
 from outcome import ON_CUDA, ROOT, conclude
 
 STEPS, ROUNDS = (5, 2) if ON_CUDA else (2, 1)
-SCRIPTS: tuple[tuple[str, ...], ...] = (
-    (("train_gpt.py",), ("finetune_hf.py",), ("lora.py",), ("vision.py",))
-    if ON_CUDA
-    else (("lora.py", "--layers", "1", "--width", "32", "--heads", "2"),)
-)
+LIBRARIES = ("accelerate", "transformers", "lightning")
+EXAMPLES = ("train_gpt.py", "finetune_hf.py", "lora.py", "vision.py")
+
+
+def make_scripts() -> dict[str, list[str]]:
+    """Maps the name of each script to its path and arguments."""
+    folder = ROOT / "examples"
+    if not ON_CUDA:
+        sizes = ["--layers", "1", "--width", "32", "--heads", "2"]
+        options = ["--impl", "torch", "--steps", str(STEPS + 1)]
+        return {"lora.py": [str(folder / "lora.py"), *options, *sizes]}
+    options = ["--impl", "torch", "--steps", str(STEPS + 1)]
+    scripts = {name: [str(folder / name), *options] for name in EXAMPLES}
+    jobs = str(Path(__file__).with_name("library_jobs.py"))
+    installed = [name for name in LIBRARIES if importlib.util.find_spec(name)]
+    return scripts | {name: [jobs, name] for name in installed}
+
+
 LIMIT = 100
 """Seconds for all commands, which run at the same time."""
 
@@ -75,17 +89,16 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def start_compare(script: tuple[str, ...], result: Path) -> Command:
+def start_compare(name: str, script: list[str], result: Path) -> Command:
     """Starts ``python -m fsdp_c compare`` of the script on one rank.
 
     The script calls torch's functions, which ``compare`` replaces in every second run. It would
-    train one step more than ``compare`` lets it.
+    train more steps than ``compare`` lets it.
     """
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
     launch += ["--master-port", str(free_port()), "-m", "fsdp_c", "compare"]
     launch += ["--steps", str(STEPS), "--rounds", str(ROUNDS), "--json", str(result)]
-    job = [str(ROOT / "examples" / script[0]), "--impl", "torch", "--steps", str(STEPS + 1)]
-    return Command(script[0], [sys.executable, *launch, *job, *script[1:]])
+    return Command(name, [sys.executable, *launch, *script])
 
 
 def read_comparison(result: Path) -> dict[str, Any]:
@@ -105,9 +118,10 @@ def read_comparison(result: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    scripts = make_scripts()
     with tempfile.TemporaryDirectory() as folder:
-        results = {script[0]: Path(folder, f"{script[0]}.json") for script in SCRIPTS}
-        commands = [start_compare(script, results[script[0]]) for script in SCRIPTS]
+        results = {name: Path(folder, f"{name}.json") for name in scripts}
+        commands = [start_compare(name, script, results[name]) for name, script in scripts.items()]
         if ON_CUDA:
             commands.append(Command("--check", [sys.executable, "-m", "fsdp_c", "--check"]))
         deadline = time.monotonic() + LIMIT
@@ -118,8 +132,10 @@ def main() -> None:
         for name, comparison in comparisons.items()
         if comparison["verdict"] != "equal"
     ]
+    missing = [name for name in LIBRARIES if ON_CUDA and name not in scripts]
     line = f"{', '.join(command.name for command in commands)}: "
     line += "; ".join(failures) if failures else "equal bits"
+    line += f"; not installed: {', '.join(missing)}" if missing else ""
     conclude(not failures, line, comparisons=comparisons, failures=failures)
 
 
