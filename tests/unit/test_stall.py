@@ -132,6 +132,7 @@ DEFAULT_ACTION = """
 import os, signal, sys
 from fsdp_c import _C
 number = getattr(signal, sys.argv[2])
+signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGQUIT
 _C.recorder_write_on_signal(number, sys.argv[1], b"header")
 os.kill(os.getpid(), number)
 """
