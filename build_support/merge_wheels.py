@@ -47,7 +47,8 @@ def find_extension(tree: Path) -> Path:
 def list_shared_files(tree: Path) -> dict[str, bytes]:
     """Returns the contents of the files that all wheels must have in common, by path.
 
-    Metadata and the compiled ``_dry_run`` are left out: they depend on the tools of the build.
+    Left out are the metadata and the compiled ``_dry_run``, which depend on the tools of the build,
+    and ``_C`` and its record, which depend on torch.
     """
     return {
         str(path.relative_to(tree)): path.read_bytes()
@@ -89,7 +90,7 @@ def merge(wheels: Sequence[Path], out: Path) -> None:
     """Writes one wheel with the extensions of ``wheels``, which are for the same Python.
 
     Raises:
-        SystemExit: Two wheels are for the same torch release, or the wheels have other files.
+        SystemExit: Two wheels are for the same torch release, or their shared files differ.
     """
     with tempfile.TemporaryDirectory() as scratch:
         trees = [unpack(wheel, Path(scratch) / str(i)) for i, wheel in enumerate(wheels)]

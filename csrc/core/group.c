@@ -137,7 +137,7 @@ void fc_group_invalidate(fc_group *g) {
 
 /* ---- sharded state ---- */
 
-/* Registers the parameters of one state on all modules, or restores those of the group's state. */
+/* Registers the parameters of `state` on all modules. If that fails, restores the group's state. */
 static fc_status swap_all(fc_group *g, fc_sharded_state state) {
     return fc_registration_swap(&g->base, g->sharded_state, state, &g->registration_dirty);
 }
@@ -371,16 +371,16 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
     return verify_transition(g, check_registration_and_memory, status);
 }
 
-/* Prefetches by the post-forward order. A CPU-bound gather is not prefetched: the prefetch saves no
- * time and keeps one more unit unsharded. */
+/* Prefetches `g`, a target in the post-forward order. A CPU-bound gather is not prefetched: the
+ * prefetch saves no time and keeps one more unit unsharded. */
 static fc_status prefetch_by_order(fc_group *g) {
     const bool post_forward = g->sharded_state == FC_SHARDED_POST_FORWARD;
     return fc_gather_is_cpu_bound(&g->gather, post_forward) ? FC_OK
                                                             : fc_group_prefetch(g, FC_PRE_BACKWARD);
 }
 
-/* For a fully_shard call with several groups: the second-to-last group in backward order prefetches
- * all groups of the preceding unit. The gathers overlap the reduction of the first group. */
+/* Calls `visit` for all groups of the fully_shard call before that of `g` in the post-forward
+ * order. `g` is second to last in backward: the gathers overlap the reduction of the last group. */
 static fc_status visit_preceding_unit(const fc_group *g, size_t position, fc_visit visit) {
     fc_status status = FC_OK;
     const fc_order *order = &g->base.comm->order;
@@ -430,7 +430,7 @@ fc_status fc_group_backward_prefetch(fc_group *g) {
     return verify_transition(g, check_registration_and_memory, status);
 }
 
-/* Returns true if eager reductions have the same order among all collectives on every rank. */
+/* Returns true if nothing but the buckets can prevent an eager backward (bucket.h). */
 static bool can_be_eager(const fc_group *g) {
     return g->backward_kind == FC_BACKWARD_SOLE_GROUP && g->settings.reduce_grads &&
            !g->reducer.reduce_unused && !g->reducer.has_hook &&
@@ -460,7 +460,7 @@ done:
     return verify_transition(g, fc_group_check, status);
 }
 
-/* Completes reductions of other groups until one more may be in flight. */
+/* Completes the oldest reductions until one more may be in flight. */
 static fc_status limit_reductions(fc_group *g) {
     fc_status status = FC_OK;
     fc_comm_ctx *c = g->base.comm;
@@ -511,7 +511,7 @@ done:
     return verify_transition(g, fc_group_check, status);
 }
 
-/* Reduces the remaining gradients by bucket, or together if user code reduces or reads rows. */
+/* Reduces the remaining gradients by bucket, or together if Python code or a hook needs all. */
 static fc_status reduce_remaining(fc_group *g, bool order_compute) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;

@@ -1,5 +1,6 @@
-/* Status codes of the core and the error message that belongs to them. Every function that can fail
- * returns fc_status and is marked FC_CHECK. */
+/* Status codes of the core and the error message that belongs to them. A function of the core's
+ * headers that can fail returns fc_status and is marked FC_CHECK. Exception: fc_recorder_write sets
+ * errno. */
 #ifndef FSDP_C_CORE_STATUS_H
 #define FSDP_C_CORE_STATUS_H
 
@@ -8,7 +9,7 @@
 /* X(name, value, exception that csrc/python raises) */
 #define FC_STATUS_MAP(X)                                                                           \
     X(FC_OK, 0, "no exception")                                                                    \
-    X(FC_ERAISED, -1, "the exception that the boundary or host set")                               \
+    X(FC_ERAISED, -1, "the exception of csrc/bridge or a callback")                                \
     X(FC_ENOMEM, -2, "MemoryError")                                                                \
     X(FC_ESTATE, -3, "RuntimeError")                                                               \
     X(FC_EASSERT, -4, "AssertionError")                                                            \

@@ -37,7 +37,8 @@ void fc_unsharded_free(fc_group_base *base);
 FC_CHECK fc_status fc_unsharded_record_requirements(fc_group_base *base);
 
 /* Returns FC_ESTATE with a message if memory exists although `unsharded` is false, or if memory is
- * missing although `unsharded` is true. `kept`: memory is allowed in both cases. */
+ * missing although `unsharded` is true. Memory is not checked if `kept`, and for aliased
+ * parameters. */
 FC_CHECK fc_status fc_unsharded_check(const fc_group_base *base, bool unsharded, bool kept);
 
 #endif

@@ -1,5 +1,5 @@
-/* Replaces kernels_cuda.cu in an extension that was built without nvcc. fck_cuda() still returns a
- * backend, so its callers need no build switch. Every launch fails with a message that names the
+/* Defines the functions of kernels_cuda.cu for an extension that was built without nvcc.
+ * fck_backend_of() does not return this backend. Every launch fails with a message that names the
  * remedy. */
 #include "kernels.h"
 

@@ -241,6 +241,9 @@ static PyObject *group_get_bucket_bytes(PyObject *obj, void *closure) {
 
 static int group_set_bucket_bytes(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
+    if (!fcpy_group_check_initialized((fcpy_group *)obj)) {
+        return -1;
+    }
     long long limit = value != NULL ? PyLong_AsLongLong(value) : -1;
     if (limit == -1 && PyErr_Occurred()) {
         return -1;
@@ -275,8 +278,9 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
         }
         PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
     }
-    /* All ranks divide the buckets in forward. Only this rank may have read the attribute, and
-     * parameters may be frozen afterwards. So this function discards its division. */
+    /* Forward cuts the buckets on all ranks, from the parameters that require gradients then. If
+     * parameters are frozen before, the buckets of this read would differ from those of other
+     * ranks. So they become stale again. */
     if (was_stale) {
         fc_bucket_invalidate(b);
     }

@@ -1,8 +1,8 @@
 /* The work of a state's hooks during a training step: before and after forward, at the first
  * gradient of an output, in the post-backward node and at the end of backward. Each hook is one C
  * call, without Python frames unless methods are overridden. An overridden or patched method is
- * called where torch would call it. Each hook detects overridden methods once, at its entry
- * (transitions.h). */
+ * called where torch would call it. Overridden methods of a group are detected before each call of
+ * a transition that reaches the group (transitions.h). */
 #include "step.h"
 
 #include <time.h>
@@ -515,8 +515,8 @@ static PyObject *complete_partial_forward(fcpy_state *state, PyObject *output) {
     return output;
 }
 
-/* Calls complete_partial_forward for all states with modules that did not run, at the end of the
- * iteration's forward, innermost state first. Steals output. */
+/* Calls complete_partial_forward for all states with modules that did not run, except `root`, at
+ * the end of the iteration's forward, innermost state first. Steals output. */
 static PyObject *complete_partial_forwards(fcpy_state *root, PyObject *output) {
     if ((root->replaced & FCPY_STATE_COMPLETE) != 0) {
         Py_SETREF(output, PyObject_CallMethod((PyObject *)root, "_force_complete_incomplete_states",

@@ -1,4 +1,4 @@
-/* Selects, at the entry of a hook, which transitions and operations Python code performs.
+/* Selects which transitions and operations Python code performs.
  *
  * Rule: before csrc/python calls a transition of the core, it refreshes each group that the
  * transition can reach. The transition itself checks nothing. A patch that is made during a

@@ -56,10 +56,12 @@ def is_torch_function(function: Any, module: str, qualname: str) -> bool:
         return False
     if (function.__module__, function.__qualname__) != (module, qualname):
         return False
-    # functools.wraps copies both names, so only the code distinguishes a library's wrapper.
+    # functools.wraps copies both names, so only the code distinguishes a library's wrapper. A
+    # function with the decorator no_grad() has the code of the decorator.
+    while function.__code__.co_filename == _NO_GRAD and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
     folder = os.path.dirname(sys.modules[module].__file__ or _TORCH) + os.sep
-    file = function.__code__.co_filename
-    return file.startswith(folder) or file == _NO_GRAD
+    return bool(function.__code__.co_filename.startswith(folder))
 
 
 def find_original(candidate: Any, module: str, qualname: str) -> FunctionType | None:

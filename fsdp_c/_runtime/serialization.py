@@ -1,13 +1,15 @@
 """Remedies for failing copies, pickles and loads of sharded modules.
 
-``init.py`` adds these methods to the class ``FSDP<Name>`` of a module. Each method calls the next
-method in the class hierarchy, and adds a note to torch's exceptions.
+``init.py`` adds these methods to the class ``FSDP<Name>`` of a module. ``load_state_dict`` adds a
+note to torch's exceptions. ``__deepcopy__``, and ``__reduce_ex__`` below ``torch.save``, raise the
+exception that torch or pickle would raise, with a note.
 """
 
 from __future__ import annotations
 
 import functools
 import pickle
+import re
 import sys
 import weakref
 from collections.abc import Mapping
@@ -76,11 +78,15 @@ def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+_WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")
+"""The names of wrapped modules in DistributedDataParallel and torch.compile."""
+
+
 def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | None:
     own_state = module.state_dict(keep_vars=True)
     name = get_class_name(module)
     if not own_state.keys() & state.keys():
-        stripped_names = {key.removeprefix("module.").removeprefix("_orig_mod.") for key in state}
+        stripped_names = {_WRAPPERS.sub("", key) for key in state}
         if own_state.keys() & stripped_names:
             return (
                 f"The keys are those of {name} in a wrapper (DistributedDataParallel, "
@@ -100,16 +106,14 @@ def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | Non
             "fsdp_c.load_full_state_dict(model, state), where rank 0 alone needs the state."
         )
     mismatches = [
-        f"{key}: {tuple(value.shape)} for {tuple(own_state[key].shape)}"
+        f"{key}: {tuple(value.shape)} in the state dict, {tuple(own_state[key].shape)} in the model"
         for key, value in state.items()
         if isinstance(own_state.get(key), torch.Tensor)
         and isinstance(value, torch.Tensor)
         and value.shape != own_state[key].shape
     ]
     if mismatches:
-        return f"Create {name} with the sizes of this state dict. Unsharded sizes: " + (
-            "; ".join(mismatches[:3])
-        )
+        return f"Create {name} with the sizes of this state dict: " + ("; ".join(mismatches[:3]))
     return None
 
 

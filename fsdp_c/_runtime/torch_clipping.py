@@ -54,22 +54,22 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     params = _list_tensors(parameters)
-    if (
+    if isinstance(parameters, types.GeneratorType) and not params:
+        # torch's function gets a list, so it would not warn.
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
+        )
+    elif (
         type(params) is list
         and _is_two_norm(norm_type)
         and _is_plain_execution()
         and not _is_patched()
+        and (max_norm_value := _convert_to_float(max_norm)) is not None
     ):
-        if not params and isinstance(parameters, types.GeneratorType):
-            # Warns here, because torch's warning would name this file as the caller's.
-            warnings.warn(
-                "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
-            )
-        elif (max_norm_value := _convert_to_float(max_norm)) is not None:
-            norm = _compute_norm(params, True, error_if_nonfinite)
-            if norm is not None:
-                scale_on_cpu(norm.grads, max_norm_value, norm.total)
-                return _wrap_total(norm.total, norm.mesh)
+        norm = _compute_norm(params, True, error_if_nonfinite)
+        if norm is not None:
+            scale_on_cpu(norm.grads, max_norm_value, norm.total)
+            return _wrap_total(norm.total, norm.mesh)
     return _get_torch_function("clip_grad_norm_")(
         params, max_norm, norm_type, error_if_nonfinite, foreach
     )
@@ -112,7 +112,7 @@ def clip_grads_with_norm_(
 
 
 class _Norm(NamedTuple):
-    """The total norm of local gradients, and the mesh that all of them are on."""
+    """The total norm over all ranks, the common mesh of the gradients, and their local tensors."""
 
     total: float
     mesh: DeviceMesh | None
@@ -168,7 +168,7 @@ def _is_plain_execution() -> bool:
 
 
 def _is_patched() -> bool:
-    """Whether a function that torch's clip_grad_norm_ calls is patched."""
+    """Whether torch's module has another function than the redirected one under any name."""
     names = vars(sys.modules[_MODULE])
     return any(
         names.get(name) is not redirection.function for name, redirection in _redirected.items()
@@ -195,9 +195,9 @@ _spec_cache = PerMeshCache(_make_scalar_spec)
 def _find_common_mesh(
     kinds: Kinds, mesh: DeviceMesh | None = None
 ) -> tuple[DeviceMesh | None, list[GroupNames | None]]:
-    """Returns a common mesh of all kinds, and the process groups of each kind.
+    """Returns a common mesh of all kinds, and for each kind the process groups of the first kind.
 
-    The mesh is ``mesh`` if given, else the mesh of the first kind. The groups are None where
+    The mesh is ``mesh`` if given, else the mesh of the first kind. The groups are ``[None]`` if
     torch's result may differ: for plain gradients, for kinds on other meshes or of other groups
     than the first, and for more than one sharded dimension.
     """

@@ -18,6 +18,7 @@ import ctypes
 import faulthandler
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -112,9 +113,8 @@ class Observer:
         self.settings = settings
         self.pid = os.getpid()
         self.numbers: Any = weakref.WeakKeyDictionary()
-        """Maps each optimizer to a number, in the order of the first steps."""
-        self.depths: Any = weakref.WeakKeyDictionary()
-        """Maps each optimizer to the number of its running ``step()`` calls, which may nest."""
+        """Maps each optimizer to a number, in the order of the first steps. A number may be given
+        again after its optimizer was freed."""
         self.names: dict[int, str] = {}
         self.step = 0  # completed steps of optimizer 0
         self.followers: set[int] = set()  # optimizers that step after optimizer 0
@@ -131,12 +131,15 @@ class Observer:
         """Adds the hooks. They stay until the end of the process."""
         from torch.optim import optimizer
 
+        self.step_code = optimizer.Optimizer.profile_hook_step(lambda: None).__code__
         optimizer.register_optimizer_step_pre_hook(disable_dynamo(self.before_step))
         optimizer.register_optimizer_step_post_hook(disable_dynamo(self.after_step))
         backward = self.torch.autograd.backward
 
         @functools.wraps(backward)
         def record_and_run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensors, Iterator):
+                tensors = tuple(tensors)
             self._record_losses(tensors)
             return backward(tensors, *args, **kwargs)
 
@@ -154,8 +157,7 @@ class Observer:
             return None
         if self.stopping or (self.awaited is not None and self.numbers.get(optimizer) == 0):
             self.stop()
-        self.depths[optimizer] = self.depths.get(optimizer, 0) + 1
-        if self.depths[optimizer] > 1:  # step() of a subclass calls that of its base class
+        if self._is_nested(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         with self.clock.pause():
@@ -175,10 +177,7 @@ class Observer:
         Raises:
             ScriptFinished: It was the last step.
         """
-        if os.getpid() != self.pid or not self.depths.get(optimizer):
-            return
-        self.depths[optimizer] -= 1
-        if self.depths[optimizer] > 0:
+        if os.getpid() != self.pid or self._is_nested(optimizer):
             return
         number = self.numbers[optimizer]
         with self.clock.pause():
@@ -192,6 +191,15 @@ class Observer:
             if number == 0 and self.step == 1 and self.settings["count_collectives"]:
                 with self._report_failure("the profiler does not start"):
                     self.counter = import_file("compare_collectives").CollectiveCounter()
+
+    def _is_nested(self, optimizer: Any) -> bool:
+        """Whether ``step()`` of a subclass of the optimizer has called that of its base class."""
+        frame, running = sys._getframe(), 0
+        while frame is not None:
+            if frame.f_code is self.step_code and frame.f_locals.get("self") is optimizer:
+                running += 1
+            frame = frame.f_back  # type: ignore[assignment]
+        return running > 1
 
     def _wrap_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run_closure_and_record() -> Any:
@@ -230,7 +238,8 @@ class Observer:
         self.uses_device = self.uses_device or any(p.device.type != "cpu" for p in params)
         is_new = optimizer not in self.numbers
         if is_new:
-            self.numbers[optimizer] = len(self.numbers)
+            used = set(self.numbers.values())
+            self.numbers[optimizer] = next(i for i in itertools.count() if i not in used)
         if is_new or any(id(param) not in self.names for param in params):
             self.names = self.digests.find_parameter_names()
             self.names |= {id(p): "" for p in params if id(p) not in self.names}

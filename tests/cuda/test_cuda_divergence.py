@@ -45,6 +45,8 @@ def test_different_model_raises_on_both_ranks_and_later_models_train(
 
 
 @pytest.mark.parametrize("case", ["equal", "off on rank 1"])
-def test_equal_models_and_models_without_guard_train(ranks: list[Messages], case: str) -> None:
+def test_models_that_are_equal_or_not_compared_do_not_raise(
+    ranks: list[Messages], case: str
+) -> None:
     for messages in ranks:
         assert not any(messages[case].values())

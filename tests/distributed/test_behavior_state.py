@@ -1,4 +1,4 @@
-"""State dicts, checkpoints and meta devices match torch and are interchangeable with it."""
+"""State dicts, conversions and the meta device match torch, or work where torch fails."""
 
 from __future__ import annotations
 

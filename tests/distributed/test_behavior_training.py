@@ -24,6 +24,7 @@ def test_torch_uses_stale_weights_after_an_evaluation_before_the_step() -> None:
 
 
 def test_evaluation_after_the_step_uses_the_new_weights() -> None:
+    """A further evaluation before the step ("around") changes no result. With torch it does."""
     for by_fsdp_c, by_torch in zip(
         returned("evaluations_around_a_step", "fsdp_c"),
         returned("evaluations_around_a_step", "torch"),

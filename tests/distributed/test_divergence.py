@@ -104,7 +104,7 @@ def test_guard_off_compares_no_plan() -> None:
 
 
 @pytest.mark.parametrize("env", [{}, GLOO], ids=["shared memory", "gloo"])
-def test_legitimate_programs_do_not_raise(env: dict[str, str]) -> None:
+def test_programs_that_are_consistent_on_all_ranks_do_not_raise(env: dict[str, str]) -> None:
     for results in run_ranks(divergence.run_legitimate, 2, env=env):
         assert {name: error for name, error in results.items() if error} == {}
 

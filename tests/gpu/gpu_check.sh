@@ -26,6 +26,10 @@ while [ $# -gt 0 ]; do
     esac
 done
 
+for name in $only; do
+    [[ " $ALL " == *" $name "* ]] || { echo "there is no step $name" >&2 && exit 2; }
+done
+
 export GPU_CHECK_DEVICE=$device
 export OUT=${OUT:-$PWD/build/gpu/out}
 GPU_CHECK_WORK=$(mktemp -d) # results and logs of each step

@@ -470,7 +470,16 @@ def loading_state_dict_of_ddp(api: Api) -> None:
 
 
 @mistake(
-    "RuntimeError: Error(s) in loading state_dict for FSDPLinear", "weight: (24, 8) for (16, 8)"
+    "RuntimeError: Error(s) in loading state_dict for FSDPModel", "clean_tensor_name(name, ddp=T"
+)
+def loading_state_dict_of_compiled_ddp(api: Api) -> None:
+    values = api.sharded().state_dict().items()
+    api.sharded().load_state_dict({f"_orig_mod.module.{name}": value for name, value in values})
+
+
+@mistake(
+    "RuntimeError: Error(s) in loading state_dict for FSDPLinear",
+    "weight: (24, 8) in the state dict, (16, 8)",
 )
 def loading_state_dict_of_another_shape(api: Api) -> None:
     state = api.shard(api.Linear(8, 24)).state_dict()

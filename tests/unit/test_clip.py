@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_c import _C, clip_grad_norm_, fully_shard
-from fsdp_c._runtime import grad_norm
+from fsdp_c._runtime import grad_norm, torch_clipping
 from fsdp_c._runtime.grad_norm import PerMeshCache
 
 SHAPES = [(64, 8), (17,), (9, 3), (1,), (40, 33), (8, 1), (3,)]
@@ -123,7 +123,9 @@ class TestParityWithTorch:
         )
         compare(module, 0.5)
 
-    def test_clip_of_gradients_above_the_thread_limit_matches_torch(self, fake_group: int) -> None:
+    def test_clip_of_gradients_scaled_by_several_threads_matches_torch(
+        self, fake_group: int
+    ) -> None:
         compare(sharded_module([(8 * 300, 200), (64, 8)]), 0.5)
 
     @settings(max_examples=50)
@@ -443,11 +445,15 @@ class TestArguments:
             grads.append(param.grad)
         assert torch.equal(*grads) and grads[0].norm() < 1.0001
 
-    def test_clip_of_empty_generator_warns(self) -> None:
-        for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+    def test_clip_of_empty_generator_warns(self, norm_type: float) -> None:
+        own = torch_clipping.clip_grad_norm_
+        for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_, own):
             with pytest.warns(UserWarning, match="`parameters` is an empty generator") as caught:
-                call((p for p in ()), 1.0)
-            assert caught[0].filename == __file__
+                call((p for p in ()), 1.0, norm_type)
+            assert len(caught) == 1
+            # torch's function warns at its caller, and a caller of the redirected one is one up.
+            assert caught[0].filename == __file__ or call is own
 
     def test_clip_with_invalid_arguments_raises_torchs_errors(self) -> None:
         with pytest.raises(AttributeError, match="grad"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -192,6 +193,44 @@ def test_losses_of_all_microbatches_are_recorded_in_order(observe: Any) -> None:
     torch.autograd.backward([(weight * 3.0).sum(), weight * torch.ones(2)], [None, torch.ones(2)])
     optimizer.step()
     assert [loss[0] for loss in recording.lines[0]["losses"]] == [1.0, 2.0, 3.0]
+
+
+def test_losses_of_a_generator_reach_the_backward_and_are_recorded(observe: Any) -> None:
+    recording = observe()
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    torch.autograd.backward((weight * factor).sum() for factor in (1.0, 2.0))
+    assert weight.grad is not None and weight.grad.item() == 3.0
+    optimizer.step()
+    assert [loss[0] for loss in recording.lines[0]["losses"]] == [1.0, 2.0]
+
+
+def test_step_after_a_step_that_raised_is_recorded(observe: Any) -> None:
+    recording = observe()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def fail() -> float:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(fail)
+    assert recording.lines == []
+    train_one_step(model, optimizer)
+    assert [line["step"] for line in recording.lines] == [1]
+
+
+def test_optimizer_after_a_freed_one_has_a_number_of_its_own(observe: Any) -> None:
+    recording = observe(9)
+    models = [nn.Linear(2, 1) for _ in range(3)]
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.5) for model in models[:2])
+    train_one_step(models[0], first)
+    train_one_step(models[1], second)
+    del first
+    gc.collect()
+    third = torch.optim.SGD(models[2].parameters(), lr=0.5)
+    train_one_step(models[2], third)
+    assert [line["optimizer"] for line in recording.lines] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("by_keyword", [True, False])

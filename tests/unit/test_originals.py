@@ -13,6 +13,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 import torch.distributed.fsdp._fully_shard._fully_shard as torch_module
 import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPParamGroup,
     RegisterPostBackwardFunction,
@@ -94,6 +95,15 @@ def test_undecorated_of_opaque_replacement_raises_with_the_remedy(
     monkeypatch.setattr(torch_module, "fully_shard", opaque)
     with pytest.raises(AttributeError, match="import fsdp_c before the library"):
         originals.find_undecorated(torch_module, "fully_shard")
+
+
+def test_wrapper_with_the_decorator_no_grad_is_not_torchs_function() -> None:
+    """Its code is that of torch's decorator, and ``functools.wraps`` copies the name."""
+    module, name = "torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.to_sharded"
+    own = FSDPParam.to_sharded
+    assert originals.is_torch_function(own, module, name)
+    assert originals.is_torch_function(torch.no_grad()(own), module, name)
+    assert not originals.is_torch_function(torch.no_grad()(wrapped(own)), module, name)
 
 
 def test_guard_expects_no_object_where_a_function_replaced_a_static_method(

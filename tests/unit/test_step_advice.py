@@ -246,7 +246,7 @@ def hybrid(replicas: int = 2) -> Any:
     return shard(Chain(), mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")))
 
 
-def test_replicas_can_all_reduce_after_the_last_microbatch() -> None:
+def test_advised_all_reduce_after_the_last_microbatch_saves_the_predicted_collectives() -> None:
     model = hybrid()
     advice = find_advice(explain(model, microbatches=4), "set_requires_all_reduce")
     assert advice.saves.all_reduces == 3 * 4

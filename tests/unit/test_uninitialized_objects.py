@@ -47,7 +47,12 @@ def test_method_of_uninitialized_group_raises(cls: Any, name: str) -> None:
 
 def test_use_of_uninitialized_group_raises() -> None:
     uninitialized = _C.ParamGroup.__new__(_C.ParamGroup)
-    for name, value in (("comm_ctx", _C.CommContext(CPU)), ("_keep_unsharded_storage", True)):
+    values = {
+        "comm_ctx": _C.CommContext(CPU),
+        "_keep_unsharded_storage": True,
+        "_bucket_bytes": 100,
+    }
+    for name, value in values.items():
         with pytest.raises(RuntimeError, match="not initialized"):
             setattr(uninitialized, name, value)
     state = _C.State()

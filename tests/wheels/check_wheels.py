@@ -102,9 +102,10 @@ class Environment:
         self.programs.mkdir()
 
     def variables(self, **extra: str) -> dict[str, str]:
-        """Returns environment variables: no checkout, no network for pip, no compiler.
+        """Returns environment variables: no checkout, no network for pip, no program on the PATH.
 
-        uv and editable installs write no bytecode, so the first import writes it.
+        ``extra`` may set another PATH. PYTHONDONTWRITEBYTECODE is dropped, because the first import
+        after an install with uv or ``-e`` must write the bytecode.
         """
         dropped = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "FSDP_C", "CC", "CXX")
         dropped += ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")
@@ -176,7 +177,7 @@ def check_environment(environment: Environment, wheel: Path) -> dict[str, Any]:
 
 def install_way(environment: Environment, way: str, wheel: Path, source: Path) -> None:
     """Installs fsdp_c in one of WAYS. ``source`` is a folder with the SDIST and its contents."""
-    tree = next(source.glob("fsdp_c-*/"))
+    tree = next(path for path in source.glob("fsdp_c-*") if path.is_dir())
     if way.startswith("uv"):
         uv = [str(Path(sys.executable).parent / "uv"), "pip", "install", "--no-index", "--quiet"]
         run([*uv, "--python", str(environment.python), str(wheel)], env=environment.variables())

@@ -84,7 +84,9 @@ void Launch::access(const void *from, size_t bytes, bool write) {
 
 Launch::~Launch() {
     const Lock lock(world().mutex);
-    for (const Bytes &bytes : replaced_) {
+    /* If bytes were replaced twice, the first entry has the right ones. */
+    for (auto entry = replaced_.rbegin(); entry != replaced_.rend(); ++entry) {
+        const Bytes &bytes = *entry;
         const uintptr_t end = bytes.start + bytes.data.size();
         const bool is_overwritten =
             std::any_of(written_.begin(), written_.end(), [&](const auto &range) {

@@ -26,7 +26,7 @@ class Launch {
   private:
     c10::Stream stream_;
     Epoch epoch_;
-    std::vector<Bytes> replaced_; /* bytes changed for reads; the destructor restores them */
+    std::vector<Bytes> replaced_; /* changed for reads; the destructor restores them */
     std::vector<std::pair<uintptr_t, uintptr_t>> written_;
     /* Keeps host.cpp from recording the CPU operators that execute the operation. */
     at::DisableRecordFunctionGuard profiling_guard_;

@@ -1,5 +1,6 @@
 /* The check of accesses. */
 #include <algorithm>
+#include <set>
 #include <sstream>
 
 #include "sim.h"
@@ -17,12 +18,10 @@ namespace {
 
 /* Reports that `by` is not ordered after `last`. */
 void report_race(const Access &access, const Operation &by, const Operation &last, bool was_write) {
-    static std::pair<uint64_t, uint64_t> reported; /* one finding per pair of operations */
-    const auto pair = std::make_pair(by.serial, last.serial);
-    if (reported == pair) {
+    static std::set<std::pair<uint64_t, uint64_t>> reported; /* one finding for each pair */
+    if (!reported.emplace(by.serial, last.serial).second) {
         return;
     }
-    reported = pair;
     std::ostringstream text;
     text << "race: the " << (access.write ? "write" : "read") << " by " << describe(by)
          << " is not ordered after the " << (was_write ? "write" : "read") << " by "

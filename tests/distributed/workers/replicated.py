@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -201,12 +202,13 @@ def nested(rank: int, world: int) -> None:
     expected = train(build(torch_replicate), parts=2)
     for cap in CAPS.values():
         assert_same(expected, train(build(replicate, bucket_cap_mb=cap), parts=2), cap)
-    results = []
+    model = net()
+    torch_replicate(model.halves[1])
+    expected = train(torch_fully_shard(model))
     for cap in CAPS.values():
         model = net()
         replicate(model.halves[1], bucket_cap_mb=cap)
-        results.append(train(fully_shard(model)))
-    assert_same(results[0], results[2], "below fully_shard")
+        assert_same(expected, train(fully_shard(model)), ("below fully_shard", cap))
 
 
 def several_backwards(rank: int, world: int) -> None:
@@ -270,7 +272,10 @@ def _digest(tensor: torch.Tensor) -> list[float]:
 
 
 def failure(rank: int, world: int) -> None:
-    """A hook raises on both ranks after some buckets were reduced."""
+    """A hook raises on both ranks in a backward, before the gradients of the first layer.
+
+    With one bucket per parameter some buckets are reduced already, with one bucket none.
+    """
     for name, cap in CAPS.items():
         expected = train(make_replicated(cap)())
         model: Any = make_replicated(cap)()

@@ -1,7 +1,8 @@
 """Trains a small model with a library that calls torch's FSDP2: library_jobs.py LIBRARY.
 
 LIBRARY is accelerate, transformers (its Trainer) or lightning. scripts.py runs this file with
-``compare``. The ranks must have CUDA devices, because accelerate does not shard on the CPU.
+``compare``. The ranks must have CUDA devices: on the CPU accelerate shards only with the patch of
+tests/clients/client_job.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Seeded trainings on a CUDA device, under torch's FSDP2 and under fsdp_c.
 
-``run(rank, world_size, implementation)`` runs every case and returns ``{case: record}``, as
-features.py does on the CPU. ``launch("gloo4", implementation)`` starts the ranks. With NCCL each
-rank has its own device. With gloo, which supports CUDA tensors, all ranks share the first device.
-Launches are non-blocking. FSDP_C_GPU_JOBS_DEVICE=cpu runs the cases without a GPU, over gloo.
+``run(rank, world_size, implementation)`` runs every case that the backend and the number of ranks
+allow, and returns ``{case: record}``, as features.py does on the CPU. ``launch("gloo4",
+implementation)`` starts the ranks. With NCCL each rank has its own device. With gloo, which
+supports CUDA tensors, all ranks share the first device. The launches of kernels do not block.
+FSDP_C_GPU_JOBS_DEVICE=cpu runs the cases without a GPU, over gloo.
 """
 
 from __future__ import annotations
@@ -286,7 +287,7 @@ MANY_RANKS: dict[str, Callable[[GpuTools], Record]] = {
 
 
 def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
-    """Runs all cases and returns this rank's records."""
+    """Runs the cases that backend and number of ranks allow. Returns this rank's records."""
     warnings.simplefilter("ignore")
     if DEVICE == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -301,7 +302,7 @@ def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
         except Exception as error:
-            records[name] = [f"{type(error).__name__}: {error}"]
+            records[name] = [f"raised {type(error).__name__}: {error}"]
         dist.barrier()
     return records
 
@@ -309,11 +310,11 @@ def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
 def find_failures(runs: dict[str, list[dict[str, Record]]], name: str) -> list[str]:
     """Returns the exceptions that a case raised on any rank under any implementation."""
     records = [record[name] for ranks in runs.values() for record in ranks]
-    return [str(r[0]) for r in records if len(r) == 1 and "Error: " in str(r[0])]
+    return [str(r[0]) for r in records if str(r[0]).startswith("raised ")]
 
 
 def launch(name: str, implementation: str) -> list[dict[str, Record]]:
-    """Runs all cases on a launch ("nccl1": one rank over NCCL). Returns all ranks' records."""
+    """Starts the ranks that ``name`` describes ("nccl1": one, over NCCL). Returns all records."""
     backend, ranks = name[:-1], int(name[-1])
     return run_ranks(
         run,
