@@ -102,7 +102,8 @@ def find_options(nvcc: str, torch_flags: str) -> list[str]:
     if excluded:
         print(
             f"fsdp_c: no CUDA kernels for {', '.join(excluded)}: {nvcc} or the kernels do not "
-            "support them"
+            "support them",
+            file=sys.stderr,  # `make cuda-check` reads the options from standard output
         )
     return format_options(chosen)
 
@@ -115,16 +116,20 @@ def find_nvcc(torch_cuda: str | None, home: str | None) -> str | None:
     """
     if torch_cuda is None or os.environ.get("FSDP_C_NO_CUDA", "") not in ("", "0"):
         return None
-    nvcc = shutil.which("nvcc") or (shutil.which(f"{home}/bin/nvcc") if home else None)
-    if nvcc is None:
+    candidates = (shutil.which("nvcc"), shutil.which(f"{home}/bin/nvcc") if home else None)
+    found = [nvcc for nvcc in dict.fromkeys(candidates) if nvcc is not None]
+    if not found:
         print_banner("torch has CUDA but nvcc is not found; building without CUDA kernels")
         return None
-    run = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
-    release = re.search(r"release (\d+)\.", run.stdout)
-    if run.returncode != 0 or release is None or release[1] != torch_cuda.split(".")[0]:
-        print_banner(f"{nvcc} is not for CUDA {torch_cuda}; building without CUDA kernels")
-        return None
-    return nvcc
+    for nvcc in found:
+        run = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+        release = re.search(r"release (\d+)\.", run.stdout)
+        major = release[1] if run.returncode == 0 and release is not None else ""
+        if major == torch_cuda.split(".")[0]:
+            return nvcc
+    names = " and ".join(found)
+    print_banner(f"{names} is not for CUDA {torch_cuda}; building without CUDA kernels")
+    return None
 
 
 def find_cudart(nvcc: str, torch_cuda: str, torch_file: str, home: str | None) -> str | None:

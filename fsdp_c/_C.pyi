@@ -17,7 +17,7 @@ def clip_collect(
 def clip_norm(
     gradients: list[torch.Tensor],
     indices: list[int],
-    groups: Sequence[tuple[tuple[str, ...], Any] | None],
+    groups: list[tuple[tuple[str, ...], Any]],
     /,
 ) -> float | None: ...
 def clip_scale(

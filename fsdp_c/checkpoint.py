@@ -53,8 +53,8 @@ def load_full_state_dict(
         group: The ranks that load together. ``None``: all.
         rename: Maps a name in the source to the name in the model, or to ``None`` to skip it.
             Prefixes of wrappers are then removed from the names of the source and of the model.
-        bucket_bytes: The bytes of one broadcast. Each rank uses twice as much memory. ``None``: 4
-            MiB if the group sends from host memory, else 32 MiB.
+        bucket_bytes: The bytes of one broadcast, equal on all ranks. Each rank uses twice as much
+            memory. ``None``: 4 MiB if the group sends from host memory, else 32 MiB.
         shared_file: Whether every rank reads its own rows from the file, without communication.
         progress: Whether rank ``src`` shows a progress bar (needs tqdm). ``None``: only if the rank
             has a terminal.
@@ -71,7 +71,8 @@ def load_full_state_dict(
         TypeError: ``source`` is neither a mapping nor a path, has a DTensor, or has an object for
             the model that cannot be pickled.
 
-    The other ranks raise a RuntimeError for each of these failures.
+    The other ranks raise a RuntimeError for each of these failures, except for a ``bucket_bytes``
+    that is not positive, which each rank checks for itself.
     """
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes should be positive, not {bucket_bytes}")

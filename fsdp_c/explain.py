@@ -77,7 +77,7 @@ def explain(
         *lint.check_blocks_in_root(model, groups),
         *lint.check_policies(model, groups),
         *lint.check_large_units(model, groups),
-        *lint.check_data_parallel(model),
+        *lint.check_data_parallel(model, groups),
     ]
     layout = unit_bytes.make_sharded_layout(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)

@@ -100,7 +100,8 @@ FC_CHECK fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_
 FC_CHECK fc_status fc_state_post_backward(const fc_state *s, fc_group *g);
 /* Resets the root after a failure, so that a new iteration can start. Other roots in the same
  * context are not affected. If the streams cannot be synchronized, the reset changes nothing. After
- * any other failure the reset continues and returns the first failure. A reset can be repeated. */
+ * a failure of a group the reset continues, and returns the first failure. A reset can be repeated,
+ * also to complete one that failed at its end. */
 FC_CHECK fc_status fc_state_reset(fc_state *s);
 
 /* Checks the invariants of the state, of its iteration and of its groups that hold between

@@ -311,8 +311,7 @@ static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts)
     for (size_t i = 0; i < plan->count; i++) {
         fct_facts facts;
         fct_tensor_facts(plan->grads[i], &facts);
-        if (plan->params[i]->layout.outer > 0 &&
-            fck_can_cast(facts.device.type, facts.dtype, plan->dtype) == 0) {
+        if (fck_can_cast(facts.device.type, facts.dtype, plan->dtype) == 0) {
             FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &cast_tensors[i]));
         }
     }

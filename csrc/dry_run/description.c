@@ -40,7 +40,7 @@ done:
 static fc_status check_param(const fcd_unit_description *u, size_t unit, size_t index,
                              fc_error *error) {
     const fcd_param_description *p = &u->params[index];
-    fc_layout layout;
+    fc_layout layout, post_forward = {.world = 1};
     fc_error reason;
     int64_t bytes = 0;
     if (p->ndim > FCD_DIMS_MAX) {
@@ -49,12 +49,13 @@ static fc_status check_param(const fcd_unit_description *u, size_t unit, size_t 
                             unit, index, (int)p->ndim, FCD_DIMS_MAX);
     }
     if (fc_layout_init(&layout, p->ndim, p->sizes, p->dim, u->world, 0, &reason) != FC_OK ||
-        (u->post_forward_world > 0 && fc_layout_init(&layout, p->ndim, p->sizes, 0,
+        (u->post_forward_world > 0 && fc_layout_init(&post_forward, p->ndim, p->sizes, 0,
                                                      u->post_forward_world, 0, &reason) != FC_OK)) {
         return fc_error_set(error, FC_EVALUE, "units[%zu].params[%zu].sizes: %s", unit, index,
                             reason.message);
     }
-    if (!fc_size_mul(layout.padded_numel * layout.world, 32, &bytes)) {
+    if (!fc_size_mul(layout.padded_numel * layout.world, 32, &bytes) ||
+        !fc_size_mul(post_forward.padded_numel * post_forward.world, 32, &bytes)) {
         return fc_error_set(error, FC_EVALUE, "units[%zu].params[%zu].sizes: too many elements",
                             unit, index);
     }

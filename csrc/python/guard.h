@@ -1,5 +1,5 @@
 /* The compatibility guard: detects patched and overridden methods and functions, as bits. Only
- * transitions.c reads it, once per hook. */
+ * transitions.c reads it, and stores the bits in `replaced` of groups and states. */
 #ifndef FSDP_C_PYTHON_GUARD_H
 #define FSDP_C_PYTHON_GUARD_H
 

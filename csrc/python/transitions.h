@@ -16,7 +16,7 @@ void fcpy_group_refresh(fcpy_group *self);
  * fcpy_group_refresh() before, which reads the guard. */
 void fcpy_group_refresh_targets(const fcpy_group *self);
 
-/* Reads the guard and sets fcpy_state.replaced. */
+/* Sets fcpy_state.replaced from the methods of the state and its type. Does not read the guard. */
 void fcpy_state_refresh(fcpy_state *self);
 /* Refresh the groups of the state, the groups that the state prefetches in forward, the groups that
  * its pre-backward reaches, and all groups under its root. */

@@ -52,7 +52,11 @@ def split_unit(
     size_of = SizeCounter(ignored_params | excluded_params, mp_policy, ranks)
     if size_of({p for module in modules for p in module.parameters()}) <= budget:
         return []
-    return [unit for module in modules for unit in split_by_budget(module, budget, others, size_of)]
+    units: list[tuple[nn.Module, ...]] = []
+    for module in modules:
+        found = {part for unit in units for part in unit}
+        units += split_by_budget(module, budget, others | found, size_of)
+    return units
 
 
 @dataclasses.dataclass
@@ -81,6 +85,7 @@ def split_by_budget(
     if budget <= 0:
         raise ValueError(f"auto_shard expects a positive number of bytes, not {budget}")
     units: list[tuple[nn.Module, ...]] = []
+    visited: set[nn.Module] = set()
 
     def split_module(module: nn.Module) -> int:
         """Makes units from parts of the module until the rest fits; returns the rest's bytes."""
@@ -101,8 +106,9 @@ def split_by_budget(
         own_size = size_of(module.parameters(recurse=False))
         parts: list[_UnitCandidate] = []
         for child in module.children():
-            if child in ignored_modules:
+            if child in ignored_modules or child in visited:  # registered a second time
                 continue
+            visited.add(child)
             if is_bare_container(child):
                 container_size, container_parts = list_parts(child)
                 own_size += container_size

@@ -35,6 +35,7 @@ def split_large_units(
         budget = max(1, int(max_transient / _estimate_transient_per_byte(params, policy, ranks)))
         excluded = ((unit_modules - set(unit.modules)) & inner_modules) | ignored_modules
         parts = split_unit(unit.modules, budget, excluded, ignored_params, policy, ranks)
+        unit_modules |= {module for part in parts for module in part}
         result += [
             replace(
                 unit, modules=part, names=tuple(names[m] for m in part), unshard_in_backward=True

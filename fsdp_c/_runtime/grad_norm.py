@@ -46,7 +46,8 @@ def compute_norm_on_cpu(
     tensors: list[torch.Tensor], kind_of: list[int], group_names: list[GroupNames | None]
 ) -> float | None:
     """Returns the total norm, or None if sums are pending or a gradient is not float32 on CPU."""
-    return None if None in group_names else _C.clip_norm(tensors, kind_of, group_names)
+    known = [names for names in group_names if names is not None]
+    return _C.clip_norm(tensors, kind_of, known) if len(known) == len(group_names) else None
 
 
 def scale_on_cpu(

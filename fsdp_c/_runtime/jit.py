@@ -1,7 +1,7 @@
 """CUDA kernels without nvcc: NVRTC compiles them at first use, and the driver loads them.
 
 ``FSDP_C_JIT=0`` disables this module. The tests compile for every architecture, and launch with a
-simulated driver. The kernels have not run on a GPU yet.
+simulated driver. The step ``jit`` of tests/gpu/gpu_check.sh launches on a GPU.
 """
 
 from __future__ import annotations

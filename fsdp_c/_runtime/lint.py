@@ -24,9 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .fsdp_units import (
     count_gathered_bytes,
+    get_compute_dtype,
     get_original_class,
     get_param_names,
     iterate_groups,
+    iterate_params,
     iterate_registrations,
 )
 from .hints import format_names
@@ -79,7 +81,7 @@ def _check_units(root: nn.Module) -> list[str]:
         *check_blocks_in_root(root, groups),
         *check_policies(root, groups),
         *check_large_units(root, groups),
-        *check_data_parallel(root),
+        *check_data_parallel(root, groups),
     ]
 
 
@@ -150,7 +152,12 @@ def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
         return []
     root_ids = {id(group) for group in state._fsdp_param_groups}
     unit_dtypes = {group.mp_policy.param_dtype for _, group in groups if id(group) not in root_ids}
-    root_params = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
+    root_params = [
+        param
+        for group in state._fsdp_param_groups
+        for param in group.fsdp_params
+        if get_compute_dtype(param) not in unit_dtypes
+    ]
     if (
         state._mp_policy.param_dtype is not None
         or not root_params
@@ -162,7 +169,7 @@ def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
     dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in unit_dtypes))
     return [
         f"the blocks compute in {dtypes}, but {format_names([names[id(p)] for p in root_params])} "
-        "in the root in full precision: pass mp_policy to the root's fully_shard, too"
+        "in the root in another dtype: pass mp_policy to the root's fully_shard, too"
     ]
 
 
@@ -189,10 +196,14 @@ def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[s
     return reports
 
 
-def check_data_parallel(model: nn.Module) -> list[str]:
+def check_data_parallel(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
     """Reports ``DistributedDataParallel`` modules around sharded parameters."""
+    owners = {id(m) for _, param in iterate_params(groups) for m, _ in iterate_registrations(param)}
     ddp_names = [
-        name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel)
+        and any(id(inner) in owners for inner in module.modules())
     ]
     if not ddp_names:
         return []

@@ -5,8 +5,8 @@ reads the recorder (``records.py``). If there is no new collective, it also read
 job's store:
 
 - A rank that waits adds 1 to the counter shortly before the limit: a request.
-- Every rank answers a request: it publishes its position under one key, and writes its records to
-  a file.
+- Every rank without a new collective answers a request: it publishes its position under one key,
+  and writes its records to a file.
 - At the limit, the first waiting rank formats a report and publishes it. Every waiting rank logs
   the report. The next limit is twice as long.
 
@@ -167,17 +167,21 @@ class StallMonitor(threading.Thread):
         """Writes the file on SIGABRT, and on the signal that FSDP_C_STALL_SIGNAL names."""
         names = ["SIGABRT", *filter(None, [os.environ.get("FSDP_C_STALL_SIGNAL")])]
         for name in names:
-            number = getattr(signal, name, None)
-            if number is None:
-                raise ValueError(f"FSDP_C_STALL_SIGNAL must be the name of a signal, got {name}")
+            number = signal.Signals.__members__.get(name)
+            if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+                raise ValueError(
+                    f"FSDP_C_STALL_SIGNAL must be the name of a signal with a handler, got {name}"
+                )
             with contextlib.suppress(OSError):  # the folder cannot be created
                 _C.recorder_write_on_signal(
                     number, get_file(self._rank), make_header(self._rank, self._world)
                 )
 
     def run(self) -> None:
-        while not self._stopped and self._is_current() and len(_roots) > 0:
-            self._woken.clear()
+        while True:
+            self._woken.clear()  # before the conditions, so that no later wake-up is lost
+            if self._stopped or not self._is_current() or len(_roots) == 0:
+                return
             try:
                 waits = self._check()
             except (RuntimeError, ValueError):  # the store or the process group has ended

@@ -170,7 +170,10 @@ def _describe_silence(position: Position) -> str:
         return f"{process} has ended"
     if state in ("T", "t"):
         return f"{process} is stopped by a signal or a debugger"
-    return f"{process} runs, but does not answer: it holds the GIL, or has left its process group"
+    return (
+        f"{process} runs, but does not answer: it makes progress in other collectives, holds the "
+        "GIL, or has left its process group"
+    )
 
 
 def read_process_state(pid: int) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,32 +102,54 @@ def _train(device: str, ranks: int) -> tuple[bool, str]:
         [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
     )
     backend = "NCCL" if device == "cuda" else "gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", f"{__package__}.self_test", device]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), f"{folder}/store"],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+    command = [sys.executable, "-m", f"{__package__}.self_test", device]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
+        processes = []
+        for rank in range(ranks):
+            out, error = (
+                files.enter_context(open(f"{folder}/{name}{rank}", "w")) for name in ("out", "err")
             )
-            for rank in range(ranks)
-        ]
-        try:
-            outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
-        except subprocess.TimeoutExpired:
+            processes.append(
+                subprocess.Popen(
+                    [*command, str(rank), str(ranks), f"{folder}/store"],
+                    env=environment,
+                    stdout=out,
+                    stderr=error,
+                )
+            )
+        failed = _wait_for_first_failure(processes)
+        unfinished = [process for process in processes if process.poll() is None]
+        for process in unfinished:
+            process.kill()
+            process.wait()
+        if not failed and unfinished:
             return False, f"{ranks} processes on {backend} did not finish within {TIMEOUT} s"
-        finally:
-            for process in processes:
-                process.kill()
-    for process, (out, error) in zip(processes, outputs):
-        lines = out.split("\n")
-        if process.returncode != 0 or "same" not in lines:
-            last_line = (out.strip() or error.strip() or "nothing").splitlines()[-1]
-            ended = _describe_signal(process.returncode)
-            return False, f"training on {backend} failed{ended}: {last_line}"
+        for rank in failed or range(ranks):
+            out_text, error_text = (
+                Path(folder, f"{name}{rank}").read_text(errors="replace") for name in ("out", "err")
+            )
+            if failed or "same" not in out_text.split("\n"):
+                texts = (error_text, out_text) if failed else (out_text, error_text)
+                lines = [line for text in texts for line in text.strip().splitlines()[-1:]]
+                ended = _describe_signal(processes[rank].returncode)
+                reason = (lines or ["nothing"])[0]
+                return False, f"training on {backend} failed{ended}: {reason}"
     return True, f"trained on {backend} with torch's FSDP2 and with fsdp_c: the same bits"
+
+
+def _wait_for_first_failure(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Waits for all processes, for the first that fails, or for the time limit.
+
+    A process that loses its peer may fail, too, but later. Returns the ranks that have failed.
+    """
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        statuses = [process.poll() for process in processes]
+        failed = [rank for rank, status in enumerate(statuses) if status]
+        if failed or None not in statuses:
+            return failed
+        time.sleep(0.05)
+    return []
 
 
 def _describe_signal(status: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,16 @@ def write_json(path: Path, arguments: tuple[str, ...], result: Comparison) -> No
         "implementations": implementations,
         "by_rank": result.summaries,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(_name_nonfinite(content), indent=1, allow_nan=False) + "\n")
+
+
+def _name_nonfinite(value: Any) -> Any:
+    """Replaces floats that JSON does not have by their names: "nan", "inf" and "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {key: _name_nonfinite(item) for key, item in value.items()}
+    return [*map(_name_nonfinite, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _list_values(result: Comparison, value: Any, implementation: str) -> list[float | None]:
@@ -233,7 +243,8 @@ def _draw_differences(axes: Any, result: Comparison) -> None:
         counts = [result.count_differences(step, kind) for step in steps]
         axes.bar([s + shift for s in steps], counts, width=0.4, color=color, label=f"{kind}s")
         if kind == GRADIENT:
-            axes.set_ylim(0, max(1, *(result.count_values(step, kind) for step in steps)) * 1.2)
+            most = max((result.count_values(step, kind) for step in steps), default=0)
+            axes.set_ylim(0, max(1, most) * 1.2)
     if any(bar.get_height() for bar in axes.patches):
         axes.legend(frameon=False)
     else:

@@ -43,7 +43,7 @@ def make_model(name: str) -> nn.Module:
 
 def _find_callable(name: str) -> Callable[[], Any]:
     module, _, attribute = name.partition(":")
-    if not attribute:
+    if not attribute or module.startswith("."):
         raise ValueError(f"the model is package.module:name, or {USAGE}, not {name!r}")
     make = getattr(importlib.import_module(module), attribute, None)
     if not callable(make):

@@ -104,6 +104,10 @@ def _parse_batch(texts: Sequence[str]) -> tuple[torch.Tensor, ...] | dict[str, t
     unnamed = [name for name, separator, _ in pairs if not separator]
     if unnamed:
         raise ValueError(f"either all tensors of a batch have names or none, not {unnamed[0]!r}")
+    names = [name for name, _, _ in pairs]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ValueError(f"two tensors of the batch have the name {repeated[0]!r}")
     return {name: _parse_tensor(text) for name, _, text in pairs}
 
 
@@ -111,6 +115,8 @@ def _parse_tensor(text: str) -> torch.Tensor:
     shape, _, dtype = text.partition(":")
     try:
         sizes = [int(size) for size in shape.split("x")]
+        if min(sizes) < 0:
+            raise ValueError
     except ValueError:
         raise ValueError(f"a batch is SHAPE[:DTYPE], as in 2x2048:int64, not {text!r}") from None
     return torch.empty(sizes, dtype=parse_dtype(dtype or "float32"), device="meta")

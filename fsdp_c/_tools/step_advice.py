@@ -282,7 +282,8 @@ def find_padding(facts: Facts) -> Iterator[_Change]:
     if not padded:
         return
     worst = max(padded, key=_compute_padding)
-    moved = max(worst.params, key=lambda param: _compute_param_padding(param, worst.world))
+    movable = [p for p, after in zip(worst.params, changed[id(worst)].params) if p != after]
+    moved = max(movable, key=lambda param: _compute_param_padding(param, worst.world))
     name = _name_param(facts, facts.sharding.units.index(worst), worst.params.index(moved))
     yield _Change(
         f"the shards of {format_names([unit.name for unit in padded])} are padded by up to "
@@ -324,7 +325,8 @@ def _shard_evenly(unit: UnitSizes) -> UnitSizes:
 
 def find_mixed_dtypes(facts: Facts) -> Iterator[_Change]:
     """Finds units that reduce gradients of several dtypes in the widest of them."""
-    mixed = [u for u in facts.sharding.units if len({p.orig_dtype for p in u.trained_params}) > 1]
+    units = [u for u in facts.sharding.units if len({p.orig_dtype for p in u.trained_params}) > 1]
+    mixed = [u for u in units if len({p.reduce_dtype for p in u.trained_params}) > 1]
     if not mixed:
         return
     narrow = min(
@@ -333,13 +335,12 @@ def find_mixed_dtypes(facts: Facts) -> Iterator[_Change]:
     )
 
     def change(unit: UnitSizes) -> UnitSizes:
-        if unit not in mixed:
-            return unit
-        params = (
-            p._replace(orig_dtype=narrow, compute_dtype=narrow, reduce_dtype=narrow)
-            for p in unit.params
-        )
-        return replace(unit, params=tuple(params))
+        params = tuple(map(change_param, unit.params)) if unit in mixed else unit.params
+        return replace(unit, params=params)
+
+    def change_param(param: ParamSize) -> ParamSize:
+        compute = narrow if param.compute_dtype == param.orig_dtype else param.compute_dtype
+        return param._replace(orig_dtype=narrow, compute_dtype=compute, reduce_dtype=narrow)
 
     yield _Change(
         f"{format_names([unit.name for unit in mixed])} have parameters of several dtypes, whose "

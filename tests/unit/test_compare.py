@@ -22,7 +22,7 @@ import fork_server
 import pytest
 from shell_commands import find_command
 
-from fsdp_c._tools import compare, compare_results, compare_runs
+from fsdp_c._tools import compare, compare_report, compare_results, compare_runs
 from fsdp_c._tools.compare_results import Comparison, Verdict, find_differences
 from fsdp_c._tools.compare_runs import Exit, Run, find_first_failure
 
@@ -395,6 +395,22 @@ def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
     result = Comparison([run_ for run_, _ in pairs], [summary], 3)
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.notes[0].startswith("the script shards with fsdp_c itself")
+
+
+def test_plot_of_runs_without_steps_is_drawn() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure, axes = pyplot.subplots()
+    compare_report._draw_differences(axes, compare_records([], []))
+    pyplot.close(figure)
+
+
+def test_numbers_that_json_lacks_become_their_names() -> None:
+    value = {"losses": [1.5, float("nan"), (float("inf"), -float("inf"))], "steps": 3}
+    named = compare_report._name_nonfinite(value)
+    assert json.loads(json.dumps(named, allow_nan=False)) == {
+        "losses": [1.5, "nan", ["inf", "-inf"]],
+        "steps": 3,
+    }
 
 
 def test_first_step_and_profiled_step_are_not_timed() -> None:

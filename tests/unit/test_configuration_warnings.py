@@ -245,6 +245,18 @@ def test_mixed_precision_policy_on_blocks_only_logs_warning(logged: Logged) -> N
     assert "the blocks compute in bfloat16, but 'embed.weight', 'embed.bias', 'head.weight'" in line
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_policy_on_blocks_with_the_dtype_of_the_root_logs_nothing(
+    dtype: torch.dtype, logged: Logged
+) -> None:
+    model = MLPModel().to(dtype)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    fully_shard(model)
+    model(torch.ones(2, 8, dtype=dtype))
+    assert logged() == []
+
+
 def test_unit_much_larger_than_median_logs_warning(
     logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +282,17 @@ def test_ddp_inside_sharded_model_logs_warning(logged: Logged) -> None:
     model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
     step(sharded(model))
     assert logged()[0].startswith("fsdp_c: 'head' are DistributedDataParallel")
+
+
+def test_ddp_of_ignored_parameters_logs_nothing(logged: Logged) -> None:
+    model = MLPModel()
+    model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model, ignored_params=set(model.head.parameters()))
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert logged() == []
 
 
 # ---- arguments -----------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ def test_arch_variables_take_precedence_over_archs_of_torch(
 ) -> None:
     nvcc = write_nvcc_with_archs(tmp_path, CUDA_12_4)
     assert find_cuda.find_options(nvcc, TORCH_CU130) == find_cuda.format_options([75, 80, 86, 90])
-    assert "no CUDA kernels for sm_100, sm_120" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "no CUDA kernels for sm_100, sm_120" in output.err and output.out == ""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
     assert find_cuda.find_options(nvcc, TORCH_CU130) == find_cuda.format_options([80, 90])
     monkeypatch.setenv("FSDP_C_CUDA_ARCH", "native")
@@ -139,6 +140,21 @@ def test_arch_variables_take_precedence_over_archs_of_torch(
 def test_nvcc_without_supported_arch_raises(tmp_path: Path, no_arch_variables: None) -> None:
     with pytest.raises(RuntimeError, match="supports no architecture from sm_70 on"):
         find_cuda.find_options(write_nvcc_with_archs(tmp_path, "sm_50 sm_60"), TORCH_CU124)
+
+
+def test_nvcc_of_cuda_home_is_found_behind_one_of_another_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FSDP_C_NO_CUDA", raising=False)
+    for name, release in (("path", "11.5"), ("home/bin", "12.8")):
+        (tmp_path / name).mkdir(parents=True)
+        write_nvcc(tmp_path / name, f"echo 'Cuda compilation tools, release {release}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}{os.pathsep}/usr/bin:/bin")
+    home = str(tmp_path / "home")
+    assert find_cuda.find_nvcc("12.8", home) == f"{home}/bin/nvcc"
+    assert capsys.readouterr().err == ""
+    assert find_cuda.find_nvcc("13.0", home) is None
+    assert "is not for CUDA 13.0" in capsys.readouterr().err
 
 
 def test_find_nvcc_accepts_only_major_release_of_torch(

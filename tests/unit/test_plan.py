@@ -532,6 +532,8 @@ def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
         (("8", "--optimizer", "LBFGS"), "cannot measure the memory of LBFGS"),
         (("8", "--microbatches", "0"), "microbatches is positive, not 0"),
         (("8", "--batch", "tokens=2x8:int64", "2x8"), "have names or none, not '2x8'"),
+        (("8", "--batch", "2x-8"), "a batch is SHAPE[:DTYPE], as in 2x2048:int64, not '2x-8'"),
+        (("8", "--batch", "x=2x8", "x=4x8"), "two tensors of the batch have the name 'x'"),
     ],
 )
 def test_plan_command_with_invalid_argument_exits_with_message(
@@ -547,6 +549,9 @@ def test_plan_command_with_failing_constructor_exits_with_status_2(
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         plan_command.main(["torch.nn:Linear", "8"])
+    assert caught.value.code == 2
+    with pytest.raises(SystemExit) as caught:
+        plan_command.main([".nn:Linear", "8"])
     assert caught.value.code == 2
     assert "torch.nn:Linear() raises TypeError: Linear.__init__()" in capsys.readouterr().err
 

@@ -22,6 +22,7 @@ SLEEPS = {
     "faults/workers/stalled_ranks.py": [POLL],
     "parity/workers/program_ranks.py": [STACKS],
     "unit/compare_job.py": [HANG, HANG],
+    "unit/test_check.py": [HANG],
     "unit/test_compare.py": [POLL, POLL],
     "unit/test_model_comparison.py": [DELAY],
     "unit/test_stall.py": [POLL, HANG],

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,6 +213,17 @@ def test_position_has_the_longest_wait_and_the_last_completed_collectives() -> N
 def test_limit_is_read(text: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_C_STALL_SECONDS", text)
     assert stall_monitor.get_limit() == limit
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIG_IGN", "SIG_BLOCK", "signal", "USR1"])
+def test_name_of_no_signal_with_a_handler_raises(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_C_STALL_SIGNAL", name)
+    monkeypatch.setattr(_C, "recorder_write_on_signal", lambda *_: None)
+    monitor: Any = SimpleNamespace(_rank=0, _world=2)
+    with pytest.raises(ValueError, match=f"name of a signal with a handler, got {name}"):
+        stall_monitor.StallMonitor.write_on_signals(monitor)
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "ten"])

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from test_dry_run import Block, Chain, Checkpointed, Reentrant, prefetch_in_forward, shard
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -361,6 +362,12 @@ def test_unit_of_several_dtypes_is_reduced_in_the_widest() -> None:
     after = fully_shard(after)
     assert_saves(advice, measure_step(model), measure_step(after))
     assert not has_advice(explain(after), "several dtypes")
+
+
+def test_unit_of_several_dtypes_with_a_reduce_dtype_gets_no_advice() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(SeveralDtypes(), mp_policy=policy)
+    assert not has_advice(explain(model), "several dtypes")
 
 
 # ---- compilation ---------------------------------------------------------------------------------

@@ -256,6 +256,12 @@ class TestByteBudget:
         units = split_by_budget(Block([nested]), 1, set(), bytes_of)
         assert [len(unit) for unit in units] == [1, 1, 1]
 
+    def test_budget_makes_a_module_with_two_parents_one_unit(self) -> None:
+        shared = nn.Linear(4, 4)
+        root = nn.ModuleList(Block([shared, nn.Linear(4, 4)]) for _ in range(2))
+        modules = [m for unit in split_by_budget(root, 1, set(), bytes_of) for m in unit]
+        assert modules.count(shared) == 1 and len(modules) == len(set(modules)) == 3
+
     @pytest.mark.parametrize("budget", [0, -1])
     def test_budget_that_is_not_positive_raises(self, budget: int) -> None:
         with pytest.raises(ValueError, match="positive number of bytes"):
