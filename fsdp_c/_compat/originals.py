@@ -58,10 +58,12 @@ def is_torch_function(function: Any, module: str, qualname: str) -> bool:
         return False
     # functools.wraps copies both names, so only the code distinguishes a library's wrapper. A
     # function with the decorator no_grad() has the code of the decorator.
-    while function.__code__.co_filename == _NO_GRAD and hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
+    code: Any = function.__code__
+    while code is not None and code.co_filename == _NO_GRAD:
+        function = getattr(function, "__wrapped__", None)
+        code = getattr(function, "__code__", None)
     folder = os.path.dirname(sys.modules[module].__file__ or _TORCH) + os.sep
-    return bool(function.__code__.co_filename.startswith(folder))
+    return code is not None and bool(code.co_filename.startswith(folder))
 
 
 def find_original(candidate: Any, module: str, qualname: str) -> FunctionType | None:

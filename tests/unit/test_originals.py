@@ -104,6 +104,8 @@ def test_wrapper_with_the_decorator_no_grad_is_not_torchs_function() -> None:
     assert originals.is_torch_function(own, module, name)
     assert originals.is_torch_function(torch.no_grad()(own), module, name)
     assert not originals.is_torch_function(torch.no_grad()(wrapped(own)), module, name)
+    functor = functools.wraps(own)(functools.partial(own))  # an object without code
+    assert not originals.is_torch_function(torch.no_grad()(functor), module, name)
 
 
 def test_guard_expects_no_object_where_a_function_replaced_a_static_method(
