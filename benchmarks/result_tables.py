@@ -399,28 +399,22 @@ def _name(folder: Path) -> str:
 
 
 def format_readme() -> str:
-    """Returns the generated part of README.md: measurements, their commands and machines."""
+    """Returns the generated part of README.md: three measurements, their commands and machines."""
     results = read_results(MAIN)
     steps, host = results["steps"], results["host"]
-    rows = []
-    for model in ("deep", "medium"):
-        costs = steps["models"][model]["costs"]
-        walls = [costs[name]["without"]["wall"] for name in ("torch", "fsdp_c")]
-        title = f"forward and backward (1): {steps['models'][model]['title']}"
-        rows.append([title, *(f"{format_number(wall)} ms" for wall in walls)])
+    model = steps["models"]["medium"]
+    walls = [model["costs"][name]["without"]["wall"] for name in ("torch", "fsdp_c")]
+    title = f"forward and backward (1): {model['title']}"
+    rows = [[title, *(f"{format_number(wall)} ms" for wall in walls)]]
     times = host["fp32"]["us_per_group_step"]["9"]
     title = "host time (2): a step of a unit of 9 float32 parameters"
     rows.append([title, *(f"{format_number(times[name])} us" for name in ("torch", "fsdp_c"))])
     if any(steps[key] != host[key] for key in ("machine", "date", "torch")):
         raise SystemExit("steps.json and host.json must be of one machine, day and torch release")
     gpu = read_results(GPU)["gpu"]
-    for name, model in (
-        ("1.3 B", "GPT, 1.3 B parameters in 26 blocks"),
-        ("1.6 B, wide", "GPT, 1.6 B parameters in 8 blocks, which keep the GPU busy"),
-    ):
-        ms = gpu["gpt"]["sizes"][name]["ms"]
-        title = f"training step on a GPU (3): {model}"
-        rows.append([title, *(f"{format_number(ms[key])} ms" for key in ("torch", "fsdp_c"))])
+    ms = gpu["gpt"]["sizes"]["1.3 B"]["ms"]
+    title = "training step on a GPU (3): GPT, 1.3 B parameters in 26 blocks"
+    rows.append([title, *(f"{format_number(ms[key])} ms" for key in ("torch", "fsdp_c"))])
     origin = format_text(
         f"Commands: (1) `{steps['command']}`, on two ranks; (2) `{host['command']}`; "
         f"(3) `{gpu['command']}`, rank 0 of a simulated group of 8. "

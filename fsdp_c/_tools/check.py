@@ -117,11 +117,13 @@ def _train(device: str, ranks: int) -> tuple[bool, str]:
                     stderr=error,
                 )
             )
-        failed = _wait_for_first_failure(processes)
-        unfinished = [process for process in processes if process.poll() is None]
-        for process in unfinished:
-            process.kill()
-            process.wait()
+        try:
+            failed = _wait_for_first_failure(processes)
+        finally:
+            unfinished = [process for process in processes if process.poll() is None]
+            for process in unfinished:
+                process.kill()
+                process.wait()
         if not failed and unfinished:
             return False, f"{ranks} processes on {backend} did not finish within {TIMEOUT} s"
         for rank in failed or range(ranks):

@@ -51,7 +51,7 @@ def test_changed_result_makes_document_out_of_date(
 ) -> None:
     main = copy_results(tmp_path, monkeypatch)
     models = json.loads((main / "steps.json").read_text())["models"]
-    models["deep"]["costs"]["fsdp_c"]["without"]["wall"] *= 2
+    models["medium"]["costs"]["fsdp_c"]["without"]["wall"] *= 2
     edit(main / "steps.json", models=models)
     assert result_tables.update(document) != document.read_text()
 
