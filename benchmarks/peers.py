@@ -1,9 +1,8 @@
 """Host cost of a training step per unit and per parameter, of fsdp_c and of other libraries.
 
 Method. The model has ``--groups`` equal units of tiny parameters, as in host.py. A unit's forward
-multiplies its input by each of its parameters. torch's CUDA build runs on the simulated CUDA device
-of tests/cuda: no kernel runs, and the process is rank 0 of 8 NCCL ranks, whose other ranks are
-emulated. Each library trains the model in float32 in a process of its own, with its default
+multiplies its input by each of its parameters. The simulated CUDA device of tests/cuda replaces a
+GPU, and runs no kernel. The process is rank 0 of 8 NCCL ranks, whose other ranks are emulated. Each library trains the model in float32 in a process of its own, with its default
 settings, resharded after forward where the library shards parameters. There are two exceptions:
 ZeRO-3 also shards small parameters, and DDP has ``gradient_as_bucket_view=True``.
 

@@ -8,8 +8,8 @@ from typing import Any
 EXPLANATION = (
     "The GPU check of [the tests](../tests/README.md) on one device. In most steps a process is "
     "rank 0 of a group of eight, and copies on the device replace the data of the other ranks. "
-    "`compiled` and `scripts` run on one rank over NCCL. So no time contains a network, and the "
-    "times compare the two implementations on this machine only."
+    "The steps `compiled` and `scripts` run on one rank over NCCL. So no time contains a network, "
+    "and the times compare the two implementations on this machine only."
 )
 
 BELOW = ("bandwidth", "host", "gpt")
@@ -52,8 +52,8 @@ def _make_host_table(times: dict[str, dict[str, float]]) -> Table:
     ]
     sentence = (
         "Microseconds per unit (9 parameters) and step on a fake group, above the unsharded model; "
-        "minima. `cpu` is the CPU time of the process, and `wall` the time of a step that begins "
-        "on an idle device. Both include the launches of the fake group's own copies:"
+        "minima. The clock `cpu` is the CPU time of the process. The clock `wall` is the time of a "
+        "step that begins on an idle device. Both include the launches of the fake group's copies:"
     )
     return sentence, ("job", "torch", "fsdp_c", "torch / fsdp_c"), rows
 

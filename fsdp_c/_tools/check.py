@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import signal
@@ -97,26 +96,10 @@ def _check_entry_point() -> tuple[bool, str]:
 
 def _train(device: str, ranks: int) -> tuple[bool, str]:
     """Trains in ``ranks`` processes on the device type, with torch's FSDP2 and with fsdp_c."""
-    environment = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
-    )
     backend = "NCCL" if device == "cuda" else "gloo"
-    command = [sys.executable, "-m", f"{__package__}.self_test", device]
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
-        processes = []
-        for rank in range(ranks):
-            out, error = (
-                files.enter_context(open(f"{folder}/{name}{rank}", "w")) for name in ("out", "err")
-            )
-            processes.append(
-                subprocess.Popen(
-                    [*command, str(rank), str(ranks), f"{folder}/store"],
-                    env=environment,
-                    stdout=out,
-                    stderr=error,
-                )
-            )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [_start(device, rank, ranks, folder) for rank in range(ranks)]
         try:
             failed = _wait_for_first_failure(processes)
         finally:
@@ -127,16 +110,35 @@ def _train(device: str, ranks: int) -> tuple[bool, str]:
         if not failed and unfinished:
             return False, f"{ranks} processes on {backend} did not finish within {TIMEOUT} s"
         for rank in failed or range(ranks):
-            out_text, error_text = (
-                Path(folder, f"{name}{rank}").read_text(errors="replace") for name in ("out", "err")
-            )
-            if failed or "same" not in out_text.split("\n"):
-                texts = (error_text, out_text) if failed else (out_text, error_text)
-                lines = [line for text in texts for line in text.strip().splitlines()[-1:]]
+            reason = _find_reason(folder, rank, has_failed=bool(failed))
+            if reason:
                 ended = _describe_signal(processes[rank].returncode)
-                reason = (lines or ["nothing"])[0]
                 return False, f"training on {backend} failed{ended}: {reason}"
     return True, f"trained on {backend} with torch's FSDP2 and with fsdp_c: the same bits"
+
+
+def _start(device: str, rank: int, ranks: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Starts the self-test of a rank. Its output goes to files in the folder."""
+    environment = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
+    )
+    command = [sys.executable, "-m", f"{__package__}.self_test", device]
+    command += [str(rank), str(ranks), str(folder / "store")]
+    with open(folder / f"out{rank}", "w") as out, open(folder / f"err{rank}", "w") as error:
+        return subprocess.Popen(command, env=environment, stdout=out, stderr=error)
+
+
+def _find_reason(folder: Path, rank: int, has_failed: bool) -> str:
+    """Returns the last line that the rank printed, or "" if it found the same bits.
+
+    The line is that of standard error if the process has failed, else that of standard output.
+    """
+    out, error = ((folder / f"{name}{rank}").read_text(errors="replace") for name in ("out", "err"))
+    if not has_failed and "same" in out.split("\n"):
+        return ""
+    texts = (error, out) if has_failed else (out, error)
+    return next((text.strip().splitlines()[-1] for text in texts if text.strip()), "nothing")
 
 
 def _wait_for_first_failure(processes: list[subprocess.Popen[bytes]]) -> list[int]:

@@ -21,7 +21,15 @@ import torch215_scenarios  # registers its scenarios
 from extensions import Negated
 from features import MIXED, Gather, Record, Scatter, blocks, digest
 from releases import has
-from sim_tools import BFLOAT16, WORLD, SimTools, prefetch_neighbors, scenario, since
+from sim_tools import (
+    BFLOAT16,
+    WORLD,
+    SimTools,
+    prefetch_neighbors,
+    scenario,
+    set_reduce_hook,
+    since,
+)
 from sim_tools import SCENARIOS as SCENARIOS
 from sim_tools import SINCE as SINCE
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -160,25 +168,21 @@ def hsdp_partial(tools: SimTools) -> Record:
 @scenario
 def hsdp_with_a_reduce_hook(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
-    for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
+    set_reduce_hook(model)
     return tools.train(model)
 
 
 @scenario
 def reduce_hook(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mp_policy=MIXED)
-    for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
+    set_reduce_hook(model)
     return tools.train(model)
 
 
 @scenario
 def reduce_hook_on_a_stream(tools: SimTools) -> Record:
     model = tools.shard(blocks())
-    stream = torch.Stream(device="sim")
-    for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
+    set_reduce_hook(model, torch.Stream(device="sim"))
     return tools.train(model)
 
 
@@ -259,8 +263,7 @@ def offload_smaller_group(tools: SimTools) -> Record:
 def offload_with_a_reduce_hook(tools: SimTools) -> Record:
     """torch frees the reduced buffer while the hook's stream still uses it."""
     model = _shard_offloaded(tools)
-    for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
+    set_reduce_hook(model)
     return tools.train(model)
 
 
@@ -374,9 +377,7 @@ def interleaved(tools: SimTools) -> Record:
 @scenario
 def reduce_hook_on_a_stream_with_a_cast(tools: SimTools) -> Record:
     model = tools.shard(nn.Sequential(*blocks(), *blocks(seed=1)), mp_policy=BFLOAT16)
-    stream = torch.Stream(device="sim")
-    for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
+    set_reduce_hook(model, torch.Stream(device="sim"))
     return tools.train(model)
 
 

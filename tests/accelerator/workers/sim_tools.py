@@ -83,6 +83,13 @@ def prefetch_neighbors(model: Any) -> None:
         following.set_modules_to_backward_prefetch([previous])
 
 
+def set_reduce_hook(model: Any, stream: Any = None) -> None:
+    """Halves the reduced gradients of all units, in an all-reduce hook on ``stream`` if given."""
+    options = {} if stream is None else {"stream": stream}
+    for unit in (*model, model):
+        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), **options)
+
+
 def scenario(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Record]:
     """Registers a scenario under its function's name."""
     SCENARIOS[function.__name__] = function

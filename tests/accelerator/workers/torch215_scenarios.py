@@ -13,7 +13,15 @@ import torch
 import torch.nn as nn
 from features import MIXED, Record, blocks, digest
 from releases import has
-from sim_tools import BFLOAT16, SimTools, name_memory, prefetch_neighbors, scenario, since
+from sim_tools import (
+    BFLOAT16,
+    SimTools,
+    name_memory,
+    prefetch_neighbors,
+    scenario,
+    set_reduce_hook,
+    since,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
@@ -246,9 +254,7 @@ def grad_dtypes_offloaded(tools: SimTools) -> Record:
 @scenario
 def grad_dtypes_with_a_reduce_hook(tools: SimTools) -> Record:
     model = tools.shard(_six_blocks())
-    stream = torch.Stream(device="sim")
-    for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
+    set_reduce_hook(model, torch.Stream(device="sim"))
     return _train_with_grad_dtypes(tools, model)
 
 

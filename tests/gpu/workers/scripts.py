@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,22 +26,20 @@ LIBRARIES = ("accelerate", "transformers", "lightning")
 EXAMPLES = ("train_gpt.py", "finetune_hf.py", "lora.py", "vision.py")
 
 
+LIMIT = 100
+"""Seconds for all commands, which run at the same time."""
+
+
 def make_scripts() -> dict[str, list[str]]:
     """Maps the name of each script to its path and arguments."""
-    folder = ROOT / "examples"
+    folder, options = ROOT / "examples", ["--impl", "torch", "--steps", str(STEPS + 1)]
     if not ON_CUDA:
         sizes = ["--layers", "1", "--width", "32", "--heads", "2"]
-        options = ["--impl", "torch", "--steps", str(STEPS + 1)]
         return {"lora.py": [str(folder / "lora.py"), *options, *sizes]}
-    options = ["--impl", "torch", "--steps", str(STEPS + 1)]
     scripts = {name: [str(folder / name), *options] for name in EXAMPLES}
     jobs = str(Path(__file__).with_name("library_jobs.py"))
     installed = [name for name in LIBRARIES if importlib.util.find_spec(name)]
     return scripts | {name: [jobs, name] for name in installed}
-
-
-LIMIT = 100
-"""Seconds for all commands, which run at the same time."""
 
 
 @dataclass
@@ -83,20 +80,14 @@ class Command:
         return failure
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def start_compare(name: str, script: list[str], result: Path) -> Command:
     """Starts ``python -m fsdp_c compare`` of the script on one rank.
 
     The script calls torch's functions, which ``compare`` replaces in every second run. It would
     train more steps than ``compare`` lets it.
     """
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
-    launch += ["--master-port", str(free_port()), "-m", "fsdp_c", "compare"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    launch += ["-m", "fsdp_c", "compare"]
     launch += ["--steps", str(STEPS), "--rounds", str(ROUNDS), "--json", str(result)]
     return Command(name, [sys.executable, *launch, *script])
 
