@@ -2,9 +2,10 @@
 
 Method. The model has ``--groups`` equal units of tiny parameters, as in host.py. A unit's forward
 multiplies its input by each of its parameters. The simulated CUDA device of tests/cuda replaces a
-GPU, and runs no kernel. The process is rank 0 of 8 NCCL ranks, whose other ranks are emulated. Each library trains the model in float32 in a process of its own, with its default
-settings, resharded after forward where the library shards parameters. There are two exceptions:
-ZeRO-3 also shards small parameters, and DDP has ``gradient_as_bucket_view=True``.
+GPU, and runs no kernel. The process is rank 0 of 8 NCCL ranks, whose other ranks are emulated. Each
+library trains the model in float32 in a process of its own, with its default settings, resharded
+after forward where the library shards parameters. There are two exceptions: ZeRO-3 also shards
+small parameters, and DDP has ``gradient_as_bucket_view=True``.
 
 A step is one forward and one backward, until the gradients are reduced. Its time is the CPU time of
 the process, with all threads; the minimum over ``--steps`` steps counts. The device is idle when a
