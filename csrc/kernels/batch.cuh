@@ -28,12 +28,12 @@ struct line_job {
     fck_cut cut;
     int8_t src_dtype;
     int8_t dst_dtype;
-    int8_t src_size;
-    int8_t dst_size;
+    int8_t src_shift; /* an item of the source has 2^src_shift bytes */
+    int8_t dst_shift;
 };
 
-FCK_FN int64_t tile_items(const line_job &job) {
-    return FCK_TILE_BYTES / (job.src_size > job.dst_size ? job.src_size : job.dst_size);
+FCK_FN int64_t tile_items(int src_shift, int dst_shift) {
+    return FCK_TILE_BYTES >> (src_shift > dst_shift ? src_shift : dst_shift);
 }
 
 /* The arguments of one launch. first[i] is the first tile of job i. Jobs without tiles are not in

@@ -26,10 +26,12 @@
 enum { FCK_TILE_BYTES = 16384 }; /* work of one thread block, in bytes of the wider type */
 
 /* Division of a job into tiles. A long line has several tiles, and a tile has several short lines.
- * At least one of the two numbers is 1. */
+ * At least one of the two numbers is 1. `team_bits` divides a block's threads: 2^team_bits threads
+ * work on one line. */
 typedef struct fck_cut {
     uint32_t tiles_per_line;
-    uint32_t lines_per_tile;
+    uint16_t lines_per_tile; /* at most FCK_TILE_BYTES */
+    uint16_t team_bits;
 } fck_cut;
 
 /* The lines [first_line, last_line), and of each the items [begin, end). */
@@ -90,11 +92,19 @@ FCK_FN int64_t fck_row_filled(int64_t numel, int64_t chunk, int64_t row) {
     return fck_min(fck_max(numel - row * chunk, 0), chunk);
 }
 
-/* Divides a job whose lines have `items` items. items >= 1. */
-FCK_FN fck_cut fck_cut_of(int64_t items, int64_t tile_items) {
+/* Divides a job whose lines have `items` items. items >= 1, tile_items <= FCK_TILE_BYTES. `threads`
+ * is the number of a block's threads, a power of two. If a tile has fewer lines than threads,
+ * several threads share a line. */
+FCK_FN fck_cut fck_cut_of(int64_t items, int64_t tile_items, int threads) {
+    const int lines = items < tile_items ? (int)(tile_items / items) : 1;
+    int team_bits = 0;
+    while (lines << (team_bits + 1) <= threads) {
+        team_bits++;
+    }
     fck_cut cut;
     cut.tiles_per_line = items > tile_items ? (uint32_t)fck_ceil_div(items, tile_items) : 1;
-    cut.lines_per_tile = items < tile_items ? (uint32_t)(tile_items / items) : 1;
+    cut.lines_per_tile = (uint16_t)lines;
+    cut.team_bits = (uint16_t)team_bits;
     return cut;
 }
 
@@ -114,16 +124,6 @@ FCK_FN fck_tile fck_tile_at(fck_cut cut, int64_t items, int64_t tile_items, uint
     tile.begin = (int64_t)(index - group * cut.tiles_per_line) * tile_items;
     tile.end = fck_min(tile.begin + tile_items, items);
     return tile;
-}
-
-/* Returns how many of a block's `threads` threads (a power of two) work on one line of a tile of
- * `lines` lines. With fewer lines than threads, several threads share a line. */
-FCK_FN int fck_threads_per_line(int threads, uint32_t lines) {
-    int per_line = threads;
-    for (uint32_t covered = 1; covered < lines && per_line > 1; covered *= 2) {
-        per_line /= 2;
-    }
-    return per_line;
 }
 
 /* Returns the job that owns tile `index`: the last i with first[i] <= index. `first` starts at 0

@@ -42,7 +42,7 @@ class launcher {
             return TOO_MANY_LINES;
         }
         job.lines = static_cast<uint32_t>(lines);
-        job.cut = fck_cut_of(job.chunk, tile_items(job));
+        job.cut = fck_cut_of(job.chunk, tile_items(job.src_shift, job.dst_shift), THREADS);
         const int64_t tiles = fck_tile_count(job.cut, lines);
         if (tiles > GRID_MAX) {
             return TOO_MANY_TILES;
@@ -110,8 +110,13 @@ line_job move_job(const void *src, void *dst, int64_t numel, int64_t chunk) {
     job.numel = numel;
     job.chunk = chunk;
     job.src_dtype = job.dst_dtype = FCK_UINT8;
-    job.src_size = job.dst_size = 1;
     return job;
+}
+
+/* Returns the binary logarithm of the element size. Precondition: `dtype` is castable. */
+int8_t shift_of(fck_dtype dtype) {
+    const int32_t size = fck_float_size(dtype);
+    return size == 8 ? 3 : size == 4 ? 2 : 1;
 }
 
 line_job cast_job(const void *src, fck_dtype src_dtype, void *dst, fck_dtype dst_dtype,
@@ -119,8 +124,8 @@ line_job cast_job(const void *src, fck_dtype src_dtype, void *dst, fck_dtype dst
     line_job job = move_job(src, dst, numel, chunk);
     job.src_dtype = static_cast<int8_t>(src_dtype);
     job.dst_dtype = static_cast<int8_t>(dst_dtype);
-    job.src_size = static_cast<int8_t>(fck_float_size(src_dtype));
-    job.dst_size = static_cast<int8_t>(fck_float_size(dst_dtype));
+    job.src_shift = shift_of(src_dtype);
+    job.dst_shift = shift_of(dst_dtype);
     return job;
 }
 

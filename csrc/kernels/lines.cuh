@@ -221,40 +221,40 @@ __device__ inline void cast_run(const void *src, fck_dtype src_dtype, void *dst,
  * contain moves only. The kernel for such batches does not need the registers of the conversions.
  */
 template <bool CASTS> __device__ inline void copy_lines(const line_batch &batch) {
-    const int thread = static_cast<int>(threadIdx.x);
     const int32_t job_index = fck_find_job(batch.first, batch.count, blockIdx.x);
     const line_job &job = batch.job[job_index];
-    const fck_tile tile = fck_tile_at(job.cut, job.chunk, tile_items(job), job.lines,
-                                      blockIdx.x - batch.first[job_index]);
-    const int lanes = fck_threads_per_line(THREADS, job.cut.lines_per_tile);
-    const team t = {thread & (lanes - 1), lanes};
+    const int src_shift = CASTS ? job.src_shift : 0;
+    const int dst_shift = CASTS ? job.dst_shift : 0;
+    const fck_tile tile = fck_tile_at(job.cut, job.chunk, tile_items(src_shift, dst_shift),
+                                      job.lines, blockIdx.x - batch.first[job_index]);
+    const uint32_t thread = threadIdx.x;
+    const int lanes = 1 << job.cut.team_bits;
+    const team t = {static_cast<int>(thread) & (lanes - 1), lanes};
 
-    for (uint32_t line = tile.first_line + static_cast<uint32_t>(thread / lanes);
-         line < tile.last_line; line += static_cast<uint32_t>(THREADS / lanes)) {
+    for (uint32_t line = tile.first_line + (thread >> job.cut.team_bits); line < tile.last_line;
+         line += THREADS >> job.cut.team_bits) {
         const uint32_t block = line / batch.rows;
         const int64_t row = line - block * batch.rows;
-        const int64_t in_blocks = block * job.numel + row * job.chunk;
-        const int64_t in_row = block * job.chunk;
+        const int64_t in_blocks = block * job.numel + row * job.chunk + tile.begin;
+        const int64_t in_row = block * job.chunk + tile.begin;
         const int64_t filled = fck_row_filled(job.numel, job.chunk, row);
-        const int64_t stop = fck_max(tile.begin, fck_min(filled, tile.end));
+        const int count = static_cast<int>(fck_max(fck_min(filled, tile.end) - tile.begin, 0));
+        const int items = static_cast<int>(tile.end - tile.begin);
         unsigned char *dst =
-            job.dst + (batch.from_rows ? in_blocks * job.dst_size
-                                       : row * batch.pitch + in_row * job.dst_size);
-        if (stop > tile.begin) {
-            const int64_t start = batch.from_rows ? row * batch.pitch + in_row * job.src_size
-                                                  : in_blocks * job.src_size;
-            const unsigned char *from = job.src + start + tile.begin * job.src_size;
-            unsigned char *to = dst + tile.begin * job.dst_size;
-            const int count = static_cast<int>(stop - tile.begin);
+            job.dst +
+            (batch.from_rows ? in_blocks << dst_shift : row * batch.pitch + (in_row << dst_shift));
+        if (count > 0) {
+            const unsigned char *src =
+                job.src + (batch.from_rows ? row * batch.pitch + (in_row << src_shift)
+                                           : in_blocks << src_shift);
             if (!CASTS || job.src_dtype == job.dst_dtype) {
-                move_bytes(from, to, count, t);
+                move_bytes(src, dst, count, t);
             } else {
-                cast_run(from, job.src_dtype, to, job.dst_dtype, count, t);
+                cast_run(src, job.src_dtype, dst, job.dst_dtype, count, t);
             }
         }
-        if (stop < tile.end) {
-            zero_bytes(dst + stop * job.dst_size, static_cast<int>(tile.end - stop) * job.dst_size,
-                       t);
+        if (count < items) {
+            zero_bytes(dst + (count << dst_shift), (items - count) << dst_shift, t);
         }
     }
 }

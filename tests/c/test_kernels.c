@@ -313,7 +313,7 @@ static void tiles_cover_every_item_of_every_line_exactly_once(void **state) {
         const int64_t items = draw_between(&random, 1, draw(&random) % 2 ? 5 : 300);
         const uint32_t lines = (uint32_t)draw_between(&random, 1, 80);
         unsigned char *visits = new_bytes(lines * items, 0);
-        const fck_cut cut = fck_cut_of(items, tile_items);
+        const fck_cut cut = fck_cut_of(items, tile_items, 256);
         const int64_t tiles = fck_tile_count(cut, lines);
         for (uint32_t index = 0; index < tiles; index++) {
             const fck_tile tile = fck_tile_at(cut, items, tile_items, lines, index);
@@ -336,19 +336,20 @@ static void tiles_cover_every_item_of_every_line_exactly_once(void **state) {
 /* 64 ranks with 32 bytes each are one tile, and so are a thousand blocks of 16 bytes. */
 static void short_lines_share_one_tile(void **state) {
     (void)state;
-    assert_int_equal(fck_tile_count(fck_cut_of(32, FCK_TILE_BYTES), 64), 1);
-    assert_int_equal(fck_tile_count(fck_cut_of(16, FCK_TILE_BYTES), 1000), 1);
-    assert_int_equal(fck_tile_count(fck_cut_of(16, FCK_TILE_BYTES), 1025), 2);
-    assert_int_equal(fck_tile_count(fck_cut_of(FCK_TILE_BYTES + 1, FCK_TILE_BYTES), 3), 6);
+    assert_int_equal(fck_tile_count(fck_cut_of(32, FCK_TILE_BYTES, 256), 64), 1);
+    assert_int_equal(fck_tile_count(fck_cut_of(16, FCK_TILE_BYTES, 256), 1000), 1);
+    assert_int_equal(fck_tile_count(fck_cut_of(16, FCK_TILE_BYTES, 256), 1025), 2);
+    assert_int_equal(fck_tile_count(fck_cut_of(FCK_TILE_BYTES + 1, FCK_TILE_BYTES, 256), 3), 6);
 }
 
 static void every_thread_has_a_line_and_every_line_has_threads(void **state) {
     (void)state;
-    for (uint32_t lines = 1; lines < 3000; lines++) {
-        const int each = fck_threads_per_line(256, lines);
-        assert_true(each >= 1 && 256 % each == 0);
-        assert_true(each == 1 || (uint32_t)(256 / each) >= lines);      /* all lines at once ... */
-        assert_true(each == 256 || (uint32_t)(256 / each) < 2 * lines); /* ... few are idle */
+    for (int64_t items = 1; items < 20000; items++) {
+        const fck_cut cut = fck_cut_of(items, FCK_TILE_BYTES, 256);
+        const int each = 1 << cut.team_bits;
+        assert_true(each <= 256);
+        assert_true(each == 1 || 256 / each >= cut.lines_per_tile);      /* all lines at once ... */
+        assert_true(each == 256 || 256 / each < 2 * cut.lines_per_tile); /* ... few are idle */
     }
 }
 

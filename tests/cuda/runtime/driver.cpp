@@ -29,8 +29,8 @@ Kernel *kernel_of(const char *name) {
 void access_job(const sim::Operation &by, const fck::line_batch &batch, const fck::line_job &job) {
     const int64_t blocks = job.lines / batch.rows;
     const bool from_rows = batch.from_rows;
-    const int64_t row_size = from_rows ? job.src_size : job.dst_size;
-    const int64_t block_size = from_rows ? job.dst_size : job.src_size;
+    const int64_t row_size = int64_t{1} << (from_rows ? job.src_shift : job.dst_shift);
+    const int64_t block_size = int64_t{1} << (from_rows ? job.dst_shift : job.src_shift);
     const unsigned char *const block_data = from_rows ? job.dst : job.src;
     const unsigned char *const row_data = from_rows ? job.src : job.dst;
     for (uint32_t r = 0; r < batch.rows; r++) {
