@@ -1,7 +1,8 @@
 /* The device side of the GPU kernels. One thread block works on one tile (index.h). The block finds
- * its job by binary search over the first tiles of the jobs. Moves and conversions use 16-byte
- * accesses if both addresses allow it. Moves count bytes, so they support any type and any address.
- * Conversions require element-aligned addresses; the host side has checked them.
+ * its job by binary search over the first tiles of the jobs. Moves count bytes, so they support any
+ * type and any address. Conversions require element-aligned addresses; the host side has checked
+ * them. Conversions use 16-byte accesses if both addresses allow it. So do moves; long moves always
+ * use 16-byte accesses.
  *
  * nvcc compiles this file as a part of kernels_cuda.cu. NVRTC compiles this file with rtc.cuh. */
 #ifndef FSDP_C_KERNELS_LINES_CUH
@@ -13,6 +14,9 @@
 namespace fck {
 
 constexpr int UNROLL = 4; /* independent 16-byte loads in flight per thread */
+/* move_shifted() moves up to 46 bytes of a run one by one. A shorter run has too few threads for
+ * them, and moves in words of at most 8 bytes. */
+constexpr int SHIFTED_BYTES = 512;
 /* Thread blocks of a multiprocessor: limits a thread to 64 registers. Without a limit ptxas chooses
  * 48 for the casts on sm_90, and spills. */
 constexpr int BLOCKS = 4;
@@ -77,24 +81,33 @@ __device__ inline uintptr_t address(const void *pointer) {
     return reinterpret_cast<uintptr_t>(pointer);
 }
 
-/* Applies `convert` to each of `count` units, loading several before storing any. */
-template <class S, class D, class Convert>
-__device__ inline void for_units(const S *src, D *dst, int count, team t, Convert convert) {
-    int i = t.lane;
-    for (; i + (UNROLL - 1) * t.lanes < count; i += UNROLL * t.lanes) {
-        S unit[UNROLL];
+/* Calls store(i, load(i)) for each i in [0, count). A thread loads UNROLL units before it stores
+ * any. At the end it loads the last unit again in place of missing units. Single loads there would
+ * wait for each other. */
+template <class Load, class Store>
+__device__ inline void for_units(int count, team t, Load load, Store store) {
+    for (int first = t.lane; first < count; first += UNROLL * t.lanes) {
+        decltype(load(0)) unit[UNROLL];
 #pragma unroll
         for (int k = 0; k < UNROLL; k++) {
-            unit[k] = src[i + k * t.lanes];
+            unit[k] = load(min_int(first + k * t.lanes, count - 1));
         }
 #pragma unroll
         for (int k = 0; k < UNROLL; k++) {
-            dst[i + k * t.lanes] = convert(unit[k]);
+            if (first + k * t.lanes < count) {
+                store(first + k * t.lanes, unit[k]);
+            }
         }
     }
-    for (; i < count; i += t.lanes) {
-        dst[i] = convert(src[i]);
-    }
+}
+
+/* Moves the bytes outside of [head, tail). */
+__device__ inline void move_ends(const unsigned char *src, unsigned char *dst, int head, int tail,
+                                 int bytes, team t) {
+    const auto position = [=](int i) { return i < head ? i : i - head + tail; };
+    for_units(
+        head + bytes - tail, t, [=](int i) { return src[position(i)]; },
+        [=](int i, unsigned char byte) { dst[position(i)] = byte; });
 }
 
 /* Moves the body in words of W and the two ends in bytes. Precondition: both addresses are equal
@@ -104,21 +117,68 @@ __device__ inline void move_words(const unsigned char *src, unsigned char *dst, 
     constexpr int size = sizeof(W);
     const int head = min_int(static_cast<int>(-address(dst) & (size - 1)), bytes);
     const int words = (bytes - head) / size;
-    const int tail = head + words * size;
-    for (int i = t.lane; i < head; i += t.lanes) {
-        dst[i] = src[i];
+    const W *from = reinterpret_cast<const W *>(src + head);
+    W *to = reinterpret_cast<W *>(dst + head);
+    for_units(
+        words, t, [=](int i) { return from[i]; }, [=](int i, const W &word) { to[i] = word; });
+    move_ends(src, dst, head, head + words * size, bytes, t);
+}
+
+using quad = pack_of<uint32_t, 4>;
+
+struct quad_pair {
+    quad low;
+    quad high;
+};
+
+/* Returns the 16 bytes of `pair` from byte `offset` on. 0 <= offset < 16. */
+__device__ inline quad extract_quad(const quad_pair &pair, int offset) {
+    uint32_t part[8];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        part[k] = pair.low.item[k];
+        part[k + 4] = pair.high.item[k];
     }
-    for_units(reinterpret_cast<const W *>(src + head), reinterpret_cast<W *>(dst + head), words, t,
-              [](W word) { return word; });
-    for (int i = tail + t.lane; i < bytes; i += t.lanes) {
-        dst[i] = src[i];
+#pragma unroll
+    for (int k = 0; k < 6; k++) {
+        part[k] = (offset & 8) != 0 ? part[k + 2] : part[k];
     }
+#pragma unroll
+    for (int k = 0; k < 5; k++) {
+        part[k] = (offset & 4) != 0 ? part[k + 1] : part[k];
+    }
+    quad result;
+#pragma unroll
+    for (int k = 0; k < 4; k++) { /* one funnel shift each */
+        const uint64_t both = static_cast<uint64_t>(part[k + 1]) << 32 | part[k];
+        result.item[k] = static_cast<uint32_t>(both >> (offset % 4 * 8));
+    }
+    return result;
+}
+
+/* Moves the body in aligned 16-byte words, each from the two aligned words of the source that
+ * contain it. The second load of a word hits the L1 cache. All loads are within [src, src + bytes).
+ * Preconditions: the addresses differ modulo 16, and bytes >= SHIFTED_BYTES. */
+__device__ inline void move_shifted(const unsigned char *src, unsigned char *dst, int bytes,
+                                    team t) {
+    const int offset = static_cast<int>((address(src) - address(dst)) & 15);
+    int head = static_cast<int>(-address(dst) & 15);
+    head += head < offset ? 16 : 0; /* the first load begins at src + head - offset */
+    const int words = (bytes - head + offset) / 16 - 1;
+    const quad *from = reinterpret_cast<const quad *>(src + head - offset);
+    quad *to = reinterpret_cast<quad *>(dst + head);
+    for_units(
+        words, t, [=](int i) { return quad_pair{from[i], from[i + 1]}; },
+        [=](int i, const quad_pair &pair) { to[i] = extract_quad(pair, offset); });
+    move_ends(src, dst, head, head + words * 16, bytes, t);
 }
 
 __device__ inline void move_bytes(const unsigned char *src, unsigned char *dst, int bytes, team t) {
     const uintptr_t differing_bits = address(src) ^ address(dst);
     if ((differing_bits & 15) == 0) {
-        move_words<pack_of<uint32_t, 4>>(src, dst, bytes, t);
+        move_words<quad>(src, dst, bytes, t);
+    } else if (bytes >= SHIFTED_BYTES) {
+        move_shifted(src, dst, bytes, t);
     } else if ((differing_bits & 7) == 0) {
         move_words<pack_of<uint32_t, 2>>(src, dst, bytes, t);
     } else if ((differing_bits & 3) == 0) {
@@ -152,6 +212,23 @@ template <class S, class D> __device__ inline D convert_item(S value) {
     return result;
 }
 
+template <class S, class D, int N>
+__device__ inline pack_of<D, N> convert_pack(const pack_of<S, N> &in) {
+    pack_of<D, N> out;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        out.item[k] = convert_item<S, D>(in.item[k]);
+    }
+    return out;
+}
+
+template <class S, class D, class Convert>
+__device__ inline void convert_units(const S *src, D *dst, int count, team t, Convert convert) {
+    for_units(
+        count, t, [=](int i) { return src[i]; },
+        [=](int i, const S &unit) { dst[i] = convert(unit); });
+}
+
 /* Converts N items at a time (16 bytes of the wider type) if one head length aligns both addresses,
  * else item by item. */
 template <class S, class D>
@@ -168,18 +245,10 @@ __device__ inline void cast_items(const void *from, void *to, int count, team t)
         packs = 0;
     }
     const int tail = head + packs * N;
-    const auto convert_one = [](S value) { return convert_item<S, D>(value); };
-    for_units(src, dst, head, t, convert_one);
-    for_units(reinterpret_cast<const source *>(src + head), reinterpret_cast<target *>(dst + head),
-              packs, t, [](const source &in) {
-                  target out;
-#pragma unroll
-                  for (int k = 0; k < N; k++) {
-                      out.item[k] = convert_item<S, D>(in.item[k]);
-                  }
-                  return out;
-              });
-    for_units(src + tail, dst + tail, count - tail, t, convert_one);
+    convert_units(src, dst, head, t, convert_item<S, D>);
+    convert_units(reinterpret_cast<const source *>(src + head),
+                  reinterpret_cast<target *>(dst + head), packs, t, convert_pack<S, D, N>);
+    convert_units(src + tail, dst + tail, count - tail, t, convert_item<S, D>);
 }
 
 template <class S>
