@@ -7,6 +7,13 @@
  * CUDA kernels as well. */
 #include "kernels_reference.h"
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#endif
+
 /* ---- pack ---- */
 
 typedef struct pack_case {
@@ -71,6 +78,43 @@ static void pack_writes_every_segment_and_nothing_else(void **state) {
         }
         free(expected);
         pack_case_fini(&c);
+    }
+}
+
+/* Moves `bytes` bytes from `from` bytes behind an alignment of 16 to `to` bytes behind one. The
+ * source is an allocation of its own. ASan reports reads behind its last byte, and reads before its
+ * first multiple of 8. */
+static void check_move(random_state *random, int64_t from, int64_t to, int64_t bytes) {
+    unsigned char *memory = new_elements(random, FCK_UINT8, from + bytes);
+    const int64_t arena_bytes = GUARD + to + bytes + GUARD;
+    unsigned char *expected = new_bytes(arena_bytes, UNTOUCHED);
+    memcpy(expected + GUARD + to, memory + from, (size_t)bytes);
+    FOR_EACH_BACKEND(backend) {
+        unsigned char *actual = new_bytes(arena_bytes, UNTOUCHED);
+        assert_true((uintptr_t)memory % 16 == 0 && (uintptr_t)actual % 16 == 0);
+        const fck_segment segment = {memory + from, actual + GUARD + to, bytes, 1, FCK_UINT8,
+                                     FCK_UINT8};
+        ASAN_POISON_MEMORY_REGION(memory, (size_t)(from / 8 * 8));
+        assert_null(backend->pack(&segment, 1, NULL));
+        ASAN_UNPOISON_MEMORY_REGION(memory, (size_t)(from / 8 * 8));
+        assert_same_bytes(actual, expected, arena_bytes, backend, (uint64_t)(from * 16 + to));
+        free(actual);
+    }
+    free(expected);
+    free(memory);
+}
+
+static void pack_moves_between_any_two_alignments_and_reads_only_the_source(void **state) {
+    (void)state;
+    random_state random = {5};
+    for (int64_t from = 0; from < 16; from++) {
+        for (int64_t to = 0; to < 16; to++) {
+            for (int64_t bytes = 496; bytes < 560; bytes++) {
+                check_move(&random, from, to, bytes);
+            }
+            check_move(&random, from, to, draw_between(&random, 1, 495));
+            check_move(&random, from, to, FCK_TILE_BYTES + draw_between(&random, 0, 600));
+        }
     }
 }
 
@@ -428,6 +472,7 @@ static void cuda_launch_without_nvcc_build_names_remedy(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(pack_writes_every_segment_and_nothing_else),
+        cmocka_unit_test(pack_moves_between_any_two_alignments_and_reads_only_the_source),
         cmocka_unit_test(pack_accepts_null_pointers_of_empty_segment),
         cmocka_unit_test(pack_with_unsupported_cast_fails_and_writes_nothing),
         cmocka_unit_test(pack_casts_misaligned_elements_on_cpu_only),

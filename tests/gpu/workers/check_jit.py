@@ -75,8 +75,8 @@ def main() -> None:
     loop_group.join(variants.WORLD, device)
     mismatches = check_kernels.differences(ROUNDS, bare=False, kernels=kernels)
     mismatches += differing_trainings(device, address)
-    line = f"compiled in {seconds:.1f} s; {ROUNDS} rounds of 3 launches, {len(TRAININGS)} "
-    line += "trainings: " + (mismatches[0] if mismatches else "equal bytes")
+    line = f"compiled in {seconds:.1f} s; {ROUNDS} rounds of {check_kernels.LAUNCHES}"
+    line += f", {len(TRAININGS)} trainings: " + (mismatches[0] if mismatches else "equal bytes")
     conclude(not mismatches, line, seconds_of_compilation=seconds, differences=mismatches)
 
 

@@ -25,6 +25,7 @@ from kernel_library import Backend
 from outcome import ON_CUDA, conclude, skip
 
 POISON = 0xA5
+LAUNCHES = f"{len(kernel_cases.KINDS)} launches"
 
 
 class Memory:
@@ -134,7 +135,7 @@ def run_under_sanitizer(tool: str, rounds: int) -> NoReturn:
         skip("compute-sanitizer does not run on this machine: Device not supported")
     errors = re.findall(r"ERROR SUMMARY: (\d+) error", text)
     passed = completed.returncode == 0 and errors == ["0"]
-    line = f"{rounds} rounds of 3 launches, errors: {', '.join(errors) or 'no summary'}"
+    line = f"{rounds} rounds of {LAUNCHES}, errors: {', '.join(errors) or 'no summary'}"
     conclude(passed, line, errors=errors, status=completed.returncode)
 
 
@@ -151,7 +152,7 @@ def main() -> None:
     result = differences(rounds, options.bare)
     seconds = time.perf_counter() - begin
     where = "the GPU" if ON_CUDA else "the host (fake CUDA)"
-    line = f"{rounds} rounds of 3 launches on {where}: " + (result[0] if result else "equal bytes")
+    line = f"{rounds} rounds of {LAUNCHES} on {where}: " + (result[0] if result else "equal bytes")
     conclude(not result, line, rounds=rounds, differences=result, seconds_of_checks=seconds)
 
 

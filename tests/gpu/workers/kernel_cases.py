@@ -52,7 +52,14 @@ class Layout:
 
     def place(self, size: int, unit: int) -> int:
         offset = self.size + int(self.random.integers(0, self.gap + 1))
-        offset = -(-offset // unit) * unit
+        return self._append(-(-offset // unit) * unit, size)
+
+    def place_at(self, size: int, remainder: int) -> int:
+        """Assigns an offset that is ``remainder`` modulo 16, after a gap of at least one byte."""
+        begin = self.size + 1
+        return self._append(begin + (remainder - begin) % 16, size)
+
+    def _append(self, offset: int, size: int) -> int:
         self.size = offset + size
         self.runs.append((offset, size))
         return offset
@@ -114,6 +121,27 @@ def pack(random: Any) -> Case:
     return Case("pack", source, targets.size, launch, sources.runs, targets.runs)
 
 
+def pack_misaligned(random: Any) -> Case:
+    """Moves bytes once for each pair of addresses modulo 16."""
+    sources, targets = Layout(random), Layout(random)
+    items = []
+    for pair in map(int, random.permutation(256)):
+        count = int(random.integers(1, random.choice([64, 1200, 40000], p=[0.3, 0.68, 0.02])))
+        offset = sources.place_at(count, pair // 16)
+        items.append((offset, targets.place_at(count, pair % 16), count))
+
+    def launch(backend: Backend, source: int, target: int) -> None:
+        backend.pack(
+            [
+                Segment(src=source + offset, dst=target + to, count=count, itemsize=1)
+                for offset, to, count in items
+            ]
+        )
+
+    source = _fill(random, sources.size, [])
+    return Case("pack_misaligned", source, targets.size, launch, sources.runs, targets.runs)
+
+
 def unpack(random: Any) -> Case:
     world = int(random.choice([1, 2, 3, 8, 64], p=[0.2, 0.2, 0.2, 0.3, 0.1]))
     columns, targets = Layout(random, gap=3), Layout(random)
@@ -161,4 +189,4 @@ def pack_gradients(random: Any) -> Case:
     return Case("pack_gradients", source, shift + size, launch, sources.runs, runs)
 
 
-KINDS = (pack, unpack, pack_gradients)
+KINDS = (pack, unpack, pack_gradients, pack_misaligned)
