@@ -177,10 +177,10 @@ __device__ inline void move_bytes(const unsigned char *src, unsigned char *dst, 
     const uintptr_t differing_bits = address(src) ^ address(dst);
     if ((differing_bits & 15) == 0) {
         move_words<quad>(src, dst, bytes, t);
+    } else if ((differing_bits & 7) == 0) {
+        move_words<pack_of<uint32_t, 2>>(src, dst, bytes, t); /* on an H100 faster than shifted */
     } else if (bytes >= SHIFTED_BYTES) {
         move_shifted(src, dst, bytes, t);
-    } else if ((differing_bits & 7) == 0) {
-        move_words<pack_of<uint32_t, 2>>(src, dst, bytes, t);
     } else if ((differing_bits & 3) == 0) {
         move_words<uint32_t>(src, dst, bytes, t);
     } else if ((differing_bits & 1) == 0) {

@@ -131,7 +131,6 @@ def unpack(world: int, shift: int = 0) -> Work:
         total * world * 4,
         lambda: library.cuda().unpack(rows.data_ptr(), total * 2, world, columns, stream()),
         lambda: torch.split_with_sizes_copy(rows, sizes, dim=1, out=outputs),
-        has_goal=not shift,
     )
 
 
