@@ -17,6 +17,7 @@
 #include "param.h"
 #include "param_group.h"
 #include "recorder.h"
+#include "sequence.h"
 #include "shard.h"
 #include "state.h"
 #include "transitions.h"
@@ -335,6 +336,17 @@ static PyMethodDef module_methods[] = {
     {"recorder_write_on_signal", fcpy_recorder_write_on_signal, METH_VARARGS,
      "recorder_write_on_signal(signum, path, header): writes the file when the signal arrives, and "
      "then runs the previous action of the signal."},
+    {"collective_entries", fcpy_collective_entries, METH_O,
+     "collective_entries(group): returns the number of the first of the latest collectives over the "
+     "process group's own backend, and their entries as bytes; see transport/agreement.h."},
+    {"collective_signature", fcpy_collective_signature, METH_VARARGS,
+     "collective_signature(group, number): returns the signature of a collective, 0 if unknown."},
+    {"collective_difference", fcpy_collective_difference, METH_VARARGS,
+     "collective_difference((rank, first, entries), (rank, first, entries)): describes the first "
+     "collective that differs between two ranks."},
+    {"stop_collectives", fcpy_stop_collectives, METH_VARARGS,
+     "stop_collectives(group, text): waits for collectives of the process group's own backend, and "
+     "later collectives, raise RuntimeError(text)."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): returns whether the tensor is dense and has memory of its own, unlike a "
      "wrapper of other tensors."},
@@ -428,6 +440,7 @@ static int module_exec(PyObject *module) {
         PyModule_AddIntConstant(module, "CUDA_KERNELS", fck_cuda_built()) != 0) {
         return -1;
     }
+    fcpy_set_departure_handler();
     return 0;
 }
 

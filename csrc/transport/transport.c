@@ -132,10 +132,13 @@ int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
         return fct_pg_enter_shm(pg, use == FCT_USE_ALL_REDUCE, entered);
     }
     *entered = NULL;
-    /* The caller issues the collective through torch, so pg.c does not record it. */
+    /* The caller issues the collective through torch, so pg.c neither compares nor records it. */
     shm_negotiation *n = fct_negotiation_find(pg);
     if (n != NULL) {
-        shm_negotiation_record(n, NULL);
+        if (shm_negotiation_compare_size(n, pg, 0, NULL) != 0) {
+            return -1;
+        }
+        shm_negotiation_record(n, 0, NULL);
         if (use != FCT_USE_REDUCE) {
             shm_negotiation_count_gather(n);
         }

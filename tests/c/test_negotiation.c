@@ -10,9 +10,9 @@
 static void accept_after_the_same_gathers(void) {
     shm_negotiation *n = begin();
     for (int i = 0; i <= me.rank; i++) {
-        require(shm_negotiation_register_user("group"));
+        require(fct_group_users_add("group"));
     }
-    require(shm_negotiation_register_user("another group"));
+    require(fct_group_users_add("another group"));
     require(shm_negotiation_active_transport(n) == NULL);
     require(count_fallback_gathers(n) == 2 * me.world && rounds == 2 && attached == 1);
     shm_transport *transport = shm_negotiation_active_transport(n);
@@ -101,7 +101,7 @@ static void paused_gathers_are_not_counted(void **state) {
 /* All ranks wait in round 1, so the fallback moves no gather. */
 static void compare_equal_plans(void) {
     shm_negotiation *n = begin();
-    require(shm_negotiation_register_user("group"));
+    require(fct_group_users_add("group"));
     require(compare(n, 7, true).state == FCT_PLANS_EQUAL && rounds == 2);
     require(count_fallback_gathers(n) == 0);
     require(compare(n, 7, true).state == FCT_PLANS_EQUAL);
