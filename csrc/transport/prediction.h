@@ -1,9 +1,9 @@
 /* Predicts the next value of a sequence from its earlier values.
  *
  * Ranks that have added the same values predict the same. For several lengths n the struct maps the
- * last n values (the context) to the value that followed. The longest context that has occurred
- * before decides. If different values have followed it, there is no prediction. So a sequence that
- * repeats itself is predicted after its first or second repetition.
+ * last n values (the context) to the value that followed. The longest known context decides. If
+ * different values have followed it, there is no prediction, and the struct adds the next longer
+ * context. So a sequence that repeats itself is predicted after a few repetitions.
  *
  * Precondition of all functions: the struct was zeroed before its first use. */
 #ifndef FSDP_C_TRANSPORT_PREDICTION_H
@@ -18,7 +18,7 @@ extern "C" {
 
 enum { OP_CONTEXTS = 4, OP_RECENT = 512, OP_SUCCESSORS = 8192 };
 
-/* The value that followed a context. A later context with the same index replaces it. */
+/* The value that followed a context. */
 typedef struct op_successor {
     uint64_t context; /* hash of its values and their number; 0: the entry is empty */
     uint64_t value;   /* 0: different values */
@@ -29,7 +29,7 @@ typedef struct op_prediction {
     uint64_t contexts[OP_CONTEXTS]; /* hashes of the last n values, for each length n */
     uint64_t factors[OP_CONTEXTS];  /* of the oldest value in each hash */
     uint64_t *recent;               /* [OP_RECENT] the last values, by number; owned */
-    op_successor *successors;       /* [OP_SUCCESSORS] by hash of the context; owned */
+    op_successor *successors;       /* [OP_SUCCESSORS] in buckets by hash of the context; owned */
 } op_prediction;
 
 /* Releases the memory. The struct can be used again. */

@@ -250,6 +250,15 @@ bool fct_c10d_is_debugged(void) {
 
 void fct_error_no_memory(void) {}
 
+void fct_error_runtime(const char *text) {
+    (void)text;
+}
+
+int fct_pg_stop_waits(fct_pg *pg, const char *text) {
+    (void)pg, (void)text;
+    return 0;
+}
+
 int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exchange **out) {
     fct_exchange *exchange = (fct_exchange *)calloc(1, sizeof *exchange);
     if (exchange == NULL) {
