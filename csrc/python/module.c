@@ -187,8 +187,9 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *group = NULL;
     int use = 0;
+    long long bytes = 0;
     void *entered = NULL;
-    if (!PyArg_ParseTuple(args, "Oi:enter_direct", &group, &use)) {
+    if (!PyArg_ParseTuple(args, "OiL:enter_direct", &group, &use, &bytes)) {
         return NULL;
     }
     if (use < FCT_USE_GATHER || use > FCT_USE_ALL_REDUCE) {
@@ -199,7 +200,7 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     if (fct_py_pg(group, &pg) != 0) {
         return NULL;
     }
-    const int status = fct_transport_enter(pg, (fct_use)use, &entered);
+    const int status = fct_transport_enter(pg, (fct_use)use, bytes, &entered);
     fct_pg_release(pg);
     if (status != 0) {
         return NULL;
@@ -309,9 +310,10 @@ static PyMethodDef module_methods[] = {
      "through shared memory. Returns None if the group's own backend moves the data. All ranks "
      "must call it at the same point."},
     {"enter_direct", module_enter_direct, METH_VARARGS,
-     "enter_direct(group, use): begins a section in which the group's collectives use shared "
-     "memory, if the ranks have agreed on it. use is 0 for gathers, 1 for reduce-scatters, 2 for "
-     "this thread's all-reduces of gradients. Returns the argument for leave_direct."},
+     "enter_direct(group, use, nbytes): begins a section in which the group's collectives use "
+     "shared memory, if the ranks have agreed on it. use is 0 for gathers, 1 for reduce-scatters, "
+     "2 for this thread's all-reduces of gradients. nbytes is the size of this rank's input, 0: "
+     "unknown. Returns the argument for leave_direct."},
     {"set_gradient_all_reduce", module_set_gradient_all_reduce, METH_O,
      "set_gradient_all_reduce(enabled): sets whether the all-reduces of this thread reduce buffers "
      "of gradients. Returns the previous value."},

@@ -129,6 +129,7 @@ static void describe_entry(const op_entry *entry, const op_entry *peer, int64_t 
     (void)snprintf(text, bytes, "rank %d %s", (int)rank,
                    entry->kind == OP_AGREEMENT         ? "ends its backward"
                    : entry->kind == OP_PLAN_COMPARISON ? "begins another model"
+                   : entry->kind == OP_OF_TORCH        ? "issues a collective of torch's functions"
                                                        : "issues no other collective");
 }
 

@@ -442,7 +442,7 @@ static int compare_size(shm_negotiation *n, fct_pg *pg, uint64_t kind, uint64_t 
 
 /* Compares and records an exchange of fsdp_c as a collective. `kind`: of its op_entry. */
 static int enter_exchange(shm_negotiation *n, fct_pg *pg, uint64_t kind) {
-    const uint64_t signature = op_signature(kind, 0, 0);
+    const uint64_t signature = op_signature(kind, 0);
     if (compare_size(n, pg, kind, signature, NULL) != 0) {
         return -1;
     }
@@ -569,7 +569,7 @@ int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uint64_t *num
 int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint64_t signature,
                                  const fct_op_tag *tag) {
     assert(atomic_load(&n->owners) > 0);
-    return compare_size(n, pg, tag != NULL ? (uint64_t)tag->kind : 0, signature, tag);
+    return compare_size(n, pg, tag != NULL ? (uint64_t)tag->kind : OP_OF_TORCH, signature, tag);
 }
 
 void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag) {

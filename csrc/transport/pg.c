@@ -16,17 +16,6 @@ static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
     return 0;
 }
 
-/* Returns the signature of a collective of `input`. */
-static uint64_t signature_of(fct_op_kind kind, const fct_tensor *input, fct_reduce_op op) {
-    fct_facts facts;
-    fct_tensor_facts(input, &facts);
-    if (kind == FCT_OP_ALL_GATHER) {
-        return op_signature((uint64_t)kind, (uint64_t)(facts.numel * facts.itemsize), 0);
-    }
-    const uint64_t format = (uint64_t)facts.dtype * (FCT_PREMUL_SUM + 1) + (uint64_t)op;
-    return op_signature((uint64_t)kind, (uint64_t)facts.numel, format);
-}
-
 /* A collective that is about to be issued. */
 typedef struct next_op {
     shm_negotiation *negotiation; /* NULL: the ranks compare nothing */
@@ -35,12 +24,14 @@ typedef struct next_op {
 } next_op;
 
 static int begin(fct_pg *pg, fct_op_kind kind, const fct_op_tag *tag, const fct_tensor *input,
-                 fct_reduce_op op, next_op *next) {
+                 next_op *next) {
+    fct_facts facts;
     *next = (next_op){.negotiation = fct_negotiation_find(pg), .tag = tag};
     if (next->negotiation == NULL) {
         return 0;
     }
-    next->signature = signature_of(kind, input, op);
+    fct_tensor_facts(input, &facts);
+    next->signature = op_signature((uint64_t)kind, (uint64_t)(facts.numel * facts.itemsize));
     return shm_negotiation_compare_size(next->negotiation, pg, next->signature, tag);
 }
 
@@ -60,7 +51,7 @@ static int end(const next_op *next, bool gathers, int status) {
 static int all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                       bool async_op, fct_work **work) {
     next_op next;
-    if (begin(pg, FCT_OP_ALL_GATHER, tag, input, FCT_SUM, &next) != 0) {
+    if (begin(pg, FCT_OP_ALL_GATHER, tag, input, &next) != 0) {
         return -1;
     }
     return end(&next, true, fct_pg_all_gather(pg, false, output, input, async_op, work));
@@ -69,7 +60,7 @@ static int all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct
 static int reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                           fct_reduce_op op, double factor, bool async_op, fct_work **work) {
     next_op next;
-    if (begin(pg, FCT_OP_REDUCE_SCATTER, tag, input, op, &next) != 0) {
+    if (begin(pg, FCT_OP_REDUCE_SCATTER, tag, input, &next) != 0) {
         return -1;
     }
     return end(&next, false,
@@ -79,7 +70,7 @@ static int reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
 static int all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
                       double factor, bool async_op, fct_work **work) {
     next_op next;
-    if (begin(pg, FCT_OP_ALL_REDUCE, tag, tensor, op, &next) != 0) {
+    if (begin(pg, FCT_OP_ALL_REDUCE, tag, tensor, &next) != 0) {
         return -1;
     }
     return end(&next, true, fct_pg_all_reduce(pg, false, tensor, op, factor, async_op, work));

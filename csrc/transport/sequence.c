@@ -21,10 +21,8 @@ void op_sequence_fini(op_sequence *s) {
     *s = (op_sequence){0};
 }
 
-uint64_t op_signature(uint64_t kind, uint64_t size, uint64_t format) {
-    uint64_t hash = fct_hash_add(FCT_HASH_EMPTY, kind);
-    hash = fct_hash_add(hash, size);
-    hash = fct_hash_add(hash, format);
+uint64_t op_signature(uint64_t kind, uint64_t bytes) {
+    const uint64_t hash = fct_hash_add(fct_hash_add(FCT_HASH_EMPTY, kind), bytes);
     return hash != 0 ? hash : 1;
 }
 

@@ -1,8 +1,8 @@
 /* Compares the sizes of collectives between ranks before a backend moves the data.
  *
  * gloo ends the process if a message has another size than expected. So before each collective over
- * gloo a rank determines whether all ranks issue it with the same signature: the operation, the size
- * and the dtype. Most collectives need no message, because a training step repeats the previous one:
+ * gloo a rank determines whether all ranks issue one with the same signature: kind and size. Most
+ * collectives need no message, because a training step repeats the previous one:
  *
  *     prediction         this rank's collective      the rank
  *     equal on all ranks equals the prediction       issues it
@@ -45,9 +45,9 @@ void op_sequence_set_handler(op_departure_handler handler);
 
 /* Releases the memory. The struct can be used again. */
 void op_sequence_fini(op_sequence *s);
-/* Returns the signature of a collective: `size` is the number of bytes of a rank shard for gathers,
- * else that of elements, and `format` combines dtype and operation. Never 0. */
-uint64_t op_signature(uint64_t kind, uint64_t size, uint64_t format);
+/* Returns the signature of a collective: its kind (of an op_entry) and the bytes of this rank's input.
+ * Never 0. */
+uint64_t op_signature(uint64_t kind, uint64_t bytes);
 /* Whether the rank may issue a collective with this signature without a comparison. A rank that does
  * not know its signature passes 0, and follows the prediction. */
 bool op_sequence_expects(const op_sequence *s, uint64_t signature);

@@ -9,7 +9,7 @@ static int gather(shm_negotiation *n, const char *name, uint64_t bytes) {
     fct_op_tag tag = {.kind = FCT_OP_ALL_GATHER,
                       .label = {.unit = (uint64_t)name[0], .contents = bytes, .step = 3}};
     (void)snprintf(tag.label.name, sizeof tag.label.name, "%s", name);
-    const uint64_t signature = bytes == 0 ? 0 : op_signature(FCT_OP_ALL_GATHER, bytes, 0);
+    const uint64_t signature = bytes == 0 ? 0 : op_signature(FCT_OP_ALL_GATHER, bytes);
     raised[0] = '\0';
     if (shm_negotiation_compare_size(n, &group, signature, &tag) != 0) {
         return -1;
@@ -153,7 +153,7 @@ static void depart_from_the_prediction(void) {
     const int before = rounds;
     departed.result = -1;
     require(gather(n, "e", 40) == -1 && departed.calls == 1 && departed.number == 12);
-    require(departed.signature == op_signature(FCT_OP_ALL_GATHER, 40, 0));
+    require(departed.signature == op_signature(FCT_OP_ALL_GATHER, 40));
     require(strcmp(departed.entry.label.name, "e") == 0);
     train(n, 1); /* nothing was added */
     require(departed.calls == 1);
