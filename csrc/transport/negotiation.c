@@ -408,10 +408,10 @@ int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach 
 
 /* ---- comparison of sizes ---- */
 
-/* Whether the ranks compare the sizes of the next collective. They begin at the same collective:
- * round 1 is read there on all ranks. */
+/* Whether the ranks compare the sizes of the next collective. They begin at the same collective,
+ * where all ranks have read the rounds and the negotiation is declined. */
 static bool compares_sizes(shm_negotiation *n) {
-    return n->agrees && get_state(n) != PENDING && n->gathers >= n->fallback_gathers;
+    return n->agrees && n->gathers >= n->fallback_gathers && get_state(n) == DECLINED;
 }
 
 /* `kind`: of an op_entry. */

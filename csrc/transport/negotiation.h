@@ -101,8 +101,8 @@ FCT_CHECK int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uin
 void shm_negotiation_count_gather(shm_negotiation *n);
 /* Before the fallback moves a collective: raises a Python exception if another rank issues one of
  * another kind or size; see sequence.h. `signature` 0 or `tag` NULL: unknown. The ranks compare from
- * the first collective on at which all of them have read round 1. Errors and repetition as in
- * shm_negotiation_run. */
+ * the first collective on at which all of them know that the negotiation is declined. Errors and
+ * repetition as in shm_negotiation_run. */
 FCT_CHECK int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint64_t signature,
                                            const fct_op_tag *tag);
 /* Records a collective that the fallback has moved, for later comparisons. */
