@@ -54,7 +54,7 @@ struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
     pybind11::object python; /* instead of `work` if the group is a Python class */
     BackendKind kind = BackendKind::unknown;
-    fct::WaitTask wait_task; /* set if the progress thread waits */
+    fct::WaitTask wait_task;                   /* set if the progress thread waits */
     std::shared_ptr<const fct::WaitStop> stop; /* set for gloo */
 };
 

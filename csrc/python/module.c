@@ -339,8 +339,8 @@ static PyMethodDef module_methods[] = {
      "recorder_write_on_signal(signum, path, header): writes the file when the signal arrives, and "
      "then runs the previous action of the signal."},
     {"collective_entries", fcpy_collective_entries, METH_O,
-     "collective_entries(group): returns the number of the first of the latest collectives over the "
-     "process group's own backend, and their entries as bytes; see transport/agreement.h."},
+     "collective_entries(group): returns the number of the first of the latest collectives over "
+     "the process group's own backend, and their entries as bytes; see transport/agreement.h."},
     {"collective_signature", fcpy_collective_signature, METH_VARARGS,
      "collective_signature(group, number): returns the signature of a collective, 0 if unknown."},
     {"collective_difference", fcpy_collective_difference, METH_VARARGS,

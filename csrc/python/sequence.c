@@ -78,8 +78,8 @@ PyObject *fcpy_collective_difference(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "collective_difference expects entries of collectives");
     } else {
         op_entries_describe_difference(&lists[0], &lists[1], &difference);
-        result = PyUnicode_DecodeUTF8(difference.text, (Py_ssize_t)strlen(difference.text),
-                                      "replace");
+        result =
+            PyUnicode_DecodeUTF8(difference.text, (Py_ssize_t)strlen(difference.text), "replace");
     }
     PyBuffer_Release(&bytes[0]);
     PyBuffer_Release(&bytes[1]);

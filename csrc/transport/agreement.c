@@ -232,9 +232,7 @@ int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference) 
 /* ---- lists of two ranks ---- */
 
 size_t op_agreement_copy(const op_agreement *a, op_entry *entries, uint64_t *first) {
-    const uint64_t kept = a->entries == NULL        ? 0
-                          : a->total < OP_ENTRIES ? a->total
-                                                  : OP_ENTRIES;
+    const uint64_t kept = a->entries == NULL ? 0 : a->total < OP_ENTRIES ? a->total : OP_ENTRIES;
     assert(entries != NULL && first != NULL);
     *first = a->total - kept;
     for (uint64_t i = 0; i < kept; i++) {

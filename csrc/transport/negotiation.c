@@ -2,18 +2,17 @@
  *
  * The GIL guards most fields of a negotiation. The mutex guards `state`, `transport` and `closed`,
  * because any thread may end the group. */
-#define _GNU_SOURCE 1 /* sched_getaffinity */
 #include "negotiation.h"
 
 #include <assert.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "../bridge/error.h"
+#include "capabilities.h"
 #include "group_users.h"
 
 typedef enum negotiation_state { PENDING = 0, CONNECTING, ACCEPTED, DECLINED } negotiation_state;
@@ -63,37 +62,6 @@ struct shm_negotiation {
     op_sequence sequence;
     char stopped[FCT_DIFFERENCE_BYTES]; /* "": not stopped */
 };
-
-/* ---- this rank's capabilities ---- */
-
-static bool is_set(const char *variable) {
-    const char *value = getenv(variable);
-    return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
-}
-
-/* Whether torch's flight recorder records gloo's collectives. */
-static bool has_flight_recorder(void) {
-    return is_set("TORCH_FR_BUFFER_SIZE") || is_set("TORCH_NCCL_TRACE_BUFFER_SIZE");
-}
-
-/* Whether this rank accepts shared memory. The user can veto shared memory. A debug level and a
- * flight recorder also veto it, because they observe gloo's own collectives. */
-static bool accepts_shared_memory(void) {
-    const char *choice = getenv("FSDP_C_TRANSPORT");
-    return (choice == NULL || strcmp(choice, "gloo") != 0) && !fct_c10d_is_debugged() &&
-           !has_flight_recorder();
-}
-
-/* CPUs in the affinity mask of this process, or 1 if the mask is unknown. */
-static int available_cpus(void) {
-#ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) {
-        return CPU_COUNT(&set);
-    }
-#endif
-    return 1;
-}
 
 /* ---- life ---- */
 
@@ -265,8 +233,8 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
     n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
     int64_t values[CAPABILITIES] = {0};
     values[PLAN] = (int64_t)n->first_plan;
-    values[FLAGS] = (n->waits ? WAITS : 0) | (has_flight_recorder() ? 0 : AGREES);
-    if (accepts_shared_memory()) {
+    values[FLAGS] = (n->waits ? WAITS : 0) | (fct_has_flight_recorder() ? 0 : AGREES);
+    if (fct_accepts_shared_memory()) {
         bool attached = false;
         if (attach(pg, n, &attached) != 0) {
             return -1;
@@ -334,7 +302,7 @@ static int connect_ranks(shm_negotiation *n, fct_pg *pg) {
     const int world = (int)fct_pg_world_size(pg);
     const bool connected = transport != NULL && handles != NULL &&
                            shm_transport_connect(transport, (int)fct_pg_rank(pg), world, handles);
-    const bool oversubscribed = available_cpus() < 2 * world;
+    const bool oversubscribed = fct_available_cpus() < 2 * world;
     const int64_t value = !connected       ? NOT_CONNECTED
                           : oversubscribed ? CONNECTED_OVERSUBSCRIBED
                                            : CONNECTED;

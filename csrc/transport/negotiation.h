@@ -100,9 +100,9 @@ FCT_CHECK int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uin
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);
 /* Before the fallback moves a collective: raises a Python exception if another rank issues one of
- * another kind or size; see sequence.h. `signature` 0 or `tag` NULL: unknown. The ranks compare from
- * the first collective on at which all of them know that the negotiation is declined. Errors and
- * repetition as in shm_negotiation_run. */
+ * another kind or size; see sequence.h. `signature` 0 or `tag` NULL: unknown. The ranks compare
+ * from the first collective on at which all of them know that the negotiation is declined. Errors
+ * and repetition as in shm_negotiation_run. */
 FCT_CHECK int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint64_t signature,
                                            const fct_op_tag *tag);
 /* Records a collective that the fallback has moved, for later comparisons. */
@@ -114,8 +114,8 @@ void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op
 FCT_CHECK int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued);
 FCT_CHECK int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg,
                                               fct_difference *difference);
-/* Ends the waits for collectives of the process group, and lets later ones raise RuntimeError(text):
- * another rank has found that the ranks issue different collectives. */
+/* Ends the waits for collectives of the process group, because the ranks issue different ones. The
+ * waits and later collectives raise RuntimeError(text). */
 FCT_CHECK int shm_negotiation_stop(shm_negotiation *n, fct_pg *pg, const char *text);
 /* Copies the latest recorded collectives; see op_agreement_copy. An agreement in flight follows as
  * one more entry, so `entries` has space for OP_ENTRIES + 1. */

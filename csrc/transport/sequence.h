@@ -4,17 +4,16 @@
  * gloo a rank determines whether all ranks issue one with the same signature: kind and size. Most
  * collectives need no message, because a training step repeats the previous one:
  *
- *     prediction         this rank's collective      the rank
- *     equal on all ranks equals the prediction       issues it
- *                        differs                     asks the other ranks (op_departure_handler)
- *     none on any rank                               exchanges its signature with all ranks, and waits
+ *     prediction on all ranks   collective of this rank   action of this rank
+ *     a signature               equals the prediction     issues the collective
+ *     a signature               departs from it           asks the other ranks (op_departure_handler)
+ *     none                      any                       exchanges signatures with all ranks
  *
- * In the second case, other ranks that follow the prediction have issued another collective, and wait
- * for it. They take part in no exchange, so the ranks use the store of the process group
- * (fsdp_c/_runtime/departures.py).
+ * In the second case, ranks that follow the prediction have issued another collective, and wait for
+ * it. They take part in no exchange, so the ranks use stores (fsdp_c/_runtime/departures.py).
  *
- * The struct belongs to the negotiation of the process group, and the GIL guards it. Precondition of
- * all functions: the struct was zeroed before its first use. */
+ * The struct belongs to the negotiation of the process group, and the GIL guards it. Precondition
+ * of all functions: the struct was zeroed before its first use. */
 #ifndef FSDP_C_TRANSPORT_SEQUENCE_H
 #define FSDP_C_TRANSPORT_SEQUENCE_H
 
@@ -45,11 +44,11 @@ void op_sequence_set_handler(op_departure_handler handler);
 
 /* Releases the memory. The struct can be used again. */
 void op_sequence_fini(op_sequence *s);
-/* Returns the signature of a collective: its kind (of an op_entry) and the bytes of this rank's input.
- * Never 0. */
+/* Returns the signature of a collective: a hash of its kind (of an op_entry) and the bytes of this
+ * rank's input. Never 0. */
 uint64_t op_signature(uint64_t kind, uint64_t bytes);
-/* Whether the rank may issue a collective with this signature without a comparison. A rank that does
- * not know its signature passes 0, and follows the prediction. */
+/* Whether the rank may issue a collective with this signature without a comparison. 0: this rank
+ * does not know the signature, and follows the prediction. */
 bool op_sequence_expects(const op_sequence *s, uint64_t signature);
 /* Compares the signature of the next collective with those of all ranks. Precondition: it is not
  * expected. Writes the difference, or "". Waits run signal handlers; the call may be repeated. */

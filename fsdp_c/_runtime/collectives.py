@@ -57,17 +57,16 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             )
 
     def _get_gather_bytes(self) -> int:
-        """Returns the size of this rank's all-gather input; 0 if extensions decide it."""
-        nbytes = 0
-        for param in self.fsdp_params:
-            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-                return 0
-            numel = param.padded_numel
-            if self.is_sharded_post_forward:
-                shard = param._sharded_post_forward_param_data
-                numel = shard.numel() if shard is not None else 0
-            nbytes += numel * (param.param_dtype or param.orig_dtype).itemsize
-        return nbytes
+        """Returns the size of this rank's all-gather input.
+
+        Returns 0 over the smaller mesh, and if all-gather extensions choose the inputs.
+        """
+        params = self.fsdp_params
+        if self.is_sharded_post_forward or any(
+            hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in params
+        ):
+            return 0
+        return sum(p.padded_numel * (p.param_dtype or p.orig_dtype).itemsize for p in params)
 
     @leave_inference_mode
     def _fallback_copy_out(self) -> torch.Tensor | None:

@@ -1,15 +1,15 @@
 """Ranks whose next collective over gloo is not the predicted one.
 
-The ranks predict each collective from the earlier ones (``csrc/transport/sequence.h``). A rank whose
-collective differs from the prediction departs. Either all ranks depart with the same collective, for
-example at the first evaluation, or their programs differ. Ranks that follow the prediction take part
-in no exchange, because they have issued another collective. So the ranks use stores:
+Ranks predict each collective from the earlier ones (``csrc/transport/sequence.h``). A rank whose
+collective differs from the prediction departs. Either all ranks depart with the same collective, as at the
+first evaluation, or their programs differ. Ranks that follow the prediction have
+issued another collective, and take part in no exchange. So the ranks use stores:
 
 - Each departing rank counts itself in the store of the process group, under the number and the
   signature of its collective. When all ranks are counted, they continue.
 - After ``PATIENCE`` a departing rank publishes a request in the store of the job. Every rank whose
   thread waits reads the requests (``stall_monitor.py``). If its own collective with that number has
-  another signature, it publishes the difference.
+  another signature, the rank publishes the difference.
 - Every rank that reads the difference stops the collectives of the process group: waits and later
   collectives raise the same text.
 """
@@ -209,7 +209,7 @@ def settle(group: str, number: int, signature: int, entry: bytes) -> None:
     Raises:
         RuntimeError: another rank issues another collective.
     """
-    process_group = _resolve_process_group(group)
+    process_group = _resolve_process_group(group)  # type: ignore[arg-type]
     ranks = dist.get_process_group_ranks(process_group)
     first, entries = _C.collective_entries(group)
     encoded = base64.b64encode(entries + entry).decode()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -95,11 +96,11 @@ def get_file(rank: int) -> str:
 
 def watch(root: Any) -> None:
     """Starts the thread, if the job has several ranks. ``root``: the state of a root."""
-    limit = get_limit()
+    limit = get_limit() or math.inf
     with _lock:
         _roots.add(root)
     weakref.finalize(root, _wake_without_roots).atexit = False
-    if limit == 0 or not dist.is_initialized() or dist.get_world_size() < 2:
+    if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     if dist.get_backend() in BACKENDS_WITHOUT_WAITS or (_monitor and _monitor[0].is_watching()):
         return

@@ -11,6 +11,7 @@
 
 #include "bridge/error.h"
 #include "kernels/kernels.h"
+#include "transport/group_users.h"
 #include "transport/negotiation.h"
 #include "transport/op_label.h"
 #include "transport/shm_collective.h"

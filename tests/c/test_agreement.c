@@ -4,8 +4,8 @@
 
 #include "negotiation_ranks.h"
 
-/* Records a reduce-scatter of `params`. Its size is unknown, so the ranks exchange sizes in one round
- * before the first collective, and not afterwards. */
+/* Records a reduce-scatter of `params`. Its size is unknown, so the ranks exchange sizes in one
+ * round before the first collective, and not afterwards. */
 static void record(shm_negotiation *n, const char *name, uint64_t params) {
     fct_op_tag tag = {.kind = FCT_OP_REDUCE_SCATTER,
                       .label = {.unit = (uint64_t)name[0],

@@ -57,7 +57,7 @@ static void longest_context_decides(void **state) {
     (void)state;
     op_prediction p = make();
     const int missed = add_accumulation(&p, 20);
-    assert_true(missed > 12 && missed < 60); /* the first pass has 12 collectives without a context */
+    assert_true(missed > 12 && missed < 60); /* the first 12 values have no known context */
     assert_int_equal(add_accumulation(&p, 20), 0);
     op_prediction_fini(&p);
 }

@@ -97,9 +97,7 @@ def test_divergence_in_the_first_step_raises_on_all_ranks(name: str) -> None:
 
 
 @functools.cache
-def collect_over_gloo(
-    steps: int, world: int, distinct: bool
-) -> list[dict[str, tuple[str, float]]]:
+def collect_over_gloo(steps: int, world: int, distinct: bool) -> list[dict[str, tuple[str, float]]]:
     arguments = ("fsdp_c", divergence.DYNAMIC, steps, distinct)
     return run_ranks(divergence.run, world, arguments, env=GLOO, timeout=200)
 
