@@ -6,7 +6,7 @@
  *
  *     prediction on all ranks   collective of this rank   action of this rank
  *     a signature               equals the prediction     issues the collective
- *     a signature               departs from it           asks the other ranks (op_departure_handler)
+ *     a signature               departs from it           asks the others (op_departure_handler)
  *     none                      any                       exchanges signatures with all ranks
  *
  * In the second case, ranks that follow the prediction have issued another collective, and wait for

@@ -1,9 +1,9 @@
 """Ranks whose next collective over gloo is not the predicted one.
 
 Ranks predict each collective from the earlier ones (``csrc/transport/sequence.h``). A rank whose
-collective differs from the prediction departs. Either all ranks depart with the same collective, as at the
-first evaluation, or their programs differ. Ranks that follow the prediction have
-issued another collective, and take part in no exchange. So the ranks use stores:
+collective differs from the prediction departs. Either all ranks depart with the same collective, as
+at the first evaluation, or their programs differ. Ranks that follow the prediction have issued
+another collective, and take part in no exchange. So the ranks use stores:
 
 - Each departing rank counts itself in the store of the process group, under the number and the
   signature of its collective. When all ranks are counted, they continue.
