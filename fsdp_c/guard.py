@@ -18,10 +18,9 @@ def set_guard(mode: GuardMode) -> None:
 
     Args:
         mode: ``"on"``, the default: before the first collective of a model, the ranks of each
-            process group compare their models. Over shared memory they also compare each
-            collective, and with gloo's collectives on the CPU the collectives of each backward,
-            at its end. A difference raises ``RuntimeError`` on every rank. ``"off"``: no
-            comparison, as in torch.
+            process group compare their models. Over shared memory and over gloo on the CPU they
+            also compare each collective. A difference raises ``RuntimeError`` on every rank.
+            ``"off"``: no comparison, as in torch.
 
     Raises:
         ValueError: ``mode`` is another value.

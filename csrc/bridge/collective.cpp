@@ -54,7 +54,8 @@ struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
     pybind11::object python; /* instead of `work` if the group is a Python class */
     BackendKind kind = BackendKind::unknown;
-    fct::WaitTask wait_task; /* set if the progress thread waits */
+    fct::WaitTask wait_task;                   /* set if the progress thread waits */
+    std::shared_ptr<const fct::WaitStop> stop; /* set for gloo */
 };
 
 namespace {
@@ -173,6 +174,9 @@ template <typename Cpp> fct_work *issue_cpp(fct_pg *pg, c10::DeviceType device, 
     const at::NoGradGuard no_grad;
     auto result = std::make_unique<fct_work>();
     result->kind = backend_kind(pg, device);
+    if (result->kind == BackendKind::gloo) {
+        result->stop = pg->stop;
+    }
     {
         /* gloo copies this thread-local state to its threads, which copy into the outputs. So the
          * version counters of the outputs do not change. */
@@ -218,10 +222,11 @@ std::vector<at::Tensor> tensors_of(fct_tensor *const *tensors, size_t count) {
 void wait_on_gloo(const fct_work &work) {
     const auto wait_task = work.wait_task;
     const auto held = work.work;
+    const auto stop = work.stop;
     if (wait_task) {
-        fct::wait_in_slices(*wait_task);
+        fct::wait_in_slices(*wait_task, *stop);
     } else if (can_poll(work)) {
-        fct::wait_in_slices(*held);
+        fct::wait_in_slices(*held, *stop);
     } else {
         const fct::ReleasedGil released;
         held->wait();

@@ -66,6 +66,11 @@ void fct_error_no_memory(void) {
     (void)PyErr_NoMemory();
 }
 
+void fct_error_runtime(const char *text) {
+    const fct::HeldGil held;
+    PyErr_SetString(PyExc_RuntimeError, text);
+}
+
 void *fct_error_set_aside(void) {
     const fct::HeldGil held;
 #if PY_VERSION_HEX >= 0x030c0000

@@ -21,6 +21,8 @@ int64_t fct_fault_left(void);
 FCT_CHECK int fct_fault(const char *function);
 /* Raises MemoryError. */
 void fct_error_no_memory(void);
+/* Raises RuntimeError. */
+void fct_error_runtime(const char *text);
 
 /* Takes the pending exception (NULL: none) before a clean-up that may fail. fct_error_put_back
  * restores the exception and discards an exception of the clean-up. */

@@ -21,6 +21,7 @@ using fct::guarded;
 struct fct_exchange {
     c10::intrusive_ptr<c10d::Work> work; /* fills `results` */
     at::Tensor results;
+    std::shared_ptr<fct::WaitStop> stop;
     size_t owners = 1;
 };
 
@@ -72,6 +73,7 @@ fct_exchange *start_exchange(fct_pg *pg, const int64_t *values, size_t count, bo
         std::copy_n(values, count, input.mutable_data_ptr<int64_t>() + i * length);
     }
     exchange->results = make_integers(world * length);
+    exchange->stop = pg->stop;
     const fct::ScopedContextRemoval no_context;
     {
         pybind11::gil_scoped_release released;
@@ -114,6 +116,10 @@ bool fct_c10d_is_debugged(void) {
     return c10d::debug_level() != c10d::DebugLevel::Off;
 }
 
+int fct_pg_stop_waits(fct_pg *pg, const char *text) {
+    return guarded("fct_pg_stop_waits", [&] { pg->stop->text = text; });
+}
+
 void *fct_pg_attachment(fct_pg *pg) {
     if (pg->attachment == nullptr) {
         pg->attachment = attachment_of(pg->group);
@@ -144,7 +150,7 @@ int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count, fc
 int fct_exchange_wait(fct_exchange *exchange, const int64_t **results) {
     try {
         const fct::ScopedContextRemoval no_context;
-        fct::wait_in_slices(*exchange->work);
+        fct::wait_in_slices(*exchange->work, *exchange->stop);
         *results = exchange->results.const_data_ptr<int64_t>();
         return 0;
     } catch (...) {

@@ -29,6 +29,10 @@ bool fct_pg_has_plain_gloo(const fct_pg *pg);
 /* Whether TORCH_DISTRIBUTED_DEBUG is set to a level above OFF. */
 bool fct_c10d_is_debugged(void);
 
+/* Ends the waits of all threads for collectives of the CPU backend, now and later, with
+ * RuntimeError(text). */
+FCT_CHECK int fct_pg_stop_waits(fct_pg *pg, const char *text);
+
 /* An object of csrc/transport that the ProcessGroup keeps. A ProcessGroup may outlive its handle.
  * fct_pg_attachment returns NULL if there is none. fct_pg_attach takes ownership of `object`, and
  * calls `release` after the end of the group, with the GIL held. */

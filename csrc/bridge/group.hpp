@@ -30,6 +30,8 @@ struct fct_pg {
     c10::intrusive_ptr<c10d::ProcessGroup> shm_group; /* see make_shm_group; filled on first use */
     std::unique_ptr<progress_thread, decltype(&progress_thread_free)> progress{
         progress_thread_new(), &progress_thread_free}; /* null: no memory */
+    /* Shared with the works of the group, which may outlive the handle. */
+    std::shared_ptr<fct::WaitStop> stop = std::make_shared<fct::WaitStop>();
     size_t owners = 1;
 };
 

@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <exception>
+#include <stdexcept>
 #include <utility>
 
 namespace {
@@ -40,10 +41,13 @@ void destroy_wait(void *object) {
     delete static_cast<BackgroundWait *>(object);
 }
 
-void check_signals() {
+void check_signals(const fct::WaitStop &stop) {
     const fct::HeldGil held;
     if (PyErr_CheckSignals() != 0) {
         fct::throw_python_error();
+    }
+    if (!stop.text.empty()) {
+        throw std::runtime_error(stop.text);
     }
 }
 
@@ -62,7 +66,7 @@ WaitTask wait_in_background(progress_thread &thread, c10::intrusive_ptr<c10d::Wo
     return {task, &progress_task_release};
 }
 
-void wait_in_slices(c10d::Work &work) {
+void wait_in_slices(c10d::Work &work, const WaitStop &stop) {
     constexpr auto slice = std::chrono::milliseconds(kSliceMs);
     while (!work.isCompleted()) {
         {
@@ -80,18 +84,18 @@ void wait_in_slices(c10d::Work &work) {
                 }
             }
         }
-        check_signals();
+        check_signals(stop);
     }
     work.wait(); /* throws the collective's error; does not block */
 }
 
-void wait_in_slices(progress_task &task) {
+void wait_in_slices(progress_task &task, const WaitStop &stop) {
     while (!progress_task_is_done(&task)) {
         {
             const ReleasedGil released;
             progress_task_wait(&task, kSliceMs);
         }
-        check_signals();
+        check_signals(stop);
     }
     const auto *wait = static_cast<const BackgroundWait *>(progress_task_object(&task));
     if (wait->error) {

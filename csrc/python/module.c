@@ -17,6 +17,7 @@
 #include "param.h"
 #include "param_group.h"
 #include "recorder.h"
+#include "sequence.h"
 #include "shard.h"
 #include "state.h"
 #include "transitions.h"
@@ -186,8 +187,9 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *group = NULL;
     int use = 0;
+    long long bytes = 0;
     void *entered = NULL;
-    if (!PyArg_ParseTuple(args, "Oi:enter_direct", &group, &use)) {
+    if (!PyArg_ParseTuple(args, "OiL:enter_direct", &group, &use, &bytes)) {
         return NULL;
     }
     if (use < FCT_USE_GATHER || use > FCT_USE_ALL_REDUCE) {
@@ -198,7 +200,7 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     if (fct_py_pg(group, &pg) != 0) {
         return NULL;
     }
-    const int status = fct_transport_enter(pg, (fct_use)use, &entered);
+    const int status = fct_transport_enter(pg, (fct_use)use, bytes, &entered);
     fct_pg_release(pg);
     if (status != 0) {
         return NULL;
@@ -308,9 +310,10 @@ static PyMethodDef module_methods[] = {
      "through shared memory. Returns None if the group's own backend moves the data. All ranks "
      "must call it at the same point."},
     {"enter_direct", module_enter_direct, METH_VARARGS,
-     "enter_direct(group, use): begins a section in which the group's collectives use shared "
-     "memory, if the ranks have agreed on it. use is 0 for gathers, 1 for reduce-scatters, 2 for "
-     "this thread's all-reduces of gradients. Returns the argument for leave_direct."},
+     "enter_direct(group, use, nbytes): begins a section in which the group's collectives use "
+     "shared memory, if the ranks have agreed on it. use is 0 for gathers, 1 for reduce-scatters, "
+     "2 for this thread's all-reduces of gradients. nbytes is the size of this rank's input, 0: "
+     "unknown. Returns the argument for leave_direct."},
     {"set_gradient_all_reduce", module_set_gradient_all_reduce, METH_O,
      "set_gradient_all_reduce(enabled): sets whether the all-reduces of this thread reduce buffers "
      "of gradients. Returns the previous value."},
@@ -335,6 +338,17 @@ static PyMethodDef module_methods[] = {
     {"recorder_write_on_signal", fcpy_recorder_write_on_signal, METH_VARARGS,
      "recorder_write_on_signal(signum, path, header): writes the file when the signal arrives, and "
      "then runs the previous action of the signal."},
+    {"collective_entries", fcpy_collective_entries, METH_O,
+     "collective_entries(group): returns the number of the first of the latest collectives over "
+     "the process group's own backend, and their entries as bytes; see transport/agreement.h."},
+    {"collective_signature", fcpy_collective_signature, METH_VARARGS,
+     "collective_signature(group, number): returns the signature of a collective, 0 if unknown."},
+    {"collective_difference", fcpy_collective_difference, METH_VARARGS,
+     "collective_difference((rank, first, entries), (rank, first, entries)): describes the first "
+     "collective that differs between two ranks."},
+    {"stop_collectives", fcpy_stop_collectives, METH_VARARGS,
+     "stop_collectives(group, text): waits for collectives of the process group's own backend, and "
+     "later collectives, raise RuntimeError(text)."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): returns whether the tensor is dense and has memory of its own, unlike a "
      "wrapper of other tensors."},
@@ -428,6 +442,7 @@ static int module_exec(PyObject *module) {
         PyModule_AddIntConstant(module, "CUDA_KERNELS", fck_cuda_built()) != 0) {
         return -1;
     }
+    fcpy_set_departure_handler();
     return 0;
 }
 

@@ -32,13 +32,15 @@ void op_agreement_add(op_agreement *a, const fct_op_tag *tag) {
     if (a->entries == NULL) {
         a->entries = (op_entry *)calloc(OP_ENTRIES, sizeof *a->entries); /* NULL: no names */
     }
+    op_entry entry = {0};
     if (tag == NULL || tag->label.unit == 0) {
         a->unknown = true;
     } else {
         a->hash = add_label(a->count == 0 ? FCT_HASH_EMPTY : a->hash, tag->kind, &tag->label);
-        if (a->entries != NULL) {
-            a->entries[a->total % OP_ENTRIES] = (op_entry){a->hash, tag->kind, tag->label};
-        }
+        entry = (op_entry){a->hash, tag->kind, tag->label};
+    }
+    if (a->entries != NULL) {
+        a->entries[a->total % OP_ENTRIES] = entry;
     }
     a->count++;
     a->total++;
@@ -119,13 +121,44 @@ static int find_index(const op_agreement *a, fct_pg *pg, rank_pair ranks, uint64
 
 static void describe_entry(const op_entry *entry, const op_entry *peer, int64_t rank, char *text,
                            size_t bytes) {
-    if (entry->hash == 0) {
-        (void)snprintf(text, bytes, "rank %d issues no other collective", (int)rank);
+    if (entry->kind <= FCT_OP_ALL_REDUCE && entry->hash != 0) {
+        op_label_describe(&entry->label, &peer->label, (fct_op_kind)entry->kind, (int)rank, text,
+                          bytes);
         return;
     }
-    const fct_op_kind kind =
-        entry->kind <= FCT_OP_ALL_REDUCE ? (fct_op_kind)entry->kind : FCT_OP_ALL_REDUCE;
-    op_label_describe(&entry->label, &peer->label, kind, (int)rank, text, bytes);
+    (void)snprintf(text, bytes, "rank %d %s", (int)rank,
+                   entry->kind == OP_AGREEMENT         ? "ends its backward"
+                   : entry->kind == OP_PLAN_COMPARISON ? "begins another model"
+                   : entry->kind == OP_OF_TORCH        ? "issues a collective of torch's functions"
+                                                       : "issues no other collective");
+}
+
+/* `note` follows "collective mismatch". */
+static void write_difference(const op_entry *first, const op_entry *second, rank_pair ranks,
+                             const char *note, fct_difference *difference) {
+    char texts[2][176];
+    describe_entry(first, second, ranks.first, texts[0], sizeof texts[0]);
+    describe_entry(second, first, ranks.second, texts[1], sizeof texts[1]);
+    (void)snprintf(difference->text, sizeof difference->text, "collective mismatch%s: %s, %s", note,
+                   texts[0], texts[1]);
+}
+
+static int exchange_entries(const op_entry *own, fct_pg *pg, rank_pair ranks, op_entry *first,
+                            op_entry *second) {
+    return exchange(pg, (const int64_t *)(const void *)own, ENTRY_INTEGERS, ranks,
+                    (int64_t *)(void *)first, (int64_t *)(void *)second);
+}
+
+int op_entry_describe_difference(const op_entry *own, fct_pg *pg, int64_t rank,
+                                 fct_difference *difference) {
+    assert(own != NULL && rank > 0 && rank < fct_pg_world_size(pg));
+    const rank_pair ranks = {0, rank};
+    op_entry first, second;
+    if (exchange_entries(own, pg, ranks, &first, &second) != 0) {
+        return -1;
+    }
+    write_difference(&first, &second, ranks, "", difference);
+    return 0;
 }
 
 /* Writes what the two ranks issue where their intervals first differ. `counts` are their numbers of
@@ -140,8 +173,7 @@ static int describe_difference(const op_agreement *a, fct_pg *pg, rank_pair rank
         return -1;
     }
     op_entry own = entry_at(a, index), first, second;
-    if (exchange(pg, (const int64_t *)(const void *)&own, ENTRY_INTEGERS, ranks,
-                 (int64_t *)(void *)&first, (int64_t *)(void *)&second) != 0) {
+    if (exchange_entries(&own, pg, ranks, &first, &second) != 0) {
         return -1;
     }
     if (first.hash == 0 && second.hash == 0) {
@@ -150,12 +182,9 @@ static int describe_difference(const op_agreement *a, fct_pg *pg, rank_pair rank
                        (int)ranks.first, (int)ranks.second);
         return 0;
     }
-    char texts[2][176];
-    describe_entry(&first, &second, ranks.first, texts[0], sizeof texts[0]);
-    describe_entry(&second, &first, ranks.second, texts[1], sizeof texts[1]);
-    (void)snprintf(difference->text, sizeof difference->text, "collective mismatch%s: %s, %s",
-                   index == oldest && oldest > 0 ? " at or before this collective" : "", texts[0],
-                   texts[1]);
+    write_difference(&first, &second, ranks,
+                     index == oldest && oldest > 0 ? " at or before this collective" : "",
+                     difference);
     return 0;
 }
 
@@ -198,4 +227,56 @@ int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference) 
     }
     fct_exchange_release(round);
     return status;
+}
+
+/* ---- lists of two ranks ---- */
+
+size_t op_agreement_copy(const op_agreement *a, op_entry *entries, uint64_t *first) {
+    const uint64_t kept = a->entries == NULL ? 0 : a->total < OP_ENTRIES ? a->total : OP_ENTRIES;
+    assert(entries != NULL && first != NULL);
+    *first = a->total - kept;
+    for (uint64_t i = 0; i < kept; i++) {
+        entries[i] = a->entries[(*first + i) % OP_ENTRIES];
+    }
+    return (size_t)kept;
+}
+
+/* Returns the entry with this number, or an empty one. */
+static op_entry entry_of(const op_entry_list *list, uint64_t number) {
+    const bool is_listed = number >= list->first && number - list->first < list->count;
+    op_entry entry = {0};
+    if (is_listed) {
+        const char *entries = (const char *)list->entries;
+        memcpy(&entry, entries + (number - list->first) * sizeof entry, sizeof entry);
+    }
+    return entry;
+}
+
+/* A collective without a label equals all others. */
+static bool is_equal(const op_entry *a, const op_entry *b) {
+    return a->hash == 0 || b->hash == 0 ||
+           (a->kind == b->kind && op_label_is_equal(&a->label, &b->label));
+}
+
+void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b,
+                                    fct_difference *difference) {
+    assert(a != NULL && b != NULL && difference != NULL);
+    const uint64_t end_a = a->first + a->count, end_b = b->first + b->count;
+    const uint64_t end = end_a < end_b ? end_a : end_b;
+    const uint64_t longest = end_a < end_b ? end_b : end_a;
+    uint64_t number = a->first < b->first ? b->first : a->first;
+    op_entry first = entry_of(a, number), second = entry_of(b, number);
+    while (number < end && is_equal(&first, &second)) {
+        number++;
+        first = entry_of(a, number);
+        second = entry_of(b, number);
+    }
+    const rank_pair ranks = {a->rank, b->rank};
+    if (number < longest) {
+        write_difference(&first, &second, ranks, "", difference);
+    } else {
+        (void)snprintf(difference->text, sizeof difference->text,
+                       "collective mismatch: ranks %d and %d issued collectives of different sizes",
+                       (int)a->rank, (int)b->rank);
+    }
 }

@@ -19,10 +19,14 @@ extern "C" {
 
 enum { OP_ENTRIES = 512, FCT_DIFFERENCE_BYTES = 416 };
 
+/* Kinds of entries that are no fct_op_kind: exchanges of fsdp_c, and collectives that functions of
+ * torch issue. */
+enum { OP_AGREEMENT = FCT_OP_ALL_REDUCE + 1, OP_PLAN_COMPARISON, OP_OF_TORCH };
+
 /* An issued collective. */
 typedef struct op_entry {
-    uint64_t hash; /* of the labels of the interval so far; 0: no entry */
-    uint64_t kind; /* fct_op_kind */
+    uint64_t hash; /* of the labels of the interval so far; 0: no entry, or no label */
+    uint64_t kind; /* fct_op_kind, or one of the kinds above */
     fct_op_label label;
 } op_entry;
 
@@ -55,6 +59,25 @@ FCT_CHECK int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued);
 /* Waits for the hashes of all ranks, if a round was issued and not read. If hashes differ, the
  * ranks find the first difference in further rounds. */
 FCT_CHECK int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference);
+
+/* The ranks describe a collective that they are about to issue, which differs between rank 0 and
+ * `rank`. All ranks must call it at the same point. */
+FCT_CHECK int op_entry_describe_difference(const op_entry *own, fct_pg *pg, int64_t rank,
+                                           fct_difference *difference);
+
+/* The latest collectives of a rank. */
+typedef struct op_entry_list {
+    int64_t rank;
+    uint64_t first; /* number of the first one */
+    size_t count;
+    const void *entries; /* of op_entry; borrowed; may be unaligned */
+} op_entry_list;
+/* Copies the latest collectives, the oldest first. Writes the number of the first one. Returns how
+ * many there are, at most OP_ENTRIES. */
+size_t op_agreement_copy(const op_agreement *a, op_entry *entries, uint64_t *first);
+/* Describes the first collective that differs between two ranks. */
+void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b,
+                                    fct_difference *difference);
 
 #ifdef __cplusplus
 }

@@ -4,6 +4,7 @@
 #include <assert.h>
 
 #include "../bridge/error.h"
+#include "group_users.h"
 
 static void release_negotiation(void *negotiation) {
     shm_negotiation_release((shm_negotiation *)negotiation);
@@ -32,7 +33,7 @@ int fct_pg_register_user(const char *name) {
     if (fct_fault("fct_pg_register_user") != 0) {
         return -1;
     }
-    if (!shm_negotiation_register_user(name)) {
+    if (!fct_group_users_add(name)) {
         fct_error_no_memory();
         return -1;
     }

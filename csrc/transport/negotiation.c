@@ -1,19 +1,19 @@
 /* The negotiation of the shared-memory transport; see negotiation.h.
  *
- * Owns the counts of parameter groups by group name. The GIL guards the counts and most fields of a
- * negotiation. The mutex guards `state`, `transport` and `closed`, because any thread may end the
- * group. */
-#define _GNU_SOURCE 1 /* sched_getaffinity */
+ * The GIL guards most fields of a negotiation. The mutex guards `state`, `transport` and `closed`,
+ * because any thread may end the group. */
 #include "negotiation.h"
 
 #include <assert.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "../bridge/error.h"
+#include "capabilities.h"
+#include "group_users.h"
 
 typedef enum negotiation_state { PENDING = 0, CONNECTING, ACCEPTED, DECLINED } negotiation_state;
 
@@ -59,84 +59,9 @@ struct shm_negotiation {
     size_t root_count;
     bool agrees; /* on all ranks the guard is on, and agreements are allowed */
     op_agreement agreement;
+    op_sequence sequence;
+    char stopped[FCT_DIFFERENCE_BYTES]; /* "": not stopped */
 };
-
-/* ---- parameter groups ---- */
-
-/* Number of parameter groups of one process group, until round 1 is issued. */
-typedef struct group_count {
-    struct group_count *next;
-    int64_t count;
-    char name[]; /* of the process group */
-} group_count;
-
-static group_count *group_counts;
-
-static group_count **find_count(const char *name) {
-    group_count **at = &group_counts;
-    while (*at != NULL && strcmp((*at)->name, name) != 0) {
-        at = &(*at)->next;
-    }
-    return at;
-}
-
-bool shm_negotiation_register_user(const char *name) {
-    group_count **at = find_count(name);
-    if (*at == NULL) {
-        const size_t bytes = strlen(name) + 1;
-        *at = (group_count *)calloc(1, sizeof **at + bytes);
-        if (*at == NULL) {
-            return false;
-        }
-        memcpy((*at)->name, name, bytes);
-    }
-    (*at)->count++;
-    return true;
-}
-
-/* Removes the count of a process group and returns it. Returns 1 if there is no count. */
-static int64_t remove_count(const char *name) {
-    group_count **at = find_count(name);
-    group_count *entry = *at;
-    if (entry == NULL) {
-        return 1;
-    }
-    const int64_t count = entry->count;
-    *at = entry->next;
-    free(entry);
-    return count;
-}
-
-/* ---- this rank's capabilities ---- */
-
-static bool is_set(const char *variable) {
-    const char *value = getenv(variable);
-    return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
-}
-
-/* Whether torch's flight recorder records gloo's collectives. */
-static bool has_flight_recorder(void) {
-    return is_set("TORCH_FR_BUFFER_SIZE") || is_set("TORCH_NCCL_TRACE_BUFFER_SIZE");
-}
-
-/* Whether this rank accepts shared memory. The user can veto shared memory. A debug level and a
- * flight recorder also veto it, because they observe gloo's own collectives. */
-static bool accepts_shared_memory(void) {
-    const char *choice = getenv("FSDP_C_TRANSPORT");
-    return (choice == NULL || strcmp(choice, "gloo") != 0) && !fct_c10d_is_debugged() &&
-           !has_flight_recorder();
-}
-
-/* CPUs in the affinity mask of this process, or 1 if the mask is unknown. */
-static int available_cpus(void) {
-#ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) {
-        return CPU_COUNT(&set);
-    }
-#endif
-    return 1;
-}
 
 /* ---- life ---- */
 
@@ -167,6 +92,7 @@ void shm_negotiation_release(shm_negotiation *n) {
     free(n->plans);
     free(n->roots);
     op_agreement_fini(&n->agreement);
+    op_sequence_fini(&n->sequence);
     shm_transport_release(n->transport);
     free(n->handles);
     (void)pthread_mutex_destroy(&n->mutex);
@@ -303,12 +229,12 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
         decline(n);
         return 0;
     }
-    const int64_t count = remove_count(fct_pg_name(pg));
+    const int64_t count = fct_group_users_take(fct_pg_name(pg));
     n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
     int64_t values[CAPABILITIES] = {0};
     values[PLAN] = (int64_t)n->first_plan;
-    values[FLAGS] = (n->waits ? WAITS : 0) | (has_flight_recorder() ? 0 : AGREES);
-    if (accepts_shared_memory()) {
+    values[FLAGS] = (n->waits ? WAITS : 0) | (fct_has_flight_recorder() ? 0 : AGREES);
+    if (fct_accepts_shared_memory()) {
         bool attached = false;
         if (attach(pg, n, &attached) != 0) {
             return -1;
@@ -376,7 +302,7 @@ static int connect_ranks(shm_negotiation *n, fct_pg *pg) {
     const int world = (int)fct_pg_world_size(pg);
     const bool connected = transport != NULL && handles != NULL &&
                            shm_transport_connect(transport, (int)fct_pg_rank(pg), world, handles);
-    const bool oversubscribed = available_cpus() < 2 * world;
+    const bool oversubscribed = fct_available_cpus() < 2 * world;
     const int64_t value = !connected       ? NOT_CONNECTED
                           : oversubscribed ? CONNECTED_OVERSUBSCRIBED
                                            : CONNECTED;
@@ -448,6 +374,52 @@ int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach 
     return 0;
 }
 
+/* ---- comparison of sizes ---- */
+
+/* Whether the ranks compare the sizes of the next collective. They begin at the same collective,
+ * where all ranks have read the rounds and the negotiation is declined. */
+static bool compares_sizes(shm_negotiation *n) {
+    return n->agrees && n->gathers >= n->fallback_gathers && get_state(n) == DECLINED;
+}
+
+/* `kind`: of an op_entry. */
+static int compare_size(shm_negotiation *n, fct_pg *pg, uint64_t kind, uint64_t signature,
+                        const fct_op_tag *tag) {
+    if (n->stopped[0] != '\0') {
+        fct_error_runtime(n->stopped);
+        return -1;
+    }
+    if (!compares_sizes(n) || op_sequence_expects(&n->sequence, signature)) {
+        return 0;
+    }
+    op_entry entry = {.hash = 1, .kind = kind};
+    fct_difference difference;
+    if (tag != NULL) {
+        entry.label = tag->label;
+        entry.hash = tag->label.unit != 0 ? 1 : 0;
+    }
+    if (op_sequence_compare(&n->sequence, pg, signature, &entry, &difference) != 0) {
+        return -1;
+    }
+    if (difference.text[0] != '\0') {
+        fct_error_runtime(difference.text);
+        return -1;
+    }
+    return 0;
+}
+
+/* Compares and records an exchange of fsdp_c as a collective. `kind`: of its op_entry. */
+static int enter_exchange(shm_negotiation *n, fct_pg *pg, uint64_t kind) {
+    const uint64_t signature = op_signature(kind, 0);
+    if (compare_size(n, pg, kind, signature, NULL) != 0) {
+        return -1;
+    }
+    if (compares_sizes(n)) {
+        op_sequence_add(&n->sequence, signature);
+    }
+    return 0;
+}
+
 /* ---- comparison of plans ---- */
 
 /* Waits for the exchange of a plan. `hash` identifies the entry, because another thread may add
@@ -475,17 +447,19 @@ static int compare_later_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash, boo
     if (!n->compares_later_plans || labels_are_compared) {
         return 0;
     }
+    const int64_t value = (int64_t)hash;
     compared_plan *plan = find_plan(n, hash);
     plan = plan != NULL ? plan : add_plan(n, hash);
     if (plan == NULL) {
         fct_error_no_memory();
         return -1;
     }
-    const int64_t value = (int64_t)hash;
     if (plan->round == NULL && plan->result.state == FCT_PLANS_UNKNOWN &&
-        fct_exchange_start(pg, &value, 1, &plan->round) != 0) {
+        (enter_exchange(n, pg, OP_PLAN_COMPARISON) != 0 ||
+         fct_exchange_start(pg, &value, 1, &find_plan(n, hash)->round) != 0)) {
         return -1;
     }
+    plan = find_plan(n, hash);
     if (plan->round != NULL && waits && read_plan(n, pg, hash) != 0) {
         return -1;
     }
@@ -558,11 +532,20 @@ int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uint64_t *num
     return 0;
 }
 
-/* ---- agreements ---- */
+/* ---- collectives of the fallback ---- */
 
-void shm_negotiation_record(shm_negotiation *n, const fct_op_tag *tag) {
+int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint64_t signature,
+                                 const fct_op_tag *tag) {
+    assert(atomic_load(&n->owners) > 0);
+    return compare_size(n, pg, tag != NULL ? (uint64_t)tag->kind : OP_OF_TORCH, signature, tag);
+}
+
+void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag) {
     assert(atomic_load(&n->owners) > 0);
     op_agreement_add(&n->agreement, tag);
+    if (compares_sizes(n)) {
+        op_sequence_add(&n->sequence, signature);
+    }
 }
 
 int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued) {
@@ -571,10 +554,32 @@ int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued
     if (n->agreement.count > 0 && n->capabilities != NULL && read_capabilities(n, pg) != 0) {
         return -1;
     }
-    return n->agrees ? op_agreement_start(&n->agreement, pg, issued) : 0;
+    if (!n->agrees || n->agreement.count == 0) {
+        return 0;
+    }
+    return enter_exchange(n, pg, OP_AGREEMENT) != 0 ? -1
+                                                    : op_agreement_start(&n->agreement, pg, issued);
 }
 
 int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg, fct_difference *difference) {
     assert(atomic_load(&n->owners) > 0);
     return op_agreement_await(&n->agreement, pg, difference);
+}
+
+int shm_negotiation_stop(shm_negotiation *n, fct_pg *pg, const char *text) {
+    assert(text != NULL && text[0] != '\0');
+    (void)snprintf(n->stopped, sizeof n->stopped, "%s", text);
+    return fct_pg_stop_waits(pg, n->stopped);
+}
+
+size_t shm_negotiation_copy_entries(const shm_negotiation *n, op_entry *entries, uint64_t *first) {
+    size_t count = op_agreement_copy(&n->agreement, entries, first);
+    if (n->agreement.round != NULL) {
+        entries[count++] = (op_entry){.hash = 1, .kind = OP_AGREEMENT};
+    }
+    return count;
+}
+
+uint64_t shm_negotiation_signature_at(const shm_negotiation *n, uint64_t number) {
+    return op_prediction_at(&n->sequence.prediction, number);
 }

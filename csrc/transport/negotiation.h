@@ -9,6 +9,7 @@
 
 #include "../bridge/group.h"
 #include "agreement.h"
+#include "sequence.h"
 #include "shm_transport.h"
 
 #ifdef __cplusplus
@@ -98,8 +99,14 @@ FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint6
 FCT_CHECK int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uint64_t *number);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);
-/* Records a collective that the fallback has moved, for the next agreement. `tag` NULL: unknown. */
-void shm_negotiation_record(shm_negotiation *n, const fct_op_tag *tag);
+/* Before the fallback moves a collective: raises a Python exception if another rank issues one of
+ * another kind or size; see sequence.h. `signature` 0 or `tag` NULL: unknown. The ranks compare
+ * from the first collective on at which all of them know that the negotiation is declined. Errors
+ * and repetition as in shm_negotiation_run. */
+FCT_CHECK int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint64_t signature,
+                                           const fct_op_tag *tag);
+/* Records a collective that the fallback has moved, for later comparisons. */
+void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag);
 /* Starts an agreement and waits for it; see op_agreement_start and op_agreement_await. The ranks
  * agree if the guard of all of them is on, and none records its collectives for torch's
  * flight recorder, which would show the agreements. Precondition of the first function: this rank
@@ -107,6 +114,14 @@ void shm_negotiation_record(shm_negotiation *n, const fct_op_tag *tag);
 FCT_CHECK int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued);
 FCT_CHECK int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg,
                                               fct_difference *difference);
+/* Ends the waits for collectives of the process group, because the ranks issue different ones. The
+ * waits and later collectives raise RuntimeError(text). */
+FCT_CHECK int shm_negotiation_stop(shm_negotiation *n, fct_pg *pg, const char *text);
+/* Copies the latest recorded collectives; see op_agreement_copy. An agreement in flight follows as
+ * one more entry, so `entries` has space for OP_ENTRIES + 1. */
+size_t shm_negotiation_copy_entries(const shm_negotiation *n, op_entry *entries, uint64_t *first);
+/* Returns the signature of a recorded collective by its number, or 0. */
+uint64_t shm_negotiation_signature_at(const shm_negotiation *n, uint64_t number);
 /* While a negotiation is paused, the fallback moves all data. All ranks must call the setter at the
  * same point of their programs. */
 void shm_negotiation_set_paused(shm_negotiation *n, bool paused);
@@ -118,10 +133,6 @@ shm_transport *shm_negotiation_active_transport(shm_negotiation *n);
 /* Called at the end of the group, by any thread. Aborts the transport. Later collectives use the
  * fallback, which reports the end. */
 void shm_negotiation_close(shm_negotiation *n);
-
-/* Counts a parameter group that gathers over the process group `name`. Has no effect after round 1
- * was issued. Returns false if there is no memory. Needs the GIL. */
-bool shm_negotiation_register_user(const char *name);
 
 #ifdef __cplusplus
 }

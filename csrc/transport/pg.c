@@ -2,10 +2,12 @@
  * data.
  *
  * This transport counts its gathers and all-reduces, because the negotiation about shared memory
- * needs their number. It records the tags of its collectives, because their messages carry no tags.
+ * needs their number. Messages of this transport carry no tags. So the ranks compare the sizes of
+ * collectives before the backend moves data, and their labels afterwards.
  */
 #include "pg.h"
 
+#include "../bridge/tensor.h"
 #include "group_negotiation.h"
 
 static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
@@ -14,33 +16,64 @@ static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
     return 0;
 }
 
-/* Records a collective that was issued, and counts a gather or an all-reduce (`gathers`). Returns
- * `status`, the result of the call. */
-static int record(fct_pg *pg, const fct_op_tag *tag, bool gathers, int status) {
-    shm_negotiation *n = status == 0 ? fct_negotiation_find(pg) : NULL;
-    if (n != NULL) {
-        shm_negotiation_record(n, tag);
-        if (gathers) {
-            shm_negotiation_count_gather(n);
-        }
+/* A collective that is about to be issued. */
+typedef struct next_op {
+    shm_negotiation *negotiation; /* NULL: the ranks compare nothing */
+    uint64_t signature;
+    const fct_op_tag *tag;
+} next_op;
+
+static int begin(fct_pg *pg, fct_op_kind kind, const fct_op_tag *tag, const fct_tensor *input,
+                 next_op *next) {
+    fct_facts facts;
+    *next = (next_op){.negotiation = fct_negotiation_find(pg), .tag = tag};
+    if (next->negotiation == NULL) {
+        return 0;
     }
-    return status;
+    fct_tensor_facts(input, &facts);
+    next->signature = op_signature((uint64_t)kind, (uint64_t)(facts.numel * facts.itemsize));
+    return shm_negotiation_compare_size(next->negotiation, pg, next->signature, tag);
+}
+
+/* Records the collective if it was issued, and counts a gather or an all-reduce (`gathers`).
+ * `status`: the result of the call. */
+static int end(const next_op *next, bool gathers, int status) {
+    if (status != 0 || next->negotiation == NULL) {
+        return status;
+    }
+    shm_negotiation_record(next->negotiation, next->signature, next->tag);
+    if (gathers) {
+        shm_negotiation_count_gather(next->negotiation);
+    }
+    return 0;
 }
 
 static int all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                       bool async_op, fct_work **work) {
-    return record(pg, tag, true, fct_pg_all_gather(pg, false, output, input, async_op, work));
+    next_op next;
+    if (begin(pg, FCT_OP_ALL_GATHER, tag, input, &next) != 0) {
+        return -1;
+    }
+    return end(&next, true, fct_pg_all_gather(pg, false, output, input, async_op, work));
 }
 
 static int reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                           fct_reduce_op op, double factor, bool async_op, fct_work **work) {
-    return record(pg, tag, false,
-                  fct_pg_reduce_scatter(pg, false, output, input, op, factor, async_op, work));
+    next_op next;
+    if (begin(pg, FCT_OP_REDUCE_SCATTER, tag, input, &next) != 0) {
+        return -1;
+    }
+    return end(&next, false,
+               fct_pg_reduce_scatter(pg, false, output, input, op, factor, async_op, work));
 }
 
 static int all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_reduce_op op,
                       double factor, bool async_op, fct_work **work) {
-    return record(pg, tag, true, fct_pg_all_reduce(pg, false, tensor, op, factor, async_op, work));
+    next_op next;
+    if (begin(pg, FCT_OP_ALL_REDUCE, tag, tensor, &next) != 0) {
+        return -1;
+    }
+    return end(&next, true, fct_pg_all_reduce(pg, false, tensor, op, factor, async_op, work));
 }
 
 static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {

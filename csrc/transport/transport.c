@@ -118,8 +118,10 @@ bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
 
 /* ---- for csrc/python ---- */
 
-int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
-    assert(pg != NULL && use != FCT_USE_QUERY);
+int fct_transport_enter(fct_pg *pg, fct_use use, int64_t bytes, void **entered) {
+    static const fct_op_kind kinds[] = {FCT_OP_ALL_GATHER, FCT_OP_REDUCE_SCATTER,
+                                        FCT_OP_ALL_REDUCE};
+    assert(pg != NULL && use != FCT_USE_QUERY && bytes >= 0);
     if (fct_fault("fct_transport_enter") != 0) {
         return -1;
     }
@@ -132,10 +134,14 @@ int fct_transport_enter(fct_pg *pg, fct_use use, void **entered) {
         return fct_pg_enter_shm(pg, use == FCT_USE_ALL_REDUCE, entered);
     }
     *entered = NULL;
-    /* The caller issues the collective through torch, so pg.c does not record it. */
+    /* The caller issues the collective through torch, so pg.c neither compares nor records it. */
     shm_negotiation *n = fct_negotiation_find(pg);
     if (n != NULL) {
-        shm_negotiation_record(n, NULL);
+        const uint64_t signature = bytes > 0 ? op_signature(kinds[use], (uint64_t)bytes) : 0;
+        if (shm_negotiation_compare_size(n, pg, signature, NULL) != 0) {
+            return -1;
+        }
+        shm_negotiation_record(n, signature, NULL);
         if (use != FCT_USE_REDUCE) {
             shm_negotiation_count_gather(n);
         }

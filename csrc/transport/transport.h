@@ -81,7 +81,7 @@ const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use
 /* Between enter and leave, collectives that any caller issues on the group use the selected
  * transport. `use` is the collective that follows. *entered is the argument of fct_pg_leave_shm,
  * NULL if the group uses its own backend. */
-FCT_CHECK int fct_transport_enter(fct_pg *pg, fct_use use, void **entered);
+FCT_CHECK int fct_transport_enter(fct_pg *pg, fct_use use, int64_t bytes, void **entered);
 /* Pauses or resumes shared memory for a group. All ranks must call the function at the same point
  * of their programs. */
 FCT_CHECK int fct_transport_pause(fct_pg *pg, bool paused);

@@ -51,10 +51,22 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, state)
         comm = self._all_gather_comm
         group = info.shard_process_group
-        with use_transport(group, self.device, comm):
+        with use_transport(group, self.device, comm, self._get_gather_bytes()):
             self._fallback_gathered = torch_group.foreach_all_gather(
                 self.fsdp_params, group, async_op, copy_in, gather, self.device, comm
             )
+
+    def _get_gather_bytes(self) -> int:
+        """Returns the size of this rank's all-gather input.
+
+        Returns 0 over the smaller mesh, and if all-gather extensions choose the inputs.
+        """
+        params = self.fsdp_params
+        if self.is_sharded_post_forward or any(
+            hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in params
+        ):
+            return 0
+        return sum(p.padded_numel * (p.param_dtype or p.orig_dtype).itemsize for p in params)
 
     @leave_inference_mode
     def _fallback_copy_out(self) -> torch.Tensor | None:
@@ -156,9 +168,11 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         reduce_scatter_comm = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
         all_reduce_group = replicas if self.all_reduce_grads else None
+        nbytes = sum(param.padded_numel for param in params) * reduce_dtype.itemsize
+        world_size = group.size() if group is not None else 1
         with (
-            use_transport(group, self.device, reduce_scatter_comm),
-            use_all_reduce_transport(all_reduce_group, self.device, reduce_scatter_comm),
+            use_transport(group, self.device, reduce_scatter_comm, nbytes * world_size),
+            use_all_reduce_transport(all_reduce_group, self.device, reduce_scatter_comm, nbytes),
         ):
             results = torch_group.foreach_reduce(  # type: ignore[call-arg]
                 torch_params,

@@ -26,11 +26,13 @@ _TORCH_COMMS = (
 
 
 @contextlib.contextmanager
-def _enter_transport(group: Any, device: torch.device, comm: Any, operation: int) -> Iterator[None]:
+def _enter_transport(
+    group: Any, device: torch.device, comm: Any, operation: int, nbytes: int
+) -> Iterator[None]:
     can_enter = (
         device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _TORCH_COMMS
     )
-    entered = _C.enter_direct(group, operation) if can_enter else None
+    entered = _C.enter_direct(group, operation, nbytes) if can_enter else None
     try:
         yield
     finally:
@@ -38,24 +40,25 @@ def _enter_transport(group: Any, device: torch.device, comm: Any, operation: int
 
 
 def use_transport(
-    group: Any, device: torch.device, comm: Any
+    group: Any, device: torch.device, comm: Any, nbytes: int
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which collectives of ``group`` on the CPU use the negotiated transport.
 
     ``comm`` is the object that calls the collectives. The context has no effect on a custom object,
-    which chooses its own transport.
+    which chooses its own transport. ``nbytes``: size of this rank's input, 0: unknown.
     """
-    return _enter_transport(group, device, comm, _GATHER if type(comm) in _GATHERS else _REDUCE)
+    operation = _GATHER if type(comm) in _GATHERS else _REDUCE
+    return _enter_transport(group, device, comm, operation, nbytes)
 
 
 def use_all_reduce_transport(
-    group: Any, device: torch.device, comm: Any
+    group: Any, device: torch.device, comm: Any, nbytes: int
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which all-reduces of the replicate ``group`` use the negotiated transport.
 
-    ``group`` is ``None`` if there are no replicas.
+    ``group`` is ``None`` if there are no replicas. ``nbytes``: size of the reduced tensor.
     """
-    return _enter_transport(group, device, comm, _ALL_REDUCE)
+    return _enter_transport(group, device, comm, _ALL_REDUCE, nbytes)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -32,6 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from .. import _C
+from .departures import PATIENCE, get_departures
 from .records import COMPLETE, FAILED, Record, make_header, read_own_records
 from .stall_report import (
     Position,
@@ -45,12 +47,14 @@ from .stall_report import (
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 DEFAULT_LIMIT = 10.0
-INTERVAL = 2.0
+INTERVAL = 0.5
 """Seconds between two checks of a process in which no thread waits."""
 STEP = 0.2
 """Seconds between two checks of a process that waits."""
 ANSWER_TIME = 0.8
 """Seconds for which the report waits for ranks that have not answered."""
+ANSWER_LIMIT = 2.5
+"""Seconds before a report at which the other ranks are requested to publish their positions."""
 READ_COUNT = 256
 """Records that the thread reads; more are never in flight."""
 
@@ -92,11 +96,11 @@ def get_file(rank: int) -> str:
 
 def watch(root: Any) -> None:
     """Starts the thread, if the job has several ranks. ``root``: the state of a root."""
-    limit = get_limit()
+    limit = get_limit() or math.inf
     with _lock:
         _roots.add(root)
     weakref.finalize(root, _wake_without_roots).atexit = False
-    if limit == 0 or not dist.is_initialized() or dist.get_world_size() < 2:
+    if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     if dist.get_backend() in BACKENDS_WITHOUT_WAITS or (_monitor and _monitor[0].is_watching()):
         return
@@ -193,6 +197,8 @@ class StallMonitor(threading.Thread):
         now, records = read_own_records(READ_COUNT)
         wait = find_wait(records)
         seconds = (now - wait.waiting) / 1e9 if wait is not None else 0.0
+        if seconds >= PATIENCE:
+            get_departures().answer()
         newest = records[0].number if records else 0
         progresses = newest != self._newest and seconds < self._interval
         self._newest = newest
@@ -213,7 +219,7 @@ class StallMonitor(threading.Thread):
         if wait.number != self._requested_for[0]:
             self._next_limit = self._limit
         due = (wait.number, self._next_limit)
-        lead = min(INTERVAL + 0.5, self._limit / 2)
+        lead = min(ANSWER_LIMIT, self._limit / 2)
         if seconds >= self._next_limit - lead and self._requested_for != due:
             self._requested_for = due
             self._store.add(_REQUESTS, 1)

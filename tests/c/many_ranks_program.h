@@ -301,7 +301,7 @@ static void run_rank(int rank) {
     pg->rank = rank;
     pg->negotiation = shm_negotiation_new();
     for (int i = 0; i < (int)UNITS + pg->more_users; i++) {
-        (void)shm_negotiation_register_user(fct_pg_name(pg));
+        (void)fct_group_users_add(fct_pg_name(pg));
     }
     load_checkpoint(pg);
     const outcome result = run_steps(pg);

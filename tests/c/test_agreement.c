@@ -4,7 +4,8 @@
 
 #include "negotiation_ranks.h"
 
-/* Records a reduce-scatter of `params`. */
+/* Records a reduce-scatter of `params`. Its size is unknown, so the ranks exchange sizes in one
+ * round before the first collective, and not afterwards. */
 static void record(shm_negotiation *n, const char *name, uint64_t params) {
     fct_op_tag tag = {.kind = FCT_OP_REDUCE_SCATTER,
                       .label = {.unit = (uint64_t)name[0],
@@ -13,7 +14,13 @@ static void record(shm_negotiation *n, const char *name, uint64_t params) {
                                 .step = 3,
                                 .pass = FCT_PASS_BACKWARD}};
     (void)snprintf(tag.label.name, sizeof tag.label.name, "%s", name);
-    shm_negotiation_record(n, &tag);
+    require(shm_negotiation_compare_size(n, &group, 0, &tag) == 0);
+    shm_negotiation_record(n, 0, &tag);
+}
+
+static void record_unknown(shm_negotiation *n) {
+    require(shm_negotiation_compare_size(n, &group, 0, NULL) == 0);
+    shm_negotiation_record(n, 0, NULL);
 }
 
 /* Returns the difference of an agreement, which is started. */
@@ -46,7 +53,7 @@ static void agree_on_equal_collectives(void) {
         for (int i = 0; i < interval * OP_ENTRIES + 2; i++) {
             record(n, i % 2 == 0 ? "a" : "b", 1);
         }
-        require(strcmp(agree(n), "") == 0 && rounds == 2 + interval);
+        require(strcmp(agree(n), "") == 0 && rounds == 3 + interval);
         require(!issues(n));
     }
     end(n);
@@ -113,13 +120,13 @@ static void difference_without_a_label_is_described(void **state) {
 static void agree_without_labels(void) {
     shm_negotiation *n = begin_over_gloo();
     if (me.rank == 0) {
-        shm_negotiation_record(n, NULL);
+        record_unknown(n);
     } else {
         record(n, "a", 1);
     }
     require(strcmp(agree(n), "") == 0);
     if (me.rank == 0) {
-        shm_negotiation_record(n, NULL);
+        record_unknown(n);
     } else {
         record(n, me.rank == 1 ? "a" : "b", 1);
     }
@@ -202,12 +209,12 @@ static void interrupt_an_agreement(void) {
     interruptions = me.rank == 0 ? 1 : 0;
     require(shm_negotiation_await_agreement(n, &group, &difference) == (me.rank == 0 ? -1 : 0));
     record(n, "b", 1);
-    require(strcmp(agree(n), "") == 0 && rounds == 3);
+    require(strcmp(agree(n), "") == 0 && rounds == 4);
     failing_starts = 1;
     bool started = true;
     record(n, "c", 1);
     require(shm_negotiation_start_agreement(n, &group, &started) == -1 && !started);
-    require(strcmp(agree(n), "") == 0 && rounds == 4);
+    require(strcmp(agree(n), "") == 0 && rounds == 5);
     end(n);
 }
 

@@ -96,6 +96,29 @@ def test_divergence_in_the_first_step_raises_on_all_ranks(name: str) -> None:
         assert seconds < divergence.LIMIT_SECONDS / 2
 
 
+@functools.cache
+def collect_over_gloo(steps: int, world: int, distinct: bool) -> list[dict[str, tuple[str, float]]]:
+    arguments = ("fsdp_c", divergence.DYNAMIC, steps, distinct)
+    return run_ranks(divergence.run, world, arguments, env=GLOO, timeout=200)
+
+
+@pytest.mark.parametrize("distinct", [False, True], ids=["equal sizes", "other sizes"])
+@pytest.mark.parametrize(("steps", "world"), [(0, 2), (1, 2), (5, 2), (2, 3)])
+@pytest.mark.parametrize("name", divergence.DYNAMIC)
+def test_different_collective_over_gloo_raises_on_all_ranks_and_names_two(
+    name: str, steps: int, world: int, distinct: bool
+) -> None:
+    """gloo ends a process that receives a message of another size than expected."""
+    for results in collect_over_gloo(steps, world, distinct):
+        text, seconds = results[name]
+        assert text.startswith("RuntimeError: ")
+        if "ranks 0 and " not in text:  # the comparison of models
+            first, _, second = text.partition("collective mismatch: rank ")[2].partition(", rank ")
+            assert int(first[0]) < world - 1
+            assert second[0] == str(world - 1)
+        assert seconds < divergence.LIMIT_SECONDS / 2
+
+
 def test_guard_off_compares_no_plan() -> None:
     """The rank with another divide factor trains with other gradients, as in torch."""
     names = ("another divide factor", "another order of blocks")
@@ -109,5 +132,6 @@ def test_programs_that_are_consistent_on_all_ranks_do_not_raise(env: dict[str, s
         assert {name: error for name, error in results.items() if error} == {}
 
 
-def test_pipeline_stages_with_different_models_do_not_raise() -> None:
-    assert run_ranks(divergence.run_stages, 4) == [""] * 4
+@pytest.mark.parametrize("env", [{}, GLOO], ids=["shared memory", "gloo"])
+def test_pipeline_stages_with_different_models_do_not_raise(env: dict[str, str]) -> None:
+    assert run_ranks(divergence.run_stages, 4, env=env) == [""] * 4

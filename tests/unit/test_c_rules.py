@@ -152,6 +152,7 @@ GLOBALS = {
     "node_handles": "handles of these gradients, borrowed by the node's hook",
     "reduces_gradients": "marks the all-reduce that this thread issues as one of gradients",
     "faults_left": "for tests: boundary calls of this thread until one fails",
+    "handler": "asks other ranks about a collective; it needs Python, which transports have not",
     "group_counts": "parameter groups of each process group before its negotiation; under the GIL",
     "records": "last collectives of the process; a thread changes its own, a signal handler reads",
     "last_number": "number of the newest record; atomic",

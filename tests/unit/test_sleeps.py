@@ -29,6 +29,7 @@ SLEEPS = {
     "gpu/gpu_check.sh": [HANG],
     "c/test_progress.c": [POLL, POLL],
     "distributed/workers/behavior_backwards.py": [DELAY, DELAY],
+    "distributed/workers/divergence.py": [DELAY],
     "distributed/workers/traced.py": [DELAY],
     "distributed/workers/shared_memory.py": [DELAY, DELAY, DELAY],
     "cuda/runtime/stream.cpp": [HANG],

@@ -52,11 +52,16 @@ class Model(nn.Module):
 
 
 class Case:
-    """The program of one rank. ``other``: whether this rank differs."""
+    """The program of one rank.
 
-    def __init__(self, api: Any, mesh: DeviceMesh, other: bool, name: str) -> None:
+    ``other``: whether this rank differs. ``distinct``: whether no two blocks have equal sizes.
+    """
+
+    def __init__(
+        self, api: Any, mesh: DeviceMesh, other: bool, name: str, distinct: bool = False
+    ) -> None:
         self.api, self.mesh, self.name = api, mesh, name
-        self.other = other
+        self.other, self.distinct = other, distinct
         self.backward = True
         self.evaluations = 0
 
@@ -66,7 +71,8 @@ class Case:
     def make(self) -> nn.Module:
         torch.manual_seed(0)
         wider = 16 if self.is_case("another shape") else SIZE
-        blocks: list[nn.Module] = [Block() for _ in range(4)]
+        factors = (2, 1, 3, 4) if self.distinct else (1, 1, 1, 1)
+        blocks: list[nn.Module] = [Block(SIZE * factor) for factor in factors]
         if self.is_case("another shape"):
             blocks[1] = Block(wider)
         if self.is_case("another order of parameters"):
@@ -187,11 +193,13 @@ class Api:
         self.policy: Callable[..., Any] = MixedPrecisionPolicy
 
 
-def run_case(api: Api, name: str, other: bool, steps: int) -> tuple[str, float]:
+def run_case(
+    api: Api, name: str, other: bool, steps: int, distinct: bool = False
+) -> tuple[str, float]:
     """Returns the exception's text, or "silent", and the seconds since the divergence."""
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
     mesh = DeviceMesh.from_group(group, "cpu")
-    case = Case(api, mesh, other, name)
+    case = Case(api, mesh, other, name, distinct)
     model = case.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     begin = time.monotonic()
@@ -210,13 +218,18 @@ def run_case(api: Api, name: str, other: bool, steps: int) -> tuple[str, float]:
 
 
 def run(
-    rank: int, world_size: int, implementation: str, names: tuple[str, ...], steps: int
+    rank: int,
+    world_size: int,
+    implementation: str,
+    names: tuple[str, ...],
+    steps: int,
+    distinct: bool = False,
 ) -> dict[str, tuple[str, float]]:
     """Runs the cases one after the other. The last rank differs."""
     api = Api(implementation)
     results = {}
     for name in names:
-        results[name] = run_case(api, name, rank == world_size - 1, steps)
+        results[name] = run_case(api, name, rank == world_size - 1, steps, distinct)
         dist.barrier()
     return results
 
@@ -229,7 +242,7 @@ def _make_model(group: Any, count: int = 3) -> Any:
 
     torch.manual_seed(0)
     mesh = DeviceMesh.from_group(group, "cpu")
-    model = Model([Block() for _ in range(count)])
+    model = Model([Block(SIZE * (1 + i)) for i in range(count)])
     for block in model.blocks:
         fsdp_c.fully_shard(block, mesh=mesh)
     return fsdp_c.fully_shard(model, mesh=mesh)
@@ -329,6 +342,44 @@ def _raise(grad: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
+def evaluation_between_steps(rank: int, group: Any) -> None:
+    model = _make_model(group)
+    for _ in range(3):
+        _train(model, 2)
+        with torch.no_grad():
+            model(torch.ones(2, SIZE))
+            model.blocks[1](torch.ones(2, SIZE))
+
+
+def gradient_accumulation(rank: int, group: Any) -> None:
+    model = _make_model(group)
+    for microbatches in (3, 3, 2, 4, 4):
+        for i in range(microbatches):
+            model.set_requires_gradient_sync(i == microbatches - 1)
+            _train(model, 1)
+
+
+def other_units_in_each_step(rank: int, group: Any) -> None:
+    """The same units on all ranks, selected at random."""
+    model = _make_model(group, 4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        count = int(torch.randint(1, 5, (), generator=generator))
+        model.order = torch.randperm(4, generator=generator)[:count].tolist()
+        _train(model, 1)
+
+
+def one_rank_is_late(rank: int, group: Any) -> None:
+    """A rank evaluates later than another one has departed from the training steps."""
+    model = _make_model(group)
+    _train(model, 3)
+    if rank == 0:
+        time.sleep(0.7)
+    with torch.no_grad():
+        model(torch.ones(2, SIZE))
+    _train(model, 1)
+
+
 def settings_changed_on_all(rank: int, group: Any) -> None:
     model = _make_model(group)
     _train(model, 2)
@@ -370,6 +421,10 @@ LEGITIMATE = (
     unshard_before_the_first_forward,
     async_first_gather_on_one_rank,
     recomputation,
+    evaluation_between_steps,
+    gradient_accumulation,
+    other_units_in_each_step,
+    one_rank_is_late,
     reset_after_an_exception,
     settings_changed_on_all,
     one_rank_per_model,

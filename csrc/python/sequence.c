@@ -1,0 +1,120 @@
+/* The collectives of a process group's own backend, for Python; see sequence.h. */
+#include "sequence.h"
+
+#include "../core/process_group.h"
+#include <stdlib.h>
+#include <string.h>
+
+/* Returns the handle of a process group and its negotiation, or -1 with a Python exception. */
+static int find_group(const char *name, fct_pg **pg, shm_negotiation **negotiation) {
+    if (fct_pg_resolve(name, pg) != 0) {
+        return -1;
+    }
+    *negotiation = fct_negotiation_find(*pg);
+    if (*negotiation == NULL) {
+        PyErr_Format(PyExc_ValueError, "process group '%s' compares no collectives", name);
+        fct_pg_release(*pg);
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *fcpy_collective_entries(PyObject *module, PyObject *arg) {
+    (void)module;
+    fct_pg *pg = NULL;
+    shm_negotiation *n = NULL;
+    uint64_t first = 0;
+    const char *name = PyUnicode_AsUTF8(arg);
+    if (name == NULL || find_group(name, &pg, &n) != 0) {
+        return NULL;
+    }
+    op_entry *entries = (op_entry *)calloc(OP_ENTRIES + 1, sizeof *entries);
+    PyObject *result = NULL;
+    if (entries == NULL) {
+        (void)PyErr_NoMemory();
+    } else {
+        const size_t count = shm_negotiation_copy_entries(n, entries, &first);
+        result = Py_BuildValue("Ky#", (unsigned long long)first, (const char *)entries,
+                               (Py_ssize_t)(count * sizeof *entries));
+    }
+    free(entries);
+    fct_pg_release(pg);
+    return result;
+}
+
+PyObject *fcpy_collective_signature(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *name = NULL;
+    unsigned long long number = 0;
+    fct_pg *pg = NULL;
+    shm_negotiation *n = NULL;
+    if (!PyArg_ParseTuple(args, "sK:collective_signature", &name, &number) ||
+        find_group(name, &pg, &n) != 0) {
+        return NULL;
+    }
+    const uint64_t signature = shm_negotiation_signature_at(n, number);
+    fct_pg_release(pg);
+    return PyLong_FromUnsignedLongLong(signature);
+}
+
+PyObject *fcpy_collective_difference(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned long long first[2];
+    Py_buffer bytes[2];
+    op_entry_list lists[2];
+    fct_difference difference;
+    if (!PyArg_ParseTuple(args, "(LKy*)(LKy*):collective_difference", &lists[0].rank, &first[0],
+                          &bytes[0], &lists[1].rank, &first[1], &bytes[1])) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    for (int i = 0; i < 2; i++) {
+        lists[i].first = first[i];
+        lists[i].count = (size_t)bytes[i].len / sizeof(op_entry);
+        lists[i].entries = bytes[i].buf;
+    }
+    if (bytes[0].len % (Py_ssize_t)sizeof(op_entry) != 0 ||
+        bytes[1].len % (Py_ssize_t)sizeof(op_entry) != 0) {
+        PyErr_SetString(PyExc_ValueError, "collective_difference expects entries of collectives");
+    } else {
+        op_entries_describe_difference(&lists[0], &lists[1], &difference);
+        result =
+            PyUnicode_DecodeUTF8(difference.text, (Py_ssize_t)strlen(difference.text), "replace");
+    }
+    PyBuffer_Release(&bytes[0]);
+    PyBuffer_Release(&bytes[1]);
+    return result;
+}
+
+PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *name = NULL, *text = NULL;
+    fct_pg *pg = NULL;
+    shm_negotiation *n = NULL;
+    if (!PyArg_ParseTuple(args, "ss:stop_collectives", &name, &text) ||
+        find_group(name, &pg, &n) != 0) {
+        return NULL;
+    }
+    const int status = shm_negotiation_stop(n, pg, text);
+    fct_pg_release(pg);
+    return status == 0 ? Py_NewRef(Py_None) : NULL;
+}
+
+/* The handler of this process: calls settle() of fsdp_c/_runtime/departures.py. */
+static int settle(fct_pg *pg, uint64_t number, uint64_t signature, const op_entry *entry) {
+    PyObject *module = PyImport_ImportModule("fsdp_c._runtime.departures");
+    PyObject *result =
+        module == NULL
+            ? NULL
+            : PyObject_CallMethod(module, "settle", "sKKy#", fct_pg_name(pg),
+                                  (unsigned long long)number, (unsigned long long)signature,
+                                  (const char *)entry, (Py_ssize_t)sizeof *entry);
+    const int status = result != NULL ? 0 : -1;
+    Py_XDECREF(result);
+    Py_XDECREF(module);
+    return status;
+}
+
+void fcpy_set_departure_handler(void) {
+    op_sequence_set_handler(settle);
+}

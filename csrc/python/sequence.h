@@ -1,0 +1,15 @@
+/* The collectives of a process group's own backend, for Python; see transport/sequence.h.
+ * fsdp_c/_runtime/departures.py calls these functions. Process groups are given by name. */
+#ifndef FSDP_C_PYTHON_SEQUENCE_H
+#define FSDP_C_PYTHON_SEQUENCE_H
+
+#include "objects.h"
+
+PyObject *fcpy_collective_entries(PyObject *module, PyObject *name);
+PyObject *fcpy_collective_signature(PyObject *module, PyObject *args);
+PyObject *fcpy_collective_difference(PyObject *module, PyObject *args);
+PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args);
+/* Lets the extension call settle() of departures.py. */
+void fcpy_set_departure_handler(void);
+
+#endif

@@ -1,0 +1,23 @@
+/* Capabilities of this process, from environment variables and the operating system. */
+#ifndef FSDP_C_TRANSPORT_CAPABILITIES_H
+#define FSDP_C_TRANSPORT_CAPABILITIES_H
+
+#include <stdbool.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Whether torch's flight recorder records gloo's collectives. */
+bool fct_has_flight_recorder(void);
+/* Whether this rank accepts shared memory. The user can veto shared memory. A debug level and a
+ * flight recorder also veto it, because they observe gloo's own collectives. */
+bool fct_accepts_shared_memory(void);
+/* CPUs in the affinity mask of this process, or 1 if the mask is unknown. */
+int fct_available_cpus(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,130 @@
+/* The prediction of a sequence; see prediction.h. */
+#include "prediction.h"
+
+#include <assert.h>
+#include <stdlib.h>
+
+enum { BUCKET = 4, BUCKETS = OP_SUCCESSORS / BUCKET };
+
+/* The lengths of contexts. A step of gradient accumulation is predicted if it has fewer collectives
+ * than the longest context. */
+static const uint64_t lengths[OP_CONTEXTS] = {2, 8, 64, OP_RECENT};
+
+/* The hash of a context is a polynomial in this base. So one value can be added and one removed. */
+static const uint64_t base = UINT64_C(0x9E3779B97F4A7C15);
+
+void op_prediction_fini(op_prediction *p) {
+    assert((p->recent == NULL) == (p->successors == NULL));
+    free(p->recent);
+    free(p->successors);
+    *p = (op_prediction){0};
+}
+
+/* Returns base to the power of `exponent`. */
+static uint64_t power(uint64_t exponent) {
+    uint64_t result = 1;
+    while (exponent-- > 0) {
+        result *= base;
+    }
+    return result;
+}
+
+bool op_prediction_reserve(op_prediction *p) {
+    assert((p->recent == NULL) == (p->successors == NULL));
+    if (p->recent != NULL) {
+        return true;
+    }
+    uint64_t *recent = (uint64_t *)calloc(OP_RECENT, sizeof *recent);
+    op_successor *successors = (op_successor *)calloc(OP_SUCCESSORS, sizeof *successors);
+    if (recent == NULL || successors == NULL) {
+        free(recent);
+        free(successors);
+        return false;
+    }
+    p->recent = recent;
+    p->successors = successors;
+    for (int i = 0; i < OP_CONTEXTS; i++) {
+        p->factors[i] = power(lengths[i] - 1);
+    }
+    return true;
+}
+
+/* Returns the key of the current context of a length. */
+static uint64_t key_of(const op_prediction *p, int length) {
+    uint64_t key = (p->contexts[length] ^ lengths[length]) * base;
+    key ^= key >> 29;
+    return key != 0 ? key : 1;
+}
+
+/* Returns the entry of a context, or NULL. */
+static op_successor *find_successor(const op_prediction *p, uint64_t key) {
+    op_successor *bucket = &p->successors[key % BUCKETS * BUCKET];
+    for (int i = 0; i < BUCKET; i++) {
+        if (bucket[i].context == key) {
+            return &bucket[i];
+        }
+    }
+    return NULL;
+}
+
+/* Adds an entry. In a full bucket it replaces another one. */
+static void add_successor(op_prediction *p, uint64_t key, uint64_t value) {
+    op_successor *bucket = &p->successors[key % BUCKETS * BUCKET];
+    int i = 0;
+    while (i < BUCKET && bucket[i].context != 0) {
+        i++;
+    }
+    bucket[i < BUCKET ? (uint64_t)i : (key >> 32) % BUCKET] = (op_successor){key, value};
+}
+
+/* Returns the entry of the longest current context that is known, or NULL. Writes the index of the
+ * next longer length. */
+static op_successor *find_longest(const op_prediction *p, int *longer) {
+    op_successor *found = NULL;
+    int i = p->successors != NULL ? OP_CONTEXTS : 0;
+    while (i > 0 && found == NULL) {
+        found = p->count >= lengths[i - 1] ? find_successor(p, key_of(p, i - 1)) : NULL;
+        i -= found == NULL ? 1 : 0;
+    }
+    *longer = i;
+    return found;
+}
+
+uint64_t op_prediction_next(const op_prediction *p) {
+    int longer = 0;
+    const op_successor *successor = find_longest(p, &longer);
+    return successor != NULL ? successor->value : 0;
+}
+
+/* Adds the next longer context only after a failed prediction, so that the table has space for long
+ * sequences. */
+static void learn(op_prediction *p, uint64_t value) {
+    int longer = 0;
+    op_successor *successor = find_longest(p, &longer);
+    if (successor != NULL && successor->value == value) {
+        return;
+    }
+    if (successor != NULL) {
+        successor->value = 0;
+    }
+    if (longer < OP_CONTEXTS && p->count >= lengths[longer]) {
+        add_successor(p, key_of(p, longer), value);
+    }
+}
+
+void op_prediction_add(op_prediction *p, uint64_t value) {
+    assert(value != 0 && p->recent != NULL);
+    learn(p, value);
+    for (int i = 0; i < OP_CONTEXTS; i++) {
+        const bool complete = p->count >= lengths[i];
+        const uint64_t oldest = complete ? op_prediction_at(p, p->count - lengths[i]) : 0;
+        p->contexts[i] = (p->contexts[i] - oldest * p->factors[i]) * base + value;
+    }
+    p->recent[p->count % OP_RECENT] = value;
+    p->count++;
+}
+
+uint64_t op_prediction_at(const op_prediction *p, uint64_t number) {
+    const bool kept = number < p->count && number + OP_RECENT >= p->count;
+    return kept ? p->recent[number % OP_RECENT] : 0;
+}

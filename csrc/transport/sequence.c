@@ -1,0 +1,102 @@
+/* The sizes of collectives; see sequence.h. Owns the handler of this process. */
+#include "sequence.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "../bridge/error.h"
+#include "hash.h"
+
+static op_departure_handler handler;
+
+void op_sequence_set_handler(op_departure_handler new_handler) {
+    handler = new_handler;
+}
+
+void op_sequence_fini(op_sequence *s) {
+    assert(s->round == NULL || s->offered != 0 || !s->ended);
+    fct_exchange_release(s->round);
+    op_prediction_fini(&s->prediction);
+    *s = (op_sequence){0};
+}
+
+uint64_t op_signature(uint64_t kind, uint64_t bytes) {
+    const uint64_t hash = fct_hash_add(fct_hash_add(FCT_HASH_EMPTY, kind), bytes);
+    return hash != 0 ? hash : 1;
+}
+
+bool op_sequence_expects(const op_sequence *s, uint64_t signature) {
+    if (s->ended) {
+        return true;
+    }
+    const uint64_t predicted = s->round == NULL ? op_prediction_next(&s->prediction) : 0;
+    return predicted != 0 && (signature == 0 || signature == predicted);
+}
+
+/* Waits for the exchange. Writes the first rank whose signature differs from that of rank 0, or 0.
+ */
+static int read_round(op_sequence *s, fct_pg *pg, int64_t *rank) {
+    const int64_t world = fct_pg_world_size(pg);
+    const int64_t *signatures = NULL;
+    fct_exchange *round = s->round;
+    *rank = 0;
+    fct_exchange_retain(round); /* a signal handler may run another collective during the wait */
+    const int status = fct_exchange_wait(round, &signatures);
+    if (status == 0 && s->round == round) {
+        for (int64_t i = 0; i < world; i++) {
+            s->ended = s->ended || signatures[i] == 0;
+            *rank = *rank == 0 && signatures[i] != signatures[0] ? i : *rank;
+        }
+        fct_exchange_release(s->round);
+        s->round = NULL;
+    }
+    fct_exchange_release(round);
+    return status;
+}
+
+int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op_entry *entry,
+                        fct_difference *difference) {
+    assert(!op_sequence_expects(s, signature) && difference != NULL);
+    int64_t rank = 0;
+    difference->text[0] = '\0';
+    if (!op_prediction_reserve(&s->prediction)) {
+        fct_error_no_memory();
+        return -1;
+    }
+    if (s->round == NULL && op_prediction_next(&s->prediction) != 0) {
+        return handler == NULL ? 0 : handler(pg, s->prediction.count, signature, entry);
+    }
+    if (s->round == NULL) {
+        const int64_t value = (int64_t)signature;
+        if (fct_exchange_start_apart(pg, &value, 1, &s->round) != 0) {
+            return -1;
+        }
+        s->offered = signature;
+    }
+    const uint64_t offered = s->offered;
+    if (read_round(s, pg, &rank) != 0) {
+        return -1;
+    }
+    if (s->ended) {
+        return 0;
+    }
+    if (rank != 0) {
+        return op_entry_describe_difference(entry, pg, rank, difference);
+    }
+    if (offered != signature) { /* a signal handler had interrupted the wait */
+        (void)snprintf(difference->text, sizeof difference->text,
+                       "collective mismatch: rank %d issues another collective than before an "
+                       "exception interrupted it",
+                       (int)fct_pg_rank(pg));
+    }
+    return 0;
+}
+
+void op_sequence_add(op_sequence *s, uint64_t signature) {
+    assert(s->round == NULL);
+    if (!s->ended) {
+        const uint64_t predicted = signature == 0 ? op_prediction_next(&s->prediction) : 0;
+        op_prediction_add(&s->prediction, signature != 0 ? signature : predicted);
+    }
+}

@@ -1,0 +1,64 @@
+/* Compares the sizes of collectives between ranks before a backend moves the data.
+ *
+ * gloo ends the process if a message has another size than expected. So before each collective over
+ * gloo a rank determines whether all ranks issue one with the same signature: kind and size. Most
+ * collectives need no message, because a training step repeats the previous one:
+ *
+ *     prediction on all ranks   collective of this rank   action of this rank
+ *     a signature               equals the prediction     issues the collective
+ *     a signature               departs from it           asks the others (op_departure_handler)
+ *     none                      any                       exchanges signatures with all ranks
+ *
+ * In the second case, ranks that follow the prediction have issued another collective, and wait for
+ * it. They take part in no exchange, so the ranks use stores (fsdp_c/_runtime/departures.py).
+ *
+ * The struct belongs to the negotiation of the process group, and the GIL guards it. Precondition
+ * of all functions: the struct was zeroed before its first use. */
+#ifndef FSDP_C_TRANSPORT_SEQUENCE_H
+#define FSDP_C_TRANSPORT_SEQUENCE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "../bridge/group.h"
+#include "agreement.h"
+#include "prediction.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct op_sequence {
+    op_prediction prediction; /* of signatures */
+    fct_exchange *round;      /* exchange of the next signature; NULL: none, or read */
+    uint64_t offered;         /* the signature in it */
+    bool ended;               /* a rank did not know its signature: the ranks compare no more */
+} op_sequence;
+
+/* Returns 0 if all ranks issue the collective with this number and signature, and -1 with a Python
+ * exception if a rank issues another one. `entry` describes this rank's collective. */
+typedef int (*op_departure_handler)(fct_pg *pg, uint64_t number, uint64_t signature,
+                                    const op_entry *entry);
+/* Sets the handler of this process. */
+void op_sequence_set_handler(op_departure_handler handler);
+
+/* Releases the memory. The struct can be used again. */
+void op_sequence_fini(op_sequence *s);
+/* Returns the signature of a collective: a hash of its kind (of an op_entry) and the bytes of this
+ * rank's input. Never 0. */
+uint64_t op_signature(uint64_t kind, uint64_t bytes);
+/* Whether the rank may issue a collective with this signature without a comparison. 0: this rank
+ * does not know the signature, and follows the prediction. */
+bool op_sequence_expects(const op_sequence *s, uint64_t signature);
+/* Compares the signature of the next collective with those of all ranks. Precondition: it is not
+ * expected. Writes the difference, or "". Waits run signal handlers; the call may be repeated. */
+FCT_CHECK int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature,
+                                  const op_entry *entry, fct_difference *difference);
+/* Adds a collective that this rank has issued, after it was expected or compared. */
+void op_sequence_add(op_sequence *s, uint64_t signature);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,224 @@
+"""Ranks whose next collective over gloo is not the predicted one.
+
+Ranks predict each collective from the earlier ones (``csrc/transport/sequence.h``). A rank whose
+collective differs from the prediction departs. Either all ranks depart with the same collective, as
+at the first evaluation, or their programs differ. Ranks that follow the prediction have issued
+another collective, and take part in no exchange. So the ranks use stores:
+
+- Each departing rank counts itself in the store of the process group, under the number and the
+  signature of its collective. When all ranks are counted, they continue.
+- After ``PATIENCE`` a departing rank publishes a request in the store of the job. Every rank whose
+  thread waits reads the requests (``stall_monitor.py``). If its own collective with that number has
+  another signature, the rank publishes the difference.
+- Every rank that reads the difference stops the collectives of the process group: waits and later
+  collectives raise the same text.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import json
+import threading
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+    _get_process_group_store,
+    _resolve_process_group,
+)
+
+from .. import _C
+
+PATIENCE = 0.1
+"""Seconds that a departing rank waits for the other ranks before it publishes a request."""
+
+_REQUESTS = "fsdp_c/departures/requests"
+_SLEEP = (0.0005, 0.05)
+"""The shortest and the longest time between two reads of a store, in seconds."""
+_REMEDY = (
+    "Some ranks have issued their collective and wait for it, so the process group cannot be used "
+    "any more: restart the ranks, or shard the model over a new process group"
+)
+
+Entries = tuple[int, bytes]
+"""The number of the first of the latest collectives, and their entries (``op_entry``)."""
+
+
+@dataclass
+class Departure:
+    """A collective that was not predicted. ``ranks``: those of the process group in the job."""
+
+    group: str
+    ranks: list[int]
+    rank: int
+    number: int
+    signature: int
+    first: int
+    entries: str
+
+    @property
+    def latest(self) -> Entries:
+        return self.first, base64.b64decode(self.entries)
+
+
+class Departures:
+    """The departing ranks of a job that this process knows: itself, and those of open requests."""
+
+    def __init__(self) -> None:
+        self._job = weakref.ref(_get_default_group())
+        self._store = _get_default_store()
+        self._rank = dist.get_rank()
+        self._lock = threading.Lock()  # a thread departs while the stall monitor answers
+        self._own: dict[str, Departure] = {}  # by process group
+        self._differences: dict[str, str] = {}  # of own departures, by process group
+        self._read = 0  # number of the last request that was looked for
+        self._missing: dict[int, float] = {}  # requests that are not set yet, and when to give up
+        self._open: dict[int, Departure] = {}
+
+    def is_current(self) -> bool:
+        return self._job() is dist.group.WORLD
+
+    def depart(self, departure: Departure, group: dist.ProcessGroup) -> None:
+        """Waits until all ranks of the process group depart with the same collective.
+
+        Raises:
+            RuntimeError: another rank issues another collective, or does not come within the time
+                limit of the process group.
+        """
+        self._own[departure.group] = departure
+        try:
+            self._wait(departure, group)
+        finally:
+            del self._own[departure.group]
+            self._differences.pop(departure.group, None)
+
+    def _wait(self, departure: Departure, group: dist.ProcessGroup) -> None:
+        store, size = _get_process_group_store(group), group.size()
+        key = f"fsdp_c/departures/{departure.number}/{departure.signature:x}"
+        begin, limit = time.monotonic(), _get_timeout(group).total_seconds()
+        request = ""
+        count = store.add(key, 1)
+        while count < size:
+            seconds = time.monotonic() - begin
+            if seconds > PATIENCE:
+                request = request or self._publish(departure)
+                self.answer()
+            if departure.group in self._differences:
+                raise RuntimeError(self._differences[departure.group])
+            if seconds > limit:
+                raise RuntimeError(
+                    f"Timed out after {seconds:.0f} s: {size - count} of {size} ranks have not "
+                    "issued this collective"
+                )
+            shortest, longest = _SLEEP
+            time.sleep(min(longest, max(shortest, 0.1 * seconds)))
+            count = store.add(key, 0)
+        if request:
+            self._store.delete_key(request)
+        if store.add(f"{key}/read", 1) == size:
+            store.delete_key(key)
+            store.delete_key(f"{key}/read")
+
+    def _publish(self, departure: Departure) -> str:
+        """Publishes the request of this rank. Returns its key."""
+        key = f"{_REQUESTS}/{self._store.add(_REQUESTS, 1)}"
+        self._store.set(key, json.dumps(asdict(departure)))
+        return key
+
+    def answer(self) -> None:
+        """Answers requests of other ranks. Stops the process groups whose ranks differ."""
+        with self._lock:
+            self._read_requests()
+            for number, departure in list(self._open.items()):
+                text = self._find_difference(number, departure)
+                if text:
+                    del self._open[number]
+                    self._stop(departure.group, text)
+
+    def _read_requests(self) -> None:
+        newest, now = self._store.add(_REQUESTS, 0), time.monotonic()
+        for number in range(self._read + 1, newest + 1):
+            self._missing[number] = now + 5.0
+        self._read = newest
+        for number, give_up in list(self._missing.items()):
+            key = f"{_REQUESTS}/{number}"
+            if self._store.check([key]):
+                departure = Departure(**json.loads(self._store.get(key)))
+                if self._rank in departure.ranks:
+                    self._open[number] = departure
+            elif now < give_up:
+                continue
+            del self._missing[number]  # also a request that its rank has deleted
+
+    def _find_difference(self, number: int, departure: Departure) -> str:
+        """Returns the published difference, or finds and publishes it. Returns "" without one."""
+        key = f"{_REQUESTS}/{number}/difference"
+        if self._store.check([key]):
+            return str(self._store.get(key).decode())
+        own = self._get_own(departure)
+        if own is None:
+            return ""
+        rank = departure.ranks.index(self._rank)
+        sides = sorted([(rank, *own), (departure.rank, *departure.latest)])
+        difference = _C.collective_difference(*sides)
+        text = f"{difference} (process group '{departure.group}'). {_REMEDY}"
+        return str(self._store.compare_set(key, "", text).decode())
+
+    def _get_own(self, departure: Departure) -> Entries | None:
+        """Returns this rank's latest collectives if the one with that number differs."""
+        own = self._own.get(departure.group)
+        if own is not None and own.number == departure.number:
+            return own.latest if own.signature != departure.signature else None
+        with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
+            signature = _C.collective_signature(departure.group, departure.number)
+            if signature not in (0, departure.signature):
+                return _C.collective_entries(departure.group)
+        return None
+
+    def _stop(self, group: str, text: str) -> None:
+        if group in self._own:
+            self._differences[group] = text
+        with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
+            _C.stop_collectives(group, text)
+
+
+_departures: list[Departures] = []
+
+
+def get_departures() -> Departures:
+    """Returns the departures of the current job."""
+    if not _departures or not _departures[0].is_current():
+        _departures[:] = [Departures()]
+    return _departures[0]
+
+
+def settle(group: str, number: int, signature: int, entry: bytes) -> None:
+    """Called by csrc/python/sequence.c before a collective that differs from the prediction.
+
+    ``number`` and ``signature`` are those of the collective; ``entry`` describes it.
+
+    Raises:
+        RuntimeError: another rank issues another collective.
+    """
+    process_group = _resolve_process_group(group)  # type: ignore[arg-type]
+    ranks = dist.get_process_group_ranks(process_group)
+    first, entries = _C.collective_entries(group)
+    encoded = base64.b64encode(entries + entry).decode()
+    departure = Departure(group, ranks, process_group.rank(), number, signature, first, encoded)
+    get_departures().depart(departure, process_group)
+
+
+def _get_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    """Returns the time limit of the collectives of the process group's CPU backend."""
+    options: Any = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, datetime.timedelta) else default_pg_timeout
