@@ -343,6 +343,9 @@ static PyMethodDef module_methods[] = {
      "the process group's own backend, and their entries as bytes; see transport/agreement.h."},
     {"collective_signature", fcpy_collective_signature, METH_VARARGS,
      "collective_signature(group, number): returns the signature of a collective, 0 if unknown."},
+    {"collective_labels", fcpy_collective_labels, METH_VARARGS,
+     "collective_labels(group, first): returns the number of the first of the collectives from "
+     "`first` on that are known, and the hashes of their labels, 0: no label."},
     {"collective_difference", fcpy_collective_difference, METH_VARARGS,
      "collective_difference((rank, first, entries), (rank, first, entries)): describes the first "
      "collective that differs between two ranks."},

@@ -57,6 +57,30 @@ PyObject *fcpy_collective_signature(PyObject *module, PyObject *args) {
     return PyLong_FromUnsignedLongLong(signature);
 }
 
+PyObject *fcpy_collective_labels(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *name = NULL;
+    unsigned long long first = 0;
+    fct_pg *pg = NULL;
+    shm_negotiation *n = NULL;
+    if (!PyArg_ParseTuple(args, "sK:collective_labels", &name, &first) ||
+        find_group(name, &pg, &n) != 0) {
+        return NULL;
+    }
+    const uint64_t end = shm_negotiation_count(n);
+    const uint64_t begin = end > OP_ENTRIES && first < end - OP_ENTRIES ? end - OP_ENTRIES : first;
+    PyObject *labels = PyList_New(0);
+    for (uint64_t i = begin; labels != NULL && i < end; i++) {
+        PyObject *label = PyLong_FromUnsignedLongLong(shm_negotiation_label_at(n, i));
+        if (label == NULL || PyList_Append(labels, label) != 0) {
+            Py_CLEAR(labels);
+        }
+        Py_XDECREF(label);
+    }
+    fct_pg_release(pg);
+    return labels != NULL ? Py_BuildValue("KN", (unsigned long long)begin, labels) : NULL;
+}
+
 PyObject *fcpy_collective_difference(PyObject *module, PyObject *args) {
     (void)module;
     unsigned long long first[2];

@@ -7,6 +7,7 @@
 
 PyObject *fcpy_collective_entries(PyObject *module, PyObject *name);
 PyObject *fcpy_collective_signature(PyObject *module, PyObject *args);
+PyObject *fcpy_collective_labels(PyObject *module, PyObject *args);
 PyObject *fcpy_collective_difference(PyObject *module, PyObject *args);
 PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args);
 /* Lets the extension call settle() of departures.py. */

@@ -229,6 +229,15 @@ int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference) 
     return status;
 }
 
+uint64_t op_agreement_label_at(const op_agreement *a, uint64_t number) {
+    if (a->entries == NULL || number >= a->total || number + OP_ENTRIES < a->total) {
+        return 0;
+    }
+    const op_entry *entry = &a->entries[number % OP_ENTRIES];
+    return entry->hash == 0 ? 0
+                            : add_label(FCT_HASH_EMPTY, (fct_op_kind)entry->kind, &entry->label);
+}
+
 /* ---- lists of two ranks ---- */
 
 size_t op_agreement_copy(const op_agreement *a, op_entry *entries, uint64_t *first) {

@@ -60,6 +60,10 @@ FCT_CHECK int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued);
  * ranks find the first difference in further rounds. */
 FCT_CHECK int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference);
 
+/* Returns the hash of the label of a collective by its number; 0: no label, or not among the latest.
+ */
+uint64_t op_agreement_label_at(const op_agreement *a, uint64_t number);
+
 /* The ranks describe a collective that they are about to issue, which differs between rank 0 and
  * `rank`. All ranks must call it at the same point. */
 FCT_CHECK int op_entry_describe_difference(const op_entry *own, fct_pg *pg, int64_t rank,

@@ -376,9 +376,8 @@ int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach 
 
 /* ---- comparison of sizes ---- */
 
-/* Whether the ranks compare the sizes of the next collective. They begin at the same collective,
- * where all ranks have read the rounds and the negotiation is declined. */
-static bool compares_sizes(shm_negotiation *n) {
+bool shm_negotiation_compares_sizes(shm_negotiation *n) {
+    assert(atomic_load(&n->owners) > 0);
     return n->agrees && n->gathers >= n->fallback_gathers && get_state(n) == DECLINED;
 }
 
@@ -389,7 +388,7 @@ static int compare_size(shm_negotiation *n, fct_pg *pg, uint64_t kind, uint64_t 
         fct_error_runtime(n->stopped);
         return -1;
     }
-    if (!compares_sizes(n) || op_sequence_expects(&n->sequence, signature)) {
+    if (!shm_negotiation_compares_sizes(n) || op_sequence_expects(&n->sequence, signature)) {
         return 0;
     }
     op_entry entry = {.hash = 1, .kind = kind};
@@ -414,7 +413,7 @@ static int enter_exchange(shm_negotiation *n, fct_pg *pg, uint64_t kind) {
     if (compare_size(n, pg, kind, signature, NULL) != 0) {
         return -1;
     }
-    if (compares_sizes(n)) {
+    if (shm_negotiation_compares_sizes(n)) {
         op_sequence_add(&n->sequence, signature);
     }
     return 0;
@@ -543,7 +542,7 @@ int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint64_t signat
 void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag) {
     assert(atomic_load(&n->owners) > 0);
     op_agreement_add(&n->agreement, tag);
-    if (compares_sizes(n)) {
+    if (shm_negotiation_compares_sizes(n)) {
         op_sequence_add(&n->sequence, signature);
     }
 }
@@ -578,6 +577,14 @@ size_t shm_negotiation_copy_entries(const shm_negotiation *n, op_entry *entries,
         entries[count++] = (op_entry){.hash = 1, .kind = OP_AGREEMENT};
     }
     return count;
+}
+
+uint64_t shm_negotiation_label_at(const shm_negotiation *n, uint64_t number) {
+    return op_agreement_label_at(&n->agreement, number);
+}
+
+uint64_t shm_negotiation_count(const shm_negotiation *n) {
+    return n->agreement.total;
 }
 
 uint64_t shm_negotiation_signature_at(const shm_negotiation *n, uint64_t number) {

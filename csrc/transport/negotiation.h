@@ -99,6 +99,9 @@ FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint6
 FCT_CHECK int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uint64_t *number);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);
+/* Whether the ranks compare the sizes of the next collective. They begin at the same collective,
+ * where all ranks have read the rounds and the negotiation is declined. */
+bool shm_negotiation_compares_sizes(shm_negotiation *n);
 /* Before the fallback moves a collective: raises a Python exception if another rank issues one of
  * another kind or size; see sequence.h. `signature` 0 or `tag` NULL: unknown. The ranks compare
  * from the first collective on at which all of them know that the negotiation is declined. Errors
@@ -120,7 +123,11 @@ FCT_CHECK int shm_negotiation_stop(shm_negotiation *n, fct_pg *pg, const char *t
 /* Copies the latest recorded collectives; see op_agreement_copy. An agreement in flight follows as
  * one more entry, so `entries` has space for OP_ENTRIES + 1. */
 size_t shm_negotiation_copy_entries(const shm_negotiation *n, op_entry *entries, uint64_t *first);
-/* Returns the signature of a recorded collective by its number, or 0. */
+/* Returns the number of recorded collectives, and the hash of the label of one of the latest by its
+ * number, from 0 on; 0: no label, or not among the latest. */
+uint64_t shm_negotiation_count(const shm_negotiation *n);
+uint64_t shm_negotiation_label_at(const shm_negotiation *n, uint64_t number);
+/* Returns the signature of a compared collective by its number among these, or 0. */
 uint64_t shm_negotiation_signature_at(const shm_negotiation *n, uint64_t number);
 /* While a negotiation is paused, the fallback moves all data. All ranks must call the setter at the
  * same point of their programs. */

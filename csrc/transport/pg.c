@@ -30,8 +30,10 @@ static int begin(fct_pg *pg, fct_op_kind kind, const fct_op_tag *tag, const fct_
     if (next->negotiation == NULL) {
         return 0;
     }
-    fct_tensor_facts(input, &facts);
-    next->signature = op_signature((uint64_t)kind, (uint64_t)(facts.numel * facts.itemsize));
+    if (shm_negotiation_compares_sizes(next->negotiation)) {
+        fct_tensor_facts(input, &facts);
+        next->signature = op_signature((uint64_t)kind, (uint64_t)(facts.numel * facts.itemsize));
+    }
     return shm_negotiation_compare_size(next->negotiation, pg, next->signature, tag);
 }
 

@@ -20,6 +20,7 @@ import base64
 import contextlib
 import datetime
 import json
+import logging
 import threading
 import time
 import weakref
@@ -38,6 +39,8 @@ from torch.distributed.distributed_c10d import (
 
 from .. import _C
 
+_logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
 PATIENCE = 0.1
 """Seconds that a departing rank waits for the other ranks before it publishes a request."""
 
@@ -48,6 +51,10 @@ _REMEDY = (
     "Some ranks have issued their collective and wait for it, so the process group cannot be used "
     "any more: restart the ranks, or shard the model over a new process group"
 )
+_REMEDY_AFTER_ISSUE = (
+    "All later gradients may be wrong, and the process group cannot be used any more: restart the "
+    "ranks from a checkpoint"
+)
 
 Entries = tuple[int, bytes]
 """The number of the first of the latest collectives, and their entries (``op_entry``)."""
@@ -55,7 +62,11 @@ Entries = tuple[int, bytes]
 
 @dataclass
 class Departure:
-    """A collective that was not predicted. ``ranks``: those of the process group in the job."""
+    """A collective that was not predicted.
+
+    ``ranks``: those of the process group in the job. ``by_label``: the collective was issued, and
+    ``signature`` is the hash of its label (``label_comparison.py``).
+    """
 
     group: str
     ranks: list[int]
@@ -64,6 +75,7 @@ class Departure:
     signature: int
     first: int
     entries: str
+    by_label: bool = False
 
     @property
     def latest(self) -> Entries:
@@ -110,7 +122,7 @@ class Departures:
         while count < size:
             seconds = time.monotonic() - begin
             if seconds > PATIENCE:
-                request = request or self._publish(departure)
+                request = request or self.publish(departure)
                 self.answer()
             if departure.group in self._differences:
                 raise RuntimeError(self._differences[departure.group])
@@ -128,7 +140,7 @@ class Departures:
             store.delete_key(key)
             store.delete_key(f"{key}/read")
 
-    def _publish(self, departure: Departure) -> str:
+    def publish(self, departure: Departure) -> str:
         """Publishes the request of this rank. Returns its key."""
         key = f"{_REQUESTS}/{self._store.add(_REQUESTS, 1)}"
         self._store.set(key, json.dumps(asdict(departure)))
@@ -170,25 +182,34 @@ class Departures:
         rank = departure.ranks.index(self._rank)
         sides = sorted([(rank, *own), (departure.rank, *departure.latest)])
         difference = _C.collective_difference(*sides)
-        text = f"{difference} (process group '{departure.group}'). {_REMEDY}"
+        remedy = _REMEDY_AFTER_ISSUE if departure.by_label else _REMEDY
+        text = f"{difference} (process group '{departure.group}'). {remedy}"
         return str(self._store.compare_set(key, "", text).decode())
 
     def _get_own(self, departure: Departure) -> Entries | None:
         """Returns this rank's latest collectives if the one with that number differs."""
         own = self._own.get(departure.group)
-        if own is not None and own.number == departure.number:
+        if own is not None and own.number == departure.number and not departure.by_label:
             return own.latest if own.signature != departure.signature else None
         with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
-            signature = _C.collective_signature(departure.group, departure.number)
-            if signature not in (0, departure.signature):
+            if _get_signature(departure) not in (0, departure.signature):
                 return _C.collective_entries(departure.group)
         return None
 
     def _stop(self, group: str, text: str) -> None:
+        _logger.error("fsdp_c: %s", text)
         if group in self._own:
             self._differences[group] = text
         with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
             _C.stop_collectives(group, text)
+
+
+def _get_signature(departure: Departure) -> int:
+    """Returns the signature, or the hash of the label, of this rank's collective; 0: unknown."""
+    if not departure.by_label:
+        return _C.collective_signature(departure.group, departure.number)
+    first, labels = _C.collective_labels(departure.group, departure.number)
+    return labels[0] if first == departure.number and labels else 0
 
 
 _departures: list[Departures] = []

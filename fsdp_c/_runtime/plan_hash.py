@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from ..version import __version__
-from . import plan_store
+from . import label_comparison, plan_store
 from .env import is_env_enabled
 from .meshes import get_group_name
 
@@ -82,6 +82,7 @@ def set_plans(states: list[Any]) -> None:
         difference = plan_store.compare(process_group, f"{hashes[name]:x}")
         if difference is not None:
             raise_difference(plans, name, *difference)
+        label_comparison.add(process_group)
 
 
 def _find_nccl(names: dict[Any, tuple[str | None, ...]]) -> dict[str, dist.ProcessGroup]:

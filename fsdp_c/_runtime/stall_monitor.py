@@ -33,6 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from .. import _C
+from . import label_comparison
 from .departures import PATIENCE, get_departures
 from .records import COMPLETE, FAILED, Record, make_header, read_own_records
 from .stall_report import (
@@ -144,6 +145,7 @@ class StallMonitor(threading.Thread):
         self._next_limit = limit
         self._newest = 0  # number of the newest record at the last check
         self._last_failed = 0
+        self._compared = 0.0  # time of the last comparison of collectives
         self._file = ""  # the latest file, or why it was not written
 
     def is_watching(self) -> bool:
@@ -197,8 +199,7 @@ class StallMonitor(threading.Thread):
         now, records = read_own_records(READ_COUNT)
         wait = find_wait(records)
         seconds = (now - wait.waiting) / 1e9 if wait is not None else 0.0
-        if seconds >= PATIENCE:
-            get_departures().answer()
+        self._compare(seconds)
         newest = records[0].number if records else 0
         progresses = newest != self._newest and seconds < self._interval
         self._newest = newest
@@ -214,6 +215,15 @@ class StallMonitor(threading.Thread):
             self._report(wait, seconds, request)
         self._write_after_failure(records)
         return wait is not None
+
+    def _compare(self, seconds: float) -> None:
+        """Answers ranks whose collective differs. Compares collectives of NCCL process groups."""
+        now = time.monotonic()
+        if label_comparison.has_groups() and now - self._compared >= label_comparison.INTERVAL:
+            self._compared = now
+            label_comparison.compare()
+        elif seconds >= PATIENCE:
+            get_departures().answer()
 
     def _request_if_due(self, wait: Record, seconds: float) -> None:
         if wait.number != self._requested_for[0]:
