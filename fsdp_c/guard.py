@@ -19,7 +19,8 @@ def set_guard(mode: GuardMode) -> None:
     Args:
         mode: ``"on"``, the default: before the first collective of a model, the ranks of each
             process group compare their models. Over shared memory and over gloo on the CPU they
-            also compare each collective. A difference raises ``RuntimeError`` on every rank.
+            also compare each collective, over NCCL some seconds later. A difference raises
+            ``RuntimeError`` on every rank.
             ``"off"``: no comparison, as in torch.
 
     Raises:

@@ -45,6 +45,7 @@ TESTS_OF = {
     "recorder": ("test_stall", "test_stalled_ranks"),
     "sequence": ("test_sequence", "test_divergence"),
     "departures": ("test_divergence",),
+    "label_comparison": ("test_cuda_divergence",),
     "group_users": ("test_negotiation",),
     "capabilities": ("test_negotiation", "test_shared_memory"),
     "records": ("test_stall", "test_stalled_ranks"),

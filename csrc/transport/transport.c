@@ -29,8 +29,9 @@ int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
     if (device.type == FCT_DEVICE_CPU) {
         return fct_pg_is_gloo(pg) ? fct_shm_compare_plan(pg, plan, waits, result) : 0;
     }
-    /* The negotiation keeps the labels of collectives, which the stall monitors compare. */
-    return plan <= FCT_PLAN_UNKNOWN || fct_negotiation_open(pg) != NULL ? 0 : -1;
+    /* The negotiation counts the collectives and keeps their labels, which the stall monitors
+     * compare. The counts must be equal, so ranks that compare nothing also count. */
+    return fct_negotiation_open(pg) != NULL ? 0 : -1;
 }
 
 int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint64_t *number) {

@@ -95,6 +95,7 @@ class Departures:
         self._read = 0  # number of the last request that was looked for
         self._missing: dict[int, float] = {}  # requests that are not set yet, and when to give up
         self._open: dict[int, Departure] = {}
+        self._logged: set[str] = set()  # process groups whose difference was logged
 
     def is_current(self) -> bool:
         return self._job() is dist.group.WORLD
@@ -154,7 +155,7 @@ class Departures:
                 text = self._find_difference(number, departure)
                 if text:
                     del self._open[number]
-                    self._stop(departure.group, text)
+                    self._stop(departure, text)
 
     def _read_requests(self) -> None:
         newest, now = self._store.add(_REQUESTS, 0), time.monotonic()
@@ -196,12 +197,14 @@ class Departures:
                 return _C.collective_entries(departure.group)
         return None
 
-    def _stop(self, group: str, text: str) -> None:
-        _logger.error("fsdp_c: %s", text)
-        if group in self._own:
-            self._differences[group] = text
+    def _stop(self, departure: Departure, text: str) -> None:
+        if departure.by_label and departure.group not in self._logged:
+            self._logged.add(departure.group)
+            _logger.error("fsdp_c: %s", text)  # a host that waits for the device raises later
+        if departure.group in self._own:
+            self._differences[departure.group] = text
         with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
-            _C.stop_collectives(group, text)
+            _C.stop_collectives(departure.group, text)
 
 
 def _get_signature(departure: Departure) -> int:

@@ -16,6 +16,8 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
 
 import fsdp_c._C as _C
 
+from . import label_comparison
+
 _GATHERS = (torch_group.DefaultAllGather, torch_group.ProcessGroupAllocAllGather)
 _GATHER, _REDUCE, _ALL_REDUCE = range(3)
 _TORCH_COMMS = (
@@ -33,6 +35,8 @@ def _enter_transport(
         device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _TORCH_COMMS
     )
     entered = _C.enter_direct(group, operation, nbytes) if can_enter else None
+    if device.type != "cpu" and isinstance(group, dist.ProcessGroup):
+        label_comparison.remove(group)
     try:
         yield
     finally:

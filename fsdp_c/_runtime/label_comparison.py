@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 import weakref
 
 import torch.distributed as dist
@@ -27,13 +28,24 @@ INTERVAL = 2.0
 LABELS = 128
 """Number of labels that a rank publishes. Hosts of ranks are rarely more collectives apart."""
 
+_lock = threading.Lock()  # held while `_groups` is read or changed
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """The compared process groups, with the number of collectives at the last comparison."""
+_different: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Process groups for which this rank has published a request."""
 
 
 def add(process_group: dist.ProcessGroup) -> None:
     """Compares the collectives of this process group from now on."""
-    _groups.setdefault(process_group, 0)
+    with _lock:
+        _groups.setdefault(process_group, 0)
+
+
+def remove(process_group: dist.ProcessGroup) -> None:
+    """Compares the process group no more: functions of torch issue collectives that have no label,
+    perhaps on this rank only."""
+    with _lock:
+        _groups.pop(process_group, None)
 
 
 def has_groups() -> bool:
@@ -42,12 +54,17 @@ def has_groups() -> bool:
 
 def compare() -> None:
     """Compares all process groups once, and answers the requests of other ranks."""
-    for process_group, count in list(_groups.items()):
+    with _lock:
+        groups = list(_groups.items())
+    for process_group, count in groups:
+        if process_group in _different:
+            continue
         first, labels = _C.collective_labels(process_group.group_name, max(0, count - LABELS))
-        _groups[process_group] = first + len(labels)
         dropped = max(0, len(labels) - LABELS)
         if _compare_with_neighbor(process_group, first + dropped, labels[dropped:]):
-            del _groups[process_group]
+            _different.add(process_group)
+        with _lock:
+            _groups[process_group] = first + len(labels)
     get_departures().answer()
 
 

@@ -44,6 +44,18 @@ def test_different_model_raises_on_both_ranks_and_later_models_train(
     assert messages["equal"] == ""
 
 
+def test_other_order_of_later_collectives_raises_on_both_ranks(ranks: list[Messages]) -> None:
+    for messages in ranks:
+        text = messages["later order"]["raised"]
+        assert " failed on rank " in text
+        difference = text.partition("collective mismatch: ")[2]
+        assert "rank 0 gathers '0' (step 4, forward), rank 1 gathers '2' (step 4" in difference
+
+
+def test_equal_order_of_later_collectives_does_not_raise(ranks: list[Messages]) -> None:
+    assert [messages["equal order"]["raised"] for messages in ranks] == ["", ""]
+
+
 @pytest.mark.parametrize("case", ["equal", "off on rank 1"])
 def test_models_that_are_equal_or_not_compared_do_not_raise(
     ranks: list[Messages], case: str

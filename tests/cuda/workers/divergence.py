@@ -1,8 +1,9 @@
 """Runs models that differ between the ranks of an NCCL process group.
 
-``python divergence.py RANK FILE`` prints a JSON object. It maps each case to three messages of
-exceptions, or empty strings: ``first`` (the first forward), ``repeated`` (the same forward again,
-if the first one raised), and ``equal`` (the first forward of a model that is equal on all ranks).
+``python divergence.py RANK FILE`` prints a JSON object. It maps each case to messages of
+exceptions, or empty strings. The first cases have three: ``first`` (the first forward),
+``repeated`` (the same forward again, if the first one raised), and ``equal`` (the first forward of
+a model that is equal on all ranks). The last two cases have one: ``raised``, by a later forward.
 FILE is the rendezvous file of two ranks.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -29,7 +31,19 @@ def build(case: str, rank: int) -> Any:
     import fsdp_c
 
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda()
+
+    class Layers(nn.Sequential):
+        """Runs its layers in the order of ``order``."""
+
+        order = [0, 1, 2]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in self.order:
+                x = self[index](x)
+            return x
+
+    model: Any = Layers(*(nn.Linear(8, 8) for _ in range(3))).cuda()
+    model.order = [0, 1, 2]
     names = ["weight", "bias"]
     if rank == 1 and case in ("order", "off on rank 1"):
         names.reverse()
@@ -59,6 +73,22 @@ def run(model: Any) -> str:
     return ""
 
 
+def run_steps(rank: int, steps: int, other: int | None = None) -> str:
+    """Returns the message of the exception that ends the steps, or an empty string.
+
+    After three steps, rank ``other`` runs the layers in another order.
+    """
+    model = build("equal", rank)
+    for step in range(steps):
+        if step == 3 and rank == other:
+            model.order.reverse()
+        message = run(model)
+        if message:
+            return message
+        time.sleep(0.05)
+    return ""
+
+
 def run_case(case: str, rank: int) -> dict[str, str]:
     model = build(case, rank)
     first = run(model)
@@ -77,7 +107,10 @@ def main(rank: int, file: str) -> dict[str, dict[str, str]]:
     torch.cuda.set_device(0)
     store = dist.FileStore(file, RANKS)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=RANKS)
-    return {case: run_case(case, rank) for case in CASES}
+    return {case: run_case(case, rank) for case in CASES} | {
+        "equal order": {"raised": run_steps(rank, 100)},
+        "later order": {"raised": run_steps(rank, 300, other=1)},
+    }
 
 
 if __name__ == "__main__":
