@@ -60,8 +60,8 @@ FCT_CHECK int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued);
  * ranks find the first difference in further rounds. */
 FCT_CHECK int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference);
 
-/* Returns the hash of the label of a collective by its number; 0: no label, or not among the latest.
- */
+/* Returns the hash of the label of a collective by its number, or 0 without a label, or if the
+ * collective is not among the latest. */
 uint64_t op_agreement_label_at(const op_agreement *a, uint64_t number);
 
 /* The ranks describe a collective that they are about to issue, which differs between rank 0 and

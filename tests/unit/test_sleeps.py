@@ -33,6 +33,7 @@ SLEEPS = {
     "distributed/workers/traced.py": [DELAY],
     "distributed/workers/shared_memory.py": [DELAY, DELAY, DELAY],
     "cuda/runtime/stream.cpp": [HANG],
+    "cuda/workers/divergence.py": [DELAY],
     "cuda/workers/unit_captures.py": [POLL],
     "cuda/workers/watchdog.py": [POLL],
 }
