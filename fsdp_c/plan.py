@@ -75,8 +75,8 @@ def plan(
 
     Raises:
         ValueError: ``world_size`` and mesh are missing, the mesh has more than two dimensions,
-            planning of ``auto_shard`` fails, ``reshard_after_forward`` does not divide the number
-            of ranks, or forward raises on fake tensors of the batch.
+            planning of ``auto_shard`` fails, or forward raises on fake tensors of the batch.
+        ValueError: ``reshard_after_forward`` does not divide the number of ranks.
         TypeError: An argument has another type, or ``fully_shard`` does not have it.
     """
     require_module(model, "plan")
