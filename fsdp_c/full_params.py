@@ -331,22 +331,26 @@ def _pad_shard(shard: DTensor, mesh_dim: int) -> torch.Tensor:
 def _gather_rows(
     part: torch.Tensor, mesh: Any, mesh_dim: int, rank0_only: bool
 ) -> torch.Tensor | None:
-    """Gathers shards to (ranks, elements); returns None if this rank does not get the result."""
+    """Gathers shards to (ranks, elements); returns None if this rank does not get the result.
+
+    Gathers bytes, because gloo has no collectives of some dtypes, such as float8.
+    """
     group = mesh.get_group(mesh_dim)
     size = mesh.size(mesh_dim)
+    sent = part.view(torch.uint8)
     if not rank0_only:
-        rows = part.new_empty(size * part.numel())
-        _all_gather(rows, part, group=group)
-        return rows.view(size, -1)
+        received = sent.new_empty(size * sent.numel())
+        _all_gather(received, sent, group=group)
+        return received.view(part.dtype).view(size, part.numel())
     first_rank = _get_first_rank(mesh)
     if first_rank not in dist.get_process_group_ranks(group):
         return None
     if dist.get_rank() != first_rank:
-        dist.gather(part, dst=first_rank, group=group)
+        dist.gather(sent, dst=first_rank, group=group)
         return None
-    rows = part.new_empty((size, part.numel()))
-    dist.gather(part, list(rows.unbind()), dst=first_rank, group=group)
-    return rows
+    received = sent.new_empty(size * sent.numel())
+    dist.gather(sent, list(received.view(size, sent.numel()).unbind()), dst=first_rank, group=group)
+    return received.view(part.dtype).view(size, part.numel())
 
 
 def _join_rows(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:

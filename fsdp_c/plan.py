@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from typing_extensions import Unpack
 
 from . import wrap
@@ -74,6 +76,7 @@ def plan(
     Raises:
         ValueError: ``world_size`` and mesh are missing, the mesh has more than two dimensions,
             planning of ``auto_shard`` fails, or forward raises on fake tensors of the batch.
+        ValueError: ``reshard_after_forward`` does not divide the number of ranks.
         TypeError: An argument has another type, or ``fully_shard`` does not have it.
     """
     require_module(model, "plan")
@@ -91,6 +94,8 @@ def plan(
         ranks=shape[1],
         **kwargs,
     )
+    for unit in units:
+        _check_reshard(unit.kwargs.get("reshard_after_forward"), shape[1])
     layout = unit_bytes.make_planned_layout(model, units, shape)
     on_cpu = _parse_device_type(device) == "cpu"
     state_bytes, step_bytes = compute_optimizer_cost(optimizer, layout, on_cpu)
@@ -116,6 +121,15 @@ def plan(
     )
     print(explanation, file=file)
     return explanation
+
+
+def _check_reshard(reshard: Any, ranks: int) -> None:
+    """Raises the exception of ``fully_shard`` if ``reshard_after_forward`` is invalid."""
+    if reshard is not None and (
+        not isinstance(reshard, int) or (reshard is not False and (reshard < 1 or ranks % reshard))
+    ):
+        info: Any = SimpleNamespace(shard_mesh_size=ranks)
+        _get_post_forward_mesh_info(reshard, info)
 
 
 def _parse_device_type(device: str | torch.device) -> str:

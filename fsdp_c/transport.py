@@ -57,10 +57,11 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
     A unit with more than ``bucket_cap_mb`` MiB of gradients, in the reduce dtype, is reduced in
     buckets. Each bucket has its own collective, and the last parameters come first. A reduction
     then needs memory for one or two buckets instead of the entire unit. Buckets lower the peak
-    of units that hold embeddings and heads. A parameter is never split.
+    of units with more than 1 GiB of gradients, such as large embeddings and mixtures of experts.
+    A parameter is never split.
 
-    The default of ``fully_shard`` is 1024 MiB. Smaller units use a single collective, as in torch.
-    ``replicate`` has a separate default and reduces each bucket as soon as it is full. Results
+    By default, a unit of ``fully_shard`` has one reduce-scatter, as in torch. ``replicate`` has a
+    default of 25 MiB and reduces each bucket as soon as it is full. With several buckets, results
     equal torch's bits on two ranks. On more ranks a backend may add in another order. Units with a
     reduce hook and units that torch's functions reduce are not split.
 

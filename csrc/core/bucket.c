@@ -19,7 +19,6 @@ void fc_bucket_init(fc_buckets *b, fc_group_base *base) {
     assert(base != NULL);
     memset(b, 0, sizeof *b);
     b->base = base;
-    b->limit = FC_BUCKET_LIMIT;
 }
 
 void fc_bucket_fini(fc_buckets *b) {

@@ -1,9 +1,9 @@
 /* Buckets: spans of a group's parameters with about `limit` bytes of gradients each. Cutting
  * divides the parameters into buckets. Bucket 0 has the last parameters, because backward reaches
  * these first. This module selects the next bucket, and the group reduces its gradients. A
- * replicated group has small buckets, so that reductions overlap backward. A sharded group has
- * large ones, reduced one after the other at the end of its backward, which limits the peak memory
- * of a reduction.
+ * replicated group has small buckets, so that reductions overlap backward. A sharded group has one
+ * bucket, as in torch. If the user sets a limit, its buckets are reduced one after the other at the
+ * end of its backward, which limits the peak memory of a reduction.
  *
  *            cut                      begin(eager)
  *   STALE ----------> READY <------------------------------> EAGER
@@ -32,9 +32,6 @@
 
 #include "group_base.h"
 
-/* Default `limit` in bytes. Larger than typical units; smaller than large embeddings. */
-#define FC_BUCKET_LIMIT ((int64_t)1 << 30)
-
 typedef enum fc_bucket_mode {
     FC_BUCKETS_STALE, /* must be cut again from the current parameters */
     FC_BUCKETS_READY, /* cut; no eager backward is running */
@@ -57,7 +54,7 @@ typedef struct fc_buckets {
     fc_bucket *items; /* [count] in the order of their reductions; owned */
 } fc_buckets;
 
-/* Borrows `base`, which must outlive the buckets. */
+/* Initializes buckets without a limit. Borrows `base`, which must outlive them. */
 void fc_bucket_init(fc_buckets *b, fc_group_base *base);
 /* Removes all gradient notifications and frees the buckets. Call it before the group is freed. */
 void fc_bucket_fini(fc_buckets *b);

@@ -60,6 +60,7 @@ typedef struct fc_param {
     fc_extension extension;
     /* The parameter over flat, N-D: the leaf that autograd accumulates into. */
     fct_tensor *unsharded;
+    const void *leaf_before; /* address of `unsharded` at the beginning of the backward */
     fct_tensor *accumulated; /* partial gradient in reduce_dtype, of backwards without reduction */
     fct_tensor *partial;     /* HSDP: padded_numel elements, not all-reduced yet */
     /* Owned by bucket.c. The subscription exists only in groups with several buckets. */

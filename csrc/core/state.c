@@ -13,6 +13,7 @@
 
 #include "../bridge/device.h"
 #include "reduction.h"
+#include "unsharded.h"
 
 void fc_iteration_init(fc_iteration *it) {
     memset(it, 0, sizeof *it);
@@ -501,10 +502,14 @@ fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
     FC_TRY(enter_backward(s, at_end));
     for (size_t i = 0; i < s->group_count; i++) {
         fc_group *g = s->groups[i];
-        if (s->iteration->records && g->training_state != FC_PRE_BACKWARD) {
+        const bool begins = g->training_state != FC_PRE_BACKWARD;
+        const bool has_graph = begins && fct_in_backward(); /* else a direct call */
+        if (s->iteration->records && begins) {
             g->grads_before = grad_fingerprint(g);
         }
+        FC_TRY(has_graph ? fc_unsharded_record_leaves(&g->base) : FC_OK);
         FC_TRY(g->ops->pre_backward(g, s->backward_prefetch_count == 0));
+        FC_TRY(has_graph ? fc_unsharded_check_leaves(&g->base) : FC_OK);
     }
     FC_TRY(visit_backward_prefetch(s, prefetch_in_backward));
 done:

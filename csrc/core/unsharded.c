@@ -153,6 +153,44 @@ done:
     return status;
 }
 
+/* ---- leaves ---- */
+
+/* Returns true if a change of the leaf would lose gradients of the parameter. */
+static bool needs_leaf(const fc_group_base *base, const fc_param *p) {
+    return !p->extended && base->callbacks->requires_grad(p->owner);
+}
+
+static fc_status refuse_lost_leaf(fc_group_base *base, const fc_param *p) {
+    return fc_error_set(&base->comm->error, FC_ESTATE,
+                        "parameter '%s' was converted or replaced between forward and backward, "
+                        "so its gradient would be lost\n"
+                        "Run forward again before backward, or change the values in place.",
+                        p->name != NULL ? p->name : "?");
+}
+
+fc_status fc_unsharded_record_leaves(fc_group_base *base) {
+    assert(base->comm != NULL && (base->count == 0 || base->params != NULL));
+    for (size_t i = 0; i < base->count; i++) {
+        fc_param *p = base->params[i];
+        if (p->unsharded == NULL && needs_leaf(base, p)) {
+            return refuse_lost_leaf(base, p);
+        }
+        p->leaf_before = p->unsharded;
+    }
+    return FC_OK;
+}
+
+fc_status fc_unsharded_check_leaves(fc_group_base *base) {
+    assert(base->comm != NULL && (base->count == 0 || base->params != NULL));
+    for (size_t i = 0; i < base->count; i++) {
+        const fc_param *p = base->params[i];
+        if (p->unsharded != p->leaf_before && needs_leaf(base, p)) {
+            return refuse_lost_leaf(base, p);
+        }
+    }
+    return FC_OK;
+}
+
 /* ---- invariants ---- */
 
 static fc_status check_memory(const fc_group_base *base, size_t i, bool unsharded, bool kept) {

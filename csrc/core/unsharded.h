@@ -28,6 +28,13 @@ FC_CHECK fc_status fc_unsharded_make(fc_group_base *base, bool extends);
 /* Creates the parameter objects over memory that the fallback has filled. Returns FC_ESTATE if a
  * parameter has no memory. */
 FC_CHECK fc_status fc_unsharded_adopt(fc_group_base *base);
+/* Calls before and after the gather of a backward. Both return FC_ESTATE if the graph of the
+ * forward has another leaf than `unsharded`, because gradients of that leaf would be lost.
+ * record_leaves detects a conversion to another dtype since forward. check_leaves detects a
+ * replaced shard of which the unsharded parameter is an alias. Frozen parameters and parameters
+ * with all-gather hooks are not checked. */
+FC_CHECK fc_status fc_unsharded_record_leaves(fc_group_base *base);
+FC_CHECK fc_status fc_unsharded_check_leaves(fc_group_base *base);
 /* Returns FC_ESTATE with torch's message if the memory of a parameter cannot be freed. Call it
  * before fc_unsharded_free. */
 FC_CHECK fc_status fc_unsharded_can_free(const fc_group_base *base);

@@ -10,7 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../core/bucket.h"
 #include "../core/dtype.h"
 
 typedef struct fcd_block {
@@ -274,7 +273,6 @@ static int read_unit(fcd_parsed *p, PyObject *dict, fcd_unit_description *out, c
     char name[LONG_PATH_LENGTH];
     *out = (fcd_unit_description){.replicas = 1,
                                   .reduce = FCT_NO_DTYPE,
-                                  .bucket_bytes = FC_BUCKET_LIMIT,
                                   .max_input_buffers = 1,
                                   .reshard_after_forward = true,
                                   .reshard_after_backward = true,

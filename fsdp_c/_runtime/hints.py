@@ -242,9 +242,8 @@ def _hint_on_ignored(call: _FailedCall) -> str | None:
 def _hint_on_reshard(call: _FailedCall) -> str | None:
     if "reshard_after_forward" not in str(call.error):
         return None
-    world = dist.get_world_size()
-    mesh = call.kwargs.get("mesh")
-    size = mesh.size() if isinstance(mesh, DeviceMesh) else world
+    mesh = call.kwargs.get("mesh")  # the last dimension is the one to shard over
+    size = mesh.size(mesh.ndim - 1) if isinstance(mesh, DeviceMesh) else dist.get_world_size()
     sizes = [str(n) for n in range(2, size) if size % n == 0]
     return (
         "reshard_after_forward: True frees the parameters after forward, False keeps them; a "
@@ -261,7 +260,8 @@ def _hint_on_placement(call: _FailedCall) -> str | None:
             f"shard_placement_fn: a function of a parameter, not {function!r}: "
             f"lambda param: {function!r}, for example."
         )
-    world = dist.get_world_size()
+    mesh = call.kwargs.get("mesh")  # the last dimension is the one to shard over
+    world = mesh.size(mesh.ndim - 1) if isinstance(mesh, DeviceMesh) else dist.get_world_size()
     for name, param in call.parameters():
         result = function(param)
         dim = getattr(result, "dim", None)

@@ -327,7 +327,7 @@ class Param(ReplaceableShard):
         original = self._orig_class
         if type(parameter) is nn.Parameter and issubclass(original, nn.Parameter):
             parameter.__class__ = original
-        self._copy_attributes(parameter, modules=False)
+        self._copy_attributes(parameter)
         return parameter
 
     def _make_post_forward(self, data: torch.Tensor) -> nn.Parameter:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
+from types import NoneType
 from typing import Any
 
 import torch
@@ -35,12 +37,35 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     )
 
 
+_PLAIN_TYPES = (NoneType, bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is data that refers to no tensor, module or other object."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN_TYPES)
+
+
+def _refers_to_module(value: Any) -> bool:
+    return isinstance(value, nn.Module) or isinstance(getattr(value, "__self__", None), nn.Module)
+
+
 def copy_user_attributes(param: nn.Parameter) -> dict[str, Any]:
-    """Returns the attributes of a parameter object, without the inner tensors of a subclass."""
+    """Returns the attributes of a parameter object that fsdp_c's parameter objects get.
+
+    These are plain data: other attributes would keep memory allocated, or prevent the copy of an
+    optimizer. Methods of a subclass may need all attributes but the inner tensors.
+    """
+    attributes = vars(param)
+    if type(param) in (nn.Parameter, DTensor):
+        return {name: value for name, value in attributes.items() if _is_plain(value)}
     has_inner_tensors = not isinstance(param, DTensor) and is_wrapper(param)
     return {
         name: value
-        for name, value in vars(param).items()
+        for name, value in attributes.items()
         if not (has_inner_tensors and isinstance(value, torch.Tensor))
     }
 
@@ -136,14 +161,16 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._sharding_spec = get_shared_spec(self._spmd_mesh, self._spmd_placements, param)
         return param
 
-    def _copy_attributes(self, to: nn.Parameter, modules: bool = True) -> None:
-        """Copies the attributes of the original parameter object to ``to``.
+    def _copy_attributes(self, to: nn.Parameter) -> None:
+        """Copies attributes of the original parameter object to a sharded or unsharded parameter.
 
-        ``modules=False`` skips modules. The garbage collector does not traverse the core's
-        reference to the unsharded parameter, so that parameter must not refer to the model.
+        A sharded parameter gets plain data, so that it can be copied and pickled as under torch. An
+        unsharded parameter gets no attribute that refers to a module, because the garbage collector
+        does not traverse the core's reference to this parameter.
         """
+        is_sharded = to is self.sharded_param
         for name, value in self._orig_attributes.items():
-            if modules or not isinstance(value, nn.Module):
+            if _is_plain(value) or not (is_sharded or _refers_to_module(value)):
                 to.__dict__.setdefault(name, value)
 
     @property

@@ -28,6 +28,7 @@ from .._compat.guard import has_torch_constructor
 from .._compat.torch_releases import is_spmd_mesh, orig_param_uid
 from .mixed_precision import APPLIED_REDUCE_DTYPE, has_grad_dtype
 from .param import Param, get_param_class
+from .param_shard import copy_user_attributes
 from .typed_params import is_typed
 
 _PER_CALL = ("mesh_info", "post_forward_mesh_info", "device", "mp_policy")
@@ -139,7 +140,7 @@ class ParamFactory:
         own_attributes = vars(result)
         own_attributes.update(template.shared_attributes)
         own_attributes.update(self._call_attributes)
-        attributes = dict(vars(param))
+        attributes = copy_user_attributes(param)
         own_attributes.update(
             _template=template,
             _module_info=info,

@@ -40,6 +40,14 @@ def make_meta_error(params: Sequence[ParamShard]) -> RuntimeError:
     )
 
 
+def _refuse_proxy(param: Any) -> None:
+    """Raises torch's ``TraceError`` if ``param`` is a proxy of ``torch.fx.symbolic_trace``."""
+    try:
+        bool(getattr(param, "_local_tensor", None))  # a proxy has every attribute, but no value
+    except Exception as error:
+        raise with_hint(error, "Trace the model before fully_shard.") from None
+
+
 class ReplaceableShard(ParamShard):
     """The part of ``Param`` that adopts replaced parameters and local tensors."""
 
@@ -57,6 +65,7 @@ class ReplaceableShard(ParamShard):
         tensor. The local tensor is padded again if necessary.
 
         Raises:
+            TraceError: ``torch.fx.symbolic_trace`` has replaced the parameter by a proxy.
             AttributeError: The registered parameter is not a DTensor.
             AssertionError: The local tensor's size differs from this rank's shard.
             RuntimeError: The dtypes of the local tensor and its DTensor differ.
@@ -70,6 +79,7 @@ class ReplaceableShard(ParamShard):
                     f"instead of {self.sharded_param}"
                 )
             if not isinstance(new_param, DTensor):
+                _refuse_proxy(new_param)
                 error = AttributeError(
                     f"'{type(new_param).__name__}' object has no attribute '_local_tensor'"
                 )

@@ -14,6 +14,8 @@ from .unit_bytes import Sharding, UnitSizes
 
 _MAX_CHANGES = 3
 _MIN_SAVING = 0.01  # fraction of the peak
+_BUCKET_MIB = 1024
+"""Size of the buckets that are suggested for units with more gradients."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ def _iterate_candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Ca
             trace,
             1.0,
         )
+    if any(not u.bucket_bytes and u.reduce_input_bytes > _BUCKET_MIB * 2**20 for u in units):
+        changed = tuple(replace(u, bucket_bytes=_BUCKET_MIB * 2**20) for u in units)
+        text = f"reduce large units in buckets: fsdp_c.set_bucket_cap(model, {_BUCKET_MIB})"
+        yield text, replace(sharding, units=changed), trace, 1.0
     unsharded_units = [u for u in units[1:] if u.reshard is False and u.world > 1]
     if unsharded_units:
         changed = tuple(replace(u, reshard=True) if u in unsharded_units else u for u in units)

@@ -20,9 +20,6 @@ from .._runtime import fsdp_units
 from .._runtime.mixed_precision import APPLIED_REDUCE_DTYPE, get_compute_dtype, get_reduce_dtype
 from .fake_step import StateModules
 
-BUCKET_LIMIT = 2**30
-"""Bytes of gradients at which a unit's bucket is full: FC_BUCKET_LIMIT of csrc/core/bucket.h."""
-
 
 class ParamSize(NamedTuple):
     """One parameter. ``sizes`` are those of the unsharded parameter, ``dim`` is the sharded dim."""
@@ -71,7 +68,7 @@ class UnitSizes:
     reshard: bool | int
     offloads: bool = False
     unshard_in_backward: bool = True
-    bucket_bytes: int = BUCKET_LIMIT
+    bucket_bytes: int = 0
     overlaps: bool = True
     settings: dict[str, bool | int] = field(default_factory=dict)
 

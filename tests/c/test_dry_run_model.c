@@ -43,7 +43,6 @@ static fixture two_units(void) {
                                             .world = WORLD,
                                             .replicas = 1,
                                             .reduce = FCT_NO_DTYPE,
-                                            .bucket_bytes = FC_BUCKET_LIMIT,
                                             .max_input_buffers = 1,
                                             .reshard_after_forward = i > 0,
                                             .reshard_after_backward = true,

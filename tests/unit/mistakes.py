@@ -332,6 +332,12 @@ def reshard_after_forward_not_dividing_world_size(api: Api) -> None:
     api.shard(api.Model(), reshard_after_forward=3)
 
 
+@mistake("ValueError: If passing reshard_after_forward as an int, it", "that many ranks: none here")
+def reshard_after_forward_not_dividing_shard_dimension(api: Api) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
+    api.shard(api.Model(), mesh=mesh, reshard_after_forward=4)
+
+
 @mistake(
     "ValueError: reshard_after_forward should be a bool or an int", "True frees the parameters"
 )

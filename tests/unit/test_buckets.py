@@ -1,4 +1,4 @@
-"""Buckets of ``replicate`` and of large units, tested on a fake process group."""
+"""Buckets of ``replicate`` and of ``set_bucket_cap``, tested on a fake process group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.nn as nn
 import fsdp_c
 from fsdp_c import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp_c._tools.dry_run import simulate_collectives
-from fsdp_c._tools.unit_bytes import BUCKET_LIMIT, Sharding, make_sharded_layout
+from fsdp_c._tools.unit_bytes import Sharding, make_sharded_layout
 
 MIB = 2**20
 
@@ -71,14 +71,42 @@ def test_buckets_depend_on_reduce_dtype_and_trained_parameters(fake_group: int) 
     assert group_of(replicate(frozen, bucket_cap_mb=80 / MIB))._buckets == [(2, 6), (0, 2)]
 
 
-def test_unit_over_1_gib_is_reduced_in_buckets(fake_group: int) -> None:
-    assert group_of(fully_shard(make_model()))._bucket_bytes == BUCKET_LIMIT == 2**30
+def make_large_model() -> nn.Sequential:
+    """Returns three layers on the meta device, each with 64 KiB less than 1 GiB of gradients."""
     with torch.device("meta"):
-        large = nn.Sequential(*(nn.Linear(2**14, 2**14 - 1, bias=False) for _ in range(3)))
+        return nn.Sequential(*(nn.Linear(2**14, 2**14 - 1, bias=False) for _ in range(3)))
+
+
+def test_unit_over_1_gib_is_reduced_in_one_collective_by_default(fake_group: int) -> None:
+    assert group_of(fully_shard(make_model()))._bucket_bytes == 0
+    large = make_large_model()
     [planned] = fsdp_c.plan(large, lambda **_: False, world_size=8).units
-    assert planned.reduce_scatters == 2
+    assert planned.reduce_scatters == 1
     fully_shard(large)
-    assert group_of(large)._buckets == [(1, 3), (0, 1)]  # a layer has 64 KiB less than the limit
+    assert group_of(large)._buckets == [(0, 3)]
+
+
+def test_unit_over_1_gib_with_cap_of_1_gib_is_reduced_in_buckets(fake_group: int) -> None:
+    large = fully_shard(make_large_model())
+    fsdp_c.set_bucket_cap(large, 1024)
+    assert group_of(large)._bucket_bytes == 2**30
+    assert group_of(large)._buckets == [(1, 3), (0, 1)]
+    [unit] = fsdp_c.explain(large).units
+    assert unit.reduce_scatters == 2
+
+
+def test_buckets_are_suggested_for_unit_over_1_gib_if_they_lower_the_peak(fake_group: int) -> None:
+    def find_suggestions(explanation: fsdp_c.Explanation) -> list[int]:
+        return [c.saves for c in explanation.changes if "set_bucket_cap(model, 1024)" in c.text]
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    large = fully_shard(make_large_model(), mp_policy=policy)
+    before = fsdp_c.explain(large)
+    fsdp_c.set_bucket_cap(large, 1024)
+    after = fsdp_c.explain(large)
+    assert find_suggestions(before) == [before.peak.total - after.peak.total]
+    assert find_suggestions(after) == []
+    assert find_suggestions(fsdp_c.explain(fully_shard(make_model()))) == []
 
 
 def test_set_bucket_cap_changes_all_units_or_raises_and_changes_none(fake_group: int) -> None:
@@ -100,7 +128,7 @@ def test_set_bucket_cap_changes_all_units_or_raises_and_changes_none(fake_group:
     fully_shard(mixed[0])
     with pytest.raises(TypeError, match="is a unit of torch's"):
         fsdp_c.set_bucket_cap(nn.ModuleList(mixed), 80 / MIB)
-    assert group_of(mixed[0])._bucket_bytes == BUCKET_LIMIT
+    assert group_of(mixed[0])._bucket_bytes == 0
 
 
 def test_set_reduction_overlap_changes_all_units(fake_group: int) -> None:

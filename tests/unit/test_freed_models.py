@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+import threading
 import weakref
 from typing import Any
 
@@ -16,7 +19,7 @@ import fsdp_c
 class ReturnsParameter(nn.Module):
     """Returns one of its parameters besides the output, as a loss with learned weights does.
 
-    With ``has_attributes``, parameters have attributes, one of which references the model.
+    With ``has_attributes``, parameters have attributes, two of which reference the model.
     """
 
     def __init__(self, has_attributes: bool) -> None:
@@ -27,7 +30,13 @@ class ReturnsParameter(nn.Module):
         if has_attributes:
             for param in self.parameters():
                 param.owner = self  # type: ignore[attr-defined]
-                param.note = "kept"  # type: ignore[attr-defined]
+                param.loader = self.load  # type: ignore[attr-defined]
+                param.history = torch.zeros_like(param)  # type: ignore[attr-defined]
+                param.lock = threading.Lock()  # type: ignore[attr-defined]
+                param.note = ("kept", {"rank": 0, "dtype": torch.float32})  # type: ignore[attr-defined]
+
+    def load(self, values: torch.Tensor) -> None:
+        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.linear(x) * self.scale, self.scale
@@ -58,11 +67,50 @@ def test_deleted_model_with_references_in_parameters_is_freed(
     assert [reference() is None for reference in references] == [True] * 5
 
 
-def test_attributes_of_parameters_are_copied_to_unsharded_parameters(fake_group: int) -> None:
+def test_attributes_with_plain_data_are_copied_to_sharded_and_unsharded_parameters(
+    fake_group: int,
+) -> None:
     model: Any = fsdp_c.fully_shard(ReturnsParameter(True))
-    assert all(param.owner is model and param.note == "kept" for param in model.parameters())
     step(model)
-    assert all(param.note == "kept" for param in unsharded_params_of(model))
+    params = [*model.parameters(), *unsharded_params_of(model)]
+    assert [param.note[1]["rank"] for param in params] == [0] * 6
+    others = ("owner", "loader", "history", "lock")  # torch drops all attributes
+    assert not any(hasattr(param, name) for param in params for name in others)
+
+
+@pytest.mark.parametrize("shard", [torch.distributed.fsdp.fully_shard, fsdp_c.fully_shard])
+def test_optimizer_and_parameters_with_attributes_are_copied_and_pickled(
+    fake_group: int, shard: Any
+) -> None:
+    model: Any = shard(ReturnsParameter(True))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert len(copy.deepcopy(optimizer).param_groups[0]["params"]) == 3
+    assert copy.deepcopy(model.state_dict(keep_vars=True)).keys() == model.state_dict().keys()
+    assert pickle.dumps(list(model.parameters()))
+
+
+class Parameter(nn.Parameter):
+    """A subclass whose method needs an attribute that is not plain data."""
+
+    def read(self) -> Any:
+        return self.value()  # type: ignore[attr-defined]
+
+
+def test_unsharded_parameter_of_subclass_has_attributes_for_its_methods(fake_group: int) -> None:
+    model: Any = ReturnsParameter(False)
+    model.scale = Parameter(torch.ones(4))
+    model.scale.value = lambda: 3
+    model.scale.loader = model.load
+    fsdp_c.fully_shard(model)
+    step(model)
+    [unsharded] = [param for param in unsharded_params_of(model) if isinstance(param, Parameter)]
+    names = vars(unsharded).keys()
+    assert unsharded.read() == 3
+    assert "loader" not in names and not hasattr(model.scale, "value")
+    reference = weakref.ref(model)
+    del model, unsharded
+    gc.collect()
+    assert reference() is None
 
 
 def test_returned_parameter_is_unsharded_for_backward_and_has_one_hook(single_group: int) -> None:

@@ -487,6 +487,10 @@ def test_number_of_bytes_that_is_not_a_positive_integer_raises(name: str, fake_g
         ({"device": "gpu"}, ValueError, "device is a torch.device or its name, not 'gpu'"),
         ({"reshard": True}, TypeError, "unexpected keyword argument 'reshard'"),
         ({"mp_policy": MixedPrecisionPolicy("bfloat16")}, Exception, "bfloat16|is_floating_point"),
+        ({"reshard_after_forward": 3}, ValueError, "should be a factor of 8, not 3"),
+        ({"reshard_after_forward": -2}, ValueError, "should be a factor of 8, not -2"),
+        ({"reshard_after_forward": 16}, ValueError, "should be a factor of 8, not 16"),
+        ({"reshard_after_forward": "yes"}, ValueError, "should be a bool or an int"),
     ],
 )
 def test_plan_with_argument_of_wrong_type_or_value_raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.proxy import TraceError
 
 from fsdp_c import fully_shard
 
@@ -75,6 +77,16 @@ def test_strict_export_raises_in_dynamo(single_group: int, used: bool) -> None:
     model = make_sharded_model(used)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.export.export(model, (X,), strict=True)
+    assert_trains(model)
+
+
+def test_symbolic_trace_before_first_forward_raises_and_model_trains(single_group: int) -> None:
+    model = nn.Sequential(make_model())
+    fully_shard(model[0])
+    with pytest.raises(TraceError, match="symbolically traced variables") as caught:
+        torch.fx.symbolic_trace(model)
+    message = "".join(traceback.format_exception_only(caught.value))  # with notes
+    assert "Trace the model before fully_shard" in message
     assert_trains(model)
 
 

@@ -351,6 +351,7 @@ def load_and_fail_on_one_rank(
 
 def contexts_ema_and_checkpoints(rank: int, world: int) -> None:
     full_params_of_uneven_shards(rank)
+    full_params_of_dtypes_without_collective(rank)
     sharded_ema(rank)
     load_old_checkpoints(rank)
 
@@ -375,6 +376,25 @@ def full_params_of_uneven_shards(rank: int) -> None:
     with generate_with(model):
         tokens = model.generate(torch.arange(3), 2 + 3 * rank)
     assert torch.equal(tokens, plain.generate(torch.arange(3), 2 + 3 * rank))
+
+
+def full_params_of_dtypes_without_collective(rank: int) -> None:
+    """gloo has no collective of float8 and uint16, so ``full_params`` gathers bytes."""
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.complex64):
+        values = torch.arange(15.0).view(5, 3).to(dtype)
+        module: Any = nn.Module()
+        module.weight = nn.Parameter(values, requires_grad=False)
+        module.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+        module.forward = lambda: None
+        fully_shard(module)
+        with full_params(module) as params, torch.no_grad():
+            assert torch.equal(params["weight"].to(torch.complex64), values.to(torch.complex64))
+            assert params["empty"].shape == (0, 3)
+            params["weight"].zero_()
+        with full_params(module, rank0_only=True) as params:
+            found = {name: param.detach() for name, param in params.items()}
+        assert found.keys() == ({"weight", "empty"} if rank == 0 else set())
+        assert rank != 0 or not found["weight"].to(torch.complex64).any()
 
 
 def sharded_ema(rank: int) -> None:

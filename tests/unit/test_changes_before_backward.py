@@ -1,0 +1,112 @@
+"""Parameters that change between forward and backward get a gradient, or backward raises.
+
+A conversion makes new unsharded parameters. On one rank, an unsharded parameter is an alias of its
+shard, so a replaced shard makes a new one, too. The graph accumulates into the former parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import fsdp_c
+
+LOST = r"parameter '1.bias' was converted or replaced between forward and backward"
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fsdp_c.fully_shard(layer)
+    return fsdp_c.fully_shard(model)
+
+
+def run_forward(model: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(2, 4, dtype=model[0].weight.dtype)).square().sum()
+    return loss
+
+
+def has_gradients(model: Any) -> bool:
+    return all(param.grad is not None for param in model.parameters())
+
+
+def assign_state(model: Any) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def replace_memory(model: Any) -> None:
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+
+
+def freeze_weights(model: Any) -> None:
+    for layer in model:
+        layer.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
+@pytest.mark.parametrize("group", ["fake_group", "single_group"])
+def test_conversion_between_forward_and_backward_raises(
+    group: str, convert: Callable[[nn.Module], Any], request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(group)
+    model = make_model()
+    freeze_weights(model)  # backward then reads no weight
+    loss = run_forward(model)
+    convert(model)
+    with pytest.raises(RuntimeError, match=LOST):
+        loss.backward()
+    run_forward(model).backward()
+    assert all(layer.bias.grad is not None for layer in model)
+
+
+@pytest.mark.parametrize("replace", [assign_state, replace_memory])
+def test_shard_replaced_between_forward_and_backward_raises_on_one_rank(
+    single_group: int, replace: Callable[[Any], None]
+) -> None:
+    model = make_model()
+    loss = run_forward(model)
+    replace(model)
+    with pytest.raises(RuntimeError, match=LOST.replace("bias", "weight")):
+        loss.backward()
+    run_forward(model).backward()
+    assert has_gradients(model)
+
+
+@pytest.mark.parametrize("replace", [assign_state, replace_memory])
+def test_shard_replaced_between_forward_and_backward_is_trained_on_several_ranks(
+    fake_group: int, replace: Callable[[Any], None]
+) -> None:
+    model = make_model()
+    loss = run_forward(model)
+    replace(model)
+    loss.backward()
+    assert has_gradients(model)
+
+
+def test_frozen_shard_replaced_between_forward_and_backward_is_accepted(single_group: int) -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    loss = run_forward(model)
+    with torch.no_grad():
+        assign_state(model[0])
+    loss.backward()
+    assert model[1].bias.grad is not None
+
+
+def test_conversion_after_forward_without_backward_is_accepted(single_group: int) -> None:
+    model = make_model()
+    run_forward(model)
+    model.double()
+    run_forward(model).backward()
+    assert has_gradients(model)
+    assert model[0].weight.grad.dtype is torch.float64
