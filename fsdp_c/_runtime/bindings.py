@@ -35,11 +35,13 @@ def _format_class_names(state: Any) -> str:
 
 
 def _warn_view_output(state: Any) -> None:
-    """Warns that a module returned a view: an in-place operation on the view drops the hook."""
+    """Warns, in the words of torch 2.13, that a module returned a view."""
     warnings.warn(
-        f"FSDP2-wrapped module ({_format_class_names(state)}) returned a view tensor. An in-place "
-        "op on this view drops the pre-backward hook, so that the parameters are not gathered for "
-        "backward. Use out-of-place operations or return output.clone().",
+        f"FSDP2-wrapped module ({_format_class_names(state)}) returned a view tensor. "
+        "An in-place op on this view (e.g., `x += y`) will silently drop the pre-backward hook and "
+        "skip the all-gather, which can cause backward to fail or produce wrong gradients. "
+        "Use out-of-place ops (`out = out + y`, not `out += y`) or `.clone()` the output before "
+        "any in-place op.",
         UserWarning,
         stacklevel=3,
     )

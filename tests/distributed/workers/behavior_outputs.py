@@ -116,19 +116,14 @@ class View(nn.Module):
 
 @scenario()
 def views_as_outputs(api: Api) -> list[Any]:
-    """Records which outputs cause the warning about views, then trains."""
+    """Records the warnings about views in outputs, then trains."""
     record: list[Any] = []
     model = api.fully_shard(View())
     for step in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             outputs = model(batch(api.rank, step))
-        record.append(
-            [
-                "returned a view tensor" in str(w.message) and "(FSDPView)" in str(w.message)
-                for w in caught
-            ]
-        )
+        record.append([str(w.message) for w in caught])
         sum(t.square().mean() for t in outputs).backward()
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
