@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
@@ -35,13 +36,23 @@ def _format_class_names(state: Any) -> str:
 
 
 def _warn_view_output(state: Any) -> None:
-    """Warns that a module returned a view: an in-place operation on the view drops the hook."""
-    warnings.warn(
-        f"FSDP2-wrapped module ({_format_class_names(state)}) returned a view tensor. An in-place "
-        "op on this view drops the pre-backward hook, so that the parameters are not gathered for "
-        "backward. Use out-of-place operations or return output.clone().",
+    """Warns, in the words of torch 2.13, that a module returned a view.
+
+    The warning has the module name and the file of torch's, so that filters of warnings match.
+    """
+    hook = torch_state.FSDPState._register_pre_backward_hook
+    line = getattr(getattr(hook, "__code__", None), "co_firstlineno", 1)
+    warnings.warn_explicit(
+        f"FSDP2-wrapped module ({_format_class_names(state)}) returned a view tensor. "
+        "An in-place op on this view (e.g., `x += y`) will silently drop the pre-backward hook and "
+        "skip the all-gather, which can cause backward to fail or produce wrong gradients. "
+        "Use out-of-place ops (`out = out + y`, not `out += y`) or `.clone()` the output before "
+        "any in-place op.",
         UserWarning,
-        stacklevel=3,
+        filename=str(torch_state.__file__),
+        lineno=line,
+        module=torch_state.__name__,
+        registry=vars(torch_state).setdefault("__warningregistry__", {}),
     )
 
 

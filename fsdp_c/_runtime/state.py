@@ -57,6 +57,22 @@ def _disable_functorch() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+def _check_real_params(class_name: str, params: list[Any]) -> None:
+    """Raises if a forward on fake tensors would write into the gathered real parameters."""
+    ranks = max(getattr(param.mesh_info, "shard_mesh_size", 1) for param in params)
+    if ranks > 1:
+        raise RuntimeError(
+            f"{class_name} cannot gather its real parameters from {ranks} ranks on fake tensors\n"
+            "Create and shard the model under the FakeTensorMode, or use real inputs."
+        )
+    if not all(hasattr(param, "_unsharded_param") for param in params):
+        raise RuntimeError(
+            f"the first forward of {class_name} cannot run on fake tensors: its parameters are "
+            "real, and fsdp_c keeps the unsharded tensors\n"
+            "Create and shard the model under the FakeTensorMode, or run a real forward first."
+        )
+
+
 def _is_hook(hook: Any, method: Any) -> bool:
     """Whether ``hook`` is ``method``, or torch's wrapper of it for lists of modules."""
     if isinstance(hook, MethodType):
@@ -197,7 +213,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
 
         Raises:
             RuntimeError: The parameters are real and the forward is exported or traced, or their
-                first gather would be on fake tensors. Also raised if
+                gather would be on fake tensors. Also raised if
                 ``allow_mutation_on_saved_tensors`` would clone freed parameters.
         """
         if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
@@ -219,12 +235,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 "Export the model before it is sharded, or an unsharded copy with the full "
                 "parameters. torch.compile works, because it breaks graphs at the hooks."
             )
-        if is_fake_mode and not all(hasattr(param, "_unsharded_param") for param in params):
-            raise RuntimeError(
-                f"the first forward of {type(self._modules[0]).__name__} cannot run on fake "
-                "tensors: its parameters are real, and fsdp_c keeps the unsharded tensors\n"
-                "Create and shard the model under the FakeTensorMode, or run a real forward first."
-            )
+        if is_fake_mode:
+            _check_real_params(type(self._modules[0]).__name__, params)
 
     def _check_mutations(self) -> None:
         """Raises under ``allow_mutation_on_saved_tensors`` if parameters are freed after forward.

@@ -17,6 +17,10 @@ from wrapping import Wrapping
 import fsdp_c
 
 
+class MarkedParameter(nn.Parameter):
+    """A plain subclass of nn.Parameter."""
+
+
 class OnlyChunks(OneArgument):
     """Supports chunk, pad and copy, but no slices of part of a dimension, as NF4Tensor."""
 
@@ -55,3 +59,24 @@ def test_tensor_inside_wrapper_subclass_is_freed_after_sharding(fake_group: int)
     del inner
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("shard", [public.fully_shard, fsdp_c.fully_shard])
+def test_attributes_and_class_of_parameter_are_kept_unlike_in_torch(
+    fake_group: int, shard: Callable[..., Any]
+) -> None:
+    keeps = shard is fsdp_c.fully_shard
+    found: list[tuple[bool, bool]] = []
+
+    def record(module: Any, args: Any) -> None:
+        found.append((hasattr(module.weight, "decays"), type(module.weight) is MarkedParameter))
+
+    module = nn.Linear(4, 16)
+    module.weight = MarkedParameter(module.weight.detach())
+    module.weight.decays = False
+    shard(module)
+    module.register_forward_pre_hook(record)
+    module(torch.ones(3, 4)).sum().backward()
+    assert found == [(keeps, keeps)]  # unsharded
+    assert hasattr(module.weight, "decays") == keeps  # sharded, with the class DTensor
+    assert not hasattr(module.bias, "decays")

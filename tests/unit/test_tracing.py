@@ -104,6 +104,15 @@ def test_later_forward_on_fake_tensors_works(single_group: int) -> None:
     assert_trains(model)
 
 
+def test_forward_on_fake_tensors_raises_for_parameters_of_several_ranks(fake_group: int) -> None:
+    """torch's FSDP2 writes fake data into the unsharded parameters that it keeps."""
+    model = make_sharded_model()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="real parameters from 8 ranks"):
+            forward_fake_tensor(model)
+        model(X).sum().backward()
+
+
 def test_forward_of_model_of_fake_tensors_returns_fake_tensor(single_group: int) -> None:
     mesh = init_device_mesh("cpu", (1,))
     with FakeTensorMode():
