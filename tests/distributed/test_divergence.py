@@ -119,6 +119,12 @@ def test_different_collective_over_gloo_raises_on_all_ranks_and_names_two(
         assert seconds < divergence.LIMIT_SECONDS / 2
 
 
+def test_rank_that_departs_alone_raises_at_the_time_limit() -> None:
+    message, _ = run_ranks(divergence.depart_alone, 2, env=GLOO)
+    assert "of parameter group 'blocks." in message
+    assert "Timed out after 2 s: 1 of 2 ranks have not issued this collective" in message
+
+
 def test_guard_off_compares_no_plan() -> None:
     """The rank with another divide factor trains with other gradients, as in torch."""
     names = ("another divide factor", "another order of blocks")

@@ -452,6 +452,23 @@ def run_programs(rank: int, programs: tuple[Callable[[int, Any], None], ...]) ->
     return results
 
 
+def depart_alone(rank: int, world_size: int) -> str:
+    """Rank 0 runs another unit after three steps. The other ranks do nothing until its time limit.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=2.0))
+    model = _make_model(group)
+    _train(model)
+    message = ""
+    if rank == 0:
+        try:
+            with torch.no_grad():
+                model.blocks[2](torch.ones(2, SIZE))
+        except RuntimeError as error:
+            message = str(error)
+    dist.barrier()
+    return message
+
+
 def run_stages(rank: int, world_size: int) -> str:
     """Two pipeline stages with two ranks each: stages have other models and other schedules."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
