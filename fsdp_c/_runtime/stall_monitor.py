@@ -1,4 +1,4 @@
-"""The thread that reports long waits for other ranks.
+"""The thread that reports long and failed waits for other ranks.
 
 Every process of a job has one such thread while a root is alive. Once per ``INTERVAL`` the thread
 reads the recorder (``records.py``). If there is no new collective, it also reads one counter in the
@@ -9,6 +9,8 @@ job's store:
   and writes its records to a file.
 - At the limit, the first waiting rank formats a report and publishes it. Every waiting rank logs
   the report. The next limit is twice as long.
+- If an exception ends a wait, the rank makes a request at once. The first rank that fails in a
+  collective formats the report, and every rank that fails in it logs the report.
 
 The thread only reads: training does not change. It ends with its process group, with the last root,
 and when the store fails.
@@ -32,10 +34,12 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from .. import _C
-from .records import COMPLETE, FAILED, Record, make_header, read_own_records
+from .records import COMPLETE, Record, make_header, read_own_records
 from .stall_report import (
     Position,
+    can_answer,
     describe_wait,
+    find_failure,
     find_wait,
     format_report,
     make_position,
@@ -49,13 +53,15 @@ INTERVAL = 2.0
 """Seconds between two checks of a process in which no thread waits."""
 STEP = 0.2
 """Seconds between two checks of a process that waits."""
-ANSWER_TIME = 0.8
+ANSWER_TIME = 0.5
 """Seconds for which the report waits for ranks that have not answered."""
 READ_COUNT = 256
 """Records that the thread reads; more are never in flight."""
 
 _PREFIX = "fsdp_c/stall"
 _REQUESTS = f"{_PREFIX}/requests"
+_PUBLISHED = f"{_PREFIX}/published"
+"""The ranks that have published a position, in a store that has ``append``."""
 
 BACKENDS_WITHOUT_WAITS = ("fake", "threaded")
 """Backends of tests: collectives that move no data, and ranks that are threads of one process."""
@@ -131,6 +137,7 @@ class StallMonitor(threading.Thread):
         self._interval = min(INTERVAL, limit / 5)
         self._group = weakref.ref(_get_default_group())
         self._store = _get_default_store()
+        self._has_extended_api = self._store.has_extended_api()  # type: ignore[attr-defined]
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._pid = os.getpid()
         self._stopped = False
@@ -178,15 +185,14 @@ class StallMonitor(threading.Thread):
                 )
 
     def run(self) -> None:
-        while True:
-            self._woken.clear()  # before the conditions, so that no later wake-up is lost
-            if self._stopped or not self._is_current() or len(_roots) == 0:
-                return
-            try:
+        with contextlib.suppress(RuntimeError, ValueError):  # the store has ended
+            while True:
+                self._woken.clear()  # before the conditions, so that no later wake-up is lost
+                if self._stopped or not self._is_current() or len(_roots) == 0:
+                    break
                 waits = self._check()
-            except (RuntimeError, ValueError):  # the store or the process group has ended
-                return
-            self._woken.wait(min(STEP, self._interval) if waits else self._interval)
+                self._woken.wait(min(STEP, self._interval) if waits else self._interval)
+            self._check_end()
 
     def _check(self) -> bool:
         """Answers requests, reports a long wait. Returns whether a thread waits."""
@@ -196,6 +202,7 @@ class StallMonitor(threading.Thread):
         newest = records[0].number if records else 0
         progresses = newest != self._newest and seconds < self._interval
         self._newest = newest
+        self._report_new_failure(now, records)
         if progresses and self._answered >= 0:
             return False
         if wait is not None:
@@ -206,8 +213,14 @@ class StallMonitor(threading.Thread):
         if wait is not None and seconds >= self._next_limit:
             self._next_limit *= 2
             self._report(wait, seconds, request)
-        self._write_after_failure(records)
         return wait is not None
+
+    def _check_end(self) -> None:
+        """Reports a failure, and publishes whether an exception ends the process within a pass."""
+        now, records = read_own_records(READ_COUNT)
+        self._report_new_failure(now, records)
+        if find_interrupted_pass():
+            self._publish(self._store.add(_REQUESTS, 0), now, records)
 
     def _request_if_due(self, wait: Record, seconds: float) -> None:
         if wait.number != self._requested_for[0]:
@@ -222,38 +235,61 @@ class StallMonitor(threading.Thread):
         position = make_position(self._rank, request, now, records)
         position.interrupted_pass = find_interrupted_pass()
         self._store.set(f"{_PREFIX}/{self._rank}", position.to_json())
+        if self._answered < 0 and self._has_extended_api:
+            self._store.append(_PUBLISHED, f"{self._rank} ")  # type: ignore[attr-defined]
         if request > 0:
             self._file = self._write_records()
         self._answered = request
 
     def _report(self, wait: Record, seconds: float, request: int) -> None:
-        key = f"{_PREFIX}/report/{request}/{self._next_limit:g}"
-        if self._store.add(f"{key}/writers", 1) == 1:
-            report = format_report(self._wait_for_answers(request), self._world, request)
-            self._store.set(key, report)
-        else:
-            report = self._read_report(key, request)
+        report = self._share_report(f"{request}/{self._next_limit:g}", request)
         logger.warning(
             "fsdp_c: rank %d has waited %.1f s for %s. The ranks of the job:\n%s\n  records: %s",
             self._rank, seconds, describe_wait(wait), report, self._file,
         )  # fmt: skip
 
+    def _report_new_failure(self, now: int, records: list[Record]) -> None:
+        failure = find_failure(records)
+        if failure is None or failure.number <= self._last_failed:
+            return
+        self._last_failed = failure.number
+        self._file = self._write_records()
+        name = describe_wait(failure)
+        is_first = self._store.add(f"{_PREFIX}/failures/{name}", 1) == 1
+        request = self._store.add(_REQUESTS, 1 if is_first else 0)
+        self._publish(request, now, records)
+        logger.warning(
+            "fsdp_c: rank %d left the wait for %s by an exception. The ranks of the job:\n%s\n"
+            "  records: %s", self._rank, name, self._share_report(name, request), self._file,
+        )  # fmt: skip
+
+    def _share_report(self, name: str, request: int) -> str:
+        """Returns the report with this name. The first rank that calls this formats it."""
+        key = f"{_PREFIX}/report/{name}"
+        if self._store.add(f"{key}/writers", 1) != 1:
+            return self._read_report(key, request)
+        report = format_report(self._wait_for_answers(request), self._world, request)
+        self._store.set(key, report)
+        return report
+
     def _wait_for_answers(self, request: int) -> dict[int, Position]:
-        """Returns the positions, when all ranks have answered or after ``ANSWER_TIME``."""
+        """Returns the positions, when all ranks that can answer have, or after ``ANSWER_TIME``."""
         end = time.monotonic() + ANSWER_TIME
-        while True:
+        while time.monotonic() < end:
             positions = self._read_positions()
-            answered = sum(position.request >= request for position in positions.values())
-            if answered == self._world or time.monotonic() > end:
-                return positions
+            late = [p for p in positions.values() if p.request < request and can_answer(p)]
+            if len(positions) == self._world and not late:
+                break
             time.sleep(0.05)
+        return self._read_positions()  # a rank may have published and ended in the meantime
 
     def _read_positions(self) -> dict[int, Position]:
-        keys = [f"{_PREFIX}/{rank}" for rank in range(self._world)]
-        has_multi_get = self._store.has_extended_api()  # type: ignore[attr-defined]
-        if has_multi_get and self._store.check(keys):
-            texts = self._store.multi_get(keys)
+        if self._has_extended_api:  # the number of messages does not depend on the number of ranks
+            published = self._store.get(_PUBLISHED).decode()
+            ranks = sorted({int(rank) for rank in published.split()})
+            texts = self._store.multi_get([f"{_PREFIX}/{rank}" for rank in ranks])
         else:
+            keys = [f"{_PREFIX}/{rank}" for rank in range(self._world)]
             texts = [self._store.get(key) for key in keys if self._store.check([key])]
         positions = map(Position.from_json, texts)
         return {position.rank: position for position in positions}
@@ -266,12 +302,6 @@ class StallMonitor(threading.Thread):
                 return str(self._store.get(key).decode())
             time.sleep(0.05)
         return format_report(self._read_positions(), self._world, request)
-
-    def _write_after_failure(self, records: list[Record]) -> None:
-        failed = next((record.number for record in records if record.state == FAILED), 0)
-        if failed > self._last_failed:
-            self._last_failed = failed
-            self._write_records()
 
     def _write_records(self) -> str:
         """Writes the file. Returns its path, or the error."""

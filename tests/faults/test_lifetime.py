@@ -62,19 +62,21 @@ def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("place", "operation", "group"),
+    ("place", "operation", "group", "passed"),
     [
-        ("gather in forward", "all-gather", "the root's parameter group"),
-        ("gather in backward", "all-gather", "parameter group '0'"),
-        ("reduction", "reduce-scatter", "the root's parameter group"),
+        ("gather in forward", "all-gather", "the root's parameter group", "forward"),
+        ("gather in backward", "all-gather", "parameter group '0'", "backward"),
+        ("reduction", "reduce-scatter", "the root's parameter group", "backward"),
     ],
 )
-def test_killed_peer_raises_error_with_operation_group_and_rank(
-    place: str, operation: str, group: str, report_folder: Path
+def test_killed_peer_raises_error_with_operation_group_pass_and_rank(
+    place: str, operation: str, group: str, passed: str, report_folder: Path
 ) -> None:
     kind, _, message, *_, cause = reports_after_peer_death(report_folder)[place]
     assert kind == "RuntimeError"
-    assert message.startswith(f"{operation} of {group} failed on rank 0 of 2 of process group '")
+    assert message.startswith(
+        f"{operation} of {group} (step 2, {passed}) failed on rank 0 of 2 of process group '"
+    )
     assert len(message.partition("': ")[2]) > 10  # the backend's message
     assert cause == "cause: RuntimeError"
 
@@ -83,4 +85,6 @@ def test_missing_peer_raises_error_at_group_timeout(report_folder: Path) -> None
     kind, seconds, message, *_ = reports_after_peer_death(report_folder)["missing peer"]
     assert kind == "RuntimeError"
     assert float(seconds) > 1  # the group's limit is 1.5 s, that of other groups 600 s
-    assert message.startswith("all-gather of the root's parameter group failed on rank 0 of 2")
+    assert message.startswith(
+        "all-gather of the root's parameter group (step 0, outside of a pass) failed on rank 0 of 2"
+    )
