@@ -110,6 +110,7 @@ def watch(root: Any) -> None:
     monitor = StallMonitor(limit)
     _monitor.append(monitor)
     monitor.write_on_signals()
+    monitor.publish_start()
     monitor.start()
     atexit.register(stop)
 
@@ -184,6 +185,11 @@ class StallMonitor(threading.Thread):
                     number, get_file(self._rank), make_header(self._rank, self._world)
                 )
 
+    def publish_start(self) -> None:
+        """Publishes the process before its first collective: it may end before the first check."""
+        with contextlib.suppress(RuntimeError):  # the store has ended; so will the thread
+            self._publish(0, *read_own_records(READ_COUNT))
+
     def run(self) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # the store has ended
             while True:
@@ -242,7 +248,9 @@ class StallMonitor(threading.Thread):
         self._answered = request
 
     def _report(self, wait: Record, seconds: float, request: int) -> None:
-        report = self._share_report(f"{request}/{self._next_limit:g}", request)
+        key = f"{_PREFIX}/report/{request}/{self._next_limit:g}"
+        is_writer = self._store.add(f"{key}/writers", 1) == 1
+        report = self._write_report(key, request) if is_writer else self._read_report(key)
         logger.warning(
             "fsdp_c: rank %d has waited %.1f s for %s. The ranks of the job:\n%s\n  records: %s",
             self._rank, seconds, describe_wait(wait), report, self._file,
@@ -254,20 +262,17 @@ class StallMonitor(threading.Thread):
             return
         self._last_failed = failure.number
         self._file = self._write_records()
-        name = describe_wait(failure)
-        is_first = self._store.add(f"{_PREFIX}/failures/{name}", 1) == 1
-        request = self._store.add(_REQUESTS, 1 if is_first else 0)
+        key = f"{_PREFIX}/report/{describe_wait(failure)}"
+        is_writer = self._store.add(f"{key}/writers", 1) == 1
+        request = self._store.add(_REQUESTS, int(is_writer))
         self._publish(request, now, records)
+        report = self._write_report(key, request) if is_writer else self._read_report(key)
         logger.warning(
             "fsdp_c: rank %d left the wait for %s by an exception. The ranks of the job:\n%s\n"
-            "  records: %s", self._rank, name, self._share_report(name, request), self._file,
+            "  records: %s", self._rank, describe_wait(failure), report, self._file,
         )  # fmt: skip
 
-    def _share_report(self, name: str, request: int) -> str:
-        """Returns the report with this name. The first rank that calls this formats it."""
-        key = f"{_PREFIX}/report/{name}"
-        if self._store.add(f"{key}/writers", 1) != 1:
-            return self._read_report(key, request)
+    def _write_report(self, key: str, request: int) -> str:
         report = format_report(self._wait_for_answers(request), self._world, request)
         self._store.set(key, report)
         return report
@@ -294,13 +299,14 @@ class StallMonitor(threading.Thread):
         positions = map(Position.from_json, texts)
         return {position.rank: position for position in positions}
 
-    def _read_report(self, key: str, request: int) -> str:
+    def _read_report(self, key: str) -> str:
         """Reads the report of another rank, and formats one if that rank does not write it."""
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
             if self._store.check([key]):
                 return str(self._store.get(key).decode())
             time.sleep(0.05)
+        request = self._store.add(_REQUESTS, 0)
         return format_report(self._read_positions(), self._world, request)
 
     def _write_records(self) -> str:

@@ -92,6 +92,8 @@ class Trial:
     number: int
     fault: str
     culprit: int
+    place: str
+    """Regular expression of the failing rank's place in a report."""
     survivors: list[Survivor]
     output: str
 
@@ -185,9 +187,12 @@ def run_trial(number: int, options: Options, port: int) -> Trial:
                     rank.process.wait()
         if fault.raises_in == "ends":  # the time of the death
             at = ranks[culprit].exited or at
+        place = fault.place
+        if not ranks[culprit].find_event("began"):  # the first forward
+            place += "|has no model of fsdp_c that ran"
         survivors = [observe(i, rank, at) for i, rank in enumerate(ranks) if i != culprit]
         output = "".join(rank.output.read_text(errors="replace") for rank in ranks)
-    return Trial(number, options.fault, culprit, survivors, output)
+    return Trial(number, options.fault, culprit, place, survivors, output)
 
 
 def cause_fault(ranks: list[Rank], culprit: int, fault: Fault, delay: float) -> float:
@@ -230,11 +235,12 @@ def find_misses(trial: Trial, slack: float) -> list[str]:
     return [
         f"rank {survivor.rank}: {miss}"
         for survivor in trial.survivors
-        for miss in find_misses_of(survivor, trial.culprit, FAULTS[trial.fault], slack)
+        for miss in find_misses_of(survivor, trial, slack)
     ]
 
 
-def find_misses_of(survivor: Survivor, culprit: int, fault: Fault, slack: float) -> list[str]:
+def find_misses_of(survivor: Survivor, trial: Trial, slack: float) -> list[str]:
+    fault, culprit, place = FAULTS[trial.fault], trial.culprit, trial.place
     if survivor.raised is None:
         return ["did not raise"]
     misses = []
@@ -248,24 +254,24 @@ def find_misses_of(survivor: Survivor, culprit: int, fault: Fault, slack: float)
     elif survivor.exited > EXIT_MARGIN + slack:
         misses.append(f"exited {survivor.exited:.2f} s after its exception")
     texts = [survivor.text, *(text for _, text in survivor.reports)]
-    misses += [f"does not name the {name}" for name in find_unnamed(texts, culprit, fault)]
+    misses += [f"does not name the {name}" for name in find_unnamed(texts, culprit, place)]
     if not fault.ends:
         at = survivor.reports[0][0] if survivor.reports else HANG
         if at > STALL_LIMIT + REPORT_MARGIN + slack:
             misses.append(f"reported {at:.2f} s after the fault")
     misses += {
-        miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, fault)
+        miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, place)
     }
     return misses
 
 
-def find_unnamed(texts: list[str], culprit: int, fault: Fault) -> list[str]:
+def find_unnamed(texts: list[str], culprit: int, place: str) -> list[str]:
     text = "\n".join(texts)
     patterns = {
         "unit": r"parameter group|-(gather|scatter) of '",
         "pass": r"\b(forward|backward)\b",
         "rank": rf"rank {culprit} has (ended|closed)|process of rank {culprit} has|"
-        rf"^  rank {culprit}: .*({fault.place})",
+        rf"^  rank {culprit}: .*({place})",
     }
     return [name for name, pattern in patterns.items() if not re.search(pattern, text, re.M)]
 
@@ -276,15 +282,15 @@ def find_wrong_ranks(text: str, culprit: int) -> list[str]:
     return [f"wrong rank: {match[0]}" for match in named if int(match[2]) != culprit]
 
 
-def find_wrong_lines(report: str, culprit: int, fault: Fault) -> list[str]:
+def find_wrong_lines(report: str, culprit: int, place: str) -> list[str]:
     """Returns the lines of a report about places at which the ranks are not."""
     wrong = []
     for line in report.splitlines():
         match = re.match(r"  ranks? ([0-9, -]+): (.*)", line)
         if match:
             is_culprit = str(culprit) in match[1]  # the table has fewer than 10 ranks
-            place = fault.place if is_culprit else "^(waits for|left the wait for) "
-            if not re.search(place, match[2]) or (is_culprit and len(match[1]) > 1):
+            right = place if is_culprit else "^(waits for|left the wait for) "
+            if not re.search(right, match[2]) or (is_culprit and len(match[1]) > 1):
                 wrong.append(f"wrong line in a report: {line}")
     return wrong
 

@@ -101,6 +101,11 @@ def main(plan: Plan) -> None:
             events.write("fault")
             raise UserError
 
+    def begin(*unused: Any) -> None:
+        if step == 0:
+            events.write("began")
+
+    model.register_forward_pre_hook(begin)
     if plan.raises_in:
         blocks[plan.block][0].register_forward_hook(fail)
     events.write("ready")

@@ -1,0 +1,202 @@
+"""The stall monitors of 1,024 simulated ranks, of which one stalls, name this rank.
+
+The monitors are those of the package. Clock, store and records are simulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import random
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from simulated_ranks import Clock, Server, Store
+
+from fsdp_c._runtime import records, stall_monitor, stall_report
+from fsdp_c._runtime.stall_monitor import StallMonitor
+
+WORLDS = (16, 128, 1024)
+LIMIT = stall_monitor.DEFAULT_LIMIT
+RANKS_OF_A_HOST = 8
+START = 5.0
+"""Time of the stall: the ranks have published their first positions."""
+END = START + LIMIT + 3.0
+GATHER = "all-gather of 'blocks.3' (step 17, forward) of process group '0'"
+PLACES = {
+    "does not answer": "process {pid} on host{host} does not answer: it has ended, is stopped, or "
+    "cannot be reached",
+    "computes": "waits for no collective of fsdp_c; last completed: all-gather of 'blocks.2' "
+    "(step 17, forward) of process group '0', ",
+    "never started": "has no model of fsdp_c that ran, or did not start",
+    "fails": "process {pid} on host{host} does not answer: it has ended, is stopped, or cannot be "
+    "reached",
+}
+"""What the stalled rank does -> its place in the report. "fails": the process ends, and the waits
+of the other ranks fail a second later."""
+
+
+@dataclass
+class Result:
+    """Of one simulation. Messages are counted from the stall on."""
+
+    reports: dict[int, tuple[float, str]] = field(default_factory=dict)
+    """Rank -> time from the stall to its first report, and the report."""
+    messages: dict[int, int] = field(default_factory=dict)
+    bytes_read: dict[int, int] = field(default_factory=dict)
+
+
+class Job:
+    """The ranks of one simulation. All other ranks wait for rank ``culprit`` from START on."""
+
+    def __init__(self, world: int, case: str) -> None:
+        self.world, self.case, self.culprit = world, case, world // 3
+        self.clock = Clock()
+        self.server = Server(self.clock)
+        self.result = Result()
+        self.monitors: list[StallMonitor] = []
+        self.stores = [Store(self.server) for _ in range(world)]
+        self.thread_ranks: dict[int, int] = {}
+
+    def get_rank(self) -> int:
+        """Returns the rank of the calling thread, or of the monitor that is created."""
+        return self.thread_ranks.get(threading.get_ident(), len(self.monitors))
+
+    def read_records(self, count: int) -> tuple[int, list[records.Record]]:
+        """Returns the records of the calling rank."""
+        now, rank = self.clock.now, self.get_rank()
+        fields: dict[str, Any] = {
+            "step": 17, "pass_name": "forward", "kind": "all-gather", "rank": rank,
+            "world": self.world, "group": "0",
+        }  # fmt: skip
+        done = records.Record(
+            number=2, begin=1, waiting=1, end=1 + int(START * 1e9), state=records.COMPLETE,
+            modules="blocks.2", **fields,
+        )  # fmt: skip
+        if rank == self.culprit or now < START:
+            return int(now * 1e9), [done]
+        has_failed = self.case == "fails" and now > START + 1.0
+        state = records.FAILED if has_failed else records.WAITING
+        wait = records.Record(
+            number=3, begin=1, waiting=int(START * 1e9), end=0, state=state, modules="blocks.3",
+            **fields,
+        )  # fmt: skip
+        return int(now * 1e9), [wait, done]
+
+    def make_position(self, rank: int, *arguments: Any) -> stall_report.Position:
+        position = make_position(rank, *arguments)
+        position.pid, position.host = 1000 + rank, f"host{rank // RANKS_OF_A_HOST}"
+        position.line = "train.py:57 in load_batch"
+        return position
+
+    def run_rank(self, rank: int, chance: float) -> None:
+        """Runs the checks of one monitor, as its thread does."""
+        self.thread_ranks[threading.get_ident()] = rank
+        is_culprit = rank == self.culprit
+        if is_culprit and self.case == "never started":
+            return
+        monitor = self.monitors[rank]
+        self.clock.sleep(chance * monitor._interval)
+        counted: int | None = None
+        while self.clock.now < END:
+            if is_culprit and self.case in ("does not answer", "fails") and self.clock.now > START:
+                return
+            if counted is None and self.clock.now >= START:
+                counted = sum(self.stores[rank].messages.values())
+                self.stores[rank].bytes_read = 0
+            waits = monitor._check()
+            if rank in self.result.reports:
+                break
+            self.clock.sleep(stall_monitor.STEP if waits else monitor._interval)
+        self.result.messages[rank] = sum(self.stores[rank].messages.values()) - (counted or 0)
+        self.result.bytes_read[rank] = self.stores[rank].bytes_read
+
+    def add_report(self, text: str, *arguments: Any) -> None:
+        report = (text % arguments).partition("The ranks of the job:\n")[2]
+        self.result.reports.setdefault(self.get_rank(), (self.clock.now - START, report))
+
+    def run(self) -> Result:
+        chance = random.Random(self.world)
+        modules = SimpleNamespace(monotonic=lambda: self.clock.now, sleep=self.clock.sleep)
+        times = SimpleNamespace(time=lambda: self.clock.now)
+        names = SimpleNamespace(gethostname=lambda: f"host{self.get_rank() // RANKS_OF_A_HOST}")
+        dist = SimpleNamespace(get_rank=self.get_rank, get_world_size=lambda: self.world)
+        patches = [
+            mock.patch.object(stall_monitor, "time", modules),
+            mock.patch.object(stall_monitor, "dist", dist),
+            mock.patch.object(stall_monitor, "_get_default_group", lambda: self),
+            mock.patch.object(
+                stall_monitor, "_get_default_store", lambda: self.stores[self.get_rank()]
+            ),
+            mock.patch.object(stall_monitor, "read_own_records", self.read_records),
+            mock.patch.object(stall_monitor, "make_position", self.make_position),
+            mock.patch.object(stall_monitor, "find_interrupted_pass", lambda: ""),
+            mock.patch.object(stall_monitor.logger, "warning", self.add_report),
+            mock.patch.object(StallMonitor, "_write_records", lambda monitor: "file"),
+            mock.patch.object(stall_report, "time", times),
+            mock.patch.object(stall_report, "socket", names),
+            mock.patch.object(stall_report, "read_process_state", lambda pid: "Z"),
+        ]
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            for _ in range(self.world):
+                self.monitors.append(StallMonitor(LIMIT))
+            self.clock.run(
+                [
+                    functools.partial(self.run_rank, rank, chance.random())
+                    for rank in range(self.world)
+                ]
+            )
+        return self.result
+
+
+make_position = stall_report.make_position
+
+
+@functools.cache
+def simulate(world: int, case: str) -> Result:
+    return Job(world, case).run()
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_stalled_rank_of_1024_is_named_by_all_waiting_ranks(case: str) -> None:
+    world = max(WORLDS)
+    result = simulate(world, case)
+    culprit = world // 3
+    assert sorted({*range(world)} - {culprit}) == sorted(result.reports)
+    place = PLACES[case].format(pid=1000 + culprit, host=culprit // RANKS_OF_A_HOST)
+    for _, report in result.reports.values():
+        lines = report.splitlines()
+        assert any(line.startswith(f"  rank {culprit}: {place}") for line in lines), report
+        assert sum(line.startswith("  rank") for line in lines) == 2, report
+    last = max(at for at, _ in result.reports.values())
+    assert last < (2.0 if case == "fails" else LIMIT + 1.0)
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_messages_of_a_rank_until_the_report_do_not_depend_on_the_number_of_ranks(
+    case: str,
+) -> None:
+    most = {world: max(simulate(world, case).messages.values()) for world in WORLDS}
+    print(case, most)
+
+
+if __name__ == "__main__":
+    logging.disable()
+    for case in PLACES:
+        for world in WORLDS:
+            result = simulate(world, case)
+            messages = sorted(result.messages.values())
+            at = [at for at, _ in result.reports.values()]
+            print(
+                f"{case}, {world} ranks: first report after {min(at):.2f} s, last after "
+                f"{max(at):.2f} s; messages of a rank: median {messages[len(messages) // 2]}, "
+                f"most {messages[-1]}, total {sum(messages)}; bytes read by a rank, most: "
+                f"{max(result.bytes_read.values())}"
+            )
