@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -54,7 +55,12 @@ INTERVAL = 2.0
 STEP = 0.2
 """Seconds between two checks of a process that waits."""
 ANSWER_TIME = 0.5
-"""Seconds for which the report waits for ranks that have not answered."""
+"""Seconds for which a report waits for ranks that have not answered an earlier request."""
+EXIT_TIME = 0.9
+"""Seconds for which a process that ends waits for the report of another rank."""
+PAUSE = 0.05
+"""Seconds between the first two readings of the store while a rank waits for answers or a report.
+Later pauses are longer, up to STEP."""
 READ_COUNT = 256
 """Records that the thread reads; more are never in flight."""
 
@@ -69,6 +75,9 @@ BACKENDS_WITHOUT_WAITS = ("fake", "threaded")
 _lock = threading.Lock()  # held while `_roots` is read or extended
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()
 _monitor: list[StallMonitor] = []
+_signal_files: set[tuple[int, int, str, int]] = set()
+"""Process, signal, path and world size of the files to write. The extension never frees them, so
+later monitors of this process use the same."""
 
 
 def get_limit() -> float:
@@ -181,9 +190,12 @@ class StallMonitor(threading.Thread):
                     f"FSDP_C_STALL_SIGNAL must be the name of a signal with a handler, got {name}"
                 )
             with contextlib.suppress(OSError):  # the folder cannot be created
-                _C.recorder_write_on_signal(
-                    number, get_file(self._rank), make_header(self._rank, self._world)
-                )
+                path = get_file(self._rank)
+                file = (os.getpid(), number, path, self._world)
+                if file not in _signal_files:
+                    header = make_header(self._rank, self._world)
+                    _C.recorder_write_on_signal(number, path, header)
+                    _signal_files.add(file)
 
     def publish_start(self) -> None:
         """Publishes the process before its first collective: it may end before the first check."""
@@ -250,7 +262,7 @@ class StallMonitor(threading.Thread):
     def _report(self, wait: Record, seconds: float, request: int) -> None:
         key = f"{_PREFIX}/report/{request}/{self._next_limit:g}"
         is_writer = self._store.add(f"{key}/writers", 1) == 1
-        report = self._write_report(key, request) if is_writer else self._read_report(key)
+        report = self._share_report(key, is_writer, request, ANSWER_TIME)
         logger.warning(
             "fsdp_c: rank %d has waited %.1f s for %s. The ranks of the job:\n%s\n  records: %s",
             self._rank, seconds, describe_wait(wait), report, self._file,
@@ -266,27 +278,52 @@ class StallMonitor(threading.Thread):
         is_writer = self._store.add(f"{key}/writers", 1) == 1
         request = self._store.add(_REQUESTS, int(is_writer))
         self._publish(request, now, records)
-        report = self._write_report(key, request) if is_writer else self._read_report(key)
+        # The request is new, so ranks may answer only at their next check.
+        report = self._share_report(key, is_writer, request, INTERVAL + ANSWER_TIME)
         logger.warning(
             "fsdp_c: rank %d left the wait for %s by an exception. The ranks of the job:\n%s\n"
             "  records: %s", self._rank, describe_wait(failure), report, self._file,
         )  # fmt: skip
 
-    def _write_report(self, key: str, request: int) -> str:
-        report = format_report(self._wait_for_answers(request), self._world, request)
+    def _share_report(self, key: str, is_writer: bool, request: int, seconds: float) -> str:
+        """Returns a report that one rank writes: only this rank reads the positions of all ranks.
+
+        If that rank does not write the report, one of the others does.
+        """
+        for _ in range(2):
+            if is_writer:
+                return self._write_report(key, request, seconds)
+            if self._poll(lambda: self._store.check([key]), seconds + 1.5, EXIT_TIME):
+                return str(self._store.get(key).decode())
+            if self._stopped:
+                break
+            is_writer = self._store.add(f"{key}/substitutes", 1) == 1
+        return "  another rank logs the report"
+
+    def _write_report(self, key: str, request: int, seconds: float) -> str:
+        """Waits for answers, for at most ``seconds``, and shares the report."""
+        self._poll(lambda: self._have_all_answered(request), seconds, ANSWER_TIME)
+        # Read again: a rank may have published and ended in the meantime.
+        report = format_report(self._read_positions(), self._world, request)
         self._store.set(key, report)
         return report
 
-    def _wait_for_answers(self, request: int) -> dict[int, Position]:
-        """Returns the positions, when all ranks that can answer have, or after ``ANSWER_TIME``."""
-        end = time.monotonic() + ANSWER_TIME
-        while time.monotonic() < end:
-            positions = self._read_positions()
-            late = [p for p in positions.values() if p.request < request and can_answer(p)]
-            if len(positions) == self._world and not late:
-                break
-            time.sleep(0.05)
-        return self._read_positions()  # a rank may have published and ended in the meantime
+    def _have_all_answered(self, request: int) -> bool:
+        """Whether all ranks have answered that can."""
+        positions = self._read_positions()
+        late = [p for p in positions.values() if p.request < request and can_answer(p)]
+        return len(positions) == self._world and not late
+
+    def _poll(self, condition: Callable[[], bool], seconds: float, at_exit: float) -> bool:
+        """Returns False after ``seconds``, or after ``at_exit`` seconds if the process ends."""
+        begin, pause = time.monotonic(), PAUSE
+        while not condition():
+            left = (min(seconds, at_exit) if self._stopped else seconds) + begin - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, STEP)
+        return True
 
     def _read_positions(self) -> dict[int, Position]:
         if self._has_extended_api:  # the number of messages does not depend on the number of ranks
@@ -298,16 +335,6 @@ class StallMonitor(threading.Thread):
             texts = [self._store.get(key) for key in keys if self._store.check([key])]
         positions = map(Position.from_json, texts)
         return {position.rank: position for position in positions}
-
-    def _read_report(self, key: str) -> str:
-        """Reads the report of another rank, and formats one if that rank does not write it."""
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end:
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
-            time.sleep(0.05)
-        request = self._store.add(_REQUESTS, 0)
-        return format_report(self._read_positions(), self._world, request)
 
     def _write_records(self) -> str:
         """Writes the file. Returns its path, or the error."""

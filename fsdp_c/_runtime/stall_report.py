@@ -163,6 +163,8 @@ def _describe_place(position: Position | None, request: int) -> str:
         return "; ".join(filter(None, [exit_, _describe_silence(position)]))
     if position.waits_for is not None:
         return f"waits for {position.waits_for}"
+    if position.failed:
+        return exit_
     place = exit_ or "waits for no collective of fsdp_c"
     if position.completed:
         place += f"; last completed: {position.completed[0]}{_format_age(position.completed_at)}"
@@ -186,7 +188,10 @@ def _describe_silence(position: Position) -> str:
     """Describes a rank that has not answered, with the process state if it runs on this host."""
     process = f"process {position.pid} on {position.host}"
     if position.host != socket.gethostname():
-        return f"{process} does not answer: it has ended, is stopped, or cannot be reached"
+        return (
+            f"{process} does not answer: it has ended, is stopped, answers late, or cannot be "
+            "reached"
+        )
     state = read_process_state(position.pid)
     if state in _ENDED:
         return f"{process} has ended"

@@ -2,10 +2,10 @@
 
     python tests/faults/workers/resource_slopes.py [--scale 1.0] [--job models]
 
-Needs ``tests/harness`` and the workers' folders in PYTHONPATH. Two gloo ranks repeat each job. After
-a fifth of the repetitions, rank 0 counts its resources at eleven points. The result is the slope of
-a least-squares line, per repetition. Resident bytes are those of anonymous memory: the pages of a
-ring buffer become resident at their first use, up to 4 MiB for each rank.
+Needs ``tests/harness`` and the workers' folders in PYTHONPATH. Two gloo ranks repeat each job.
+A warm-up has half of the repetitions. Then rank 0 counts its resources at eleven points. The result
+is the slope of a least-squares line, per repetition. Resident bytes are those of anonymous memory:
+the pages of a ring buffer become resident at their first use, up to 4 MiB for each rank.
 
 Prints a table. The exit status is 1 if a slope of fsdp_c is above its limit and above the slope of
 torch's FSDP2 in the same job.
@@ -170,7 +170,7 @@ JOBS = {
 def measure(rank: int, world: int, name: str, job: str, count: int) -> dict[str, float]:
     """Returns the slope of each resource, per repetition. Runs in a rank."""
     run = JOBS[job].job(Api(name, rank, world, Path()))
-    warm_up, step = count // 5, (count - count // 5) // POINTS
+    warm_up, step = count // 2, count // POINTS
     values = array("d", bytes(8 * len(LIMITS) * (POINTS + 1)))  # no new objects at a point
     for _ in range(warm_up):
         run.repeat()
