@@ -8,6 +8,7 @@ from typing import Any
 
 import lifetime
 import pytest
+import resource_slopes
 from launch import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.xdist_group("lifetime")  # tests share launches
@@ -27,6 +28,21 @@ def test_fifty_steps_leak_no_objects_or_memory() -> None:
         buffer = 4 * lifetime.WIDTH**2
         assert late.pop("bytes") - early.pop("bytes") < 2 * buffer
         assert late == early
+
+
+@functools.cache
+def slopes() -> dict[str, dict[str, float]]:
+    """Of short runs; ``workers/resource_slopes.py`` repeats the jobs up to 2,000 times."""
+    return resource_slopes.find_slopes("fsdp_c", dict.fromkeys(resource_slopes.JOBS, 40))
+
+
+@pytest.mark.parametrize("job", resource_slopes.JOBS)
+def test_repeated_job_keeps_the_number_of_objects_threads_files_and_mappings(job: str) -> None:
+    print(slopes()[job])
+    assert slopes()[job]["tensors"] == 0
+    # torch keeps one object of each process group. Single new objects of caches are no leak.
+    assert slopes()[job]["objects"] < (1.5 if job == "process groups" else 0.5)
+    assert max(slopes()[job][key] for key in ("threads", "files", "mappings")) < 0.5
 
 
 @pytest.mark.parametrize("usage", lifetime.USAGES)

@@ -167,9 +167,18 @@ JOBS = {
 # ---- measurement ----
 
 
-def measure(rank: int, world: int, name: str, job: str, count: int) -> dict[str, float]:
-    """Returns the slope of each resource, per repetition. Runs in a rank."""
-    run = JOBS[job].job(Api(name, rank, world, Path()))
+def measure_jobs(
+    rank: int, world: int, name: str, counts: dict[str, int]
+) -> dict[str, dict[str, float]]:
+    """Returns the slopes of each job. Runs in a rank."""
+    return {
+        job: measure(Api(name, rank, world, Path()), job, count) for job, count in counts.items()
+    }
+
+
+def measure(api: Api, job: str, count: int) -> dict[str, float]:
+    """Returns the slope of each resource, per repetition."""
+    run = JOBS[job].job(api)
     warm_up, step = count // 2, count // POINTS
     values = array("d", bytes(8 * len(LIMITS) * (POINTS + 1)))  # no new objects at a point
     for _ in range(warm_up):
@@ -193,13 +202,14 @@ def fit_slope(points: list[tuple[int, float]]) -> float:
     return covariance / sum((x - mean_x) ** 2 for x, _ in points)
 
 
-def find_slopes(name: str, job: str, scale: float = 1.0) -> dict[str, float]:
-    """Runs a job on two ranks and returns the slopes of rank 0."""
-    count = max(50, int(JOBS[job].count * scale))
+def find_slopes(name: str, counts: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Runs jobs on two ranks and returns the slopes of rank 0. ``counts``: job -> repetitions."""
     # torch's flight recorder keeps the last 2000 collectives, which would count as a leak.
     env = {"TORCH_FR_BUFFER_SIZE": "0"}
-    target = importlib.import_module("resource_slopes").measure  # also if this file is a script
-    slopes: dict[str, float] = run_ranks(target, 2, (name, job, count), timeout=1200, env=env)[0]
+    target = importlib.import_module("resource_slopes").measure_jobs  # also if this is a script
+    slopes: dict[str, dict[str, float]] = run_ranks(
+        target, 2, (name, counts), timeout=1200, env=env
+    )[0]
     return slopes
 
 
@@ -222,9 +232,9 @@ def main() -> None:
     leaks = []
     for job in options.job or JOBS:
         slopes = {}
-        count = int(JOBS[job].count * options.scale)
+        count = max(POINTS, int(JOBS[job].count * options.scale))
         for name in ("fsdp_c", "torch"):
-            slopes[name] = find_slopes(name, job, options.scale)
+            slopes[name] = find_slopes(name, {job: count})[job]
             values = " | ".join(f"{slopes[name][key] + 0.0:.3g}" for key in LIMITS)
             print(f"| {job} | {count} | {name} | {values} |", flush=True)
         leaks += [f"{job}: {leak}" for leak in find_leaks(slopes["fsdp_c"], slopes["torch"])]
