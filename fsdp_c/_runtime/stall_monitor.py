@@ -203,7 +203,7 @@ class StallMonitor(threading.Thread):
             self._publish(0, *read_own_records(READ_COUNT))
 
     def run(self) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the store has ended
+        try:
             while True:
                 self._woken.clear()  # before the conditions, so that no later wake-up is lost
                 if self._stopped or not self._is_current() or len(_roots) == 0:
@@ -211,6 +211,20 @@ class StallMonitor(threading.Thread):
                 waits = self._check()
                 self._woken.wait(min(STEP, self._interval) if waits else self._interval)
             self._check_end()
+        except (RuntimeError, ValueError) as error:  # the store has ended
+            self._report_lost_store(error)
+
+    def _report_lost_store(self, error: Exception) -> None:
+        """Logs that there will be no report, if this rank waits or has failed."""
+        _, records = read_own_records(READ_COUNT)
+        record = find_wait(records) or find_failure(records)
+        if record is not None:
+            logger.warning(
+                "fsdp_c: rank %d waits, or failed, in %s, and cannot read where the other ranks "
+                "are: the process with the store of the job has ended (%s)\n  records: %s",
+                self._rank, describe_wait(record), str(error).partition("\n")[0],
+                self._write_records(),
+            )  # fmt: skip
 
     def _check(self) -> bool:
         """Answers requests, reports a long wait. Returns whether a thread waits."""

@@ -245,6 +245,27 @@ def test_name_of_no_signal_with_a_handler_raises(
         stall_monitor.StallMonitor.write_on_signals(monitor)
 
 
+def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def check() -> bool:
+        raise RuntimeError("failed to recv, got 0 bytes\nC++ stack")
+
+    monkeypatch.setattr(stall_monitor, "_roots", [1])
+    for state in (records.COMPLETE, records.WAITING, records.FAILED):
+        own = [make_record(3, "a", state=state)]
+        monkeypatch.setattr(stall_monitor, "read_own_records", lambda _, own=own: (0, own))
+        monitor = object.__new__(stall_monitor.StallMonitor)
+        vars(monitor).update(_rank=1, _stopped=False, _woken=threading.Event(), _check=check)
+        vars(monitor).update(_is_current=lambda: True, _write_records=lambda: "file")
+        monitor.run()
+        texts = [record.getMessage() for record in caplog.records]
+        assert len(texts) == (state != records.COMPLETE)
+        caplog.clear()
+    assert texts[0].startswith("fsdp_c: rank 1 waits, or failed, in all-gather of 'a' (step 3, ")
+    assert texts[0].endswith("has ended (failed to recv, got 0 bytes)\n  records: file")
+
+
 def test_later_monitor_of_a_process_registers_no_second_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
