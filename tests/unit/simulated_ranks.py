@@ -1,7 +1,7 @@
 """Threads as ranks that share a virtual clock and a store, for tests with a thousand ranks.
 
-One thread runs at a time. A thread gives way only in ``sleep`` and in calls of the store. If all
-threads sleep, the clock advances to the end of the first sleep. So a run is deterministic.
+One thread runs at a time. A thread gives way only in ``Clock.wait`` and in calls of the store. If all
+threads wait, the clock advances to the end of the first wait. So a run is deterministic.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ SERVER_TIME = 2e-5
 
 
 class Clock:
-    """The virtual clock, and the threads that sleep."""
+    """The virtual clock, and the threads that wait."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._sleeping: list[tuple[float, int, threading.Semaphore]] = []
+        self._waiting: list[tuple[float, int, threading.Semaphore]] = []
         self._count = 0
         self._main = threading.Semaphore(0)
         self.errors: list[BaseException] = []
 
-    def sleep(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         woken = threading.Semaphore(0)
         self._push(self.now + seconds, woken)
         self._wake_next()
@@ -62,13 +62,13 @@ class Clock:
 
     def _push(self, at: float, woken: threading.Semaphore) -> None:
         self._count += 1  # threads with equal times run in the order of their calls
-        heapq.heappush(self._sleeping, (at, self._count, woken))
+        heapq.heappush(self._waiting, (at, self._count, woken))
 
     def _wake_next(self) -> None:
-        if not self._sleeping:
+        if not self._waiting:
             self._main.release()
             return
-        at, _, woken = heapq.heappop(self._sleeping)
+        at, _, woken = heapq.heappop(self._waiting)
         self.now = max(self.now, at)
         woken.release()
 
@@ -128,4 +128,4 @@ class Store:
         self.messages[method] += 1
         server = self.server
         server.free_at = max(server.free_at, server.clock.now) + keys * SERVER_TIME
-        server.clock.sleep(server.free_at - server.clock.now + LATENCY)
+        server.clock.wait(server.free_at - server.clock.now + LATENCY)

@@ -42,7 +42,7 @@ PLACES = {
     "never started": "has no model of fsdp_c that ran, or did not start",
     "ends": SILENT,
 }
-"""What the stalled rank does -> its place in the report. "ends": the waits of the other ranks fail
+"""Behavior of the stalled rank -> its place in the report. "ends": the waits of the other ranks fail
 a second later, and their processes end."""
 
 
@@ -105,7 +105,7 @@ class Job:
 
     def end_process(self, rank: int, chance: float) -> None:
         """Does what the main thread of a rank does at its end."""
-        self.clock.sleep(self.find_exit(chance))
+        self.clock.wait(self.find_exit(chance))
         self.monitors[rank]._stopped = True
 
     def run_rank(self, rank: int, chance: float) -> None:
@@ -116,7 +116,7 @@ class Job:
             return
         monitor = self.monitors[rank]
         monitor.publish_start()
-        self.clock.sleep(chance * monitor._interval)
+        self.clock.wait(chance * monitor._interval)
         counted: int | None = None
         while self.clock.now < END:
             if is_culprit and self.case in ("does not answer", "ends") and self.clock.now > START:
@@ -129,7 +129,7 @@ class Job:
                 break
             seconds = stall_monitor.STEP if waits else monitor._interval
             exit_at = self.find_exit(chance)
-            self.clock.sleep(max(0.0, min(seconds, exit_at - self.clock.now)))
+            self.clock.wait(max(0.0, min(seconds, exit_at - self.clock.now)))
             if self.clock.now >= exit_at:
                 monitor._check_end()
                 break
@@ -142,7 +142,7 @@ class Job:
 
     def run(self) -> Result:
         chance = random.Random(self.world)
-        modules = SimpleNamespace(monotonic=lambda: self.clock.now, sleep=self.clock.sleep)
+        modules = SimpleNamespace(monotonic=lambda: self.clock.now, sleep=self.clock.wait)
         times = SimpleNamespace(time=lambda: self.clock.now)
         names = SimpleNamespace(gethostname=lambda: f"host{self.get_rank() // RANKS_OF_A_HOST}")
         dist = SimpleNamespace(get_rank=self.get_rank, get_world_size=lambda: self.world)

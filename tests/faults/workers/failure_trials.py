@@ -6,9 +6,9 @@
 Needs ``tests/harness`` in PYTHONPATH. Each trial trains a small model until the fault. Requirements
 for each survivor:
 
-- It raises: within the time limit of the process group and 0.5 s, from its wait on. Over shared memory it raises
-  within 1 s after the death of the failing process. gloo may wait until the time limit, because it
-  fails only the operations with the dead process.
+- It raises: within the time limit of the process group and 0.5 s, from its wait on. Over shared
+  memory it raises within 1 s after the death of the failing process. gloo may wait until the time
+  limit, because it fails only the operations with the dead process.
 - Its exception and its reports name the unit, the pass and the failing rank.
 - Its process ends by itself.
 - If it waits, it logs a report within FSDP_C_STALL_SECONDS and 1 s.
@@ -79,7 +79,7 @@ FAULTS = {
 
 @dataclass
 class Survivor:
-    """What one survivor did. Times are seconds after the fault."""
+    """The events of one survivor. Times are seconds after the fault."""
 
     rank: int
     raised: float | None = None

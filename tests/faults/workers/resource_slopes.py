@@ -65,7 +65,7 @@ def count_resources() -> dict[str, float]:
 
 
 class Job:
-    """What a rank repeats. A new job is made for each measurement."""
+    """The work that a rank repeats. A new job is made for each measurement."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
