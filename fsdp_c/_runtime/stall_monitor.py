@@ -198,9 +198,15 @@ class StallMonitor(threading.Thread):
                     _signal_files.add(file)
 
     def publish_start(self) -> None:
-        """Publishes the process before its first collective: it may end before the first check."""
+        """Publishes host and process before the first collective: the rank may end in it.
+
+        Does not read the frames of the main thread, which runs this: a frame that refers to itself
+        would keep the model until a garbage collection.
+        """
         with contextlib.suppress(RuntimeError):  # the store has ended; so will the thread
-            self._publish(0, *read_own_records(READ_COUNT))
+            self._store.set(f"{_PREFIX}/{self._rank}", Position(self._rank).to_json())
+            if self._has_extended_api:
+                self._store.append(_PUBLISHED, f"{self._rank} ")  # type: ignore[attr-defined]
 
     def run(self) -> None:
         try:
@@ -267,8 +273,6 @@ class StallMonitor(threading.Thread):
         position = make_position(self._rank, request, now, records)
         position.interrupted_pass = find_interrupted_pass()
         self._store.set(f"{_PREFIX}/{self._rank}", position.to_json())
-        if self._answered < 0 and self._has_extended_api:
-            self._store.append(_PUBLISHED, f"{self._rank} ")  # type: ignore[attr-defined]
         if request > 0:
             self._file = self._write_records()
         self._answered = request

@@ -1,7 +1,7 @@
 """Threads as ranks that share a virtual clock and a store, for tests with a thousand ranks.
 
-One thread runs at a time. A thread gives way only in ``Clock.wait`` and in calls of the store. If all
-threads wait, the clock advances to the end of the first wait. So a run is deterministic.
+One thread runs at a time. A thread gives way only in ``Clock.wait`` and in calls of the store. If
+all threads wait, the clock advances to the end of the first wait. So a run is deterministic.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ PLACES = {
     "never started": "has no model of fsdp_c that ran, or did not start",
     "ends": SILENT,
 }
-"""Behavior of the stalled rank -> its place in the report. "ends": the waits of the other ranks fail
-a second later, and their processes end."""
+"""Behavior of the stalled rank -> its place in the report. "ends": the waits of the other ranks
+fail a second later, and their processes end."""
 
 
 @dataclass

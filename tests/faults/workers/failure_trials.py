@@ -186,7 +186,7 @@ def run_trial(number: int, options: Options, port: int) -> Trial:
                 plan.raises_in, plan.step, plan.block = fault.raises_in, step, block
             ranks.append(Rank(plan, folder, options))
         try:
-            at = cause_fault(ranks, culprit, fault, delay)
+            begin = at = cause_fault(ranks, culprit, fault, delay)
             others = [rank for rank in ranks if rank is not ranks[culprit]]
             if not wait_for([*others, *([ranks[culprit]] if fault.ends else [])], Rank.poll, HANG):
                 print_stacks(ranks)
@@ -200,7 +200,7 @@ def run_trial(number: int, options: Options, port: int) -> Trial:
         place = fault.place
         if not ranks[culprit].find_event("began"):  # the first forward
             place += "|has no model of fsdp_c that ran"
-        survivors = [observe(i, rank, at) for i, rank in enumerate(ranks) if i != culprit]
+        survivors = [observe(i, rank, begin, at) for i, rank in enumerate(ranks) if i != culprit]
         output = "".join(rank.output.read_text(errors="replace") for rank in ranks)
     return Trial(number, options.transport, options.fault, culprit, place, survivors, output)
 
@@ -227,13 +227,16 @@ def print_stacks(ranks: list[Rank]) -> None:
     time.sleep(0.5)
 
 
-def observe(index: int, rank: Rank, at: float) -> Survivor:
+def observe(index: int, rank: Rank, begin: float, at: float) -> Survivor:
+    """Returns the events after the fault, which began at ``begin``, in seconds since ``at``."""
     survivor = Survivor(index)
     for event in rank.read_events("raised")[:1]:
         survivor.raised, survivor.text = event["at"] - at, event["text"]
         if rank.process.poll() != -signal.SIGKILL:
             survivor.exited = (rank.exited or 0.0) - event["at"]
-    survivor.reports = [(event["at"] - at, event["text"]) for event in rank.read_events("report")]
+    # A rank that a busy machine delays may have caused a report before.
+    reports = [event for event in rank.read_events("report") if event["at"] >= begin]
+    survivor.reports = [(event["at"] - at, event["text"]) for event in reports]
     return survivor
 
 
