@@ -28,6 +28,7 @@ DRY_RUN = ("test_dry_run", "test_dry_run_boundary", "test_dry_run_model")
 KERNELS = ("test_kernels", "test_casts", "test_find_cuda")
 SHARED_MEMORY = ("test_shared_memory", "test_shm_collectives")
 STEPS = ("test_behavior_training", "test_behavior_events", "test_behavior_groups")
+STALL = ("test_stall", "test_stall_many_ranks", "test_stalled_ranks", "test_failure_trials")
 GUARD = ("test_guard", "test_patch_sweep")
 
 TESTS_OF = {
@@ -42,15 +43,15 @@ TESTS_OF = {
     "errors": ("test_mistakes", "test_bad_input"),
     "extension": ("test_extension", "test_behavior_extensions", "test_subclass_parameters"),
     "group_attributes": ("test_private_api", "test_private_surface"),
-    "recorder": ("test_stall", "test_stalled_ranks"),
+    "recorder": STALL,
+    "records": STALL,
+    "stall_monitor": STALL,
+    "stall_report": STALL,
     "sequence": ("test_sequence", "test_divergence"),
     "departures": ("test_divergence",),
     "label_comparison": ("test_cuda_divergence",),
     "group_users": ("test_negotiation",),
     "capabilities": ("test_negotiation", "test_shared_memory"),
-    "records": ("test_stall", "test_stalled_ranks"),
-    "stall_monitor": ("test_stall", "test_stalled_ranks"),
-    "stall_report": ("test_stall", "test_stalled_ranks"),
     "hook": ("test_private_surface", "test_guard"),
     "iteration_context": ("test_private_api", "test_behavior_groups"),
     "local_lists": ("test_launches", "test_optim"),

@@ -301,7 +301,7 @@ void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fc
     assert(c->max_reductions > 0);
     fc_deferred_release *record = NULL;
     if (work != NULL) {
-        fc_recorder_end(fc_recorder_wait(work), FC_RECORD_FAILED);
+        fc_recorder_end(fc_recorder_wait(work), FC_RECORD_ABANDONED);
     }
     if (work != NULL && !fct_work_done(work)) {
         record = (fc_deferred_release *)malloc(sizeof *record);

@@ -43,17 +43,30 @@ fc_status fc_process_group_register_users(const fc_process_group *pg, size_t mor
 
 enum { AGREEMENT = FC_ALL_REDUCE + 1 };
 
+/* Writes step and pass of a record, or "" if the record is overwritten. */
+static void describe_position(uint64_t record, char *text, size_t bytes) {
+    static const char *const passes[] = {"forward", "backward", "outside of a pass"};
+    fc_record facts;
+    text[0] = '\0';
+    if (fc_recorder_read(record, &facts)) {
+        (void)snprintf(text, bytes, " (step %u, %s)", (unsigned)facts.step,
+                       passes[facts.pass <= FCT_PASS_OTHER ? facts.pass : FCT_PASS_OTHER]);
+    }
+}
+
 /* Prefixes the message of the pending exception with operation (an fc_operation, or AGREEMENT),
- * modules and rank. Returns FC_ERAISED. */
-static fc_status add_context(const fc_process_group *pg, const char *modules, int operation) {
+ * modules, step and pass of the record, and rank. Returns FC_ERAISED. */
+static fc_status add_context(const fc_process_group *pg, const char *modules, int operation,
+                             uint64_t record) {
     static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce",
                                         "comparison of collectives at the end of the backward"};
-    char text[512];
+    char text[512], position[48];
     bool has_modules = modules != NULL && modules[0] != '\0';
+    describe_position(record, position, sizeof position);
     (void)snprintf(
-        text, sizeof text, "%s of %s%s%s failed on rank %lld of %lld of process group '%s'",
+        text, sizeof text, "%s of %s%s%s%s failed on rank %lld of %lld of process group '%s'",
         names[operation], has_modules ? "parameter group '" : "the root's parameter group",
-        has_modules ? modules : "", has_modules ? "'" : "", (long long)pg->rank,
+        has_modules ? modules : "", has_modules ? "'" : "", position, (long long)pg->rank,
         (long long)pg->world, pg->name != NULL ? pg->name : "?");
     fct_error_explain(text);
     return FC_ERAISED;
@@ -110,7 +123,7 @@ static fc_status end_issue(const fc_process_group *pg, const issue *issued, int 
     static const fc_operation operations[] = {FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE};
     if (result != 0) {
         fc_recorder_end(issued->record, FC_RECORD_FAILED);
-        return add_context(pg, issued->tag.group, operations[issued->tag.kind]);
+        return add_context(pg, issued->tag.group, operations[issued->tag.kind], issued->record);
     }
     fc_recorder_issued(issued->record, work);
     return FC_OK;
@@ -133,7 +146,7 @@ fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *module
     const bool failed = fct_compare_plan(pg->handle, device, pg->plan, waits, result) != 0;
     fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);
     if (failed) {
-        return add_context(pg, modules, operation);
+        return add_context(pg, modules, operation, record);
     }
     pg->compared = result->state == FCT_PLANS_EQUAL;
 done:
@@ -146,8 +159,8 @@ fc_status fc_process_group_start_agreement(fc_process_group *pg, const char *mod
     if (pg->handle == NULL || pg->world < 2) {
         return FC_OK;
     }
-    return fct_agree_start(pg->handle, &pg->agreeing) == 0 ? FC_OK
-                                                           : add_context(pg, modules, AGREEMENT);
+    const bool failed = fct_agree_start(pg->handle, &pg->agreeing) != 0;
+    return failed ? add_context(pg, modules, AGREEMENT, 0) : FC_OK;
 }
 
 fc_status fc_process_group_await_agreement(fc_process_group *pg, const char *modules,
@@ -162,7 +175,7 @@ fc_status fc_process_group_await_agreement(fc_process_group *pg, const char *mod
     const bool failed = fct_agree_await(pg->handle, &difference) != 0;
     fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);
     if (failed) {
-        return add_context(pg, modules, AGREEMENT);
+        return add_context(pg, modules, AGREEMENT, record);
     }
     return difference.text[0] == '\0'
                ? FC_OK
@@ -257,7 +270,7 @@ fc_status fc_process_group_wait(const fc_process_group *pg, const char *modules,
     const bool failed = fct_work_wait(*work) != 0;
     fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);
     if (failed) {
-        return add_context(pg, modules, operation);
+        return add_context(pg, modules, operation, record);
     }
     fct_work_release(*work);
     *work = NULL;

@@ -1,6 +1,6 @@
 /* A process group that a parameter group uses, and its collectives. If the backend fails (dead
- * peer, timeout), the message names the operation, the rank and the modules. This file has no
- * access to parameters.
+ * peer, timeout), the message names the operation, the modules, step and pass, and the rank. This
+ * file has no access to parameters.
  *
  * Preconditions of the collectives: the struct has a name or a handle, and *work is NULL. The
  * functions over chunks require an open process group; fc_process_group_takes_chunks opens it. */

@@ -79,13 +79,23 @@ uint64_t fc_recorder_wait(const void *work) {
 }
 
 void fc_recorder_end(uint64_t number, fc_record_state state) {
-    assert(state == FC_RECORD_COMPLETE || state == FC_RECORD_FAILED);
+    assert(state >= FC_RECORD_COMPLETE && state <= FC_RECORD_ABANDONED);
     fc_record *record = find_record(number);
     if (record != NULL) {
         record->end = fc_recorder_now();
         record->work = 0;
         record->state = (uint8_t)state;
     }
+}
+
+bool fc_recorder_read(uint64_t number, fc_record *copy) {
+    assert(copy != NULL);
+    const fc_record *record = find_record(number);
+    if (record == NULL) {
+        return false;
+    }
+    *copy = *record;
+    return true;
 }
 
 size_t fc_recorder_copy(fc_record *copies, size_t count) {

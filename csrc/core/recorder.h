@@ -8,6 +8,7 @@
 #ifndef FSDP_C_CORE_RECORDER_H
 #define FSDP_C_CORE_RECORDER_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -26,7 +27,8 @@ typedef enum fc_record_state {
     FC_RECORD_ISSUED = 0, /* nothing waits for the collective */
     FC_RECORD_WAITING,    /* a thread is in a call that issues the collective or waits for it */
     FC_RECORD_COMPLETE,   /* complete; on devices with streams: ordered before later work */
-    FC_RECORD_FAILED      /* the call raised an exception, or the wait was abandoned */
+    FC_RECORD_FAILED,     /* the call that issued the collective or waited for it raised */
+    FC_RECORD_ABANDONED   /* no call waits for it any more, because of another exception */
 } fc_record_state;
 
 /* A collective. Times are nanoseconds of CLOCK_MONOTONIC, 0: not reached. A file of
@@ -58,6 +60,8 @@ void fc_recorder_issued(uint64_t number, const void *work);
 /* A call waits for `work`. Returns the number of its record, 0 if there is none. */
 uint64_t fc_recorder_wait(const void *work);
 void fc_recorder_end(uint64_t number, fc_record_state state);
+/* Copies a record. Returns false, and writes nothing, if the record is overwritten. */
+bool fc_recorder_read(uint64_t number, fc_record *copy);
 
 /* Copies up to `count` records, newest first. Returns the number of copies. If another
  * thread changes a record during the copy, this copy may be inconsistent. */

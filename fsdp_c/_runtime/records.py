@@ -26,7 +26,8 @@ _KINDS = (
 )
 _PASSES = ("forward", "backward", "outside of a pass")
 ISSUED, WAITING, COMPLETE, FAILED = "issued", "waiting", "complete", "failed"
-_STATES = (ISSUED, WAITING, COMPLETE, FAILED)
+ABANDONED = "abandoned"
+_STATES = (ISSUED, WAITING, COMPLETE, FAILED, ABANDONED)
 
 
 @dataclass(frozen=True)

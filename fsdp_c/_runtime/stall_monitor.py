@@ -1,4 +1,4 @@
-"""The thread that reports long waits for other ranks.
+"""The thread that reports long and failed waits for other ranks.
 
 Every process of a job has one such thread while a root is alive. Once per ``INTERVAL`` the thread
 reads the recorder (``records.py``). If there is no new collective, it also reads one counter in the
@@ -9,6 +9,8 @@ job's store:
   and writes its records to a file.
 - At the limit, the first waiting rank formats a report and publishes it. Every waiting rank logs
   the report. The next limit is twice as long.
+- If an exception ends a wait, the rank makes a request at once. The first rank that fails in a
+  collective formats the report, and every rank that fails in it logs the report.
 
 The thread only reads: training does not change. It ends with its process group, with the last root,
 and when the store fails.
@@ -26,6 +28,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -35,10 +38,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from .. import _C
 from . import label_comparison
 from .departures import PATIENCE, get_departures
-from .records import COMPLETE, FAILED, Record, make_header, read_own_records
+from .records import COMPLETE, Record, make_header, read_own_records
 from .stall_report import (
     Position,
+    can_answer,
     describe_wait,
+    find_failure,
     find_wait,
     format_report,
     make_position,
@@ -52,8 +57,13 @@ INTERVAL = 0.5
 """Seconds between two checks of a process in which no thread waits."""
 STEP = 0.2
 """Seconds between two checks of a process that waits."""
-ANSWER_TIME = 0.8
-"""Seconds for which the report waits for ranks that have not answered."""
+ANSWER_TIME = 0.5
+"""Seconds for which a report waits for ranks that have not answered an earlier request."""
+EXIT_TIME = 0.9
+"""Seconds for which a process that ends waits for the report of another rank."""
+PAUSE = 0.05
+"""Seconds between the first two readings of the store while a rank waits for answers or a report.
+Later pauses are longer, up to STEP."""
 ANSWER_LIMIT = 2.5
 """Seconds before a report at which the other ranks are requested to publish their positions."""
 READ_COUNT = 256
@@ -61,6 +71,8 @@ READ_COUNT = 256
 
 _PREFIX = "fsdp_c/stall"
 _REQUESTS = f"{_PREFIX}/requests"
+_PUBLISHED = f"{_PREFIX}/published"
+"""The ranks that have published a position, in a store that has ``append``."""
 
 BACKENDS_WITHOUT_WAITS = ("fake", "threaded")
 """Backends of tests: collectives that move no data, and ranks that are threads of one process."""
@@ -68,6 +80,9 @@ BACKENDS_WITHOUT_WAITS = ("fake", "threaded")
 _lock = threading.Lock()  # held while `_roots` is read or extended
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()
 _monitor: list[StallMonitor] = []
+_signal_files: set[tuple[int, int, str, int]] = set()
+"""Process, signal, path and world size of the files to write. The extension never frees them, so
+later monitors of this process use the same."""
 
 
 def get_limit() -> float:
@@ -109,6 +124,7 @@ def watch(root: Any) -> None:
     monitor = StallMonitor(limit)
     _monitor.append(monitor)
     monitor.write_on_signals()
+    monitor.publish_start()
     monitor.start()
     atexit.register(stop)
 
@@ -136,6 +152,7 @@ class StallMonitor(threading.Thread):
         self._interval = min(INTERVAL, limit / 5)
         self._group = weakref.ref(_get_default_group())
         self._store = _get_default_store()
+        self._has_extended_api = self._store.has_extended_api()  # type: ignore[attr-defined]
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._pid = os.getpid()
         self._stopped = False
@@ -179,20 +196,47 @@ class StallMonitor(threading.Thread):
                     f"FSDP_C_STALL_SIGNAL must be the name of a signal with a handler, got {name}"
                 )
             with contextlib.suppress(OSError):  # the folder cannot be created
-                _C.recorder_write_on_signal(
-                    number, get_file(self._rank), make_header(self._rank, self._world)
-                )
+                path = get_file(self._rank)
+                file = (os.getpid(), number, path, self._world)
+                if file not in _signal_files:
+                    header = make_header(self._rank, self._world)
+                    _C.recorder_write_on_signal(number, path, header)
+                    _signal_files.add(file)
+
+    def publish_start(self) -> None:
+        """Publishes host and process before the first collective: the rank may end in it.
+
+        Does not read the frames of the main thread, which runs this: a frame that refers to itself
+        would keep the model until a garbage collection.
+        """
+        with contextlib.suppress(RuntimeError):  # the store has ended; so will the thread
+            self._store.set(f"{_PREFIX}/{self._rank}", Position(self._rank).to_json())
+            if self._has_extended_api:
+                self._store.append(_PUBLISHED, f"{self._rank} ")  # type: ignore[attr-defined]
 
     def run(self) -> None:
-        while True:
-            self._woken.clear()  # before the conditions, so that no later wake-up is lost
-            if self._stopped or not self._is_current() or len(_roots) == 0:
-                return
-            try:
+        try:
+            while True:
+                self._woken.clear()  # before the conditions, so that no later wake-up is lost
+                if self._stopped or not self._is_current() or len(_roots) == 0:
+                    break
                 waits = self._check()
-            except (RuntimeError, ValueError):  # the store or the process group has ended
-                return
-            self._woken.wait(min(STEP, self._interval) if waits else self._interval)
+                self._woken.wait(min(STEP, self._interval) if waits else self._interval)
+            self._check_end()
+        except (RuntimeError, ValueError) as error:  # the store has ended
+            self._report_lost_store(error)
+
+    def _report_lost_store(self, error: Exception) -> None:
+        """Logs that there will be no report, if this rank waits or has failed."""
+        _, records = read_own_records(READ_COUNT)
+        record = find_wait(records) or find_failure(records)
+        if record is not None:
+            logger.warning(
+                "fsdp_c: rank %d waits, or failed, in %s, and cannot read where the other ranks "
+                "are: the process with the store of the job has ended (%s)\n  records: %s",
+                self._rank, describe_wait(record), str(error).partition("\n")[0],
+                self._write_records(),
+            )  # fmt: skip
 
     def _check(self) -> bool:
         """Answers requests, reports a long wait. Returns whether a thread waits."""
@@ -203,6 +247,7 @@ class StallMonitor(threading.Thread):
         newest = records[0].number if records else 0
         progresses = newest != self._newest and seconds < self._interval
         self._newest = newest
+        self._report_new_failure(now, records)
         if progresses and self._answered >= 0:
             return False
         if wait is not None:
@@ -213,7 +258,6 @@ class StallMonitor(threading.Thread):
         if wait is not None and seconds >= self._next_limit:
             self._next_limit *= 2
             self._report(wait, seconds, request)
-        self._write_after_failure(records)
         return wait is not None
 
     def _compare(self, seconds: float) -> None:
@@ -224,6 +268,13 @@ class StallMonitor(threading.Thread):
             label_comparison.compare()
         elif seconds >= PATIENCE:
             get_departures().answer()
+
+    def _check_end(self) -> None:
+        """Reports a failure, and publishes whether an exception ends the process within a pass."""
+        now, records = read_own_records(READ_COUNT)
+        self._report_new_failure(now, records)
+        if find_interrupted_pass():
+            self._publish(self._store.add(_REQUESTS, 0), now, records)
 
     def _request_if_due(self, wait: Record, seconds: float) -> None:
         if wait.number != self._requested_for[0]:
@@ -244,50 +295,80 @@ class StallMonitor(threading.Thread):
 
     def _report(self, wait: Record, seconds: float, request: int) -> None:
         key = f"{_PREFIX}/report/{request}/{self._next_limit:g}"
-        if self._store.add(f"{key}/writers", 1) == 1:
-            report = format_report(self._wait_for_answers(request), self._world, request)
-            self._store.set(key, report)
-        else:
-            report = self._read_report(key, request)
+        is_writer = self._store.add(f"{key}/writers", 1) == 1
+        report = self._share_report(key, is_writer, request, ANSWER_TIME)
         logger.warning(
             "fsdp_c: rank %d has waited %.1f s for %s. The ranks of the job:\n%s\n  records: %s",
             self._rank, seconds, describe_wait(wait), report, self._file,
         )  # fmt: skip
 
-    def _wait_for_answers(self, request: int) -> dict[int, Position]:
-        """Returns the positions, when all ranks have answered or after ``ANSWER_TIME``."""
-        end = time.monotonic() + ANSWER_TIME
-        while True:
-            positions = self._read_positions()
-            answered = sum(position.request >= request for position in positions.values())
-            if answered == self._world or time.monotonic() > end:
-                return positions
-            time.sleep(0.05)
+    def _report_new_failure(self, now: int, records: list[Record]) -> None:
+        failure = find_failure(records)
+        if failure is None or failure.number <= self._last_failed:
+            return
+        self._last_failed = failure.number
+        self._file = self._write_records()
+        key = f"{_PREFIX}/report/{describe_wait(failure)}"
+        is_writer = self._store.add(f"{key}/writers", 1) == 1
+        request = self._store.add(_REQUESTS, int(is_writer))
+        self._publish(request, now, records)
+        # The request is new, so ranks may answer only at their next check.
+        report = self._share_report(key, is_writer, request, INTERVAL + ANSWER_TIME)
+        logger.warning(
+            "fsdp_c: rank %d left the wait for %s by an exception. The ranks of the job:\n%s\n"
+            "  records: %s", self._rank, describe_wait(failure), report, self._file,
+        )  # fmt: skip
+
+    def _share_report(self, key: str, is_writer: bool, request: int, seconds: float) -> str:
+        """Returns a report that one rank writes: only this rank reads the positions of all ranks.
+
+        If that rank does not write the report, one of the others does.
+        """
+        for _ in range(2):
+            if is_writer:
+                return self._write_report(key, request, seconds)
+            if self._poll(lambda: self._store.check([key]), seconds + 1.5, EXIT_TIME):
+                return str(self._store.get(key).decode())
+            if self._stopped:
+                break
+            is_writer = self._store.add(f"{key}/substitutes", 1) == 1
+        return "  another rank logs the report"
+
+    def _write_report(self, key: str, request: int, seconds: float) -> str:
+        """Waits for answers, for at most ``seconds``, and shares the report."""
+        self._poll(lambda: self._have_all_answered(request), seconds, ANSWER_TIME)
+        # Read again: a rank may have published and ended in the meantime.
+        report = format_report(self._read_positions(), self._world, request)
+        self._store.set(key, report)
+        return report
+
+    def _have_all_answered(self, request: int) -> bool:
+        """Whether all ranks have answered that can."""
+        positions = self._read_positions()
+        late = [p for p in positions.values() if p.request < request and can_answer(p)]
+        return len(positions) == self._world and not late
+
+    def _poll(self, condition: Callable[[], bool], seconds: float, at_exit: float) -> bool:
+        """Returns False after ``seconds``, or after ``at_exit`` seconds if the process ends."""
+        begin, pause = time.monotonic(), PAUSE
+        while not condition():
+            left = (min(seconds, at_exit) if self._stopped else seconds) + begin - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, STEP)
+        return True
 
     def _read_positions(self) -> dict[int, Position]:
-        keys = [f"{_PREFIX}/{rank}" for rank in range(self._world)]
-        has_multi_get = self._store.has_extended_api()  # type: ignore[attr-defined]
-        if has_multi_get and self._store.check(keys):
-            texts = self._store.multi_get(keys)
+        if self._has_extended_api:  # the number of messages does not depend on the number of ranks
+            published = self._store.get(_PUBLISHED).decode()
+            ranks = sorted({int(rank) for rank in published.split()})
+            texts = self._store.multi_get([f"{_PREFIX}/{rank}" for rank in ranks])
         else:
+            keys = [f"{_PREFIX}/{rank}" for rank in range(self._world)]
             texts = [self._store.get(key) for key in keys if self._store.check([key])]
         positions = map(Position.from_json, texts)
         return {position.rank: position for position in positions}
-
-    def _read_report(self, key: str, request: int) -> str:
-        """Reads the report of another rank, and formats one if that rank does not write it."""
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end:
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
-            time.sleep(0.05)
-        return format_report(self._read_positions(), self._world, request)
-
-    def _write_after_failure(self, records: list[Record]) -> None:
-        failed = next((record.number for record in records if record.state == FAILED), 0)
-        if failed > self._last_failed:
-            self._last_failed = failed
-            self._write_records()
 
     def _write_records(self) -> str:
         """Writes the file. Returns its path, or the error."""

@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 
-from .records import COMPLETE, WAITING, Record
+from .records import COMPLETE, FAILED, WAITING, Record
 
 RECENT = 16
 """Number of completed collectives in a position. The report compares them between ranks."""
+
+_ENDED, _STOPPED = ("", "Z", "X"), ("T", "t")
+"""States of ``read_process_state``."""
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parents[1])
 
@@ -43,6 +46,8 @@ class Position:
     completed_at: float | None = None
     line: str = ""
     """Line and function of the main thread."""
+    failed: str = ""
+    """The newest collective, if an exception has ended the wait for it."""
     interrupted_pass: str = ""
     """Pass that an exception has left: a state is in this pass, and no thread runs a module."""
 
@@ -60,6 +65,13 @@ def find_wait(records: Iterable[Record]) -> Record | None:
     return min(waits, key=lambda record: record.waiting, default=None)
 
 
+def find_failure(records: Iterable[Record]) -> Record | None:
+    """Returns the newest record that a thread has waited for, if an exception ended the wait."""
+    states = (WAITING, COMPLETE, FAILED)
+    newest = next((record for record in records if record.state in states), None)
+    return newest if newest is not None and newest.state == FAILED else None
+
+
 def describe_wait(record: Record) -> str:
     return f"{record.describe()} of process group '{record.group}'"
 
@@ -71,6 +83,9 @@ def make_position(rank: int, request: int, now: int, records: list[Record]) -> P
     if wait is not None:
         position.waits_for = describe_wait(wait)
         position.waits_since = time.time() - (now - wait.waiting) / 1e9
+    failure = find_failure(records)
+    if failure is not None:
+        position.failed = describe_wait(failure)
     complete = [record for record in records if record.state == COMPLETE]
     position.completed = [describe_wait(record) for record in complete[:RECENT]]
     if complete:
@@ -143,17 +158,26 @@ def format_ranks(ranks: list[int]) -> str:
 def _describe_place(position: Position | None, request: int) -> str:
     if position is None:
         return "has no model of fsdp_c that ran, or did not start"
+    exit_ = _describe_exit(position)
     if position.request < request:
-        return _describe_silence(position)
+        return "; ".join(filter(None, [exit_, _describe_silence(position)]))
     if position.waits_for is not None:
         return f"waits for {position.waits_for}"
-    if position.interrupted_pass:
-        place = f"left the {position.interrupted_pass} by an exception"
-    else:
-        place = "waits for no collective of fsdp_c"
+    if position.failed:
+        return exit_
+    place = exit_ or "waits for no collective of fsdp_c"
     if position.completed:
         place += f"; last completed: {position.completed[0]}{_format_age(position.completed_at)}"
     return f"{place}; main thread: {position.line}" if position.line else place
+
+
+def _describe_exit(position: Position) -> str:
+    """Names the wait or the pass that an exception has left."""
+    if position.failed:
+        return f"left the wait for {position.failed} by an exception"
+    if position.interrupted_pass:
+        return f"left the {position.interrupted_pass} by an exception"
+    return ""
 
 
 def _format_age(at: float | None) -> str:
@@ -164,16 +188,25 @@ def _describe_silence(position: Position) -> str:
     """Describes a rank that has not answered, with the process state if it runs on this host."""
     process = f"process {position.pid} on {position.host}"
     if position.host != socket.gethostname():
-        return f"{process} does not answer: it has ended, is stopped, or cannot be reached"
+        return (
+            f"{process} does not answer: it has ended, is stopped, answers late, or cannot be "
+            "reached"
+        )
     state = read_process_state(position.pid)
-    if state in ("", "Z", "X"):
+    if state in _ENDED:
         return f"{process} has ended"
-    if state in ("T", "t"):
+    if state in _STOPPED:
         return f"{process} is stopped by a signal or a debugger"
     return (
         f"{process} runs, but does not answer: it makes progress in other collectives, holds the "
         "GIL, or has left its process group"
     )
+
+
+def can_answer(position: Position) -> bool:
+    """Whether the process of the rank may run. Processes of other hosts count as running."""
+    is_local = position.host == socket.gethostname()
+    return not is_local or read_process_state(position.pid) not in _ENDED + _STOPPED
 
 
 def read_process_state(pid: int) -> str:

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from .._runtime.records import COMPLETE, FAILED, ISSUED, WAITING, Record, read_file
+from .._runtime.records import ABANDONED, COMPLETE, FAILED, ISSUED, WAITING, Record, read_file
 from .._runtime.stall_report import describe_wait
 from . import trace_spans
 from .plotting import require_matplotlib
@@ -46,7 +46,8 @@ class RankRecords:
         unfinished = [r for r in self.records if r.state in (WAITING, ISSUED)]
         current = unfinished[0] if unfinished else last
         verbs = {WAITING: "waits for", ISSUED: "has issued, and does not wait for,",
-                 COMPLETE: "has completed", FAILED: "failed in"}  # fmt: skip
+                 COMPLETE: "has completed", FAILED: "failed in",
+                 ABANDONED: "has abandoned"}  # fmt: skip
         return f"{name} {verbs[current.state]} {describe_wait(current)}"
 
 

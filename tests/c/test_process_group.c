@@ -79,23 +79,26 @@ static void collective_opens_process_group_and_completes_in_wait(void **state) {
     end(&group);
 }
 
-static void failed_collective_names_modules_operation_and_rank(void **state) {
+static void failed_collective_names_operation_modules_position_and_rank(void **state) {
     (void)state;
     fc_process_group group = begin();
+    group.label.step = 4;
+    group.label.pass = FCT_PASS_BACKWARD;
     fct_work *work = NULL;
     fct_tensor *row = vector_of(2, 2.0);
     assert_int_equal(fc_process_group_open(&group), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(all_reduce(&group, "blocks.3", row, &work), FC_ERAISED);
     assert_string_equal(sim_error_explanation(),
-                        "all-reduce of parameter group 'blocks.3' failed on rank 1 of 2 of process "
-                        "group 'world'");
+                        "all-reduce of parameter group 'blocks.3' (step 4, backward) failed on "
+                        "rank 1 of 2 of process group 'world'");
     for (int root = 0; root < 2; root++) {
         fct_error_put_back(NULL);
         sim_fault_arm(1, SIM_ONCE);
         assert_int_equal(all_reduce(&group, root ? "" : NULL, row, &work), FC_ERAISED);
         assert_non_null(
-            strstr(sim_error_explanation(), "all-reduce of the root's parameter group failed on"));
+            strstr(sim_error_explanation(),
+                   "all-reduce of the root's parameter group (step 4, backward) failed on"));
     }
     assert_null(work);
     fct_tensor_release(row);
@@ -109,10 +112,12 @@ static void failed_wait_keeps_work(void **state) {
     fct_work *work = NULL;
     fct_tensor *row = vector_of(2, 2.0);
     assert_int_equal(all_reduce(&group, "0", row, &work), FC_OK);
+    group.label.step++; /* of a later collective */
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(fc_process_group_wait(&group, "0", FC_ALL_GATHER, &work), FC_ERAISED);
     assert_non_null(work);
-    assert_non_null(strstr(sim_error_explanation(), "all-gather of parameter group '0' failed"));
+    assert_non_null(strstr(sim_error_explanation(),
+                           "all-gather of parameter group '0' (step 0, forward) failed"));
     fct_error_put_back(NULL);
     assert_int_equal(fc_process_group_wait(&group, "0", FC_ALL_REDUCE, &work), FC_OK);
     assert_null(work);
@@ -158,7 +163,8 @@ static void plan_is_compared_until_the_answers_are_read(void **state) {
     sim_plans_differ(false);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(compare_plan(&group, true, &result), FC_ERAISED);
-    assert_non_null(strstr(sim_error_explanation(), "all-gather of parameter group '0' failed"));
+    assert_non_null(strstr(sim_error_explanation(),
+                           "all-gather of parameter group '0' (step 0, forward) failed"));
     assert_int_equal(compare_plan(&group, true, &result), FC_OK);
     assert_true(group.compared);
     end(&group);
@@ -169,7 +175,7 @@ int main(void) {
         cmocka_unit_test(process_group_is_resolved_once_and_released_by_fini),
         cmocka_unit_test(process_group_set_releases_previous_handle),
         cmocka_unit_test(collective_opens_process_group_and_completes_in_wait),
-        cmocka_unit_test(failed_collective_names_modules_operation_and_rank),
+        cmocka_unit_test(failed_collective_names_operation_modules_position_and_rank),
         cmocka_unit_test(failed_wait_keeps_work),
         cmocka_unit_test(unresolved_process_group_is_not_reported_as_failed_collective),
         cmocka_unit_test(plan_is_compared_until_the_answers_are_read),

@@ -33,6 +33,9 @@ static void record_has_the_facts_and_the_end_of_long_names(void **state) {
     assert_int_equal(record.state, FC_RECORD_WAITING);
     assert_string_equal(record.group, "7");
     assert_string_equal(record.modules, name + strlen(name) + 1 - FC_RECORD_MODULES_BYTES);
+    fc_record copy;
+    assert_true(fc_recorder_read(number, &copy));
+    assert_int_equal(copy.number, number);
     add(NULL);
     assert_string_equal(newest().modules, "");
 }
@@ -72,6 +75,9 @@ static void overwritten_record_does_not_change(void **state) {
     fc_recorder_issued(number, &works[0]);
     fc_recorder_end(number, FC_RECORD_FAILED);
     fc_recorder_end(0, FC_RECORD_FAILED);
+    fc_record unchanged = {.number = 1};
+    assert_false(fc_recorder_read(number, &unchanged) || fc_recorder_read(0, &unchanged));
+    assert_int_equal(unchanged.number, 1);
     static fc_record all[FC_RECORDS];
     assert_int_equal(fc_recorder_copy(all, FC_RECORDS), FC_RECORDS);
     for (int i = 0; i < FC_RECORDS; i++) {

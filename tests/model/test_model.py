@@ -44,13 +44,13 @@ HOLDS = {
     ("steps", "RANKS=2 FAULTS=1"): False,
     ("steps", "RANKS=2 FAULTS=2"): False,
     ("steps", "RANKS=2 FAULTS=2 ORDINARY CAPACITY=2"): False,
-    ("steps", "RANKS=3 FAULTS=0"): False,
-    ("steps", "RANKS=3 FAULTS=1 ORDINARY"): False,
+    ("steps", "RANKS=3 FAULTS=1"): False,
+    ("steps", THREE_RANKS): False,
     ("orders", "FAULTS=1"): False,
     ("agreement", "RANKS=2 FAULTS=1"): False,
     ("agreement", "RANKS=2 FAULTS=2"): False,
-    ("agreement", "RANKS=3 FAULTS=0"): False,
-    ("agreement", "RANKS=3 FAULTS=1 ORDINARY"): False,
+    ("agreement", "RANKS=3 FAULTS=1"): False,
+    ("agreement", THREE_RANKS): False,
 }
 """Model and settings of an exhaustive search -> whether `make test` includes it."""
 

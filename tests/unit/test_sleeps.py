@@ -12,20 +12,25 @@ SLEEP = re.compile(r"\b(?:sleep|usleep|nanosleep|clock_nanosleep|sleep_for|sleep
 POLL = "pause between two readings of a condition, in a loop with a limit"
 DELAY = "a late rank is the subject of the test"
 HANG = "a process or thread that does not end is the subject of the test"
+POINT = "a fault comes at a random time"
+VIRTUAL = "the clock is simulated"
 STACKS = "a process that hangs gets this time to write its stacks, and is killed then"
 
 SLEEPS = {
     "harness/fork_server.py": [POLL],
     "harness/launch.py": [POLL, STACKS],
+    "faults/workers/failure_trials.py": [POLL, POINT, STACKS],
     "faults/workers/interrupt.py": [POLL],
     "faults/workers/lifetime.py": [POLL],
     "faults/workers/stalled_ranks.py": [POLL],
+    "faults/workers/trial_rank.py": [HANG],
     "parity/workers/program_ranks.py": [STACKS],
     "unit/compare_job.py": [HANG, HANG],
     "unit/test_check.py": [HANG],
     "unit/test_compare.py": [POLL, POLL],
     "unit/test_model_comparison.py": [DELAY],
     "unit/test_stall.py": [POLL, HANG],
+    "unit/test_stall_many_ranks.py": [VIRTUAL],
     "gpu/gpu_check.sh": [HANG],
     "c/test_progress.c": [POLL, POLL],
     "distributed/workers/behavior_backwards.py": [DELAY, DELAY],

@@ -164,14 +164,19 @@ def test_report_groups_ranks_by_place() -> None:
     positions[3] = Position(3, request=1, completed=done, line="train.py:57 in load_batch")
     positions[4] = Position(4, request=0, host="elsewhere", pid=7)
     positions[6] = Position(6, request=1, completed=done, interrupted_pass="forward")
-    assert stall_report.format_report(positions, 8, 1).splitlines() == [
+    positions[8] = Position(8, request=1, completed=done, failed=waits, line="train.py:57")
+    positions[9] = Position(9, request=0, failed=waits, host="elsewhere", pid=8)
+    assert stall_report.format_report(positions, 10, 1).splitlines() == [
         f"  ranks 0-2, 5: waits for {waits}",
         f"  rank 3: waits for no collective of fsdp_c; last completed: {done[0]}; main thread: "
         "train.py:57 in load_batch",
-        "  rank 4: process 7 on elsewhere does not answer: it has ended, is stopped, or cannot be "
-        "reached",
+        "  rank 4: process 7 on elsewhere does not answer: it has ended, is stopped, answers late, "
+        "or cannot be reached",
         f"  rank 6: left the forward by an exception; last completed: {done[0]}",
         "  rank 7: has no model of fsdp_c that ran, or did not start",
+        f"  rank 8: left the wait for {waits} by an exception",
+        f"  rank 9: left the wait for {waits} by an exception; process 8 on elsewhere does not "
+        "answer: it has ended, is stopped, answers late, or cannot be reached",
         f"  last collective that all answering ranks completed: {done[0]}",
     ]
 
@@ -206,6 +211,20 @@ def test_position_has_the_longest_wait_and_the_last_completed_collectives() -> N
     assert Position.from_json(position.to_json()) == position
 
 
+def test_failure_is_the_newest_wait_that_an_exception_ended() -> None:
+    failed = make_record(8, "a", state=records.FAILED)
+    later = [
+        make_record(10, "c", state=records.ISSUED),
+        make_record(9, "b", state=records.ABANDONED),
+    ]
+    assert stall_report.find_failure([*later, failed]) == failed
+    position = stall_report.make_position(1, 4, 20 * SECOND, [*later, failed])
+    assert position.failed == "all-gather of 'a' (step 3, forward) of process group '0'"
+    for state in (records.WAITING, records.COMPLETE):
+        assert stall_report.find_failure([make_record(9, "b", state=state), failed]) is None
+    assert stall_report.find_failure(later) is None
+
+
 # ---- settings ------------------------------------------------------------------------------------
 
 
@@ -224,6 +243,42 @@ def test_name_of_no_signal_with_a_handler_raises(
     monitor: Any = SimpleNamespace(_rank=0, _world=2)
     with pytest.raises(ValueError, match=f"name of a signal with a handler, got {name}"):
         stall_monitor.StallMonitor.write_on_signals(monitor)
+
+
+def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def check() -> bool:
+        raise RuntimeError("failed to recv, got 0 bytes\nC++ stack")
+
+    monkeypatch.setattr(stall_monitor, "_roots", [1])
+    for state in (records.COMPLETE, records.WAITING, records.FAILED):
+        own = [make_record(3, "a", state=state)]
+        monkeypatch.setattr(stall_monitor, "read_own_records", lambda _, own=own: (0, own))
+        monitor = object.__new__(stall_monitor.StallMonitor)
+        vars(monitor).update(_rank=1, _stopped=False, _woken=threading.Event(), _check=check)
+        vars(monitor).update(_is_current=lambda: True, _write_records=lambda: "file")
+        monitor.run()
+        texts = [record.getMessage() for record in caplog.records]
+        assert len(texts) == (state != records.COMPLETE)
+        caplog.clear()
+    assert texts[0].startswith("fsdp_c: rank 1 waits, or failed, in all-gather of 'a' (step 3, ")
+    assert texts[0].endswith("has ended (failed to recv, got 0 bytes)\n  records: file")
+
+
+def test_later_monitor_of_a_process_registers_no_second_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: list[str] = []
+    monkeypatch.setenv("FSDP_C_STALL_DIR", str(tmp_path))
+    monkeypatch.setattr(_C, "recorder_write_on_signal", lambda _, path, header: paths.append(path))
+    for rank in (0, 0, 1, 0):
+        monitor: Any = SimpleNamespace(_rank=rank, _world=2)
+        stall_monitor.StallMonitor.write_on_signals(monitor)
+    assert [Path(path).name[-len("rank0.records") :] for path in paths] == [
+        "rank0.records",
+        "rank1.records",
+    ]
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "ten"])

@@ -1,0 +1,386 @@
+"""Trials of failing ranks: one of three ranks is killed, is stopped or raises at a random point.
+
+    python tests/faults/workers/failure_trials.py [--trials 100] [--seed 0] [--fault kill] \
+        [--transport gloo] [--fresh]
+
+Needs ``tests/harness`` in PYTHONPATH. Each trial trains a small model until the fault. Requirements
+for each survivor:
+
+- It raises: within the time limit of the process group and 0.5 s, from its wait on. Over shared
+  memory it raises within 1 s after the death of the failing process. gloo may wait until the time
+  limit, because it fails only the operations with the dead process.
+- Its exception and its reports name the unit, the pass and the failing rank.
+- Its process ends by itself.
+- If it waits, it logs a report within FSDP_C_STALL_SECONDS and 1 s.
+- Each report names the failing rank as such, and no other rank.
+
+Prints a table. The exit status is 1 if a trial misses a requirement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from fork_server import start_script
+from trial_rank import BLOCKS, Plan
+
+SCRIPT = Path(__file__).with_name("trial_rank.py")
+WORLD = 3
+GROUP_LIMIT = 2.5
+"""Time limit of the process group in seconds."""
+STALL_LIMIT = 1.0
+"""FSDP_C_STALL_SECONDS."""
+MARGIN, DEATH_MARGIN, REPORT_MARGIN, EXIT_MARGIN = 0.5, 1.0, 1.0, 3.0
+"""Seconds after the group's limit, after a death, after the limit of the report, and after the
+exception of a survivor."""
+HANG = 15.0
+"""Seconds after which a survivor counts as hanging."""
+RUN = 0.5
+"""Largest time from the first forward to a signal, in seconds. A step takes about 5 ms."""
+STEPS = 30
+"""Largest number of steps before an exception."""
+TRANSPORTS = {"shared memory": "direct", "gloo": "gloo"}
+"""Name -> value of FSDP_C_TRANSPORT."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a rank fails, and what a report about this rank has to state."""
+
+    place: str
+    number: int = 0
+    """The signal that the rank gets, 0: it raises."""
+    raises_in: str = ""
+    ends: bool = True
+    """Whether the process ends."""
+
+
+FAULTS = {
+    "kill": Fault("has ended", signal.SIGKILL),
+    "stop": Fault("is stopped by a signal", signal.SIGSTOP, ends=False),
+    "raise": Fault("left the forward by an exception|has ended", raises_in="ends"),
+    "raise, caught": Fault("left the forward by an exception", raises_in="stays", ends=False),
+}
+
+
+@dataclass
+class Survivor:
+    """The events of one survivor. Times are seconds after the fault."""
+
+    rank: int
+    raised: float | None = None
+    text: str = ""
+    exited: float | None = None
+    reports: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def waited_from(self) -> float:
+        """Begin of the wait for the failing rank, by the first report. A busy machine delays it."""
+        for at, text in self.reports[:1]:
+            waited = re.search(r"has waited (\d+\.\d) s", text)
+            return max(0.0, at - float(waited[1])) if waited else 0.0
+        return 0.0
+
+
+@dataclass
+class Trial:
+    number: int
+    transport: str
+    fault: str
+    culprit: int
+    place: str
+    """Regular expression of the failing rank's place in a report."""
+    survivors: list[Survivor]
+    output: str
+
+
+@dataclass
+class Options:
+    transport: str
+    fault: str
+    seed: int
+    fresh: bool = False
+    """Whether ranks are new interpreters. Otherwise a process that has imported torch is forked."""
+    slack: float = 0.0
+    """Seconds that are added to each time limit, for machines with other load."""
+
+
+# ---- a trial ----
+
+
+class Rank:
+    """The process of a rank, and its files."""
+
+    def __init__(self, plan: Plan, folder: Path, options: Options) -> None:
+        self.events = Path(plan.events)
+        self.events.touch()
+        self.output = folder / f"output{plan.rank}"
+        env = os.environ | {
+            "FSDP_C_TRANSPORT": TRANSPORTS[options.transport],
+            "FSDP_C_STALL_SECONDS": str(STALL_LIMIT),
+            "FSDP_C_STALL_DIR": str(folder / "records"),
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(plan.rank),
+        }
+        self.process: Any
+        if options.fresh:
+            command = [sys.executable, str(SCRIPT), plan.to_json()]
+            with self.output.open("wb") as file:
+                self.process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+        else:
+            self.process = start_script(SCRIPT, [plan.to_json()], env, self.output)
+        self.exited: float | None = None
+
+    def poll(self) -> bool:
+        """Returns whether the process has ended."""
+        if self.exited is None and self.process.poll() is not None:
+            self.exited = time.monotonic()
+        return self.exited is not None
+
+    def read_events(self, kind: str) -> list[dict[str, Any]]:
+        lines = self.events.read_text().splitlines(keepends=True)
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in events if event["kind"] == kind]
+
+    def find_event(self, kind: str) -> float | None:
+        return next((event["at"] for event in self.read_events(kind)), None)
+
+
+def wait_for(ranks: Sequence[Rank], condition: Any, seconds: float) -> bool:
+    """Waits until all ranks fulfill the condition. Returns False after ``seconds``."""
+    end = time.monotonic() + seconds
+    while not all(condition(rank) for rank in ranks):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def run_trial(number: int, options: Options, port: int) -> Trial:
+    """Runs one trial. The seed and the number determine the culprit and the point of the fault."""
+    chance = random.Random(f"{options.seed} {options.transport} {options.fault} {number}")
+    fault = FAULTS[options.fault]
+    culprit = chance.randrange(WORLD)
+    step, block, delay = chance.randrange(STEPS), chance.randrange(BLOCKS), chance.random() * RUN
+    with tempfile.TemporaryDirectory(prefix="fsdp_c_trial_") as name:
+        folder = Path(name)
+        ranks = []
+        for rank in range(WORLD):
+            events = f"{name}/events{rank}"
+            plan = Plan(rank, WORLD, port, f"{options} {number}", GROUP_LIMIT, events)
+            if rank == culprit:
+                plan.raises_in, plan.step, plan.block = fault.raises_in, step, block
+            ranks.append(Rank(plan, folder, options))
+        try:
+            begin = at = cause_fault(ranks, culprit, fault, delay)
+            others = [rank for rank in ranks if rank is not ranks[culprit]]
+            if not wait_for([*others, *([ranks[culprit]] if fault.ends else [])], Rank.poll, HANG):
+                print_stacks(ranks)
+        finally:
+            for rank in ranks:
+                if not rank.poll():
+                    os.kill(rank.process.pid, signal.SIGKILL)
+                    rank.process.wait()
+        if fault.raises_in == "ends":  # the time of the death
+            at = ranks[culprit].exited or at
+        place = fault.place
+        if not ranks[culprit].find_event("began"):  # the first forward
+            place += "|has no model of fsdp_c that ran"
+        survivors = [observe(i, rank, begin, at) for i, rank in enumerate(ranks) if i != culprit]
+        output = "".join(rank.output.read_text(errors="replace") for rank in ranks)
+    return Trial(number, options.transport, options.fault, culprit, place, survivors, output)
+
+
+def cause_fault(ranks: list[Rank], culprit: int, fault: Fault, delay: float) -> float:
+    """Returns the time of the fault."""
+    if not wait_for(ranks, lambda rank: rank.find_event("ready"), 60):
+        raise RuntimeError("a rank did not start: " + ranks[0].output.read_text())
+    if fault.number != 0:
+        time.sleep(delay)
+        at = time.monotonic()
+        os.kill(ranks[culprit].process.pid, fault.number)
+        return at
+    if not wait_for([ranks[culprit]], lambda rank: rank.find_event("fault"), 60):
+        raise RuntimeError("a rank did not raise: " + ranks[culprit].output.read_text())
+    return ranks[culprit].find_event("fault") or 0.0
+
+
+def print_stacks(ranks: list[Rank]) -> None:
+    """Makes each rank write the stacks of its threads to its output."""
+    for rank in ranks:
+        if not rank.poll():
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+
+
+def observe(index: int, rank: Rank, begin: float, at: float) -> Survivor:
+    """Returns the events after the fault, which began at ``begin``, in seconds since ``at``."""
+    survivor = Survivor(index)
+    for event in rank.read_events("raised")[:1]:
+        survivor.raised, survivor.text = event["at"] - at, event["text"]
+        if rank.process.poll() != -signal.SIGKILL:
+            survivor.exited = (rank.exited or 0.0) - event["at"]
+    # A rank that a busy machine delays may have caused a report before.
+    reports = [event for event in rank.read_events("report") if event["at"] >= begin]
+    survivor.reports = [(event["at"] - at, event["text"]) for event in reports]
+    return survivor
+
+
+# ---- requirements ----
+
+
+def find_misses(trial: Trial, slack: float) -> list[str]:
+    """Returns the requirements that the trial misses. ``slack``: added to each time limit."""
+    return [
+        f"rank {survivor.rank}: {miss}"
+        for survivor in trial.survivors
+        for miss in find_misses_of(survivor, trial, slack)
+    ]
+
+
+def find_misses_of(survivor: Survivor, trial: Trial, slack: float) -> list[str]:
+    fault, culprit, place = FAULTS[trial.fault], trial.culprit, trial.place
+    if survivor.raised is None:
+        return ["did not raise"]
+    misses = []
+    detects_death = fault.ends and trial.transport == "shared memory"
+    last = slack + (DEATH_MARGIN if detects_death else GROUP_LIMIT + MARGIN)
+    if survivor.raised - survivor.waited_from > last:
+        misses.append(f"raised {survivor.raised:.2f} s after the fault")
+    if not fault.ends and survivor.raised < GROUP_LIMIT - MARGIN:
+        misses.append(f"raised early, {survivor.raised:.2f} s after the fault")
+    if survivor.exited is None:
+        misses.append("did not exit")
+    elif survivor.exited > EXIT_MARGIN + slack:
+        misses.append(f"exited {survivor.exited:.2f} s after its exception")
+    texts = [survivor.text, *(text for _, text in survivor.reports)]
+    misses += [f"does not name the {name}" for name in find_unnamed(texts, culprit, place)]
+    if not fault.ends:
+        at = survivor.reports[0][0] if survivor.reports else HANG
+        if at - survivor.waited_from > STALL_LIMIT + REPORT_MARGIN + slack:
+            misses.append(f"reported {at:.2f} s after the fault")
+    misses += {
+        miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, place)
+    }
+    return misses
+
+
+def find_unnamed(texts: list[str], culprit: int, place: str) -> list[str]:
+    text = "\n".join(texts)
+    patterns = {
+        "unit": r"parameter group|-(gather|scatter) of '",
+        "pass": r"\b(forward|backward)\b",
+        "rank": rf"rank {culprit} has (ended|closed)|process of rank {culprit} has|"
+        rf"^  rank {culprit}: .*({place})",
+    }
+    return [name for name, pattern in patterns.items() if not re.search(pattern, text, re.M)]
+
+
+def find_wrong_ranks(text: str, culprit: int) -> list[str]:
+    """Returns the parts of an exception's message that name a rank that has not failed."""
+    named = re.finditer(r"(process of )?rank (\d+) has (ended|closed)", text)
+    return [f"wrong rank: {match[0]}" for match in named if int(match[2]) != culprit]
+
+
+def find_wrong_lines(report: str, culprit: int, place: str) -> list[str]:
+    """Returns the lines of a report about places at which the ranks are not."""
+    wrong = []
+    for line in report.splitlines():
+        match = re.match(r"  ranks? ([0-9, -]+): (.*)", line)
+        if match:
+            is_culprit = str(culprit) in match[1]  # the table has fewer than 10 ranks
+            right = place if is_culprit else "^(waits for|left the wait for) "
+            if not re.search(right, match[2]) or (is_culprit and len(match[1]) > 1):
+                wrong.append(f"wrong line in a report: {line}")
+    return wrong
+
+
+# ---- table ----
+
+
+def format_row(options: Options, trials: list[Trial], missed: int) -> str:
+    survivors = [survivor for trial in trials for survivor in trial.survivors]
+    raised = [s.raised for s in survivors if s.raised is not None]
+    exited = [s.exited for s in survivors if s.exited is not None]
+    first = [s.reports[0][0] for s in survivors if s.reports]
+    hangs = sum(s.raised is None or s.exited is None for s in survivors)
+    late = sum(time > DEATH_MARGIN for time in raised) if FAULTS[options.fault].ends else "-"
+    cells = [options.transport, options.fault, len(trials), hangs, _format_times(raised), late]
+    cells += [_format_times(exited), f"{len(first)} of {len(survivors)}", _format_times(first)]
+    return "| " + " | ".join(map(str, [*cells, missed])) + " |"
+
+
+def _format_times(times: list[float]) -> str:
+    """Formats the median and the maximum."""
+    return f"{sorted(times)[len(times) // 2]:.2f}, {max(times):.2f}" if times else "-"
+
+
+COLUMNS = (
+    "transport",
+    "fault",
+    "trials",
+    "hangs",
+    "raised after, s",
+    "later than 1 s",
+    "exited after, s",
+    "reports",
+    "reported after, s",
+    "missed",
+)
+HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
+
+
+def run_trials(options: Options, count: int, verbose: bool = True) -> tuple[str, list[str]]:
+    """Returns the row of the table, and the misses of all trials."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    trials, misses, missed = [], [], 0
+    for number in range(count):
+        trial = run_trial(number, options, store.port)
+        trials.append(trial)
+        found = find_misses(trial, options.slack)
+        missed += bool(found)
+        for miss in found:
+            misses.append(f"{options.transport}, {options.fault}, trial {number}: {miss}")
+            if verbose:
+                print(misses[-1], file=sys.stderr)
+        if found and verbose:
+            print(trial.output, file=sys.stderr, flush=True)
+    return format_row(options, trials, missed), misses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trials of failing ranks.")
+    parser.add_argument("--trials", type=int, default=100, help="per fault and transport")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault", choices=FAULTS, action="append")
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append")
+    parser.add_argument("--slack", type=float, default=0.0, help="seconds added to each limit")
+    parser.add_argument("--fresh", action="store_true", help="start new interpreters, no forks")
+    arguments = parser.parse_args()
+    print("Times are medians and maxima over the survivors.\n\n" + HEADER, flush=True)
+    failed = False
+    for transport in arguments.transport or TRANSPORTS:
+        for fault in arguments.fault or FAULTS:
+            options = Options(transport, fault, arguments.seed, arguments.fresh, arguments.slack)
+            row, misses = run_trials(options, arguments.trials)
+            print(row, flush=True)
+            failed = failed or bool(misses)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
