@@ -79,9 +79,23 @@ void store(const c10::IValue &result, const c10::IValue &output) {
     }
 }
 
-void run(const c10::OperatorHandle &handle, const Values &arguments, const Values &outputs) {
+/* Changes arguments that the CPU kernel expects in another form. CUDA's layer norm returns float32
+ * statistics for 16-bit inputs, the CPU's kernel the type of the weight. */
+void adapt(const std::string &name, Values &arguments) {
+    if (name == "aten::native_layer_norm_backward.") {
+        const at::ScalarType type = arguments[5].isTensor() ? arguments[5].toTensor().scalar_type()
+                                                            : arguments[1].toTensor().scalar_type();
+        for (const size_t statistic : {3, 4}) {
+            arguments[statistic] = arguments[statistic].toTensor().to(type);
+        }
+    }
+}
+
+void run(const c10::OperatorHandle &handle, const std::string &name, Values arguments,
+         const Values &outputs) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const at::DisableRecordFunctionGuard not_recorded;
+    adapt(name, arguments);
     torch::jit::Stack stack(arguments.begin(), arguments.end());
     handle.callBoxed(stack);
     for (size_t i = 0; i < stack.size() && i < outputs.size(); i++) {
@@ -97,7 +111,7 @@ Work operator_work(const c10::OperatorHandle &handle, const std::string &name,
     const at::DisableRecordFunctionGuard not_recorded;
     return [=, inputs = all_on_host(arguments), results = all_on_host(outputs)] {
         try {
-            run(handle, inputs, results);
+            run(handle, name, inputs, results);
         } catch (const std::exception &error) {
             const std::lock_guard<std::recursive_mutex> lock(device().mutex);
             report("not executed: " + name + ": " + error.what());
