@@ -306,6 +306,29 @@ ncclResult_t ncclCommDeregister(const ncclComm_t, void *) {
     return ncclSuccess;
 }
 
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
+/* Memory that is registered is used by ordinary collectives only. */
+ncclResult_t ncclCommWindowRegister(ncclComm_t, void *data, size_t, ncclWindow_t *window, int) {
+    *window = static_cast<ncclWindow_t>(data);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) {
+    return ncclSuccess;
+}
+
+/* NULL: no peer's memory can be reached by an address. */
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t, int, void **address) {
+    *address = nullptr;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t, size_t, void **address) {
+    *address = nullptr;
+    return ncclSuccess;
+}
+#endif
+
 ncclResult_t ncclMemAlloc(void **address, size_t bytes) {
     *address = sim::allocate(bytes, sim::Kind::kDevice);
     return *address != nullptr ? ncclSuccess : ncclSystemError;

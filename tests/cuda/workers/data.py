@@ -55,7 +55,7 @@ def main() -> dict[str, Any]:
             import traceback; traceback.print_exc()
             records[name] = [f"raised {type(error).__name__}: {error}"]
         print(name, time.time()-t, file=sys.stderr)
-    return {"records": records, "findings": device.findings()}
+    return {"records": records, "findings": device.findings(), "counts": device.counts()}
 
 
 if __name__ == "__main__":
