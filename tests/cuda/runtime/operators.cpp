@@ -153,8 +153,14 @@ void execute(const Frame &frame, const std::vector<c10::IValue> &outputs) {
         sim::report("not executed: " + frame.schema->name + ", which has no schema");
         return;
     }
-    sim::submit(frame.launches.back(), sim::operator_work(*frame.schema->handle, frame.schema->name,
-                                                          frame.arguments, outputs));
+    try {
+        sim::submit(frame.launches.back(),
+                    sim::operator_work(*frame.schema->handle, frame.schema->name, frame.arguments,
+                                       outputs));
+    } catch (const std::exception &error) { /* RecordFunction would ignore it */
+        const std::lock_guard<std::recursive_mutex> lock(sim::device().mutex);
+        sim::report("not executed: " + frame.schema->name + ": " + error.what());
+    }
 }
 
 void leave(const at::RecordFunction &function, at::ObserverContext *context) {

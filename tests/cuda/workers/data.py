@@ -36,6 +36,7 @@ def main() -> dict[str, Any]:
     import torch.distributed as dist
     sys.path += [str(TESTS / folder) for folder in FOLDERS]
     device.execute(options.seed)
+    if os.environ.get("CHECK"): device.observe()
     import time
     import data_jobs
 
