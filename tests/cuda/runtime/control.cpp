@@ -102,6 +102,7 @@ static long *find_setting(const char *name) {
         {"failing_mallocs", &s.failing_mallocs},
         {"execute", &s.execute},
         {"order_seed", &s.order_seed},
+        {"idle_ms", &s.idle_ms},
         {"wrong_slice", &s.wrong_slice},
         {"wrong_row", &s.wrong_row},
         {"missing_rank", &s.missing_rank},

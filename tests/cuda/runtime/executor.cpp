@@ -17,9 +17,8 @@ namespace {
 
 using Time = std::chrono::steady_clock;
 
-/* Time without calls of the host after which tasks run although no host thread waits for them: a
- * host thread may wait for another process, which waits for this device. */
-constexpr std::chrono::milliseconds kIdle{20};
+/* Time between two checks whether the device is idle. */
+constexpr std::chrono::milliseconds kIdleCheck{10};
 /* Time between two calls of works that wait for other ranks. */
 constexpr std::chrono::microseconds kRetry{100};
 
@@ -95,9 +94,13 @@ class Executor {
         return false;
     }
 
+    bool is_idle() const {
+        return Time::now() - last_call_ > std::chrono::milliseconds(device().settings.idle_ms);
+    }
+
     /* Whether a host thread waits for the task, or the schedule is not late. */
     bool is_due(const Task &task) const {
-        if (device().settings.order_seed == 0 || Time::now() - last_call_ > kIdle) {
+        if (device().settings.order_seed == 0 || is_idle()) {
             return true;
         }
         return std::any_of(waits_.begin(), waits_.end(),
@@ -158,7 +161,7 @@ class Executor {
             if (!done && !tasks.empty()) {
                 changed_.wait_for(lock, kRetry);
             } else if (!done) {
-                changed_.wait_for(lock, kIdle);
+                changed_.wait_for(lock, kIdleCheck);
             }
         }
     }

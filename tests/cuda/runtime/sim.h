@@ -185,6 +185,9 @@ struct Settings {
     /* Seed of the order of operations. 0: as early as possible. Other seeds: as late as the host's
      * waits allow, streams with a random priority first. */
     long order_seed = 0;
+    /* Time without calls of the host after which tasks run although no host thread waits for them:
+     * a host thread may wait for another process, which waits for this device. */
+    long idle_ms = 20;
     long wrong_slice = 0;  /* the n-th reduce-scatter from now on takes the next rank's slice */
     long wrong_row = 0;    /* the n-th all-gather from now on exchanges the first two rows */
     long missing_rank = 0; /* the n-th reduction from now on omits the last rank */

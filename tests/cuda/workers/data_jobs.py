@@ -1,8 +1,8 @@
 """The jobs of ``data.py``.
 
-Most are jobs of other tests: of the parity tests on GPUs (``gpu_jobs.py``), of the races step of the
-GPU check (``variants.py``), and of features of the parity tests (``features.py``). A job returns a
-list of numbers and digests: losses, and the bits of reduced gradients and of parameters.
+Most are jobs of other tests: of the parity tests on GPUs (``gpu_jobs.py``), of the races step of
+the GPU check (``variants.py``), and of features of the parity tests (``features.py``). A job
+returns losses, and digests of reduced gradients and of parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import variants
 from extensions import Extended, OneArgument
 from features import MIXED, Record, blocks
 from gpu_jobs import GpuTools
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 Job = Callable[[GpuTools], Record]
@@ -30,21 +29,6 @@ FLOAT8 = torch.float8_e4m3fn
 def job(function: Job) -> Job:
     JOBS[function.__name__] = function
     return function
-
-
-class Tools(GpuTools):
-    """As GpuTools, also for the jobs of ``features.py``, which call no method for the mesh."""
-
-    @functools.cached_property
-    def world_mesh(self) -> DeviceMesh:
-        return init_device_mesh("cuda", (self.world_size,))
-
-    def shard(self, model: nn.Sequential, **kwargs: Any) -> Any:
-        kwargs.setdefault("mesh", self.world_mesh)
-        return super().shard(model, **kwargs)
-
-    def accumulate(self, model: Any) -> Record:
-        return super().accumulate(model)
 
 
 class VariantTools(variants.Tools):
@@ -150,20 +134,46 @@ if hasattr(FSDPModule, "finalize_backward"):  # since torch 2.15
         return record
 
 
-def cases(implementation: str, rank: int, world: int) -> dict[str, Callable[[], Any]]:
+EXCLUDED = {
+    "func_grad": "operators of functorch are not executed",
+    "func_jvp": "likewise",
+    "pipeline_of_two_stages": "is on the CPU",
+    "spmd_mesh_with_dp_mesh_dims": "is on the CPU",
+    "compiled_blocks": "takes seconds",
+    "compiled_root": "likewise",
+    "tensor_parallel_mixed_accumulated": "likewise",
+    "offload": "gpu_jobs.py has such a job",
+}
+"""Jobs of ``features.py`` that do not run here, with the reason."""
+NEED_FOUR_RANKS = ("hsdp", "smaller_group")
+"""First words of the variants that run on four ranks, and not on two."""
+
+
+def variant_tools(
+    implementation: str, rank: int, world: int, *, layers: int = 2, steps: int = 2
+) -> VariantTools:
     variants.WORLD = world
-    vtools = VariantTools(implementation, torch.device("cuda", 0), width=16, layers=2, rows=4, steps=2)
-    vtools.rank = rank
-    tools = Tools(rank, world, implementation)
-    functions = gpu_jobs.CASES | gpu_jobs.ALL_GATHERS | JOBS
+    device = torch.device("cuda", 0)
+    tools = VariantTools(implementation, device, width=16, layers=layers, rows=4, steps=steps)
+    tools.rank = rank
+    return tools
+
+
+def _run_variant(tools: VariantTools, name: str) -> Record:
+    return [variants.digest(variants.VARIANTS[name](tools))]
+
+
+def jobs_of(implementation: str, rank: int, world: int) -> dict[str, Callable[[], Record]]:
+    """Returns the jobs by name. On four ranks they are those of HSDP, of smaller groups, and of
+    features. On two ranks they are all others."""
+    functions: dict[str, Any] = dict(gpu_jobs.CASES | gpu_jobs.ALL_GATHERS | JOBS)
     if world >= 4:
-        functions |= gpu_jobs.MANY_RANKS
-        functions |= features.CASES
-    found: dict[str, Callable[[], Any]] = {
-        name: functools.partial(function, tools) for name, function in functions.items()
-    }
-    for name in variants.names(vtools.device):
-        if world == 2 and name == "smaller_group":
-            continue
-        found[f"{name} (streams)"] = functools.partial(lambda n: [variants.digest(variants.VARIANTS[n](vtools))], name)
-    return found
+        functions = {f"{name} (GPU)": job for name, job in gpu_jobs.MANY_RANKS.items()}
+        functions |= {n: job for n, job in features.CASES.items() if n not in EXCLUDED}
+    tools = GpuTools(rank, world, implementation)
+    jobs = {name: functools.partial(function, tools) for name, function in functions.items()}
+    variant = variant_tools(implementation, rank, world)
+    for name in variants.names(variant.device):
+        if name.startswith(NEED_FOUR_RANKS) == (world >= 4):
+            jobs[f"{name} (variant)"] = functools.partial(_run_variant, variant, name)
+    return jobs

@@ -83,8 +83,9 @@ class Device:
         self._load_observer().sim_observe_operators(int(on))
 
     def execute(self, order_seed: int = 0) -> None:
-        """Executes operations, and connects NCCL's ranks. Must be called after the import of torch and
-        before the first use of the device.
+        """Executes operations, and connects NCCL's ranks.
+
+        Must be called after the import of torch and before the first use of the device.
 
         ``order_seed`` selects the order of the operations. 0: each as early as possible.
         """
