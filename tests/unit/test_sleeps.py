@@ -31,6 +31,7 @@ SLEEPS = {
     "distributed/workers/behavior_backwards.py": [DELAY, DELAY],
     "distributed/workers/traced.py": [DELAY],
     "distributed/workers/shared_memory.py": [DELAY, DELAY, DELAY],
+    "cuda/runtime/communicator.cpp": [POLL],
     "cuda/runtime/stream.cpp": [HANG],
     "cuda/workers/unit_captures.py": [POLL],
     "cuda/workers/watchdog.py": [POLL],

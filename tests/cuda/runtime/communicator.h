@@ -50,13 +50,13 @@ struct SharedMemory;
  *
  * A pair of ranks has one slot for messages in each direction.
  *
- * The shared memory is a file in /dev/shm. It is removed when all ranks have mapped it. Each rank
- * holds a lock on one byte of the file, which ends with its process: a rank that waits for a peer
- * without a lock sets the error ncclRemoteError. */
+ * The shared memory is a file in /dev/shm. The ranks remove the file when all have mapped it. Each
+ * rank holds a lock on one byte of the file, which ends with its process. A rank that waits for a
+ * peer without a lock sets the error ncclRemoteError. */
 class Communicator {
   public:
-    /* Blocks until all ranks have joined the communicator `name`. Returns NULL, and a finding, after
-     * a minute. */
+    /* Blocks until all ranks have joined the communicator `name`. After a minute reports a missing
+     * rank and returns NULL. */
     static std::shared_ptr<Communicator> join(const std::string &name, int world, int rank);
     ~Communicator();
     Communicator(const Communicator &) = delete;
@@ -78,8 +78,8 @@ class Communicator {
     /* Copies the next message of the peer. Returns false if there is none. */
     bool receive(int peer, void *data, size_t bytes);
 
-    /* Exchanges colors and keys with all ranks. Returns this rank's part of the communicator, or
-     * NULL if `color` is negative or a rank is missing. `world` and `rank` are those of the part. */
+    /* Exchanges colors and keys with all ranks. Returns this rank's part of the communicator, and
+     * NULL if `color` is negative or a rank is missing. `world` and `rank` describe the part. */
     std::shared_ptr<Communicator> split(int color, int key, int *world, int *rank);
 
   private:

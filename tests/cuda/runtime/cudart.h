@@ -1,4 +1,4 @@
-/* What the files of the substitute of libcudart share. */
+/* Declarations for the files of the substitute of libcudart. */
 #ifndef CUDA_SIM_CUDART_H
 #define CUDA_SIM_CUDART_H
 

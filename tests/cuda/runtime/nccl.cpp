@@ -72,8 +72,8 @@ bool is_captured(cudaStream_t stream) {
     return sim::stream_of(stream).capture != nullptr;
 }
 
-/* Starts a collective. `compute` computes this rank's output from the inputs of all ranks; `emulate`
- * computes the output where the other ranks are emulated. */
+/* Starts a collective. `compute` computes this rank's output from the inputs of all ranks.
+ * `emulate` computes the output where the other ranks are emulated. */
 template <class Compute, class Emulate>
 ncclResult_t collective(const Transfer &t, ncclComm_t comm, sim::Collective call, Compute compute,
                         Emulate emulate) {

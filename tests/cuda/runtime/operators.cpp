@@ -127,6 +127,15 @@ void on_launch(sim::Operation *by) {
     }
 }
 
+/* The work of an operator is submitted when it returns, so it must not read its results before.
+ * Called under the device's mutex. */
+void on_wait() {
+    if (sim::executes() && !frames.empty() && !frames.back()->launches.empty()) {
+        sim::report("not executed: " + frames.back()->schema->name +
+                    ", which waits for its own launches");
+    }
+}
+
 std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction &function) {
     auto frame = std::make_unique<Frame>();
     const Schema &schema = schema_of(function);
@@ -200,5 +209,6 @@ void sim_observe_operators(int on) {
         handle = 0;
     }
     sim::device().on_launch = on != 0 ? on_launch : nullptr;
+    sim::device().on_wait = on != 0 ? on_wait : nullptr;
 }
 }

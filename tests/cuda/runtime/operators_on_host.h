@@ -11,8 +11,8 @@
 
 namespace sim {
 
-/* Returns the work of a CUDA operator that has returned `outputs`: the operator's CPU kernel runs on
- * tensors that alias the memory of the arguments. The results are copied into the outputs. An
+/* Returns the work of a CUDA operator that has returned `outputs`. The operator's CPU kernel runs
+ * on tensors that alias the memory of the arguments. Its results are copied into the outputs. An
  * operator that has no CPU kernel is reported. */
 Work operator_work(const c10::OperatorHandle &handle, const std::string &name,
                    const std::vector<c10::IValue> &arguments,

@@ -211,6 +211,8 @@ struct Device {
     Operation hung;              /* the collective that never ends */
     /* Called after each kernel launch: observes the accesses of torch's operators. */
     void (*on_launch)(Operation *by) = nullptr;
+    /* Called before the host waits: reports an operator that waits for its own launches. */
+    void (*on_wait)() = nullptr;
 };
 
 Device &device();

@@ -241,6 +241,9 @@ int wait_on_host(const Clock &clock) {
     Clock awaited;
     {
         const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+        if (device().on_wait != nullptr) {
+            device().on_wait();
+        }
         if (log_call("synchronize")) { /* fault: the host does not wait */
             return 0;
         }
