@@ -152,6 +152,15 @@ static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, boo
                                        base->device, &base->comm->error);
 }
 
+/* Orders the streams of all-gathers after the copies of fc_gather_keep_post_forward(). */
+static fc_status wait_for_post_forward_shards(fc_gather *a) {
+    fc_status status = fc_comm_gather_streams_wait(a->base->comm, a->resharded);
+    if (status == FC_OK) {
+        fc_gather_forget_event(a);
+    }
+    return status;
+}
+
 /* Opens the process group, compares the plan, runs fsdp_pre_all_gather, updates the plan and orders
  * the streams. With one rank fsdp_pre_all_gather runs at copy-out instead. */
 static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_stream *pack_stream,
@@ -172,8 +181,7 @@ static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_strea
     if (!pending->extended || pending->pg->world > 1) {
         FC_TRY(update_plan(a, post_forward, pending->pg->world, pending->extended));
     }
-    FC_TRY(fc_comm_gather_streams_wait(base->comm, a->resharded));
-    fc_gather_forget_event(a);
+    FC_TRY(wait_for_post_forward_shards(a));
     fc_comm_collect(base->comm);
 done:
     return status;
@@ -353,6 +361,7 @@ fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_str
     const bool overlaps = base->comm->streams_ready && !async_op && mode != FC_STREAM_DIRECT;
     if (fc_group_base_uses_fallback(base, FC_FALLBACK_GATHER)) {
         range = fc_group_base_enter_range(base, "all_gather");
+        FC_TRY(wait_for_post_forward_shards(a));
         FC_TRY(callback_gather(a, post_forward, async_op, mode));
         pending.uses_fallback = true;
         a->pending = pending;

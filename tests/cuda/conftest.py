@@ -62,6 +62,7 @@ def run_worker(cuda_python: str) -> Runner:
         if -result.returncode in signals:
             return None
         assert result.returncode == 0, result.stderr[-3000:]
-        return json.loads(result.stdout.splitlines()[-1])
+        lines = result.stdout.splitlines()
+        return json.loads(lines[-1]) if lines else None
 
     return run

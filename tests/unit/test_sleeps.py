@@ -37,6 +37,7 @@ SLEEPS = {
     "distributed/workers/divergence.py": [DELAY],
     "distributed/workers/traced.py": [DELAY],
     "distributed/workers/shared_memory.py": [DELAY, DELAY, DELAY],
+    "cuda/runtime/communicator.cpp": [POLL],
     "cuda/runtime/stream.cpp": [HANG],
     "cuda/workers/divergence.py": [DELAY],
     "cuda/workers/unit_captures.py": [POLL],

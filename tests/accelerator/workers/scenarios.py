@@ -267,13 +267,22 @@ def offload_with_a_reduce_hook(tools: SimTools) -> Record:
     return tools.train(model)
 
 
-@scenario
-def custom_collectives(tools: SimTools) -> Record:
-    model = tools.shard(blocks(), mp_policy=MIXED)
+def _train_with_custom_collectives(tools: SimTools, **kwargs: Any) -> Record:
+    model = tools.shard(blocks(), mp_policy=MIXED, **kwargs)
     for unit in (*model, model):
         unit.set_custom_all_gather(Gather())
         unit.set_custom_reduce_scatter(Scatter())
     return tools.train(model)
+
+
+@scenario
+def custom_collectives(tools: SimTools) -> Record:
+    return _train_with_custom_collectives(tools)
+
+
+@scenario
+def custom_collectives_smaller_group(tools: SimTools) -> Record:
+    return _train_with_custom_collectives(tools, reshard_after_forward=2)
 
 
 @scenario

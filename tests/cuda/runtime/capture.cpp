@@ -101,6 +101,18 @@ int launch_graph(const Graph &graph, Stream &stream) {
         access(replay, reinterpret_cast<const void *>(accessed.from), accessed.to - accessed.from,
                accessed.write);
     }
+    if (executes()) {
+        submit(replay, [works = graph.works, next = size_t{0}]() mutable {
+            while (next < works.size()) {
+                if (!(*works[next])()) {
+                    return false;
+                }
+                next++;
+            }
+            next = 0;
+            return true;
+        });
+    }
     return 0;
 }
 

@@ -100,6 +100,12 @@ static long *find_setting(const char *name) {
         {"stopped", &s.stopped},
         {"hang_nccl", &s.hang_nccl},
         {"failing_mallocs", &s.failing_mallocs},
+        {"execute", &s.execute},
+        {"order_seed", &s.order_seed},
+        {"idle_ms", &s.idle_ms},
+        {"wrong_slice", &s.wrong_slice},
+        {"wrong_row", &s.wrong_row},
+        {"missing_rank", &s.missing_rank},
     };
     const auto field = fields.find(name);
     return field != fields.end() ? field->second : nullptr;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kernels/batch.cuh"
+#include "kernels_on_host.h"
 #include "sim.h"
 
 namespace {
@@ -64,6 +65,12 @@ int launch(CUfunction function, CUstream stream, void **arguments) {
         const auto &batch = *static_cast<const fck::line_batch *>(arguments[0]);
         for (int32_t i = 0; i < batch.count; i++) {
             access_job(by, batch, batch.job[i]);
+        }
+        if (sim::executes()) {
+            sim::submit(by, [batch, casts = kernel->name == "fck_cast_lines"] {
+                sim::run_lines(batch, casts);
+                return true;
+            });
         }
     }
     return CUDA_SUCCESS;

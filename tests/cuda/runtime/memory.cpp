@@ -60,6 +60,7 @@ void *allocate(size_t bytes, Kind kind) {
 }
 
 bool release(void *address) {
+    finish_all(); /* cudaFree waits for the device */
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     const auto found = allocations().find(reinterpret_cast<uintptr_t>(address));
     if (found == allocations().end()) {
@@ -86,10 +87,44 @@ Kind kind_of(const void *address) {
     return at < found->first + found->second.bytes ? found->second.kind : Kind::kNone;
 }
 
+namespace {
+
+/* Executes a copy as the work of an operation. Pageable memory is read at once, as the driver does,
+ * and written before this function returns. */
+void submit_copy(const Operation &by, void *dst, const void *src, size_t bytes) {
+    if (kind_of(src) != Kind::kNone) {
+        submit(by, [=] {
+            std::memmove(dst, src, bytes);
+            return true;
+        });
+    } else {
+        const auto *const first = static_cast<const char *>(src);
+        auto source = std::make_shared<std::vector<char>>(first, first + bytes);
+        submit(by, [=, source = std::move(source)] {
+            std::memcpy(dst, source->data(), bytes);
+            return true;
+        });
+    }
+    if (kind_of(dst) == Kind::kNone) {
+        Clock clock;
+        {
+            const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+            clock = device().streams[static_cast<size_t>(by.stream)]->clock;
+        }
+        finish(clock);
+    }
+}
+
+} // namespace
+
 void copy(const Operation &by, void *dst, const void *src, size_t bytes) {
     const bool within = kind_of(dst) == Kind::kDevice && kind_of(src) == Kind::kDevice;
     access(by, src, bytes, false);
     access(by, dst, bytes, true);
+    if (executes()) {
+        submit_copy(by, dst, src, bytes);
+        return;
+    }
     const bool captured =
         by.stream >= 0 && device().streams[static_cast<size_t>(by.stream)]->capture != nullptr;
     if (!captured && dst != src && (!within || device().settings.copies != 0)) {

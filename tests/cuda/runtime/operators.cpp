@@ -1,11 +1,17 @@
 /* The accesses of torch's operators. A launch within an operator reads the operator's inputs and
  * writes its mutable inputs and its outputs, on the stream of the launch. Arguments of kernels are
- * not examined: memory that an operator allocates and frees is not observed. */
+ * not examined: memory that an operator allocates and frees is not observed.
+ *
+ * With the setting `execute`, an operator that has launched kernels itself is executed on the host
+ * when it returns (operators_on_host.h). */
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/core/TensorImpl.h>
 
+#include <exception>
 #include <unordered_map>
+
+#include "operators_on_host.h"
 
 #include "sim.h"
 
@@ -19,8 +25,9 @@ struct Tensor {
 
 /* An operator that runs in this thread. */
 struct Frame : at::ObserverContext {
-    const char *name = "";
+    const struct Schema *schema = nullptr;
     std::vector<Tensor> inputs;
+    std::vector<c10::IValue> arguments;   /* if operators are executed */
     std::vector<sim::Operation> launches; /* of the operator itself; one per stream */
 };
 
@@ -29,6 +36,7 @@ thread_local std::vector<Frame *> frames; /* outermost first */
 struct Schema {
     std::string name;
     std::vector<bool> written; /* for each argument, whether the operator writes it */
+    std::optional<c10::OperatorHandle> handle;
 };
 
 /* Returns the schema of the operator, which lives until the process ends. */
@@ -43,9 +51,10 @@ const Schema &schema_of(const at::RecordFunction &function) {
     if (found != known->end()) {
         return found->second;
     }
-    Schema schema{key, {}};
+    Schema schema{key, {}, {}};
     if (name) {
         if (const auto handle = c10::Dispatcher::singleton().findSchema(*name)) {
+            schema.handle = handle;
             for (const auto &argument : handle->schema().arguments()) {
                 schema.written.push_back(argument.alias_info() != nullptr &&
                                          argument.alias_info()->isWrite());
@@ -93,10 +102,13 @@ void access(const sim::Operation &by, const Tensor &tensor, bool write) {
 /* Names the launch by its operator. Called under the device's mutex. */
 void on_launch(sim::Operation *by) {
     if (frames.empty()) {
+        if (sim::executes()) {
+            sim::report(std::string("not executed: ") + by->name + ", outside of an operator");
+        }
         return;
     }
     Frame &frame = *frames.back();
-    by->name = frame.name;
+    by->name = frame.schema->name.c_str();
     bool first = true;
     for (sim::Operation &launch : frame.launches) {
         if (launch.stream == by->stream) {
@@ -115,17 +127,49 @@ void on_launch(sim::Operation *by) {
     }
 }
 
+/* The work of an operator is submitted when it returns, so it must not read its results before.
+ * Called under the device's mutex. */
+void on_wait() {
+    if (sim::executes() && !frames.empty() && !frames.back()->launches.empty()) {
+        sim::report("not executed: " + frames.back()->schema->name +
+                    ", which waits for its own launches");
+    }
+}
+
 std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction &function) {
     auto frame = std::make_unique<Frame>();
     const Schema &schema = schema_of(function);
     const std::vector<bool> &written = schema.written;
-    frame->name = schema.name.c_str();
+    frame->schema = &schema;
     const auto inputs = function.inputs();
+    if (sim::executes()) {
+        frame->arguments.assign(inputs.begin(), inputs.end());
+    }
     for (size_t i = 0; i < inputs.size(); i++) {
         add(frame->inputs, inputs[i], i < written.size() && written[i]);
     }
     frames.push_back(frame.get());
     return frame;
+}
+
+/* Submits the work of an operator that has launched kernels and has not raised. */
+void execute(const Frame &frame, const std::vector<c10::IValue> &outputs) {
+    if (frame.launches.empty() || std::uncaught_exceptions() > 0) {
+        return;
+    }
+    if (!frame.schema->handle) {
+        const std::lock_guard<std::recursive_mutex> lock(sim::device().mutex);
+        sim::report("not executed: " + frame.schema->name + ", which has no schema");
+        return;
+    }
+    try {
+        sim::submit(frame.launches.back(),
+                    sim::operator_work(*frame.schema->handle, frame.schema->name, frame.arguments,
+                                       outputs));
+    } catch (const std::exception &error) { /* RecordFunction would ignore it */
+        const std::lock_guard<std::recursive_mutex> lock(sim::device().mutex);
+        sim::report("not executed: " + frame.schema->name + ": " + error.what());
+    }
 }
 
 void leave(const at::RecordFunction &function, at::ObserverContext *context) {
@@ -141,6 +185,9 @@ void leave(const at::RecordFunction &function, at::ObserverContext *context) {
     }
     if (!frames.empty() && frames.back() == frame) {
         frames.pop_back();
+    }
+    if (sim::executes()) {
+        execute(*frame, function.outputs());
     }
 }
 
@@ -162,5 +209,6 @@ void sim_observe_operators(int on) {
         handle = 0;
     }
     sim::device().on_launch = on != 0 ? on_launch : nullptr;
+    sim::device().on_wait = on != 0 ? on_wait : nullptr;
 }
 }

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -60,6 +61,24 @@ class Accesses {
     void split(uintptr_t at);
 };
 
+/* ---- execution (setting `execute`) ---- */
+
+/* The work of an operation. Returns true when it is done, and false if it must be called again:
+ * a collective waits for other ranks. Called on the device's thread, without the device's mutex. A
+ * work that has returned true can be called again, as a part of a graph. */
+using Work = std::function<bool()>;
+
+/* Whether operations have work, besides their accesses. */
+bool executes();
+/* Queues the work of `by` on its stream, or adds it to the graph that captures the stream. */
+void submit(const Operation &by, Work work);
+/* Blocks until the work of all operations before `clock` is done. The caller must not hold the
+ * device's mutex. */
+void finish(const Clock &clock);
+void finish_all();
+/* Whether the work of all operations before `clock` is done. */
+bool is_finished(const Clock &clock);
+
 /* ---- streams, events, captures ---- */
 
 enum class Mode { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 }; /* as cudaStreamCaptureMode */
@@ -67,6 +86,7 @@ enum class Mode { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 }; /* as cudaStrea
 struct Graph {
     std::vector<Access> accesses; /* of all captured operations, in order */
     size_t operations = 0;
+    std::vector<std::shared_ptr<Work>> works;   /* of all captured operations, in order */
     std::vector<std::shared_ptr<void>> objects; /* user objects; freed with the last copy */
 };
 
@@ -134,7 +154,8 @@ enum class Kind { kNone, kDevice, kPinned };
 void *allocate(size_t bytes, Kind kind); /* NULL without memory */
 bool release(void *address);
 Kind kind_of(const void *address);
-/* Copies unless copies between device memory are off. */
+/* Copies unless copies between device memory are off. The caller must not hold the device's mutex:
+ * a copy to pageable memory returns when it is done. */
 void copy(const Operation &by, void *dst, const void *src, size_t bytes);
 
 /* ---- the device ---- */
@@ -158,6 +179,18 @@ struct Settings {
     long fail_device = 0;     /* the n-th launch of any kernel from now on stops the device */
     long stopped = 0;         /* launches, records, waits, queries and cudaMalloc fail */
     long hang_nccl = 0;       /* the n-th collective from now on never ends, until it is aborted */
+    /* Operations are executed: by the device's thread, in an order that streams and events allow.
+     * NCCL's communicators connect processes. Set before the first use of the device. */
+    long execute = 0;
+    /* Seed of the order of operations. 0: as early as possible. Other seeds: as late as the host's
+     * waits allow, streams with a random priority first. */
+    long order_seed = 0;
+    /* Time without calls of the host after which tasks run although no host thread waits for them:
+     * a host thread may wait for another process, which waits for this device. */
+    long idle_ms = 20;
+    long wrong_slice = 0;  /* the n-th reduce-scatter from now on takes the next rank's slice */
+    long wrong_row = 0;    /* the n-th all-gather from now on exchanges the first two rows */
+    long missing_rank = 0; /* the n-th reduction from now on omits the last rank */
 };
 
 struct Device {
@@ -178,6 +211,8 @@ struct Device {
     Operation hung;              /* the collective that never ends */
     /* Called after each kernel launch: observes the accesses of torch's operators. */
     void (*on_launch)(Operation *by) = nullptr;
+    /* Called before the host waits: reports an operator that waits for its own launches. */
+    void (*on_wait)() = nullptr;
 };
 
 Device &device();

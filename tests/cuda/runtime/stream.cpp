@@ -234,8 +234,28 @@ int wait(Stream &stream, const Event &event, bool external) {
     return 0;
 }
 
-int synchronize(Stream &stream) {
-    block_while_hung(stream.clock);
+namespace {
+
+/* Orders the host after the work before `clock`. */
+int wait_on_host(const Clock &clock) {
+    Clock awaited;
+    {
+        const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+        if (device().on_wait != nullptr) {
+            device().on_wait();
+        }
+        if (log_call("synchronize")) { /* fault: the host does not wait */
+            return 0;
+        }
+        awaited = clock;
+        device().host.join(clock);
+    }
+    finish(awaited);
+    return device_error();
+}
+
+/* Returns an error number if the host must not wait for the stream. */
+int check_wait(Stream &stream) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("synchronize");
     if (const int error = device_error()) {
@@ -245,17 +265,11 @@ int synchronize(Stream &stream) {
         stream.capture->invalidated = true;
         return cudaErrorStreamCaptureUnsupported;
     }
-    if (const int error = check_unsafe_call("cudaStreamSynchronize")) {
-        return error;
-    }
-    if (!log_call("synchronize")) { /* fault: the host does not wait */
-        device().host.join(stream.clock);
-    }
-    return 0;
+    return check_unsafe_call("cudaStreamSynchronize");
 }
 
-int synchronize(const Event &event) {
-    block_while_hung(event.clock);
+/* Returns an error number if the host must not wait for the event. */
+int check_wait(const Event &event) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("synchronize");
     if (const int error = device_error()) {
@@ -264,13 +278,21 @@ int synchronize(const Event &event) {
     if (event.capture != nullptr) {
         return cudaErrorCapturedEvent;
     }
-    if (const int error = check_unsafe_call("cudaEventSynchronize")) {
-        return error;
-    }
-    if (!log_call("synchronize")) { /* fault: the host does not wait */
-        device().host.join(event.clock);
-    }
-    return 0;
+    return check_unsafe_call("cudaEventSynchronize");
+}
+
+} // namespace
+
+int synchronize(Stream &stream) {
+    block_while_hung(stream.clock);
+    const int error = check_wait(stream);
+    return error != 0 ? error : wait_on_host(stream.clock);
+}
+
+int synchronize(const Event &event) {
+    block_while_hung(event.clock);
+    const int error = check_wait(event);
+    return error != 0 ? error : wait_on_host(event.clock);
 }
 
 int synchronize_all() {
@@ -282,6 +304,7 @@ int synchronize_all() {
         }
     }
     block_while_hung(submitted);
+    finish(submitted);
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("synchronize");
     if (const int error = device_error()) {
@@ -293,19 +316,19 @@ int synchronize_all() {
             return cudaErrorStreamCaptureUnsupported;
         }
     }
-    for (const auto &stream : device().streams) {
-        device().host.join(stream->clock);
-    }
+    device().host.join(submitted);
     return 0;
 }
 
 namespace {
 
-/* Returns 0 if the work before `clock` counts as complete: none of it hangs and, with the setting
- * `incomplete`, the host has waited for it. The result 0 orders the host after the work. */
+/* Returns 0 if the work before `clock` counts as complete: it is executed, none of it hangs and,
+ * with the setting `incomplete`, the host has waited for it. The result 0 orders the host after the
+ * work. */
 int query_clock(const Clock &clock) {
     Device &all = device();
-    if (is_hung(clock) || (all.settings.incomplete != 0 && !all.host.covers(clock))) {
+    if (is_hung(clock) || !is_finished(clock) ||
+        (all.settings.incomplete != 0 && !all.host.covers(clock))) {
         return cudaErrorNotReady;
     }
     all.host.join(clock);

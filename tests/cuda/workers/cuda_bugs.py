@@ -84,7 +84,7 @@ BUGS = {
 }
 
 
-def _matches(call: stub_runtime.CallSite, bug: Bug) -> bool:
+def matches(call: stub_runtime.CallSite, bug: Bug) -> bool:
     functions = iter(call.stack)
     return call.kind == bug.kind and all(
         any(name in function for function in functions) for name in bug.path
@@ -128,7 +128,7 @@ def expected_finding(trainings: Trainings, bug: Bug) -> str:
     others = trainings.run(bug, -1)
     if others:
         return f"without a bug: {others[0]}"
-    indices = [i for i, call in enumerate(trainings.calls(bug)) if _matches(call, bug)]
+    indices = [i for i, call in enumerate(trainings.calls(bug)) if matches(call, bug)]
     for index in indices:
         for finding in trainings.run(bug, index):
             if bug.expected in finding:

@@ -23,10 +23,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "tests/cuda/runtime"
 KERNEL_HEADERS = tuple(
-    ROOT / "csrc/kernels" / name for name in ("batch.cuh", "index.h", "kernels.h")
+    ROOT / "csrc/kernels" / name
+    for name in ("batch.cuh", "cast.h", "index.h", "kernels.h", "lines.cuh")
 )
-HEADERS = tuple(sorted((ROOT / "tests/harness/simulation").glob("*.h")))
-STATE = ("clock", "stream", "capture", "memory", "control")
+HEADERS = (
+    *sorted(SOURCES.glob("*.h")),
+    *sorted((ROOT / "tests/harness/simulation").glob("*.h")),
+    ROOT / "tests/c/fake_cuda/cuda_runtime.h",
+)
+STATE = ("clock", "stream", "executor", "capture", "memory", "control")
 FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-Wall", "-Wextra")
 GENERATED_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
 
@@ -37,18 +42,18 @@ class Substitute:
 
     name: str
     """File name without "lib" and version."""
-    source: str
-    """Source in tests/cuda/runtime."""
+    sources: tuple[str, ...]
+    """Sources in tests/cuda/runtime."""
     fallback: str = "sim_not_supported"
     """Function that the generated functions call."""
 
 
 SUBSTITUTES = (
-    Substitute("cudart", "cudart"),
-    Substitute("cuda", "driver"),
-    Substitute("nccl", "nccl"),
-    Substitute("cublas", "cublas", "sim_without_effect"),
-    Substitute("cublasLt", "cublas", "sim_without_effect"),
+    Substitute("cudart", ("cudart", "graphs")),
+    Substitute("cuda", ("driver", "kernels_on_host")),
+    Substitute("nccl", ("nccl", "communicator", "reduction")),
+    Substitute("cublas", ("cublas",), "sim_without_effect"),
+    Substitute("cublasLt", ("cublas",), "sim_without_effect"),
 )
 
 
@@ -113,7 +118,7 @@ def _digest(text: str) -> str:
 
 def _is_current(target: Path, *sources: Path) -> bool:
     """Returns whether ``target`` was built from ``sources``. If not, the caller must build it."""
-    texts = [*FLAGS, *(path.read_text() for path in (*sources, SOURCES / "sim.h", *HEADERS))]
+    texts = [*FLAGS, *(path.read_text() for path in (*sources, *HEADERS))]
     stamp, digest = target.with_name(f".{target.name}.digest"), _digest("".join(texts))
     if target.exists() and stamp.exists() and stamp.read_text() == digest:
         return True
@@ -139,12 +144,15 @@ def _build_all(site: Path, folder: Path) -> None:
 def _build_substitute(site: Path, folder: Path, library: Substitute, includes: list[str]) -> None:
     real = find_library(site, library.name)
     file = real.name if real is not None else f"lib{library.name}.so.1"
-    if _is_current(folder / file, SOURCES / f"{library.source}.cpp", *KERNEL_HEADERS):
+    sources = [SOURCES / f"{name}.cpp" for name in library.sources]
+    if _is_current(folder / file, *sources, *KERNEL_HEADERS):
         return
     names, version = _symbols(real) if real is not None else (_driver_functions(site), "")
-    compiled = folder / f"{library.name}.o"
-    _compile(*FLAGS, *includes, "-c", str(SOURCES / f"{library.source}.cpp"), "-o", str(compiled))
-    implemented = {name for name, _ in _read_symbols(compiled, "--defined-only")}
+    objects = [folder / f"{library.name}-{path.stem}.o" for path in sources]
+    for source, compiled in zip(sources, objects, strict=True):
+        _compile(*FLAGS, *includes, "-c", str(source), "-o", str(compiled))
+    symbols = [pair for path in objects for pair in _read_symbols(path, "--defined-only")]
+    implemented = {name for name, _ in symbols}
     generated = folder / f"{library.name}_generated.cpp"
     lines = [
         f'long {n}() {{ return {library.fallback}("{n}"); }}' for n in sorted(names - implemented)
@@ -156,7 +164,7 @@ def _build_substitute(site: Path, folder: Path, library: Substitute, includes: l
         script = folder / f"{library.name}.map"
         script.write_text(f"{version} {{ global: *; }};\n")
         options.append(f"-Wl,--version-script={script}")
-    inputs = [str(compiled), str(generated)]
+    inputs = [*map(str, objects), str(generated)]
     _compile(*GENERATED_FLAGS, *inputs, *options, "-lcuda_sim", "-ldl", "-o", str(folder / file))
 
 
@@ -165,10 +173,11 @@ def _build_observer(site: Path, folder: Path) -> None:
     options = [f"-I{SOURCES}", "-isystem", str(torch / "include"), f"-L{folder}"]
     options += ["-Wl,-rpath,$ORIGIN", f"-L{torch / 'lib'}", "-shared"]
     options.append("-Wl,--unresolved-symbols=ignore-all")
-    source, target = SOURCES / "operators.cpp", folder / "libcuda_sim_operators.so"
+    sources = [SOURCES / "operators.cpp", SOURCES / "operators_on_host.cpp"]
+    target = folder / "libcuda_sim_operators.so"
     libraries = ["-lcuda_sim", "-lc10", "-ltorch_cpu"]
-    if not _is_current(target, source):
-        _compile(*FLAGS, "-O1", str(source), *options, *libraries, "-o", str(target))
+    if not _is_current(target, *sources):
+        _compile(*FLAGS, "-O1", *map(str, sources), *options, *libraries, "-o", str(target))
 
 
 def _read_symbols(path: Path, *options: str) -> list[tuple[str, str]]:

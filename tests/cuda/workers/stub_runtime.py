@@ -79,10 +79,23 @@ class Device:
 
     def observe(self, on: bool = True) -> None:
         """Checks the accesses of torch's operators, fsdp_c's kernels, copies and collectives."""
+        self.set(checks=int(on), incomplete=int(on))
+        self._load_observer().sim_observe_operators(int(on))
+
+    def execute(self, order_seed: int = 0) -> None:
+        """Executes operations, and connects NCCL's ranks.
+
+        Must be called after the import of torch and before the first use of the device.
+
+        ``order_seed`` selects the order of the operations. 0: each as early as possible.
+        """
+        self.set(execute=1, order_seed=order_seed)
+        self._load_observer().sim_observe_operators(1)
+
+    def _load_observer(self) -> ctypes.CDLL:
         if self._observer is None:
             self._observer = ctypes.CDLL(str(self._folder / "libcuda_sim_operators.so"))
-        self.set(checks=int(on), incomplete=int(on))
-        self._observer.sim_observe_operators(int(on))
+        return self._observer
 
     def log_calls(self, library: str = "", kind: str = "", at: int = -1) -> None:
         """Logs the calls that order streams from the library whose path contains ``library``.

@@ -453,7 +453,7 @@ def run_programs(rank: int, programs: tuple[Callable[[int, Any], None], ...]) ->
 
 
 def depart_alone(rank: int, world_size: int) -> str:
-    """Rank 0 runs another unit after three steps. The other ranks do nothing until its time limit."""
+    """After three steps, rank 0 runs another unit. The other ranks issue nothing."""
     group = dist.new_group(timeout=timedelta(seconds=2.0))
     model = _make_model(group)
     _train(model)

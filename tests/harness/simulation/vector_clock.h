@@ -39,6 +39,11 @@ class Clock {
         return true;
     }
 
+    Tick tick_of(int stream_index) const {
+        const auto index = static_cast<size_t>(stream_index);
+        return index < ticks_.size() ? ticks_[index] : 0;
+    }
+
     /* Returns the stream's next tick. */
     Tick advance(int stream_index) {
         const auto index = static_cast<size_t>(stream_index);

@@ -1,0 +1,16 @@
+/* Executes fsdp_c's kernels on the host. */
+#ifndef CUDA_SIM_KERNELS_ON_HOST_H
+#define CUDA_SIM_KERNELS_ON_HOST_H
+
+namespace fck {
+struct line_batch;
+}
+
+namespace sim {
+
+/* Runs fck_cast_lines or fck_move_lines, block by block and thread by thread. */
+void run_lines(const fck::line_batch &batch, bool casts);
+
+} // namespace sim
+
+#endif

@@ -1,0 +1,123 @@
+#include "operators_on_host.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
+
+namespace sim {
+
+namespace {
+
+using Values = std::vector<c10::IValue>;
+
+/* Returns a CPU tensor over the memory of a CUDA tensor. A launch takes the values of CPU tensors,
+ * so these are copied. */
+at::Tensor on_host(const at::Tensor &tensor) {
+    if (!tensor.defined()) {
+        return tensor;
+    }
+    if (!tensor.is_cuda()) {
+        return tensor.detach().clone();
+    }
+    return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                         at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
+}
+
+c10::IValue on_host(const c10::IValue &value) {
+    if (value.isTensor()) {
+        return on_host(value.toTensor());
+    }
+    if (value.isTensorList()) {
+        c10::List<at::Tensor> list;
+        for (const at::Tensor &tensor : value.toTensorList()) {
+            list.push_back(on_host(tensor));
+        }
+        return list;
+    }
+    if (value.isOptionalTensorList()) {
+        c10::List<std::optional<at::Tensor>> list;
+        for (const std::optional<at::Tensor> &tensor : value.toOptionalTensorList()) {
+            list.push_back(tensor ? std::make_optional(on_host(*tensor)) : std::nullopt);
+        }
+        return list;
+    }
+    if (value.isDevice()) {
+        return c10::Device(at::kCPU);
+    }
+    if (value.isGenerator()) {
+        return c10::IValue();
+    }
+    return value;
+}
+
+Values all_on_host(const Values &values) {
+    Values result;
+    result.reserve(values.size());
+    for (const c10::IValue &value : values) {
+        result.push_back(on_host(value));
+    }
+    return result;
+}
+
+/* Copies a result into the memory of the CUDA operator's output, unless it is that memory. */
+void store(const at::Tensor &result, const at::Tensor &output) {
+    if (result.defined() && output.defined() && result.data_ptr() != output.data_ptr()) {
+        TORCH_CHECK(result.sizes() == output.sizes(), "the CPU's result has the shape ",
+                    result.sizes(), ", and CUDA's has ", output.sizes());
+        output.copy_(result);
+    }
+}
+
+void store(const c10::IValue &result, const c10::IValue &output) {
+    if (result.isTensor() && output.isTensor()) {
+        store(result.toTensor(), output.toTensor());
+    } else if (result.isTensorList() && output.isTensorList()) {
+        const auto from = result.toTensorVector(), to = output.toTensorVector();
+        for (size_t i = 0; i < from.size(); i++) {
+            store(from[i], to[i]);
+        }
+    }
+}
+
+/* Changes arguments that the CPU kernel expects in another form. CUDA's layer norm returns float32
+ * statistics for 16-bit inputs, the CPU's kernel the type of the weight. */
+void adapt(const std::string &name, Values &arguments) {
+    if (name == "aten::native_layer_norm_backward.") {
+        const at::ScalarType type = arguments[5].isTensor() ? arguments[5].toTensor().scalar_type()
+                                                            : arguments[1].toTensor().scalar_type();
+        for (const size_t statistic : {3, 4}) {
+            arguments[statistic] = arguments[statistic].toTensor().to(type);
+        }
+    }
+}
+
+void run(const c10::OperatorHandle &handle, const std::string &name, Values arguments,
+         const Values &outputs) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const at::DisableRecordFunctionGuard not_recorded;
+    adapt(name, arguments);
+    torch::jit::Stack stack(arguments.begin(), arguments.end());
+    handle.callBoxed(stack);
+    for (size_t i = 0; i < stack.size() && i < outputs.size(); i++) {
+        store(stack[i], outputs[i]);
+    }
+}
+
+} // namespace
+
+Work operator_work(const c10::OperatorHandle &handle, const std::string &name,
+                   const Values &arguments, const Values &outputs) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const at::DisableRecordFunctionGuard not_recorded;
+    return [=, inputs = all_on_host(arguments), results = all_on_host(outputs)] {
+        try {
+            run(handle, name, inputs, results);
+        } catch (const std::exception &error) {
+            const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+            report("not executed: " + name + ": " + error.what());
+        }
+        return true;
+    };
+}
+
+} // namespace sim

@@ -1,0 +1,81 @@
+"""Ranks that exchange data over the simulated NCCL: bits of gradients and parameters.
+
+The device executes operators, kernels, copies and collectives in an order that streams and events
+allow. fsdp_c must give torch's bits in every order.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
+
+Launch = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def launch(run_worker: Any, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Runs a worker on ``world`` ranks at the same time. Returns the results of all ranks."""
+
+    def run(
+        worker: str, world: int, before: tuple[str, ...] = (), after: tuple[str, ...] = ()
+    ) -> Any:
+        file = str(tmp_path_factory.mktemp("ranks") / "store")
+        with concurrent.futures.ThreadPoolExecutor(world) as executor:
+            arguments = [(*before, str(rank), str(world), file, *after) for rank in range(world)]
+            runs = [executor.submit(run_worker, worker, *given) for given in arguments]
+            return [run.result() for run in runs]
+
+    return run
+
+
+@pytest.mark.parametrize(("world", "seed", "least"), [(2, 1, 45), (4, 2, 30)])
+def test_jobs_have_torchs_bits_in_a_late_order(
+    launch: Launch, world: int, seed: int, least: int
+) -> None:
+    torchs = launch("data", world, ("torch",), ("0",))
+    own = launch("data", world, ("fsdp_c",), (str(seed),))
+    for expected, actual in zip(torchs, own, strict=True):
+        assert expected["findings"] == actual["findings"] == []
+        records = expected["records"]
+        assert len(records) >= least and records.keys() == actual["records"].keys()
+        raised = [name for name, record in records.items() if "raised" in str(record[0])]
+        assert raised == []
+        differing = [name for name in records if records[name] != actual["records"][name]]
+        assert differing == []
+        assert actual["counts"]["launch of fsdp_c"] > 500
+    assert torchs[0]["records"] != torchs[1]["records"]
+
+
+def test_faults_of_data_and_dropped_waits_change_the_bits(launch: Launch) -> None:
+    results = launch("data_faults", 2)
+    for result in results:
+        assert not any(result["correct"])
+        assert result["findings"] == []
+        assert len(result["found"]) >= 18
+        assert [fault for fault, trainings in result["found"].items() if not trainings] == []
+
+
+def test_collectives_reduce_in_the_order_of_the_ranks(launch: Launch) -> None:
+    for result in launch("collectives", 3):
+        assert len(result["results"]) == 30
+        assert [name for name, is_equal in result["results"].items() if not is_equal] == []
+        assert result["findings"] == result["files"] == []
+
+
+CASES = {
+    "ended": "NCCL: rank 0 waits for rank 1, which has ended",
+    "differs": "NCCL: rank 0 issued ncclAllGather (4 elements, type 7, operation 0, root 0), "
+    "rank 1 issued ncclAllReduce (4 elements, type 7, operation 0, root 0)",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wait_for_peer_ends_with_error_within_seconds(launch: Launch, case: str) -> None:
+    first = launch("peers", 2, (case,))[0]
+    assert first["findings"] == [CASES[case]]
+    assert first["seconds"] < 20
