@@ -44,10 +44,10 @@ GROUP_LIMIT = 2.5
 """Time limit of the process group in seconds."""
 STALL_LIMIT = 1.0
 """FSDP_C_STALL_SECONDS."""
-MARGIN, DEATH_MARGIN, REPORT_MARGIN, EXIT_MARGIN = 0.5, 1.0, 1.0, 3.0
+MARGIN, DEATH_MARGIN, REPORT_MARGIN, EXIT_MARGIN = 0.5, 1.0, 1.0, 10.0
 """Seconds after the group's limit, after a death, after the limit of the report, and after the
 exception of a survivor."""
-HANG = 15.0
+HANG = 20.0
 """Seconds after which a survivor counts as hanging."""
 RUN = 0.5
 """Largest time from the first forward to a signal, in seconds. A step takes about 5 ms."""

@@ -79,10 +79,12 @@ def main(plan: Plan) -> None:
     torch.set_num_threads(1)
     events = EventFile(plan.events)
     logging.getLogger("torch.distributed.fsdp.fully_shard").addHandler(events)
-    store = dist.TCPStore("127.0.0.1", plan.port, is_master=False)
+    store = dist.PrefixStore(plan.prefix, dist.TCPStore("127.0.0.1", plan.port, is_master=False))
+    store.set(f"joined/{plan.rank}", "")  # the time limit of the process group is short
+    store.wait([f"joined/{rank}" for rank in range(plan.world)], timedelta(seconds=60))
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(plan.prefix, store),
+        store=store,
         rank=plan.rank,
         world_size=plan.world,
         timeout=timedelta(seconds=plan.limit),
