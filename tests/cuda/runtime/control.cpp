@@ -169,8 +169,8 @@ void sim_log_calls(const char *library, const char *kind, long at) {
     sim::logged_library.select(library);
 }
 
-/* Starts the log as sim_log_calls() does. The call number `occurrence` (from 1) that has the kind and
- * the frames does not order streams, whatever the number of other calls. */
+/* Starts the log as sim_log_calls() does. Call number `occurrence` (from 1) with the kind and the
+ * frames does not order streams, whatever the number of other calls. */
 void sim_break_call(const char *library, const char *kind, const uintptr_t *frames, int count,
                     long occurrence) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
