@@ -58,6 +58,8 @@ std::vector<Call> calls;
 LibraryFrames logged_library;
 std::string fault_kind;
 long fault_at = -1;
+std::vector<uintptr_t> fault_frames;
+long fault_countdown = 0; /* calls with fault_frames until the fault; 0: no fault */
 
 } // namespace
 
@@ -69,8 +71,10 @@ bool log_call(const char *kind) {
     if (frames.empty()) {
         return false;
     }
+    const bool is_kind = fault_kind == kind;
+    const bool is_site = is_kind && fault_frames == frames && is_due(fault_countdown);
     calls.push_back(Call{kind, std::move(frames)});
-    return static_cast<long>(calls.size()) - 1 == fault_at && fault_kind == kind;
+    return is_site || (is_kind && static_cast<long>(calls.size()) - 1 == fault_at);
 }
 
 } // namespace sim
@@ -161,7 +165,18 @@ void sim_log_calls(const char *library, const char *kind, long at) {
     sim::calls.clear();
     sim::fault_kind = kind;
     sim::fault_at = at;
+    sim::fault_countdown = 0;
     sim::logged_library.select(library);
+}
+
+/* Starts the log as sim_log_calls() does. Call number `occurrence` (from 1) with the kind and the
+ * frames does not order streams, whatever the number of other calls. */
+void sim_break_call(const char *library, const char *kind, const uintptr_t *frames, int count,
+                    long occurrence) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    sim_log_calls(library, kind, -1);
+    sim::fault_frames.assign(frames, frames + count);
+    sim::fault_countdown = occurrence;
 }
 
 /* Writes the kind and at most `capacity` frames of logged call `index`. Returns the number of

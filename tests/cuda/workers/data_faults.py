@@ -8,6 +8,7 @@ trainings differ in the call and in the order of operations.
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import sys
@@ -28,7 +29,7 @@ VARIANTS = {"fsdp": "mixed", "offload": "offload", "replicate": "replicated"}
 SEEDS = (1, 2, 3, 4)
 IDLE_MS = 2000
 """The host waits for no other rank during a training, so the device can wait for the host."""
-LIMIT = 40
+LIMIT = 60
 """The maximum number of trainings of one fault."""
 
 
@@ -42,8 +43,18 @@ class Trainings:
         self.tools = data_jobs.variant_tools("fsdp_c", rank, world, layers=4, steps=3)
         self.expected = {name: self.digest(name, 0) for name in VARIANTS.values()}
 
-    def digest(self, name: str, seed: int, at: int = -1, kind: str = "", **faults: int) -> str:
-        """Returns the digest of a training on this rank, or the message that it is not finite."""
+    def digest(
+        self,
+        name: str,
+        seed: int,
+        site: stub_runtime.CallSite | None = None,
+        occurrence: int = 0,
+        **faults: int,
+    ) -> str:
+        """Returns the digest of a training on this rank, or the message that it is not finite.
+
+        Call number ``occurrence`` of ``site`` is broken.
+        """
         import torch
         import torch.distributed as dist
         import variants
@@ -51,7 +62,8 @@ class Trainings:
         torch.cuda.synchronize()
         dist.barrier()
         self.device.set(order_seed=seed, **faults)
-        self.device.log_calls(LIBRARY, kind, at)
+        if site is not None:
+            self.device.break_call(LIBRARY, site, occurrence)
         try:
             results = variants.VARIANTS[name](self.tools)
         finally:
@@ -88,10 +100,11 @@ class Trainings:
     def count_until_found(self, bug: Bug) -> int:
         """Returns the number of trainings until one differed, or 0."""
         name = VARIANTS[bug.job]
-        indices = [i for i, call in enumerate(self.calls(name)) if matches(call, bug)]
-        runs = [(seed, at) for seed in SEEDS for at in reversed(indices)]
-        for number, (seed, at) in enumerate(runs[:LIMIT], 1):
-            if self.differs(name, seed, at, bug.kind):
+        found = collections.Counter(call for call in self.calls(name) if matches(call, bug))
+        calls = [(site, n) for site, count in found.items() for n in range(count, 0, -1)]
+        for number in range(1, LIMIT + 1 if calls else 0):
+            site, occurrence = calls[number % len(calls)]
+            if self.differs(name, number, site, occurrence):  # another order in each training
                 return number
         return 0
 

@@ -26,6 +26,8 @@ class CallSite:
     """"record", "wait" or "synchronize"."""
     stack: tuple[str, ...]
     """The library's C functions on the stack, innermost first."""
+    frames: tuple[int, ...]
+    """Return addresses in the library, innermost first."""
 
 
 class Device:
@@ -104,13 +106,22 @@ class Device:
         """
         self.lib.sim_log_calls(library.encode(), kind.encode(), at)
 
+    def break_call(self, library: str, site: CallSite, occurrence: int) -> None:
+        """Starts the log. Call ``occurrence`` (from 1) of ``site`` does not order streams."""
+        frames = (ctypes.c_size_t * len(site.frames))(*site.frames)
+        kind = site.kind.encode()
+        self.lib.sim_break_call(
+            library.encode(), kind, frames, len(site.frames), ctypes.c_long(occurrence)
+        )
+
     def calls(self, library: str) -> list[CallSite]:
         """Returns the logged calls. ``library`` is the file that is logged."""
         kind, frames = ctypes.c_char_p(), (ctypes.c_size_t * 48)()
         calls = []
         while (count := self.lib.sim_call(len(calls), ctypes.byref(kind), frames, 48)) >= 0:
-            names = _function_names(library, tuple(frames[:count]))
-            calls.append(CallSite((kind.value or b"").decode(), names))
+            addresses = tuple(frames[:count])
+            names = _function_names(library, addresses)
+            calls.append(CallSite((kind.value or b"").decode(), names, addresses))
         return calls
 
 
