@@ -64,6 +64,8 @@ EXIT_TIME = 0.9
 PAUSE = 0.05
 """Seconds between the first two readings of the store while a rank waits for answers or a report.
 Later pauses are longer, up to STEP."""
+READING = 0.8
+"""Longest time between two readings of the requests of departing ranks, while a thread waits."""
 ANSWER_LIMIT = 2.5
 """Seconds before a report at which the other ranks are requested to publish their positions."""
 READ_COUNT = 256
@@ -266,7 +268,8 @@ class StallMonitor(threading.Thread):
         if label_comparison.has_groups() and now - self._compared >= label_comparison.INTERVAL:
             self._compared = now
             label_comparison.compare()
-        elif seconds >= PATIENCE:
+        elif seconds >= PATIENCE and now - self._compared >= min(READING, seconds / 2):
+            self._compared = now
             get_departures().answer()
 
     def _check_end(self) -> None:
