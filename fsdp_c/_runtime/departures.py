@@ -92,7 +92,8 @@ class Departures:
         self._lock = threading.Lock()  # a thread departs while the stall monitor answers
         self._own: dict[str, Departure] = {}  # by process group
         self._differences: dict[str, str] = {}  # of own departures, by process group
-        self._read = 0  # number of the last request that was looked for
+        # Number of the last request that was looked for. The store may outlive an earlier job.
+        self._read = self._store.add(_REQUESTS, 0)
         self._missing: dict[int, float] = {}  # requests that are not set yet, and when to give up
         self._open: dict[int, Departure] = {}
         self._logged: set[str] = set()  # process groups whose difference was logged
@@ -107,39 +108,50 @@ class Departures:
             RuntimeError: another rank issues another collective, or does not come within the time
                 limit of the process group.
         """
+        store, size = _get_process_group_store(group), group.size()
+        key = f"fsdp_c/departures/{departure.number}/{departure.signature:x}"
         self._own[departure.group] = departure
+        store.add(key, 1)
         try:
-            self._wait(departure, group)
+            self._wait(departure, store, key, group)
+        except BaseException:  # also of a signal handler: the rank may depart again
+            with contextlib.suppress(RuntimeError):  # the store has ended
+                store.add(key, -1)
+            raise
         finally:
             del self._own[departure.group]
             self._differences.pop(departure.group, None)
-
-    def _wait(self, departure: Departure, group: dist.ProcessGroup) -> None:
-        store, size = _get_process_group_store(group), group.size()
-        key = f"fsdp_c/departures/{departure.number}/{departure.signature:x}"
-        begin, limit = time.monotonic(), _get_timeout(group).total_seconds()
-        request = ""
-        count = store.add(key, 1)
-        while count < size:
-            seconds = time.monotonic() - begin
-            if seconds > PATIENCE:
-                request = request or self.publish(departure)
-                self.answer()
-            if departure.group in self._differences:
-                raise RuntimeError(self._differences[departure.group])
-            if seconds > limit:
-                raise RuntimeError(
-                    f"Timed out after {seconds:.0f} s: {size - count} of {size} ranks have not "
-                    "issued this collective"
-                )
-            shortest, longest = _SLEEP
-            time.sleep(min(longest, max(shortest, 0.1 * seconds)))
-            count = store.add(key, 0)
-        if request:
-            self._store.delete_key(request)
         if store.add(f"{key}/read", 1) == size:
             store.delete_key(key)
             store.delete_key(f"{key}/read")
+
+    def _wait(
+        self, departure: Departure, store: dist.Store, key: str, group: dist.ProcessGroup
+    ) -> None:
+        """Waits until ``key`` counts all ranks. Requests answers after ``PATIENCE``."""
+        size, limit = group.size(), _get_timeout(group).total_seconds()
+        begin = time.monotonic()
+        request = ""
+        try:
+            while (count := store.add(key, 0)) < size:
+                seconds = time.monotonic() - begin
+                if seconds > PATIENCE:
+                    request = request or self.publish(departure)
+                    self.answer()
+                if departure.group in self._differences:
+                    request = ""  # ranks that have not read it need it
+                    raise RuntimeError(self._differences[departure.group])
+                if seconds > limit:
+                    raise RuntimeError(
+                        f"Timed out after {seconds:.0f} s: {size - count} of {size} ranks have "
+                        "not issued this collective"
+                    )
+                shortest, longest = _SLEEP
+                time.sleep(min(longest, max(shortest, 0.1 * seconds)))
+        finally:
+            if request:
+                with contextlib.suppress(RuntimeError):  # the store has ended
+                    self._store.delete_key(request)
 
     def publish(self, departure: Departure) -> str:
         """Publishes the request of this rank. Returns its key."""
@@ -153,8 +165,9 @@ class Departures:
             self._read_requests()
             for number, departure in list(self._open.items()):
                 text = self._find_difference(number, departure)
-                if text:
+                if text or not self._store.check([f"{_REQUESTS}/{number}"]):
                     del self._open[number]
+                if text:
                     self._stop(departure, text)
 
     def _read_requests(self) -> None:
@@ -178,8 +191,8 @@ class Departures:
         if self._store.check([key]):
             return str(self._store.get(key).decode())
         own = self._get_own(departure)
-        if own is None:
-            return ""
+        if own is None or not self._store.check([f"{_REQUESTS}/{number}"]):
+            return ""  # an exception has ended the departure
         rank = departure.ranks.index(self._rank)
         sides = sorted([(rank, *own), (departure.rank, *departure.latest)])
         difference = _C.collective_difference(*sides)

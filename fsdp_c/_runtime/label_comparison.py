@@ -13,6 +13,7 @@ writes one key and reads another one per ``INTERVAL``, whatever the number of ra
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import threading
 import weakref
@@ -33,6 +34,13 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 """The compared process groups, with the number of collectives at the last comparison."""
 _different: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Process groups for which this rank has published a request."""
+
+
+def prepare(process_group: dist.ProcessGroup) -> None:
+    """Deletes labels of an earlier process group with this name. Call it before all ranks meet."""
+    if process_group not in _groups:
+        with contextlib.suppress(RuntimeError):  # the store deletes no keys, or has ended
+            _get_store(process_group).delete_key(str(process_group.rank()))
 
 
 def add(process_group: dist.ProcessGroup) -> None:
@@ -71,7 +79,7 @@ def compare() -> None:
 def _compare_with_neighbor(process_group: dist.ProcessGroup, first: int, labels: list[int]) -> bool:
     """Returns whether a label differs. Publishes a request then."""
     rank, size = process_group.rank(), process_group.size()
-    store = dist.PrefixStore("fsdp_c/labels", _get_process_group_store(process_group))
+    store = _get_store(process_group)
     store.set(str(rank), json.dumps([first, labels]))
     neighbor = str((rank - 1) % size)
     if not store.check([neighbor]):
@@ -83,6 +91,10 @@ def _compare_with_neighbor(process_group: dist.ProcessGroup, first: int, labels:
             _request(process_group, number, label)
             return True
     return False
+
+
+def _get_store(process_group: dist.ProcessGroup) -> dist.Store:
+    return dist.PrefixStore("fsdp_c/labels", _get_process_group_store(process_group))
 
 
 def _request(process_group: dist.ProcessGroup, number: int, label: int) -> None:

@@ -79,6 +79,7 @@ def set_plans(states: list[Any]) -> None:
         group._plans = plans
         group._set_plans(*(hashes[name] if name else _OFF for name in roles), root)
     for name, process_group in _find_nccl(names).items():
+        label_comparison.prepare(process_group)
         difference = plan_store.compare(process_group, f"{hashes[name]:x}")
         if difference is not None:
             raise_difference(plans, name, *difference)

@@ -165,6 +165,7 @@ class StallMonitor(threading.Thread):
         self._newest = 0  # number of the newest record at the last check
         self._last_failed = 0
         self._compared = 0.0  # time of the last comparison of collectives
+        get_departures()  # requests of later departures are not missed
         self._file = ""  # the latest file, or why it was not written
 
     def is_watching(self) -> bool:

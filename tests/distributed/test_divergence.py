@@ -125,6 +125,14 @@ def test_rank_that_departs_alone_raises_at_the_time_limit() -> None:
     assert "Timed out after 2 s: 1 of 2 ranks have not issued this collective" in message
 
 
+def test_rank_that_departs_again_after_an_interruption_is_counted_once() -> None:
+    results = run_ranks(divergence.depart_after_an_interruption, 2, env=GLOO)
+    assert [interrupted for interrupted, _ in results] == [True, False]
+    for _, message in results:
+        assert "collective mismatch: rank 0 gathers 'blocks.2'" in message
+        assert ", rank 1 gathers 'blocks.0'" in message
+
+
 def test_guard_off_compares_no_plan() -> None:
     """The rank with another divide factor trains with other gradients, as in torch."""
     names = ("another divide factor", "another order of blocks")

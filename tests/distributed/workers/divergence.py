@@ -6,6 +6,7 @@ runs ``steps`` equal steps, then ``diverge`` on the last rank, then more steps.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -466,6 +467,38 @@ def depart_alone(rank: int, world_size: int) -> str:
             message = str(error)
     dist.barrier()
     return message
+
+
+def depart_after_an_interruption(rank: int, world_size: int) -> tuple[bool, str]:
+    """Rank 0 departs, is interrupted, and departs again. Then the other ranks train as before.
+
+    Returns whether the interruption was raised, and the message of the exception.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
+    model = _make_model(group)
+    _train(model)
+    interrupted = False
+    if rank == 0:
+        signal.signal(signal.SIGALRM, _raise_interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            model.blocks[2](torch.ones(2, SIZE))
+        except KeyboardInterrupt:
+            interrupted = True
+        model.reset_iter_state()
+    dist.barrier()
+    try:
+        if rank == 0:
+            model.blocks[2](torch.ones(2, SIZE))
+        else:
+            _train(model)
+    except RuntimeError as error:
+        return interrupted, str(error)
+    return interrupted, ""
+
+
+def _raise_interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def run_stages(rank: int, world_size: int) -> str:
