@@ -407,16 +407,16 @@ static int compare_size(shm_negotiation *n, fct_pg *pg, uint64_t kind, uint64_t 
     return 0;
 }
 
-/* Compares and records an exchange of fsdp_c as a collective. `kind`: of its op_entry. */
-static int enter_exchange(shm_negotiation *n, fct_pg *pg, uint64_t kind) {
-    const uint64_t signature = op_signature(kind, 0);
-    if (compare_size(n, pg, kind, signature, NULL) != 0) {
-        return -1;
-    }
+/* Compare an exchange of fsdp_c as a collective before its issue, and record it afterwards. `kind`:
+ * of its op_entry. */
+static int compare_exchange(shm_negotiation *n, fct_pg *pg, uint64_t kind) {
+    return compare_size(n, pg, kind, op_signature(kind, 0), NULL);
+}
+
+static void record_exchange(shm_negotiation *n, uint64_t kind) {
     if (shm_negotiation_compares_sizes(n)) {
-        op_sequence_add(&n->sequence, signature);
+        op_sequence_add(&n->sequence, op_signature(kind, 0));
     }
-    return 0;
 }
 
 /* ---- comparison of plans ---- */
@@ -453,10 +453,12 @@ static int compare_later_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash, boo
         fct_error_no_memory();
         return -1;
     }
-    if (plan->round == NULL && plan->result.state == FCT_PLANS_UNKNOWN &&
-        (enter_exchange(n, pg, OP_PLAN_COMPARISON) != 0 ||
-         fct_exchange_start(pg, &value, 1, &find_plan(n, hash)->round) != 0)) {
-        return -1;
+    if (plan->round == NULL && plan->result.state == FCT_PLANS_UNKNOWN) {
+        if (compare_exchange(n, pg, OP_PLAN_COMPARISON) != 0 ||
+            fct_exchange_start(pg, &value, 1, &find_plan(n, hash)->round) != 0) {
+            return -1;
+        }
+        record_exchange(n, OP_PLAN_COMPARISON);
     }
     plan = find_plan(n, hash);
     if (plan->round != NULL && waits && read_plan(n, pg, hash) != 0) {
@@ -556,8 +558,12 @@ int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued
     if (!n->agrees || n->agreement.count == 0) {
         return 0;
     }
-    return enter_exchange(n, pg, OP_AGREEMENT) != 0 ? -1
-                                                    : op_agreement_start(&n->agreement, pg, issued);
+    if (compare_exchange(n, pg, OP_AGREEMENT) != 0 ||
+        op_agreement_start(&n->agreement, pg, issued) != 0) {
+        return -1;
+    }
+    record_exchange(n, OP_AGREEMENT);
+    return 0;
 }
 
 int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg, fct_difference *difference) {

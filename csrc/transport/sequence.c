@@ -15,7 +15,7 @@ void op_sequence_set_handler(op_departure_handler new_handler) {
 }
 
 void op_sequence_fini(op_sequence *s) {
-    assert(s->round == NULL || s->offered != 0 || !s->ended);
+    assert(s->round == NULL || !s->ended);
     fct_exchange_release(s->round);
     op_prediction_fini(&s->prediction);
     *s = (op_sequence){0};
@@ -55,6 +55,20 @@ static int read_round(op_sequence *s, fct_pg *pg, int64_t *rank) {
     return status;
 }
 
+/* Asks the other ranks. Fails if a signal handler has issued another collective meanwhile. */
+static int depart(const op_sequence *s, fct_pg *pg, uint64_t signature, const op_entry *entry) {
+    const uint64_t number = s->prediction.count;
+    if (handler != NULL && handler(pg, number, signature, entry) != 0) {
+        return -1;
+    }
+    if (s->prediction.count != number) {
+        fct_error_runtime(
+            "a signal handler issued a collective while this rank waited to issue one");
+        return -1;
+    }
+    return 0;
+}
+
 int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op_entry *entry,
                         fct_difference *difference) {
     assert(!op_sequence_expects(s, signature) && difference != NULL);
@@ -65,7 +79,7 @@ int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op
         return -1;
     }
     if (s->round == NULL && op_prediction_next(&s->prediction) != 0) {
-        return handler == NULL ? 0 : handler(pg, s->prediction.count, signature, entry);
+        return depart(s, pg, signature, entry);
     }
     if (s->round == NULL) {
         const int64_t value = (int64_t)signature;

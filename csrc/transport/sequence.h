@@ -6,11 +6,12 @@
  *
  *     prediction on all ranks   collective of this rank   action of this rank
  *     a signature               equals the prediction     issues the collective
- *     a signature               departs from it           asks the others (op_departure_handler)
+ *     a signature               differs from it           calls the handler before it issues
  *     none                      any                       exchanges signatures with all ranks
  *
- * In the second case, ranks that follow the prediction have issued another collective, and wait for
- * it. They take part in no exchange, so the ranks use stores (fsdp_c/_runtime/departures.py).
+ * In the second case the rank departs. Other ranks may have issued the predicted collective
+ * already, and cannot join an exchange over gloo. So the handler (op_departure_handler) uses the
+ * stores of torch.distributed (fsdp_c/_runtime/departures.py).
  *
  * The struct belongs to the negotiation of the process group, and the GIL guards it. Precondition
  * of all functions: the struct was zeroed before its first use. */
@@ -31,8 +32,8 @@ extern "C" {
 typedef struct op_sequence {
     op_prediction prediction; /* of signatures */
     fct_exchange *round;      /* exchange of the next signature; NULL: none, or read */
-    uint64_t offered;         /* the signature in it */
-    bool ended;               /* a rank did not know its signature: the ranks compare no more */
+    uint64_t offered;         /* this rank's signature in `round` */
+    bool ended;               /* a rank sent signature 0: the ranks compare no further sizes */
 } op_sequence;
 
 /* Returns 0 if all ranks issue the collective with this number and signature, and -1 with a Python
@@ -47,11 +48,13 @@ void op_sequence_fini(op_sequence *s);
 /* Returns the signature of a collective: a hash of its kind (of an op_entry) and the bytes of this
  * rank's input. Never 0. */
 uint64_t op_signature(uint64_t kind, uint64_t bytes);
-/* Whether the rank may issue a collective with this signature without a comparison. 0: this rank
- * does not know the signature, and follows the prediction. */
+/* Whether the rank may issue a collective with this signature without a comparison. Signature 0
+ * means that the size is unknown; it matches any prediction. */
 bool op_sequence_expects(const op_sequence *s, uint64_t signature);
 /* Compares the signature of the next collective with those of all ranks. Precondition: it is not
- * expected. Writes the difference, or "". Waits run signal handlers; the call may be repeated. */
+ * expected. Writes the difference of an exchange, or "". If this rank departs, a difference is a
+ * Python exception. A signal handler may interrupt the wait; a repeated call continues the same
+ * exchange. */
 FCT_CHECK int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature,
                                   const op_entry *entry, fct_difference *difference);
 /* Adds a collective that this rank has issued, after it was expected or compared. */

@@ -1,15 +1,17 @@
 """Ranks whose next collective over gloo is not the predicted one.
 
 Ranks predict each collective from the earlier ones (``csrc/transport/sequence.h``). A rank whose
-collective differs from the prediction departs. Either all ranks depart with the same collective, as
-at the first evaluation, or their programs differ. Ranks that follow the prediction have issued
-another collective, and take part in no exchange. So the ranks use stores:
+collective differs from the prediction departs: it waits before it issues the collective. Either all
+ranks depart with the same collective, as at the first evaluation, or their programs differ. Ranks
+that follow the prediction have issued another collective, and take part in no exchange. So the
+ranks use stores:
 
-- Each departing rank counts itself in the store of the process group, under the number and the
-  signature of its collective. When all ranks are counted, they continue.
-- After ``PATIENCE`` a departing rank publishes a request in the store of the job. Every rank whose
-  thread waits reads the requests (``stall_monitor.py``). If its own collective with that number has
-  another signature, the rank publishes the difference.
+- Each departing rank increments a counter in the store of the process group. The key of the counter
+  has the number and the signature of the collective. When the counter equals the number of ranks,
+  the ranks issue the collective.
+- After ``PATIENCE`` the first departing ranks publish a request in the store of the job. Every rank
+  whose thread waits reads the requests (``stall_monitor.py``). If its own collective with that
+  number has another signature, the rank publishes the difference.
 - Every rank that reads the difference stops the collectives of the process group: waits and later
   collectives raise the same text.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
+import hashlib
 import json
 import logging
 import threading
@@ -44,7 +47,12 @@ _logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 PATIENCE = 0.1
 """Seconds that a departing rank waits for the other ranks before it publishes a request."""
 
+REQUESTING_RANKS = 2
+"""Number of departing ranks that publish requests; an exception may end one of them."""
+
 _REQUESTS = "fsdp_c/departures/requests"
+_CLOSED = "closed"
+"""Value of a request whose rank waits no more. A key that is deleted could block a reader."""
 _SLEEP = (0.0005, 0.05)
 """The shortest and the longest time between two reads of a store, in seconds."""
 _REMEDY = (
@@ -57,15 +65,16 @@ _REMEDY_AFTER_ISSUE = (
 )
 
 Entries = tuple[int, bytes]
-"""The number of the first of the latest collectives, and their entries (``op_entry``)."""
+"""The latest collectives: the number of the oldest one, and all as ``op_entry`` structs."""
 
 
 @dataclass
 class Departure:
     """A collective that was not predicted.
 
-    ``ranks``: those of the process group in the job. ``by_label``: the collective was issued, and
-    ``signature`` is the hash of its label (``label_comparison.py``).
+    ``ranks``: those of the process group in the job. With a ``label_count``, that many collectives
+    from ``number`` on were issued, and ``signature`` is the hash of their labels
+    (``label_comparison.py``).
     """
 
     group: str
@@ -75,7 +84,7 @@ class Departure:
     signature: int
     first: int
     entries: str
-    by_label: bool = False
+    label_count: int = 0
 
     @property
     def latest(self) -> Entries:
@@ -83,16 +92,16 @@ class Departure:
 
 
 class Departures:
-    """The departing ranks of a job that this process knows: itself, and those of open requests."""
+    """This process's own departures, and the open requests of other ranks."""
 
     def __init__(self) -> None:
         self._job = weakref.ref(_get_default_group())
         self._store = _get_default_store()
         self._rank = dist.get_rank()
-        self._lock = threading.Lock()  # a thread departs while the stall monitor answers
+        self._lock = threading.RLock()  # a thread departs while the stall monitor answers
         self._own: dict[str, Departure] = {}  # by process group
         self._differences: dict[str, str] = {}  # of own departures, by process group
-        # Number of the last request that was looked for. The store may outlive an earlier job.
+        # Requests up to this number are read or missing. The store may outlive an earlier job.
         self._read = self._store.add(_REQUESTS, 0)
         self._missing: dict[int, float] = {}  # requests that are not set yet, and when to give up
         self._open: dict[int, Departure] = {}
@@ -110,25 +119,35 @@ class Departures:
         """
         store, size = _get_process_group_store(group), group.size()
         key = f"fsdp_c/departures/{departure.number}/{departure.signature:x}"
+        outer = self._own.get(departure.group)  # if a signal handler runs this
         self._own[departure.group] = departure
-        store.add(key, 1)
+        is_first = store.add(key, 1) <= REQUESTING_RANKS
         try:
-            self._wait(departure, store, key, group)
+            self._wait(departure, store, key, group, is_first)
         except BaseException:  # also of a signal handler: the rank may depart again
             with contextlib.suppress(RuntimeError):  # the store has ended
-                store.add(key, -1)
+                if store.add(key, 0) < size:  # else other ranks issue the collective
+                    store.add(key, -1)
             raise
         finally:
-            del self._own[departure.group]
             self._differences.pop(departure.group, None)
+            if outer is None:
+                del self._own[departure.group]
+            else:
+                self._own[departure.group] = outer
         if store.add(f"{key}/read", 1) == size:
             store.delete_key(key)
             store.delete_key(f"{key}/read")
 
     def _wait(
-        self, departure: Departure, store: dist.Store, key: str, group: dist.ProcessGroup
+        self,
+        departure: Departure,
+        store: dist.Store,
+        key: str,
+        group: dist.ProcessGroup,
+        is_first: bool,
     ) -> None:
-        """Waits until ``key`` counts all ranks. Requests answers after ``PATIENCE``."""
+        """Waits until ``key`` counts all ranks. ``is_first``: publishes a request if necessary."""
         size, limit = group.size(), _get_timeout(group).total_seconds()
         begin = time.monotonic()
         request = ""
@@ -136,22 +155,24 @@ class Departures:
             while (count := store.add(key, 0)) < size:
                 seconds = time.monotonic() - begin
                 if seconds > PATIENCE:
-                    request = request or self.publish(departure)
+                    if is_first and not request:
+                        request = self.publish(departure)
                     self.answer()
                 if departure.group in self._differences:
                     request = ""  # ranks that have not read it need it
                     raise RuntimeError(self._differences[departure.group])
                 if seconds > limit:
                     raise RuntimeError(
-                        f"Timed out after {seconds:.0f} s: {size - count} of {size} ranks have "
-                        "not issued this collective"
+                        f"Timed out after {seconds:.0f} s: {count} of {size} ranks of process "
+                        f"group '{departure.group}' are about to issue this collective, "
+                        f"{size - count} are not. A rank may have skipped a batch or an evaluation"
                     )
                 shortest, longest = _SLEEP
                 time.sleep(min(longest, max(shortest, 0.1 * seconds)))
         finally:
             if request:
                 with contextlib.suppress(RuntimeError):  # the store has ended
-                    self._store.delete_key(request)
+                    self._store.set(request, _CLOSED)
 
     def publish(self, departure: Departure) -> str:
         """Publishes the request of this rank. Returns its key."""
@@ -165,10 +186,13 @@ class Departures:
             self._read_requests()
             for number, departure in list(self._open.items()):
                 text = self._find_difference(number, departure)
-                if text or not self._store.check([f"{_REQUESTS}/{number}"]):
+                if text or self._is_closed(number):
                     del self._open[number]
                 if text:
                     self._stop(departure, text)
+
+    def _is_closed(self, number: int) -> bool:
+        return self._store.get(f"{_REQUESTS}/{number}").decode() == _CLOSED
 
     def _read_requests(self) -> None:
         newest, now = self._store.add(_REQUESTS, 0), time.monotonic()
@@ -178,12 +202,13 @@ class Departures:
         for number, give_up in list(self._missing.items()):
             key = f"{_REQUESTS}/{number}"
             if self._store.check([key]):
-                departure = Departure(**json.loads(self._store.get(key)))
-                if self._rank in departure.ranks:
+                text = self._store.get(key).decode()
+                departure = Departure(**json.loads(text)) if text != _CLOSED else None
+                if departure is not None and self._rank in departure.ranks:
                     self._open[number] = departure
             elif now < give_up:
                 continue
-            del self._missing[number]  # also a request that its rank has deleted
+            del self._missing[number]
 
     def _find_difference(self, number: int, departure: Departure) -> str:
         """Returns the published difference, or finds and publishes it. Returns "" without one."""
@@ -191,19 +216,19 @@ class Departures:
         if self._store.check([key]):
             return str(self._store.get(key).decode())
         own = self._get_own(departure)
-        if own is None or not self._store.check([f"{_REQUESTS}/{number}"]):
-            return ""  # an exception has ended the departure
+        if own is None or self._is_closed(number):
+            return ""
         rank = departure.ranks.index(self._rank)
         sides = sorted([(rank, *own), (departure.rank, *departure.latest)])
         difference = _C.collective_difference(*sides)
-        remedy = _REMEDY_AFTER_ISSUE if departure.by_label else _REMEDY
+        remedy = _REMEDY_AFTER_ISSUE if departure.label_count else _REMEDY
         text = f"{difference} (process group '{departure.group}'). {remedy}"
         return str(self._store.compare_set(key, "", text).decode())
 
     def _get_own(self, departure: Departure) -> Entries | None:
         """Returns this rank's latest collectives if the one with that number differs."""
         own = self._own.get(departure.group)
-        if own is not None and own.number == departure.number and not departure.by_label:
+        if own is not None and own.number == departure.number and not departure.label_count:
             return own.latest if own.signature != departure.signature else None
         with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
             if _get_signature(departure) not in (0, departure.signature):
@@ -211,7 +236,7 @@ class Departures:
         return None
 
     def _stop(self, departure: Departure, text: str) -> None:
-        if departure.by_label and departure.group not in self._logged:
+        if departure.label_count and departure.group not in self._logged:
             self._logged.add(departure.group)
             _logger.error("fsdp_c: %s", text)  # a host that waits for the device raises later
         if departure.group in self._own:
@@ -220,12 +245,22 @@ class Departures:
             _C.stop_collectives(departure.group, text)
 
 
+def hash_labels(labels: list[int]) -> int:
+    """Returns a hash of the labels, 0 if one of them is unknown."""
+    if 0 in labels:
+        return 0
+    data = b"".join(label.to_bytes(8, "little") for label in labels)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
 def _get_signature(departure: Departure) -> int:
-    """Returns the signature, or the hash of the label, of this rank's collective; 0: unknown."""
-    if not departure.by_label:
+    """Returns the signature of this rank's collective, or the hash of its labels; 0: unknown."""
+    count = departure.label_count
+    if not count:
         return _C.collective_signature(departure.group, departure.number)
     first, labels = _C.collective_labels(departure.group, departure.number)
-    return labels[0] if first == departure.number and labels else 0
+    is_known = first == departure.number and len(labels) >= count
+    return hash_labels(labels[:count]) if is_known else 0
 
 
 _departures: list[Departures] = []

@@ -1,10 +1,10 @@
 """Compares the collectives of NCCL process groups between ranks, while they train.
 
 The host of a rank does not wait for NCCL's collectives, so a comparison must not wait either. The
-stall monitor of each rank publishes the hashes of its latest labels in the store of the process
-group, and compares them with those of one neighbor. If two labels with the same number differ, the
-rank publishes a request (``departures.py``). The ranks of the process group answer it like a
-request of a departing rank: their next collective raises the first difference.
+stall monitor of each rank publishes hashes of its latest labels in the store of the process group,
+and compares them with those of one neighbor. If hashes with the same numbers differ, the rank
+publishes a request (``departures.py``). The ranks of the process group answer it like a request of
+a departing rank: their next collective raises the first difference.
 
 So a difference is found after some seconds, when optimizers have used wrong gradients. Each rank
 writes one key and reads another one per ``INTERVAL``, whatever the number of ranks is.
@@ -22,16 +22,57 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .. import _C
-from .departures import Departure, get_departures
+from .departures import Departure, get_departures, hash_labels
 
 INTERVAL = 2.0
 """Seconds between two comparisons."""
-LABELS = 128
-"""Number of labels that a rank publishes. Hosts of ranks are rarely more collectives apart."""
+BLOCK = 16
+"""Number of labels with a common hash."""
+BLOCKS = 64
+"""Number of blocks that a rank publishes. The key of the neighbor may be two seconds old."""
+
+
+class Labels:
+    """The latest labels of a process group, by number. A label or a hash of 0 is unknown."""
+
+    def __init__(self) -> None:
+        self.end = 0  # number of the next label
+        self.labels: dict[int, int] = {}
+        self.blocks: dict[int, int] = {}  # hashes of complete blocks, by number of the first label
+
+    def read(self, group: str) -> None:
+        """Adds the labels since the last call."""
+        first, labels = _C.collective_labels(group, self.end)
+        for number, label in enumerate(labels, first):
+            self.labels[number] = label
+            if (number + 1) % BLOCK == 0:
+                block = range(number + 1 - BLOCK, number + 1)
+                self.blocks[block.start] = hash_labels([self.labels.get(n, 0) for n in block])
+        self.end = max(self.end, first + len(labels))
+        oldest = self.end - BLOCK * BLOCKS
+        self.labels = {number: label for number, label in self.labels.items() if number >= oldest}
+        self.blocks = {start: value for start, value in self.blocks.items() if start >= oldest}
+
+    def to_json(self) -> str:
+        """The hashes of the blocks, and the labels after the last complete block."""
+        tail = range(self.end - self.end % BLOCK, self.end)
+        return json.dumps([[*self.blocks.items()], [[n, self.labels.get(n, 0)] for n in tail]])
+
+    def find_difference(self, of_neighbor: str | bytes) -> tuple[int, int, int] | None:
+        """Returns number, hash and count of the first labels that differ from the neighbor's."""
+        blocks, tail = json.loads(of_neighbor)
+        for start, value in blocks:
+            if self.blocks.get(start, 0) not in (0, value) and value:
+                return start, self.blocks[start], BLOCK
+        for number, label in tail:
+            if self.labels.get(number, 0) not in (0, label) and label:
+                return number, hash_labels([self.labels[number]]), 1
+        return None
+
 
 _lock = threading.Lock()  # held while `_groups` is read or changed
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""The compared process groups, with the number of collectives at the last comparison."""
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Labels] = weakref.WeakKeyDictionary()
+"""The compared process groups."""
 _different: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Process groups for which this rank has published a request."""
 
@@ -46,7 +87,7 @@ def prepare(process_group: dist.ProcessGroup) -> None:
 def add(process_group: dist.ProcessGroup) -> None:
     """Compares the collectives of this process group from now on."""
     with _lock:
-        _groups.setdefault(process_group, 0)
+        _groups.setdefault(process_group, Labels())
 
 
 def remove(process_group: dist.ProcessGroup) -> None:
@@ -64,51 +105,40 @@ def compare() -> None:
     """Compares all process groups once, and answers the requests of other ranks."""
     with _lock:
         groups = list(_groups.items())
-    for process_group, count in groups:
+    for process_group, labels in groups:
         if process_group in _different:
             continue
-        first, labels = _C.collective_labels(process_group.group_name, max(0, count - LABELS))
-        dropped = max(0, len(labels) - LABELS)
-        if _compare_with_neighbor(process_group, first + dropped, labels[dropped:]):
+        try:
+            labels.read(process_group.group_name)
+            store = _get_store(process_group)
+        except (KeyError, RuntimeError, ValueError):  # the process group has ended
+            remove(process_group)
+            continue
+        difference = _exchange(process_group, labels, store)
+        if difference is not None:
             _different.add(process_group)
-        with _lock:
-            _groups[process_group] = first + len(labels)
+            _request(process_group, *difference)
     get_departures().answer()
 
 
-def _compare_with_neighbor(process_group: dist.ProcessGroup, first: int, labels: list[int]) -> bool:
-    """Returns whether a label differs. Publishes a request then."""
+def _exchange(
+    process_group: dist.ProcessGroup, labels: Labels, store: dist.Store
+) -> tuple[int, int, int] | None:
+    """Publishes this rank's labels. Returns the difference to those of the neighbor."""
     rank, size = process_group.rank(), process_group.size()
-    store = _get_store(process_group)
-    store.set(str(rank), json.dumps([first, labels]))
+    store.set(str(rank), labels.to_json())
     neighbor = str((rank - 1) % size)
-    if not store.check([neighbor]):
-        return False
-    first_of_neighbor, labels_of_neighbor = json.loads(store.get(neighbor))
-    others = dict(enumerate(labels_of_neighbor, first_of_neighbor))
-    for number, label in enumerate(labels, first):
-        if label and others.get(number, 0) not in (0, label):
-            _request(process_group, number, label)
-            return True
-    return False
+    return labels.find_difference(store.get(neighbor)) if store.check([neighbor]) else None
 
 
 def _get_store(process_group: dist.ProcessGroup) -> dist.Store:
     return dist.PrefixStore("fsdp_c/labels", _get_process_group_store(process_group))
 
 
-def _request(process_group: dist.ProcessGroup, number: int, label: int) -> None:
+def _request(process_group: dist.ProcessGroup, number: int, value: int, count: int) -> None:
     name = process_group.group_name
     first, entries = _C.collective_entries(name)
-    get_departures().publish(
-        Departure(
-            name,
-            dist.get_process_group_ranks(process_group),
-            process_group.rank(),
-            number,
-            label,
-            first,
-            base64.b64encode(entries).decode(),
-            by_label=True,
-        )
-    )
+    ranks = dist.get_process_group_ranks(process_group)
+    encoded = base64.b64encode(entries).decode()
+    departure = Departure(name, ranks, process_group.rank(), number, value, first, encoded, count)
+    get_departures().publish(departure)

@@ -165,6 +165,7 @@ class StallMonitor(threading.Thread):
         self._newest = 0  # number of the newest record at the last check
         self._last_failed = 0
         self._compared = 0.0  # time of the last comparison of collectives
+        self._read_at = 0.0  # time of the last reading of requests of departing ranks
         get_departures()  # requests of later departures are not missed
         self._file = ""  # the latest file, or why it was not written
 
@@ -269,8 +270,8 @@ class StallMonitor(threading.Thread):
         if label_comparison.has_groups() and now - self._compared >= label_comparison.INTERVAL:
             self._compared = now
             label_comparison.compare()
-        elif seconds >= PATIENCE and now - self._compared >= min(READING, seconds / 2):
-            self._compared = now
+        elif seconds >= PATIENCE and now - self._read_at >= min(READING, seconds / 2):
+            self._read_at = now
             get_departures().answer()
 
     def _check_end(self) -> None:

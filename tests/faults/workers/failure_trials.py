@@ -276,7 +276,7 @@ def find_misses_of(survivor: Survivor, trial: Trial, slack: float) -> list[str]:
     misses += {
         miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, place)
     }
-    return misses
+    return misses + find_wrong_ranks(survivor.text, culprit)
 
 
 def find_unnamed(texts: list[str], culprit: int, place: str) -> list[str]:
@@ -302,9 +302,10 @@ def find_wrong_lines(report: str, culprit: int, place: str) -> list[str]:
     for line in report.splitlines():
         match = re.match(r"  ranks? ([0-9, -]+): (.*)", line)
         if match:
-            is_culprit = str(culprit) in match[1]  # the table has fewer than 10 ranks
+            spans = [[int(end) for end in span.split("-")] for span in match[1].split(", ")]
+            is_culprit = any(span[0] <= culprit <= span[-1] for span in spans)
             right = place if is_culprit else "^(waits for|left the wait for) "
-            if not re.search(right, match[2]) or (is_culprit and len(match[1]) > 1):
+            if not re.search(right, match[2]) or (is_culprit and spans != [[culprit]]):
                 wrong.append(f"wrong line in a report: {line}")
     return wrong
 
