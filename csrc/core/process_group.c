@@ -159,8 +159,14 @@ fc_status fc_process_group_start_agreement(fc_process_group *pg, const char *mod
     if (pg->handle == NULL || pg->world < 2) {
         return FC_OK;
     }
+    /* The record shows a wait for other ranks to the stall monitor. */
+    const bool waits = fct_agree_start_waits(pg->handle);
+    const uint64_t record = waits ? add_record(pg, modules, FC_RECORD_AGREE) : 0;
     const bool failed = fct_agree_start(pg->handle, &pg->agreeing) != 0;
-    return failed ? add_context(pg, modules, AGREEMENT, 0) : FC_OK;
+    if (waits) {
+        fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);
+    }
+    return failed ? add_context(pg, modules, AGREEMENT, record) : FC_OK;
 }
 
 fc_status fc_process_group_await_agreement(fc_process_group *pg, const char *modules,

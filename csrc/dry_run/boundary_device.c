@@ -209,6 +209,11 @@ int fct_agree_start(fct_pg *pg, bool *issued) {
     return 0;
 }
 
+bool fct_agree_start_waits(fct_pg *pg) {
+    (void)pg;
+    return false;
+}
+
 int fct_agree_await(fct_pg *pg, fct_difference *difference) {
     (void)pg;
     difference->text[0] = '\0';

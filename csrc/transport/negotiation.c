@@ -1,5 +1,4 @@
 /* The negotiation of the shared-memory transport; see negotiation.h.
- *
  * The GIL guards most fields of a negotiation. The mutex guards `state`, `transport` and `closed`,
  * because any thread may end the group. */
 #include "negotiation.h"
@@ -407,15 +406,15 @@ static int compare_size(shm_negotiation *n, fct_pg *pg, uint64_t kind, uint64_t 
     return 0;
 }
 
-/* Compare an exchange of fsdp_c as a collective before its issue, and record it afterwards. `kind`:
- * of its op_entry. */
+/* Compares an exchange of fsdp_c as a collective before its issue. `kind`: of its op_entry. */
 static int compare_exchange(shm_negotiation *n, fct_pg *pg, uint64_t kind) {
     return compare_size(n, pg, kind, op_signature(kind, 0), NULL);
 }
 
-static void record_exchange(shm_negotiation *n, uint64_t kind) {
+/* Adds a collective that was issued. */
+static void add_signature(shm_negotiation *n, uint64_t signature) {
     if (shm_negotiation_compares_sizes(n)) {
-        op_sequence_add(&n->sequence, op_signature(kind, 0));
+        op_sequence_add(&n->sequence, signature);
     }
 }
 
@@ -458,7 +457,7 @@ static int compare_later_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash, boo
             fct_exchange_start(pg, &value, 1, &find_plan(n, hash)->round) != 0) {
             return -1;
         }
-        record_exchange(n, OP_PLAN_COMPARISON);
+        add_signature(n, op_signature(OP_PLAN_COMPARISON, 0));
     }
     plan = find_plan(n, hash);
     if (plan->round != NULL && waits && read_plan(n, pg, hash) != 0) {
@@ -544,9 +543,7 @@ int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint64_t signat
 void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag) {
     assert(atomic_load(&n->owners) > 0);
     op_agreement_add(&n->agreement, tag);
-    if (shm_negotiation_compares_sizes(n)) {
-        op_sequence_add(&n->sequence, signature);
-    }
+    add_signature(n, signature);
 }
 
 int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued) {
@@ -555,15 +552,20 @@ int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued
     if (n->agreement.count > 0 && n->capabilities != NULL && read_capabilities(n, pg) != 0) {
         return -1;
     }
-    if (!n->agrees || n->agreement.count == 0) {
-        return 0;
+    if (n->agrees && n->agreement.count > 0) {
+        if (compare_exchange(n, pg, OP_AGREEMENT) != 0 ||
+            op_agreement_start(&n->agreement, pg, issued) != 0) {
+            return -1;
+        }
+        add_signature(n, op_signature(OP_AGREEMENT, 0));
     }
-    if (compare_exchange(n, pg, OP_AGREEMENT) != 0 ||
-        op_agreement_start(&n->agreement, pg, issued) != 0) {
-        return -1;
-    }
-    record_exchange(n, OP_AGREEMENT);
     return 0;
+}
+
+bool shm_negotiation_agreement_waits(shm_negotiation *n) {
+    assert(atomic_load(&n->owners) > 0);
+    return n->agreement.count > 0 && shm_negotiation_compares_sizes(n) &&
+           !op_sequence_expects(&n->sequence, op_signature(OP_AGREEMENT, 0));
 }
 
 int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg, fct_difference *difference) {

@@ -115,6 +115,7 @@ void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op
  * flight recorder, which would show the agreements. Precondition of the first function: this rank
  * has waited for a recorded collective, if there is one. */
 FCT_CHECK int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued);
+bool shm_negotiation_agreement_waits(shm_negotiation *n); /* whether the start would wait */
 FCT_CHECK int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg,
                                               fct_difference *difference);
 /* Ends the waits for collectives of the process group, because the ranks issue different ones. The

@@ -51,6 +51,12 @@ int fct_agree_start(fct_pg *pg, bool *issued) {
     return n != NULL ? shm_negotiation_start_agreement(n, pg, issued) : 0;
 }
 
+bool fct_agree_start_waits(fct_pg *pg) {
+    assert(pg != NULL);
+    shm_negotiation *n = fct_negotiation_find(pg);
+    return n != NULL && shm_negotiation_agreement_waits(n);
+}
+
 int fct_agree_await(fct_pg *pg, fct_difference *difference) {
     assert(pg != NULL && difference != NULL);
     if (fct_fault("fct_agree_await") != 0) {

@@ -32,6 +32,8 @@ FCT_CHECK int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint
  * since the last agreement, and that carry no labels. Writes false to *issued if there is none, or
  * if the ranks do not agree; see shm_negotiation_start_agreement. Does not wait. */
 FCT_CHECK int fct_agree_start(fct_pg *pg, bool *issued);
+/* Whether fct_agree_start would wait for the other ranks, to compare its size (sequence.h). */
+bool fct_agree_start_waits(fct_pg *pg);
 /* Waits for the agreement. Writes the first difference, or "". */
 FCT_CHECK int fct_agree_await(fct_pg *pg, fct_difference *difference);
 

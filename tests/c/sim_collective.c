@@ -269,6 +269,11 @@ int fct_agree_start(fct_pg *pg, bool *issued) {
     return 0;
 }
 
+bool fct_agree_start_waits(fct_pg *pg) {
+    (void)pg;
+    return ranks_agree;
+}
+
 int fct_agree_await(fct_pg *pg, fct_difference *difference) {
     (void)pg;
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_agree_await")) {
