@@ -45,12 +45,11 @@ enum { AGREEMENT = FC_ALL_REDUCE + 1 };
 
 /* Writes step and pass of a record, or "" if the record is overwritten. */
 static void describe_position(uint64_t record, char *text, size_t bytes) {
-    static const char *const passes[] = {"forward", "backward", "outside of a pass"};
     fc_record facts;
     text[0] = '\0';
     if (fc_recorder_read(record, &facts)) {
         (void)snprintf(text, bytes, " (step %u, %s)", (unsigned)facts.step,
-                       passes[facts.pass <= FCT_PASS_OTHER ? facts.pass : FCT_PASS_OTHER]);
+                       fct_pass_name(facts.pass));
     }
 }
 

@@ -42,14 +42,19 @@ PyObject *fcpy_collective_entries(PyObject *module, PyObject *arg) {
     return result;
 }
 
+/* Parses the name of a process group and the number of a collective; see find_group. */
+static int parse_number(PyObject *args, fct_pg **pg, shm_negotiation **negotiation,
+                        unsigned long long *number) {
+    const char *name = NULL;
+    return PyArg_ParseTuple(args, "sK", &name, number) ? find_group(name, pg, negotiation) : -1;
+}
+
 PyObject *fcpy_collective_signature(PyObject *module, PyObject *args) {
     (void)module;
-    const char *name = NULL;
     unsigned long long number = 0;
     fct_pg *pg = NULL;
     shm_negotiation *n = NULL;
-    if (!PyArg_ParseTuple(args, "sK:collective_signature", &name, &number) ||
-        find_group(name, &pg, &n) != 0) {
+    if (parse_number(args, &pg, &n, &number) != 0) {
         return NULL;
     }
     const uint64_t signature = shm_negotiation_signature_at(n, number);
@@ -59,12 +64,10 @@ PyObject *fcpy_collective_signature(PyObject *module, PyObject *args) {
 
 PyObject *fcpy_collective_labels(PyObject *module, PyObject *args) {
     (void)module;
-    const char *name = NULL;
     unsigned long long first = 0;
     fct_pg *pg = NULL;
     shm_negotiation *n = NULL;
-    if (!PyArg_ParseTuple(args, "sK:collective_labels", &name, &first) ||
-        find_group(name, &pg, &n) != 0) {
+    if (parse_number(args, &pg, &n, &first) != 0) {
         return NULL;
     }
     const uint64_t end = shm_negotiation_count(n);

@@ -64,7 +64,6 @@ static void describe_difference(const fct_op_label *label, const fct_op_label *p
 void op_label_describe(const fct_op_label *label, const fct_op_label *peer, fct_op_kind kind,
                        int rank, char *text, size_t bytes) {
     static const char *const verbs[] = {"gathers", "reduce-scatters", "all-reduces"};
-    static const char *const passes[] = {"forward", "backward", "outside of a pass"};
     fct_op_label own = *label, other = *peer;
     char difference[160];
     assert(kind <= FCT_OP_ALL_REDUCE);
@@ -73,6 +72,5 @@ void op_label_describe(const fct_op_label *label, const fct_op_label *peer, fct_
     const bool is_root = own.name[0] == '\0';
     (void)snprintf(text, bytes, "rank %d %s %s%s%s%s (step %u, %s)", rank, verbs[kind],
                    is_root ? "the root's unit" : "'", own.name, is_root ? "" : "'", difference,
-                   (unsigned)own.step,
-                   passes[own.pass <= FCT_PASS_OTHER ? own.pass : FCT_PASS_OTHER]);
+                   (unsigned)own.step, fct_pass_name(own.pass));
 }

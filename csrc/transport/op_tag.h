@@ -13,6 +13,12 @@ extern "C" {
 
 typedef enum fct_op_pass { FCT_PASS_FORWARD = 0, FCT_PASS_BACKWARD, FCT_PASS_OTHER } fct_op_pass;
 
+/* Returns the name of an fct_op_pass for messages. */
+static inline const char *fct_pass_name(uint32_t pass) {
+    static const char *const names[] = {"forward", "backward", "outside of a pass"};
+    return names[pass <= FCT_PASS_OTHER ? pass : FCT_PASS_OTHER];
+}
+
 enum { FCT_LABEL_NAME_BYTES = 48 };
 
 /* The part of a tag that ranks compare: `unit`, `params` and `contents`. The other fields are for

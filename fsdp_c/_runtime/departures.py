@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import datetime
 import hashlib
 import json
 import logging
@@ -28,11 +27,8 @@ import threading
 import time
 import weakref
 from dataclasses import asdict, dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import (
     _get_default_group,
     _get_default_store,
@@ -41,6 +37,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from .. import _C
+from .plan_store import get_timeout
 
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
@@ -89,6 +86,28 @@ class Departure:
     @property
     def latest(self) -> Entries:
         return self.first, base64.b64decode(self.entries)
+
+
+def make_departure(
+    process_group: dist.ProcessGroup,
+    number: int,
+    signature: int,
+    entry: bytes = b"",
+    label_count: int = 0,
+) -> Departure:
+    """Describes a collective of this rank. ``entry`` follows the latest issued collectives."""
+    name = process_group.group_name
+    first, entries = _C.collective_entries(name)
+    return Departure(
+        name,
+        dist.get_process_group_ranks(process_group),
+        process_group.rank(),
+        number,
+        signature,
+        first,
+        base64.b64encode(entries + entry).decode(),
+        label_count,
+    )
 
 
 class Departures:
@@ -148,7 +167,7 @@ class Departures:
         is_first: bool,
     ) -> None:
         """Waits until ``key`` counts all ranks. ``is_first``: publishes a request if necessary."""
-        size, limit = group.size(), _get_timeout(group).total_seconds()
+        size, limit = group.size(), get_timeout(group, "cpu").total_seconds()
         begin = time.monotonic()
         request = ""
         try:
@@ -282,15 +301,5 @@ def settle(group: str, number: int, signature: int, entry: bytes) -> None:
         RuntimeError: another rank issues another collective.
     """
     process_group = _resolve_process_group(group)  # type: ignore[arg-type]
-    ranks = dist.get_process_group_ranks(process_group)
-    first, entries = _C.collective_entries(group)
-    encoded = base64.b64encode(entries + entry).decode()
-    departure = Departure(group, ranks, process_group.rank(), number, signature, first, encoded)
+    departure = make_departure(process_group, number, signature, entry)
     get_departures().depart(departure, process_group)
-
-
-def _get_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
-    """Returns the time limit of the collectives of the process group's CPU backend."""
-    options: Any = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, datetime.timedelta) else default_pg_timeout

@@ -12,7 +12,6 @@ writes one key and reads another one per ``INTERVAL``, whatever the number of ra
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import threading
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .. import _C
-from .departures import Departure, get_departures, hash_labels
+from .departures import get_departures, hash_labels, make_departure
 
 INTERVAL = 2.0
 """Seconds between two comparisons."""
@@ -117,7 +116,9 @@ def compare() -> None:
         difference = _exchange(process_group, labels, store)
         if difference is not None:
             _different.add(process_group)
-            _request(process_group, *difference)
+            number, value, count = difference
+            departure = make_departure(process_group, number, value, label_count=count)
+            get_departures().publish(departure)
     get_departures().answer()
 
 
@@ -133,12 +134,3 @@ def _exchange(
 
 def _get_store(process_group: dist.ProcessGroup) -> dist.Store:
     return dist.PrefixStore("fsdp_c/labels", _get_process_group_store(process_group))
-
-
-def _request(process_group: dist.ProcessGroup, number: int, value: int, count: int) -> None:
-    name = process_group.group_name
-    first, entries = _C.collective_entries(name)
-    ranks = dist.get_process_group_ranks(process_group)
-    encoded = base64.b64encode(entries).decode()
-    departure = Departure(name, ranks, process_group.rank(), number, value, first, encoded, count)
-    get_departures().publish(departure)

@@ -61,7 +61,7 @@ def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int
     number = _comparisons[process_group] = _comparisons.get(process_group, 0) + 1
     prefix = f"fsdp_c/plans/{number}"
     store = dist.PrefixStore(prefix, _get_process_group_store(process_group))
-    deadline = time.monotonic() + _get_timeout(process_group).total_seconds()
+    deadline = time.monotonic() + get_timeout(process_group, "cuda").total_seconds()
     try:
         result = exchange(store, process_group.rank(), process_group.size(), plan, deadline)
         difference = None
@@ -115,8 +115,8 @@ def _wait(store: dist.Store, key: str, deadline: float) -> str:
     return store.get(key).decode()
 
 
-def _get_timeout(process_group: dist.ProcessGroup) -> datetime.timedelta:
-    """Returns the time limit of NCCL's collectives, or torch's default without NCCL's backend."""
-    options = getattr(process_group._get_backend(torch.device("cuda")), "options", None)
+def get_timeout(process_group: dist.ProcessGroup, device_type: str) -> datetime.timedelta:
+    """Returns the time limit of the collectives on a device, or torch's default if unknown."""
+    options = getattr(process_group._get_backend(torch.device(device_type)), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, datetime.timedelta) else default_pg_timeout

@@ -270,8 +270,7 @@ int fct_agree_start(fct_pg *pg, bool *issued) {
 }
 
 bool fct_agree_start_waits(fct_pg *pg) {
-    (void)pg;
-    return ranks_agree;
+    return pg != NULL && ranks_agree;
 }
 
 int fct_agree_await(fct_pg *pg, fct_difference *difference) {

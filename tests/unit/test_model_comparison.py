@@ -144,7 +144,9 @@ def test_last_rank_deletes_the_keys_of_a_comparison(plan: str, store: dist.HashS
 
 
 def fail_at_deadline(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_store, "_get_timeout", lambda group: plan_store.datetime.timedelta(0))
+    monkeypatch.setattr(
+        plan_store, "get_timeout", lambda group, device_type: plan_store.datetime.timedelta(0)
+    )
 
 
 def fail_in_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
