@@ -39,9 +39,10 @@ RUN = {
         SWITCH, "on", "After `FSDP_C=1` or `install()`, torch's clipping functions use the C path"
     ),
     "FSDP_C_GUARD": Variable(
-        SWITCH,
+        f"`hash`; {SWITCH}",
         "on",
-        "Ranks compare their models and collectives: [reliability](reliability.md#ranks-diverge)",
+        "Ranks compare their models and collectives, with `hash` also checksums of data: "
+        "[reliability](reliability.md#ranks-diverge)",
     ),
     "FSDP_C_JIT": Variable(
         SWITCH,

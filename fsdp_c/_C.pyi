@@ -235,7 +235,14 @@ class ParamGroup:
         self, kind: str, name: str | None, world: int, rank: int, group: Any = None, /
     ) -> None: ...
     def _set_plans(
-        self, shard: int, scatter: int, replicate: int, post_forward: int, root: int, /
+        self,
+        shard: int,
+        scatter: int,
+        replicate: int,
+        post_forward: int,
+        root: int,
+        checksums: bool,
+        /,
     ) -> None: ...
     def _set_memory(self, gather: Any, reduce: Any, /) -> None: ...
     def _set_unit(self, unit: State, index: int, siblings: int, /) -> None: ...

@@ -122,6 +122,8 @@ TESTS_OF = {
     "lines": KERNELS,
     "norm": CLIP,
     "norm_cpu": CLIP,
+    "checksum_cpu": ("test_checksum",),
+    "plans": ("test_negotiation", "test_divergence"),
     "pool_cpu": ("test_pool",),
     "ring_cpu": ("test_ring",),
     "rtc": ("test_jit", "test_find_cuda"),

@@ -55,7 +55,8 @@ typedef struct fc_comm_ctx {
     size_t kept_row_count;
     size_t kept_row_capacity;
     fc_order order;
-    uint32_t step; /* iterations of the roots of this context so far, for messages */
+    uint32_t step;  /* iterations of the roots of this context so far, for messages */
+    bool checksums; /* ranks compare checksums of the data of collectives; see checksum.h */
     fc_deferred_release *deferred; /* list; owned */
     fct_event **free_events;
     size_t free_event_count;

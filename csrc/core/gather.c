@@ -8,6 +8,7 @@
 #include <assert.h>
 #include <string.h>
 
+#include "checksum.h"
 #include "label.h"
 
 /* ---- init and fini ---- */
@@ -82,17 +83,6 @@ void fc_gather_free(fc_gather *a) {
     if (!a->keep_storage) {
         fc_unsharded_free(a->base);
     }
-}
-
-fc_status fc_gather_refresh_replaced_shards(fc_gather *a) {
-    assert(a->base->comm != NULL);
-    const fc_group_base *base = a->base;
-    for (size_t i = 0; base->callbacks->refresh_shard != NULL && i < base->count; i++) {
-        if (base->callbacks->refresh_shard(base->params[i]->owner) != 0) {
-            return FC_ERAISED;
-        }
-    }
-    return FC_OK;
 }
 
 /* ---- start ---- */
@@ -305,6 +295,7 @@ static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gat
     fc_status status = FC_OK;
     fc_comm_enter_gil_scope(base->comm);
     FC_TRY(pack(a, pending));
+    FC_TRY(fc_checksum_pack(base, pending->pg, &a->chunks, &pending->packed));
     if (gather_stream != NULL) {
         FC_TRY(fc_comm_order_streams(base->comm, *gather_stream, fct_stream_current(base->device)));
         (void)fct_stream_set_current(*gather_stream);
@@ -361,6 +352,8 @@ fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_str
     const bool overlaps = base->comm->streams_ready && !async_op && mode != FC_STREAM_DIRECT;
     if (fc_group_base_uses_fallback(base, FC_FALLBACK_GATHER)) {
         range = fc_group_base_enter_range(base, "all_gather");
+        pending.pg = select_process_group(a, post_forward);
+        FC_TRY(fc_process_group_number_root(pending.pg, base->device));
         FC_TRY(wait_for_post_forward_shards(a));
         FC_TRY(callback_gather(a, post_forward, async_op, mode));
         pending.uses_fallback = true;
@@ -419,6 +412,19 @@ fc_status fc_gather_await(fc_gather *a) {
     if (!a->pending.active) { /* a signal handler has reset the group */
         return fc_error_set(&base->comm->error, FC_ESTATE,
                             "the group was reset while its all-gather was waited for");
+    }
+done:
+    return status;
+}
+
+/* Adds the checksum of the gathered data once, also if a copy-out fails and is repeated. */
+static fc_status add_checksum(fc_gather *a) {
+    fc_pending_gather *pending = &a->pending;
+    fc_status status = FC_OK;
+    if (!pending->checksummed && (pending->uses_fallback || a->chunks.count > 0)) {
+        FC_TRY(fc_checksum_add_gather(a->base, pending->pg,
+                                      pending->uses_fallback ? NULL : &a->chunks, pending->packed));
+        pending->checksummed = true;
     }
 done:
     return status;
@@ -490,6 +496,7 @@ fc_status fc_gather_copy_out(fc_gather *a) {
     assert(a->pending.active && a->pending.work == NULL);
     fc_status status = FC_OK;
     void *pause = fct_functorch_pause();
+    FC_TRY(add_checksum(a));
     FC_TRY(fill_unsharded(a));
     FC_TRY(fc_unsharded_make(a->base, a->pending.extended));
 done:

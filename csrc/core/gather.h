@@ -34,8 +34,10 @@ typedef struct fc_pending_gather {
     fc_process_group *pg; /* points into fc_group_base */
     /* the packed chunk; NULL with one rank, or if every input has its own chunk */
     fct_tensor *buffer;
-    fct_work *work;  /* NULL if the collective is complete, or if `done` is set instead */
-    fct_event *done; /* end of the all-gather; only with streams and without async_op */
+    fct_work *work;   /* NULL if the collective is complete, or if `done` is set instead */
+    fct_event *done;  /* end of the all-gather; only with streams and without async_op */
+    uint64_t packed;  /* result of fc_checksum_pack */
+    bool checksummed; /* the checksum of the gathered data was added */
 } fc_pending_gather;
 
 /* State of a group's gathers. Embedded in fc_group. */
@@ -63,9 +65,6 @@ void fc_gather_forget_event(fc_gather *a);
  * again. */
 void fc_gather_invalidate(fc_gather *a);
 
-/* Adopts shards that users have replaced. Call it before each unshard. Fails if a replacement does
- * not fit its parameter. */
-FC_CHECK fc_status fc_gather_refresh_replaced_shards(fc_gather *a);
 /* Packs this rank's row and issues the collective. `post_forward`: gathers the smaller group's
  * shards. On failure nothing is pending. */
 FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op,

@@ -59,6 +59,16 @@ fc_span fc_group_base_all(const fc_group_base *base) {
     return (fc_span){0, base->count};
 }
 
+fc_status fc_group_base_adopt_replaced_shards(const fc_group_base *base) {
+    assert(base->comm != NULL);
+    for (size_t i = 0; base->callbacks->refresh_shard != NULL && i < base->count; i++) {
+        if (base->callbacks->refresh_shard(base->params[i]->owner) != 0) {
+            return FC_ERAISED;
+        }
+    }
+    return FC_OK;
+}
+
 fc_process_group *fc_group_base_scatter_group(fc_group_base *base) {
     assert(base->scatter.name == NULL || base->scatter.world == base->shard.world);
     return base->scatter.name != NULL ? &base->scatter : &base->shard;

@@ -59,6 +59,9 @@ FC_CHECK fc_status fc_group_base_check(const fc_group_base *base);
 
 /* Returns the span of all parameters. */
 fc_span fc_group_base_all(const fc_group_base *base);
+/* Adopts shards that users have replaced. Call it before each unshard. Fails if a replacement does
+ * not fit its parameter. */
+FC_CHECK fc_status fc_group_base_adopt_replaced_shards(const fc_group_base *base);
 /* Returns the process group that issues reduce-scatters. Borrowed. */
 fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
 /* Opens the process groups that only a reduction uses, in forward's thread. If ranks are threads of

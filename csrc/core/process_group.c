@@ -128,6 +128,33 @@ static fc_status end_issue(const fc_process_group *pg, const issue *issued, int 
     return FC_OK;
 }
 
+fc_status fc_process_group_add_checksum(fc_process_group *pg, const char *modules,
+                                        fc_operation operation, uint64_t checksum) {
+    assert(operation != FC_REDUCE_SCATTER);
+    fc_status status = FC_OK;
+    fct_op_tag tag = {
+        .kind = operation == FC_ALL_GATHER ? FCT_OP_ALL_GATHER : FCT_OP_ALL_REDUCE,
+        .group = modules != NULL ? modules : "",
+        .label = pg->label,
+    };
+    FC_TRY(fc_process_group_open(pg));
+    name_label(pg, tag.group, &tag.label);
+    fct_add_checksum(pg->handle, &tag, checksum);
+done:
+    return status;
+}
+
+fc_status fc_process_group_number_root(fc_process_group *pg, fct_device device) {
+    assert(pg->world >= 0);
+    fc_status status = FC_OK;
+    if (pg->world > 1 && pg->root != 0 && pg->number == 0) {
+        FC_TRY(fc_process_group_open(pg));
+        FC_TRY_RAISED(fct_number_root(pg->handle, device, pg->root, &pg->number));
+    }
+done:
+    return status;
+}
+
 fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *modules,
                                         fc_operation operation, fct_device device, bool waits,
                                         fct_plan_result *result) {
@@ -138,9 +165,7 @@ fc_status fc_process_group_compare_plan(fc_process_group *pg, const char *module
         return FC_OK;
     }
     FC_TRY(fc_process_group_open(pg));
-    if (pg->root != 0 && pg->number == 0) {
-        FC_TRY_RAISED(fct_number_root(pg->handle, device, pg->root, &pg->number));
-    }
+    FC_TRY(fc_process_group_number_root(pg, device));
     const uint64_t record = add_record(pg, modules, FC_RECORD_COMPARE);
     const bool failed = fct_compare_plan(pg->handle, device, pg->plan, waits, result) != 0;
     fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);

@@ -11,6 +11,7 @@
 
 #include "../bridge/device.h"
 #include "../bridge/error.h"
+#include "checksum.h"
 #include "divide.h"
 #include "reduction.h"
 
@@ -459,16 +460,12 @@ done:
 
 /* Returns true if the reduction must complete before backward continues. */
 static bool must_complete_now(const fc_reducer *reducer, const fc_reduction *r) {
-    switch (reducer->overlap) {
-    case FC_OVERLAP_NEVER:
+    if (reducer->overlap == FC_OVERLAP_NEVER) {
         return true;
-    case FC_OVERLAP_UNLESS_CPU_BOUND:
-        if (r->work != NULL && fct_work_is_cpu_bound(r->work)) {
-            return true;
-        }
-        break;
-    case FC_OVERLAP_ALWAYS:
-        break;
+    }
+    if (reducer->overlap == FC_OVERLAP_UNLESS_CPU_BOUND && r->work != NULL &&
+        fct_work_is_cpu_bound(r->work)) {
+        return true;
     }
     return !reducer->base->comm->has_streams && fc_reduction_must_finish_now(r);
 }
@@ -515,6 +512,7 @@ fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute) {
                                       &base->comm->error));
     }
     if (uses_fallback) {
+        FC_TRY(fc_checksum_add_all_reduce(base, NULL));
         FC_TRY_RAISED(base->callbacks->reduce(base->owner, plan->params, plan->grads, plan->count,
                                               order_compute));
     } else {

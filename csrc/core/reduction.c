@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checksum.h"
 #include "offload.h"
 #include "plan.h"
 
@@ -338,6 +339,9 @@ fc_status fc_reduction_finish(fc_reduction *r) {
     fct_tensor *row = NULL;
     fct_dtype grad_dtype = common_dtype(r);
     FC_TRY(fc_reduction_wait(r));
+    if (r->all_reducing) {
+        FC_TRY(fc_checksum_add_all_reduce(r->base, r->output));
+    }
     if (r->keep_partial) {
         FC_TRY(fc_reduction_merge_partials(r));
         fct_tensor_release(r->output); /* the parameters' parts keep their memory */

@@ -265,11 +265,17 @@ static fc_status await_agreements(const fc_iteration *it, fc_error *error) {
 }
 
 /* Completes the reductions. Meanwhile the ranks agree on the collectives of the iteration, all of
- * which were issued. So no gradient of a collective that differs reaches an optimizer. */
+ * which were issued. So no gradient of a collective that differs reaches an optimizer. With
+ * checksums the ranks agree after the reductions, because some checksums are known only then. */
 static fc_status complete_reductions(const fc_iteration *it, fc_comm_ctx *c, bool last) {
     fc_status status = FC_OK;
-    FC_TRY(visit_states(it->states, it->count, false, start_agreement));
+    if (!c->checksums) {
+        FC_TRY(visit_states(it->states, it->count, false, start_agreement));
+    }
     FC_TRY(visit_comms(it, c, end_backward_in_comm, last));
+    if (c->checksums) {
+        FC_TRY(visit_states(it->states, it->count, false, start_agreement));
+    }
     FC_TRY(await_agreements(it, &c->error));
 done:
     return status;

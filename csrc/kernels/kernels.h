@@ -79,6 +79,8 @@ typedef struct fck_backend {
                                   void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream);
     /* Returns 1 if elements of `src` can be packed as `dst`. Returns 1 for equal types. */
     int (*can_cast)(fck_dtype src, fck_dtype dst);
+    /* fck_checksum (checksum.h). NULL: the host cannot read the memory of the device. */
+    uint64_t (*checksum)(const void *data, size_t bytes);
 } fck_backend;
 
 /* The CPU kernels and the CUDA kernels; neither returns NULL. If the extension was built without

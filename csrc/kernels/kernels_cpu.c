@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "cast_cpu.h"
+#include "checksum.h"
 #include "index.h"
 
 static const char no_cast[] = "these element types can be moved but not converted";
@@ -140,6 +141,7 @@ static int cpu_can_cast(fck_dtype src, fck_dtype dst) {
 }
 
 const fck_backend *fck_cpu(void) {
-    static const fck_backend cpu = {"cpu", cpu_pack, cpu_unpack, cpu_pack_gradients, cpu_can_cast};
+    static const fck_backend cpu = {"cpu",        cpu_pack,    cpu_unpack, cpu_pack_gradients,
+                                    cpu_can_cast, fck_checksum};
     return &cpu;
 }

@@ -30,8 +30,9 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
 }
 
 const fck_backend *fck_cuda(void) {
-    static const fck_backend cuda = {"cuda", fck::gpu_pack, fck::gpu_unpack,
-                                     fck::gpu_pack_gradients, fck::gpu_can_cast};
+    static const fck_backend cuda = {
+        "cuda", fck::gpu_pack, fck::gpu_unpack, fck::gpu_pack_gradients, fck::gpu_can_cast,
+        nullptr};
     return &cuda;
 }
 

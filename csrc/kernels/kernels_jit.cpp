@@ -33,8 +33,9 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
 const fck_backend *fck_jit(const fck_jit_functions *functions) {
     assert(functions->launch != nullptr && functions->moves != nullptr &&
            functions->casts != nullptr);
-    static const fck_backend jit = {"nvrtc", fck::gpu_pack, fck::gpu_unpack,
-                                    fck::gpu_pack_gradients, fck::gpu_can_cast};
+    static const fck_backend jit = {"nvrtc",           fck::gpu_pack,
+                                    fck::gpu_unpack,   fck::gpu_pack_gradients,
+                                    fck::gpu_can_cast, nullptr};
     cu_launch_kernel = functions->launch;
     move_lines = functions->moves;
     cast_lines = functions->casts;

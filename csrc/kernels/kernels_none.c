@@ -42,8 +42,8 @@ static int none_can_cast(fck_dtype src, fck_dtype dst) {
 }
 
 const fck_backend *fck_cuda(void) {
-    static const fck_backend none = {"cuda", none_pack, none_unpack, none_pack_gradients,
-                                     none_can_cast};
+    static const fck_backend none = {"cuda",        none_pack, none_unpack, none_pack_gradients,
+                                     none_can_cast, NULL};
     return &none;
 }
 

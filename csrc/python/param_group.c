@@ -429,13 +429,19 @@ static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
                         kind);
 }
 
-/* _set_plans(shard, scatter, replicate, post_forward, root) */
+/* _set_plans(shard, scatter, replicate, post_forward, root, checksums) */
 static PyObject *group_set_plans(PyObject *obj, PyObject *args) {
     unsigned long long plans[FCPY_PROCESS_GROUPS] = {0};
     unsigned long long root = 0;
+    int checksums = 0;
     if (!fcpy_group_check_initialized(as_group(obj)) ||
-        !PyArg_ParseTuple(args, "KKKKK", &plans[0], &plans[1], &plans[2], &plans[3], &root)) {
+        !PyArg_ParseTuple(args, "KKKKKp", &plans[0], &plans[1], &plans[2], &plans[3], &root,
+                          &checksums)) {
         return NULL;
+    }
+    fc_comm_ctx *comm = as_group(obj)->core.base.comm;
+    if (comm != NULL) {
+        comm->checksums = checksums != 0 && !comm->has_streams;
     }
     for (int i = 0; i < FCPY_PROCESS_GROUPS; i++) {
         fc_process_group_set_plan(process_group_at(&as_group(obj)->core.base, i), plans[i], root);
@@ -499,9 +505,10 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
 
 static PyMethodDef group_methods[] = {
     {"_set_plans", group_set_plans, METH_VARARGS,
-     "_set_plans(shard, scatter, replicate, post_forward, root): sets the 64-bit hash that is "
+     "_set_plans(shard, scatter, replicate, post_forward, root, checksums): sets the hash that is "
      "compared before the first collective over each process group. 0: no comparison, 1: the root "
-     "is unknown. `root` identifies the root on this rank."},
+     "is unknown. `root` identifies the root on this rank. `checksums`: the ranks compare "
+     "checksums of data."},
     {"_set_process_group", group_set_process_group, METH_VARARGS,
      "_set_process_group(kind, name, world, rank, group=None): sets the process group for 'shard', "
      "'scatter', 'replicate' or 'post_forward' collectives. If group is None, it is looked up by "

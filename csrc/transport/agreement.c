@@ -9,13 +9,14 @@
 #include "hash.h"
 #include "op_label.h"
 
-enum { HASH = 0, COUNT, SUMMARY };
+enum { HASH = 0, COUNT, CHECKSUMS, SUMMARY }; /* COUNT is compared together with HASH */
 enum { ENTRY_INTEGERS = sizeof(op_entry) / sizeof(int64_t) };
 
 void op_agreement_fini(op_agreement *a) {
     assert(a->closed <= a->total);
     fct_exchange_release(a->round);
     free(a->entries);
+    op_checksums_fini(&a->checksums);
     *a = (op_agreement){0};
 }
 
@@ -46,13 +47,19 @@ void op_agreement_add(op_agreement *a, const fct_op_tag *tag) {
     a->total++;
 }
 
+bool op_agreement_is_needed(const op_agreement *a) {
+    return a->count > 0 || op_checksums_any(&a->checksums);
+}
+
 int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued) {
     assert(pg != NULL && a->count <= a->total);
     *issued = false;
-    if (a->count == 0) {
+    if (!op_agreement_is_needed(a)) {
         return 0;
     }
-    const int64_t summary[SUMMARY] = {a->unknown ? 0 : (int64_t)a->hash, (int64_t)a->count};
+    const bool known = a->count > 0 && !a->unknown;
+    const int64_t summary[SUMMARY] = {known ? (int64_t)a->hash : 0, (int64_t)a->count,
+                                      (int64_t)op_checksums_close(&a->checksums)};
     fct_exchange *round = NULL;
     if (fct_exchange_start_apart(pg, summary, SUMMARY, &round) != 0) {
         return -1;
@@ -188,21 +195,40 @@ static int describe_difference(const op_agreement *a, fct_pg *pg, rank_pair rank
     return 0;
 }
 
-/* Finds the first rank with a known hash, and the first rank that differs from it. */
-static bool find_ranks(const int64_t *summaries, int64_t world, rank_pair *ranks) {
+/* Finds the first rank whose value `field` is known, and the first rank that differs from it. The
+ * `length` integers from `field` on are compared. */
+static bool find_ranks(const int64_t *summaries, int64_t world, int field, size_t length,
+                       rank_pair *ranks) {
     int64_t first = 0;
-    while (first < world && summaries[first * SUMMARY + HASH] == 0) {
+    while (first < world && summaries[first * SUMMARY + field] == 0) {
         first++;
     }
     for (int64_t rank = first + 1; rank < world; rank++) {
-        const int64_t *summary = summaries + rank * SUMMARY;
-        if (summary[HASH] != 0 &&
-            memcmp(summary, summaries + first * SUMMARY, SUMMARY * sizeof *summary) != 0) {
+        const int64_t *values = summaries + rank * SUMMARY + field;
+        if (values[0] != 0 &&
+            memcmp(values, summaries + first * SUMMARY + field, length * sizeof *values) != 0) {
             *ranks = (rank_pair){first, rank};
             return true;
         }
     }
     return false;
+}
+
+/* Finds and describes the first difference. All ranks call this function. Checksums are compared
+ * only if the ranks have issued the same collectives. */
+static int compare_summaries(const op_agreement *a, fct_pg *pg, const int64_t *summaries,
+                             fct_difference *difference) {
+    const int64_t world = fct_pg_world_size(pg);
+    rank_pair ranks;
+    if (find_ranks(summaries, world, HASH, 2, &ranks)) {
+        const uint64_t counts[2] = {(uint64_t)summaries[ranks.first * SUMMARY + COUNT],
+                                    (uint64_t)summaries[ranks.second * SUMMARY + COUNT]};
+        return describe_difference(a, pg, ranks, counts, difference);
+    }
+    if (find_ranks(summaries, world, CHECKSUMS, 1, &ranks)) {
+        return op_checksums_describe(&a->checksums, pg, difference->text, sizeof difference->text);
+    }
+    return 0;
 }
 
 int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference) {
@@ -216,14 +242,9 @@ int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference) 
     fct_exchange_retain(round); /* a signal handler may run another backward during the wait */
     int status = fct_exchange_wait(round, &summaries);
     if (status == 0 && a->round == round) {
-        rank_pair ranks;
         fct_exchange_release(a->round);
         a->round = NULL;
-        if (find_ranks(summaries, fct_pg_world_size(pg), &ranks)) {
-            const uint64_t counts[2] = {(uint64_t)summaries[ranks.first * SUMMARY + COUNT],
-                                        (uint64_t)summaries[ranks.second * SUMMARY + COUNT]};
-            status = describe_difference(a, pg, ranks, counts, difference);
-        }
+        status = compare_summaries(a, pg, summaries, difference);
     }
     fct_exchange_release(round);
     return status;

@@ -1,7 +1,8 @@
 /* The agreement of ranks on the collectives that they have issued over one process group.
  *
  * Collectives over shared memory carry their labels. For all others each rank hashes its labels,
- * and the ranks compare the hashes at the end of a backward. An interval is the collectives between
+ * and the ranks compare the hashes at the end of a backward. With the guard mode "hash" the ranks
+ * also compare checksums of data, over shared memory too. An interval is the collectives between
  * two agreements. The struct belongs to the negotiation of the process group, and the GIL guards
  * it. Precondition of all functions: the struct was zeroed before its first use. */
 #ifndef FSDP_C_TRANSPORT_AGREEMENT_H
@@ -11,6 +12,7 @@
 #include <stdint.h>
 
 #include "../bridge/group.h"
+#include "checksums.h"
 #include "op_tag.h"
 
 #ifdef __cplusplus
@@ -40,6 +42,7 @@ typedef struct op_agreement {
     fct_exchange *round; /* NULL: none */
     uint64_t first;      /* number of its first collective */
     uint64_t closed;     /* number of its collectives */
+    op_checksums checksums;
 } op_agreement;
 
 /* The result of an agreement: what the ranks issue at the first difference, or "" if there is none.
@@ -53,8 +56,11 @@ void op_agreement_fini(op_agreement *a);
 /* Adds a collective that this rank has issued. `tag` NULL, or an unknown label: the interval is
  * equal to all intervals of other ranks. */
 void op_agreement_add(op_agreement *a, const fct_op_tag *tag);
-/* Closes the interval and sends its hash, without a wait. Without collectives does nothing, and
- * writes false to *issued. All ranks must call it at the same point among their collectives. */
+/* Whether the open interval has a collective or a checksum. */
+bool op_agreement_is_needed(const op_agreement *a);
+/* Closes the interval and sends its hashes, without a wait. Does nothing if the agreement is not
+ * needed, and then writes false to *issued. All ranks must call it at the same point among their
+ * collectives. */
 FCT_CHECK int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued);
 /* Waits for the hashes of all ranks, if a round was issued and not read. If hashes differ, the
  * ranks find the first difference in further rounds. */

@@ -26,13 +26,6 @@ enum { WAITS = 1, AGREES = 2 };
  * for each rank. */
 enum { NOT_CONNECTED = 0, CONNECTED, CONNECTED_OVERSUBSCRIBED };
 
-/* The hash of a plan, and the comparison with the other ranks. */
-typedef struct compared_plan {
-    uint64_t hash;
-    fct_exchange *round; /* NULL: not issued, or read */
-    fct_plan_result result;
-} compared_plan;
-
 struct shm_negotiation {
     atomic_uint owners;
     pthread_mutex_t mutex; /* guards `state`, `transport` and `closed` */
@@ -52,9 +45,8 @@ struct shm_negotiation {
     bool compares_later_plans;  /* and all ranks wait */
     uint64_t first_plan;        /* sent in round 1 */
     fct_plan_result first_result;
-    compared_plan *plans; /* later plans */
-    size_t plan_count;
-    uint64_t *roots; /* [root_count] in the order of their numbers */
+    op_plan_list plans; /* later plans */
+    uint64_t *roots;    /* [root_count] in the order of their numbers */
     size_t root_count;
     bool agrees; /* on all ranks the guard is on, and agreements are allowed */
     op_agreement agreement;
@@ -85,10 +77,7 @@ void shm_negotiation_release(shm_negotiation *n) {
     }
     fct_exchange_release(n->capabilities);
     fct_exchange_release(n->connection);
-    for (size_t i = 0; i < n->plan_count; i++) {
-        fct_exchange_release(n->plans[i].round);
-    }
-    free(n->plans);
+    op_plans_fini(&n->plans);
     free(n->roots);
     op_agreement_fini(&n->agreement);
     op_sequence_fini(&n->sequence);
@@ -166,44 +155,6 @@ bool shm_negotiation_is_paused(const shm_negotiation *n) {
     return n->paused;
 }
 
-/* ---- plans ---- */
-
-static compared_plan *find_plan(const shm_negotiation *n, uint64_t hash) {
-    for (size_t i = 0; i < n->plan_count; i++) {
-        if (n->plans[i].hash == hash) {
-            return &n->plans[i];
-        }
-    }
-    return NULL;
-}
-
-/* Adds a plan whose result is unknown. Returns NULL without memory. */
-static compared_plan *add_plan(shm_negotiation *n, uint64_t hash) {
-    compared_plan *plans = (compared_plan *)realloc(n->plans, (n->plan_count + 1) * sizeof *plans);
-    if (plans == NULL) {
-        return NULL;
-    }
-    n->plans = plans;
-    n->plans[n->plan_count] = (compared_plan){.hash = hash};
-    return &n->plans[n->plan_count++];
-}
-
-static bool is_plan(int64_t value) {
-    return (uint64_t)value > FCT_PLAN_UNKNOWN;
-}
-
-/* Compares the hashes of all ranks, one for each `stride` integers. A rank without a plan is equal
- * to all. */
-static fct_plan_result compare_hashes(const int64_t *hashes, int64_t world, int64_t stride) {
-    for (int64_t rank = 1; rank < world; rank++) {
-        const int64_t hash = hashes[rank * stride];
-        if (is_plan(hash) && is_plan(hashes[0]) && hash != hashes[0]) {
-            return (fct_plan_result){FCT_PLANS_DIFFER, rank, {(uint64_t)hashes[0], (uint64_t)hash}};
-        }
-    }
-    return (fct_plan_result){.state = FCT_PLANS_EQUAL};
-}
-
 /* ---- rounds ---- */
 
 /* Waits for the round of *exchange. Writes the integers of all ranks to *results, valid while the
@@ -270,7 +221,7 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
             all_accept = all_accept && values[0] != 0 && values[1] != 0;
             all_wait = all_wait && (values[FLAGS] & WAITS) != 0;
             all_agree = all_agree && (values[FLAGS] & AGREES) != 0 && values[PLAN] != FCT_PLAN_OFF;
-            n->compares = n->compares && is_plan(values[PLAN]);
+            n->compares = n->compares && op_is_plan(values[PLAN]);
             if (n->handles != NULL) {
                 n->handles[rank] = (shm_ring_handle){values[1], values[2], values[3]};
             }
@@ -278,7 +229,7 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
         n->fallback_gathers = all_wait ? 0 : n->fallback_gathers;
         n->compares_later_plans = n->compares && all_wait;
         n->agrees = all_agree;
-        n->first_result = compare_hashes(results + PLAN, world, CAPABILITIES);
+        n->first_result = op_plans_compare(results + PLAN, world, CAPABILITIES);
         end_round(&n->capabilities);
         if (all_accept) {
             (void)pthread_mutex_lock(&n->mutex);
@@ -424,13 +375,13 @@ static void add_signature(shm_negotiation *n, uint64_t signature) {
  * plans during the wait. */
 static int read_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash) {
     const int64_t *hashes = NULL;
-    fct_exchange *round = wait_for_round(find_plan(n, hash)->round, &hashes);
+    fct_exchange *round = wait_for_round(op_plans_find(&n->plans, hash)->round, &hashes);
     if (round == NULL) {
         return -1;
     }
-    compared_plan *plan = find_plan(n, hash);
+    op_plan *plan = op_plans_find(&n->plans, hash);
     if (plan->round == round) {
-        plan->result = compare_hashes(hashes, fct_pg_world_size(pg), 1);
+        plan->result = op_plans_compare(hashes, fct_pg_world_size(pg), 1);
         end_round(&plan->round);
     }
     fct_exchange_release(round);
@@ -446,24 +397,24 @@ static int compare_later_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash, boo
         return 0;
     }
     const int64_t value = (int64_t)hash;
-    compared_plan *plan = find_plan(n, hash);
-    plan = plan != NULL ? plan : add_plan(n, hash);
+    op_plan *plan = op_plans_find(&n->plans, hash);
+    plan = plan != NULL ? plan : op_plans_add(&n->plans, hash);
     if (plan == NULL) {
         fct_error_no_memory();
         return -1;
     }
     if (plan->round == NULL && plan->result.state == FCT_PLANS_UNKNOWN) {
         if (compare_exchange(n, pg, OP_PLAN_COMPARISON) != 0 ||
-            fct_exchange_start(pg, &value, 1, &find_plan(n, hash)->round) != 0) {
+            fct_exchange_start(pg, &value, 1, &op_plans_find(&n->plans, hash)->round) != 0) {
             return -1;
         }
         add_signature(n, op_signature(OP_PLAN_COMPARISON, 0));
     }
-    plan = find_plan(n, hash);
+    plan = op_plans_find(&n->plans, hash);
     if (plan->round != NULL && waits && read_plan(n, pg, hash) != 0) {
         return -1;
     }
-    *result = find_plan(n, hash)->result;
+    *result = op_plans_find(&n->plans, hash)->result;
     return 0;
 }
 
@@ -546,13 +497,19 @@ void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op
     add_signature(n, signature);
 }
 
+void shm_negotiation_add_checksum(shm_negotiation *n, const fct_op_tag *tag, uint64_t checksum) {
+    assert(atomic_load(&n->owners) > 0);
+    op_checksums_add(&n->agreement.checksums, tag, checksum);
+}
+
 int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued) {
     assert(atomic_load(&n->owners) > 0);
     *issued = false;
-    if (n->agreement.count > 0 && n->capabilities != NULL && read_capabilities(n, pg) != 0) {
+    const bool needed = op_agreement_is_needed(&n->agreement);
+    if (needed && n->capabilities != NULL && read_capabilities(n, pg) != 0) {
         return -1;
     }
-    if (n->agrees && n->agreement.count > 0) {
+    if (n->agrees && needed) {
         if (compare_exchange(n, pg, OP_AGREEMENT) != 0 ||
             op_agreement_start(&n->agreement, pg, issued) != 0) {
             return -1;
@@ -564,7 +521,7 @@ int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued
 
 bool shm_negotiation_agreement_waits(shm_negotiation *n) {
     assert(atomic_load(&n->owners) > 0);
-    return n->agreement.count > 0 && shm_negotiation_compares_sizes(n) &&
+    return op_agreement_is_needed(&n->agreement) && shm_negotiation_compares_sizes(n) &&
            !op_sequence_expects(&n->sequence, op_signature(OP_AGREEMENT, 0));
 }
 

@@ -9,6 +9,7 @@
 
 #include "../bridge/group.h"
 #include "agreement.h"
+#include "plans.h"
 #include "sequence.h"
 #include "shm_transport.h"
 
@@ -52,26 +53,6 @@ shm_negotiation *shm_negotiation_new(void); /* NULL: no memory */
 void shm_negotiation_retain(shm_negotiation *n);
 void shm_negotiation_release(shm_negotiation *n); /* NULL is allowed */
 
-/* A plan describes the modules and settings of a root (fsdp_c/_runtime/plan_hash.py). These values
- * take the place of the hash of a plan. */
-enum {
-    FCT_PLAN_OFF = 0,     /* this rank compares nothing */
-    FCT_PLAN_UNKNOWN = 1, /* the guard is on; the root of the unit has not run yet */
-};
-
-/* The result of a comparison of plans. For FCT_PLANS_DIFFER, `rank` is the first rank whose plan
- * differs from that of rank 0, and `hashes` are those of rank 0 and of that rank. */
-typedef enum fct_plan_state {
-    FCT_PLANS_UNKNOWN = 0, /* the answers of the other ranks are not read yet */
-    FCT_PLANS_EQUAL,       /* or not compared */
-    FCT_PLANS_DIFFER,
-} fct_plan_state;
-typedef struct fct_plan_result {
-    fct_plan_state state;
-    int64_t rank;
-    uint64_t hashes[2];
-} fct_plan_result;
-
 /* Registers the negotiation with the process group, so that the group's end calls
  * shm_negotiation_close. Writes false to *attached if the process group does not support a
  * negotiation. Returns -1 with a Python exception. */
@@ -110,6 +91,8 @@ FCT_CHECK int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint6
                                            const fct_op_tag *tag);
 /* Records a collective that the fallback has moved, for later comparisons. */
 void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag);
+/* Adds the checksum of the data of a completed collective; see checksums.h. */
+void shm_negotiation_add_checksum(shm_negotiation *n, const fct_op_tag *tag, uint64_t checksum);
 /* Starts an agreement and waits for it; see op_agreement_start and op_agreement_await. The ranks
  * agree if the guard of all of them is on, and none records its collectives for torch's
  * flight recorder, which would show the agreements. Precondition of the first function: this rank

@@ -44,6 +44,14 @@ int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint64_t *numb
     return n != NULL ? shm_negotiation_number_root(n, root, number) : -1;
 }
 
+void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum) {
+    assert(pg != NULL && tag != NULL);
+    shm_negotiation *n = fct_negotiation_find(pg);
+    if (n != NULL) {
+        shm_negotiation_add_checksum(n, tag, checksum);
+    }
+}
+
 int fct_agree_start(fct_pg *pg, bool *issued) {
     assert(pg != NULL && issued != NULL);
     shm_negotiation *n = fct_negotiation_find(pg);

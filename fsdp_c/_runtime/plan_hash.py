@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,18 +45,24 @@ _OFF, _UNKNOWN = 0, 1
 _roots = itertools.count(1)
 """Identifiers of roots. The core numbers the roots of a process group in order of first use."""
 
-_enabled: list[bool] = []
-"""The value that ``set_enabled`` has set; empty: that of the environment variable."""
+GuardMode = Literal["off", "on", "hash"]
+
+_mode: list[GuardMode] = []
+"""The value that ``set_mode`` has set; empty: that of the environment variable."""
 
 
-def set_enabled(enabled: bool) -> None:
-    """Sets whether plans of later roots are compared. Replaces the environment variable."""
-    _enabled[:] = [enabled]
+def set_mode(mode: GuardMode) -> None:
+    """Sets the mode for later roots. Replaces the environment variable."""
+    _mode[:] = [mode]
 
 
-def is_enabled() -> bool:
-    """Whether plans are compared."""
-    return _enabled[0] if _enabled else is_env_enabled(ENVIRONMENT_SWITCH, unset="on")
+def get_mode() -> GuardMode:
+    """Returns ``"on"`` if ranks compare plans and collectives, ``"hash"`` if also data."""
+    if _mode:
+        return _mode[0]
+    if os.environ.get(ENVIRONMENT_SWITCH, "").lower() == "hash":
+        return "hash"
+    return "on" if is_env_enabled(ENVIRONMENT_SWITCH, unset="on") else "off"
 
 
 def set_plans(states: list[Any]) -> None:
@@ -64,9 +71,10 @@ def set_plans(states: list[Any]) -> None:
     Compares the plans of NCCL process groups. A difference raises RuntimeError on all their ranks.
     """
     names = {group: _list_process_groups(group) for s in states for group in s._fsdp_param_groups}
-    if not is_enabled():
+    mode = get_mode()
+    if mode == "off":
         for group in names:
-            group._set_plans(_OFF, _OFF, _OFF, _OFF, 0)
+            group._set_plans(_OFF, _OFF, _OFF, _OFF, 0, False)
         for process_group in _find_nccl(names).values():
             plan_store.compare(process_group, plan_store.OFF)
         return
@@ -77,7 +85,8 @@ def set_plans(states: list[Any]) -> None:
     root = next(_roots)
     for group, roles in names.items():
         group._plans = plans
-        group._set_plans(*(hashes[name] if name else _OFF for name in roles), root)
+        values = (hashes[name] if name else _OFF for name in roles)
+        group._set_plans(*values, root, mode == "hash")
     for name, process_group in _find_nccl(names).items():
         label_comparison.prepare(process_group)
         difference = plan_store.compare(process_group, f"{hashes[name]:x}")
@@ -101,9 +110,9 @@ def _find_nccl(names: dict[Any, tuple[str | None, ...]]) -> dict[str, dist.Proce
 
 def announce_guard(group: Any) -> None:
     """Marks that the guard is on. The root of ``group`` has not run, so there is no plan yet."""
-    if is_enabled():
+    if get_mode() != "off":
         roles = _list_process_groups(group)
-        group._set_plans(*(_UNKNOWN if name else _OFF for name in roles), 0)
+        group._set_plans(*(_UNKNOWN if name else _OFF for name in roles), 0, False)
 
 
 def raise_difference(
@@ -148,6 +157,7 @@ def _list_process_groups(group: Any) -> tuple[str | None, ...]:
 def _describe_plan(states: list[Any], names: dict[Any, Any], name: str) -> Iterator[str]:
     """Yields the facts of the groups that use process group ``name``, in the order of the units."""
     yield f"version\tfsdp_c {__version__}, torch {torch.__version__}"
+    yield f"{ENVIRONMENT_SWITCH}\t{get_mode()}"
     units = [
         (state, group)
         for state in states

@@ -11,7 +11,7 @@
 
 /* ---- the bridge ---- */
 
-enum { ROUNDS = 24, INTEGERS = 16 };
+enum { ROUNDS = 24, INTEGERS = OP_CHECKSUM_KINDS * OP_CHECKSUMS };
 
 /* The integers of all rounds, in the memory of all ranks. */
 typedef struct exchanged {

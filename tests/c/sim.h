@@ -173,6 +173,14 @@ const fct_pg *sim_tensor_user(const fct_tensor *t);
 void sim_collectives_stall(bool stall);
 /* Sets the result of fct_compare_plan for plans other than 0, if the caller waits. */
 void sim_plans_differ(bool differ);
+/* A checksum that fct_add_checksum received. */
+typedef struct sim_checksum {
+    fct_op_kind kind;
+    uint32_t step;
+    uint64_t value;
+} sim_checksum;
+/* Writes the list of checksums of this test, and returns their number. */
+size_t sim_checksums(const sim_checksum **list);
 /* Sets whether fct_agree_start issues an agreement, and the difference that it finds ("": none). */
 void sim_ranks_agree(bool agree, const char *difference);
 /* Returns the number of agreements that were issued and not waited for. */

@@ -35,17 +35,12 @@ static fct_pg groups[GROUPS_MAX];
 static size_t group_count;
 static bool sync_on_current;
 static bool are_cpu_bound;
-static fct_plan_state plan_state;
-static bool ranks_agree;
-static const char *agreed_difference;
-static int agreements_in_flight;
 static int shared_stream;
 
 void sim_groups_begin(void) {
     group_count = 0;
     are_cpu_bound = false;
-    plan_state = FCT_PLANS_EQUAL;
-    sim_ranks_agree(false, "");
+    sim_agreements_begin();
     sync_on_current = sim_now.streams && sim_random() % 2 == 0;
     shared_stream = sim_stream_reserve(true);
 }
@@ -238,59 +233,6 @@ int fct_work_wait(fct_work *work) {
 bool fct_work_is_cpu_bound(const fct_work *work) {
     (void)work;
     return are_cpu_bound;
-}
-
-int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
-                     fct_plan_result *result) {
-    (void)pg, (void)device;
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_compare_plan")) {
-        return -1;
-    }
-    *result = (fct_plan_result){.rank = 1, .hashes = {1, plan}};
-    result->state = plan == 0 ? FCT_PLANS_EQUAL : !waits ? FCT_PLANS_UNKNOWN : plan_state;
-    return 0;
-}
-
-void sim_plans_differ(bool differ) {
-    plan_state = differ ? FCT_PLANS_DIFFER : FCT_PLANS_EQUAL;
-}
-
-int fct_agree_start(fct_pg *pg, bool *issued) {
-    (void)pg;
-    *issued = false;
-    if (!ranks_agree) {
-        return 0;
-    }
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_agree_start")) {
-        return -1;
-    }
-    agreements_in_flight++;
-    *issued = true;
-    return 0;
-}
-
-bool fct_agree_start_waits(fct_pg *pg) {
-    return pg != NULL && ranks_agree;
-}
-
-int fct_agree_await(fct_pg *pg, fct_difference *difference) {
-    (void)pg;
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_agree_await")) {
-        return -1;
-    }
-    agreements_in_flight--;
-    (void)snprintf(difference->text, sizeof difference->text, "%s", agreed_difference);
-    return 0;
-}
-
-void sim_ranks_agree(bool agree, const char *difference) {
-    ranks_agree = agree;
-    agreed_difference = difference;
-    agreements_in_flight = 0;
-}
-
-int sim_agreements_in_flight(void) {
-    return agreements_in_flight;
 }
 
 bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {

@@ -133,6 +133,7 @@ extern int sim_stream_count; /* number of its streams, which is the size of cloc
 extern sim_alive sim_living;
 void sim_faults_begin(void);
 void sim_groups_begin(void);
+void sim_agreements_begin(void);
 void sim_groups_end(void);
 void sim_autograd_begin(void);
 void sim_gil_begin(void);

@@ -175,8 +175,35 @@ static int sim_can_cast(fck_dtype src, fck_dtype dst) {
     return __real_fck_cpu()->can_cast(src, dst);
 }
 
-static const fck_backend backend = {"simulated", sim_pack, sim_unpack, sim_pack_gradients,
-                                    sim_can_cast};
+/* ---- checksum ---- */
+
+typedef struct checksum_launch {
+    const void *data;
+    size_t bytes;
+    uint64_t *checksum;
+} checksum_launch;
+
+static void run_checksum(void *args) {
+    const checksum_launch *l = (const checksum_launch *)args;
+    *l->checksum = __real_fck_cpu()->checksum(l->data, l->bytes);
+}
+
+/* Precondition: a device without streams, where a launch runs at once. */
+static uint64_t sim_checksum_of(const void *data, size_t bytes) {
+    static const char what[] = "the checksum";
+    uint64_t checksum = 0;
+    uses u = {.count = 0};
+    checksum_launch *l = (checksum_launch *)sim_scratch(sizeof *l);
+    *l = (checksum_launch){data, bytes, &checksum};
+    add_use(&u, data, (int64_t)bytes, false, what);
+    const sim_op op = {
+        .what = what, .uses = u.items, .use_count = u.count, .run = run_checksum, .args = l};
+    sim_stream_push(sim_stream_of_native(NULL), &op, NULL);
+    return checksum;
+}
+
+static const fck_backend backend = {"simulated",        sim_pack,     sim_unpack,
+                                    sim_pack_gradients, sim_can_cast, sim_checksum_of};
 
 const fck_backend *__wrap_fck_cpu(void) {
     return &backend;

@@ -85,6 +85,7 @@ typedef struct sim_scenario {
     bool memory_of_groups; /* buffers come from the process groups' allocators */
     bool without_memory;   /* but the process groups have no allocator */
     bool agrees;           /* each backward ends with an agreement on its collectives */
+    bool checksums;        /* ranks compare checksums of data */
 } sim_scenario;
 
 typedef struct sim_param {

@@ -117,6 +117,96 @@ static void difference_without_a_label_is_described(void **state) {
 }
 
 /* Rank 0 issues a collective without label, so ranks 1 and 2 are compared. */
+/* Adds the checksum of a collective of unit `name`. */
+static void add_checksum(shm_negotiation *n, const char *name, fct_op_kind kind, uint64_t value) {
+    fct_op_tag tag = {.kind = kind, .label = {.step = 3, .pass = FCT_PASS_FORWARD}};
+    (void)snprintf(tag.label.name, sizeof tag.label.name, "%s", name);
+    shm_negotiation_add_checksum(n, &tag, value);
+}
+
+/* Equal checksums, and many of them, cost one round. An all-reduce may complete earlier on one
+ * rank. */
+static void agree_on_equal_checksums(void) {
+    shm_negotiation *n = begin_over_gloo();
+    for (uint64_t interval = 0; interval < 3; interval++) {
+        if (me.rank == 0) {
+            add_checksum(n, "b", FCT_OP_ALL_REDUCE, 9);
+        }
+        for (uint64_t i = 0; i < 5 + interval * OP_CHECKSUMS; i++) {
+            add_checksum(n, "a", FCT_OP_ALL_GATHER, 100 + i);
+        }
+        if (me.rank != 0) {
+            add_checksum(n, "b", FCT_OP_ALL_REDUCE, 9);
+        }
+        require(strcmp(agree(n), "") == 0);
+        require(!issues(n));
+    }
+    end(n);
+}
+
+/* One rank of three has another checksum: first of an all-gather, then of an all-reduce, then one
+ * that is not kept any more. */
+static void find_the_first_different_checksum(void) {
+    shm_negotiation *n = begin_over_gloo();
+    const uint64_t other = me.rank == 1 ? 1 : 0;
+    record(n, "a", 1);
+    add_checksum(n, "a", FCT_OP_ALL_GATHER, 5);
+    add_checksum(n, "b", FCT_OP_ALL_GATHER, 0x20 + other);
+    add_checksum(n, "c", FCT_OP_ALL_GATHER, 0x30 + other);
+    add_checksum(n, "a", FCT_OP_ALL_REDUCE, 0x40 + other);
+    require(strcmp(agree(n), "different data after the all-gather of 'b' (step 3, forward): rank 1 "
+                             "has checksum 0000000000000021, 2 of 3 ranks have "
+                             "0000000000000020") == 0);
+    add_checksum(n, "b", FCT_OP_ALL_GATHER, 6);
+    add_checksum(n, "a", FCT_OP_ALL_REDUCE, 0x40 + other);
+    require(strstr(agree(n), "after the all-reduce of 'a' (step 3, forward): rank 1 has") != NULL);
+    add_checksum(n, "a", FCT_OP_ALL_GATHER, 1 + other);
+    for (int i = 0; i < OP_CHECKSUMS; i++) {
+        add_checksum(n, "b", FCT_OP_ALL_GATHER, 6);
+    }
+    require(strcmp(agree(n), "different data after a collective that is not recorded any more") ==
+            0);
+    add_checksum(n, "b", FCT_OP_ALL_GATHER, 6);
+    require(strcmp(agree(n), "") == 0);
+    end(n);
+}
+
+/* A rank without a checksum is equal to all. A difference of labels has precedence. */
+static void agree_with_unknown_checksums(void) {
+    shm_negotiation *n = begin_over_gloo();
+    add_checksum(n, "a", FCT_OP_ALL_GATHER, me.rank == 1 ? 0 : 5);
+    add_checksum(n, "b", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6);
+    require(strcmp(agree(n), "") == 0);
+    add_checksum(n, "b", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6);
+    record(n, me.rank == 1 ? "b" : "a", 1);
+    require(strstr(agree(n), "collective mismatch: rank 0 reduce-scatters 'a'") != NULL);
+    end(n);
+}
+
+static void checksums_are_compared_per_interval(void **state) {
+    (void)state;
+    run_negotiation(agree_on_equal_checksums, 2);
+    run_negotiation(agree_on_equal_checksums, 3);
+    run_negotiation(find_the_first_different_checksum, 3);
+    run_negotiation(agree_with_unknown_checksums, 3);
+}
+
+/* Over shared memory collectives carry their labels, and only checksums need an agreement. */
+static void agree_on_checksums_over_shared_memory(void) {
+    require(unsetenv("FSDP_C_TRANSPORT") == 0);
+    shm_negotiation *n = begin();
+    require(compare(n, 7, true).state == FCT_PLANS_EQUAL && rounds == 2);
+    require(!issues(n));
+    add_checksum(n, "a", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6);
+    require(strstr(agree(n), "different data after the all-gather of 'a'") != NULL);
+    end(n);
+}
+
+static void checksums_are_compared_over_shared_memory(void **state) {
+    (void)state;
+    run_negotiation(agree_on_checksums_over_shared_memory, 2);
+}
+
 static void agree_without_labels(void) {
     shm_negotiation *n = begin_over_gloo();
     if (me.rank == 0) {
@@ -226,6 +316,8 @@ static void agreement_after_an_interrupted_agreement_compares(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(equal_collectives_cost_one_round_per_interval),
+        cmocka_unit_test(checksums_are_compared_per_interval),
+        cmocka_unit_test(checksums_are_compared_over_shared_memory),
         cmocka_unit_test(first_difference_is_described_on_all_ranks),
         cmocka_unit_test(difference_without_a_label_is_described),
         cmocka_unit_test(rank_with_unknown_collectives_is_equal_to_all),

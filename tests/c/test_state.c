@@ -65,6 +65,31 @@ static void agreement_runs_while_reductions_complete(void **state) {
     end(m);
 }
 
+/* The checksums of all-reduced gradients are known only after the reductions. */
+static void agreement_on_checksums_starts_after_the_reductions(void **state) {
+    (void)state;
+    fc_callbacks callbacks = sim_callbacks;
+    const sim_checksum *list;
+    size_t all_reduces = 0;
+    sim_model *m = begin(false);
+    callbacks.set_sharded_grad = set_sharded_grad;
+    for (size_t i = 0; i < m->layer_count; i++) {
+        m->layers[i].groups[0].core.base.callbacks = &callbacks;
+    }
+    m->comm.checksums = true;
+    most_in_flight = 0;
+    assert_int_equal(sim_model_step(m), FC_OK);
+    assert_int_equal(most_in_flight, 0);
+    const size_t count = sim_checksums(&list);
+    for (size_t i = 0; i < count; i++) {
+        all_reduces += list[i].kind == FCT_OP_ALL_REDUCE ? 1 : 0;
+        assert_true(list[i].value != 0);
+    }
+    assert_int_equal(all_reduces, m->layer_count);
+    assert_true(count >= 2 * m->layer_count);
+    end(m);
+}
+
 static void device_with_streams_has_no_agreement(void **state) {
     (void)state;
     sim_model *m = begin(true);
@@ -77,6 +102,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(different_collectives_of_ranks_fail_the_backward),
         cmocka_unit_test(agreement_runs_while_reductions_complete),
+        cmocka_unit_test(agreement_on_checksums_starts_after_the_reductions),
         cmocka_unit_test(device_with_streams_has_no_agreement),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -90,14 +90,40 @@ MUTATIONS = {
         "test_state",
         "[  FAILED  ] different_collectives_of_ranks_fail_the_backward",
     ),
-    "agreement starts before the last reduction": Mutation(
+    "agreement without checksums starts after the reductions": Mutation(
         "state",
-        "    FC_TRY(visit_states(it->states, it->count, false, start_agreement));\n"
-        "    FC_TRY(visit_comms(it, c, end_backward_in_comm, last));\n",
-        "    FC_TRY(visit_comms(it, c, end_backward_in_comm, last));\n"
-        "    FC_TRY(visit_states(it->states, it->count, false, start_agreement));\n",
+        "    if (c->checksums) {\n        FC_TRY(visit_states",
+        "    if (c != NULL) {\n        FC_TRY(visit_states",
         "test_state",
         "[  FAILED  ] agreement_runs_while_reductions_complete",
+    ),
+    "agreement on checksums starts before the reductions": Mutation(
+        "state",
+        "    if (!c->checksums) {",
+        "    if (c != NULL) {",
+        "test_state",
+        "[  FAILED  ] agreement_on_checksums_starts_after_the_reductions",
+    ),
+    "changed shard has the checksum of the gathered data": Mutation(
+        "checksum",
+        "        sum = rank == pg->rank && part != packed ? ~sum : sum;\n",
+        "        (void)packed;\n",
+        "test_checksum",
+        "[  FAILED  ] checksum_differs_if_the_own_shard_has_changed_since_the_pack",
+    ),
+    "checksum omits the shards of other ranks": Mutation(
+        "checksum",
+        "add_parts(chunks, pg->world, rank, &part",
+        "add_parts(chunks, pg->world, pg->rank, &part",
+        "test_checksum",
+        "[  FAILED  ] each_flipped_bit_of_a_gathered_row_changes_the_checksum",
+    ),
+    "repeated copy-out adds its checksum again": Mutation(
+        "gather",
+        "        pending->checksummed = true;\n",
+        "",
+        "test_checksum",
+        "[  FAILED  ] repeated_copy_out_adds_one_checksum",
     ),
     "launch does not restore the current device": Mutation(
         "transfer",

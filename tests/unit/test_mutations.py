@@ -122,7 +122,7 @@ def test_mutation_of_the_core_fails_the_named_assertion(
         mutation,
         tmp_path,
         *(*FLAGS, f"-I{ROOT / 'csrc/core'}", *WRAPS, mutated, *core, *simulation),
-        *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends")),
+        *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends", "checksum_cpu")),
         objects / "tests" / f"{mutation.test}.o",
     )
 
@@ -159,7 +159,8 @@ def test_mutation_of_the_transport_fails_the_named_assertion(
         and (ROOT / f"csrc/transport/{path.stem}.c").exists()
         # Only these tests define the functions of the bridge that these modules call.
         and (
-            path.stem not in ("agreement", "capabilities", "negotiation", "sequence")
+            path.stem
+            not in ("agreement", "capabilities", "checksums", "negotiation", "plans", "sequence")
             or mutation.test in ("test_agreement", "test_negotiation", "test_sequence")
         )
     ]
@@ -167,7 +168,10 @@ def test_mutation_of_the_transport_fails_the_named_assertion(
         mutation,
         tmp_path,
         *(*FLAGS, f"-I{source.parent}", mutated, *others),
-        *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends", "ring_cpu")),
+        *(
+            objects / f"kernels/{name}.o"
+            for name in ("kernels_cpu", "backends", "checksum_cpu", "ring_cpu")
+        ),
         *(objects / "kernels/kernels_none.o", objects / "tests" / f"{mutation.test}.o"),
     )
 
@@ -196,7 +200,9 @@ def test_mutation_of_the_kernels_fails_the_named_assertion(
 ) -> None:
     mutation = KERNEL_MUTATIONS[name]
     mutated = mutate(mutation, find_source(mutation, "kernels"), tmp_path)
-    names = {"kernels_cpu", "backends", "ring_cpu", "pool_cpu", "kernels_none"} - {mutation.module}
+    names = {"kernels_cpu", "backends", "checksum_cpu", "ring_cpu", "pool_cpu", "kernels_none"} - {
+        mutation.module
+    }
     check_failure(
         mutation,
         tmp_path,

@@ -83,7 +83,7 @@ NAME_PARTS = {
 NAMES = {
     "fc_host": "fc_callbacks",
     "fc_link": "fc_process_group",
-    "fc_gather_follow": "fc_gather_refresh_replaced_shards",
+    "fc_gather_follow": "fc_group_base_adopt_replaced_shards",
     "fcpy_retire": "fcpy_defer_decref",
     "fcpy_admit": "fcpy_check_thread",
     "fcpy_ready": "fcpy_check_initialized",

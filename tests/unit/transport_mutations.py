@@ -108,6 +108,20 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] first_difference_is_described_on_all_ranks",
     ),
+    "ranks do not compare checksums": Mutation(
+        "agreement",
+        "if (find_ranks(summaries, world, CHECKSUMS, 1, &ranks)) {",
+        "if (world == 0 && find_ranks(summaries, world, CHECKSUMS, 1, &ranks)) {",
+        "test_agreement",
+        "[  FAILED  ] checksums_are_compared_per_interval",
+    ),
+    "all-reduces and all-gathers have one list of checksums": Mutation(
+        "checksums",
+        "tag->kind == FCT_OP_ALL_GATHER ? GATHERS : ALL_REDUCES",
+        "tag->kind != FCT_OP_REDUCE_SCATTER ? GATHERS : ALL_REDUCES",
+        "test_agreement",
+        "[  FAILED  ] checksums_are_compared_per_interval",
+    ),
     "ranks with a flight recorder exchange hashes": Mutation(
         "negotiation",
         " (values[FLAGS] & AGREES) != 0 &&",
@@ -194,7 +208,7 @@ TRANSPORT_MUTATIONS = {
     ),
     "agreement compares all ranks with rank 0 only": Mutation(
         "agreement",
-        "    while (first < world && summaries[first * SUMMARY + HASH] == 0) {",
+        "    while (first < world && summaries[first * SUMMARY + field] == 0) {",
         "    while (first < world && world == 0) {",
         "test_agreement",
         "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_all",
@@ -208,7 +222,7 @@ TRANSPORT_MUTATIONS = {
     ),
     "agreement starts before round 1 is read": Mutation(
         "negotiation",
-        "    if (n->agreement.count > 0 && n->capabilities != NULL &&",
+        "    if (needed && n->capabilities != NULL &&",
         "    if (n->agreement.count == UINT64_MAX &&",
         "test_agreement",
         "[  FAILED  ] agreement_starts_after_round_1_is_read",

@@ -146,6 +146,7 @@ def analyze() -> None:
     set_transport(model, "gloo")
     set_bucket_cap(model, 256.0)
     set_guard("off")
+    set_guard("hash")
     set_reduction_overlap(model, overlap=False)
     release_memory()
 
@@ -165,5 +166,5 @@ def make_type_errors() -> None:
     replicate(Model(), bucket_cap_mb="25")  # type: ignore[call-overload]
     clip_grad_norm_(Model(), None)  # type: ignore[arg-type]
     set_transport(Model(), "nccl")  # type: ignore[arg-type]
-    set_guard("hash")  # type: ignore[arg-type]
+    set_guard("all")  # type: ignore[arg-type]
     auto_shard(Model(), min_unit="1 MiB")  # type: ignore[arg-type]

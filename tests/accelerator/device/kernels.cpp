@@ -80,7 +80,7 @@ int can_cast(fck_dtype src, fck_dtype dst) {
     return cpu->can_cast(src, dst);
 }
 
-const fck_backend table = {"simulated", pack, unpack, pack_gradients, can_cast};
+const fck_backend table = {"simulated", pack, unpack, pack_gradients, can_cast, nullptr};
 
 } // namespace
 

@@ -1,0 +1,108 @@
+"""Costs of the guard mode "hash": checksums of gathered parameters and all-reduced gradients.
+
+Method. Two ranks train one model of ``steps.py`` three times, in turns: with the guard mode "on",
+with "hash", and with "on" again. The last one is the control. Each model has a process group of its
+own, because the mode is that of the first collective of a process group. The first rank measures
+forward and backward of each step: CPU time of all threads of the process, and wall time. The value
+of a mode is the median, over all rounds, of its cost divided by the cost of "on" in the same round.
+
+    python benchmarks/checksums.py [--models small ...] [--rounds N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from guard import TRANSPORTS, WORLD_SIZE
+from meter import Cost, Meter
+from ranks import start_ranks
+from report import format_table, write_json
+from steps import JOBS
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_c import fully_shard, set_guard
+from fsdp_c._runtime.plan_hash import GuardMode
+
+WARM_UP = 3
+MODES: dict[str, GuardMode] = {"on": "on", "hash": "hash", "control": "on"}
+
+
+class Run:
+    """A model with one guard mode, and the costs of its steps."""
+
+    def __init__(self, model_name: str, mode: GuardMode) -> None:
+        set_guard(mode)
+        torch.manual_seed(0)
+        job = JOBS[model_name]()
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        for unit in job.units:
+            fully_shard(unit, mesh=mesh)
+        fully_shard(job.model, mesh=mesh)
+        self.model, self.loss = job.model, job.loss
+        self.costs: list[Cost] = []
+
+    def step(self) -> None:
+        self.model.zero_grad()
+        dist.barrier()
+        meter = Meter()
+        self.loss(self.model).backward()
+        self.costs.append(meter.read())
+
+
+def measure(model_name: str, transport: str, rounds: int) -> list[Any]:
+    """Returns a row: cost of "hash" and of the control, relative to "on"."""
+    os.environ["FSDP_C_TRANSPORT"] = TRANSPORTS[transport]
+    runs: dict[str, Run] = {}
+    for name, mode in MODES.items():
+        runs[name] = Run(model_name, mode)
+        for _ in range(WARM_UP):
+            runs[name].step()
+        runs[name].costs.clear()
+    names = list(runs)
+    for index in range(rounds):
+        for position in range(len(names)):  # each mode follows each other mode equally often
+            runs[names[(index + position * (1 + index % 2)) % len(names)]].step()
+    row: list[Any] = [model_name, transport, statistics.median(c.wall for c in runs["on"].costs)]
+    for name in ("hash", "control"):
+        for field in ("cpu", "wall"):
+            pairs = zip(runs[name].costs, runs["on"].costs)
+            row.append(statistics.median(getattr(a, field) / getattr(b, field) for a, b in pairs))
+    return row
+
+
+COLUMNS = (
+    "model",
+    "transport",
+    "step, ms",
+    "CPU: hash/on",
+    "wall: hash/on",
+    "CPU: control/on",
+    "wall: control/on",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description='Costs of the guard mode "hash".')
+    parser.add_argument("--models", nargs="+", choices=list(JOBS), default=["small", "medium"])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", help="write the results to this file as well")
+    options = parser.parse_args()
+    if not start_ranks(WORLD_SIZE):
+        return
+    torch.set_num_threads(1)
+    gc.disable()
+    rows = [measure(name, t, options.rounds) for name in options.models for t in TRANSPORTS]
+    if dist.get_rank() == 0:
+        print(format_table(COLUMNS, rows))
+        write_json(options.json, "checksums", {"columns": COLUMNS, "rows": rows})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+/* Checksums of the data of collectives; see checksums.h. */
+#include "checksums.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "hash.h"
+
+enum { GATHERS = 0, ALL_REDUCES };
+enum { VALUES = OP_CHECKSUM_KINDS * OP_CHECKSUMS };
+
+void op_checksums_fini(op_checksums *c) {
+    for (int kind = 0; kind < OP_CHECKSUM_KINDS; kind++) {
+        assert(c->kinds[kind].count <= c->kinds[kind].total);
+        free(c->kinds[kind].entries);
+    }
+    memset(c, 0, sizeof *c);
+}
+
+void op_checksums_add(op_checksums *c, const fct_op_tag *tag, uint64_t value) {
+    assert(tag->kind != FCT_OP_REDUCE_SCATTER);
+    op_checksum_list *list = &c->kinds[tag->kind == FCT_OP_ALL_GATHER ? GATHERS : ALL_REDUCES];
+    if (list->entries == NULL) {
+        list->entries = (op_checksum *)calloc(OP_CHECKSUMS, sizeof *list->entries);
+    }
+    if (list->entries != NULL) { /* without memory a difference has no name */
+        list->entries[list->total % OP_CHECKSUMS] = (op_checksum){value, tag->label};
+    }
+    list->unknown = list->unknown || value == 0;
+    list->hash = fct_hash_add(list->count == 0 ? FCT_HASH_EMPTY : list->hash, value);
+    list->count++;
+    list->total++;
+}
+
+bool op_checksums_any(const op_checksums *c) {
+    return c->kinds[GATHERS].count + c->kinds[ALL_REDUCES].count > 0;
+}
+
+uint64_t op_checksums_close(op_checksums *c) {
+    uint64_t hash = FCT_HASH_EMPTY;
+    bool known = op_checksums_any(c);
+    assert(c->kinds[GATHERS].count <= c->kinds[GATHERS].total);
+    for (int kind = 0; kind < OP_CHECKSUM_KINDS; kind++) {
+        op_checksum_list *list = &c->kinds[kind];
+        known = known && !list->unknown;
+        hash = fct_hash_add(hash, list->count);
+        hash = fct_hash_add(hash, list->count > 0 ? list->hash : 0);
+        list->closed = list->count;
+        list->first = list->total - list->count;
+        list->count = 0;
+        list->unknown = false;
+    }
+    return !known ? 0 : hash != 0 ? hash : 1;
+}
+
+/* ---- the first difference ---- */
+
+/* Returns a checksum of the closed interval by its index, from the first of those that may still
+ * be kept. Returns NULL if there is none, or if a later one has replaced it. */
+static const op_checksum *entry_at(const op_checksum_list *list, uint64_t index) {
+    const uint64_t skipped = list->closed > OP_CHECKSUMS ? list->closed - OP_CHECKSUMS : 0;
+    const uint64_t number = list->first + skipped + index;
+    const bool is_kept = list->entries != NULL && skipped + index < list->closed &&
+                         number + OP_CHECKSUMS >= list->total;
+    return is_kept ? &list->entries[number % OP_CHECKSUMS] : NULL;
+}
+
+/* Returns the number of ranks with this value. */
+static int64_t count_ranks(const int64_t *values, int64_t world, int64_t value) {
+    int64_t ranks = 0;
+    for (int64_t rank = 0; rank < world; rank++) {
+        ranks += values[rank * VALUES] == value ? 1 : 0;
+    }
+    return ranks;
+}
+
+/* Finds the value of most ranks, and the first rank with another value. Unknown values are equal to
+ * all. Returns false if no rank differs. `values`: one for each VALUES integers. */
+static bool find_rank(const int64_t *values, int64_t world, int64_t *rank, int64_t *common) {
+    int64_t most = 0;
+    *common = 0;
+    for (int64_t i = 0; i < world; i++) {
+        const int64_t value = values[i * VALUES];
+        const int64_t ranks =
+            value != 0 && value != *common ? count_ranks(values, world, value) : 0;
+        if (ranks > most) {
+            most = ranks;
+            *common = value;
+        }
+    }
+    for (*rank = 0; *rank < world; (*rank)++) {
+        const int64_t value = values[*rank * VALUES];
+        if (value != 0 && value != *common) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Describes the first difference. `values`: VALUES integers for each rank. */
+static void describe(const op_checksums *c, const int64_t *values, int64_t world, char *text,
+                     size_t bytes) {
+    static const char *const names[] = {"all-gather", "all-reduce"};
+    for (int64_t i = 0; i < VALUES; i++) {
+        int64_t rank = 0, common = 0;
+        if (!find_rank(values + i, world, &rank, &common)) {
+            continue;
+        }
+        const op_checksum *entry =
+            entry_at(&c->kinds[i / OP_CHECKSUMS], (uint64_t)i % OP_CHECKSUMS);
+        const fct_op_label unknown = {0};
+        const fct_op_label *label = entry != NULL ? &entry->label : &unknown;
+        (void)snprintf(
+            text, bytes,
+            "different data after the %s of '%s' (step %u, %s): rank %d has checksum "
+            "%016llx, %d of %d ranks have %016llx",
+            names[i / OP_CHECKSUMS], label->name, (unsigned)label->step, fct_pass_name(label->pass),
+            (int)rank, (unsigned long long)values[rank * VALUES + i],
+            (int)count_ranks(values + i, world, common), (int)world, (unsigned long long)common);
+        return;
+    }
+    (void)snprintf(text, bytes, "different data after a collective that is not recorded any more");
+}
+
+int op_checksums_describe(const op_checksums *c, fct_pg *pg, char *text, size_t bytes) {
+    assert(pg != NULL && bytes > 0);
+    int64_t own[VALUES];
+    const int64_t *values = NULL;
+    fct_exchange *round = NULL;
+    for (size_t i = 0; i < VALUES; i++) {
+        const op_checksum *entry = entry_at(&c->kinds[i / OP_CHECKSUMS], i % OP_CHECKSUMS);
+        own[i] = entry != NULL ? (int64_t)entry->value : 0;
+    }
+    if (fct_exchange_start_apart(pg, own, VALUES, &round) != 0) {
+        return -1;
+    }
+    const int status = fct_exchange_wait(round, &values);
+    if (status == 0) {
+        describe(c, values, fct_pg_world_size(pg), text, bytes);
+    }
+    fct_exchange_release(round);
+    return status;
+}

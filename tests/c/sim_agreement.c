@@ -1,0 +1,85 @@
+/* Simulated comparisons between ranks: of plans, and of collectives at the end of a backward. Tests
+ * set the results. */
+#include "sim_internal.h"
+
+#include <stdio.h>
+
+enum { CHECKSUMS_MAX = 4096 };
+
+static fct_plan_state plan_state;
+static bool ranks_agree;
+static const char *agreed_difference;
+static int agreements_in_flight;
+static sim_checksum checksums[CHECKSUMS_MAX];
+static size_t checksum_count;
+
+void sim_agreements_begin(void) {
+    plan_state = FCT_PLANS_EQUAL;
+    checksum_count = 0;
+    sim_ranks_agree(false, "");
+}
+
+int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
+                     fct_plan_result *result) {
+    (void)pg, (void)device;
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_compare_plan")) {
+        return -1;
+    }
+    *result = (fct_plan_result){.rank = 1, .hashes = {1, plan}};
+    result->state = plan == 0 ? FCT_PLANS_EQUAL : !waits ? FCT_PLANS_UNKNOWN : plan_state;
+    return 0;
+}
+
+void sim_plans_differ(bool differ) {
+    plan_state = differ ? FCT_PLANS_DIFFER : FCT_PLANS_EQUAL;
+}
+
+void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum) {
+    if (pg == NULL || checksum_count == CHECKSUMS_MAX) {
+        fail_msg("a checksum has no process group, or there are too many");
+    }
+    checksums[checksum_count++] = (sim_checksum){tag->kind, tag->label.step, checksum};
+}
+
+size_t sim_checksums(const sim_checksum **list) {
+    *list = checksums;
+    return checksum_count;
+}
+
+int fct_agree_start(fct_pg *pg, bool *issued) {
+    (void)pg;
+    *issued = false;
+    if (!ranks_agree) {
+        return 0;
+    }
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_agree_start")) {
+        return -1;
+    }
+    agreements_in_flight++;
+    *issued = true;
+    return 0;
+}
+
+bool fct_agree_start_waits(fct_pg *pg) {
+    return pg != NULL && ranks_agree;
+}
+
+int fct_agree_await(fct_pg *pg, fct_difference *difference) {
+    (void)pg;
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_agree_await")) {
+        return -1;
+    }
+    agreements_in_flight--;
+    (void)snprintf(difference->text, sizeof difference->text, "%s", agreed_difference);
+    return 0;
+}
+
+void sim_ranks_agree(bool agree, const char *difference) {
+    ranks_agree = agree;
+    agreed_difference = difference;
+    agreements_in_flight = 0;
+}
+
+int sim_agreements_in_flight(void) {
+    return agreements_in_flight;
+}

@@ -1,0 +1,52 @@
+"""The guard mode "hash": ranks compare checksums of gathered parameters and reduced gradients."""
+
+from __future__ import annotations
+
+import checksums
+import pytest
+from launch import run_ranks
+
+FLIPS = 100
+HASH = {"FSDP_C_GUARD": "hash"}
+
+
+@pytest.mark.parametrize("transport", ["gloo", "direct"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_each_flipped_bit_raises_in_its_step_and_training_continues(
+    transport: str, world: int
+) -> None:
+    env = {**HASH, "FSDP_C_TRANSPORT": transport}
+    results = run_ranks(checksums.flip_bits, world, (FLIPS,), env=env, timeout=300)
+    for flips in zip(*(outcomes for outcomes, _ in results)):
+        place, _ = flips[0]
+        operation, changed = place.split(" of rank ")
+        texts = [text for _, text in flips if text]
+        # With HSDP, the ranks of the changed rank's process group raise.
+        assert len(texts) == (world if world < 4 else 2)
+        assert all(f"different data after the {operation} of '" in text for text in texts)
+        assert all("call reset_iter_state() and zero_grad()" in text for text in texts)
+        if world == 3:
+            assert all(f": rank {changed} has checksum" in text for text in texts)
+            assert all("2 of 3 ranks have" in text for text in texts)
+    assert all(is_equal for _, is_equal in results)
+
+
+def test_mode_on_has_no_checksums() -> None:
+    for outcomes, _ in run_ranks(checksums.flip_bits, 2, (5,), env={"FSDP_C_GUARD": "on"}):
+        assert [text for _, text in outcomes] == [""] * 5
+
+
+def test_different_modes_of_ranks_raise_and_name_the_switch() -> None:
+    for text in run_ranks(checksums.train_with_modes, 2, (("hash", "on"),)):
+        assert "FSDP_C_GUARD: rank 0 has hash; rank 1 has on" in text
+
+
+def test_rank_with_the_guard_off_is_not_compared() -> None:
+    assert run_ranks(checksums.train_with_modes, 2, (("hash", "off"),)) == ["", ""]
+
+
+@pytest.mark.parametrize("mode", ["on", "hash"])
+@pytest.mark.parametrize("transport", ["gloo", "direct"])
+def test_rank_that_uses_functions_of_torch_is_equal_to_all(transport: str, mode: str) -> None:
+    env = {"FSDP_C_TRANSPORT": transport}
+    assert run_ranks(checksums.fall_back_on_one_rank, 2, (mode,), env=env) == ["", ""]

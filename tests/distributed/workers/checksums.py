@@ -1,0 +1,114 @@
+"""Ranks whose data of one collective is corrupted, with the guard mode "hash"."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._C._distributed_c10d import Work
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_c
+
+SIZE = 5
+BLOCKS = 3
+OPERATIONS = {"all-gather": "c10d._allgather_base_", "all-reduce": "c10d.allreduce_"}
+PER_STEP = {"all-gather": 2 * BLOCKS - 1, "all-reduce": BLOCKS}
+"""Number of collectives in a step. The last block is not gathered again in backward."""
+
+
+class BitFlip(TorchDispatchMode):
+    """Flips one bit of the output of a collective, after the collective and before its use."""
+
+    def __init__(self, operation: str, index: int, seed: int) -> None:
+        super().__init__()
+        self.name = OPERATIONS[operation]
+        self.index = index
+        """Number of the collective in the step; -1: none."""
+        self.random = random.Random(seed)
+        self.seen = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func).startswith(self.name):
+            if self.seen == self.index:
+                Work.unbox(result[-1]).wait()
+                output = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+                bits = output.view(torch.uint8)
+                bits[self.random.randrange(bits.numel())] ^= 1 << self.random.randrange(8)
+            self.seen += 1
+        return result
+
+
+def make_model(mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(BLOCKS)))
+    for block in model:
+        fsdp_c.fully_shard(block, mesh=mesh)
+    return fsdp_c.fully_shard(model, mesh=mesh)
+
+
+def run_step(model: Any) -> str:
+    """Runs forward and backward. Returns the exception's text, or ""."""
+    try:
+        model(torch.ones(2, SIZE)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def read_gradients(model: Any) -> list[torch.Tensor]:
+    return [p.grad.to_local().clone() for p in model.parameters()]
+
+
+def flip_bits(rank: int, world_size: int, flips: int) -> tuple[list[tuple[str, str]], bool]:
+    """Flips a bit on one rank in each of ``flips`` steps. Four ranks: HSDP, two replicas.
+
+    Returns the rank, the kind of the collective and the exception of each step, and whether the
+    gradients of a step afterwards are those of the first step.
+    """
+    is_hsdp = world_size == 4
+    sizes, names = ((2, 2), ("replicate", "shard")) if is_hsdp else ((world_size,), ("shard",))
+    model = make_model(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    for _ in range(2):
+        model.zero_grad()
+        run_step(model)
+    expected = read_gradients(model)
+    outcomes = []
+    for seed in range(flips):
+        choice = random.Random(seed)
+        operation = "all-reduce" if is_hsdp and seed % 2 == 1 else "all-gather"
+        index, changed = choice.randrange(PER_STEP[operation]), choice.randrange(world_size)
+        model.zero_grad()
+        with BitFlip(operation, index if rank == changed else -1, seed):
+            text = run_step(model)
+        outcomes.append((f"{operation} of rank {changed}", text))
+        model.reset_iter_state()
+        dist.barrier()
+    model.zero_grad()
+    text = run_step(model)
+    equal = [torch.equal(a, b) for a, b in zip(read_gradients(model), expected)]
+    return outcomes, text == "" and all(equal)
+
+
+def train_with_modes(rank: int, world_size: int, modes: tuple[Any, ...]) -> str:
+    """Runs two steps; ``modes`` is the guard mode of each rank."""
+    fsdp_c.set_guard(modes[rank])
+    model = make_model(DeviceMesh.from_group(dist.new_group(), "cpu"))
+    return run_step(model) or run_step(model)
+
+
+def fall_back_on_one_rank(rank: int, world_size: int, mode: Any) -> str:
+    """On rank 0, functions of torch issue the collectives, because a method is replaced."""
+    if rank == 0:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+        original = _fsdp_param_group.foreach_all_gather
+        _fsdp_param_group.foreach_all_gather = lambda *args, **kwargs: original(*args, **kwargs)
+    return train_with_modes(rank, world_size, (mode,) * world_size)
