@@ -167,7 +167,7 @@ def test_report_groups_ranks_by_place() -> None:
     positions[8] = Position(8, request=1, completed=done, failed=waits, line="train.py:57")
     positions[9] = Position(9, request=0, failed=waits, host="elsewhere", pid=8)
     assert stall_report.format_report(positions, 10, 1).splitlines() == [
-        f"  ranks 0-2, 5: waits for {waits}",
+        f"  ranks 0-2, 5: wait for {waits}",
         f"  rank 3: waits for no collective of fsdp_c; last completed: {done[0]}; main thread: "
         "train.py:57 in load_batch",
         "  rank 4: process 7 on elsewhere does not answer: it has ended, is stopped, answers late, "
@@ -179,6 +179,11 @@ def test_report_groups_ranks_by_place() -> None:
         "answer: it has ended, is stopped, answers late, or cannot be reached",
         f"  last collective that all answering ranks completed: {done[0]}",
     ]
+
+
+def test_report_of_several_ranks_without_position_has_plural_verb() -> None:
+    lines = stall_report.format_report({}, 3, 1).splitlines()
+    assert lines[0] == "  ranks 0-2: have no model of fsdp_c that ran, or did not start"
 
 
 def test_report_distinguishes_ended_stopped_and_running_processes() -> None:
