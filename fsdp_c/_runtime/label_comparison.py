@@ -90,8 +90,11 @@ def add(process_group: dist.ProcessGroup) -> None:
 
 
 def remove(process_group: dist.ProcessGroup) -> None:
-    """Compares the process group no more: functions of torch issue collectives that have no label,
-    perhaps on this rank only."""
+    """Ends the comparison of the process group.
+
+    Its collectives have no labels from now on, because functions of torch issue them, perhaps on
+    this rank only.
+    """
     with _lock:
         _groups.pop(process_group, None)
 

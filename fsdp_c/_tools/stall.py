@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._runtime.records import ABANDONED, COMPLETE, FAILED, ISSUED, WAITING, Record, read_file
-from .._runtime.stall_report import describe_wait
+from .._runtime.stall_report import describe_wait, format_ranks
 from . import trace_spans
 from .plotting import require_matplotlib
 from .timeline import make_chrome_trace
@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> int:
         print(rank.describe())
     missing = set(range(ranks[0].facts["world"])) - {rank.rank for rank in ranks}
     if missing:
-        print(f"no file of {len(missing)} ranks, the first is rank {min(missing)}")
+        print(f"no file of {format_ranks(sorted(missing))}")
     differences = find_differences(ranks)
     print("\n".join(differences) if differences else "the ranks issued the same collectives")
     if (options.plot or options.trace) and any(rank.records for rank in ranks):
