@@ -2,8 +2,8 @@
  * divides the parameters into buckets. Bucket 0 has the last parameters, because backward reaches
  * these first. This module selects the next bucket, and the group reduces its gradients. A
  * replicated group has small buckets, so that reductions overlap backward. A sharded group has one
- * bucket, as in torch. If the user sets a limit, its buckets are reduced one after the other at the
- * end of its backward, which limits the peak memory of a reduction.
+ * bucket, as in torch, unless the user sets a limit. Its buckets are then reduced one after the
+ * other at the end of its backward, so the peak memory of a reduction is limited.
  *
  *            cut                      begin(eager)
  *   STALE ----------> READY <------------------------------> EAGER

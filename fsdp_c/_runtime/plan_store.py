@@ -55,8 +55,8 @@ def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int
     found one before.
 
     Returns:
-        None, or the first rank of the process group that was found to differ from rank 0, and the
-        hashes of rank 0 and of that rank.
+        None if the plans are equal. Otherwise the first rank of the process group that was found to
+        differ from rank 0, and the hashes of both.
     """
     number = _comparisons[process_group] = _comparisons.get(process_group, 0) + 1
     prefix = f"fsdp_c/plans/{number}"

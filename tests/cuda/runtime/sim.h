@@ -154,8 +154,8 @@ enum class Kind { kNone, kDevice, kPinned };
 void *allocate(size_t bytes, Kind kind); /* NULL without memory */
 bool release(void *address);
 Kind kind_of(const void *address);
-/* Copies, except within device memory if Settings::copies is 0. The caller must not hold the device's mutex:
- * a copy to pageable memory returns when it is done. */
+/* Copies, except in a capture, and within device memory if Settings::copies is 0. The caller must
+ * not hold the device's mutex: a copy to pageable memory returns when it is done. */
 void copy(const Operation &by, void *dst, const void *src, size_t bytes);
 
 /* ---- the device ---- */
