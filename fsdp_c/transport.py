@@ -94,9 +94,9 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
         model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
             contains it.
         overlap: ``True`` or ``False``. ``None``, the default, overlaps unless the processors that
-            compute would also copy the data. They would copy the data of a reduction over shared
-            memory that has more than 4 MiB on all ranks together, if the host has fewer than two
-            processors per rank.
+            compute would also copy the data. They copy the data of reductions over shared memory,
+            if the host has fewer than two processors per rank. Reductions of up to 4 MiB, on all
+            ranks together, always overlap.
 
     Raises:
         ValueError: ``model`` has no sharded module.
@@ -122,7 +122,7 @@ def release_memory() -> None:
     """Returns cached CPU buffers to the system.
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
-    steps. The cache exceeds the peak use of the last eight iterations by at most an eighth of
-    it, or by 16 MiB if that is more. Resetting or deleting a model also releases the cache.
+    steps. The cache exceeds the peak use of the last eight iterations by at most an eighth, or by
+    16 MiB if that is more. Resetting or deleting a model also releases the cache.
     """
     _C.trim_memory()

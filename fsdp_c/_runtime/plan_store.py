@@ -13,8 +13,8 @@ written. The keys of a comparison:
 The keys are deleted because a store may outlive a process group, and a later process group may have
 the same name.
 
-If a rank does not come until the time limit of the process group, the others train without a
-comparison, and NCCL's watchdog decides what happens.
+If a rank does not write before the time limit of the process group, the others train without a
+comparison. NCCL's watchdog then decides what happens.
 """
 
 from __future__ import annotations
