@@ -50,6 +50,8 @@ REQUESTING_RANKS = 2
 _REQUESTS = "fsdp_c/departures/requests"
 _CLOSED = "closed"
 """Value of a request whose rank has ended its wait. Without the key, a read would block."""
+_UNSET_LIMIT = 5.0
+"""Seconds after which a request without key is ignored: its rank has ended before the write."""
 _SLEEP = (0.0005, 0.05)
 """The shortest and the longest time between two reads of a store, in seconds."""
 _REMEDY = (
@@ -145,8 +147,10 @@ class Departures:
             self._wait(departure, store, key, group, is_first)
         except BaseException:  # also of a signal handler: the rank may depart again
             with contextlib.suppress(RuntimeError):  # the store has ended
-                if store.add(key, 0) < size:  # else other ranks issue the collective
-                    store.add(key, -1)
+                # At the count of all ranks, other ranks issue the collective. The count can become
+                # complete between the two calls, so it is also restored.
+                if store.add(key, 0) < size and store.add(key, -1) >= size - 1:
+                    store.add(key, 1)
             raise
         finally:
             self._differences.pop(departure.group, None)
@@ -216,7 +220,7 @@ class Departures:
     def _read_requests(self) -> None:
         newest, now = self._store.add(_REQUESTS, 0), time.monotonic()
         for number in range(self._newest_read + 1, newest + 1):
-            self._unset_requests[number] = now + 5.0
+            self._unset_requests[number] = now + _UNSET_LIMIT
         self._newest_read = newest
         for number, give_up in list(self._unset_requests.items()):
             key = f"{_REQUESTS}/{number}"
