@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,11 @@ def find_differences(ranks: list[RankRecords]) -> list[str]:
 
 
 def _find_difference(group: str, ranks: list[RankRecords]) -> str:
-    """Compares the collectives of one process group, from the oldest that all files contain."""
+    """Compares the collectives of one process group, from the oldest that all files contain.
+
+    Two models may have equal names. A collective that each file contains once is preferred, because
+    the oldest one of a file may have an equal predecessor in other files.
+    """
     sequences = {
         rank.rank: [record.describe() for record in rank.records if record.group == group]
         for rank in ranks
@@ -82,10 +87,12 @@ def _find_difference(group: str, ranks: list[RankRecords]) -> str:
     sequences = {rank: texts for rank, texts in sequences.items() if texts}
     if len(sequences) < 2:
         return ""
-    common = set.intersection(*map(set, sequences.values()))
-    first = next((text for text in next(iter(sequences.values())) if text in common), None)
-    if first is None:
+    counts = [Counter(texts) for texts in sequences.values()]
+    common = [text for text in next(iter(sequences.values())) if all(c[text] for c in counts)]
+    if not common:
         return f"process group '{group}': the ranks have no collective in common"
+    unique = (text for text in common if all(c[text] == 1 for c in counts))
+    first = next(unique, common[0])
     starts = {rank: texts.index(first) for rank, texts in sequences.items()}
     previous = first
     for i in range(max(len(texts) - starts[rank] for rank, texts in sequences.items())):

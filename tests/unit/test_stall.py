@@ -372,6 +372,22 @@ def test_stall_command_finds_no_difference_of_equal_ranks(
     assert "no file of rank 1\n" in capsys.readouterr().out
 
 
+def test_stall_command_aligns_files_that_begin_between_equal_collectives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks hold four records each, and rank 0 is ahead by one. Two models have a unit 'a'."""
+    files = [
+        write_rank(tmp_path, 0, ["a", "b", "c", "d"], last_state=1),
+        write_rank(tmp_path, 1, ["a", "a", "b", "c"]),
+    ]
+    assert stall.main(files) == 1
+    assert (
+        "process group '0', after all-gather of 'c' (step 1, forward):\n"
+        "  rank 0: all-gather of 'd' (step 1, forward)\n"
+        "  rank 1: no further collective\n"
+    ) in capsys.readouterr().out
+
+
 def test_stall_command_refuses_other_files_and_two_files_of_a_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
