@@ -127,8 +127,7 @@ PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args) {
     return status == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-/* The handler of this process: calls the function of this name of
- * fsdp_c/_runtime/departures.py. */
+/* The handler of this process: calls wait_for_departures() of _runtime/departures.py. */
 static int wait_for_departures(fct_pg *pg, uint64_t number, uint64_t signature,
                                const op_entry *entry) {
     PyObject *module = PyImport_ImportModule("fsdp_c._runtime.departures");
