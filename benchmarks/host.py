@@ -8,7 +8,7 @@ torch and under fsdp_c. A step is one forward and one backward.
 
 On the CPU, the time of a step is the CPU time of the calling thread, which also runs backward. With
 another ``--device``, autograd runs backward in its own threads. The time is then the CPU time of
-the process, the device is idle when a step begins, and the script does not wait for the device. The
+the process. The device is idle when a step begins, and the script does not wait for the device. The
 garbage collector is off. Gradients are set to None between steps, outside the timed part, so every
 backward allocates its gradients as in a usual training loop.
 

@@ -2,10 +2,10 @@
 
 Method. ``--ranks`` gloo processes train a model with ``--groups`` equal groups of one square weight
 below a root without parameters, resharded after forward. The input has ``--rows`` rows, so that
-activations are small compared with parameters. The result is the peak of resident memory
-(``VmHWM``, reset at the beginning of each group's forward and backward) above the value at the
-beginning of the step. Gradient shards that exist when the peak is read are subtracted, since they
-are persistent. A unit is a group's full parameters in the compute dtype.
+activations are small compared with parameters. The result is the peak of resident memory above the
+value at the beginning of the step. The peak is ``VmHWM``, which the script resets at the beginning
+of each group's forward and backward. Gradient shards that exist when the peak is read are
+subtracted, since they are persistent. A unit is a group's full parameters in the compute dtype.
 
 After two warm-up steps, the script reports the minimum of three steps. Before each step, the C
 library and fsdp_c return their free memory to the kernel. fsdp_c is measured twice, the second time

@@ -47,8 +47,8 @@ def find_extension(tree: Path) -> Path:
 def list_shared_files(tree: Path) -> dict[str, bytes]:
     """Returns the contents of the files that all wheels must have in common, by path.
 
-    Left out are the metadata and the compiled ``_dry_run``, which depend on the tools of the build,
-    and ``_C`` and its record, which depend on torch.
+    The metadata and the compiled ``_dry_run`` depend on the tools of the build, ``_C`` and its
+    record on torch. The result does not contain them.
     """
     return {
         str(path.relative_to(tree)): path.read_bytes()

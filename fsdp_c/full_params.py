@@ -81,6 +81,7 @@ def full_params(
     device = torch.device("cpu") if offload_to_cpu else None
     full = FullParams(model, groups, write, rank0_only, device, all_units)
     with contextlib.ExitStack() as undo:
+        undo.callback(setattr, full, "_has_ended", True)
         for module in modules:
             undo.callback(module.register_forward_pre_hook(_refuse_forward, prepend=True).remove)
         for state in states:
@@ -126,7 +127,10 @@ class FullParams(Mapping[str, torch.Tensor]):
     """Maps names to full parameters. A lookup or iteration step may gather a unit.
 
     Parameters outside of units are returned unchanged. On ranks without full parameters
-    (``rank0_only``), a lookup returns the sharded parameter.
+    (``rank0_only``), a lookup returns the sharded parameter. ``in`` gathers nothing.
+
+    Raises:
+        RuntimeError: A lookup after the block would gather a unit.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class FullParams(Mapping[str, torch.Tensor]):
     ) -> None:
         self._writeback = writeback
         self._opens_all_units = all_units
+        self._has_ended = False
         self._units = [_Unit(group, rank0_only, device) for group in groups]
         self._plain_params: list[nn.Parameter] = []
         position: dict[int, tuple[_Unit | None, int]] = {
@@ -167,6 +172,9 @@ class FullParams(Mapping[str, torch.Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._positions)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._positions
+
     def __getitem__(self, name: str) -> torch.Tensor:
         unit, i = self._positions[name]
         if unit is None:
@@ -188,6 +196,8 @@ class FullParams(Mapping[str, torch.Tensor]):
     def _open(self, unit: _Unit) -> None:
         if unit.is_open:
             return
+        if self._has_ended:  # the full parameters would stay registered
+            raise RuntimeError("full_params: the block has ended; look up parameters inside of it")
         if not self._opens_all_units:
             self.close()
         unit.open()
@@ -198,7 +208,10 @@ class FullParams(Mapping[str, torch.Tensor]):
             self._open(unit)
 
     def close(self, write: bool = True) -> None:
-        """Registers the shards of all units. Copies changes to them if ``write`` and writeback."""
+        """Registers the shards of all units, and copies changes to them if ``write``.
+
+        Without writeback no changes are copied.
+        """
         failures = [unit.close(write and self._writeback) for unit in self._units]
         for failure in failures:
             if failure is not None:
@@ -222,8 +235,9 @@ class _Unit:
         return bool(self._full)
 
     def get_registered(self, i: int) -> Any:
+        """Returns the parameter that the module holds now; None if the program has deleted it."""
         module, name = next(iterate_registrations(self.params[i]))
-        return module._parameters[name]
+        return module._parameters.get(name)
 
     @torch.no_grad()
     def open(self) -> None:
@@ -366,7 +380,7 @@ def _write_back(shard: DTensor, full_param: Any) -> None:
     """Copies this rank's part of ``full_param`` to the shard."""
     if isinstance(full_param, DTensor) or not isinstance(full_param, torch.Tensor):
         raise ValueError(
-            f"full_params expects a plain tensor to write back, not {type(full_param)}"
+            f"full_params expects a plain tensor to write back, not {type(full_param).__name__}"
         )
     if full_param.shape != shard.shape:
         raise ValueError(

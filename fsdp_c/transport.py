@@ -84,18 +84,19 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
 def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
     """Chooses whether backward continues while a unit's gradients are reduced.
 
-    With overlap, as in torch, a unit's gradients are reduced while the next unit's are computed, so
-    the gradients of two units are allocated at the same time. Without overlap, backward waits for
-    each reduction. The peak is then lower by one unit's gradients, and backward takes longer by the
-    duration of the reductions. Both settings give the same bits. Ranks may have different settings.
+    With overlap, as in torch, a unit's gradients are reduced while the next unit's are computed.
+    The gradients of two units are then allocated at the same time. Without overlap, backward waits
+    for each reduction. The peak is then lower by one unit's gradients, and backward takes longer by
+    the duration of the reductions. Both settings give the same bits. Ranks may have different
+    settings.
 
     Args:
         model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
             contains it.
         overlap: ``True`` or ``False``. ``None``, the default, overlaps unless the processors that
-            compute would also copy the data. They do if a reduction
-            has more than 4 MiB on all ranks together, uses shared memory, and the host has fewer
-            than two processors per rank.
+            compute would also copy the data. They copy the data of reductions over shared memory,
+            if the host has fewer than two processors per rank. Reductions of up to 4 MiB, on all
+            ranks together, always overlap.
 
     Raises:
         ValueError: ``model`` has no sharded module.
@@ -121,7 +122,7 @@ def release_memory() -> None:
     """Returns cached CPU buffers to the system.
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
-    steps. The cache exceeds the peak use of the last eight iterations by at most an eighth of
-    it, or by 16 MiB if that is more. Resetting or deleting a model also releases the cache.
+    steps. The cache exceeds the peak use of the last eight iterations by at most an eighth, or by
+    16 MiB if that is more. Resetting or deleting a model also releases the cache.
     """
     _C.trim_memory()

@@ -6,8 +6,8 @@
 Each folder of tests becomes one run in the file of the torch release that PYTHON imports. The run
 replaces earlier runs of that folder with that release and that version of Python (3.11, 3.13).
 Several XML files are parts of one run. If several files contain a test, its last result counts; a
-later skip does not replace a result. The record names tests that failed and passed in a later file,
-and the test files that ran if these are not all files of the folder. The script updates both pages.
+later skip does not replace a result. The record names tests that failed and passed in a later file.
+If only some test files of the folder ran, it also names these. The script updates both pages.
 """
 
 from __future__ import annotations

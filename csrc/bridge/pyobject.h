@@ -22,9 +22,9 @@ const void *fct_py_storage(struct _object *tensor);
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
 /* A new wrapper of `type`, a subclass of torch.Tensor with __torch_dispatch__. The wrapper has the
  * given sizes and strides, and local's dtype, device and offset, without memory and gradient.
- * Writes NULL to *out, without an exception, if this torch release does not export the constructor,
- * or if `local` is not plain (for example, requires grad). Then the caller uses torch's own
- * function. */
+ * Writes NULL to *out, without an exception, if this torch release does not export the constructor.
+ * The same holds if `local` is not plain (for example, requires grad). Then the caller uses torch's
+ * own function. */
 FCT_CHECK int fct_py_wrapper(const fct_tensor *local, struct _object *type, const int64_t *sizes,
                              const int64_t *strides, int64_t dims, struct _object **out);
 /* torch.Tensor.grad of param, even if the class of param overrides `grad`. New reference; None if

@@ -2,8 +2,8 @@
  * divides the parameters into buckets. Bucket 0 has the last parameters, because backward reaches
  * these first. This module selects the next bucket, and the group reduces its gradients. A
  * replicated group has small buckets, so that reductions overlap backward. A sharded group has one
- * bucket, as in torch. If the user sets a limit, its buckets are reduced one after the other at the
- * end of its backward, which limits the peak memory of a reduction.
+ * bucket, as in torch, unless the user sets a limit. Its buckets are then reduced one after the
+ * other at the end of its backward, so the peak memory of a reduction is limited.
  *
  *            cut                      begin(eager)
  *   STALE ----------> READY <------------------------------> EAGER
@@ -25,8 +25,8 @@
  * the parameter and each runs its own backward. That gradient is reduced by itself at the end, and
  * later backwards are not eager.
  *
- * Precondition of all functions: fc_bucket_init. `items` is not NULL unless the buckets are stale
- * or there is no limit. */
+ * Precondition of all functions: fc_bucket_init was called. `items` is NULL only if the buckets are
+ * stale or there is no limit. */
 #ifndef FSDP_C_CORE_BUCKET_H
 #define FSDP_C_CORE_BUCKET_H
 
@@ -66,7 +66,7 @@ void fc_bucket_invalidate(fc_buckets *b);
  * because their sizes depend on it. */
 void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype);
 
-/* Cuts the buckets if they are stale. Returns FC_ENOMEM on failure. */
+/* Cuts the buckets if they are stale. Returns FC_ENOMEM or FC_ERAISED on failure. */
 FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);
 /* Returns true if there are several buckets and they are not stale. */
 bool fc_bucket_has_several(const fc_buckets *b);

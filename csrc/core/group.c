@@ -480,8 +480,8 @@ static fc_status reshard_in_backward(fc_group *g) {
 }
 
 /* Accumulates and collects the gradients of a span, then issues their reduction. `reshards_first`:
- * the group reshards before the reduction to free memory, because this backward needs its
- * parameters no more. */
+ * the group reshards before the reduction, because this backward has used its parameters, and their
+ * memory is freed earlier. */
 static fc_status reduce_span(fc_group *g, fc_span span, bool reshards_first, bool order_compute) {
     fc_status status = FC_OK;
     fc_reducer *reducer = &g->reducer;

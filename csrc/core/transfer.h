@@ -25,7 +25,7 @@ FC_CHECK fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan,
 FC_CHECK fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan,
                                     fc_param *const *params, fct_device device, fc_error *err);
 /* Copies the gathered parts in `buffer` (plan->world of them) to the outputs of the parameters.
- * Precondition: `chunk` is not owned by one parameter. */
+ * Precondition: `chunk` is a packed chunk, so its `owned` is false. */
 FC_CHECK fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan,
                                       fc_param *const *params, size_t chunk,
                                       const fct_tensor *buffer, fc_error *err);

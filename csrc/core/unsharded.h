@@ -10,7 +10,7 @@
 #include "group_base.h"
 #include "plan.h"
 
-/* For a group of one rank: makes the unsharded parameters aliases of their shards. Sets *all to
+/* Makes the unsharded parameters of a group of one rank aliases of their shards. Sets *all to
  * false and creates no alias if a parameter cannot be an alias. The check runs first, because
  * creating and discarding an alias would replace the parameter's autograd leaf. */
 FC_CHECK fc_status fc_unsharded_alias(fc_group_base *base, bool *all);

@@ -4,8 +4,8 @@
 
 #include "objects.h"
 
-/* The extension calls these two functions before and after every call that may run foreign code
- * (users' hooks, __setattr__ of modules) while the core holds borrowed pointers. */
+/* Mark the begin and the end of a call during which the core holds borrowed pointers and foreign
+ * code may run (users' hooks, __setattr__ of modules). */
 void fcpy_calls_enter(fcpy_module *mod);
 void fcpy_calls_leave(fcpy_module *mod);
 /* Releases the former value of an attribute when no call is in progress. Takes the reference. `obj`

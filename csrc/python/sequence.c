@@ -127,13 +127,14 @@ PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args) {
     return status == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-/* The handler of this process: calls settle() of fsdp_c/_runtime/departures.py. */
-static int settle(fct_pg *pg, uint64_t number, uint64_t signature, const op_entry *entry) {
+/* The handler of this process: calls wait_for_departures() of _runtime/departures.py. */
+static int wait_for_departures(fct_pg *pg, uint64_t number, uint64_t signature,
+                               const op_entry *entry) {
     PyObject *module = PyImport_ImportModule("fsdp_c._runtime.departures");
     PyObject *result =
         module == NULL
             ? NULL
-            : PyObject_CallMethod(module, "settle", "sKKy#", fct_pg_name(pg),
+            : PyObject_CallMethod(module, "wait_for_departures", "sKKy#", fct_pg_name(pg),
                                   (unsigned long long)number, (unsigned long long)signature,
                                   (const char *)entry, (Py_ssize_t)sizeof *entry);
     const int status = result != NULL ? 0 : -1;
@@ -143,5 +144,5 @@ static int settle(fct_pg *pg, uint64_t number, uint64_t signature, const op_entr
 }
 
 void fcpy_set_departure_handler(void) {
-    op_sequence_set_handler(settle);
+    op_sequence_set_handler(wait_for_departures);
 }

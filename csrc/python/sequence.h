@@ -10,7 +10,7 @@ PyObject *fcpy_collective_signature(PyObject *module, PyObject *args);
 PyObject *fcpy_collective_labels(PyObject *module, PyObject *args);
 PyObject *fcpy_collective_difference(PyObject *module, PyObject *args);
 PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args);
-/* Lets the extension call settle() of departures.py. */
+/* Makes wait_for_departures() of departures.py the departure handler of this process. */
 void fcpy_set_departure_handler(void);
 
 #endif

@@ -18,8 +18,8 @@ void fcpy_group_refresh_targets(const fcpy_group *self);
 
 /* Sets fcpy_state.replaced from the methods of the state and its type. Does not read the guard. */
 void fcpy_state_refresh(fcpy_state *self);
-/* Refresh the groups of the state, the groups that the state prefetches in forward, the groups that
- * its pre-backward reaches, and all groups under its root. */
+/* Refresh groups: those of the state, those that the state prefetches in forward, those that its
+ * pre-backward reaches, and all groups under its root. */
 void fcpy_state_refresh_groups(fcpy_state *self);
 void fcpy_state_refresh_forward_prefetch(fcpy_state *self);
 void fcpy_state_refresh_pre_backward(fcpy_state *self);

@@ -7,7 +7,7 @@
 enum { BUCKET = 4, BUCKETS = OP_SUCCESSORS / BUCKET };
 
 /* The lengths of contexts. A repeated sequence is predicted if its longest ambiguous part is
- * shorter than the longest context, as in a step of gradient accumulation with 500 collectives. */
+ * shorter than the longest context. A step of gradient accumulation may have 500 collectives. */
 static const uint64_t lengths[OP_CONTEXTS] = {2, 8, 64, OP_RECENT};
 
 /* The hash of a context is a polynomial in this base. So one value can be added and one removed. */

@@ -45,11 +45,13 @@ PATIENCE = 0.1
 """Seconds that a departing rank waits for the other ranks before it publishes a request."""
 
 REQUESTING_RANKS = 2
-"""Number of departing ranks that publish requests; an exception may end one of them."""
+"""Number of departing ranks that publish requests. If one ends, the other remains."""
 
 _REQUESTS = "fsdp_c/departures/requests"
 _CLOSED = "closed"
-"""Value of a request whose rank waits no more. A key that is deleted could block a reader."""
+"""Value of a request whose rank has ended its wait. Without the key, a read would block."""
+_UNSET_LIMIT = 5.0
+"""Seconds after which a request without key is ignored: its rank has ended before the write."""
 _SLEEP = (0.0005, 0.05)
 """The shortest and the longest time between two reads of a store, in seconds."""
 _REMEDY = (
@@ -118,12 +120,12 @@ class Departures:
         self._store = _get_default_store()
         self._rank = dist.get_rank()
         self._lock = threading.RLock()  # a thread departs while the stall monitor answers
-        self._own: dict[str, Departure] = {}  # by process group
+        self._own_departures: dict[str, Departure] = {}  # by process group
         self._differences: dict[str, str] = {}  # of own departures, by process group
-        # Requests up to this number are read or missing. The store may outlive an earlier job.
-        self._read = self._store.add(_REQUESTS, 0)
-        self._missing: dict[int, float] = {}  # requests that are not set yet, and when to give up
-        self._open: dict[int, Departure] = {}
+        # Later requests are new. The store may have requests of an earlier job.
+        self._newest_read = self._store.add(_REQUESTS, 0)
+        self._unset_requests: dict[int, float] = {}  # number -> end of the wait for the key
+        self._open_requests: dict[int, Departure] = {}  # by number; not closed, without difference
         self._logged: set[str] = set()  # process groups whose difference was logged
 
     def is_current(self) -> bool:
@@ -133,27 +135,29 @@ class Departures:
         """Waits until all ranks of the process group depart with the same collective.
 
         Raises:
-            RuntimeError: another rank issues another collective, or does not come within the time
-                limit of the process group.
+            RuntimeError: another rank issues another collective, or does not depart within the
+                time limit of the process group.
         """
         store, size = _get_process_group_store(group), group.size()
         key = f"fsdp_c/departures/{departure.number}/{departure.signature:x}"
-        outer = self._own.get(departure.group)  # if a signal handler runs this
-        self._own[departure.group] = departure
+        outer = self._own_departures.get(departure.group)  # not None: a signal handler departs
+        self._own_departures[departure.group] = departure
         is_first = store.add(key, 1) <= REQUESTING_RANKS
         try:
             self._wait(departure, store, key, group, is_first)
         except BaseException:  # also of a signal handler: the rank may depart again
             with contextlib.suppress(RuntimeError):  # the store has ended
-                if store.add(key, 0) < size:  # else other ranks issue the collective
-                    store.add(key, -1)
+                # At the count of all ranks, other ranks issue the collective. The count can become
+                # complete between the two calls, so it is also restored.
+                if store.add(key, 0) < size and store.add(key, -1) >= size - 1:
+                    store.add(key, 1)
             raise
         finally:
             self._differences.pop(departure.group, None)
             if outer is None:
-                del self._own[departure.group]
+                del self._own_departures[departure.group]
             else:
-                self._own[departure.group] = outer
+                self._own_departures[departure.group] = outer
         if store.add(f"{key}/read", 1) == size:
             store.delete_key(key)
             store.delete_key(f"{key}/read")
@@ -203,10 +207,10 @@ class Departures:
         """Answers requests of other ranks. Stops the process groups whose ranks differ."""
         with self._lock:
             self._read_requests()
-            for number, departure in list(self._open.items()):
+            for number, departure in list(self._open_requests.items()):
                 text = self._find_difference(number, departure)
                 if text or self._is_closed(number):
-                    del self._open[number]
+                    del self._open_requests[number]
                 if text:
                     self._stop(departure, text)
 
@@ -215,19 +219,19 @@ class Departures:
 
     def _read_requests(self) -> None:
         newest, now = self._store.add(_REQUESTS, 0), time.monotonic()
-        for number in range(self._read + 1, newest + 1):
-            self._missing[number] = now + 5.0
-        self._read = newest
-        for number, give_up in list(self._missing.items()):
+        for number in range(self._newest_read + 1, newest + 1):
+            self._unset_requests[number] = now + _UNSET_LIMIT
+        self._newest_read = newest
+        for number, give_up in list(self._unset_requests.items()):
             key = f"{_REQUESTS}/{number}"
             if self._store.check([key]):
                 text = self._store.get(key).decode()
                 departure = Departure(**json.loads(text)) if text != _CLOSED else None
                 if departure is not None and self._rank in departure.ranks:
-                    self._open[number] = departure
+                    self._open_requests[number] = departure
             elif now < give_up:
                 continue
-            del self._missing[number]
+            del self._unset_requests[number]
 
     def _find_difference(self, number: int, departure: Departure) -> str:
         """Returns the published difference, or finds and publishes it. Returns "" without one."""
@@ -245,8 +249,8 @@ class Departures:
         return str(self._store.compare_set(key, "", text).decode())
 
     def _get_own(self, departure: Departure) -> Entries | None:
-        """Returns this rank's latest collectives if the one with that number differs."""
-        own = self._own.get(departure.group)
+        """Returns this rank's latest collectives if its own with that number differs."""
+        own = self._own_departures.get(departure.group)
         if own is not None and own.number == departure.number and not departure.label_count:
             return own.latest if own.signature != departure.signature else None
         with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
@@ -258,7 +262,7 @@ class Departures:
         if departure.label_count and departure.group not in self._logged:
             self._logged.add(departure.group)
             _logger.error("fsdp_c: %s", text)  # a host that waits for the device raises later
-        if departure.group in self._own:
+        if departure.group in self._own_departures:
             self._differences[departure.group] = text
         with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
             _C.stop_collectives(departure.group, text)
@@ -292,13 +296,14 @@ def get_departures() -> Departures:
     return _departures[0]
 
 
-def settle(group: str, number: int, signature: int, entry: bytes) -> None:
-    """Called by csrc/python/sequence.c before a collective that differs from the prediction.
+def wait_for_departures(group: str, number: int, signature: int, entry: bytes) -> None:
+    """Waits until all ranks of the process group ``group`` depart with the same collective.
 
+    csrc/python/sequence.c calls it before a collective that differs from the prediction.
     ``number`` and ``signature`` are those of the collective; ``entry`` describes it.
 
     Raises:
-        RuntimeError: another rank issues another collective.
+        RuntimeError: see :meth:`Departures.depart`.
     """
     process_group = _resolve_process_group(group)  # type: ignore[arg-type]
     departure = make_departure(process_group, number, signature, entry)

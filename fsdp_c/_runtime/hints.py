@@ -304,9 +304,10 @@ def _hint_on_order(call: _FailedCall) -> str | None:
     managed_modules = [m for m in call.modules if hasattr(m, "_is_fsdp_managed_module")]
     if not names or not managed_modules:
         return None
+    verb = "was" if len(names) == 1 else "were"
     return (
-        f"{format_names(names)} of {call.classes} were sharded by the {call.name} call of a module "
-        "around it: shard inner modules first, the whole model last."
+        f"{format_names(names)} of {call.classes} {verb} sharded by the {call.name} call of a "
+        "module around it: shard inner modules first, the whole model last."
     )
 
 

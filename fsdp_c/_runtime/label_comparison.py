@@ -1,8 +1,8 @@
 """Compares the collectives of NCCL process groups between ranks, while they train.
 
 The host of a rank does not wait for NCCL's collectives, so a comparison must not wait either. The
-stall monitor of each rank publishes hashes of its latest labels in the store of the process group,
-and compares them with those of one neighbor. If hashes with the same numbers differ, the rank
+stall monitor of each rank publishes hashes of its latest labels in the store of the process group.
+It compares its hashes with those of one neighbor. If hashes with the same numbers differ, the rank
 publishes a request (``departures.py``). The ranks of the process group answer it like a request of
 a departing rank: their next collective raises the first difference.
 
@@ -90,8 +90,11 @@ def add(process_group: dist.ProcessGroup) -> None:
 
 
 def remove(process_group: dist.ProcessGroup) -> None:
-    """Compares the process group no more: functions of torch issue collectives that have no label,
-    perhaps on this rank only."""
+    """Ends the comparison of the process group.
+
+    Its collectives have no labels from now on, because functions of torch issue them, perhaps on
+    this rank only.
+    """
     with _lock:
         _groups.pop(process_group, None)
 

@@ -90,10 +90,11 @@ def _check_replaced_registrations() -> None:
 
 def format_replaced(names: list[str]) -> str:
     """Returns the warning about parameters ``names`` that were replaced after sharding."""
+    verb = "was" if len(names) == 1 else "were"
     return (
-        f"{format_names(names)} were replaced after sharding: the module holds another object than "
-        "its unit, and the optimizer may update one while forward gathers the other. Change values "
-        "in place, or load them with load_state_dict"
+        f"{format_names(names)} {verb} replaced after sharding: the module holds another object "
+        "than its unit, and the optimizer may update one while forward gathers the other. Change "
+        "values in place, or load them with load_state_dict"
     )
 
 

@@ -56,8 +56,9 @@ def _refers_to_module(value: Any) -> bool:
 def copy_user_attributes(param: nn.Parameter) -> dict[str, Any]:
     """Returns the attributes of a parameter object that fsdp_c's parameter objects get.
 
-    These are plain data: other attributes would keep memory allocated, or prevent the copy of an
-    optimizer. Methods of a subclass may need all attributes but the inner tensors.
+    A plain parameter passes on only plain data: other attributes would keep memory allocated, or
+    prevent the copy of an optimizer. A tensor subclass passes on all attributes except its inner
+    tensors, because its methods may need them.
     """
     attributes = vars(param)
     if type(param) in (nn.Parameter, DTensor):
@@ -87,7 +88,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     @property
     def unsharded_accumulated_grad(self) -> torch.Tensor | None:
-        """The gradient of backwards that did not reduce; since torch 2.15, ``.grad``."""
+        """The gradient of backwards without reduction. torch 2.15 keeps it in ``.grad``."""
         if self._accumulated is not None or not REDUCES_AS_STORED:
             return self._accumulated
         unsharded = getattr(self, "_unsharded_param", None)

@@ -13,8 +13,8 @@ written. The keys of a comparison:
 The keys are deleted because a store may outlive a process group, and a later process group may have
 the same name.
 
-If a rank does not come until the time limit of the process group, the others train without a
-comparison, and NCCL's watchdog decides what happens.
+If a rank does not write before the time limit of the process group, the others train without a
+comparison. NCCL's watchdog then decides what happens.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int
     found one before.
 
     Returns:
-        None, or the first rank of the process group that was found to differ from rank 0, and the
-        hashes of rank 0 and of that rank.
+        None if no difference was found. Otherwise the first rank of the process group that was
+        found to differ from rank 0, and the hashes of both.
     """
     number = _comparisons[process_group] = _comparisons.get(process_group, 0) + 1
     prefix = f"fsdp_c/plans/{number}"
@@ -72,7 +72,7 @@ def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int
             for key in ("first", "equal", "result", "read"):
                 store.delete_key(key)
         return difference
-    except (RuntimeError, TimeoutError) as error:  # the store has ended, or a rank does not come
+    except (RuntimeError, TimeoutError) as error:  # the store has ended, or a rank does not write
         _logger.warning(
             "fsdp_c: the models of the ranks of process group '%s' are not compared: %s",
             process_group.group_name,
@@ -86,7 +86,7 @@ def exchange(store: dist.Store, rank: int, size: int, plan: str, deadline: float
 
     Returns ``OFF`` if this rank or rank 0 compares nothing.
 
-    Raises ``TimeoutError`` if a rank does not come until the deadline, on the clock
+    Raises ``TimeoutError`` if a rank does not write before the deadline, on the clock
     ``time.monotonic()``.
     """
     if rank == 0:

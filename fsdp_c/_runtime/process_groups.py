@@ -161,7 +161,7 @@ class GroupCommunication(GroupCollectives):
     # ---- custom collectives and hooks ----
 
     def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """As in torch; raises ``RuntimeError`` if the group's device is not CUDA."""
+        """Calls torch's method. Raises ``RuntimeError`` if the group's device is not CUDA."""
         if self.device.type != "cuda":
             raise RuntimeError(
                 "symmetric memory for collectives needs CUDA devices and NCCL; the parameters of "

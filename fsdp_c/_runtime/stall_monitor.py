@@ -69,7 +69,7 @@ READING = 0.8
 ANSWER_LIMIT = 2.5
 """Seconds before a report at which the other ranks are requested to publish their positions."""
 READ_COUNT = 256
-"""Records that the thread reads; more are never in flight."""
+"""Number of records that the thread reads. Fewer collectives are in flight."""
 
 _PREFIX = "fsdp_c/stall"
 _REQUESTS = f"{_PREFIX}/requests"
@@ -166,8 +166,8 @@ class StallMonitor(threading.Thread):
         self._last_failed = 0
         self._compared = 0.0  # time of the last comparison of collectives
         self._read_at = 0.0  # time of the last reading of requests of departing ranks
-        get_departures()  # requests of later departures are not missed
-        self._file = ""  # the latest file, or why it was not written
+        get_departures()  # counts the requests of earlier jobs before this job's first request
+        self._file = ""  # path of the latest file, or the reason why there is none
 
     def is_watching(self) -> bool:
         return self.is_alive() and self._is_current()
@@ -210,10 +210,10 @@ class StallMonitor(threading.Thread):
     def publish_start(self) -> None:
         """Publishes host and process before the first collective: the rank may end in it.
 
-        Does not read the frames of the main thread, which runs this: a frame that refers to itself
-        would keep the model until a garbage collection.
+        Does not read the frames of the main thread, which calls this method. The frame of this
+        method would refer to itself, and keep the model until a garbage collection.
         """
-        with contextlib.suppress(RuntimeError):  # the store has ended; so will the thread
+        with contextlib.suppress(RuntimeError):  # the store has ended, so the thread will end
             self._store.set(f"{_PREFIX}/{self._rank}", Position(self._rank).to_json())
             if self._has_extended_api:
                 self._store.append(_PUBLISHED, f"{self._rank} ")  # type: ignore[attr-defined]
@@ -348,7 +348,7 @@ class StallMonitor(threading.Thread):
         return report
 
     def _have_all_answered(self, request: int) -> bool:
-        """Whether all ranks have answered that can."""
+        """Whether all ranks that can answer have answered."""
         positions = self._read_positions()
         late = [p for p in positions.values() if p.request < request and can_answer(p)]
         return len(positions) == self._world and not late

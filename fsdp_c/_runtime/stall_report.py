@@ -24,6 +24,9 @@ RECENT = 16
 _ENDED, _STOPPED = ("", "Z", "X"), ("T", "t")
 """States of ``read_process_state``."""
 
+_PLURAL_VERBS = {"waits": "wait", "has": "have"}
+"""First word of a place, as written for one rank -> for several ranks."""
+
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parents[1])
 
 
@@ -138,7 +141,7 @@ def format_report(positions: Mapping[int, Position], world: int, request: int) -
     places: dict[str, list[int]] = {}
     for rank in range(world):
         places.setdefault(_describe_place(positions.get(rank), request), []).append(rank)
-    lines = [f"  {format_ranks(ranks)}: {place}" for place, ranks in places.items()]
+    lines = [_format_line(ranks, place) for place, ranks in places.items()]
     current = [p for p in positions.values() if p.request >= request]
     return "\n".join([*lines, f"  {_describe_common(current)}"])
 
@@ -153,6 +156,14 @@ def format_ranks(ranks: list[int]) -> str:
             spans.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+
+
+def _format_line(ranks: list[int], place: str) -> str:
+    """Formats the line of a place. ``place`` begins with the verb of one rank."""
+    verb, _, rest = place.partition(" ")
+    if len(ranks) > 1:
+        verb = _PLURAL_VERBS.get(verb, verb)
+    return f"  {format_ranks(ranks)}: {verb} {rest}"
 
 
 def _describe_place(position: Position | None, request: int) -> str:

@@ -127,8 +127,8 @@ def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReduction
         A :class:`GradientReductionHandle` with ``async_op``, else ``None``.
 
     Raises:
-        RuntimeError: Manual finalization is not enabled, the module is not the root, a backward is
-            running, a handle was not waited for, or a unit reduces without all-reducing
+        RuntimeError: Manual finalization is not enabled, or the module is not the root. A backward
+            is running, or a handle was not waited for. A unit reduces without all-reducing
             (``set_requires_all_reduce(False)``).
     """
     state = _get_root_state(self, "finalize_backward")

@@ -94,7 +94,7 @@ def _pair_values(left: Record, right: Record) -> Iterator[tuple[str, ...]]:
         if a is None or b is None or a[1] != b[1]:
             yield LOSS, str(i), *(repr(loss[0]) if loss else "no loss" for loss in (a, b))
     for a, b in zip_longest(left["gradients"], right["gradients"]):
-        if a is None or b is None or a[2:] != b[2:] or a[1] != b[1]:
+        if a is None or b is None or a[1:] != b[1:]:
             yield GRADIENT, (a or b)[0], _describe_gradient(a), _describe_gradient(b)
     for a, b in zip_longest(left["parameters"], right["parameters"]):
         if a is None or b is None or a[1] != b[1]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from .._runtime.records import ABANDONED, COMPLETE, FAILED, ISSUED, WAITING, Record, read_file
-from .._runtime.stall_report import describe_wait
+from .._runtime.stall_report import describe_wait, format_ranks
 from . import trace_spans
 from .plotting import require_matplotlib
 from .timeline import make_chrome_trace
@@ -74,7 +75,11 @@ def find_differences(ranks: list[RankRecords]) -> list[str]:
 
 
 def _find_difference(group: str, ranks: list[RankRecords]) -> str:
-    """Compares the collectives of one process group, from the oldest that all files contain."""
+    """Compares the collectives of one process group, from the oldest that all files contain.
+
+    Two models may have equal names. A collective that each file contains once is preferred, because
+    the oldest one of a file may have an equal predecessor in other files.
+    """
     sequences = {
         rank.rank: [record.describe() for record in rank.records if record.group == group]
         for rank in ranks
@@ -82,10 +87,12 @@ def _find_difference(group: str, ranks: list[RankRecords]) -> str:
     sequences = {rank: texts for rank, texts in sequences.items() if texts}
     if len(sequences) < 2:
         return ""
-    common = set.intersection(*map(set, sequences.values()))
-    first = next((text for text in next(iter(sequences.values())) if text in common), None)
-    if first is None:
+    counts = [Counter(texts) for texts in sequences.values()]
+    common = [text for text in next(iter(sequences.values())) if all(c[text] for c in counts)]
+    if not common:
         return f"process group '{group}': the ranks have no collective in common"
+    unique = (text for text in common if all(c[text] == 1 for c in counts))
+    first = next(unique, common[0])
     starts = {rank: texts.index(first) for rank, texts in sequences.items()}
     previous = first
     for i in range(max(len(texts) - starts[rank] for rank, texts in sequences.items())):
@@ -163,7 +170,7 @@ def main(arguments: list[str]) -> int:
         print(rank.describe())
     missing = set(range(ranks[0].facts["world"])) - {rank.rank for rank in ranks}
     if missing:
-        print(f"no file of {len(missing)} ranks, the first is rank {min(missing)}")
+        print(f"no file of {format_ranks(sorted(missing))}")
     differences = find_differences(ranks)
     print("\n".join(differences) if differences else "the ranks issued the same collectives")
     if (options.plot or options.trace) and any(rank.records for rank in ranks):

@@ -21,7 +21,7 @@ typedef enum sim_extended {
     SIM_NOT_EXTENDED,
     SIM_EXTENDED,
     SIM_EXTENDED_TYPES, /* with inputs of two dtypes */
-    SIM_EXTENDED_GROWS  /* and one more, whose size differs at each gather */
+    SIM_EXTENDED_GROWS  /* also with a third input, whose size differs at each gather */
 } sim_extended;
 
 /* One parameter. A dtype of 0 selects the default. */
@@ -94,7 +94,7 @@ typedef struct sim_param {
     char name[48];
     int64_t numel;
     double *full;         /* values of the unsharded parameter */
-    double *gradient;     /* gradient of this step's backwards on rank 0, summed */
+    double *gradient;     /* sum of rank 0's gradients of the backwards of this step */
     size_t contributions; /* number of gradients in that sum */
     /* Sharded parameter over this rank's elements. Its .grad is the result. */
     fct_tensor *sharded;
@@ -177,7 +177,8 @@ fc_status sim_hook_end(fc_status status);
 fc_status sim_hook_refresh(fc_group *g); /* an fc_visit */
 /* Each entry records a failure if a hook runs that has not refreshed the group. */
 extern const fc_transitions sim_transitions;
-/* Counts a call of a callback. of: the calls since the latest reset; NULL: of all callbacks. */
+/* Count the calls of callbacks: sim_callback adds one. sim_callbacks_of returns the number of one
+ * callback, or of all if `name` is NULL, since the latest reset. */
 void sim_callback(const char *name);
 void sim_callbacks_reset(void);
 size_t sim_callbacks_of(const char *name);

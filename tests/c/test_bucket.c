@@ -319,7 +319,7 @@ static void single_bucket_registers_no_notifications(void **state) {
     end(m);
 }
 
-/* For example a warm-up on a side stream before a capture. */
+/* A program may warm up on a side stream before it captures a step. */
 static void notifications_are_renewed_when_forward_runs_on_another_stream(void **state) {
     (void)state;
     sim_scenario s = replicated;

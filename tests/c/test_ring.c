@@ -120,7 +120,7 @@ static void ring_sum_supports_only_floating_dtypes(void **state) {
     assert_false(fck_ring_supports(FCK_UINT8) || fck_ring_supports(4));
 }
 
-/* Of two NaNs the rank's own is kept; for 16-bit dtypes the result is the one that gloo writes. */
+/* If both values are NaN, the rank's own is kept. In 16-bit dtypes the result is that of gloo. */
 static void ring_sum_nans_match_gloo(void **state) {
     (void)state;
     const uint32_t came[2] = {0x7fc00001, 0xffc00000};

@@ -1,9 +1,9 @@
 """Checkpoints saved on 2, 3 or 4 ranks load on any of these numbers, under both implementations.
 
-Each case names the ranks that save and those that load. A checkpoint that torch saved and one that
-fsdp_c saved must load under both, hold the state that was saved, and continue with the same bits.
-FSDP_C_PARITY_WHOLE=1 adds a mesh of replicas and crosses precisions with formats. Without it each
-case has one of them.
+Each case names the ranks that save and those that load. Checkpoints of torch and of fsdp_c must
+load under both. They must hold the state that was saved, and training must continue with the same
+bits. FSDP_C_PARITY_WHOLE=1 adds a mesh of replicas and crosses precisions with formats. Without it
+each case has one of them.
 """
 
 from __future__ import annotations

@@ -85,8 +85,9 @@ class Sweep:
 def difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
     """Describes the first difference of the ranks' outcomes, or returns an empty text."""
     for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
-        if "error" in other:
-            return f"rank {rank}: {other['error'][-2000:]}"
+        for outcome in (one, other):
+            if "error" in outcome:
+                return f"rank {rank}: {outcome['error'][-2000:]}"
         if len(one["tensors"]) != len(other["tensors"]):
             return f"rank {rank}: {len(other['tensors'])} tensors"
         for index, (a, b) in enumerate(zip(one["tensors"], other["tensors"])):

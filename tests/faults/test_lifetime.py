@@ -32,7 +32,7 @@ def test_fifty_steps_leak_no_objects_or_memory() -> None:
 
 @functools.cache
 def slopes() -> dict[str, dict[str, float]]:
-    """Of short runs; ``workers/resource_slopes.py`` repeats the jobs up to 2,000 times."""
+    """Returns the slopes of 40 repetitions. ``workers/resource_slopes.py`` has up to 2,000."""
     return resource_slopes.find_slopes("fsdp_c", dict.fromkeys(resource_slopes.JOBS, 40))
 
 

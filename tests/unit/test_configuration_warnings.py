@@ -208,7 +208,7 @@ def test_parameter_replaced_after_first_step_logs_warning(logged: Logged) -> Non
     for _ in range(2):
         train(model, optimizer)
     (line,) = logged()
-    assert line.startswith("fsdp_c: 'head.weight' were replaced after sharding")
+    assert line.startswith("fsdp_c: 'head.weight' was replaced after sharding")
 
 
 def test_parameter_replaced_outside_model_logs_nothing(logged: Logged) -> None:

@@ -187,7 +187,7 @@ def test_parameter_replaced_after_sharding_has_warning() -> None:
     step(model)
     model.head.weight = nn.Parameter(torch.zeros(8, 8))
     (warning,) = quiet_explain(model).warnings
-    assert warning.startswith("'head.weight' were replaced after sharding")
+    assert warning.startswith("'head.weight' was replaced after sharding")
 
 
 def test_parameter_added_after_sharding_has_warning() -> None:

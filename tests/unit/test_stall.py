@@ -167,7 +167,7 @@ def test_report_groups_ranks_by_place() -> None:
     positions[8] = Position(8, request=1, completed=done, failed=waits, line="train.py:57")
     positions[9] = Position(9, request=0, failed=waits, host="elsewhere", pid=8)
     assert stall_report.format_report(positions, 10, 1).splitlines() == [
-        f"  ranks 0-2, 5: waits for {waits}",
+        f"  ranks 0-2, 5: wait for {waits}",
         f"  rank 3: waits for no collective of fsdp_c; last completed: {done[0]}; main thread: "
         "train.py:57 in load_batch",
         "  rank 4: process 7 on elsewhere does not answer: it has ended, is stopped, answers late, "
@@ -179,6 +179,11 @@ def test_report_groups_ranks_by_place() -> None:
         "answer: it has ended, is stopped, answers late, or cannot be reached",
         f"  last collective that all answering ranks completed: {done[0]}",
     ]
+
+
+def test_report_of_several_ranks_without_position_has_plural_verb() -> None:
+    lines = stall_report.format_report({}, 3, 1).splitlines()
+    assert lines[0] == "  ranks 0-2: have no model of fsdp_c that ran, or did not start"
 
 
 def test_report_distinguishes_ended_stopped_and_running_processes() -> None:
@@ -364,7 +369,23 @@ def test_stall_command_finds_no_difference_of_equal_ranks(
     assert stall.main(files) == 0
     assert "the ranks issued the same collectives" in capsys.readouterr().out
     assert stall.main(files[:1]) == 0
-    assert "no file of 1 ranks, the first is rank 1" in capsys.readouterr().out
+    assert "no file of rank 1\n" in capsys.readouterr().out
+
+
+def test_stall_command_aligns_files_that_begin_between_equal_collectives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks hold four records each, and rank 0 is ahead by one. Two models have a unit 'a'."""
+    files = [
+        write_rank(tmp_path, 0, ["a", "b", "c", "d"], last_state=1),
+        write_rank(tmp_path, 1, ["a", "a", "b", "c"]),
+    ]
+    assert stall.main(files) == 1
+    assert (
+        "process group '0', after all-gather of 'c' (step 1, forward):\n"
+        "  rank 0: all-gather of 'd' (step 1, forward)\n"
+        "  rank 1: no further collective\n"
+    ) in capsys.readouterr().out
 
 
 def test_stall_command_refuses_other_files_and_two_files_of_a_rank(

@@ -48,7 +48,7 @@ fail a second later, and their processes end."""
 
 @dataclass
 class Result:
-    """Of one simulation. Messages are counted from the stall on."""
+    """The result of one simulation. Messages are counted from the stall on."""
 
     reports: dict[int, tuple[float, str]] = field(default_factory=dict)
     """Rank -> time from the stall to its first report, and the report."""

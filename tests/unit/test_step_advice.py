@@ -1,7 +1,7 @@
 """Advice of ``explain`` and ``plan``: each rule fires, and its saving equals that of a real step.
 
-A real step runs the sharded model before and after the advice, on torch's fake process group, and
-counts the collectives and the bytes that this rank would receive in them.
+A real step runs the sharded model before and after the advice, on torch's fake process group. The
+test counts the collectives, and the bytes that this rank would receive in them.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Memory {
     /* Records an access of [from, to). Reports it if it is not ordered after the last conflicting
      * access. */
     void access(uintptr_t from, uintptr_t to, bool write, const Epoch &by);
-    /* Restores the bytes from before the delayed writes in [from, to) for which the reader `by` has
-     * not waited, and appends the bytes that it replaces to `replaced`. */
+    /* Undoes the delayed writes in [from, to) for which the reader `by` has not waited. Appends the
+     * bytes that it replaces to `replaced`. */
     void delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &replaced);
     /* Sets the label that findings have for the memory of a storage. */
     void set_name(const void *storage, const std::string &text);

@@ -1,9 +1,9 @@
 """Fault injection into one call that orders streams, returns a stream or allocates memory.
 
-The simulated device logs each event recorded and waited for, each wait for a collective, each query
-of the current stream and each allocation, with the extension's functions on the stack. The device
-can make the n-th of these calls fail, so every ordering point of a step can become a seeded bug
-without recompiling fsdp_c. A wait is superfluous if the device reports nothing without this wait.
+The simulated device logs calls, with the extension's functions on the stack: records of events,
+waits for events and collectives, queries of the current stream, and allocations. The device can
+make the n-th of these calls fail, so every ordering point of a step can become a seeded bug without
+recompiling fsdp_c. A wait is superfluous if the device reports nothing without this wait.
 
 ``python call_faults.py [FAULT] SCENARIO...`` breaks every call of the scenarios in turn and prints
 how many the device reports.

@@ -55,8 +55,8 @@ template <class Wide> Wide combine(ncclRedOp_t op, Wide a, Wide b) {
     }
 }
 
-/* Calls `function` with a value of the element type and the rules of its arithmetic, which convert
- * elements to the type of the arithmetic and back. */
+/* Calls `function` with a value of the element type and the rules of its arithmetic. The rules
+ * convert elements to the type of the arithmetic and back. */
 template <class Function> void with_type(ncclDataType_t type, Function function) {
     switch (type) {
     case ncclInt8:

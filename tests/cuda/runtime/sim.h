@@ -115,7 +115,7 @@ struct Event {
     std::shared_ptr<Capture> capture; /* of the last record; NULL: not captured */
 };
 
-/* Handles 0, 1 (legacy default stream) and 2 (default stream of the thread) are no pointers. */
+/* Handles 0, 1 (legacy default stream) and 2 (default stream of the thread) are not pointers. */
 Stream &stream_of(const void *handle);
 Stream *new_stream(int priority, bool blocking);
 Event *event_of(const void *handle); /* NULL, and a finding, if the event was destroyed */
@@ -154,8 +154,8 @@ enum class Kind { kNone, kDevice, kPinned };
 void *allocate(size_t bytes, Kind kind); /* NULL without memory */
 bool release(void *address);
 Kind kind_of(const void *address);
-/* Copies unless copies between device memory are off. The caller must not hold the device's mutex:
- * a copy to pageable memory returns when it is done. */
+/* Copies, except in a capture, and within device memory if Settings::copies is 0. The caller must
+ * not hold the device's mutex: a copy to pageable memory returns when it is done. */
 void copy(const Operation &by, void *dst, const void *src, size_t bytes);
 
 /* ---- the device ---- */
@@ -178,15 +178,15 @@ struct Settings {
     long fail_operator = 0;   /* the n-th launch through the runtime from now on fails */
     long fail_device = 0;     /* the n-th launch of any kernel from now on stops the device */
     long stopped = 0;         /* launches, records, waits, queries and cudaMalloc fail */
-    long hang_nccl = 0;       /* the n-th collective from now on never ends, until it is aborted */
+    long hang_nccl = 0;       /* the n-th collective from now on ends only if it is aborted */
     /* Operations are executed: by the device's thread, in an order that streams and events allow.
      * NCCL's communicators connect processes. Set before the first use of the device. */
     long execute = 0;
     /* Seed of the order of operations. 0: as early as possible. Other seeds: as late as the host's
      * waits allow, streams with a random priority first. */
     long order_seed = 0;
-    /* Time without calls of the host after which tasks run although no host thread waits for them:
-     * a host thread may wait for another process, which waits for this device. */
+    /* Milliseconds without calls of the host, after which tasks run although no host thread waits
+     * for them. The host may wait for another process, and that process for this device. */
     long idle_ms = 20;
     long wrong_slice = 0;  /* the n-th reduce-scatter from now on takes the next rank's slice */
     long wrong_row = 0;    /* the n-th all-gather from now on exchanges the first two rows */

@@ -1,8 +1,8 @@
 """Calls each collective of c10d on ranks that exchange data over the simulated NCCL.
 
 ``python collectives.py RANK WORLD FILE`` is one rank. It prints a JSON object: for each collective
-whether its result has the bits of the definition, which this rank computes from the inputs of all
-ranks, in the order of the ranks.
+whether its result has the bits of the definition. This rank computes the definition from the inputs
+of all ranks, in the order of the ranks.
 """
 
 from __future__ import annotations

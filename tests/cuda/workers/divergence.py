@@ -1,10 +1,10 @@
 """Runs models that differ between the ranks of an NCCL process group.
 
 ``python divergence.py RANK FILE`` prints a JSON object. It maps each case to messages of
-exceptions, or empty strings. The first cases have three: ``first`` (the first forward),
-``repeated`` (the same forward again, if the first one raised), and ``equal`` (the first forward of
-a model that is equal on all ranks). The last two cases have one: ``raised``, by a later forward.
-FILE is the rendezvous file of two ranks.
+exceptions, or empty strings. The first cases have three messages. ``first`` is of the first
+forward, ``repeated`` of the same forward again, if the first one raised. ``equal`` is of the first
+forward of a model that is equal on all ranks. The last two cases have one: ``raised``, by a later
+forward. FILE is the rendezvous file of two ranks.
 """
 
 from __future__ import annotations

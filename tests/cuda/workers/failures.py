@@ -1,9 +1,9 @@
 """Makes each cudaMalloc, NCCL call and launch of fsdp_c fail in a step, and some launches of torch.
 
 ``python failures.py IMPLEMENTATION JOB`` prints a JSON object with a list for each kind of failure.
-An entry has the outcome of a step in which one call failed, the outcome of the next step, and the
-parameters that are unsharded then. With the kind ``cudaMalloc`` all later calls of the step failed,
-too.
+An entry belongs to one call that failed. It has the outcome of that step and of the next one, and
+the parameters that are unsharded then. With the kind ``cudaMalloc`` all later calls of the step
+failed, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Scenarios in which a program calls methods of groups and states directly, outside of a backward.
 
-OLMo-core's and torch's own pipeline stages reduce the gradients of several microbatches so. Under
-torch each method that returns has reduced its gradients; the scenarios record ``.grad`` after each.
+The pipeline stages of OLMo-core and torch reduce the gradients of several microbatches by such
+calls. Under torch a method returns after it has reduced its gradients. The scenarios record
+``.grad`` after each call.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def accumulate(model: Any, rank: int, step: int) -> None:
 
 
 def local_grads(model: nn.Module) -> list[torch.Tensor | None]:
-    """Returns local shards of gradients. Full gradients would need a collective, which waits."""
+    """Returns local shards of gradients. full_tensor() would wait for a collective."""
     found = [parameter.grad for parameter in model.parameters()]
     return [None if grad is None else grad.to_local().clone() for grad in found]
 
@@ -141,7 +142,7 @@ def group_post_backward_called_directly_gradient_hooks(api: Api) -> list[Any]:
 
 @scenario()
 def group_post_backward_called_directly_then_end_of_backward(api: Api) -> list[Any]:
-    """As torch's own pipeline stage does."""
+    """torch's pipeline stage makes these calls."""
     return reduce_by_groups(shard(api, blocks_and_head()), api.rank, end_backward)
 
 
@@ -189,7 +190,7 @@ def end_of_backward_callback_called_directly(api: Api) -> list[Any]:
 
 @scenario()
 def post_backward_called_directly_between_forward_and_backward(api: Api) -> list[Any]:
-    """Without gradients there is nothing to reduce; the backward that follows reduces as ever."""
+    """post_backward without gradients reduces nothing. The next backward reduces as usual."""
     model = shard(api, blocks_and_head())
     output = model(batch(api.rank))
     for group in param_groups_of(model):
@@ -217,7 +218,7 @@ def backward_of_one_group_called_directly(api: Api) -> list[Any]:
 
 @scenario()
 def post_backward_hook_registered_directly(api: Api) -> list[Any]:
-    """A node above the inputs reduces within the backward, although no module hook ran."""
+    """The autograd node of the inputs reduces in the backward, although no module hook has run."""
     model = shard(api, blocks_and_head())
     model(batch(api.rank)).square().mean().backward()
     model.zero_grad()
@@ -255,7 +256,7 @@ def direct_calls_before_the_first_forward_on_one_rank(api: Api) -> list[Any]:
 
 @scenario()
 def direct_calls_after_lazy_init(api: Api) -> list[Any]:
-    """Nothing has been gathered: each call does nothing."""
+    """Each call does nothing, because no parameters were gathered."""
     observed: list[Any] = []
     for name in ("post_backward", "finalize_backward", "_wait_for_post_backward", "reshard"):
         model = shard(api, blocks_and_head())

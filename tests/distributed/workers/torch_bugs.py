@@ -140,9 +140,9 @@ def unused_groups_are_reduced(api: Api) -> dict[str, Any]:
         with CommDebugMode() as mode:
             loss.backward()
         counts.append(mode.get_comm_counts()[torch.ops.c10d._reduce_scatter_base_])
-        kinds = {name: p.grad is not None for name, p in model.named_parameters()}
+        has_grad = {name: p.grad is not None for name, p in model.named_parameters()}
         model.zero_grad()
-    return {"counts": counts, "all there": all(kinds.values())}
+    return {"counts": counts, "all there": all(has_grad.values())}
 
 
 # ---- one rank (B3) ----

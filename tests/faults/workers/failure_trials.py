@@ -304,7 +304,7 @@ def find_wrong_lines(report: str, culprit: int, place: str) -> list[str]:
         if match:
             spans = [[int(end) for end in span.split("-")] for span in match[1].split(", ")]
             is_culprit = any(span[0] <= culprit <= span[-1] for span in spans)
-            right = place if is_culprit else "^(waits for|left the wait for) "
+            right = place if is_culprit else "^(waits? for|left the wait for) "
             if not re.search(right, match[2]) or (is_culprit and spans != [[culprit]]):
                 wrong.append(f"wrong line in a report: {line}")
     return wrong

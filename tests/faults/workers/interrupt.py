@@ -1,7 +1,7 @@
 """Rank 0 waits in a collective for a late rank 1, which sends it a SIGINT; then both recover.
 
-Run by ``test_interrupt.py`` on two gloo ranks. The late rank joins the collective in the end, as a
-process that was only slow would, and leaves its step by an exception of its own.
+``test_interrupt.py`` runs it on two gloo ranks. The late rank finally joins the collective, like a
+slow process. Then it leaves its step by its own exception.
 """
 
 from __future__ import annotations

@@ -340,7 +340,7 @@ def offload_and_checkpoint_wrappers(api: Script) -> Any:
 
 @script()
 def nested_inputs_with_mixed_precision(api: Script) -> Any:
-    """Of the tensors in nested inputs, only those that torch casts change their dtype."""
+    """Nested inputs have tensors that torch casts, and tensors that it does not cast."""
 
     class Summed(nn.Module):
         def __init__(self, width: int) -> None:
