@@ -28,6 +28,10 @@ FCT_CHECK int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, boo
  * is 0 if the ranks compare no collectives. */
 FCT_CHECK int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint64_t *number);
 
+/* Adds a checksum of the data of a completed all-gather or all-reduce, which the next agreement
+ * compares; see checksums.h. 0: unknown, equal to all. */
+void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum);
+
 /* Starts an agreement of all ranks on the collectives over the process group since the last
  * agreement that carry no labels, and on the checksums. Writes false to *issued if there is none, or
  * if the ranks do not agree; see shm_negotiation_start_agreement. Does not wait. */
