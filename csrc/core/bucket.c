@@ -107,7 +107,25 @@ fc_status fc_bucket_cut(fc_buckets *b) {
         b->base->params[i]->buckets = b;
     }
     b->mode = FC_BUCKETS_READY;
-    return fc_process_group_register_users(&b->base->replicate, b->count > 0 ? b->count - 1 : 0);
+    return FC_OK;
+}
+
+/* Registers the all-reduces of all buckets but one, which the group has registered. Each of them is
+ * registered once, also if the buckets are cut again. */
+static fc_status register_users(fc_buckets *b) {
+    fc_status status = FC_OK;
+    const fc_process_group *pg = &b->base->replicate;
+    const size_t users = b->count > 0 ? b->count - 1 : 0;
+    if (b->registered_with != pg->name) {
+        b->registered_with = pg->name;
+        b->registered = 0;
+    }
+    if (users > b->registered) {
+        FC_TRY(fc_process_group_register_users(pg, users - b->registered));
+        b->registered = users;
+    }
+done:
+    return status;
 }
 
 /* Returns true if a backward can be eager. Early reductions in a sharded group would keep the
@@ -132,6 +150,7 @@ fc_status fc_bucket_subscribe(fc_buckets *b) {
     const fc_group_base *base = b->base;
     const int64_t stream = base->comm->has_streams ? fct_stream_current(base->device).id : 0;
     FC_TRY(fc_bucket_cut(b));
+    FC_TRY(register_users(b));
     for (size_t i = 0; can_reduce_early(b) && i < base->count; i++) {
         fc_param *p = base->params[i];
         drop_stale_subscription(p, stream);

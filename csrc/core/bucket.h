@@ -52,6 +52,9 @@ typedef struct fc_buckets {
     size_t next;      /* first bucket that this backward has not reduced */
     size_t count;     /* 0 if there is no limit */
     fc_bucket *items; /* [count] in the order of their reductions; owned */
+    /* The process group of the all-reduces, and the users that were registered with it. */
+    const char *registered_with; /* borrowed, only compared */
+    size_t registered;
 } fc_buckets;
 
 /* Initializes buckets without a limit. Borrows `base`, which must outlive them. */
@@ -66,7 +69,7 @@ void fc_bucket_invalidate(fc_buckets *b);
  * because their sizes depend on it. */
 void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype);
 
-/* Cuts the buckets if they are stale. Returns FC_ENOMEM or FC_ERAISED on failure. */
+/* Cuts the buckets if they are stale. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);
 /* Returns true if there are several buckets and they are not stale. */
 bool fc_bucket_has_several(const fc_buckets *b);

@@ -111,24 +111,21 @@ def compare() -> None:
         if process_group in _different:
             continue
         try:
-            labels.read(process_group.group_name)
-            store = _get_store(process_group)
+            difference = _exchange(process_group, labels)
+            if difference is not None:
+                _different.add(process_group)
+                number, value, count = difference
+                departure = make_departure(process_group, number, value, label_count=count)
+                get_departures().publish(departure)
         except (KeyError, RuntimeError, ValueError):  # the process group has ended
             remove(process_group)
-            continue
-        difference = _exchange(process_group, labels, store)
-        if difference is not None:
-            _different.add(process_group)
-            number, value, count = difference
-            departure = make_departure(process_group, number, value, label_count=count)
-            get_departures().publish(departure)
     get_departures().answer()
 
 
-def _exchange(
-    process_group: dist.ProcessGroup, labels: Labels, store: dist.Store
-) -> tuple[int, int, int] | None:
+def _exchange(process_group: dist.ProcessGroup, labels: Labels) -> tuple[int, int, int] | None:
     """Publishes this rank's labels. Returns the difference to those of the neighbor."""
+    labels.read(process_group.group_name)
+    store = _get_store(process_group)
     rank, size = process_group.rank(), process_group.size()
     store.set(str(rank), labels.to_json())
     neighbor = str((rank - 1) % size)

@@ -171,6 +171,8 @@ fct_allocator *sim_allocator_new(fct_pg *pg);
 const fct_pg *sim_tensor_user(const fct_tensor *t);
 /* While set, collectives do not complete before a wait. */
 void sim_collectives_stall(bool stall);
+/* Number of calls of fct_pg_register_user that succeeded. */
+int sim_registered_users(void);
 /* Sets the result of fct_compare_plan for plans other than 0, if the caller waits. */
 void sim_plans_differ(bool differ);
 /* A checksum that fct_add_checksum received. */

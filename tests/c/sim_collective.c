@@ -35,11 +35,13 @@ static fct_pg groups[GROUPS_MAX];
 static size_t group_count;
 static bool sync_on_current;
 static bool are_cpu_bound;
+static int registered_users;
 static int shared_stream;
 
 void sim_groups_begin(void) {
     group_count = 0;
     are_cpu_bound = false;
+    registered_users = 0;
     sim_agreements_begin();
     sync_on_current = sim_now.streams && sim_random() % 2 == 0;
     shared_stream = sim_stream_reserve(true);
@@ -157,7 +159,15 @@ static void check_memory(const fct_pg *pg, const fct_tensor *row, bool is_exact,
 
 int fct_pg_register_user(const char *name) {
     (void)name;
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_register_user")) {
+        return -1;
+    }
+    registered_users++;
     return 0;
+}
+
+int sim_registered_users(void) {
+    return registered_users;
 }
 
 int fct_pg_resolve(const char *name, fct_pg **out) {

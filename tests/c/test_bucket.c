@@ -160,6 +160,29 @@ static void change_of_reduce_dtype_cuts_the_buckets_again(void **state) {
     end(m);
 }
 
+/* Two buckets: the group has registered one user, and the buckets register another. */
+static void each_bucket_is_registered_once(void **state) {
+    (void)state;
+    sim_scenario s = replicated;
+    sim_begin(s.device);
+    sim_model *m = sim_model_new(&s);
+    fc_buckets *buckets = &core(m)->buckets;
+    const int before = sim_registered_users();
+    for (int i = 0; i < 3; i++) { /* as a read of _buckets */
+        assert_int_equal(fc_bucket_cut(buckets), FC_OK);
+        fc_bucket_invalidate(buckets);
+    }
+    assert_int_equal(sim_registered_users(), before);
+    sim_fault_arm(2, SIM_ONCE); /* after the allocation of the buckets */
+    assert_int_equal(fc_bucket_subscribe(buckets), FC_ERAISED);
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(fc_bucket_subscribe(buckets), FC_OK);
+        assert_int_equal(sim_registered_users(), before + 1);
+        fc_bucket_invalidate(buckets);
+    }
+    end(m);
+}
+
 /* ---- backward ---- */
 
 static void bucket_is_reduced_when_its_last_gradient_arrives(void **state) {
@@ -378,6 +401,7 @@ int main(void) {
         cmocka_unit_test(buckets_are_cut_from_last_parameter_to_first_at_limit),
         cmocka_unit_test(bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype),
         cmocka_unit_test(change_of_reduce_dtype_cuts_the_buckets_again),
+        cmocka_unit_test(each_bucket_is_registered_once),
         cmocka_unit_test(bucket_is_reduced_when_its_last_gradient_arrives),
         cmocka_unit_test(bucket_reductions_follow_parameter_order_in_any_autograd_order),
         cmocka_unit_test(bucket_with_missing_gradient_is_reduced_at_end_of_backward),
