@@ -128,7 +128,8 @@ PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args) {
 }
 
 /* The handler of this process: calls settle() of fsdp_c/_runtime/departures.py. */
-static int settle(fct_pg *pg, uint64_t number, uint64_t signature, const op_entry *entry) {
+static int settle(fct_pg *pg, uint64_t number, uint64_t signature, const op_entry *entry,
+                  bool *is_certain) {
     PyObject *module = PyImport_ImportModule("fsdp_c._runtime.departures");
     PyObject *result =
         module == NULL
@@ -136,7 +137,11 @@ static int settle(fct_pg *pg, uint64_t number, uint64_t signature, const op_entr
             : PyObject_CallMethod(module, "settle", "sKKy#", fct_pg_name(pg),
                                   (unsigned long long)number, (unsigned long long)signature,
                                   (const char *)entry, (Py_ssize_t)sizeof *entry);
-    const int status = result != NULL ? 0 : -1;
+    const int status = result == Py_None ? 0 : -1;
+    *is_certain = result != NULL;
+    if (result != NULL && status != 0) {
+        PyErr_SetObject((PyObject *)Py_TYPE(result), result);
+    }
     Py_XDECREF(result);
     Py_XDECREF(module);
     return status;

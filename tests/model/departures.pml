@@ -29,11 +29,13 @@
 #define EXCHANGE 8     /* of signatures, an all-to-all of one integer */
 #define DESCRIPTION 16 /* of collectives, after an exchange with a difference */
 #define GATHERED_EXCHANGE 32 /* of signatures, an all-gather of one integer */
-#define ALGORITHM(message) (((message) & 35) != 0 -> 35 : 28)
+#define ALL_GATHERS 35
+#define ALL_TO_ALLS 28
+#define ALGORITHM(message) (((message) & ALL_GATHERS) != 0 -> ALL_GATHERS : ALL_TO_ALLS)
 #define NO_PREDICTION 255
 #define WINDOW 8 /* at most this number of collectives separates the first rank from the last */
 
-#define NUMBERS (ITEMS + FAULTS) /* largest number of collectives of a rank */
+#define NUMBERS (ITEMS * (FAULTS + 1)) /* largest number of collectives of a rank */
 #define REQUESTS 4               /* largest number of requests */
 #define KEYS (NUMBERS * 3)       /* number and signature of a collective */
 
@@ -197,17 +199,17 @@ inline wait_for(awaited) {
 #define RAISES_ALONE
 #endif
 
-/* op_sequence_compare without a prediction. */
+/* start_exchange and op_sequence_compare without a prediction. */
 inline exchange_signatures() {
     if
     :: round == NONE ->
-#ifndef WEAK_EXCHANGE_AFTER_CHANGE_HAS_OTHER_ALGORITHM
+#ifdef WEAK_EXCHANGE_AFTER_CHANGE_HAS_OTHER_ALGORITHM
+        issue(EXCHANGE);
+#else
         if
-        :: changed == AGREEMENT -> issue(GATHERED_EXCHANGE)
+        :: changed -> issue(GATHERED_EXCHANGE)
         :: else -> issue(EXCHANGE)
         fi;
-#else
-        issue(EXCHANGE);
 #endif
         d_step {
             round = index;
@@ -217,6 +219,7 @@ inline exchange_signatures() {
             :: else -> differs[index % WINDOW] = differs[index % WINDOW] ||
                                                  offer[index % WINDOW] != signature
             fi;
+            offer[index % WINDOW] = (ALL(HAS_ISSUED) -> 0 : offer[index % WINDOW]);
             index = 0
         }
     :: else
@@ -235,7 +238,7 @@ inline exchange_signatures() {
         round = NONE;
         if
 #ifndef WEAK_OFFERED_SIGNATURE_IS_COMPARED
-        :: offered != signature -> err = CHANGED; changed = offered
+        :: offered != signature -> err = CHANGED; changed = (offered == AGREEMENT)
 #endif
         :: else
         fi
@@ -246,22 +249,19 @@ inline exchange_signatures() {
     fi;
     offered = (round == NONE -> 0 : offered)
 }
+#ifdef WEAK_STOPPED_COLLECTIVES_RAISE
+#define IS_STOPPED false
+#else
+#define IS_STOPPED stopped[me]
+#endif
+
 /* compare_size, op_sequence_expects, op_sequence_compare. If the rank departs, `phase` is not RUN
  * afterwards. */
 inline compare() {
     if
-#ifdef WEAK_STOPPED_COLLECTIVES_RAISE
-    :: false
-#else
-    :: stopped[me] -> err = STOPPED
-#endif
-    :: !stopped[me] && agreed != 0 ->
-        err = (agreed == signature -> 0 : CHANGED)
-#ifdef WEAK_STOPPED_COLLECTIVES_RAISE
-    :: agreed == 0 ->
-#else
-    :: !stopped[me] && agreed == 0 ->
-#endif
+    :: IS_STOPPED -> err = STOPPED
+    :: !IS_STOPPED && certain != 0 -> err = (certain == signature -> 0 : CHANGED)
+    :: !IS_STOPPED && certain == 0 ->
         if
         :: round == NONE && prediction[count[me]] == 0 ->
             if
@@ -273,24 +273,25 @@ inline compare() {
         :: else
         fi;
         if
-        :: round == NONE && (prediction[count[me]] == signature || settled)
+        :: round == NONE && prediction[count[me]] == signature
+        :: round == NONE && prediction[count[me]] != signature &&
+           prediction[count[me]] != NO_PREDICTION ->
 #ifdef WEAK_PREDICTION_IS_COMPARED
-        :: round == NONE && !settled && prediction[count[me]] != NO_PREDICTION
+            skip
 #else
-        :: round == NONE && !settled && prediction[count[me]] != signature &&
-           prediction[count[me]] != NO_PREDICTION -> count_rank()
+            count_rank()
 #endif
+        :: round != NONE || prediction[count[me]] == NO_PREDICTION ->
 #ifdef WEAK_UNPREDICTED_COLLECTIVES_ARE_COMPARED
-        :: round == NONE && !settled && prediction[count[me]] == NO_PREDICTION
+            skip
 #else
-        :: round != NONE || (!settled && prediction[count[me]] == NO_PREDICTION) ->
             exchange_signatures()
 #endif
         fi
     fi
 }
 
-#define HAS_PASSED(r) (count[r] > count[me])
+#define HAS_PASSED(r) (count[r] >= count[me])
 
 /* A collective over gloo, then op_sequence_add. */
 inline issue_collective() {
@@ -301,9 +302,9 @@ inline issue_collective() {
         assert(history[count[me]] == 0 || history[count[me]] == signature);
         history[count[me]] = signature;
         count[me]++;
-        agreed = 0;
+        prediction[count[me] - 1] = (ALL(HAS_PASSED) -> 0 : prediction[count[me] - 1]);
+        certain = 0;
         changed = 0;
-        settled = 0;
         item = (is_additional -> item : item + 1);
         is_additional = 0;
         signature = 0;
@@ -386,11 +387,7 @@ inline poll() {
         fi
     :: !ALL_ARE_COUNTED && stopped[me] ->
         err = STOPPED;
-#ifdef WEAK_REQUEST_WITH_DIFFERENCE_REMAINS
         phase = CLOSE
-#else
-        phase = UNCOUNT
-#endif
     :: MAY_ANSWER -> answer()
     :: faults > 0 -> faults--; gone[me] = 1; err = DEATH; phase = END
     :: IS_INTERRUPTED; err = INTERRUPT; phase = CLOSE
@@ -403,12 +400,16 @@ inline close_request() {
     :: request != NONE ->
 #if defined(WEAK_INTERRUPTED_REQUEST_IS_CLOSED)
         skip
-#elif defined(WEAK_CLOSING_IS_ATOMIC) || defined(WEAK_REQUEST_WITH_DIFFERENCE_REMAINS)
+#elif defined(WEAK_CLOSING_IS_ATOMIC)
+        closed[request] = !stopped[me]
+#elif defined(WEAK_DIFFERENCE_REMAINS)
+        difference[request] = 0;
         closed[request] = 1
 #else
         if
         :: difference[request] -> stopped[me] = 1
-        :: else -> closed[request] = 1
+        :: else -> closed[request] = 1; requester[request] = 0; request_number[request] = 0;
+            request_signature[request] = 0
         fi
 #endif
     :: else
@@ -430,7 +431,7 @@ inline uncount_rank() {
     :: !decided[KEY] -> counted[KEY]--
     :: else ->
 #ifndef WEAK_DEPARTED_COLLECTIVE_IS_KEPT
-        agreed = signature
+        certain = signature
 #endif
     fi;
     leave_departure()
@@ -442,12 +443,9 @@ inline decrement() {
     leave_departure()
 }
 
-/* Ends the departure without an exception, unless a signal arrives. */
+/* The end of depart, unless a signal arrives. */
 inline read_count() {
     has_departed = 1;
-#ifndef WEAK_DEPARTED_COLLECTIVE_IS_KEPT
-    agreed = signature;
-#endif
     if
     :: IS_INTERRUPTED; err = INTERRUPT
     :: has_read[KEY]++;
@@ -456,10 +454,15 @@ inline read_count() {
         :: else
         fi;
         if
-        :: settled = 1
+        :: skip
         :: IS_INTERRUPTED; err = INTERRUPT
         fi
     fi;
+#ifdef WEAK_DEPARTED_COLLECTIVE_IS_KEPT
+    certain = (err == INTERRUPT -> 0 : signature);
+#else
+    certain = signature;
+#endif
     leave_departure()
 }
 
@@ -494,16 +497,21 @@ inline choose_collective() {
     fi
 }
 
-/* An interrupted rank repeats its collective, or leaves it out, or corrects its program. */
+/* A rank that was interrupted before it issued a collective. */
 inline continue_after_interrupt() {
     err = 0;
     if
-    :: skip
-    :: is_additional || signature != program[item] ->
+    :: skip /* repeats the collective */
+    :: is_additional || signature != program[item] -> /* corrects its program */
         signature = program[item];
         is_additional = 0
-    :: left_alone = 1;
+    :: left_alone = 1; /* leaves it out */
         item = (is_additional -> item : item + 1);
+        is_additional = 0;
+        signature = 0
+    :: item > 0 -> /* restarts the step */
+        left_alone = 1;
+        item = 0;
         is_additional = 0;
         signature = 0
     fi
@@ -542,7 +550,12 @@ inline take_step() {
         wait_for(work);
         if
         :: err == 0 -> work = NONE
-        :: err == INTERRUPT -> err = 0 /* the rank waits again, or not */
+        :: err == INTERRUPT ->
+            err = 0;
+            if
+            :: skip /* waits again, or not */
+            :: item > 0 -> left_alone = 1; item = 0; work = NONE /* restarts the step */
+            fi
         :: else
         fi
 #ifdef ORDINARY
@@ -566,8 +579,8 @@ inline take_step() {
 #define IS_COMPLETED (phase == RUN && item >= ITEMS && work == NONE)
 
 proctype rank(byte me) {
-    byte item, phase, signature, work, round, offered, agreed, changed, request, err, index;
-    bit is_additional, is_first, settled;
+    byte item, phase, signature, work, round, offered, certain, request, err, index;
+    bit changed, is_additional, is_first;
 #ifdef WEAK_CLOSING_IS_ATOMIC
     byte claimed = NONE; /* this rank is about to publish a difference */
 #endif
@@ -594,8 +607,8 @@ proctype rank(byte me) {
         own_number[me] = NONE;
         /* Equal states of finished ranks are merged. */
         own_signature[me] = 0; item = 0; phase = 0; signature = 0;
-        work = 0; round = 0; offered = 0; agreed = 0; changed = 0; request = 0; err = 0; is_additional = 0;
-        is_first = 0; settled = 0
+        work = 0; round = 0; offered = 0; certain = 0; changed = 0; request = 0; err = 0; is_additional = 0;
+        is_first = 0
     }
 }
 
@@ -620,7 +633,7 @@ inline check_outcomes() {
 #define REACHED (was_stopped[0] && was_stopped[RANKS - 1])
 #elif defined(REACH_DEPARTED)
 #define REACHED (has_departed && ALL(HAS_COMPLETED))
-#elif defined(REACH_TIME_LIMIT)
+#elif defined(REACH_LATE)
 #define REACHED (outcome[0] == TIME_LIMIT)
 #else
 #define REACHED false
