@@ -249,19 +249,13 @@ inline exchange_signatures() {
     fi;
     offered = (round == NONE -> 0 : offered)
 }
-#ifdef WEAK_STOPPED_COLLECTIVES_RAISE
-#define IS_STOPPED false
-#else
-#define IS_STOPPED stopped[me]
-#endif
-
 /* compare_size, op_sequence_expects, op_sequence_compare. If the rank departs, `phase` is not RUN
  * afterwards. */
 inline compare() {
     if
-    :: IS_STOPPED -> err = STOPPED
-    :: !IS_STOPPED && certain != 0 -> err = (certain == signature -> 0 : CHANGED)
-    :: !IS_STOPPED && certain == 0 ->
+    :: stopped[me] -> err = STOPPED
+    :: !stopped[me] && certain != 0 -> err = (certain == signature -> 0 : CHANGED)
+    :: !stopped[me] && certain == 0 ->
         if
         :: round == NONE && prediction[count[me]] == 0 ->
             if
