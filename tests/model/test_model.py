@@ -60,6 +60,7 @@ HOLDS = {
     ("departures", "RANKS=2 ITEMS=3 FAULTS=1"): False,
     ("departures", "RANKS=3 ITEMS=1 FAULTS=1"): False,
     ("departures", TWO_OF_THREE): False,
+    ("departures", "RANKS=3 ITEMS=2 FAULTS=1 ORDINARY"): False,
 }
 """Model and settings of an exhaustive search -> whether `make test` includes it."""
 
