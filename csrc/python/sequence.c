@@ -129,7 +129,7 @@ PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args) {
 
 /* The handler of this process: calls wait_for_departures() of _runtime/departures.py. */
 static int wait_for_departures(fct_pg *pg, uint64_t number, uint64_t signature,
-                               const op_entry *entry) {
+                               const op_entry *entry, bool *is_certain) {
     PyObject *module = PyImport_ImportModule("fsdp_c._runtime.departures");
     PyObject *result =
         module == NULL
@@ -137,7 +137,11 @@ static int wait_for_departures(fct_pg *pg, uint64_t number, uint64_t signature,
             : PyObject_CallMethod(module, "wait_for_departures", "sKKy#", fct_pg_name(pg),
                                   (unsigned long long)number, (unsigned long long)signature,
                                   (const char *)entry, (Py_ssize_t)sizeof *entry);
-    const int status = result != NULL ? 0 : -1;
+    const int status = result == Py_None ? 0 : -1;
+    *is_certain = result != NULL;
+    if (result != NULL && status != 0) {
+        PyErr_SetObject((PyObject *)Py_TYPE(result), result);
+    }
     Py_XDECREF(result);
     Py_XDECREF(module);
     return status;

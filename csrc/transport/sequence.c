@@ -30,8 +30,21 @@ bool op_sequence_expects(const op_sequence *s, uint64_t signature) {
     if (s->ended) {
         return true;
     }
+    if (s->certain != 0) {
+        return signature == 0 || signature == s->certain;
+    }
     const uint64_t predicted = s->round == NULL ? op_prediction_next(&s->prediction) : 0;
     return predicted != 0 && (signature == 0 || signature == predicted);
+}
+
+/* Issues an exchange. gloo must not match it with a collective of another size. So after a change
+ * the exchange is an all-gather if the other ranks may issue an agreement, an all-to-all. */
+static int start_exchange(op_sequence *s, fct_pg *pg, uint64_t signature) {
+    const int64_t value = (int64_t)signature;
+    const int status = s->changed ? fct_exchange_start(pg, &value, 1, &s->round)
+                                  : fct_exchange_start_apart(pg, &value, 1, &s->round);
+    s->offered = signature;
+    return status;
 }
 
 /* Waits for the exchange. Writes the first rank whose signature differs from that of rank 0, or 0.
@@ -55,18 +68,28 @@ static int read_round(op_sequence *s, fct_pg *pg, int64_t *rank) {
     return status;
 }
 
-/* Asks the other ranks. Fails if a signal handler has issued another collective meanwhile. */
-static int depart(const op_sequence *s, fct_pg *pg, uint64_t signature, const op_entry *entry) {
+/* Describes that this rank issues another collective than the other ranks. */
+static void describe_change(fct_pg *pg, fct_difference *difference) {
+    (void)snprintf(difference->text, sizeof difference->text,
+                   "collective mismatch: rank %d issues another collective than before an "
+                   "exception interrupted it",
+                   (int)fct_pg_rank(pg));
+}
+
+/* Waits until all ranks depart. Fails if a signal handler has issued another collective meanwhile.
+ */
+static int depart(op_sequence *s, fct_pg *pg, uint64_t signature, const op_entry *entry) {
     const uint64_t number = s->prediction.count;
-    if (handler != NULL && handler(pg, number, signature, entry) != 0) {
-        return -1;
-    }
-    if (s->prediction.count != number) {
+    bool is_certain = handler == NULL;
+    const int status = handler != NULL ? handler(pg, number, signature, entry, &is_certain) : 0;
+    if (s->prediction.count == number) {
+        s->certain = is_certain ? signature : 0;
+    } else if (status == 0) {
         fct_error_runtime(
             "a signal handler issued a collective while this rank waited to issue one");
         return -1;
     }
-    return 0;
+    return status;
 }
 
 int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op_entry *entry,
@@ -78,15 +101,17 @@ int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op
         fct_error_no_memory();
         return -1;
     }
+    if (s->certain != 0) {
+        describe_change(pg, difference);
+        return 0;
+    }
     if (s->round == NULL && op_prediction_next(&s->prediction) != 0) {
         return depart(s, pg, signature, entry);
     }
     if (s->round == NULL) {
-        const int64_t value = (int64_t)signature;
-        if (fct_exchange_start_apart(pg, &value, 1, &s->round) != 0) {
+        if (start_exchange(s, pg, signature) != 0) {
             return -1;
         }
-        s->offered = signature;
     }
     const uint64_t offered = s->offered;
     if (read_round(s, pg, &rank) != 0) {
@@ -99,10 +124,8 @@ int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op
         return op_entry_describe_difference(entry, pg, rank, difference);
     }
     if (offered != signature) { /* a signal handler had interrupted the wait */
-        (void)snprintf(difference->text, sizeof difference->text,
-                       "collective mismatch: rank %d issues another collective than before an "
-                       "exception interrupted it",
-                       (int)fct_pg_rank(pg));
+        s->changed = offered == op_signature(OP_AGREEMENT, 0);
+        describe_change(pg, difference);
     }
     return 0;
 }
@@ -110,7 +133,9 @@ int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op
 void op_sequence_add(op_sequence *s, uint64_t signature) {
     assert(s->round == NULL);
     if (!s->ended) {
-        const uint64_t predicted = signature == 0 ? op_prediction_next(&s->prediction) : 0;
-        op_prediction_add(&s->prediction, signature != 0 ? signature : predicted);
+        const uint64_t expected = s->certain != 0 ? s->certain : op_prediction_next(&s->prediction);
+        op_prediction_add(&s->prediction, signature != 0 ? signature : expected);
     }
+    s->certain = 0;
+    s->changed = false;
 }

@@ -33,13 +33,16 @@ typedef struct op_sequence {
     op_prediction prediction; /* of signatures */
     fct_exchange *round;      /* exchange of the next signature; NULL: none, or read */
     uint64_t offered;         /* this rank's signature in `round` */
+    uint64_t certain;         /* the other ranks issue this signature next; 0: unknown */
+    bool changed;             /* they may issue an exchange of an agreement next */
     bool ended;               /* a rank sent signature 0: the ranks compare no further sizes */
 } op_sequence;
 
 /* Returns 0 if all ranks issue the collective with this number and signature, and -1 with a Python
- * exception if a rank issues another one. `entry` describes this rank's collective. */
+ * exception if a rank issues another one. `entry` describes this rank's collective. Writes true to
+ * *is_certain if all ranks issue it. A signal handler may have raised an exception nevertheless. */
 typedef int (*op_departure_handler)(fct_pg *pg, uint64_t number, uint64_t signature,
-                                    const op_entry *entry);
+                                    const op_entry *entry, bool *is_certain);
 /* Sets the handler of this process. */
 void op_sequence_set_handler(op_departure_handler handler);
 

@@ -8,7 +8,9 @@ ranks use stores:
 
 - Each departing rank increments a counter in the store of the process group. The key of the counter
   has the number and the signature of the collective. When the counter equals the number of ranks,
-  the ranks issue the collective.
+  the ranks issue the collective. A rank that an exception interrupts decrements the counter, or
+  stays bound to the collective. One key decides: ``compare_set`` lets either a rank leave, or all
+  ranks issue the collective.
 - After ``PATIENCE`` the first departing ranks publish a request in the store of the job. Every rank
   whose thread waits reads the requests (``stall_monitor.py``). If its own collective with that
   number has another signature, the rank publishes the difference.
@@ -52,6 +54,8 @@ _CLOSED = "closed"
 """Value of a request whose rank has ended its wait. Without the key, a read would block."""
 _UNSET_LIMIT = 5.0
 """Seconds after which a request without key is ignored: its rank has ended before the write."""
+_ISSUE = "issue"
+"""Decision of the ranks that are about to issue a collective: no rank can leave any more."""
 _SLEEP = (0.0005, 0.05)
 """The shortest and the longest time between two reads of a store, in seconds."""
 _REMEDY = (
@@ -131,8 +135,11 @@ class Departures:
     def is_current(self) -> bool:
         return self._job() is dist.group.WORLD
 
-    def depart(self, departure: Departure, group: dist.ProcessGroup) -> None:
+    def depart(self, departure: Departure, group: dist.ProcessGroup) -> BaseException | None:
         """Waits until all ranks of the process group depart with the same collective.
+
+        Returns an exception, as of a signal handler, that arrived when it was certain that the
+        other ranks issue the collective. This rank may issue no other one.
 
         Raises:
             RuntimeError: another rank issues another collective, or does not depart within the
@@ -141,26 +148,39 @@ class Departures:
         store, size = _get_process_group_store(group), group.size()
         key = f"fsdp_c/departures/{departure.number}/{departure.signature:x}"
         outer = self._own_departures.get(departure.group)  # not None: a signal handler departs
-        self._own_departures[departure.group] = departure
-        is_first = store.add(key, 1) <= REQUESTING_RANKS
+        is_certain = False
         try:
-            self._wait(departure, store, key, group, is_first)
-        except BaseException:  # also of a signal handler: the rank may depart again
-            with contextlib.suppress(RuntimeError):  # the store has ended
-                # At the count of all ranks, other ranks issue the collective. The count can become
-                # complete between the two calls, so it is also restored.
-                if store.add(key, 0) < size and store.add(key, -1) >= size - 1:
-                    store.add(key, 1)
+            try:
+                self._own_departures[departure.group] = departure
+                is_first = store.add(key, 1) <= REQUESTING_RANKS
+                self._wait(departure, store, key, group, is_first)
+                is_certain = True
+                if store.add(f"{key}/read", 1) == size:
+                    for suffix in ("", "/read", "/decision"):
+                        store.delete_key(key + suffix)
+            finally:
+                if outer is None:
+                    del self._own_departures[departure.group]
+                else:
+                    self._own_departures[departure.group] = outer
+                self._differences.pop(departure.group, None)
+        except BaseException as error:  # also of a signal handler: the rank may depart again
+            if is_certain or not self._leave(store, key):
+                return error
             raise
-        finally:
-            self._differences.pop(departure.group, None)
-            if outer is None:
-                del self._own_departures[departure.group]
-            else:
-                self._own_departures[departure.group] = outer
-        if store.add(f"{key}/read", 1) == size:
-            store.delete_key(key)
-            store.delete_key(f"{key}/read")
+        return None
+
+    def _leave(self, store: dist.Store, key: str) -> bool:
+        """Decrements the counter. Returns False if other ranks issue the collective."""
+        own = f"rank {self._rank} leaves"
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            while (decision := store.compare_set(f"{key}/decision", "", own).decode()) != own:
+                if decision == _ISSUE:
+                    return False
+                time.sleep(_SLEEP[0])  # another rank leaves
+            store.add(key, -1)
+            store.delete_key(f"{key}/decision")
+        return True
 
     def _wait(
         self,
@@ -175,14 +195,14 @@ class Departures:
         begin = time.monotonic()
         request = ""
         try:
-            while (count := store.add(key, 0)) < size:
+            while (count := store.add(key, 0)) < size or not self._decide(store, key):
                 seconds = time.monotonic() - begin
                 if seconds > PATIENCE:
                     if is_first and not request:
-                        request = self.publish(departure)
+                        request = self._make_key()  # known before a signal handler can run
+                        self._publish(request, departure)
                     self.answer()
                 if departure.group in self._differences:
-                    request = ""  # ranks that have not read it need it
                     raise RuntimeError(self._differences[departure.group])
                 if seconds > limit:
                     raise RuntimeError(
@@ -195,13 +215,29 @@ class Departures:
         finally:
             if request:
                 with contextlib.suppress(RuntimeError):  # the store has ended
-                    self._store.set(request, _CLOSED)
+                    self._close(request, departure)
 
-    def publish(self, departure: Departure) -> str:
-        """Publishes the request of this rank. Returns its key."""
-        key = f"{_REQUESTS}/{self._store.add(_REQUESTS, 1)}"
+    def _decide(self, store: dist.Store, key: str) -> bool:
+        """Returns whether the ranks issue the collective. Precondition: all are counted."""
+        return store.compare_set(f"{key}/decision", "", _ISSUE).decode() == _ISSUE
+
+    def _close(self, request: str, departure: Departure) -> None:
+        """Closes a request, unless a rank has published a difference: all ranks must read it."""
+        text = self._store.compare_set(f"{request}/difference", "", _CLOSED).decode()
+        if text == _CLOSED:
+            self._store.set(request, _CLOSED)  # releases the memory
+        else:
+            self._stop(departure, text)
+
+    def _make_key(self) -> str:
+        return f"{_REQUESTS}/{self._store.add(_REQUESTS, 1)}"
+
+    def _publish(self, key: str, departure: Departure) -> None:
         self._store.set(key, json.dumps(asdict(departure)))
-        return key
+
+    def publish(self, departure: Departure) -> None:
+        """Publishes a request of this rank, which remains open."""
+        self._publish(self._make_key(), departure)
 
     def answer(self) -> None:
         """Answers requests of other ranks. Stops the process groups whose ranks differ."""
@@ -209,13 +245,10 @@ class Departures:
             self._read_requests()
             for number, departure in list(self._open_requests.items()):
                 text = self._find_difference(number, departure)
-                if text or self._is_closed(number):
-                    del self._open_requests[number]
                 if text:
+                    del self._open_requests[number]
+                if text and text != _CLOSED:
                     self._stop(departure, text)
-
-    def _is_closed(self, number: int) -> bool:
-        return self._store.get(f"{_REQUESTS}/{number}").decode() == _CLOSED
 
     def _read_requests(self) -> None:
         newest, now = self._store.add(_REQUESTS, 0), time.monotonic()
@@ -234,12 +267,15 @@ class Departures:
             del self._unset_requests[number]
 
     def _find_difference(self, number: int, departure: Departure) -> str:
-        """Returns the published difference, or finds and publishes it. Returns "" without one."""
+        """Returns the published difference, or finds and publishes it.
+
+        Returns "" without one, and ``_CLOSED`` if the request is closed.
+        """
         key = f"{_REQUESTS}/{number}/difference"
         if self._store.check([key]):
             return str(self._store.get(key).decode())
         own = self._get_own(departure)
-        if own is None or self._is_closed(number):
+        if own is None:
             return ""
         rank = departure.ranks.index(self._rank)
         sides = sorted([(rank, *own), (departure.rank, *departure.latest)])
@@ -296,15 +332,18 @@ def get_departures() -> Departures:
     return _departures[0]
 
 
-def wait_for_departures(group: str, number: int, signature: int, entry: bytes) -> None:
+def wait_for_departures(
+    group: str, number: int, signature: int, entry: bytes
+) -> BaseException | None:
     """Waits until all ranks of the process group ``group`` depart with the same collective.
 
     csrc/python/sequence.c calls it before a collective that differs from the prediction.
-    ``number`` and ``signature`` are those of the collective; ``entry`` describes it.
+    ``number`` and ``signature`` are those of the collective; ``entry`` describes it. Returns an
+    exception that the caller must raise, although all ranks issue the collective.
 
     Raises:
         RuntimeError: see :meth:`Departures.depart`.
     """
     process_group = _resolve_process_group(group)  # type: ignore[arg-type]
     departure = make_departure(process_group, number, signature, entry)
-    get_departures().depart(departure, process_group)
+    return get_departures().depart(departure, process_group)

@@ -132,12 +132,15 @@ static void ranks_begin_with_the_same_collective(void **state) {
 
 static struct {
     int calls, result;
+    bool is_certain;
     uint64_t number, signature;
     op_entry entry;
 } departed;
 
-static int depart(fct_pg *pg, uint64_t number, uint64_t signature, const op_entry *entry) {
+static int depart(fct_pg *pg, uint64_t number, uint64_t signature, const op_entry *entry,
+                  bool *is_certain) {
     require(pg == &group);
+    *is_certain = departed.is_certain;
     departed.calls++;
     departed.number = number;
     departed.signature = signature;
@@ -164,6 +167,30 @@ static void depart_from_the_prediction(void) {
     require(shm_negotiation_signature_at(n, 16) == 0);
     require(gather(n, "f", 0) == 0); /* a rank that does not know the size follows */
     end(n);
+}
+
+/* A signal arrives when it is certain that the other ranks issue 'e'. */
+static void leave_a_certain_departure(void) {
+    shm_negotiation *n = begin_over_gloo();
+    op_sequence_set_handler(depart);
+    train(n, 4);
+    departed.result = -1;
+    departed.is_certain = true;
+    departed.calls = 0;
+    require(gather(n, "e", 40) == -1);
+    for (int i = 0; i < 2; i++) { /* also the predicted collective */
+        require(gather(n, "a", 8) == -1);
+        require(strstr(raised, "issues another collective than before") != NULL);
+    }
+    require(gather(n, "e", 40) == 0 && departed.calls == 1);
+    departed.is_certain = false;
+    train(n, 1);
+    end(n);
+}
+
+static void certain_departure_belongs_to_one_collective(void **state) {
+    (void)state;
+    run_negotiation(leave_a_certain_departure, 2);
 }
 
 static void other_size_than_predicted_is_a_departure(void **state) {
@@ -221,6 +248,7 @@ int main(void) {
         cmocka_unit_test(ranks_compare_no_sizes_after_an_unknown_one),
         cmocka_unit_test(ranks_begin_with_the_same_collective),
         cmocka_unit_test(other_size_than_predicted_is_a_departure),
+        cmocka_unit_test(certain_departure_belongs_to_one_collective),
         cmocka_unit_test(collectives_of_a_stopped_group_raise),
         cmocka_unit_test(first_difference_of_two_lists_is_described),
     };

@@ -31,6 +31,8 @@ NO_FAULT = "RANKS=2 FAULTS=0 ORDINARY"
 TWO_FAULTS = "RANKS=2 FAULTS=2 ORDINARY"
 THREE_RANKS = "RANKS=3 FAULTS=2 ORDINARY"
 FINE_STEPS = "RANKS=2 FAULTS=0 ORDINARY FINE"
+TWO_ITEMS = "RANKS=2 ITEMS=2 FAULTS=1"
+TWO_OF_THREE = "RANKS=3 ITEMS=1 FAULTS=2 ORDINARY"
 
 HOLDS = {
     ("steps", ONE_FAULT): True,
@@ -40,6 +42,8 @@ HOLDS = {
     ("agreement", ONE_FAULT): True,
     ("agreement", "RANKS=2 FAULTS=0"): True,
     ("agreement", "RANKS=3 FAULTS=0 ORDINARY"): True,
+    ("departures", f"{TWO_ITEMS} ORDINARY"): True,
+    ("departures", "RANKS=3 ITEMS=2 FAULTS=0 ORDINARY"): True,
     ("steps", FINE_STEPS): False,
     ("steps", "RANKS=2 FAULTS=1"): False,
     ("steps", "RANKS=2 FAULTS=2"): False,
@@ -51,6 +55,12 @@ HOLDS = {
     ("agreement", "RANKS=2 FAULTS=2"): False,
     ("agreement", "RANKS=3 FAULTS=1"): False,
     ("agreement", THREE_RANKS): False,
+    ("departures", TWO_ITEMS): False,
+    ("departures", "RANKS=2 ITEMS=2 FAULTS=2"): False,
+    ("departures", "RANKS=2 ITEMS=3 FAULTS=1"): False,
+    ("departures", "RANKS=3 ITEMS=1 FAULTS=1"): False,
+    ("departures", TWO_OF_THREE): False,
+    ("departures", "RANKS=3 ITEMS=2 FAULTS=1 ORDINARY"): False,
 }
 """Model and settings of an exhaustive search -> whether `make test` includes it."""
 
@@ -87,6 +97,27 @@ RULES = {
     "ALL_RANKS_SEARCH": ("agreement", THREE_RANKS, "assertion", False),
     "ALL_RANKS_RAISE": ("agreement", ONE_FAULT, "assertion", True),
     "OPTIMIZER_FOLLOWS_AGREEMENT": ("agreement", ONE_FAULT, "assertion", True),
+    "PREDICTION_IS_COMPARED": ("departures", TWO_ITEMS, "assertion", True),
+    "UNPREDICTED_COLLECTIVES_ARE_COMPARED": ("departures", TWO_ITEMS, "assertion", False),
+    "ALL_RANKS_READ_EXCHANGE": ("departures", TWO_ITEMS, DEADLOCK, False),
+    "INTERRUPTED_EXCHANGE_IS_KEPT": ("departures", TWO_ITEMS, "", False),
+    "OFFERED_SIGNATURE_IS_COMPARED": ("departures", TWO_ITEMS, "assertion", False),
+    "EXCHANGE_AFTER_CHANGE_HAS_OTHER_ALGORITHM": ("departures", TWO_ITEMS, "assertion", True),
+    "DEPARTING_RANK_WAITS": ("departures", TWO_ITEMS, "assertion", False),
+    "KEY_HAS_NUMBER": ("departures", TWO_ITEMS, "", False),
+    "KEY_HAS_SIGNATURE": ("departures", TWO_ITEMS, "assertion", False),
+    "COUNT_IS_TAKEN_BACK": ("departures", TWO_ITEMS, "assertion", False),
+    "INTERRUPTED_RANK_IS_UNCOUNTED": ("departures", TWO_ITEMS, "assertion", False),
+    "LEAVING_IS_ATOMIC": ("departures", TWO_ITEMS, "assertion", True),
+    "DEPARTED_COLLECTIVE_IS_KEPT": ("departures", TWO_ITEMS, "", False),
+    "WAITING_RANKS_ANSWER": ("departures", TWO_ITEMS, DEADLOCK, True),
+    "OWN_DEPARTURE_IS_COMPARED": ("departures", TWO_ITEMS, DEADLOCK, False),
+    "OWN_NUMBER_IS_COMPARED": ("departures", TWO_ITEMS, "", False),
+    "REQUEST_IS_KEPT_FIRST": ("departures", TWO_ITEMS, "assertion", False),
+    "INTERRUPTED_REQUEST_IS_CLOSED": ("departures", TWO_ITEMS, "assertion", False),
+    "CLOSING_IS_ATOMIC": ("departures", TWO_ITEMS, "", False),
+    "DIFFERENCE_REMAINS": ("departures", "RANKS=3 ITEMS=1 FAULTS=1 ORDINARY", DEADLOCK, False),
+    "TWO_RANKS_REQUEST": ("departures", TWO_OF_THREE, DEADLOCK, False),
 }
 """Rule of the C code -> model and settings in which the model without the rule fails, the kind of
 the counterexample ("": any), and whether `make test` includes it."""
@@ -103,6 +134,9 @@ REACHED = {
     "GLOO": ("steps", ONE_FAULT),
     "TRAINED_AFTER_MISMATCH": ("agreement", ONE_FAULT),
     "TIME_LIMIT": ("agreement", TWO_FAULTS),
+    "STOPPED": ("departures", TWO_ITEMS),
+    "DEPARTED": ("departures", TWO_ITEMS),
+    "LATE": ("departures", TWO_ITEMS),
 }
 """States that a search must visit, REACH_* in a model -> model and settings."""
 

@@ -1,4 +1,4 @@
-"""The counter of the ranks that depart from the predicted collective, if a wait is interrupted."""
+"""A rank that an exception interrupts while it waits for the departures of the other ranks."""
 
 from __future__ import annotations
 
@@ -12,38 +12,60 @@ from fsdp_c._runtime import departures
 WORLD = 2
 
 
-class CountingStore:
-    """A store in which the other rank departs during a call of ``add``."""
+class SharedStore:
+    """A store in which the other rank departs, and decides, during one of this rank's calls."""
 
     def __init__(self, arrives_at_call: int) -> None:
-        self.counts: dict[str, int] = {}
-        self.count_of_other_rank = 0
+        self.values: dict[str, str] = {}
+        self.other_issues = False
         self._calls_until_arrival = arrives_at_call
 
     def add(self, key: str, amount: int) -> int:
-        count = self.counts[key] = self.counts.get(key, 0) + amount
-        self._calls_until_arrival -= 1
-        if self._calls_until_arrival == 0:
-            self.count_of_other_rank = self.counts[key] = self.counts[key] + 1
+        count = self._add(key, amount)
+        self._count_call(key)
         return count
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        value = self._compare_set(key, desired)
+        self._count_call(key.removesuffix("/decision"))
+        return value
 
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_interrupted_rank_keeps_a_count_at_which_the_other_rank_has_issued(
+    def delete_key(self, key: str) -> None:
+        self.values.pop(key, None)
+
+    def _add(self, key: str, amount: int) -> int:
+        self.values[key] = str(int(self.values.get(key, "0")) + amount)
+        return int(self.values[key])
+
+    def _compare_set(self, key: str, desired: str) -> bytes:
+        return self.values.setdefault(key, desired).encode()
+
+    def _count_call(self, key: str) -> None:
+        self._calls_until_arrival -= 1
+        if self._calls_until_arrival == 0 and self._add(key, 1) == WORLD:
+            decision = self._compare_set(f"{key}/decision", "issue")
+            self.other_issues = decision == b"issue"
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 9])
+def test_interrupted_rank_leaves_unless_the_other_rank_issues_the_collective(
     call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank issues the collective if its count is that of all ranks."""
-
     def interrupt(*unused: Any) -> None:
         raise KeyboardInterrupt
 
-    store = CountingStore(call)
+    store = SharedStore(call)
     monkeypatch.setattr(departures, "_get_process_group_store", lambda group: store)
-    own: Any = SimpleNamespace(_own_departures={}, _differences={}, _wait=interrupt)
+    own: Any = SimpleNamespace(_own_departures={}, _differences={}, _wait=interrupt, _rank=0)
+    own._leave = lambda *args: departures.Departures._leave(own, *args)
     group: Any = SimpleNamespace(size=lambda: WORLD)
     departure = departures.Departure("group", [0, 1], 0, 7, 1, 0, "")
-    with pytest.raises(KeyboardInterrupt):
-        departures.Departures.depart(own, departure, group)
-    (count,) = store.counts.values()
-    has_issued = store.count_of_other_rank == WORLD
-    assert (count == WORLD) == has_issued
+    try:
+        result = departures.Departures.depart(own, departure, group)
+        leaves = False
+        assert isinstance(result, KeyboardInterrupt)
+    except KeyboardInterrupt:
+        leaves = True
+    assert leaves != store.other_issues
+    count = next(int(v) for k, v in store.values.items() if not k.endswith("/decision"))
+    assert count == (0 if call == 9 else 1 if leaves else WORLD)
