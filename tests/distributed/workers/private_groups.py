@@ -359,3 +359,18 @@ def group_parameters_replaced(api: Api) -> list[Any]:
     shorter = group.fsdp_params[:-1]
     assigned = error_type(lambda: setattr(group, "fsdp_params", shorter))
     return [type(group.fsdp_params).__name__, assigned, len(group.fsdp_params)]
+
+
+@scenario()
+def group_end_of_backward_prevented(api: Api) -> list[Any]:
+    """Marks the end of backward as queued, so that backwards of microbatches do not end a step."""
+    model: Any = shard(api, blocks_and_head())
+    context = model._get_fsdp_state()._state_ctx
+    observed: list[Any] = []
+    for _ in range(2):
+        context.post_backward_final_callback_queued = True
+        accumulate(model, api.rank)
+        observed += [context.post_backward_final_callback_queued, kinds(model)]
+        finish_called_directly(model, lambda group: None)
+        observed += [context.post_backward_final_callback_queued, grads(model), kinds(model)]
+    return observed
