@@ -176,6 +176,22 @@ def test_accelerated_step_unsupported_by_dtensor_equals_step_on_local_shards(kin
     assert all(torch.equal(local_of(param), shard) for param, shard in zip(params, shards))
 
 
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_backward_of_graph_from_before_a_step_raises(accelerated: bool) -> None:
+    """The graph of a penalty has saved the sharded parameters, which the step then writes."""
+    params = make_params()
+    optimizer = torch.optim.AdamW(params)
+    if accelerated:
+        optim.accelerate(optimizer)
+    for _ in range(2):  # the second accelerated step uses the recipe of the first
+        set_gradients(params, 3)
+        penalties = [param.square().to_local().sum() for param in params]
+        optimizer.step()
+        for penalty in penalties:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                penalty.backward()
+
+
 def dtensor_operators(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[str]:
     """Runs a step. Returns the names of the operators that received a DTensor."""
     operators = []
