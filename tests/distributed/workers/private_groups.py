@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from toy_models import ResidualBlock
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -363,7 +364,10 @@ def group_parameters_replaced(api: Api) -> list[Any]:
 
 @scenario()
 def group_end_of_backward_prevented(api: Api) -> list[Any]:
-    """Marks the end of backward as queued, so that backwards of microbatches do not end a step."""
+    """Marks the end of backward as queued, so that backwards of microbatches do not end a step.
+
+    Gradients that a backward has reduced can be read before the program calls the callback.
+    """
     model: Any = shard(api, blocks_and_head())
     context = model._get_fsdp_state()._state_ctx
     observed: list[Any] = []
@@ -373,4 +377,9 @@ def group_end_of_backward_prevented(api: Api) -> list[Any]:
         observed += [context.post_backward_final_callback_queued, kinds(model)]
         finish_called_directly(model, lambda group: None)
         observed += [context.post_backward_final_callback_queued, grads(model), kinds(model)]
-    return observed
+    context.post_backward_final_callback_queued = True
+    model(batch(api.rank)).square().mean().backward()
+    found = [param.grad for param in model.parameters()]
+    observed.append([grad.to_local() if isinstance(grad, DTensor) else grad for grad in found])
+    model._get_fsdp_state()._root_post_backward_final_callback()
+    return [*observed, train(model, api.rank, 2)]
