@@ -49,6 +49,7 @@ KINDS: dict[str, MakeOptimizer] = {
 # torch cannot run these on DTensors (Rprop: before 2.15).
 ONLY_ACCELERATED: dict[str, MakeOptimizer] = {
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, fused=True),
     "Rprop": lambda p: torch.optim.Rprop(p),
 }
 
