@@ -7,6 +7,7 @@ only values that must be equal under torch and fsdp_c.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -351,6 +352,39 @@ def group_gradients_accumulated_directly(api: Api) -> list[Any]:
         finish_called_directly(model, accumulate_to_unsharded)
         observed += [grads(model), kinds(model)]
     return observed
+
+
+@scenario()
+def group_constructor_replaced(api: Api) -> list[Any]:
+    """A library gives single parameters other dtypes, by attributes that the constructor sets.
+
+    The replacement reads the unsharded parameters before it calls torch's constructor.
+    """
+    construct, set_dtypes = FSDPParamGroup.__init__, FSDPParam.init_dtype_attrs
+    observed: list[Any] = []
+
+    def replacement(group: Any, params: Any, modules: Any, *rest: Any) -> None:
+        observed.append([type(param).__name__ for m in modules for param in m.parameters()])
+        if len(params) == 1:
+            raise ValueError("a group of one parameter")
+        construct(group, params, modules, *rest)
+        for param, original in zip(group.fsdp_params, params, strict=True):
+            param._has_own_dtype = original.ndim == 1
+
+    def set_own_dtypes(param: Any, policy: MixedPrecisionPolicy) -> None:
+        dtype = torch.float64 if param._has_own_dtype else policy.param_dtype
+        set_dtypes(param, replace(policy, param_dtype=dtype))
+
+    with (
+        mock.patch.object(FSDPParamGroup, "__init__", replacement),
+        mock.patch.object(FSDPParam, "init_dtype_attrs", set_own_dtypes),
+    ):
+        single = nn.Linear(DIM, DIM, bias=False)
+        observed.append([error_type(lambda: api.fully_shard(single)), type(single).__name__])
+        model: Any = api.fully_shard(blocks_and_head(1)[0], mp_policy=MIXED)
+        model._get_fsdp_state()._lazy_init()
+    found = [(str(p.param_dtype), str(p.reduce_dtype)) for p in group_of(model).fsdp_params]
+    return [*observed, found]
 
 
 @scenario()
