@@ -104,7 +104,10 @@ def original(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def iterate_wrapped(function: Any, depth: int = 4) -> Iterator[Any]:
-    """Yields the function and the functions that it wraps: ``__wrapped__``, closures, defaults."""
+    """Yields the function and the functions that it wraps: ``__wrapped__``, closures, defaults.
+
+    Then yields functions in global variables that the function reads, but none that they wrap.
+    """
     yield function
     if depth == 0:
         return
@@ -118,6 +121,9 @@ def iterate_wrapped(function: Any, depth: int = 4) -> Iterator[Any]:
     for candidate in inner:
         if callable(candidate):
             yield from iterate_wrapped(candidate, depth - 1)
+    if isinstance(function, FunctionType):
+        values = (function.__globals__.get(name) for name in function.__code__.co_names)
+        yield from filter(callable, values)
 
 
 def find_torch_function(module: ModuleType, name: str) -> FunctionType | None:

@@ -524,7 +524,7 @@ done:
 
 fc_status fc_state_post_backward(const fc_state *s, fc_group *g) {
     assert(g->base.comm != NULL);
-    return verify_state(s, s->iteration->callback_queued || s->iteration->manual
+    return verify_state(s, s->iteration->callback_counted || s->iteration->manual
                                ? FC_OK
                                : fc_group_complete_reductions(g));
 }

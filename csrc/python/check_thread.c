@@ -5,7 +5,8 @@
  * may use a state one after the other, and a forward may call other sharded modules from threads
  * that it starts. A call is refused only if the other thread uses the same state, or runs a
  * backward under the same root. Autograd's device threads recompute forwards and run hooks for the
- * thread that called backward.
+ * thread that called backward. A backward runs while autograd holds its end-of-backward callback
+ * (callback_counted). Pipeline schedules set callback_queued themselves, to prevent that callback.
  *
  * Tracers that run the model on tensors without memory are refused too, because the group would
  * keep the gathered fake tensors. All checks come before the state changes, so a refused call does
@@ -79,7 +80,7 @@ int fcpy_check_forward_thread(fcpy_state *self) {
     if (in_forward && self->thread != this_thread && !fct_in_backward()) {
         return raise_concurrent_use(self, "forward");
     }
-    if (iteration != NULL && iteration->core.callback_queued &&
+    if (iteration != NULL && iteration->core.callback_counted &&
         iteration->backward_thread != this_thread && iteration->forward_thread != this_thread &&
         !fct_in_backward()) {
         return raise_concurrent_use(self, "backward");
@@ -107,11 +108,11 @@ int fcpy_check_backward_thread(fcpy_state *self) {
         iteration->forward_thread != this_thread) {
         return raise_concurrent_use((fcpy_state *)iteration->core.forward_root->owner, "forward");
     }
-    if (!uses_device_threads && iteration->core.callback_queued &&
+    if (!uses_device_threads && iteration->core.callback_counted &&
         iteration->backward_thread != this_thread) {
         return raise_concurrent_use(self, "backward");
     }
-    if (!iteration->core.callback_queued) {
+    if (!iteration->core.callback_counted) {
         iteration->backward_thread = this_thread;
     }
     return 0;

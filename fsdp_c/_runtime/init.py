@@ -32,6 +32,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 
 from .._compat import zero_grad
+from .._compat.group_constructor import construct_group
 from .._compat.torch_releases import ShardPlacementFnResult, resolve_placement
 from .hints import with_hint
 from .lint_params import record_sharded_params
@@ -100,7 +101,8 @@ def shard_modules(
     _store_state(api, state, modules)
     state.init(modules, device, policies[0], auto_reshard_after_forward)
     state._fsdp_param_groups = [
-        _make_group(state, modules, module_infos, part, device, policies) for part in parts
+        _make_group(state, modules, module_infos, part, device, policies, meshes.shard_placement_fn)
+        for part in parts
     ]
     for index, group in enumerate(state._fsdp_param_groups):
         group._set_unit(state, index, len(parts))
@@ -178,6 +180,7 @@ def _make_group(
     part: _GroupParams,
     device: torch.device,
     policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
+    shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None,
 ) -> ParamGroup:
     factory = ParamFactory(part.mesh_info, part.post_forward, device, *policies)
     fsdp_params = [
@@ -185,17 +188,18 @@ def _make_group(
         for param, placement in zip(part.params, part.placements)
     ]
     group_class = TypedParamGroup if any(p.is_spmd_types for p in fsdp_params) else ParamGroup
-    group = group_class(
-        fsdp_params,
-        modules,
-        part.mesh_info,
-        part.post_forward,
-        device,
-        *policies,
-        state._comm_ctx,
-    )
-    for fsdp_param in fsdp_params:
-        fsdp_param.register()
+    group = group_class.__new__(group_class)
+    mesh_args = (part.mesh_info, part.post_forward, device)
+
+    def construct() -> None:
+        group.__init__(  # type: ignore[misc]  # a library's replacement runs before and after
+            fsdp_params, modules, *mesh_args, *policies, state._comm_ctx
+        )
+        for fsdp_param in fsdp_params:
+            fsdp_param.register()
+
+    torch_args = (part.params, modules, *mesh_args, shard_placement_fn, *policies)
+    construct_group(group, construct, torch_args)
     record_sharded_params(fsdp_params)
     return group
 

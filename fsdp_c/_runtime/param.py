@@ -177,7 +177,7 @@ class Param(ReplaceableShard):
             self.sharded_post_forward_size = self.sharded_size
             self.contiguous_sharded_post_forward_stride = self.contiguous_sharded_stride
         self._init_extensions()
-        self.init_dtype_attrs(mp_policy)
+        self._set_dtypes(mp_policy)
         self._post_load_hook_handle: Any = None
 
     def _read_torch_construction(self) -> None:
@@ -189,7 +189,7 @@ class Param(ReplaceableShard):
         self._orig_attributes = {}
         self._adopted_tensor = self.sharded_param._local_tensor
         self._set_attributes_of_newer_torch()
-        self.init_dtype_attrs(self.mp_policy)
+        self._set_dtypes(self.mp_policy)
         self._note_shard()
 
     def register(self) -> None:
@@ -270,7 +270,13 @@ class Param(ReplaceableShard):
         return grad
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
-        """Sets ``param_dtype`` and ``reduce_dtype``. ``None`` means that no cast is needed."""
+        """Sets ``param_dtype`` and ``reduce_dtype``. ``None`` means that no cast is needed.
+
+        A replacement is not called before lazy init, as in torch.
+        """
+        self._set_dtypes(mp_policy)
+
+    def _set_dtypes(self, mp_policy: MixedPrecisionPolicy) -> None:
         if mp_policy is not self.mp_policy:
             self._policy_dtype = get_compute_dtype(mp_policy, self.sharded_param)
         param_dtype = self._policy_dtype

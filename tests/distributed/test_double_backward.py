@@ -30,6 +30,7 @@ BIT_EQUAL = [
     "penalty_with_checkpointing_outside",
     "penalty_on_activations",
     "third_derivatives",
+    "hessian_of_the_outputs",
     "error_between_the_two_backwards",
     "penalty_with_manual_finalization",
 ]
@@ -63,17 +64,20 @@ def assert_freed(results: list[Any]) -> None:
     assert [result["unsharded_bytes"] for result in results] == [0] * len(results)
 
 
-def run_torch(rank: int, world: int) -> None:
+def run_torch(rank: int, world: int, name: str) -> None:
     import double_backward
 
-    double_backward.gradient_penalty(
-        behavior.Api("torch", rank, world, None)  # type: ignore[arg-type]  # writes no files
-    )
+    run: Any = getattr(double_backward, name)
+    run(behavior.Api("torch", rank, world, None))  # type: ignore[arg-type]  # writes no files
 
 
-def test_b8_torch_reads_freed_parameters() -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["gradient_penalty", "penalty_that_reshards_after_backward_only", "hessian_of_the_outputs"],
+)
+def test_b8_torch_reads_freed_parameters(name: str) -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(run_torch, 2)
+        run_ranks(run_torch, 2, (name,))
     outputs = [report.status + report.output for report in failed.value.reports]
     assert any("SIGSEGV" in end or "storage of size 0" in end for end in outputs)
 

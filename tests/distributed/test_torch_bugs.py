@@ -17,7 +17,7 @@ import torch
 from behavior import Raised, differences
 from releases import has
 
-BUGS = ("torch_bugs", "torch_bugs_failures", "torch_bugs_meshes")
+BUGS = ("torch_bugs", "torch_bugs_failures", "torch_bugs_meshes", "torch_bugs_steps")
 FIXED_IN_2_15 = has("2.15")
 """Whether the installed torch has fixed B1, B2 and resets. Tests name the earlier fixes."""
 
@@ -246,6 +246,35 @@ def test_model_trains_after_a_backward_that_raised(name: str) -> None:
         by_torch = [["an exception"]]
     assert all(by_torch)
     assert_right(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["forward_on_the_meta_device_before_to_empty", "functional_call_before_the_first_forward"],
+)
+def test_model_trains_after_a_first_forward_that_raised(name: str) -> None:
+    """torch's states keep the failed lazy init and do not repeat it."""
+    for error in torch_errors(name):
+        assert "object has no attribute 'param_dtype'" in error.text
+    assert_right(name)
+
+
+# ---- stale weights ----
+
+
+def test_step_between_units_that_stay_unsharded_leaves_no_stale_weights() -> None:
+    for result in run_torch("steps_without_reshard_after_backward"):
+        assert differences(result["expected"], result["found"])
+    assert_right("steps_without_reshard_after_backward")
+
+
+def test_uneven_parameters_tied_after_sharding_leave_no_stale_weights() -> None:
+    """Both units' gradients are reduced alone, so the sums are rounded in another order."""
+    name = "parameters_tied_after_sharding"
+    for result in run_torch(name):
+        assert differences_beyond_rounding(result["expected"], result["found"])
+    for result in run_fsdp_c(name):
+        assert not differences_beyond_rounding(result["expected"], result["found"])
 
 
 # ---- partial reductions with replicas (B1) ----

@@ -49,6 +49,7 @@ KINDS: dict[str, MakeOptimizer] = {
 # torch cannot run these on DTensors (Rprop: before 2.15).
 ONLY_ACCELERATED: dict[str, MakeOptimizer] = {
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, fused=True),
     "Rprop": lambda p: torch.optim.Rprop(p),
 }
 
@@ -174,6 +175,22 @@ def test_accelerated_step_unsupported_by_dtensor_equals_step_on_local_shards(kin
     train(optim.accelerate(ONLY_ACCELERATED[kind](params)), params)
     train(ONLY_ACCELERATED[kind](shards), shards)
     assert all(torch.equal(local_of(param), shard) for param, shard in zip(params, shards))
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_backward_of_graph_from_before_a_step_raises(accelerated: bool) -> None:
+    """The graph of a penalty has saved the sharded parameters, which the step then writes."""
+    params = make_params()
+    optimizer = torch.optim.AdamW(params)
+    if accelerated:
+        optim.accelerate(optimizer)
+    for _ in range(2):  # the second accelerated step uses the recipe of the first
+        set_gradients(params, 3)
+        penalties = [param.square().to_local().sum() for param in params]
+        optimizer.step()
+        for penalty in penalties:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                penalty.backward()
 
 
 def dtensor_operators(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[str]:

@@ -66,6 +66,19 @@ def test_find_expected_of_opaque_replacement_returns_none(monkeypatch: pytest.Mo
     assert originals.find_expected(param_group, "foreach_reduce") is None
 
 
+_saved_constructor = FSDPParamGroup.__init__
+
+
+def replacement_with_global_variable(*args: Any) -> None:
+    _saved_constructor(*args)
+
+
+def test_find_original_returns_function_in_global_variable_of_the_replacement() -> None:
+    names = FSDPParamGroup.__module__, "FSDPParamGroup.__init__"
+    own = originals.find_original(replacement_with_global_variable, *names)
+    assert own is _saved_constructor
+
+
 def test_expected_class_replaced_by_subclass_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "RegisterPostBackwardFunction"
     library = type(name, (RegisterPostBackwardFunction,), {"__module__": "library"})

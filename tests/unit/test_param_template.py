@@ -154,8 +154,9 @@ def test_patched_param_method_is_called_for_each_parameter(
         return original(self, *args)
 
     monkeypatch.setattr(FSDPParam, name, patched)
-    params = params_of(fully_shard(model()))
-    assert {id(param) for param in params} == {id(param) for param in called}
+    sharded = fully_shard(model())
+    sharded._get_fsdp_state()._lazy_init()  # calls init_dtype_attrs
+    assert {id(param) for param in params_of(sharded)} == {id(param) for param in called}
 
 
 @pytest.mark.parametrize("kind", ["subclass", "function"])

@@ -257,6 +257,25 @@ def third_derivatives(api: Api) -> Found:
     return train_both(shard(api, curved_model()), curved_model(), api.rank, third)
 
 
+@scenario()
+def hessian_of_the_outputs(api: Api) -> Found:
+    """``torch.autograd.functional``: Hessian and its product with a vector, then training."""
+    model, reference = shard(api, curved_model()), curved_model()
+    x = batch(api.rank)[0]
+    by_model: list[Any] = []
+    for module in (model, reference):
+
+        def value(x: torch.Tensor, module: nn.Module = module) -> torch.Tensor:
+            return module(x).square().sum()
+
+        product = torch.autograd.functional.hvp(value, x, torch.ones_like(x))
+        by_model.append([torch.autograd.functional.hessian(value, x), *product])
+    found = train_both(model, reference, api.rank)
+    found["found"].append(by_model[0])
+    found["expected"].append(by_model[1])
+    return found
+
+
 class Collectives(TorchDispatchMode):
     """Counts collectives. CommDebugMode does not support ``autograd.grad``."""
 

@@ -65,7 +65,6 @@ NOT_CALLED_SINCE_2_15 = {
 
 NOT_CALLED = {
     "FSDPCommContext.get_all_gather_streams": _STREAMS,
-    "FSDPParamGroup.__init__": _CLASS,
     "FSDPParamGroup._record_post_forward": _TRANSITION,
     "FSDPParamGroup._wait_for_post_backward": _TRANSITION,
     "FSDPParamGroup._prefetch_unshard": _PREFETCH,

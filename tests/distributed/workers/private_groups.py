@@ -7,6 +7,7 @@ only values that must be equal under torch and fsdp_c.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from toy_models import ResidualBlock
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -353,9 +355,65 @@ def group_gradients_accumulated_directly(api: Api) -> list[Any]:
 
 
 @scenario()
+def group_constructor_replaced(api: Api) -> list[Any]:
+    """A library gives single parameters other dtypes, by attributes that the constructor sets.
+
+    The replacement reads the unsharded parameters before it calls torch's constructor.
+    """
+    construct, set_dtypes = FSDPParamGroup.__init__, FSDPParam.init_dtype_attrs
+    observed: list[Any] = []
+
+    def replacement(group: Any, params: Any, modules: Any, *rest: Any) -> None:
+        observed.append([type(param).__name__ for m in modules for param in m.parameters()])
+        if len(params) == 1:
+            raise ValueError("a group of one parameter")
+        construct(group, params, modules, *rest)
+        for param, original in zip(group.fsdp_params, params, strict=True):
+            param._has_own_dtype = original.ndim == 1
+
+    def set_own_dtypes(param: Any, policy: MixedPrecisionPolicy) -> None:
+        dtype = torch.float64 if param._has_own_dtype else policy.param_dtype
+        set_dtypes(param, replace(policy, param_dtype=dtype))
+
+    with (
+        mock.patch.object(FSDPParamGroup, "__init__", replacement),
+        mock.patch.object(FSDPParam, "init_dtype_attrs", set_own_dtypes),
+    ):
+        single = nn.Linear(DIM, DIM, bias=False)
+        observed.append([error_type(lambda: api.fully_shard(single)), type(single).__name__])
+        model: Any = api.fully_shard(blocks_and_head(1)[0], mp_policy=MIXED)
+        model._get_fsdp_state()._lazy_init()
+    found = [(str(p.param_dtype), str(p.reduce_dtype)) for p in group_of(model).fsdp_params]
+    return [*observed, found]
+
+
+@scenario()
 def group_parameters_replaced(api: Api) -> list[Any]:
     """Assigns a shorter list to ``fsdp_params`` before the first forward."""
     group = group_of(shard(api, blocks_and_head(1))[0])
     shorter = group.fsdp_params[:-1]
     assigned = error_type(lambda: setattr(group, "fsdp_params", shorter))
     return [type(group.fsdp_params).__name__, assigned, len(group.fsdp_params)]
+
+
+@scenario()
+def group_end_of_backward_prevented(api: Api) -> list[Any]:
+    """Marks the end of backward as queued, so that backwards of microbatches do not end a step.
+
+    Gradients that a backward has reduced can be read before the program calls the callback.
+    """
+    model: Any = shard(api, blocks_and_head())
+    context = model._get_fsdp_state()._state_ctx
+    observed: list[Any] = []
+    for _ in range(2):
+        context.post_backward_final_callback_queued = True
+        accumulate(model, api.rank)
+        observed += [context.post_backward_final_callback_queued, kinds(model)]
+        finish_called_directly(model, lambda group: None)
+        observed += [context.post_backward_final_callback_queued, grads(model), kinds(model)]
+    context.post_backward_final_callback_queued = True
+    model(batch(api.rank)).square().mean().backward()
+    found = [param.grad for param in model.parameters()]
+    observed.append([grad.to_local() if isinstance(grad, DTensor) else grad for grad in found])
+    model._get_fsdp_state()._root_post_backward_final_callback()
+    return [*observed, train(model, api.rank, 2)]
