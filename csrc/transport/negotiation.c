@@ -331,11 +331,31 @@ bool shm_negotiation_compares_sizes(shm_negotiation *n) {
     return n->agrees && n->gathers >= n->fallback_gathers && get_state(n) == DECLINED;
 }
 
+/* Reads an agreement whose wait an exception has interrupted. If the ranks differ, the other ranks
+ * search for the first difference, and this rank must take part before it issues anything else. */
+static int finish_agreement(shm_negotiation *n, fct_pg *pg) {
+    fct_difference difference;
+    if (n->agreement.round == NULL) {
+        return 0;
+    }
+    if (op_agreement_await(&n->agreement, pg, &difference) != 0) {
+        return -1;
+    }
+    if (difference.text[0] != '\0') {
+        fct_error_runtime(difference.text);
+        return -1;
+    }
+    return 0;
+}
+
 /* `kind`: of an op_entry. */
 static int compare_size(shm_negotiation *n, fct_pg *pg, uint64_t kind, uint64_t signature,
                         const fct_op_tag *tag) {
     if (n->stopped[0] != '\0') {
         fct_error_runtime(n->stopped);
+        return -1;
+    }
+    if (finish_agreement(n, pg) != 0) {
         return -1;
     }
     if (!shm_negotiation_compares_sizes(n) || op_sequence_expects(&n->sequence, signature)) {

@@ -33,8 +33,8 @@ FCT_CHECK int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint
 void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum);
 
 /* Starts an agreement of all ranks on the collectives over the process group since the last
- * agreement that carry no labels, and on the checksums. Writes false to *issued if there is none, or
- * if the ranks do not agree; see shm_negotiation_start_agreement. Does not wait. */
+ * agreement that carry no labels, and on the checksums. Writes false to *issued if there are none,
+ * or if the ranks do not agree; see shm_negotiation_start_agreement. Does not wait. */
 FCT_CHECK int fct_agree_start(fct_pg *pg, bool *issued);
 /* Whether fct_agree_start would wait for the other ranks, to compare its size (sequence.h). */
 bool fct_agree_start_waits(fct_pg *pg);

@@ -199,6 +199,13 @@ static void agree_on_checksums_over_shared_memory(void) {
     require(!issues(n));
     add_checksum(n, "a", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6);
     require(strstr(agree(n), "different data after the all-gather of 'a'") != NULL);
+    add_checksum(n, "a", FCT_OP_ALL_GATHER, 6);
+    require(issues(n));
+    fct_difference difference;
+    interruptions = me.rank == 0 ? 1 : 0; /* rank 0 abandons the agreement */
+    require(shm_negotiation_await_agreement(n, &group, &difference) == (me.rank == 0 ? -1 : 0));
+    add_checksum(n, "a", FCT_OP_ALL_GATHER, 6);
+    require(strcmp(agree(n), "") == 0);
     end(n);
 }
 
@@ -313,6 +320,33 @@ static void agreement_after_an_interrupted_agreement_compares(void **state) {
     run_negotiation(interrupt_an_agreement, 2);
 }
 
+/* Rank 0 abandons an agreement with a difference. Rank 1 searches, so rank 0 takes part before its
+ * next collective, and both describe the same difference. */
+static void interrupt_an_agreement_with_a_difference(void) {
+    shm_negotiation *n = begin_over_gloo();
+    fct_difference difference;
+    record(n, me.rank == 0 ? "a" : "b", 1);
+    require(issues(n));
+    const char *text = difference.text;
+    interruptions = me.rank == 0 ? 1 : 0;
+    require(shm_negotiation_await_agreement(n, &group, &difference) == (me.rank == 0 ? -1 : 0));
+    if (me.rank == 0) {
+        const fct_op_tag tag = {.kind = FCT_OP_ALL_GATHER};
+        require(shm_negotiation_compare_size(n, &group, 0, &tag) == -1);
+        text = raised;
+    }
+    require(strcmp(text, "collective mismatch: rank 0 reduce-scatters 'a' (step 3, backward), "
+                         "rank 1 reduce-scatters 'b' (step 3, backward)") == 0);
+    record(n, "c", 1);
+    require(strcmp(agree(n), "") == 0);
+    end(n);
+}
+
+static void collective_after_an_interrupted_agreement_finishes_it(void **state) {
+    (void)state;
+    run_negotiation(interrupt_an_agreement_with_a_difference, 2);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(equal_collectives_cost_one_round_per_interval),
@@ -325,6 +359,7 @@ int main(void) {
         cmocka_unit_test(ranks_agree_without_a_comparison_of_plans),
         cmocka_unit_test(ranks_do_not_agree_if_one_of_them_cannot),
         cmocka_unit_test(agreement_after_an_interrupted_agreement_compares),
+        cmocka_unit_test(collective_after_an_interrupted_agreement_finishes_it),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

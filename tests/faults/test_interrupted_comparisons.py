@@ -1,0 +1,34 @@
+"""An exception interrupts a rank over gloo while the ranks compare their collectives."""
+
+from __future__ import annotations
+
+import interrupted_comparisons as programs
+from launch import run_ranks
+
+GLOO = {"FSDP_C_TRANSPORT": "gloo"}
+
+
+def test_rank_that_leaves_a_departure_late_raises_instead_of_ending_the_others() -> None:
+    own, other = run_ranks(programs.leave_departure, 2, (False,), env=GLOO)
+    assert all(text.startswith("RuntimeError") for text in own + other)
+    assert "another collective than before an exception interrupted it" in own[0]
+    assert len(other) > 0
+
+
+def test_rank_that_repeats_an_interrupted_departure_continues() -> None:
+    assert run_ranks(programs.leave_departure, 2, (True,), env=GLOO) == [[], []]
+
+
+def test_rank_that_leaves_an_exchange_raises_instead_of_ending_the_others() -> None:
+    own, other = run_ranks(programs.leave_exchange, 2, env=GLOO)
+    assert own[0] == "Interrupt: "
+    assert "another collective than before an exception interrupted it" in own[1]
+    assert any(other)
+
+
+def test_rank_that_leaves_an_agreement_takes_part_in_the_search_for_the_difference() -> None:
+    own, other = run_ranks(programs.leave_agreement, 2, env=GLOO)
+    assert own[0] == "Interrupt: "
+    expected = "collective mismatch: rank 0 gathers 'blocks.1' (step "
+    assert expected in own[1]
+    assert expected in other[0]
