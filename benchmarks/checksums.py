@@ -23,13 +23,18 @@ from guard import TRANSPORTS, WORLD_SIZE
 from meter import Cost, Meter
 from ranks import start_ranks
 from report import format_table, write_json
-from steps import JOBS
+from steps import JOBS, GPTConfig, make_gpt_job
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c import fully_shard, set_guard
 from fsdp_c._runtime.plan_hash import GuardMode
 
 WARM_UP = 3
+ALL_JOBS = JOBS | {
+    "medium, 8 sequences": lambda: make_gpt_job(GPTConfig(layers=8, width=512, heads=8), 8)
+}
+"""The cost depends on the time of a step per parameter: ``medium`` has one sequence."""
+DEFAULT = ["small", "medium", "medium, 8 sequences"]
 MODES: dict[str, GuardMode] = {"on": "on", "hash": "hash", "control": "on"}
 
 
@@ -39,7 +44,7 @@ class Run:
     def __init__(self, model_name: str, mode: GuardMode) -> None:
         set_guard(mode)
         torch.manual_seed(0)
-        job = JOBS[model_name]()
+        job = ALL_JOBS[model_name]()
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
         for unit in job.units:
             fully_shard(unit, mesh=mesh)
@@ -89,7 +94,7 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description='Costs of the guard mode "hash".')
-    parser.add_argument("--models", nargs="+", choices=list(JOBS), default=["small", "medium"])
+    parser.add_argument("--models", nargs="+", choices=list(ALL_JOBS), default=DEFAULT)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()

@@ -52,7 +52,7 @@ bool op_agreement_is_needed(const op_agreement *a) {
 }
 
 int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued) {
-    assert(pg != NULL && a->count <= a->total);
+    assert(pg != NULL && a->count <= a->total && a->round == NULL);
     *issued = false;
     if (!op_agreement_is_needed(a)) {
         return 0;
@@ -64,7 +64,6 @@ int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued) {
     if (fct_exchange_start_apart(pg, summary, SUMMARY, &round) != 0) {
         return -1;
     }
-    fct_exchange_release(a->round); /* a wait for it was interrupted */
     a->round = round;
     a->first = a->total - a->count;
     a->closed = a->count;

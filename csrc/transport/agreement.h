@@ -60,7 +60,7 @@ void op_agreement_add(op_agreement *a, const fct_op_tag *tag);
 bool op_agreement_is_needed(const op_agreement *a);
 /* Closes the interval and sends its hashes, without a wait. Does nothing if the agreement is not
  * needed, and then writes false to *issued. All ranks must call it at the same point among their
- * collectives. */
+ * collectives. Precondition: the previous round was read. */
 FCT_CHECK int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued);
 /* Waits for the hashes of all ranks, if a round was issued and not read. If hashes differ, the
  * ranks find the first difference in further rounds. */

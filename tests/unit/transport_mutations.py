@@ -220,13 +220,6 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_all",
     ),
-    "round of an abandoned agreement is not released": Mutation(
-        "agreement",
-        "    fct_exchange_release(a->round); /* a wait for it was interrupted */\n",
-        "",
-        "test_agreement",
-        "[  FAILED  ] checksums_are_compared_over_shared_memory",
-    ),
     "agreement starts before round 1 is read": Mutation(
         "negotiation",
         "    if (needed && n->capabilities != NULL &&",
