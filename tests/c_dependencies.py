@@ -17,10 +17,10 @@ LAYERS = {
     "core": (
         {"status", "recorder"},
         {"layout", "order", "process_group", "divide", "dtype", "chunks", "extension"},
-        {"param", "comm_ctx"},
+        {"param", "comm_ctx", "checksum"},
         {"callbacks", "plan", "label"},
         {"group_base", "foreach", "offload"},
-        {"transfer", "unsharded", "registration", "checksum"},
+        {"transfer", "unsharded", "registration"},
         {"bucket", "gather", "gradient", "reduction"},
         {"reduce"},
         {"group"},

@@ -3,100 +3,74 @@
 
 #include <assert.h>
 
-#include "../bridge/tensor.h"
-#include "../kernels/kernels.h"
+#include "../transport/transport.h"
+#include "dtype.h"
 
-/* The memory of a tensor. */
-typedef struct memory {
-    const char *data;
-    int64_t bytes;
-    const fck_backend *kernels; /* NULL: no checksum is possible */
-} memory;
+/* Bytes of a piece: a multiple of the size of each dtype, and less than a processor's L2 cache. */
+enum { PIECE = 1 << 16 };
 
-/* Fails if the tensor does not lie within its storage. */
-static fc_status read_memory(const fct_tensor *tensor, memory *m, fc_error *error) {
-    fct_facts facts;
-    int64_t end = 0;
-    fct_tensor_facts(tensor, &facts);
-    const fck_backend *kernels = fck_backend_of(facts.device.type);
-    const bool is_readable = facts.data != NULL && kernels != NULL && kernels->checksum != NULL;
-    *m = (memory){.data = (const char *)facts.data,
-                  .bytes = facts.numel * facts.itemsize,
-                  .kernels = is_readable ? kernels : NULL};
-    if (!facts.strided || !facts.contiguous || !fc_size_add(facts.offset_bytes, m->bytes, &end) ||
-        end > facts.storage_bytes) {
-        return fc_error_set(error, FC_EASSERT, "a checksum of %lld bytes does not fit its buffer",
-                            (long long)m->bytes);
-    }
-    return FC_OK;
+static int64_t piece_bytes(int64_t remaining) {
+    return remaining < PIECE ? remaining : PIECE;
 }
 
-/* Returns a checksum that is not 0. */
-static uint64_t checksum_of(const memory *m, int64_t offset, int64_t bytes) {
-    const uint64_t checksum = m->kernels->checksum(m->data + offset, (size_t)bytes);
-    return checksum != 0 ? checksum : 1;
+static void add_slot(fc_checksum *c, size_t slot, fc_checksum_row row, uint64_t sum) {
+    const uint64_t of_slot = fct_hash_add(sum, slot + 1);
+    c->rows += fct_hash_add(of_slot, (uint64_t)row.row + 1);
+    c->own += row.is_own ? of_slot : 0;
 }
 
-/* Writes the checksum of one rank's parts of all chunks. */
-static fc_status add_parts(const fc_chunks *chunks, int64_t world, int64_t rank, uint64_t *checksum,
-                           fc_error *error) {
-    fc_status status = FC_OK;
-    memory m;
+const char *fc_checksum_pack(fc_checksum *c, size_t slot, const fck_segment *segment,
+                             const fck_backend *kernels) {
+    assert(kernels->checksum != NULL && c != NULL);
+    const bool casts = segment->src_dtype != segment->dst_dtype;
+    const int64_t target_size = casts ? fc_dtype_size(segment->dst_dtype) : segment->itemsize;
     uint64_t sum = FCT_HASH_EMPTY;
-    *checksum = 0;
-    for (size_t i = 0; i < chunks->count; i++) {
-        FC_TRY(read_memory(chunks->tensors[i], &m, error));
-        if (m.kernels == NULL) {
-            return FC_OK;
+    fck_segment piece = *segment;
+    for (int64_t done = 0; done < segment->count; done += piece.count) {
+        const int64_t bytes = piece_bytes((segment->count - done) * target_size);
+        piece.count = bytes / target_size;
+        piece.src = (const char *)segment->src + done * segment->itemsize;
+        piece.dst = (char *)segment->dst + done * target_size;
+        const char *failure = kernels->pack(&piece, 1, NULL);
+        if (failure != NULL) {
+            return failure;
         }
-        const int64_t part = m.bytes / world;
-        sum = fct_hash_add(sum, checksum_of(&m, rank * part, part));
+        sum = fct_hash_add(sum, kernels->checksum(piece.dst, (size_t)bytes));
     }
-    *checksum = sum != 0 ? sum : 1;
-done:
-    return status;
+    add_slot(c, slot, (fc_checksum_row){.is_own = true}, sum);
+    return NULL;
 }
 
-fc_status fc_checksum_pack(const fc_group_base *base, const fc_process_group *pg,
-                           const fc_chunks *chunks, uint64_t *packed) {
-    assert(pg->rank >= 0 && pg->rank < pg->world);
-    *packed = 0;
-    return base->comm->checksums
-               ? add_parts(chunks, pg->world, pg->rank, packed, &base->comm->error)
-               : FC_OK;
+void fc_checksum_add(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
+                     int64_t bytes, const fck_backend *kernels) {
+    assert(kernels->checksum != NULL && c != NULL);
+    uint64_t sum = FCT_HASH_EMPTY;
+    for (int64_t done = 0; done < bytes; done += PIECE) {
+        const size_t piece = (size_t)piece_bytes(bytes - done);
+        sum = fct_hash_add(sum, kernels->checksum((const char *)data + done, piece));
+    }
+    add_slot(c, slot, row, sum);
 }
 
-fc_status fc_checksum_add_gather(const fc_group_base *base, fc_process_group *pg,
-                                 const fc_chunks *chunks, uint64_t packed) {
-    assert(pg->world > 0);
-    fc_status status = FC_OK;
-    uint64_t sum = FCT_HASH_EMPTY; /* 0: unknown */
-    if (!base->comm->checksums || pg->world < 2) {
-        return FC_OK;
+const char *fc_checksum_copy(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
+                             int64_t bytes, void *to, const fck_backend *kernels) {
+    assert(kernels->checksum != NULL && c != NULL);
+    uint64_t sum = FCT_HASH_EMPTY;
+    for (int64_t done = 0; done < bytes; done += PIECE) {
+        const int64_t piece = piece_bytes(bytes - done);
+        const char *from = (const char *)data + done;
+        const fck_column column = {.dst = (char *)to + done, .bytes = piece, .blocks = 1};
+        const char *failure = kernels->unpack(from, piece, 1, &column, 1, NULL);
+        if (failure != NULL) {
+            return failure;
+        }
+        sum = fct_hash_add(sum, kernels->checksum(from, (size_t)piece));
     }
-    for (int64_t rank = 0; chunks != NULL && sum != 0 && rank < pg->world; rank++) {
-        uint64_t part = 0;
-        FC_TRY(add_parts(chunks, pg->world, rank, &part, &base->comm->error));
-        sum = part != 0 ? fct_hash_add(sum, part) : 0;
-        sum = rank == pg->rank && part != packed ? ~sum : sum;
-    }
-    FC_TRY(fc_process_group_add_checksum(pg, base->name, FC_ALL_GATHER, chunks != NULL ? sum : 0));
-done:
-    return status;
+    add_slot(c, slot, row, sum);
+    return NULL;
 }
 
-fc_status fc_checksum_add_all_reduce(fc_group_base *base, const fct_tensor *row) {
-    assert(base->comm != NULL);
-    fc_status status = FC_OK;
-    memory m = {NULL, 0, NULL};
-    if (!base->comm->checksums || base->replicate.world < 2) {
-        return FC_OK;
-    }
-    if (row != NULL) {
-        FC_TRY(read_memory(row, &m, &base->comm->error));
-    }
-    FC_TRY(fc_process_group_add_checksum(&base->replicate, base->name, FC_ALL_REDUCE,
-                                         m.kernels != NULL ? checksum_of(&m, 0, m.bytes) : 0));
-done:
-    return status;
+uint64_t fc_checksum_of_rows(const fc_checksum *gathered, const fc_checksum *packed) {
+    const uint64_t sum = gathered->own == packed->own ? gathered->rows : ~gathered->rows;
+    return gathered->unknown || packed->unknown ? 0 : sum != 0 ? sum : 1;
 }

@@ -1,24 +1,42 @@
-/* Checksums of the data that ranks share after a collective, for the guard mode "hash". All
- * functions return at once unless `checksums` of the comm context is set. Precondition: the group
- * has a comm context.
+/* Checksums of the data that ranks share after a collective, for the guard mode "hash".
  *
- * Checksums are those of host memory. Tensors of other devices, and fake tensors, have checksum 0,
- * which is equal to all. */
+ * The checksum of gathered rows is a sum over all slots of all rows. So it depends neither on the
+ * order of the slots nor on the chunks that hold them, which may differ between ranks. Slots are
+ * read in pieces that fit in the processor's cache, directly after or before they are copied. */
 #ifndef FSDP_C_CORE_CHECKSUM_H
 #define FSDP_C_CORE_CHECKSUM_H
 
-#include "chunks.h"
-#include "group_base.h"
+#include <stdbool.h>
 
-/* Writes the checksum of this rank's packed shards, before the all-gather. */
-FC_CHECK fc_status fc_checksum_pack(const fc_group_base *base, const fc_process_group *pg,
-                                    const fc_chunks *chunks, uint64_t *packed);
-/* Adds the checksum of the gathered data to those that the ranks of `pg` compare. `packed`: result
- * of fc_checksum_pack. If this rank's shards have changed since, the checksum differs from those of
- * the other ranks. `chunks` NULL: unknown data. */
-FC_CHECK fc_status fc_checksum_add_gather(const fc_group_base *base, fc_process_group *pg,
-                                          const fc_chunks *chunks, uint64_t packed);
-/* Adds the checksum of an all-reduced row. NULL: unknown data. */
-FC_CHECK fc_status fc_checksum_add_all_reduce(fc_group_base *base, const fct_tensor *row);
+#include "../kernels/kernels.h"
+#include "status.h"
+
+/* Checksums of gathered rows. Initialize it with zeros. */
+typedef struct fc_checksum {
+    uint64_t rows; /* of the slots of all ranks' rows that were added */
+    uint64_t own;  /* of this rank's row */
+    bool unknown;  /* some data could not be read: the checksum is equal to all */
+} fc_checksum;
+
+/* One rank's row: `row` is the rank, `is_own` whether it is this rank. */
+typedef struct fc_checksum_row {
+    int64_t row;
+    bool is_own;
+} fc_checksum_row;
+
+/* Packs the segment of a slot with `kernels`, and adds it to `own`. Precondition: the kernels have
+ * a checksum. Returns NULL, or the error message of the kernel. */
+const char *fc_checksum_pack(fc_checksum *c, size_t slot, const fck_segment *segment,
+                             const fck_backend *kernels);
+/* Adds the slot of a row. Precondition: as above. */
+void fc_checksum_add(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
+                     int64_t bytes, const fck_backend *kernels);
+/* The same, and copies the slot to `to` with `kernels`. Returns NULL, or the error message of the
+ * kernel. */
+const char *fc_checksum_copy(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
+                             int64_t bytes, void *to, const fck_backend *kernels);
+/* Returns the checksum of gathered rows. If this rank's row has changed since `packed`, the result
+ * differs from those of the other ranks. 0: unknown. */
+uint64_t fc_checksum_of_rows(const fc_checksum *gathered, const fc_checksum *packed);
 
 #endif

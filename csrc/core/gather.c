@@ -8,7 +8,6 @@
 #include <assert.h>
 #include <string.h>
 
-#include "checksum.h"
 #include "label.h"
 
 /* ---- init and fini ---- */
@@ -240,7 +239,7 @@ static fc_status pack_offloaded(fc_gather *a, const fc_gather_plan *plan, fct_te
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
     FC_TRY_RAISED(fct_tensor_empty(plan->row_numel, plan->dtype, base->device, row));
-    FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, row, 0, &base->comm->error));
+    FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, row, 0, NULL, &base->comm->error));
 done:
     return status;
 }
@@ -253,9 +252,10 @@ static fc_status pack(fc_gather *a, fc_pending_gather *pending) {
     fct_tensor *part = NULL;
     const fc_gather_plan *plan = pending->plan;
     const int64_t rank = pending->pg->rank;
+    fc_checksum *checksum = base->comm->checksums ? &pending->packed : NULL;
     if (!plan->from_host || !plan->casts) {
         FC_TRY(make_chunks(a, pending));
-        FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, a->chunks.tensors, rank,
+        FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, a->chunks.tensors, rank, checksum,
                                 &base->comm->error));
         return FC_OK;
     }
@@ -295,7 +295,6 @@ static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gat
     fc_status status = FC_OK;
     fc_comm_enter_gil_scope(base->comm);
     FC_TRY(pack(a, pending));
-    FC_TRY(fc_checksum_pack(base, pending->pg, &a->chunks, &pending->packed));
     if (gather_stream != NULL) {
         FC_TRY(fc_comm_order_streams(base->comm, *gather_stream, fct_stream_current(base->device)));
         (void)fct_stream_set_current(*gather_stream);
@@ -417,17 +416,14 @@ done:
     return status;
 }
 
-/* Adds the checksum of the gathered data once, also if a copy-out fails and is repeated. */
-static fc_status add_checksum(fc_gather *a) {
+/* Adds the checksum of the gathered rows once, also if a copy-out fails and is repeated. */
+static void add_checksum(fc_gather *a, const fc_checksum *gathered) {
     fc_pending_gather *pending = &a->pending;
-    fc_status status = FC_OK;
-    if (!pending->checksummed && (pending->uses_fallback || a->chunks.count > 0)) {
-        FC_TRY(fc_checksum_add_gather(a->base, pending->pg,
-                                      pending->uses_fallback ? NULL : &a->chunks, pending->packed));
+    if (!pending->checksummed) {
+        fc_group_base_add_checksum(a->base, pending->pg, FC_ALL_GATHER,
+                                   fc_checksum_of_rows(gathered, &pending->packed));
         pending->checksummed = true;
     }
-done:
-    return status;
 }
 
 static fc_status fill_unsharded(fc_gather *a) {
@@ -439,6 +435,7 @@ static fc_status fill_unsharded(fc_gather *a) {
         FC_TRY_RAISED(base->callbacks->copy_out(base->owner, &rows));
         fct_tensor_release(a->pending.buffer);
         a->pending.buffer = rows;
+        add_checksum(a, &(fc_checksum){.unknown = true});
         return FC_OK;
     }
     const bool post_forward = plan == &a->post_forward_plan;
@@ -463,7 +460,13 @@ static fc_status fill_unsharded(fc_gather *a) {
         return fc_error_set(&base->comm->error, FC_EASSERT,
                             "parameters were changed while they were gathered");
     }
+    fc_checksum gathered = {0};
+    fc_checksum *checksum = base->comm->checksums && a->chunks.count > 0 ? &gathered : NULL;
     fc_comm_enter_gil_scope(base->comm);
+    if (checksum != NULL) {
+        FC_TRY(fc_transfer_checksum_owned(plan, a->chunks.tensors, a->pending.pg->rank, checksum,
+                                          &base->comm->error));
+    }
     FC_TRY(fc_unsharded_alloc(base, plan, &a->chunks));
     if (world == 1) {
         FC_TRY(
@@ -471,7 +474,11 @@ static fc_status fill_unsharded(fc_gather *a) {
         drop_inputs(base);
     } else if (a->pending.buffer != NULL) {
         FC_TRY(fc_transfer_unpack(&a->transfer, plan, base->params, plan->chunks.count - 1,
-                                  a->pending.buffer, &base->comm->error));
+                                  a->pending.buffer, a->pending.pg->rank, checksum,
+                                  &base->comm->error));
+    }
+    if (checksum != NULL) {
+        add_checksum(a, checksum);
     }
 done:
     fc_comm_leave_gil_scope(base->comm);
@@ -496,7 +503,6 @@ fc_status fc_gather_copy_out(fc_gather *a) {
     assert(a->pending.active && a->pending.work == NULL);
     fc_status status = FC_OK;
     void *pause = fct_functorch_pause();
-    FC_TRY(add_checksum(a));
     FC_TRY(fill_unsharded(a));
     FC_TRY(fc_unsharded_make(a->base, a->pending.extended));
 done:
@@ -567,15 +573,6 @@ fc_status fc_gather_keep_post_forward(fc_gather *a) {
 done:
     fc_comm_leave_gil_scope(base->comm);
     return status;
-}
-
-void fc_gather_drop_post_forward(fc_gather *a) {
-    assert(a->base->count == 0 || a->base->params != NULL);
-    const fc_group_base *base = a->base;
-    for (size_t i = 0; i < base->count; i++) {
-        (void)base->callbacks->make_post_forward(base->params[i]->owner, NULL);
-        fc_param_drop_post_forward(base->params[i]);
-    }
 }
 
 /* ---- invariants ---- */

@@ -34,10 +34,10 @@ typedef struct fc_pending_gather {
     fc_process_group *pg; /* points into fc_group_base */
     /* the packed chunk; NULL with one rank, or if every input has its own chunk */
     fct_tensor *buffer;
-    fct_work *work;   /* NULL if the collective is complete, or if `done` is set instead */
-    fct_event *done;  /* end of the all-gather; only with streams and without async_op */
-    uint64_t packed;  /* result of fc_checksum_pack */
-    bool checksummed; /* the checksum of the gathered data was added */
+    fct_work *work;     /* NULL if the collective is complete, or if `done` is set instead */
+    fct_event *done;    /* end of the all-gather; only with streams and without async_op */
+    fc_checksum packed; /* of this rank's row */
+    bool checksummed;   /* the checksum of the gathered data was added */
 } fc_pending_gather;
 
 /* State of a group's gathers. Embedded in fc_group. */
@@ -97,10 +97,9 @@ FC_CHECK fc_status fc_gather_can_free(const fc_gather *a);
 void fc_gather_free(fc_gather *a);
 
 /* Copies this rank's part for the smaller group of each parameter. The callbacks create parameters
- * over these copies. After a failure some parameters may exist: call fc_gather_drop_post_forward.
- */
+ * over these copies. After a failure some parameters may exist: call
+ * fc_unsharded_drop_post_forward. */
 FC_CHECK fc_status fc_gather_keep_post_forward(fc_gather *a);
-void fc_gather_drop_post_forward(fc_gather *a);
 
 /* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is
  * violated. `unsharded`: the modules hold the unsharded parameters. */

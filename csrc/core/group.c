@@ -155,7 +155,7 @@ static fc_status copy_requires_grad(fc_group *g) {
 /* Releases the smaller group's shards, if there are any. */
 static void drop_post_forward_shards(fc_group *g) {
     if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
-        fc_gather_drop_post_forward(&g->gather);
+        fc_unsharded_drop_post_forward(&g->base);
     }
 }
 
@@ -219,7 +219,7 @@ fc_status fc_group_to_sharded_post_forward(fc_group *g) {
     g->sharded_state = FC_SHARDED_POST_FORWARD;
 done:
     if (status != FC_OK) {
-        fc_gather_drop_post_forward(&g->gather);
+        fc_unsharded_drop_post_forward(&g->base);
     }
     fct_functorch_resume(pause);
     return verify_transition(g, check_registration_and_memory, status);

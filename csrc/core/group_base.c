@@ -106,6 +106,14 @@ done:
     return status;
 }
 
+void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
+                                fc_operation operation, uint64_t checksum) {
+    assert(base->comm != NULL);
+    if (base->comm->checksums && pg->world > 1) {
+        fc_process_group_add_checksum(pg, base->name, operation, checksum);
+    }
+}
+
 fc_status fc_group_base_start_agreement(fc_group_base *base) {
     assert(base->comm != NULL);
     fc_process_group *const used[] = {&base->shard, &base->scatter, &base->replicate,

@@ -24,6 +24,15 @@ fc_status fc_process_group_open(fc_process_group *pg) {
     return pg->handle != NULL || fct_pg_resolve(pg->name, &pg->handle) == 0 ? FC_OK : FC_ERAISED;
 }
 
+/* Returns whether the process group is resolved, after an attempt. Preserves a pending exception.
+ * An object of a user with the interface of a process group cannot be resolved. */
+static bool is_resolvable(fc_process_group *pg) {
+    void *pending_exception = fct_error_set_aside();
+    const bool is_open = fc_process_group_open(pg) == FC_OK;
+    fct_error_put_back(pending_exception);
+    return is_open;
+}
+
 void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan, uint64_t root) {
     assert(pg->world >= 0);
     pg->plan = plan;
@@ -128,27 +137,24 @@ static fc_status end_issue(const fc_process_group *pg, const issue *issued, int 
     return FC_OK;
 }
 
-fc_status fc_process_group_add_checksum(fc_process_group *pg, const char *modules,
-                                        fc_operation operation, uint64_t checksum) {
+void fc_process_group_add_checksum(fc_process_group *pg, const char *modules,
+                                   fc_operation operation, uint64_t checksum) {
     assert(operation != FC_REDUCE_SCATTER);
-    fc_status status = FC_OK;
     fct_op_tag tag = {
         .kind = operation == FC_ALL_GATHER ? FCT_OP_ALL_GATHER : FCT_OP_ALL_REDUCE,
         .group = modules != NULL ? modules : "",
         .label = pg->label,
     };
-    FC_TRY(fc_process_group_open(pg));
-    name_label(pg, tag.group, &tag.label);
-    fct_add_checksum(pg->handle, &tag, checksum);
-done:
-    return status;
+    if (is_resolvable(pg)) {
+        name_label(pg, tag.group, &tag.label);
+        fct_add_checksum(pg->handle, &tag, checksum);
+    }
 }
 
 fc_status fc_process_group_number_root(fc_process_group *pg, fct_device device) {
     assert(pg->world >= 0);
     fc_status status = FC_OK;
-    if (pg->world > 1 && pg->root != 0 && pg->number == 0) {
-        FC_TRY(fc_process_group_open(pg));
+    if (pg->world > 1 && pg->root != 0 && pg->number == 0 && is_resolvable(pg)) {
         FC_TRY_RAISED(fct_number_root(pg->handle, device, pg->root, &pg->number));
     }
 done:
@@ -255,10 +261,7 @@ done:
 
 bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes) {
     assert(row_bytes >= 0);
-    void *pending_exception = fct_error_set_aside();
-    const bool open = fc_process_group_open(pg) == FC_OK;
-    fct_error_put_back(pending_exception);
-    return open && fct_gather_is_cpu_bound(pg->handle, row_bytes);
+    return is_resolvable(pg) && fct_gather_is_cpu_bound(pg->handle, row_bytes);
 }
 
 fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,

@@ -41,7 +41,7 @@ FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, s
 void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan, uint64_t root);
 
 /* Numbers the root over this process group, unless that was done. All ranks must number their roots
- * in the same order. Opens the process group. No effect without a root. */
+ * in the same order. No effect without a root, or if the process group cannot be resolved. */
 FC_CHECK fc_status fc_process_group_number_root(fc_process_group *pg, fct_device device);
 /* Numbers the root, and compares the plan with the other ranks before the collective `operation` of
  * `modules`, unless that was done. `waits`: the caller waits for that collective at once. Opens the
@@ -51,9 +51,10 @@ FC_CHECK fc_status fc_process_group_compare_plan(fc_process_group *pg, const cha
                                                  bool waits, fct_plan_result *result);
 
 /* Adds a checksum of the data that the ranks share after the latest collective of this struct, an
- * all-gather or an all-reduce of `modules`. 0: unknown. */
-FC_CHECK fc_status fc_process_group_add_checksum(fc_process_group *pg, const char *modules,
-                                                 fc_operation operation, uint64_t checksum);
+ * all-gather or an all-reduce of `modules`. 0: unknown. No effect if the process group cannot be
+ * resolved. */
+void fc_process_group_add_checksum(fc_process_group *pg, const char *modules,
+                                   fc_operation operation, uint64_t checksum);
 
 /* Starts an agreement of the ranks on their collectives, and waits for it; see fct_agree_start.
  * Several structs may refer to one process group: the struct that has started an agreement waits

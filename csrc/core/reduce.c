@@ -11,7 +11,6 @@
 
 #include "../bridge/device.h"
 #include "../bridge/error.h"
-#include "checksum.h"
 #include "divide.h"
 #include "reduction.h"
 
@@ -512,7 +511,7 @@ fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute) {
                                       &base->comm->error));
     }
     if (uses_fallback) {
-        FC_TRY(fc_checksum_add_all_reduce(base, NULL));
+        fc_group_base_add_checksum(base, &base->replicate, FC_ALL_REDUCE, 0);
         FC_TRY_RAISED(base->callbacks->reduce(base->owner, plan->params, plan->grads, plan->count,
                                               order_compute));
     } else {

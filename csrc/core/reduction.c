@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "checksum.h"
+#include "../kernels/kernels.h"
 #include "offload.h"
 #include "plan.h"
 
@@ -333,6 +333,22 @@ fc_status fc_reduction_wait(fc_reduction *r) {
                                  r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER, &r->work);
 }
 
+/* Adds the checksum of the row, which is equal on all replicas. */
+static void add_checksum(const fc_reduction *r) {
+    fct_facts facts;
+    if (!r->base->comm->checksums) {
+        return;
+    }
+    fct_tensor_facts(r->output, &facts);
+    const fck_backend *kernels = fck_backend_of(facts.device.type);
+    const int64_t bytes = facts.numel * facts.itemsize;
+    const bool reads = kernels != NULL && kernels->checksum != NULL && facts.data != NULL &&
+                       facts.contiguous && facts.offset_bytes <= facts.storage_bytes - bytes;
+    const uint64_t sum = reads ? kernels->checksum(facts.data, (size_t)bytes) : 0;
+    fc_group_base_add_checksum(r->base, &r->base->replicate, FC_ALL_REDUCE,
+                               reads && sum == 0 ? 1 : sum);
+}
+
 fc_status fc_reduction_finish(fc_reduction *r) {
     assert(!r->finished && r->count <= r->total);
     fc_status status = FC_OK;
@@ -340,7 +356,7 @@ fc_status fc_reduction_finish(fc_reduction *r) {
     fct_dtype grad_dtype = common_dtype(r);
     FC_TRY(fc_reduction_wait(r));
     if (r->all_reducing) {
-        FC_TRY(fc_checksum_add_all_reduce(r->base, r->output));
+        add_checksum(r);
     }
     if (r->keep_partial) {
         FC_TRY(fc_reduction_merge_partials(r));

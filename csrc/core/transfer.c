@@ -137,18 +137,34 @@ done:
     return status;
 }
 
+/* Returns the checksum if the kernels can read the memory, else marks it as unknown. NULL: none. */
+static fc_checksum *readable(fc_checksum *checksum, const fck_backend *kernels) {
+    const bool reads = kernels != NULL && kernels->checksum != NULL;
+    if (checksum != NULL && !reads) {
+        checksum->unknown = true;
+    }
+    return reads ? checksum : NULL;
+}
+
 /* Runs the pack kernel. Precondition: the addresses of the segments are set. */
 static fc_status pack_segments(const fc_gather_plan *plan, fc_param *const *params,
                                fck_segment *segments, const fck_backend *kernels, fct_device device,
-                               fc_error *err) {
+                               fc_checksum *checksum, fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor **casts = NULL;
+    const char *failure = NULL;
     launch l;
     if (!all_fit_kernels(plan, segments)) {
         FC_TRY(cast_with_torch(plan, params, segments, &casts, err));
     }
     FC_TRY(begin_launch(device, &l));
-    FC_TRY(end_launch(&l, kernels->pack(segments, plan->count, l.stream), err));
+    if (checksum == NULL) {
+        failure = kernels->pack(segments, plan->count, l.stream);
+    }
+    for (size_t i = 0; checksum != NULL && failure == NULL && i < plan->count; i++) {
+        failure = fc_checksum_pack(checksum, i, &segments[i], kernels);
+    }
+    FC_TRY(end_launch(&l, failure, err));
 done:
     release_all(casts, plan->count);
     return status;
@@ -206,7 +222,8 @@ done:
 }
 
 fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
-                           fct_tensor *const *chunks, int64_t rank, fc_error *err) {
+                           fct_tensor *const *chunks, int64_t rank, fc_checksum *checksum,
+                           fc_error *err) {
     assert(plan->valid && rank >= 0 && rank < plan->world);
     fc_status status = FC_OK;
     fct_facts first;
@@ -214,6 +231,7 @@ fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param 
     FC_TRY(read_buffer_facts(chunks[0], (rank + 1) * part, &first, err));
     const fck_backend *kernels = fck_backend_of(first.device.type);
     assert(!plan->chunks.split || (kernels != NULL && !plan->from_host));
+    checksum = readable(checksum, plan->from_host ? NULL : kernels);
     if (plan->from_host && !plan->casts && !plan->extended) {
         return fc_offload_place(plan, params, chunks[0], first.offset_bytes + rank * part, err);
     }
@@ -228,7 +246,7 @@ fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param 
     FC_TRY(reserve(t, plan->count, sizeof(fck_segment)));
     fck_segment *segments = (fck_segment *)t->descriptors;
     FC_TRY(describe_inputs(plan, params, chunks, rank, first.device, segments, err));
-    FC_TRY(pack_segments(plan, params, segments, kernels, first.device, err));
+    FC_TRY(pack_segments(plan, params, segments, kernels, first.device, checksum, err));
 done:
     if (plan->from_host) {
         fc_offload_unstage(plan, params);
@@ -258,13 +276,59 @@ fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan, fc_param 
                                  slot->numel * fc_dtype_size(slot->compute), &target, err));
         segments[i] = make_segment(slot, &source, target.data);
     }
-    FC_TRY(pack_segments(plan, params, segments, kernels, device, err));
+    FC_TRY(pack_segments(plan, params, segments, kernels, device, NULL, err));
+done:
+    return status;
+}
+
+/* Adds one slot of all rows to the checksum, and copies it if its rows are contiguous in the
+ * output. Sets *copied. `rows`: the gathered parts, of `part` bytes each. */
+static const char *checksum_slot(const fc_gather_plan *plan, size_t slot, const fck_column *column,
+                                 const char *rows, int64_t part, int64_t rank,
+                                 const fck_backend *kernels, fc_checksum *checksum, bool *copied) {
+    const char *failure = NULL;
+    const int64_t bytes = column->bytes * column->blocks;
+    *copied = column->blocks == 1;
+    for (int64_t row = 0; failure == NULL && row < plan->world; row++) {
+        const char *data = rows + row * part + column->offset;
+        const fc_checksum_row of = {row, row == rank};
+        if (*copied) {
+            char *to = (char *)column->dst + row * bytes;
+            failure = fc_checksum_copy(checksum, slot, of, data, bytes, to, kernels);
+        } else {
+            fc_checksum_add(checksum, slot, of, data, bytes, kernels);
+        }
+    }
+    return failure;
+}
+
+fc_status fc_transfer_checksum_owned(const fc_gather_plan *plan, fct_tensor *const *chunks,
+                                     int64_t rank, fc_checksum *checksum, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts facts;
+    for (size_t i = 0; i < plan->count; i++) {
+        const fc_slot *slot = &plan->slots[i];
+        const fc_chunk *chunk = &plan->chunks.chunks[slot->chunk];
+        const int64_t part = chunk->numel * fc_dtype_size(plan->dtype);
+        if (!chunk->owned) {
+            continue;
+        }
+        FC_TRY(read_buffer_facts(chunks[slot->chunk], plan->world * part, &facts, err));
+        const fck_backend *kernels = fck_backend_of(facts.device.type);
+        for (int64_t row = 0; readable(checksum, kernels) != NULL && row < plan->world; row++) {
+            const fc_checksum_row of = {row, row == rank};
+            const char *data = (const char *)facts.data + row * part + slot->offset;
+            fc_checksum_add(checksum, i, of, data, slot->numel * fc_dtype_size(slot->compute),
+                            kernels);
+        }
+    }
 done:
     return status;
 }
 
 fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
-                             size_t chunk, const fct_tensor *buffer, fc_error *err) {
+                             size_t chunk, const fct_tensor *buffer, int64_t rank,
+                             fc_checksum *checksum, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts source;
     fct_facts target;
@@ -275,6 +339,7 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
     const int64_t part = plan->chunks.chunks[chunk].numel * fc_dtype_size(plan->dtype);
     FC_TRY(read_buffer_facts(buffer, plan->world * part, &source, err));
     const fck_backend *kernels = fck_backend_of(source.device.type);
+    checksum = readable(checksum, kernels);
     if (kernels == NULL) {
         return fc_foreach_unpack(&t->foreach, plan, params, buffer, source.offset_bytes,
                                  source.device);
@@ -290,8 +355,17 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
         int64_t bytes = slot->outer > 0 ? slot->numel / slot->outer * itemsize : 0;
         FC_TRY(read_buffer_facts(fc_slot_output(slot, params), plan->world * slot->numel * itemsize,
                                  &target, err));
-        columns[count++] = (fck_column){
+        columns[count] = (fck_column){
             .dst = target.data, .offset = slot->offset, .bytes = bytes, .blocks = slot->outer};
+        bool copied = false;
+        if (checksum != NULL) {
+            failure = checksum_slot(plan, i, &columns[count], (const char *)source.data, part, rank,
+                                    kernels, checksum, &copied);
+        }
+        if (failure != NULL) {
+            return fc_error_set(err, FC_ESTATE, "a copy kernel failed: %s", failure);
+        }
+        count += copied ? 0 : 1;
     }
     FC_TRY(begin_launch(source.device, &l));
     failure = kernels->unpack(source.data, part, plan->world, columns, count, l.stream);

@@ -4,6 +4,7 @@
 #ifndef FSDP_C_CORE_TRANSFER_H
 #define FSDP_C_CORE_TRANSFER_H
 
+#include "checksum.h"
 #include "foreach.h"
 #include "plan.h"
 
@@ -17,18 +18,24 @@ typedef struct fc_transfer {
 
 void fc_transfer_fini(fc_transfer *t);
 
-/* Casts the inputs and packs them into part `rank` of each chunk. */
+/* Casts the inputs and packs them into part `rank` of each chunk. Adds this rank's row to the
+ * checksum; NULL: none. */
 FC_CHECK fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan,
                                     fc_param *const *params, fct_tensor *const *chunks,
-                                    int64_t rank, fc_error *err);
+                                    int64_t rank, fc_checksum *checksum, fc_error *err);
 /* Casts every input directly into its output, without a buffer. Used for groups of one rank. */
 FC_CHECK fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan,
                                     fc_param *const *params, fct_device device, fc_error *err);
 /* Copies the gathered parts in `buffer` (plan->world of them) to the outputs of the parameters.
- * Precondition: `chunk` is a packed chunk, so its `owned` is false. */
+ * Precondition: `chunk` is a packed chunk, so its `owned` is false. Adds the parts to the checksum
+ * of rank `rank`; NULL: none. */
 FC_CHECK fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan,
                                       fc_param *const *params, size_t chunk,
-                                      const fct_tensor *buffer, fc_error *err);
+                                      const fct_tensor *buffer, int64_t rank, fc_checksum *checksum,
+                                      fc_error *err);
+/* Adds the chunks that are not unpacked, because each of them is the memory of one parameter. */
+FC_CHECK fc_status fc_transfer_checksum_owned(const fc_gather_plan *plan, fct_tensor *const *chunks,
+                                              int64_t rank, fc_checksum *checksum, fc_error *err);
 
 /* Casts the gradients of a chunk and packs them into `buffer`, which holds `world` parts of the
  * chunk's elements. */

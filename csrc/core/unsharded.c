@@ -217,6 +217,14 @@ static fc_status check_memory(const fc_group_base *base, size_t i, bool unsharde
     return FC_OK;
 }
 
+void fc_unsharded_drop_post_forward(const fc_group_base *base) {
+    assert(base->count == 0 || base->params != NULL);
+    for (size_t i = 0; i < base->count; i++) {
+        (void)base->callbacks->make_post_forward(base->params[i]->owner, NULL);
+        fc_param_drop_post_forward(base->params[i]);
+    }
+}
+
 fc_status fc_unsharded_check(const fc_group_base *base, bool unsharded, bool kept) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < base->count; i++) {

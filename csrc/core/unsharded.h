@@ -48,4 +48,8 @@ FC_CHECK fc_status fc_unsharded_record_requirements(fc_group_base *base);
  * parameters. */
 FC_CHECK fc_status fc_unsharded_check(const fc_group_base *base, bool unsharded, bool kept);
 
+/* Drops the parameters over the smaller group's shards, and their data
+ * (fc_gather_keep_post_forward). */
+void fc_unsharded_drop_post_forward(const fc_group_base *base);
+
 #endif

@@ -69,7 +69,7 @@ static void pack_writes_only_row_of_rank(void **state) {
         const double packed[12] = {77, 77, 77, 77, 77, 77, 5, 6, 0, 0, 9, 10};
         begin(&f, no_kernels != 0, FCT_NO_DTYPE);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 12);
-        assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &buffer, 1, &f.err),
+        assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &buffer, 1, NULL, &f.err),
                          FC_OK);
         sim_tensor_expect(buffer, packed, "the gather buffer");
         fct_tensor_release(buffer);
@@ -83,7 +83,8 @@ static void pack_casts_to_compute_dtype(void **state) {
     const double packed[12] = {5, 6, 0, 0, 9, 10, 77, 77, 77, 77, 77, 77};
     begin(&f, false, FCK_BFLOAT16);
     fct_tensor *buffer = buffer_of(FCK_BFLOAT16, 12);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &buffer, 0, &f.err), FC_OK);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &buffer, 0, NULL, &f.err),
+                     FC_OK);
     sim_tensor_expect(buffer, packed, "the gather buffer");
     fct_tensor_release(buffer);
     end(&f);
@@ -101,8 +102,8 @@ static void unpack_restores_whole_tensors(void **state) {
         for (int i = 0; i < 2; i++) {
             assert_int_equal(fc_param_alloc_flat(f.params[i], sim_device(), &facts, &f.err), FC_OK);
         }
-        assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, 0, buffer, &f.err),
-                         FC_OK);
+        assert_int_equal(
+            fc_transfer_unpack(&f.transfer, &f.plan, f.params, 0, buffer, 0, NULL, &f.err), FC_OK);
         sim_tensor_expect(f.matrix.flat, (const double[8]){1, 2, 3, 4, 5, 6, 0, 0}, "the matrix");
         sim_tensor_expect(f.vector.flat, (const double[4]){7, 8, 9, 10}, "the vector");
         fct_tensor_release(buffer);
@@ -210,7 +211,8 @@ static void cast_without_kernel_uses_torch(void **state) {
     begin(&f, false, INT64);
     assert_false(f.plan.native);
     fct_tensor *rows = buffer_of(INT64, 12);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &rows, 0, &f.err), FC_OK);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &rows, 0, NULL, &f.err),
+                     FC_OK);
     sim_tensor_expect(rows, row, "the gather buffer");
     assert_true(f.plan.valid);
     assert_int_equal(f.plan.slots[0].source, FCK_FLOAT32);
@@ -239,14 +241,15 @@ static void transfer_to_small_buffer_is_refused(void **state) {
     const int64_t eleven[1] = {11};
     const int64_t stride[1] = {1};
     fct_tensor *part = sim_tensor_view(storage, 1, eleven, stride); /* the storage is larger */
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 1, &f.err),
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 1, NULL, &f.err),
                      FC_EASSERT);
     assert_non_null(strstr(f.err.message, "does not fit its buffer"));
-    assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, 0, part, &f.err),
+    assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, 0, part, 0, NULL, &f.err),
                      FC_EASSERT);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, &f.err), FC_OK);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, NULL, &f.err),
+                     FC_OK);
     fct_storage_free(storage);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, &f.err),
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, NULL, &f.err),
                      FC_EASSERT);
     fct_tensor_release(part);
     fct_tensor_release(storage);

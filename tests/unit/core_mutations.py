@@ -104,19 +104,26 @@ MUTATIONS = {
         "test_state",
         "[  FAILED  ] agreement_on_checksums_starts_after_the_reductions",
     ),
-    "changed shard has the checksum of the gathered data": Mutation(
+    "changed row has the checksum of the gathered rows": Mutation(
         "checksum",
-        "        sum = rank == pg->rank && part != packed ? ~sum : sum;\n",
-        "        (void)packed;\n",
+        "gathered->own == packed->own ? gathered->rows : ~gathered->rows;",
+        "gathered->rows;",
         "test_checksum",
-        "[  FAILED  ] checksum_differs_if_the_own_shard_has_changed_since_the_pack",
+        "[  FAILED  ] checksum_differs_if_the_own_row_has_changed_since_the_pack",
     ),
-    "checksum omits the shards of other ranks": Mutation(
+    "checksum omits the rows of other ranks": Mutation(
         "checksum",
-        "add_parts(chunks, pg->world, rank, &part",
-        "add_parts(chunks, pg->world, pg->rank, &part",
+        "    c->rows += fct_hash_add(of_slot, (uint64_t)row.row + 1);\n",
+        "    c->rows += row.is_own ? fct_hash_add(of_slot, (uint64_t)row.row + 1) : 0;\n",
         "test_checksum",
         "[  FAILED  ] each_flipped_bit_of_a_gathered_row_changes_the_checksum",
+    ),
+    "checksum omits the chunks that belong to one parameter": Mutation(
+        "transfer",
+        "        if (!chunk->owned) {\n            continue;",
+        "        if (chunk->numel > 0) {\n            continue;",
+        "test_checksum",
+        "[  FAILED  ] checksum_depends_on_neither_chunks_nor_blocks",
     ),
     "repeated copy-out adds its checksum again": Mutation(
         "gather",
