@@ -114,6 +114,15 @@ void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
     }
 }
 
+void fc_group_base_drop_checksums(const fc_group_base *base) {
+    const fc_process_group *const used[] = {&base->shard, &base->replicate, &base->post_forward};
+    for (size_t i = 0; base->comm->checksums && i < sizeof used / sizeof used[0]; i++) {
+        if (used[i]->handle != NULL) {
+            fct_drop_checksums(used[i]->handle);
+        }
+    }
+}
+
 fc_status fc_group_base_start_agreement(fc_group_base *base) {
     assert(base->comm != NULL);
     fc_process_group *const used[] = {&base->shard, &base->scatter, &base->replicate,

@@ -56,6 +56,8 @@ void fc_group_base_fini(fc_group_base *base);
  * all. No effect unless `checksums` of the comm context is set. */
 void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
                                 fc_operation operation, uint64_t checksum);
+/* Drops the checksums since the last agreement. Call it when all ranks reset the model. */
+void fc_group_base_drop_checksums(const fc_group_base *base);
 /* Computes the fields that depend on settings of the parameters. Call it after a change of them. */
 void fc_group_base_refresh(fc_group_base *base);
 /* Returns FC_ESTATE with a message if refresh would change a field. */

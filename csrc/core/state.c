@@ -542,6 +542,7 @@ fc_status fc_state_reset(fc_state *s) {
         for (size_t j = 0; j < state->group_count; j++) {
             fc_status status = fc_group_reset(state->groups[j]);
             first = first == FC_OK ? status : first;
+            fc_group_base_drop_checksums(&state->groups[j]->base);
         }
     }
     fc_status status = visit_comms(it, s->comm, reset_comm, true);

@@ -34,6 +34,15 @@ void op_checksums_add(op_checksums *c, const fct_op_tag *tag, uint64_t value) {
     list->total++;
 }
 
+void op_checksums_drop(op_checksums *c) {
+    for (int kind = 0; kind < OP_CHECKSUM_KINDS; kind++) {
+        assert(c->kinds[kind].count <= c->kinds[kind].total);
+        c->kinds[kind].total -= c->kinds[kind].count;
+        c->kinds[kind].count = 0;
+        c->kinds[kind].unknown = false;
+    }
+}
+
 bool op_checksums_any(const op_checksums *c) {
     return c->kinds[GATHERS].count + c->kinds[ALL_REDUCES].count > 0;
 }

@@ -49,6 +49,8 @@ typedef struct op_checksums {
 void op_checksums_fini(op_checksums *c);
 /* Adds the checksum of a completed collective, other than a reduce-scatter. 0: unknown. */
 void op_checksums_add(op_checksums *c, const fct_op_tag *tag, uint64_t value);
+/* Drops the checksums of the open interval. */
+void op_checksums_drop(op_checksums *c);
 /* Whether the open interval has a checksum. */
 bool op_checksums_any(const op_checksums *c);
 /* Closes the interval. Returns its hash, or 0 if a checksum is unknown or there is none. */

@@ -522,6 +522,11 @@ void shm_negotiation_add_checksum(shm_negotiation *n, const fct_op_tag *tag, uin
     op_checksums_add(&n->agreement.checksums, tag, checksum);
 }
 
+void shm_negotiation_drop_checksums(shm_negotiation *n) {
+    assert(atomic_load(&n->owners) > 0);
+    op_checksums_drop(&n->agreement.checksums);
+}
+
 int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued) {
     assert(atomic_load(&n->owners) > 0);
     *issued = false;

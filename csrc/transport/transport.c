@@ -52,6 +52,14 @@ void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum) {
     }
 }
 
+void fct_drop_checksums(fct_pg *pg) {
+    assert(pg != NULL);
+    shm_negotiation *n = fct_negotiation_find(pg);
+    if (n != NULL) {
+        shm_negotiation_drop_checksums(n);
+    }
+}
+
 int fct_agree_start(fct_pg *pg, bool *issued) {
     assert(pg != NULL && issued != NULL);
     shm_negotiation *n = fct_negotiation_find(pg);

@@ -31,6 +31,8 @@ FCT_CHECK int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint
 /* Adds a checksum of the data of a completed all-gather or all-reduce, which the next agreement
  * compares; see checksums.h. 0: unknown, equal to all. */
 void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum);
+/* Drops the checksums since the last agreement; see shm_negotiation_drop_checksums. */
+void fct_drop_checksums(fct_pg *pg);
 
 /* Starts an agreement of all ranks on the collectives over the process group since the last
  * agreement that carry no labels, and on the checksums. Writes false to *issued if there are none,

@@ -41,6 +41,13 @@ void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum) {
     checksums[checksum_count++] = (sim_checksum){tag->kind, tag->label.step, checksum};
 }
 
+void fct_drop_checksums(fct_pg *pg) {
+    if (pg == NULL) {
+        fail_msg("the dropped checksums have no process group");
+    }
+    checksum_count = 0;
+}
+
 size_t sim_checksums(const sim_checksum **list) {
     *list = checksums;
     return checksum_count;

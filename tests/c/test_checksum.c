@@ -195,6 +195,17 @@ static void repeated_copy_out_adds_one_checksum(void **state) {
     }
 }
 
+/* Ranks may have waited for different gathers before the reset. */
+static void reset_drops_the_checksums(void **state) {
+    (void)state;
+    const sim_checksum *list;
+    begin(false);
+    (void)gather_with_flip(1, -1);
+    assert_int_equal(fc_state_reset(&model->layers[0].core), FC_OK);
+    assert_int_equal(sim_checksums(&list), 0);
+    end();
+}
+
 static void without_the_setting_no_checksum_is_added(void **state) {
     (void)state;
     const sim_checksum *list;
@@ -218,6 +229,7 @@ int main(void) {
         cmocka_unit_test(checksum_depends_on_neither_chunks_nor_blocks),
         cmocka_unit_test(each_flipped_bit_of_a_long_slot_changes_the_checksum),
         cmocka_unit_test(repeated_copy_out_adds_one_checksum),
+        cmocka_unit_test(reset_drops_the_checksums),
         cmocka_unit_test(without_the_setting_no_checksum_is_added),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -45,6 +45,12 @@ def test_rank_with_the_guard_off_is_not_compared() -> None:
     assert run_ranks(checksums.train_with_modes, 2, (("hash", "off"),)) == ["", ""]
 
 
+@pytest.mark.parametrize("transport", ["gloo", "direct"])
+def test_ranks_that_waited_for_different_gathers_continue_after_a_reset(transport: str) -> None:
+    env = {**HASH, "FSDP_C_TRANSPORT": transport}
+    assert run_ranks(checksums.reset_after_different_waits, 2, env=env) == ["", ""]
+
+
 @pytest.mark.parametrize("mode", ["on", "hash"])
 @pytest.mark.parametrize("transport", ["gloo", "direct"])
 def test_rank_that_uses_functions_of_torch_is_equal_to_all(transport: str, mode: str) -> None:

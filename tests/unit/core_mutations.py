@@ -125,6 +125,13 @@ MUTATIONS = {
         "test_checksum",
         "[  FAILED  ] checksum_depends_on_neither_chunks_nor_blocks",
     ),
+    "reset keeps the checksums": Mutation(
+        "state",
+        "            fc_group_base_drop_checksums(&state->groups[j]->base);\n",
+        "",
+        "test_checksum",
+        "[  FAILED  ] reset_drops_the_checksums",
+    ),
     "repeated copy-out adds its checksum again": Mutation(
         "gather",
         "        pending->checksummed = true;\n",

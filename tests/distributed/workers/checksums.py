@@ -104,6 +104,18 @@ def train_with_modes(rank: int, world_size: int, modes: tuple[Any, ...]) -> str:
     return run_step(model) or run_step(model)
 
 
+def reset_after_different_waits(rank: int, world_size: int) -> str:
+    """All ranks gather a block, but only rank 1 waits for it, before all ranks reset."""
+    model = make_model(DeviceMesh.from_group(dist.new_group(), "cpu"))
+    text = run_step(model)
+    handle = model[1].unshard(async_op=True)
+    if rank == 1:
+        handle.wait()
+    model.reset_iter_state()
+    model.zero_grad()
+    return text or run_step(model) or run_step(model)
+
+
 def fall_back_on_one_rank(rank: int, world_size: int, mode: Any) -> str:
     """On rank 0, functions of torch issue the collectives, because a method is replaced."""
     if rank == 0:
