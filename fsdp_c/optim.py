@@ -153,8 +153,8 @@ class _Acceleration:
                 return result
             params, local = lists[0], local_lists
             self._recipes.record_recipe(optimizer, group, lists, result)
-        # Autograd detects a write by the version of a DTensor, which writes to its local tensor
-        # do not change.
+        # Writes to a local tensor do not change the version of the DTensor, by which autograd
+        # detects writes.
         torch.autograd.graph.increment_version(params)
         if self._keeps_buffers and group["momentum"] != 0:
             pairs = zip(local[0], params)

@@ -15,7 +15,7 @@
 typedef struct fc_checksum {
     uint64_t rows; /* of the slots of all ranks' rows that were added */
     uint64_t own;  /* of this rank's row */
-    bool unknown;  /* some data could not be read: the checksum is equal to all */
+    bool unknown;  /* some data could not be read: it counts as equal to every other checksum */
 } fc_checksum;
 
 /* One rank's row: `row` is the rank, `is_own` whether it is this rank. */

@@ -43,6 +43,16 @@ void fc_gather_invalidate(fc_gather *a) {
     a->post_forward_plan.valid = false;
 }
 
+/* Adds the checksum of the gathered rows once, also if a copy-out fails and is repeated. */
+static void add_checksum(fc_gather *a, const fc_checksum *gathered) {
+    fc_pending_gather *pending = &a->pending;
+    if (!pending->checksummed) {
+        fc_group_base_add_checksum(a->base, pending->pg, FC_ALL_GATHER,
+                                   fc_checksum_of_rows(gathered, &pending->packed));
+        pending->checksummed = true;
+    }
+}
+
 /* ---- abandon ---- */
 
 /* Defers the release of memory that the backend may still use, and resets the pending gather. */
@@ -53,6 +63,9 @@ static void clear_pending(fc_gather *a) {
     }
     if (a->pending.uses_fallback) {
         base->callbacks->drop_gather(base->owner);
+    }
+    if (a->chunks.count > 0) { /* other ranks may use the rows */
+        add_checksum(a, &(fc_checksum){.unknown = true});
     }
     if (base->comm != NULL) {
         fc_comm_defer_release(base->comm, a->pending.work, a->pending.buffer, NULL);
@@ -414,16 +427,6 @@ fc_status fc_gather_await(fc_gather *a) {
     }
 done:
     return status;
-}
-
-/* Adds the checksum of the gathered rows once, also if a copy-out fails and is repeated. */
-static void add_checksum(fc_gather *a, const fc_checksum *gathered) {
-    fc_pending_gather *pending = &a->pending;
-    if (!pending->checksummed) {
-        fc_group_base_add_checksum(a->base, pending->pg, FC_ALL_GATHER,
-                                   fc_checksum_of_rows(gathered, &pending->packed));
-        pending->checksummed = true;
-    }
 }
 
 static fc_status fill_unsharded(fc_gather *a) {

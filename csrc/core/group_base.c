@@ -108,8 +108,8 @@ done:
 
 void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
                                 fc_operation operation, uint64_t checksum) {
-    assert(base->comm != NULL);
-    if (base->comm->checksums && pg->world > 1) {
+    assert(pg != NULL);
+    if (base->comm != NULL && base->comm->checksums && pg->world > 1) {
         fc_process_group_add_checksum(pg, base->name, operation, checksum);
     }
 }

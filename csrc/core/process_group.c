@@ -185,7 +185,7 @@ done:
 
 fc_status fc_process_group_start_agreement(fc_process_group *pg, const char *modules) {
     assert(pg->world >= 0);
-    pg->agreeing = false; /* true if no call waited for the previous agreement */
+    pg->agreeing = false; /* still true if the previous agreement was never awaited */
     if (pg->handle == NULL || pg->world < 2) {
         return FC_OK;
     }

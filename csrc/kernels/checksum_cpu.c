@@ -1,16 +1,17 @@
 /* Checksums of host memory; see checksum.h.
  *
- * The words of each lane form a polynomial modulo 2^64. Its base is odd, so a word that changes
- * changes the polynomial. The multiplication by the base is a shift and an addition, because vector
- * units of most processors have no fast product of 64-bit integers. The vectors are independent, so
- * that the additions of one vector do not wait for those of another. A vector fits in one register
- * of every supported processor. */
+ * For each word, the checksum of its lane is multiplied by an odd base, the word is added, and high
+ * bits are combined with low bits. Each step is a bijection, so a word that changes changes the
+ * checksum. The product is a shift and an addition, because vector units of most processors have no
+ * fast product of 64-bit integers. Without the last step, changes of the highest bits of two words
+ * would cancel. The vectors are independent, so that the additions of one vector do not wait for
+ * those of another. A vector fits in one register of every supported processor. */
 #include "checksum.h"
 
 #include <assert.h>
 #include <string.h>
 
-enum { LANES = 2, VECTORS = 8, SHIFT = 5 }; /* base 2^5 + 1 */
+enum { LANES = 2, VECTORS = 8, SHIFT = 5, MIX = 32 }; /* base 2^5 + 1 */
 enum { BLOCK_BYTES = VECTORS * LANES * sizeof(uint64_t) };
 
 typedef uint64_t lanes __attribute__((vector_size(LANES * sizeof(uint64_t))));
@@ -21,6 +22,7 @@ static inline void add_words(lanes *sum, const unsigned char *data) {
     lanes words;
     memcpy(&words, data, sizeof words);
     *sum = (*sum << SHIFT) + *sum + words;
+    *sum ^= *sum >> MIX;
 }
 
 static inline void add_block(lanes sums[VECTORS], const unsigned char *block) {

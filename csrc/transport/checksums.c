@@ -38,8 +38,8 @@ void op_checksums_drop(op_checksums *c) {
     for (int kind = 0; kind < OP_CHECKSUM_KINDS; kind++) {
         assert(c->kinds[kind].count <= c->kinds[kind].total);
         c->kinds[kind].total -= c->kinds[kind].count;
+        c->kinds[kind].unknown = c->kinds[kind].unknown || c->kinds[kind].count > 0;
         c->kinds[kind].count = 0;
-        c->kinds[kind].unknown = false;
     }
 }
 
@@ -66,8 +66,8 @@ uint64_t op_checksums_close(op_checksums *c) {
 
 /* ---- the first difference ---- */
 
-/* Returns a checksum of the closed interval by its index, from the first of those that may still
- * be kept. Returns NULL if there is none, or if a later one has replaced it. */
+/* Returns a checksum of the closed interval. `index` counts from the oldest one that the list may
+ * still hold. Returns NULL if there is none, or if a later one has replaced it. */
 static const op_checksum *entry_at(const op_checksum_list *list, uint64_t index) {
     const uint64_t skipped = list->closed > OP_CHECKSUMS ? list->closed - OP_CHECKSUMS : 0;
     const uint64_t number = list->first + skipped + index;

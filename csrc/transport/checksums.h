@@ -49,15 +49,16 @@ typedef struct op_checksums {
 void op_checksums_fini(op_checksums *c);
 /* Adds the checksum of a completed collective, other than a reduce-scatter. 0: unknown. */
 void op_checksums_add(op_checksums *c, const fct_op_tag *tag, uint64_t value);
-/* Drops the checksums of the open interval. */
+/* Drops the checksums of the open interval. If there are any, the rest of the interval is unknown,
+ * because other ranks may have dropped none. */
 void op_checksums_drop(op_checksums *c);
 /* Whether the open interval has a checksum. */
 bool op_checksums_any(const op_checksums *c);
 /* Closes the interval. Returns its hash, or 0 if a checksum is unknown or there is none. */
 uint64_t op_checksums_close(op_checksums *c);
 /* Describes the first collective of the closed interval with different checksums. All ranks must
- * call it. Ranks with a checksum that most ranks have are assumed to be right. Returns -1 with a
- * Python exception. */
+ * call it. The most frequent checksum counts as right. A tie favors the lower rank. Returns -1 with
+ * a Python exception. */
 FCT_CHECK int op_checksums_describe(const op_checksums *c, fct_pg *pg, char *text, size_t bytes);
 
 #ifdef __cplusplus

@@ -173,6 +173,23 @@ static void end_round(fct_exchange **round) {
     *round = NULL;
 }
 
+/* Reads an agreement whose wait an exception has interrupted. If the ranks differ, the other ranks
+ * search for the first difference, and this rank must take part before it issues anything else. */
+static int finish_agreement(shm_negotiation *n, fct_pg *pg) {
+    fct_difference difference;
+    if (n->agreement.round == NULL) {
+        return 0;
+    }
+    if (op_agreement_await(&n->agreement, pg, &difference) != 0) {
+        return -1;
+    }
+    if (difference.text[0] != '\0') {
+        fct_error_runtime(difference.text);
+        return -1;
+    }
+    return 0;
+}
+
 /* Opens this rank's ring and issues round 1. */
 static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) {
     if (fct_pg_world_size(pg) < 2 || !fct_pg_has_plain_gloo(pg)) {
@@ -300,6 +317,9 @@ static int read_connection(shm_negotiation *n, fct_pg *pg) {
 int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
                         bool *accepted) {
     assert(!n->paused && attach != NULL);
+    if (finish_agreement(n, pg) != 0) {
+        return -1;
+    }
     const bool is_gather = use == FCT_USE_GATHER || use == FCT_USE_ALL_REDUCE;
     negotiation_state state = get_state(n);
     if (state == PENDING && n->capabilities == NULL && start_negotiation(n, pg, attach) != 0) {
@@ -329,23 +349,6 @@ int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach 
 bool shm_negotiation_compares_sizes(shm_negotiation *n) {
     assert(atomic_load(&n->owners) > 0);
     return n->agrees && n->gathers >= n->fallback_gathers && get_state(n) == DECLINED;
-}
-
-/* Reads an agreement whose wait an exception has interrupted. If the ranks differ, the other ranks
- * search for the first difference, and this rank must take part before it issues anything else. */
-static int finish_agreement(shm_negotiation *n, fct_pg *pg) {
-    fct_difference difference;
-    if (n->agreement.round == NULL) {
-        return 0;
-    }
-    if (op_agreement_await(&n->agreement, pg, &difference) != 0) {
-        return -1;
-    }
-    if (difference.text[0] != '\0') {
-        fct_error_runtime(difference.text);
-        return -1;
-    }
-    return 0;
 }
 
 /* `kind`: of an op_entry. */
@@ -546,6 +549,9 @@ int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued
 
 bool shm_negotiation_agreement_waits(shm_negotiation *n) {
     assert(atomic_load(&n->owners) > 0);
+    if (n->agreement.round != NULL) { /* of an agreement whose wait was interrupted */
+        return true;
+    }
     return op_agreement_is_needed(&n->agreement) && shm_negotiation_compares_sizes(n) &&
            !op_sequence_expects(&n->sequence, op_signature(OP_AGREEMENT, 0));
 }

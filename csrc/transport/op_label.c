@@ -26,21 +26,32 @@ bool op_label_is_equal(const fct_op_label *a, const fct_op_label *b) {
            (a->unit == b->unit && a->params == b->params && a->contents == b->contents);
 }
 
-/* Writes the indices of the bits, for example "0, 2, 3". */
-static void list_params(uint64_t params, char *text, size_t bytes) {
+/* Writes the indices of the bits, for example "0, 2, 3". If there is no space for all, the list
+ * begins at `first` and ends with "...". */
+static void list_params(uint64_t params, int first, char *text, size_t bytes) {
+    enum { LONGEST = 8 }; /* characters of an index and of the end */
     size_t used = 0;
     text[0] = '\0';
-    for (int i = 0; i < 64 && used + 8 < bytes; i++) {
-        if ((params >> i & 1) != 0) {
-            used += (size_t)snprintf(text + used, bytes - used, "%s%d", used > 0 ? ", " : "", i);
+    for (int i = 0; i < 64; i++) {
+        if ((params >> i & 1) == 0) {
+            continue;
         }
+        if (used + LONGEST >= bytes) {
+            if (first > 0) {
+                list_params(params >> first << first, 0, text, bytes);
+            } else {
+                (void)snprintf(text + used, bytes - used, ", ...");
+            }
+            return;
+        }
+        used += (size_t)snprintf(text + used, bytes - used, "%s%d", used > 0 ? ", " : "", i);
     }
     if (used == 0) {
         (void)snprintf(text, bytes, "none");
     }
 }
 
-/* Writes the property in which two labels of the same unit differ; "" for other units. */
+/* Writes how two labels differ; "" if their names or kinds differ, which the caller writes. */
 static void describe_difference(const fct_op_label *label, const fct_op_label *peer, char *text,
                                 size_t bytes) {
     char params[96];
@@ -52,7 +63,11 @@ static void describe_difference(const fct_op_label *label, const fct_op_label *p
     if (label->unit != peer->unit) {
         (void)snprintf(text, bytes, " of another model");
     } else if (label->params != peer->params) {
-        list_params(label->params, params, sizeof params);
+        int first = 0;
+        while (((label->params ^ peer->params) >> first & 1) == 0) {
+            first++;
+        }
+        list_params(label->params, first, params, sizeof params);
         (void)snprintf(text, bytes, " with the gradients of parameters %s", params);
     } else if (label->divisor != peer->divisor) {
         (void)snprintf(text, bytes, " with divisor %g", label->divisor);

@@ -76,6 +76,11 @@ static void describe_change(fct_pg *pg, fct_difference *difference) {
                    (int)fct_pg_rank(pg));
 }
 
+static int raise_issued_by_handler(void) {
+    fct_error_runtime("a signal handler issued a collective while this rank waited to issue one");
+    return -1;
+}
+
 /* Waits until all ranks depart. Fails if a signal handler has issued another collective meanwhile.
  */
 static int depart(op_sequence *s, fct_pg *pg, uint64_t signature, const op_entry *entry) {
@@ -85,9 +90,7 @@ static int depart(op_sequence *s, fct_pg *pg, uint64_t signature, const op_entry
     if (s->prediction.count == number) {
         s->certain = is_certain ? signature : 0;
     } else if (status == 0) {
-        fct_error_runtime(
-            "a signal handler issued a collective while this rank waited to issue one");
-        return -1;
+        return raise_issued_by_handler();
     }
     return status;
 }
@@ -113,9 +116,12 @@ int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op
             return -1;
         }
     }
-    const uint64_t offered = s->offered;
+    const uint64_t offered = s->offered, number = s->prediction.count;
     if (read_round(s, pg, &rank) != 0) {
         return -1;
+    }
+    if (s->prediction.count != number) {
+        return raise_issued_by_handler();
     }
     if (s->ended) {
         return 0;

@@ -34,7 +34,7 @@ typedef struct op_sequence {
     fct_exchange *round;      /* exchange of the next signature; NULL: none, or read */
     uint64_t offered;         /* this rank's signature in `round` */
     uint64_t certain;         /* the other ranks issue this signature next; 0: unknown */
-    bool changed;             /* they may issue an exchange of an agreement next */
+    bool changed;             /* the other ranks may issue an agreement next */
     bool ended;               /* a rank sent signature 0: the ranks compare no further sizes */
 } op_sequence;
 

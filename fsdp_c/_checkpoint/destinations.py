@@ -42,11 +42,14 @@ def make_destinations(model: nn.Module, targets: dict[str, Any]) -> dict[str, De
     """Makes a destination for each of ``targets``. Allocates memory for meta tensors."""
     destinations: dict[str, Destination] = {}
     allocated: dict[int, torch.Tensor] = {}
+    offloaded = _find_offloaded(model)
     for name, value in targets.items():
         local = value._local_tensor if isinstance(value, DTensor) else value
         if local.is_meta:
             if id(value) not in allocated:
-                allocated[id(value)] = torch.empty_like(local, device=_choose_device(value, model))
+                on_host = id(value) in offloaded
+                device = torch.device("cpu") if on_host else _choose_device(value, model)
+                allocated[id(value)] = torch.empty_like(local, device=device)
             local = allocated[id(value)]
         destinations[name] = Destination(value, local.detach(), _find_block_start(value))
     return destinations
@@ -64,6 +67,18 @@ def make_destinations_on_all_ranks(
         failure = error
     ranks.raise_if_any_failed(failure, "cannot allocate memory for the values; nothing was loaded")
     return destinations
+
+
+def _find_offloaded(model: nn.Module) -> set[int]:
+    """Returns the ids of the sharded parameters with a ``CPUOffloadPolicy``."""
+    return {
+        id(param.sharded_param)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        for param in group.fsdp_params
+        if param.offload_to_cpu
+    }
 
 
 def _choose_device(value: torch.Tensor, model: nn.Module) -> torch.device:

@@ -7,6 +7,7 @@ fsdp_c's construction instead.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -41,10 +42,7 @@ def construct_group(group: Any, construct: Callable[[], None], torch_args: tuple
         construct()
         return
     if _original is None:
-        logger.warning(
-            "fsdp_c: FSDPParamGroup.__init__ was replaced before fsdp_c was imported, by an object "
-            "that does not wrap torch's function; fsdp_c does not call the replacement"
-        )
+        _warn_of_earlier_replacement()
         construct()
         return
     _pending[id(group)] = construct
@@ -57,6 +55,14 @@ def construct_group(group: Any, construct: Callable[[], None], torch_args: tuple
             )
     finally:
         _pending.pop(id(group), None)
+
+
+@functools.cache
+def _warn_of_earlier_replacement() -> None:
+    logger.warning(
+        "fsdp_c: FSDPParamGroup.__init__ was replaced before fsdp_c was imported, by an object "
+        "that does not wrap torch's function; fsdp_c does not call the replacement"
+    )
 
 
 def _redirect() -> patches.Undo:

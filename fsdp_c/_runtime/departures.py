@@ -53,7 +53,7 @@ _REQUESTS = "fsdp_c/departures/requests"
 _CLOSED = "closed"
 """Value of a request whose rank has ended its wait. Without the key, a read would block."""
 _UNSET_LIMIT = 5.0
-"""Seconds after which a request without key is ignored: its rank has ended before the write."""
+"""Seconds after which a rank that has not completed its write is assumed to have ended."""
 _ISSUE = "issue"
 """Decision of the ranks that are about to issue a collective: no rank can leave any more."""
 _SLEEP = (0.0005, 0.05)
@@ -155,9 +155,7 @@ class Departures:
                 is_first = store.add(key, 1) <= REQUESTING_RANKS
                 self._wait(departure, store, key, group, is_first)
                 is_certain = True
-                if store.add(f"{key}/read", 1) == size:
-                    for suffix in ("", "/read", "/decision"):
-                        store.delete_key(key + suffix)
+                self._delete_when_all_have_read(store, key, size)
             finally:
                 if outer is None:
                     del self._own_departures[departure.group]
@@ -165,18 +163,30 @@ class Departures:
                     self._own_departures[departure.group] = outer
                 self._differences.pop(departure.group, None)
         except BaseException as error:  # also of a signal handler: the rank may depart again
-            if is_certain or not self._leave(store, key):
+            if is_certain:
+                return error
+            if not self._leave(store, key):
+                self._delete_when_all_have_read(store, key, size)
                 return error
             raise
         return None
 
+    @staticmethod
+    def _delete_when_all_have_read(store: dist.Store, key: str, size: int) -> None:
+        if store.add(f"{key}/read", 1) == size:
+            for suffix in ("", "/read", "/decision"):
+                store.delete_key(key + suffix)
+
     def _leave(self, store: dist.Store, key: str) -> bool:
         """Decrements the counter. Returns False if other ranks issue the collective."""
         own = f"rank {self._rank} leaves"
+        end = time.monotonic() + _UNSET_LIMIT
         with contextlib.suppress(RuntimeError):  # the store has ended
             while (decision := store.compare_set(f"{key}/decision", "", own).decode()) != own:
                 if decision == _ISSUE:
                     return False
+                if time.monotonic() > end:
+                    break  # the rank that leaves has ended
                 time.sleep(_SLEEP[0])  # another rank leaves
             store.add(key, -1)
             store.delete_key(f"{key}/decision")

@@ -270,13 +270,11 @@ class Param(ReplaceableShard):
         return grad
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
-        """Sets ``param_dtype`` and ``reduce_dtype``. ``None`` means that no cast is needed.
-
-        A replacement is not called before lazy init, as in torch.
-        """
+        """Calls ``_set_dtypes``. A replacement is called from lazy init on, as in torch."""
         self._set_dtypes(mp_policy)
 
     def _set_dtypes(self, mp_policy: MixedPrecisionPolicy) -> None:
+        """Sets ``param_dtype`` and ``reduce_dtype``. ``None`` means that no cast is needed."""
         if mp_policy is not self.mp_policy:
             self._policy_dtype = get_compute_dtype(mp_policy, self.sharded_param)
         param_dtype = self._policy_dtype

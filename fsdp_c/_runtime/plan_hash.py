@@ -40,7 +40,7 @@ _SETTINGS = (
 _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 _OFF, _UNKNOWN = 0, 1
-"""``FCT_PLAN_OFF`` and ``FCT_PLAN_UNKNOWN`` of ``csrc/transport/negotiation.h``."""
+"""``FCT_PLAN_OFF`` and ``FCT_PLAN_UNKNOWN`` of ``csrc/transport/plans.h``."""
 
 _roots = itertools.count(1)
 """Identifiers of roots. The core numbers the roots of a process group in order of first use."""

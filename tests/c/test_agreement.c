@@ -185,6 +185,10 @@ static void agree_with_unknown_checksums(void) {
     }
     shm_negotiation_drop_checksums(n);
     require(!issues(n));
+    add_checksum(n, "a", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6); /* rank 1 has dropped one */
+    require(strcmp(agree(n), "") == 0);
+    add_checksum(n, "a", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6);
+    require(strstr(agree(n), "different data after the all-gather of 'a'") != NULL);
     end(n);
 }
 

@@ -77,6 +77,18 @@ static void each_flipped_bit_of_memory_changes_its_checksum(void **state) {
     }
 }
 
+/* Two flips of the highest bit, at distances that are multiples of a vector. */
+static void two_flips_of_the_highest_bit_change_the_checksum(void **state) {
+    (void)state;
+    uint64_t words[200] = {0};
+    const uint64_t right = fck_checksum(words, sizeof words);
+    for (size_t i = 1; i < 200; i++) {
+        words[0] = words[i] = UINT64_C(1) << 63;
+        assert_true(fck_checksum(words, sizeof words) != right);
+        words[i] = 0;
+    }
+}
+
 static void words_in_another_order_change_the_checksum(void **state) {
     (void)state;
     uint64_t words[40] = {0};
@@ -195,6 +207,19 @@ static void repeated_copy_out_adds_one_checksum(void **state) {
     }
 }
 
+/* Another rank may use the rows of a prefetch that this rank abandons. */
+static void abandoned_gather_adds_an_unknown_checksum(void **state) {
+    (void)state;
+    const sim_checksum *list;
+    begin(false);
+    assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
+    assert_int_equal(fc_gather_await(gather), FC_OK);
+    fc_gather_abandon(gather);
+    assert_int_equal(sim_checksums(&list), 1);
+    assert_int_equal(list[0].value, 0);
+    end();
+}
+
 /* Ranks may have waited for different gathers before the reset. */
 static void reset_drops_the_checksums(void **state) {
     (void)state;
@@ -223,12 +248,14 @@ static void without_the_setting_no_checksum_is_added(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_flipped_bit_of_memory_changes_its_checksum),
+        cmocka_unit_test(two_flips_of_the_highest_bit_change_the_checksum),
         cmocka_unit_test(words_in_another_order_change_the_checksum),
         cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
         cmocka_unit_test(checksum_differs_if_the_own_row_has_changed_since_the_pack),
         cmocka_unit_test(checksum_depends_on_neither_chunks_nor_blocks),
         cmocka_unit_test(each_flipped_bit_of_a_long_slot_changes_the_checksum),
         cmocka_unit_test(repeated_copy_out_adds_one_checksum),
+        cmocka_unit_test(abandoned_gather_adds_an_unknown_checksum),
         cmocka_unit_test(reset_drops_the_checksums),
         cmocka_unit_test(without_the_setting_no_checksum_is_added),
     };

@@ -265,6 +265,13 @@ static void label_text_names_the_difference(void **state) {
     op_label_describe(&a, &b, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
     assert_string_equal(text, "rank 3 reduce-scatters the root's unit with the gradients of "
                               "parameters 0, 2 (step 1, outside of a pass)");
+    a.params = UINT64_MAX, b.params = UINT64_MAX & ~(UINT64_C(1) << 40);
+    op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
+    assert_non_null(strstr(text, "parameters 41, 42, 43, "));
+    op_label_describe(&a, &b, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
+    assert_non_null(strstr(text, "parameters 40, 41, 42, "));
+    assert_non_null(strstr(text, ", ... (step"));
+    a.params = 5;
     b = a;
     b.divisor = 7, b.contents = 2;
     op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);

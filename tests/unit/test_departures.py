@@ -58,6 +58,7 @@ def test_interrupted_rank_leaves_unless_the_other_rank_issues_the_collective(
     monkeypatch.setattr(departures, "_get_process_group_store", lambda group: store)
     own: Any = SimpleNamespace(_own_departures={}, _differences={}, _wait=interrupt, _rank=0)
     own._leave = lambda *args: departures.Departures._leave(own, *args)
+    own._delete_when_all_have_read = departures.Departures._delete_when_all_have_read
     group: Any = SimpleNamespace(size=lambda: WORLD)
     departure = departures.Departure("group", [0, 1], 0, 7, 1, 0, "")
     try:
