@@ -1,6 +1,6 @@
 /* Labels of the collectives of a parameter group; see transport/op_tag.h.
  *
- * Preconditions: the label is that of the process group of the next collective. */
+ * Precondition: the label is that of the process group that issues the next collective. */
 #ifndef FSDP_C_CORE_LABEL_H
 #define FSDP_C_CORE_LABEL_H
 

@@ -1,6 +1,5 @@
 /* Copies between host and device memory; see offload.h. Owns nothing. All copies are queued on the
- * current stream. The copies use tensor aliases, which csrc/bridge checks; no address is read here.
- */
+ * current stream. The copies use tensor aliases, whose bounds csrc/bridge checks. */
 #include "offload.h"
 
 #include "../bridge/device.h"

@@ -7,6 +7,7 @@ groups, so it must be notified of an assignment.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -29,7 +30,10 @@ _default_group: weakref.ref[Any] | None = None
 
 
 def get_default_mesh() -> DeviceMesh:
-    """Returns torch's default mesh, cached per thread until the default process group changes."""
+    """Returns torch's default mesh, cached per thread until the default process group changes.
+
+    The cache has weak references. With a dispatch mode the mesh is made anew.
+    """
     global _default_group
     if not dist.is_initialized() or torch._C._len_torch_dispatch_stack() > 0:
         return _init_default_mesh()
@@ -69,13 +73,17 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
         else:
             object.__setattr__(self, name, previous)
         for group in subscribers:
-            group._refresh_process_groups()
+            with contextlib.suppress(Exception):  # the first exception is raised
+                group._refresh_process_groups()
         raise
 
 
 @functools.cache
 def _make_notifying_class(cls: type) -> type:
-    """Returns a subclass of ``cls`` whose ``__setattr__`` notifies; equality is inherited."""
+    """Returns a subclass of ``cls`` whose ``__setattr__`` notifies.
+
+    Instances of the two classes are unequal, because dataclasses compare the classes.
+    """
     namespace = {
         "__setattr__": _set_and_notify,
         "__module__": cls.__module__,

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, as in PyTorch's FSDP tests: ranks share no state."""
+"""Ranks as threads of one process, as in PyTorch's FSDP tests: they share no state of fsdp_c."""
 
 from __future__ import annotations
 

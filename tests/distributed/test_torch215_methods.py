@@ -58,7 +58,7 @@ def test_deferred_gradients_are_reduced_by_finalize_backward_only() -> None:
         assert result["unsharded bytes"] == 0
 
 
-def test_finalize_backward_only_waits_for_issued_reductions() -> None:
+def test_finalize_backward_issues_no_reductions() -> None:
     for result in run_scenario("synchronized_backwards_are_not_reduced_again"):
         assert_equal(result)
         assert result["counts"] == [4, 4]

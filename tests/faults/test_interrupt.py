@@ -34,7 +34,7 @@ def test_signal_during_a_collective_of_torch_is_handled_after_the_peer_joins(cas
 
 
 @pytest.mark.parametrize("case", interrupt.CASES)
-def test_model_is_reset_before_the_peer_joins_and_trains_as_without_the_signal(case: str) -> None:
+def test_reset_before_the_late_peer_joins_keeps_bits(case: str) -> None:
     waiting, late = outcomes("fsdp_c")
     assert late[case]["reset"]
     assert (

@@ -168,7 +168,7 @@ def test_races_step_fails_if_nccl_was_not_called(calls: int, failures: list[str]
     ("broken_step", "message"),
     [
         ("kernels=fail", "exit status 3: deliberate failure"),
-        ("kernels=hang", "stopped after 4 s; last line: no output"),
+        ("kernels=hang", "killed, or stopped after 4 s; last line: no output"),
     ],
 )
 def test_gpu_check_failing_step_is_reported_and_next_step_runs(

@@ -187,7 +187,7 @@ def test_model_with_buckets_is_freed_after_its_retained_graph(fake_group: int) -
     assert group() is None
 
 
-def test_group_with_cleared_lists_keeps_its_parameters(fake_group: int) -> None:
+def test_group_survives_lists_that_the_garbage_collector_cleared(fake_group: int) -> None:
     """The garbage collector clears the lists of a reference cycle in any order."""
     module = replicate(make_model(), bucket_cap_mb=1 / MIB)
     module(torch.ones(2, 4)).sum().backward()

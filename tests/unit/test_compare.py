@@ -404,7 +404,7 @@ def test_plot_of_runs_without_steps_is_drawn() -> None:
     pyplot.close(figure)
 
 
-def test_numbers_that_json_lacks_become_their_names() -> None:
+def test_nonfinite_numbers_become_strings() -> None:
     value = {"losses": [1.5, float("nan"), (float("inf"), -float("inf"))], "steps": 3}
     named = compare_report._name_nonfinite(value)
     assert json.loads(json.dumps(named, allow_nan=False)) == {

@@ -170,7 +170,7 @@ def test_records_contain_loss_gradients_and_parameters(
     assert not record["uses_fsdp_c"]
 
 
-def test_script_ends_at_the_end_of_the_last_step(observe: Any) -> None:
+def test_last_observed_step_raises_script_finished(observe: Any) -> None:
     recording = observe(2)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -243,7 +243,7 @@ def test_fsdp_c_jit_off_leaves_cuda_to_torch_with_one_warning(
 @pytest.mark.parametrize(
     "error", [RuntimeError("no GPU"), OSError("no libcuda.so.1"), AssertionError("not compiled")]
 )
-def test_kernels_that_nvrtc_does_not_compile_leave_cuda_to_torch_with_one_warning(
+def test_failed_nvrtc_falls_back_to_torch_with_one_warning(
     error: Exception,
     installations: list[torch.device],
     monkeypatch: pytest.MonkeyPatch,

@@ -72,7 +72,7 @@ TOOL_FEATURES = {"__init__.py", "__main__.py", "plan.py", "explain.py", "trace.p
 """Public files that may import ``_tools``."""
 
 LEAVES = {"names.py", "version.py"}
-"""Public files that import nothing of the package, so that every folder may import them."""
+"""Public files that import no folder of the package, so that every folder may import them."""
 
 ALLOWED = {
     "public": {"public", "_auto_shard", "_checkpoint", "_runtime", "_compat"},
@@ -133,10 +133,12 @@ def test_find_forbidden_returns_imports_of_higher_layers() -> None:
 
 
 def test_package_has_no_import_cycle() -> None:
-    """Imports of the package itself are excluded: its names are imported by then, or at a call."""
+    """Imports from ``__init__.py`` are excluded: it has defined the names before, or at a call."""
     graph = {name: found - {"__init__.py", name} for name, found in imports_by_file().items()}
-    beside = {name for name in graph if layer_of(name) == AUTOLOAD.name}
-    graph = {name: found - beside for name, found in graph.items() if name not in beside}
+    autoload_files = {name for name in graph if layer_of(name) == AUTOLOAD.name}
+    graph = {
+        name: found - autoload_files for name, found in graph.items() if name not in autoload_files
+    }
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph)
 
 

@@ -267,7 +267,7 @@ def test_gradient_norm_over_all_ranks_counts_replicas() -> None:
     assert not has_advice(explain(shard(Chain())), "gradient norm")
 
 
-def test_small_model_needs_no_gathers_between_nodes() -> None:
+def test_advice_for_small_model_is_mesh_of_hsdp() -> None:
     with torch.device("meta"):
         model = Chain()
     kwargs: dict[str, Any] = {"batch": BATCH, "ranks_per_node": 4, "file": io.StringIO()}
@@ -354,7 +354,7 @@ class SeveralDtypes(nn.Module):
         return self.second(self.first(x.to(self.first.weight.dtype)).bfloat16())
 
 
-def test_unit_of_several_dtypes_is_reduced_in_the_widest() -> None:
+def test_advice_for_unit_of_several_dtypes_saves_bytes() -> None:
     model = fully_shard(SeveralDtypes())
     advice = find_advice(explain(model), "parameters of several dtypes")
     after = SeveralDtypes()

@@ -300,7 +300,7 @@ class TestTiedWeights:
         train(model)
         assert model.embed.weight is model.head.weight
 
-    def test_units_between_tied_parameters_are_dropped(self) -> None:
+    def test_unit_with_one_of_two_tied_parameters_is_dropped(self) -> None:
         inner = nn.Linear(2, 2)
         model = Block([Block([nn.Sequential(inner)]), nn.Linear(2, 2)])
         model.part1.weight = inner.weight

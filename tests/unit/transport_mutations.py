@@ -55,7 +55,7 @@ RING_MUTATIONS = {
         "test_shm_ring_sleep",
         "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_change_is_woken",
     ),
-    "close mark is read after the commit counter": Mutation(
+    "closed flag is read after the commit counter": Mutation(
         "shm_ring",
         "        return closed != 0 ? SHM_RING_CLOSED",
         "        return atomic_load(&view->page->closed) != 0 ? SHM_RING_CLOSED",
@@ -76,7 +76,7 @@ RING_MUTATIONS = {
         "test_shm_ring_untrusted",
         "[  FAILED  ] connect_refuses_files_that_are_not_rings",
     ),
-    "release uses release order instead of seq_cst": Mutation(
+    "counter of released messages is stored with release order": Mutation(
         "shm_ring",
         "    atomic_store(&own->released, ring->read_seq);",
         "    atomic_store_explicit(&own->released, ring->read_seq, memory_order_release);",
@@ -150,7 +150,7 @@ TRANSPORT_MUTATIONS = {
         "test_progress",
         "progress_task_",
     ),
-    "every size of a collective is expected": Mutation(
+    "every size of a collective matches the prediction": Mutation(
         "sequence",
         "    return predicted != 0 && (signature == 0 || signature == predicted);\n",
         "    return predicted != 0;\n",
@@ -227,7 +227,7 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] agreement_starts_after_round_1_is_read",
     ),
-    "rank whose guard is off agrees": Mutation(
+    "rank with the guard off takes part in agreements": Mutation(
         "negotiation",
         " && values[PLAN] != FCT_PLAN_OFF;",
         ";",

@@ -1,7 +1,6 @@
 """Scenarios of torch's clipping functions, plain and after ``fsdp_c.install()``.
 
-Each case creates its own gradients. Under fsdp_c the results include the number of calls that took
-the C path.
+Under fsdp_c the results include the number of calls of helpers that took the C path.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SHAPES = ((8, 3), (5,), (7, 2), (1,), (300, 256))
 
 @contextmanager
 def installed(api: Api) -> Iterator[list[int]]:
-    """Installs fsdp_c if ``api`` is fsdp_c's. Yields the number of calls that took the C path."""
+    """Installs fsdp_c if ``api`` is fsdp_c's. Yields the number of helper calls of the C path."""
     c_calls = [0]
     if not api.is_fsdp_c:
         yield c_calls

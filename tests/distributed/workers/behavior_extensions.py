@@ -16,16 +16,16 @@ from torch.distributed.tensor import Shard
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDTH = 8
-Sent = tuple[tuple[torch.Tensor, ...], Any]
+PreGatherResult = tuple[tuple[torch.Tensor, ...], Any]
 
 
-def halves(shard: torch.Tensor) -> Sent:
-    """Sends half of the shard in two dtypes, and a row of integers."""
+def halves(shard: torch.Tensor) -> PreGatherResult:
+    """Returns half of the shard in its dtype and in float64, and integers."""
     half = shard / 2
     return (half, half.double(), torch.arange(3) + shard.numel()), "halves"
 
 
-def halves_without_integers(shard: torch.Tensor) -> Sent:
+def halves_without_integers(shard: torch.Tensor) -> PreGatherResult:
     return halves(shard)[0][:2], None
 
 
@@ -33,7 +33,7 @@ def sum_up(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return outputs[0] + outputs[1].to(outputs[0].dtype)
 
 
-def send_unchanged(shard: torch.Tensor) -> Sent:
+def send_unchanged(shard: torch.Tensor) -> PreGatherResult:
     return (shard,), {"kind": "as it is"}
 
 
@@ -43,21 +43,20 @@ def first(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def first_of_columns(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """As ``first``, with the 3 x 4 shape of the weight that is sharded on dim 1.
-
-    Its output consists of the shards, one below the other.
-    """
+    """As ``first``. Reshapes the output of the weight that is sharded on dim 1 to 3 x 4."""
     return outputs[0].reshape(3, 4) if outputs[0].numel() == 12 else outputs[0].clone()
 
 
-def narrow(shard: torch.Tensor) -> Sent:
+def narrow(shard: torch.Tensor) -> PreGatherResult:
     return (shard.bfloat16(),), None
 
 
-def send_padded(param: Any, send: Callable[[torch.Tensor], Sent]) -> Callable[[torch.Tensor], Sent]:
+def send_padded(
+    param: Any, send: Callable[[torch.Tensor], PreGatherResult]
+) -> Callable[[torch.Tensor], PreGatherResult]:
     """Wraps ``send`` so that a smaller shard is padded to the size of the others."""
 
-    def sent(shard: torch.Tensor) -> Sent:
+    def sent(shard: torch.Tensor) -> PreGatherResult:
         padded = shard.new_zeros(param.padded_sharded_param_size)
         padded[: len(shard)] = shard
         return send(padded)
@@ -72,10 +71,12 @@ class Hooks:
         self.calls: list[Any] = []
         self.model = model
         self.which = which or (lambda name: name.endswith("weight"))
-        self.fails = ""  # kind of the hook whose next call raises
+        self.fails = ""  # kind of the hook whose calls raise; "": none
 
     def install(
-        self, send: Callable[[torch.Tensor], Sent] = halves, make: Callable[..., Any] = sum_up
+        self,
+        send: Callable[[torch.Tensor], PreGatherResult] = halves,
+        make: Callable[..., Any] = sum_up,
     ) -> Hooks:
         for module in self.model.modules():
             for group in groups_of(module._get_fsdp_state()) if _is_unit(module) else ():
@@ -101,13 +102,13 @@ class Hooks:
         name: str,
         group: Any,
         local: torch.Tensor,
-        send: Callable[[torch.Tensor], Sent],
+        send: Callable[[torch.Tensor], PreGatherResult],
         mesh: Any,
         size: Any,
         stride: Any,
         module: nn.Module,
         policy: Any,
-    ) -> Sent:
+    ) -> PreGatherResult:
         facts = (mesh.size(), mesh.ndim, tuple(size), tuple(stride), type(module).__name__)
         self._record("pre", name, group, *facts, policy.param_dtype)
         return send(local.detach())
@@ -172,7 +173,7 @@ def steps(
 
 
 def memory(model: nn.Module) -> list[int]:
-    """Returns the bytes of all-gather outputs and inner tensors, by parameter."""
+    """Returns the bytes of the all-gather outputs and inner tensors of all parameters."""
     return [
         tensor.untyped_storage().nbytes()
         for module in model.modules()
@@ -311,7 +312,7 @@ def extension_inputs_of_varying_size(api: Api) -> list[Any]:
     model = shard_layers(api, layers())
     sizes: list[int] = []
 
-    def growing(shard: torch.Tensor) -> Sent:
+    def growing(shard: torch.Tensor) -> PreGatherResult:
         sizes.append(len(sizes) + 1)
         return (shard, torch.full((len(sizes),), float(len(sizes)))), len(sizes)
 
@@ -328,7 +329,7 @@ def outputs_changed_while_a_parameter_shares_their_memory(api: Api) -> Any:
     model = shard_layers(api, layers())
     types = [torch.float32, torch.float64]
 
-    def send_in_another_dtype(shard: torch.Tensor) -> Sent:
+    def send_in_another_dtype(shard: torch.Tensor) -> PreGatherResult:
         return (shard.to(types[0]),), None
 
     local = model[0].weight._local_tensor

@@ -38,7 +38,7 @@ def reason(status: str, limit: str, log: str) -> str:
     if status == "late":
         return "no time left"
     if status in TIMED_OUT:
-        return f"stopped after {limit} s; last line: {last}"
+        return f"killed, or stopped after {limit} s; last line: {last}"
     return f"exit status {status}: {last}"
 
 

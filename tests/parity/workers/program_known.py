@@ -90,7 +90,7 @@ class Mismatch:
         """Returns whether a gradient exists under only one implementation."""
         return any(".grad: " in a + b and not (a and b) for a, b in self.pairs())
 
-    def only_whole_weights(self) -> bool:
+    def only_unsharded_weights_differ(self) -> bool:
         """Returns whether only the bits of unsharded parameters differ."""
         return all(
             a.split()[:3] == b.split()[:3] and a.split()[2:3] == ["Parameter"]
@@ -223,7 +223,7 @@ def several_dtypes(mismatch: Mismatch) -> bool:
 
 
 @rule("any divide factor works on gloo; torch has no PREMUL_SUM there")
-def premultiplied(mismatch: Mismatch) -> bool:
+def premul_sum_unsupported(mismatch: Mismatch) -> bool:
     return "PREMUL_SUM" in mismatch.by_torch[0]
 
 
@@ -231,7 +231,7 @@ def premultiplied(mismatch: Mismatch) -> bool:
 def old_weights(mismatch: Mismatch) -> bool:
     if mismatch.gradients_missing():
         return False
-    return mismatch.only_whole_weights() or any(
+    return mismatch.only_unsharded_weights_differ() or any(
         name in WRITING and any(" Parameter " in line for line in lines)
         for (name, _), lines in zip(mismatch.program, mismatch.before)
     )
@@ -270,7 +270,7 @@ def pickled(mismatch: Mismatch) -> bool:
 
 
 @rule("a failed backward on several ranks without reset: the next one issues its reductions")
-def overlapped(mismatch: Mismatch) -> bool:
+def late_reductions_of_failed_backward(mismatch: Mismatch) -> bool:
     gradients = all(
         ".grad: " in (a or b) or a.startswith("gradients: ") for a, b in mismatch.pairs()
     )
