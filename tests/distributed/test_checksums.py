@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import checksums
+import corrupted_data
 import pytest
 from launch import run_ranks
 
@@ -16,7 +16,7 @@ def test_each_flipped_bit_raises_in_its_step_and_training_continues(
     transport: str, world: int
 ) -> None:
     env = {**HASH, "FSDP_C_TRANSPORT": transport}
-    results = run_ranks(checksums.flip_bits, world, (FLIPS,), env=env, timeout=300)
+    results = run_ranks(corrupted_data.flip_bits, world, (FLIPS,), env=env, timeout=300)
     for flips in zip(*(outcomes for outcomes, _ in results)):
         place, _ = flips[0]
         operation, changed = place.split(" of rank ")
@@ -32,27 +32,27 @@ def test_each_flipped_bit_raises_in_its_step_and_training_continues(
 
 
 def test_mode_on_has_no_checksums() -> None:
-    for outcomes, _ in run_ranks(checksums.flip_bits, 2, (5,), env={"FSDP_C_GUARD": "on"}):
+    for outcomes, _ in run_ranks(corrupted_data.flip_bits, 2, (5,), env={"FSDP_C_GUARD": "on"}):
         assert [text for _, text in outcomes] == [""] * 5
 
 
 def test_different_modes_of_ranks_raise_and_name_the_switch() -> None:
-    for text in run_ranks(checksums.train_with_modes, 2, (("hash", "on"),)):
+    for text in run_ranks(corrupted_data.train_with_modes, 2, (("hash", "on"),)):
         assert "FSDP_C_GUARD: rank 0 has hash; rank 1 has on" in text
 
 
 def test_rank_with_the_guard_off_is_not_compared() -> None:
-    assert run_ranks(checksums.train_with_modes, 2, (("hash", "off"),)) == ["", ""]
+    assert run_ranks(corrupted_data.train_with_modes, 2, (("hash", "off"),)) == ["", ""]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "direct"])
 def test_ranks_that_waited_for_different_gathers_continue_after_a_reset(transport: str) -> None:
     env = {**HASH, "FSDP_C_TRANSPORT": transport}
-    assert run_ranks(checksums.reset_after_different_waits, 2, env=env) == ["", ""]
+    assert run_ranks(corrupted_data.reset_after_different_waits, 2, env=env) == ["", ""]
 
 
 @pytest.mark.parametrize("mode", ["on", "hash"])
 @pytest.mark.parametrize("transport", ["gloo", "direct"])
 def test_rank_that_uses_functions_of_torch_is_equal_to_all(transport: str, mode: str) -> None:
     env = {"FSDP_C_TRANSPORT": transport}
-    assert run_ranks(checksums.fall_back_on_one_rank, 2, (mode,), env=env) == ["", ""]
+    assert run_ranks(corrupted_data.fall_back_on_one_rank, 2, (mode,), env=env) == ["", ""]

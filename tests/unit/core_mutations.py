@@ -155,7 +155,7 @@ MUTATIONS = {
     ),
     "CPU-bound reduction overlaps with backward": Mutation(
         "reduce",
-        "r->work != NULL && fct_work_is_cpu_bound(r->work)",
+        "r->work != NULL &&\n        fct_work_is_cpu_bound(r->work)",
         "false",
         "test_reduce",
         "non_overlapping_reduction_completes_before_backward",

@@ -21,6 +21,7 @@ SLEEPS = {
     "harness/launch.py": [POLL, STACKS],
     "faults/workers/failure_trials.py": [POLL, POINT, STACKS],
     "faults/workers/interrupt.py": [POLL],
+    "faults/workers/interrupted_comparisons.py": [DELAY],
     "faults/workers/lifetime.py": [POLL],
     "faults/workers/stalled_ranks.py": [POLL],
     "faults/workers/trial_rank.py": [HANG],

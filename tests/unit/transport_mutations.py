@@ -110,8 +110,9 @@ TRANSPORT_MUTATIONS = {
     ),
     "interrupted agreement is not finished before the next collective": Mutation(
         "negotiation",
-        "    if (finish_agreement(n, pg) != 0) {",
-        "    if (n == NULL && finish_agreement(n, pg) != 0) {",
+        "    if (finish_agreement(n, pg) != 0) {\n        return -1;\n    }\n"
+        "    if (!shm_negotiation_compares_sizes",
+        "    if (!shm_negotiation_compares_sizes",
         "test_agreement",
         "[  FAILED  ] collective_after_an_interrupted_agreement_finishes_it",
     ),

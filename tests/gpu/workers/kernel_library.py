@@ -73,8 +73,9 @@ class Backend:
         members = _backend_members()
         table = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
         for index, (name, arguments) in enumerate(members, 1):  # the first member is the name
-            function = ctypes.CFUNCTYPE(ctypes.c_char_p, *arguments)(table[index])
-            setattr(self, f"_{name}", function)
+            if table[index]:  # kernels of devices have no checksum
+                function = ctypes.CFUNCTYPE(ctypes.c_char_p, *arguments)(table[index])
+                setattr(self, f"_{name}", function)
 
     def _call(self, name: str, *arguments: Any) -> None:
         failure = getattr(self, f"_{name}")(*arguments)
@@ -118,7 +119,7 @@ def array(kind: Any, items: Sequence[Any]) -> Any:
 
 def _commands(target: Path) -> list[list[str]]:
     """Returns the commands that compile the library."""
-    cpu = target.with_suffix(".cpu.o")
+    objects = {name: target.with_suffix(f".{name}.o") for name in ("kernels_cpu", "checksum_cpu")}
     c_compiler = shlex.split(os.environ.get("CC") or "gcc")
     sources = [str(KERNELS / "kernels_cuda.cu"), str(KERNELS / "kernels_jit.cpp"), str(MEMORY)]
     if ON_CUDA:
@@ -128,10 +129,13 @@ def _commands(target: Path) -> list[list[str]]:
         fake = ["-Wno-unknown-pragmas", f"-I{ROOT}/tests/c/fake_cuda", "-DGPU_CHECK_ON_HOST"]
         cuda = ["g++", "-shared", "-O1", "-fPIC", *fake, "-x", "c++"]
     include = f"-I{ROOT}/csrc"
-    linked = [str(cpu)] if ON_CUDA else ["-x", "none", str(cpu)]
+    linked = [*([] if ON_CUDA else ["-x", "none"]), *map(str, objects.values())]
+    c_options = ["-std=c11", "-O2", "-fPIC", include]
     return [
-        [*c_compiler, "-std=c11", "-O2", "-fPIC", include, "-c", f"{KERNELS}/kernels_cpu.c"]
-        + ["-o", str(cpu)],
+        *(
+            [*c_compiler, *c_options, "-c", f"{KERNELS}/{name}.c", "-o", str(path)]
+            for name, path in objects.items()
+        ),
         [*cuda, "-std=c++17", include, *sources, *linked, "-o", str(target.with_suffix(".new"))],
     ]
 
