@@ -39,7 +39,9 @@ class ReportFile(logging.Handler):
 
 
 def wait_for_reports(folder: Path) -> None:
-    while not all((folder / f"report{rank}").exists() for rank in WAITING):
+    # os.access of a str has no Python frame, so reports show this file as the place of the thread
+    reports = [str(folder / f"report{rank}") for rank in WAITING]
+    while not all(os.access(report, os.F_OK) for report in reports):
         time.sleep(0.01)
 
 
