@@ -549,11 +549,10 @@ int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued
 
 bool shm_negotiation_agreement_waits(shm_negotiation *n) {
     assert(atomic_load(&n->owners) > 0);
-    if (n->agreement.round != NULL) { /* of an agreement whose wait was interrupted */
-        return true;
-    }
-    return op_agreement_is_needed(&n->agreement) && shm_negotiation_compares_sizes(n) &&
-           !op_sequence_expects(&n->sequence, op_signature(OP_AGREEMENT, 0));
+    const bool finishes = n->agreement.round != NULL; /* an agreement that was interrupted */
+    const bool compares = shm_negotiation_compares_sizes(n) &&
+                          !op_sequence_expects(&n->sequence, op_signature(OP_AGREEMENT, 0));
+    return op_agreement_is_needed(&n->agreement) && (finishes || compares);
 }
 
 int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg, fct_difference *difference) {
