@@ -116,6 +116,13 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] collective_after_an_interrupted_agreement_finishes_it",
     ),
+    "agreement in flight counts as a wait of the next one": Mutation(
+        "negotiation",
+        "    return op_agreement_is_needed(&n->agreement) && (finishes || compares);",
+        "    return finishes || (op_agreement_is_needed(&n->agreement) && compares);",
+        "test_agreement",
+        "[  FAILED  ] agreement_after_an_interrupted_agreement_compares",
+    ),
     "ranks do not compare checksums": Mutation(
         "agreement",
         "if (find_ranks(summaries, world, CHECKSUMS, 1, &ranks)) {",
