@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from guard import TRANSPORTS, WORLD_SIZE
+from guard import TRANSPORTS, WORLD_SIZE, take_turns
 from meter import Cost, Meter
 from ranks import start_ranks
 from report import format_table, write_json
@@ -69,10 +69,8 @@ def measure(model_name: str, transport: str, rounds: int) -> list[Any]:
         for _ in range(WARM_UP):
             runs[name].step()
         runs[name].costs.clear()
-    names = list(runs)
-    for index in range(rounds):
-        for position in range(len(names)):  # each mode follows each other mode equally often
-            runs[names[(index + position * (1 + index % 2)) % len(names)]].step()
+    for name in take_turns(list(runs), rounds):
+        runs[name].step()
     row: list[Any] = [model_name, transport, statistics.median(c.wall for c in runs["on"].costs)]
     for name in ("hash", "control"):
         for field in ("cpu", "wall"):

@@ -28,6 +28,7 @@ import argparse
 import gc
 import os
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -113,11 +114,9 @@ def measure(options: argparse.Namespace, transport: str) -> dict[str, float]:
     gc.collect()
     gc.disable()
     try:
-        for index in range(options.rounds):
-            for position in range(len(MODES)):  # each mode follows each other mode equally often
-                run = runs[MODES[(index + position * (1 + index % 2)) % len(MODES)]]
-                run.gather()
-                run.timed.step()
+        for mode in take_turns(MODES, options.rounds):
+            runs[mode].gather()
+            runs[mode].timed.step()
     finally:
         gc.enable()
     gather = {mode: run.read_gather() for mode, run in runs.items()}
@@ -130,6 +129,13 @@ def measure(options: argparse.Namespace, transport: str) -> dict[str, float]:
         "step: guard": step["on"] - step["off"],
         "step: control": step["control"] - step["off"],
     }
+
+
+def take_turns(modes: Sequence[str], rounds: int) -> Iterator[str]:
+    """Yields the three modes once per round. Each mode follows each other mode equally often."""
+    for index in range(rounds):
+        for position in range(len(modes)):
+            yield modes[(index + position * (1 + index % 2)) % len(modes)]
 
 
 def find_percentile(times: list[int]) -> float:

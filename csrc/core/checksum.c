@@ -41,28 +41,19 @@ const char *fc_checksum_pack(fc_checksum *c, size_t slot, const fck_segment *seg
     return NULL;
 }
 
-void fc_checksum_add(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
-                     int64_t bytes, const fck_backend *kernels) {
-    assert(kernels->checksum != NULL && c != NULL);
-    uint64_t sum = FCT_HASH_EMPTY;
-    for (int64_t done = 0; done < bytes; done += PIECE) {
-        const size_t piece = (size_t)piece_bytes(bytes - done);
-        sum = fct_hash_add(sum, kernels->checksum((const char *)data + done, piece));
-    }
-    add_slot(c, slot, row, sum);
-}
-
-const char *fc_checksum_copy(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
-                             int64_t bytes, void *to, const fck_backend *kernels) {
+const char *fc_checksum_add(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
+                            int64_t bytes, void *to, const fck_backend *kernels) {
     assert(kernels->checksum != NULL && c != NULL);
     uint64_t sum = FCT_HASH_EMPTY;
     for (int64_t done = 0; done < bytes; done += PIECE) {
         const int64_t piece = piece_bytes(bytes - done);
         const char *from = (const char *)data + done;
-        const fck_column column = {.dst = (char *)to + done, .bytes = piece, .blocks = 1};
-        const char *failure = kernels->unpack(from, piece, 1, &column, 1, NULL);
-        if (failure != NULL) {
-            return failure;
+        if (to != NULL) {
+            const fck_column column = {.dst = (char *)to + done, .bytes = piece, .blocks = 1};
+            const char *failure = kernels->unpack(from, piece, 1, &column, 1, NULL);
+            if (failure != NULL) {
+                return failure;
+            }
         }
         sum = fct_hash_add(sum, kernels->checksum(from, (size_t)piece));
     }

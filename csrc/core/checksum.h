@@ -28,13 +28,10 @@ typedef struct fc_checksum_row {
  * a checksum. Returns NULL, or the error message of the kernel. */
 const char *fc_checksum_pack(fc_checksum *c, size_t slot, const fck_segment *segment,
                              const fck_backend *kernels);
-/* Adds the slot of a row. Precondition: as above. */
-void fc_checksum_add(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
-                     int64_t bytes, const fck_backend *kernels);
-/* The same, and copies the slot to `to` with `kernels`. Returns NULL, or the error message of the
- * kernel. */
-const char *fc_checksum_copy(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
-                             int64_t bytes, void *to, const fck_backend *kernels);
+/* Adds the slot of a row, and copies it to `to` with `kernels`; NULL: no copy. Precondition and
+ * result as above. */
+const char *fc_checksum_add(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
+                            int64_t bytes, void *to, const fck_backend *kernels);
 /* Returns the checksum of gathered rows. If this rank's row has changed since `packed`, the result
  * differs from those of the other ranks. 0: unknown. */
 uint64_t fc_checksum_of_rows(const fc_checksum *gathered, const fc_checksum *packed);

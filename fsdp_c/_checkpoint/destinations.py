@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from .._runtime.fsdp_units import iterate_groups
 from ..names import clean_tensor_name
 from .source import LoadingRanks
 
@@ -73,9 +73,7 @@ def _find_offloaded(model: nn.Module) -> set[int]:
     """Returns the ids of the sharded parameters with a ``CPUOffloadPolicy``."""
     return {
         id(param.sharded_param)
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for _, _, group in iterate_groups(model)
         for param in group.fsdp_params
         if param.offload_to_cpu
     }
@@ -132,11 +130,9 @@ def register_tensors(model: nn.Module, destinations: dict[str, Destination]) -> 
             for name, value in tensors_by_name.items():
                 if id(value) in allocated:
                     tensors_by_name[name] = allocated[id(value)]
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for param in group.fsdp_params:
-                    param.reset_sharded_param()
+    for _, _, group in iterate_groups(model):
+        for param in group.fsdp_params:
+            param.reset_sharded_param()
 
 
 def load_other_entries(

@@ -1,8 +1,8 @@
 """Runs a replacement of torch's ``FSDPParamGroup.__init__`` for the groups of fsdp_c.
 
 Libraries wrap this constructor: they check its arguments, call torch's function, and then set
-attributes of the group and of its parameters. torch's function, called for a group of fsdp_c, runs
-fsdp_c's construction instead.
+attributes of the group and of its parameters. For a group of fsdp_c, torch's function runs fsdp_c's
+construction instead.
 """
 
 from __future__ import annotations
