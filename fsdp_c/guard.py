@@ -22,10 +22,10 @@ def set_guard(mode: GuardMode) -> None:
             process group compare their models. Over shared memory and over gloo on the CPU they
             also compare each collective, over NCCL some seconds later. A difference raises
             ``RuntimeError`` on every rank.
-            ``"hash"``: the same, and on the CPU the ranks compare 64-bit checksums of gathered
-            parameters and of all-reduced gradients. They detect data that changed in memory or on
-            its way between ranks. A difference raises ``RuntimeError`` on every rank at the end of
-            the backward, before the optimizer runs. On other devices the same as ``"on"``.
+            ``"hash"``: the same, and the ranks compare 64-bit checksums of gathered parameters
+            and of all-reduced gradients. They detect data that changed in memory or on its way
+            between ranks. A difference raises ``RuntimeError`` on every rank: on the CPU at the
+            end of the backward, before the optimizer runs, on CUDA with NCCL some seconds later.
             ``"off"``: no comparison, as in torch.
 
     Raises:

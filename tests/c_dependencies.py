@@ -17,10 +17,11 @@ LAYERS = {
     "core": (
         {"status", "recorder"},
         {"layout", "order", "process_group", "divide", "dtype", "chunks", "extension"},
+        {"device_checksums"},
         {"param", "comm_ctx", "checksum"},
         {"callbacks", "plan", "label"},
         {"group_base", "foreach", "offload"},
-        {"transfer", "unsharded", "registration"},
+        {"transfer", "unsharded", "registration", "gather_checksum"},
         {"bucket", "gather", "gradient", "reduction"},
         {"reduce"},
         {"group"},

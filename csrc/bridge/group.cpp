@@ -107,6 +107,10 @@ int fct_py_pg(PyObject *obj, fct_pg **out) {
     return guarded("fct_py_pg", [&] { *out = fct::open_handle(obj).release(); });
 }
 
+void fct_pg_retain(fct_pg *pg) {
+    pg->owners++;
+}
+
 void fct_pg_release(fct_pg *pg) {
     if (pg == nullptr || --pg->owners > 0) {
         return;

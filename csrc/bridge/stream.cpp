@@ -121,6 +121,10 @@ int fct_event_synchronize(fct_event *e) {
     });
 }
 
+int fct_event_is_done(fct_event *e, bool *done) {
+    return guarded("fct_event_is_done", [&] { *done = e->event.query(); });
+}
+
 void fct_event_share(fct_event *e) {
     e->owners++;
 }

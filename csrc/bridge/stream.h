@@ -35,6 +35,8 @@ FCT_CHECK int fct_event_record(fct_event *e, fct_stream s);
 FCT_CHECK int fct_event_wait(fct_event *e, fct_stream s);
 /* Blocks the host until e has completed, with the GIL released. No-op for an unrecorded event. */
 FCT_CHECK int fct_event_synchronize(fct_event *e);
+/* Whether e has completed, without a wait. True for an unrecorded event. */
+FCT_CHECK int fct_event_is_done(fct_event *e, bool *done);
 /* share adds an owner, which must call unshare. unshare removes an owner and returns true. For the
  * only owner, unshare has no effect and returns false. */
 void fct_event_share(fct_event *e);

@@ -13,6 +13,7 @@
 #include "../bridge/collective.h"
 #include "../bridge/gil.h"
 #include "../bridge/stream.h"
+#include "device_checksums.h"
 #include "order.h"
 #include "status.h"
 
@@ -57,6 +58,7 @@ typedef struct fc_comm_ctx {
     fc_order order;
     uint32_t step;  /* iterations of the roots of this context so far, for messages */
     bool checksums; /* ranks compare checksums of the data of collectives; see checksum.h */
+    fc_device_checksums *device_checksums; /* owned; NULL: none yet */
     fc_deferred_release *deferred; /* list; owned */
     fct_event **free_events;
     size_t free_event_count;
@@ -106,6 +108,8 @@ FC_CHECK fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot);
 FC_CHECK fc_status fc_comm_order_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
 /* Like fc_comm_order_streams, for cleanup: ignores failures and preserves a pending exception. */
 void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
+/* Makes the current stream wait for all streams of the context. */
+FC_CHECK fc_status fc_comm_join_streams(fc_comm_ctx *c);
 /* Makes the current stream wait for all streams of the context. Then makes all streams of the
  * context wait for the current stream. Call it before freeing memory whose users are unknown. */
 FC_CHECK fc_status fc_comm_quiesce(fc_comm_ctx *c);

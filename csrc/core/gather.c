@@ -43,16 +43,6 @@ void fc_gather_invalidate(fc_gather *a) {
     a->post_forward_plan.valid = false;
 }
 
-/* Adds the checksum of the gathered rows once, also if a copy-out fails and is repeated. */
-static void add_checksum(fc_gather *a, const fc_checksum *gathered) {
-    fc_pending_gather *pending = &a->pending;
-    if (!pending->checksummed) {
-        fc_group_base_add_checksum(a->base, pending->pg, FC_ALL_GATHER,
-                                   fc_checksum_of_rows(gathered, &pending->packed));
-        pending->checksummed = true;
-    }
-}
-
 /* ---- abandon ---- */
 
 /* Defers the release of memory that the backend may still use, and resets the pending gather. */
@@ -65,7 +55,7 @@ static void clear_pending(fc_gather *a) {
         base->callbacks->drop_gather(base->owner);
     }
     if (a->chunks.count > 0) { /* other ranks may use the rows */
-        add_checksum(a, &(fc_checksum){.unknown = true});
+        fc_gather_checksum_add_unknown(&a->pending.checksum, base, a->pending.pg);
     }
     if (base->comm != NULL) {
         fc_comm_defer_release(base->comm, a->pending.work, a->pending.buffer, NULL);
@@ -265,17 +255,18 @@ static fc_status pack(fc_gather *a, fc_pending_gather *pending) {
     fct_tensor *part = NULL;
     const fc_gather_plan *plan = pending->plan;
     const int64_t rank = pending->pg->rank;
-    fc_checksum *checksum = base->comm->checksums ? &pending->packed : NULL;
-    if (!plan->from_host || !plan->casts) {
+    if (plan->from_host && plan->casts) {
+        FC_TRY(pack_offloaded(a, plan, &row));
         FC_TRY(make_chunks(a, pending));
-        FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, a->chunks.tensors, rank, checksum,
+        FC_TRY(view_own_row(pending, &part));
+        FC_TRY_RAISED(fct_tensor_copy(part, row));
+    } else {
+        FC_TRY(make_chunks(a, pending));
+        FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, a->chunks.tensors, rank,
+                                fc_gather_checksum_of_pack(&pending->checksum, base),
                                 &base->comm->error));
-        return FC_OK;
     }
-    FC_TRY(pack_offloaded(a, plan, &row));
-    FC_TRY(make_chunks(a, pending));
-    FC_TRY(view_own_row(pending, &part));
-    FC_TRY_RAISED(fct_tensor_copy(part, row));
+    FC_TRY(fc_gather_checksum_read_packed(&pending->checksum, base, plan, rank, pending->buffer));
 done:
     fct_tensor_release(part);
     fct_tensor_release(row);
@@ -438,7 +429,7 @@ static fc_status fill_unsharded(fc_gather *a) {
         FC_TRY_RAISED(base->callbacks->copy_out(base->owner, &rows));
         fct_tensor_release(a->pending.buffer);
         a->pending.buffer = rows;
-        add_checksum(a, &(fc_checksum){.unknown = true});
+        fc_gather_checksum_add_unknown(&a->pending.checksum, base, a->pending.pg);
         return FC_OK;
     }
     const bool post_forward = plan == &a->post_forward_plan;
@@ -463,8 +454,9 @@ static fc_status fill_unsharded(fc_gather *a) {
         return fc_error_set(&base->comm->error, FC_EASSERT,
                             "parameters were changed while they were gathered");
     }
-    fc_checksum gathered = {0};
-    fc_checksum *checksum = base->comm->checksums && a->chunks.count > 0 ? &gathered : NULL;
+    const bool has_rows = a->chunks.count > 0;
+    fc_checksum *checksum =
+        has_rows ? fc_gather_checksum_of_rows(&a->pending.checksum, base) : NULL;
     fc_comm_enter_gil_scope(base->comm);
     if (checksum != NULL) {
         FC_TRY(fc_transfer_checksum_owned(plan, a->chunks.tensors, a->pending.pg->rank, checksum,
@@ -480,8 +472,9 @@ static fc_status fill_unsharded(fc_gather *a) {
                                   a->pending.buffer, a->pending.pg->rank, checksum,
                                   &base->comm->error));
     }
-    if (checksum != NULL) {
-        add_checksum(a, checksum);
+    if (has_rows) {
+        FC_TRY(fc_gather_checksum_add(&a->pending.checksum, base, a->pending.pg, plan,
+                                      a->pending.buffer));
     }
 done:
     fc_comm_leave_gil_scope(base->comm);

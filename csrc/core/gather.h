@@ -8,6 +8,7 @@
 #define FSDP_C_CORE_GATHER_H
 
 #include "chunks.h"
+#include "gather_checksum.h"
 #include "group_base.h"
 #include "plan.h"
 #include "transfer.h"
@@ -34,10 +35,9 @@ typedef struct fc_pending_gather {
     fc_process_group *pg; /* points into fc_group_base */
     /* the packed chunk; NULL with one rank, or if every input has its own chunk */
     fct_tensor *buffer;
-    fct_work *work;     /* NULL if the collective is complete, or if `done` is set instead */
-    fct_event *done;    /* end of the all-gather; only with streams and without async_op */
-    fc_checksum packed; /* of this rank's row */
-    bool checksummed;   /* the checksum of the gathered data was added */
+    fct_work *work;  /* NULL if the collective is complete, or if `done` is set instead */
+    fct_event *done; /* end of the all-gather; only with streams and without async_op */
+    fc_gather_checksum checksum;
 } fc_pending_gather;
 
 /* State of a group's gathers. Embedded in fc_group. */

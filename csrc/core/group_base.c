@@ -109,14 +109,28 @@ done:
 void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
                                 fc_operation operation, uint64_t checksum) {
     assert(pg != NULL);
-    if (base->comm != NULL && base->comm->checksums && pg->world > 1) {
+    if (base->comm == NULL || !base->comm->checksums || pg->world == 1) {
+        return;
+    }
+    if (base->comm->has_streams) {
+        assert(checksum == 0);
+        fc_group_base_add_device_sum(base, pg, operation, &(fc_device_sum){.at = NULL});
+    } else {
         fc_process_group_add_checksum(pg, base->name, operation, checksum);
     }
 }
 
+void fc_group_base_add_device_sum(const fc_group_base *base, fc_process_group *pg,
+                                  fc_operation operation, const fc_device_sum *sum) {
+    assert(base->comm->has_streams);
+    fc_device_checksums_complete(base->comm->device_checksums, sum, pg, base->name, operation);
+}
+
 void fc_group_base_drop_checksums(const fc_group_base *base) {
     const fc_process_group *const used[] = {&base->shard, &base->replicate, &base->post_forward};
-    for (size_t i = 0; base->comm->checksums && i < sizeof used / sizeof used[0]; i++) {
+    fc_device_checksums_drop(base->comm->device_checksums);
+    const bool on_host = base->comm->checksums && !base->comm->has_streams;
+    for (size_t i = 0; on_host && i < sizeof used / sizeof used[0]; i++) {
         if (used[i]->handle != NULL) {
             fct_drop_checksums(used[i]->handle);
         }

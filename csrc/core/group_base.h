@@ -56,6 +56,9 @@ void fc_group_base_fini(fc_group_base *base);
  * all. No effect unless `checksums` of the comm context is set. */
 void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
                                 fc_operation operation, uint64_t checksum);
+/* The same for a sum in the memory of a device with streams. */
+void fc_group_base_add_device_sum(const fc_group_base *base, fc_process_group *pg,
+                                  fc_operation operation, const fc_device_sum *sum);
 /* Drops the checksums since the last agreement. Call it when all ranks reset the model. */
 void fc_group_base_drop_checksums(const fc_group_base *base);
 /* Computes the fields that depend on settings of the parameters. Call it after a change of them. */

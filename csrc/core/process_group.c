@@ -137,16 +137,25 @@ static fc_status end_issue(const fc_process_group *pg, const issue *issued, int 
     return FC_OK;
 }
 
-void fc_process_group_add_checksum(fc_process_group *pg, const char *modules,
-                                   fc_operation operation, uint64_t checksum) {
+bool fc_process_group_describe_checksum(fc_process_group *pg, const char *modules,
+                                        fc_operation operation, fct_op_tag *tag) {
     assert(operation != FC_REDUCE_SCATTER);
-    fct_op_tag tag = {
+    *tag = (fct_op_tag){
         .kind = operation == FC_ALL_GATHER ? FCT_OP_ALL_GATHER : FCT_OP_ALL_REDUCE,
         .group = modules != NULL ? modules : "",
         .label = pg->label,
     };
-    if (is_resolvable(pg)) {
-        name_label(pg, tag.group, &tag.label);
+    if (!is_resolvable(pg)) {
+        return false;
+    }
+    name_label(pg, tag->group, &tag->label);
+    return true;
+}
+
+void fc_process_group_add_checksum(fc_process_group *pg, const char *modules,
+                                   fc_operation operation, uint64_t checksum) {
+    fct_op_tag tag;
+    if (fc_process_group_describe_checksum(pg, modules, operation, &tag)) {
         fct_add_checksum(pg->handle, &tag, checksum);
     }
 }

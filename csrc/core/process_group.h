@@ -55,6 +55,9 @@ FC_CHECK fc_status fc_process_group_compare_plan(fc_process_group *pg, const cha
  * resolved. */
 void fc_process_group_add_checksum(fc_process_group *pg, const char *modules,
                                    fc_operation operation, uint64_t checksum);
+/* Writes the tag of such a checksum. Returns false if the process group cannot be resolved. */
+bool fc_process_group_describe_checksum(fc_process_group *pg, const char *modules,
+                                        fc_operation operation, fct_op_tag *tag);
 
 /* Starts an agreement of the ranks on their collectives, and waits for it; see fct_agree_start.
  * Several structs may refer to one process group: the struct that has started an agreement waits

@@ -333,20 +333,36 @@ fc_status fc_reduction_wait(fc_reduction *r) {
                                  r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER, &r->work);
 }
 
-/* Adds the checksum of the row, which is equal on all replicas. */
-static void add_checksum(const fc_reduction *r) {
+/* Adds the checksum of the row, which is equal on all replicas. On devices with streams, the
+ * current stream reads the row. */
+static fc_status add_checksum(const fc_reduction *r) {
+    fc_status status = FC_OK;
+    fc_comm_ctx *c = r->base->comm;
     fct_facts facts;
-    if (!r->base->comm->checksums) {
-        return;
+    if (!c->checksums) {
+        return FC_OK;
     }
     fct_tensor_facts(r->output, &facts);
     const fck_backend *kernels = fck_backend_of(facts.device.type);
     const int64_t bytes = facts.numel * facts.itemsize;
-    const bool reads = kernels != NULL && kernels->checksum != NULL && facts.data != NULL &&
-                       facts.contiguous && facts.offset_bytes <= facts.storage_bytes - bytes;
-    const uint64_t sum = reads ? kernels->checksum(facts.data, (size_t)bytes) : 0;
-    fc_group_base_add_checksum(r->base, &r->base->replicate, FC_ALL_REDUCE,
-                               reads && sum == 0 ? 1 : sum);
+    const bool is_readable =
+        facts.data != NULL && facts.contiguous && facts.offset_bytes <= facts.storage_bytes - bytes;
+    if (c->has_streams) {
+        const fck_range row = {.data = facts.data, .bytes = bytes, .factor = 1};
+        fc_device_sum sum = {0};
+        if (is_readable) {
+            sum = fc_device_checksums_take(c->device_checksums);
+            FC_TRY(fc_device_checksums_add(c->device_checksums, &sum, &row, 1, &c->error));
+        }
+        fc_group_base_add_device_sum(r->base, &r->base->replicate, FC_ALL_REDUCE, &sum);
+    } else {
+        const bool reads = is_readable && kernels != NULL && kernels->checksum != NULL;
+        const uint64_t sum = reads ? kernels->checksum(facts.data, (size_t)bytes) : 0;
+        fc_group_base_add_checksum(r->base, &r->base->replicate, FC_ALL_REDUCE,
+                                   reads && sum == 0 ? 1 : sum);
+    }
+done:
+    return status;
 }
 
 fc_status fc_reduction_finish(fc_reduction *r) {
@@ -356,7 +372,7 @@ fc_status fc_reduction_finish(fc_reduction *r) {
     fct_dtype grad_dtype = common_dtype(r);
     FC_TRY(fc_reduction_wait(r));
     if (r->all_reducing) {
-        add_checksum(r);
+        FC_TRY(add_checksum(r));
     }
     if (r->keep_partial) {
         FC_TRY(fc_reduction_merge_partials(r));

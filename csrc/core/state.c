@@ -264,6 +264,20 @@ static fc_status await_agreements(const fc_iteration *it, fc_error *error) {
     return first;
 }
 
+/* Ends the interval of the checksums of a device with streams. */
+static fc_status end_checksum_interval(fc_comm_ctx *c, bool unused) {
+    fc_status status = FC_OK;
+    bool copies = false;
+    (void)unused;
+    FC_TRY(fc_device_checksums_needs_copy(c->device_checksums, &copies));
+    if (copies) {
+        FC_TRY(fc_comm_join_streams(c));
+    }
+    FC_TRY(fc_device_checksums_end_interval(c->device_checksums, copies));
+done:
+    return status;
+}
+
 /* Completes the reductions. Meanwhile the ranks agree on the collectives of the iteration, all of
  * which were issued. So no gradient of a collective that differs reaches an optimizer. With
  * checksums the ranks agree after the reductions, because some checksums are known only then. */
@@ -274,6 +288,7 @@ static fc_status complete_reductions(const fc_iteration *it, fc_comm_ctx *c, boo
     }
     FC_TRY(visit_comms(it, c, end_backward_in_comm, last));
     if (c->checksums) {
+        FC_TRY(visit_comms(it, c, end_checksum_interval, last));
         FC_TRY(visit_states(it->states, it->count, false, start_agreement));
     }
     FC_TRY(await_agreements(it, &c->error));
@@ -391,6 +406,9 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     fct_event *event = NULL;
     if (s->iteration->forward_root != NULL) {
         goto done;
+    }
+    if (s->comm->streams_ready && s->comm->checksums) {
+        FC_TRY(fc_device_checksums_begin(&s->comm->device_checksums, s->comm->device));
     }
     if (s->comm->streams_ready && after_compute) {
         FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &event));

@@ -1,5 +1,5 @@
-/* The argument of a GPU kernel launch: a batch of jobs. Host code (launcher.cuh) and device code
- * (lines.cuh) include this file. */
+/* The arguments of GPU kernel launches. Host code (launcher.cuh) and device code
+ * (lines.cuh, checksums.cuh) include this file. */
 #ifndef FSDP_C_KERNELS_BATCH_CUH
 #define FSDP_C_KERNELS_BATCH_CUH
 
@@ -9,6 +9,9 @@
 namespace fck {
 
 constexpr int THREADS = 256;   /* per thread block */
+/* Thread blocks of a multiprocessor: limits a thread to 64 registers. Without a limit ptxas chooses
+ * 48 for the casts on sm_90, and spills. */
+constexpr int BLOCKS = 4;
 constexpr int BATCH_JOBS = 78; /* jobs per launch: as many as fit in ARGUMENT_BYTES */
 constexpr size_t ARGUMENT_BYTES = 4096;
 
@@ -50,6 +53,17 @@ struct line_batch {
 static_assert(sizeof(line_batch) <= ARGUMENT_BYTES, "a batch must fit in the kernel arguments");
 static_assert(sizeof(line_batch) + sizeof(line_job) + sizeof(uint32_t) > ARGUMENT_BYTES,
               "BATCH_JOBS can be larger");
+
+constexpr int CHECKSUM_BLOCKS = 512; /* per launch; each warp adds to the sum once */
+constexpr int WORD_BYTES = 8;
+
+/* The arguments of a launch of fck_add_checksums. */
+struct checksum_batch {
+    fck_range range[FCK_RANGES];
+    uint64_t *sum;
+    uint32_t count;
+    uint32_t blocks;
+};
 
 } // namespace fck
 

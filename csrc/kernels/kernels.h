@@ -67,6 +67,15 @@ typedef struct fck_gradient {
     fck_dtype src_dtype;
 } fck_gradient;
 
+/* Memory of a device, whose checksum counts `factor` times. `data` is a multiple of 8. */
+typedef struct fck_range {
+    const void *data;
+    int64_t bytes;
+    uint64_t factor;
+} fck_range;
+
+enum { FCK_RANGES = 2 }; /* per launch */
+
 /* The kernels of one device type. Every function returns NULL on success, else a static message
  * with the reason of the failure. */
 typedef struct fck_backend {
@@ -81,6 +90,12 @@ typedef struct fck_backend {
     int (*can_cast)(fck_dtype src, fck_dtype dst);
     /* fck_checksum (checksum.h). NULL: the host cannot read the memory of the device. */
     uint64_t (*checksum)(const void *data, size_t bytes);
+    /* Adds the checksums of at most FCK_RANGES ranges to *sum, in the memory of the device
+     * (checksums.cuh). NULL: the device cannot. */
+    const char *(*add_checksums)(const fck_range *ranges, size_t count, uint64_t *sum,
+                                 void *stream);
+    /* Whether a CUDA graph captures the work of the stream. NULL: never. */
+    int (*is_capturing)(void *stream);
 } fck_backend;
 
 /* The CPU kernels and the CUDA kernels; neither returns NULL. If the extension was built without

@@ -141,7 +141,11 @@ static int cpu_can_cast(fck_dtype src, fck_dtype dst) {
 }
 
 const fck_backend *fck_cpu(void) {
-    static const fck_backend cpu = {"cpu",        cpu_pack,    cpu_unpack, cpu_pack_gradients,
-                                    cpu_can_cast, fck_checksum};
+    static const fck_backend cpu = {.name = "cpu",
+                                    .pack = cpu_pack,
+                                    .unpack = cpu_unpack,
+                                    .pack_gradients = cpu_pack_gradients,
+                                    .can_cast = cpu_can_cast,
+                                    .checksum = fck_checksum};
     return &cpu;
 }

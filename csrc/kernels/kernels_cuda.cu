@@ -4,18 +4,20 @@
  * into launches. */
 #include <cuda_runtime.h>
 
+#include "checksums.cuh"
 #include "launcher.cuh"
 #include "lines.cuh"
 
 #include <string>
 
-static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream) {
+/* Launches `blocks` blocks of a kernel. */
+template <class Batch>
+static const char *launch(void (*kernel)(Batch), Batch &batch, uint32_t blocks, void *stream) {
     void *arguments[] = {&batch};
-    const auto kernel = casts ? fck_cast_lines : fck_move_lines;
     /* Reads a pending error without clearing it, because the caller of the failed CUDA call must
      * report that error. */
     const cudaError_t earlier = cudaPeekAtLastError();
-    const cudaError_t launched = cudaLaunchKernel(kernel, dim3(batch.tiles), dim3(THREADS),
+    const cudaError_t launched = cudaLaunchKernel(kernel, dim3(blocks), dim3(fck::THREADS),
                                                   arguments, 0, static_cast<cudaStream_t>(stream));
     if (launched == cudaSuccess) {
         return nullptr;
@@ -29,10 +31,33 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
     return failure.c_str();
 }
 
+static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream) {
+    return launch(casts ? fck_cast_lines : fck_move_lines, batch, batch.tiles, stream);
+}
+
+static const char *fck::launch_checksums(checksum_batch &batch, void *stream) {
+    return launch(fck_add_checksums, batch, batch.blocks, stream);
+}
+
+/* A failed query counts as a capture. */
+static int is_capturing(void *stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
+        cudaGetLastError();
+        return 1;
+    }
+    return status != cudaStreamCaptureStatusNone;
+}
+
 const fck_backend *fck_cuda(void) {
-    static const fck_backend cuda = {
-        "cuda", fck::gpu_pack, fck::gpu_unpack, fck::gpu_pack_gradients, fck::gpu_can_cast,
-        nullptr};
+    static const fck_backend cuda = {"cuda",
+                                     fck::gpu_pack,
+                                     fck::gpu_unpack,
+                                     fck::gpu_pack_gradients,
+                                     fck::gpu_can_cast,
+                                     nullptr,
+                                     fck::gpu_add_checksums,
+                                     is_capturing};
     return &cuda;
 }
 

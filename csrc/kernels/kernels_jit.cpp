@@ -10,35 +10,59 @@
 static std::atomic<fck_launch> cu_launch_kernel;
 static std::atomic<void *> move_lines;
 static std::atomic<void *> cast_lines;
+static std::atomic<void *> add_checksums;
+static std::atomic<fck_capture_query> cu_stream_is_capturing;
 static std::atomic<fck_bind> cu_ctx_set_current;
 static std::atomic<void *> primary_context;
 
 constexpr int INVALID_CONTEXT = 201; /* CUDA_ERROR_INVALID_CONTEXT: the thread has no context */
 
-static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream) {
-    void *arguments[] = {&batch};
-    void *function = casts ? cast_lines.load() : move_lines.load();
-    const auto launch = [&] {
-        return cu_launch_kernel.load()(function, batch.tiles, 1, 1, THREADS, 1, 1, 0, stream,
+/* Launches `blocks` blocks of `function`. */
+static const char *launch(void *function, void *batch, uint32_t blocks, void *stream) {
+    void *arguments[] = {batch};
+    const auto launch_once = [&] {
+        return cu_launch_kernel.load()(function, blocks, 1, 1, fck::THREADS, 1, 1, 0, stream,
                                        arguments, nullptr);
     };
-    int failed = launch();
+    int failed = launch_once();
     const fck_bind bind = cu_ctx_set_current.load();
     if (failed == INVALID_CONTEXT && bind != nullptr && bind(primary_context.load()) == 0) {
-        failed = launch();
+        failed = launch_once();
     }
     return failed == 0 ? nullptr : "the driver rejected a launch of kernels made by NVRTC";
 }
 
+static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream) {
+    return launch(casts ? cast_lines.load() : move_lines.load(), &batch, batch.tiles, stream);
+}
+
+static const char *fck::launch_checksums(checksum_batch &batch, void *stream) {
+    return launch(add_checksums.load(), &batch, batch.blocks, stream);
+}
+
+/* A failed query counts as a capture. */
+static int is_capturing(void *stream) {
+    int status = 0;
+    return cu_stream_is_capturing.load()(stream, &status) != 0 || status != 0;
+}
+
 const fck_backend *fck_jit(const fck_jit_functions *functions) {
     assert(functions->launch != nullptr && functions->moves != nullptr &&
-           functions->casts != nullptr);
-    static const fck_backend jit = {"nvrtc",           fck::gpu_pack,
-                                    fck::gpu_unpack,   fck::gpu_pack_gradients,
-                                    fck::gpu_can_cast, nullptr};
+           functions->casts != nullptr && functions->checksums != nullptr &&
+           functions->capture != nullptr);
+    static const fck_backend jit = {"nvrtc",
+                                    fck::gpu_pack,
+                                    fck::gpu_unpack,
+                                    fck::gpu_pack_gradients,
+                                    fck::gpu_can_cast,
+                                    nullptr,
+                                    fck::gpu_add_checksums,
+                                    is_capturing};
     cu_launch_kernel = functions->launch;
     move_lines = functions->moves;
     cast_lines = functions->casts;
+    add_checksums = functions->checksums;
+    cu_stream_is_capturing = functions->capture;
     primary_context = functions->context;
     cu_ctx_set_current = functions->bind;
     return &jit;

@@ -18,11 +18,16 @@ typedef int (*fck_launch)(void *function, unsigned grid_x, unsigned grid_y, unsi
 /* The signature of cuCtxSetCurrent. Returns 0 on success. */
 typedef int (*fck_bind)(void *context);
 
+/* The signature of cuStreamIsCapturing. Returns 0 on success. */
+typedef int (*fck_capture_query)(void *stream, int *status);
+
 /* Addresses in the driver. The functions must stay loaded. */
 typedef struct fck_jit_functions {
     fck_launch launch;
     void *moves; /* kernel for batches without casts */
     void *casts; /* kernel for batches with casts */
+    void *checksums;
+    fck_capture_query capture;
     /* Makes `context` current in a thread that has no context, for example a new thread of
      * autograd. NULL: launches in such a thread fail. */
     fck_bind bind;
@@ -30,7 +35,7 @@ typedef struct fck_jit_functions {
 } fck_jit_functions;
 
 /* Returns the backend that launches the functions. Each call replaces the functions for the whole
- * process. Precondition: `launch`, `moves` and `casts` are not NULL. */
+ * process. Precondition: `context` and `bind` alone may be NULL. */
 const fck_backend *fck_jit(const fck_jit_functions *functions);
 
 #ifdef __cplusplus

@@ -42,8 +42,11 @@ static int none_can_cast(fck_dtype src, fck_dtype dst) {
 }
 
 const fck_backend *fck_cuda(void) {
-    static const fck_backend none = {"cuda",        none_pack, none_unpack, none_pack_gradients,
-                                     none_can_cast, NULL};
+    static const fck_backend none = {.name = "cuda",
+                                     .pack = none_pack,
+                                     .unpack = none_unpack,
+                                     .pack_gradients = none_pack_gradients,
+                                     .can_cast = none_can_cast};
     return &none;
 }
 

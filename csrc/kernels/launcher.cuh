@@ -1,5 +1,5 @@
 /* The host side of the GPU kernels: turns descriptors into jobs and jobs into batches. A file that
- * includes this file must define fck::launch_lines.
+ * includes this file must define fck::launch_lines and fck::launch_checksums.
  *
  * Each launch takes its batch by value as a kernel argument of at most 4 KB, which every driver
  * accepts. The batch is copied before the launch returns, so no staging buffer is needed and a
@@ -14,6 +14,8 @@ namespace fck {
 /* Queues one launch of batch.tiles blocks of THREADS threads. Returns NULL, or a message with the
  * reason of the failure. */
 static const char *launch_lines(line_batch &batch, bool casts, void *stream);
+/* Queues one launch of batch.blocks blocks of THREADS threads. Result as above. */
+static const char *launch_checksums(checksum_batch &batch, void *stream);
 
 namespace {
 
@@ -21,6 +23,7 @@ const char NO_CAST[] = "these element types can be moved but not converted";
 const char MISALIGNED[] = "a conversion needs addresses that are multiples of the element size";
 const char TOO_MANY_TILES[] = "a single tensor has more tiles than a CUDA grid has blocks";
 const char TOO_MANY_LINES[] = "a single tensor has more lines than 32 bits count";
+const char NOT_WORDS[] = "a checksum needs an address that is a multiple of 8";
 
 /* Collects jobs and launches a batch whenever it is full. All jobs of a launcher have the same
  * number of rows, the same pitch and the same direction. */
@@ -192,6 +195,23 @@ const char *gpu_pack_gradients(const fck_gradient *gradients, size_t count, int6
         }
     }
     return queue.flush();
+}
+
+const char *gpu_add_checksums(const fck_range *ranges, size_t count, uint64_t *sum, void *stream) {
+    checksum_batch batch = {};
+    int64_t words = 0;
+    for (size_t i = 0; i < count && i < FCK_RANGES; i++) {
+        if (!aligned(ranges[i].data, WORD_BYTES)) {
+            return NOT_WORDS;
+        }
+        batch.range[i] = ranges[i];
+        words = fck_max(words, fck_ceil_div(ranges[i].bytes, WORD_BYTES));
+    }
+    batch.sum = sum;
+    batch.count = static_cast<uint32_t>(count);
+    batch.blocks = static_cast<uint32_t>(
+        fck_min(fck_ceil_div(words, int64_t{THREADS}), int64_t{CHECKSUM_BLOCKS}));
+    return words > 0 ? launch_checksums(batch, stream) : nullptr;
 }
 
 } // namespace

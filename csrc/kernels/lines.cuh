@@ -17,9 +17,6 @@ constexpr int UNROLL = 4; /* independent 16-byte loads in flight per thread */
 /* move_shifted() moves up to 46 bytes of a run one by one. A shorter run has too few threads for
  * them, and moves in words of at most 8 bytes. */
 constexpr int SHIFTED_BYTES = 512;
-/* Thread blocks of a multiprocessor: limits a thread to 64 registers. Without a limit ptxas chooses
- * 48 for the casts on sm_90, and spills. */
-constexpr int BLOCKS = 4;
 
 /* ---- element types ---- */
 

@@ -119,25 +119,29 @@ static PyObject *module_simulate_kernels(PyObject *module, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-/* use_jit(launch, moves, casts, bind, context): the arguments are addresses, as ints. */
-static PyObject *module_use_jit(PyObject *module, PyObject *args) {
+static PyObject *module_use_jit(PyObject *module, PyObject *args, PyObject *kwargs) {
     (void)module;
-    unsigned long long launch = 0;
-    unsigned long long moves = 0;
-    unsigned long long casts = 0;
-    unsigned long long bind = 0;
-    unsigned long long context = 0;
-    if (!PyArg_ParseTuple(args, "KKK|KK:use_jit", &launch, &moves, &casts, &bind, &context)) {
+    static char *names[] = {"launch",  "moves", "casts",   "checksums",
+                            "capture", "bind",  "context", NULL};
+    unsigned long long values[7] = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$KKKKKKK:use_jit", names, &values[0],
+                                     &values[1], &values[2], &values[3], &values[4], &values[5],
+                                     &values[6])) {
         return NULL;
     }
-    if (launch == 0) {
+    const fck_jit_functions functions = {.launch = (fck_launch)(uintptr_t)values[0],
+                                         .moves = (void *)(uintptr_t)values[1],
+                                         .casts = (void *)(uintptr_t)values[2],
+                                         .checksums = (void *)(uintptr_t)values[3],
+                                         .capture = (fck_capture_query)(uintptr_t)values[4],
+                                         .bind = (fck_bind)(uintptr_t)values[5],
+                                         .context = (void *)(uintptr_t)values[6]};
+    if (functions.launch == NULL) {
         fck_set_cuda_backend(NULL);
+    } else if (functions.moves == NULL || functions.casts == NULL || functions.checksums == NULL ||
+               functions.capture == NULL) {
+        return PyErr_Format(PyExc_ValueError, "use_jit expects the addresses of all kernels");
     } else {
-        const fck_jit_functions functions = {.launch = (fck_launch)(uintptr_t)launch,
-                                             .moves = (void *)(uintptr_t)moves,
-                                             .casts = (void *)(uintptr_t)casts,
-                                             .bind = (fck_bind)(uintptr_t)bind,
-                                             .context = (void *)(uintptr_t)context};
         fck_set_cuda_backend(fck_jit(&functions));
     }
     Py_RETURN_NONE;
@@ -300,11 +304,12 @@ static PyMethodDef module_methods[] = {
     {"kernels_of", module_kernels_of, METH_O,
      "kernels_of(device): returns the name of the kernels that pack and unpack on this "
      "torch.device: 'cpu', 'cuda', 'nvrtc', or 'torch' for torch's multi-tensor operations."},
-    {"use_jit", module_use_jit, METH_VARARGS,
-     "use_jit(launch, moves, casts, bind=0, context=0): sets the kernels of CUDA devices. launch "
-     "is the address of cuLaunchKernel, moves and casts are two functions that the driver has "
-     "loaded. bind is the address of cuCtxSetCurrent, which makes context current in threads "
-     "without a context. The addresses must stay valid. A launch of 0 removes the kernels."},
+    {"use_jit", (PyCFunction)(void (*)(void))module_use_jit, METH_VARARGS | METH_KEYWORDS,
+     "use_jit(*, launch=0, moves=0, casts=0, checksums=0, capture=0, bind=0, context=0): sets the "
+     "kernels of CUDA devices. launch and capture are the addresses of cuLaunchKernel and "
+     "cuStreamIsCapturing. moves, casts and checksums are kernels that the driver has loaded. bind "
+     "is the address of cuCtxSetCurrent, which makes context current in threads without a context. "
+     "The addresses must stay valid. A launch of 0 removes the kernels."},
     {"direct_group", module_direct_group, METH_O,
      "direct_group(group): returns the ProcessGroup whose backend moves the data of a group "
      "through shared memory. Returns None if the group's own backend moves the data. All ranks "
@@ -343,6 +348,12 @@ static PyMethodDef module_methods[] = {
      "the process group's own backend, and their entries as bytes; see transport/agreement.h."},
     {"collective_signature", fcpy_collective_signature, METH_VARARGS,
      "collective_signature(group, number): returns the signature of a collective, 0 if unknown."},
+    {"checksum_intervals", fcpy_checksum_intervals, METH_O,
+     "checksum_intervals(group): returns the latest intervals of checksums on a device with "
+     "streams, as tuples of the number of collectives at the end, and of the hash; 0: unknown."},
+    {"checksum_entries", fcpy_checksum_entries, METH_VARARGS,
+     "checksum_entries(group, number): returns 0 and the checksums of an interval, as the entries "
+     "of collective_entries."},
     {"collective_labels", fcpy_collective_labels, METH_VARARGS,
      "collective_labels(group, first): returns the number of the first of the collectives from "
      "`first` on that are known, and the hashes of their labels, 0: no label."},

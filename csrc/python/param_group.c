@@ -441,7 +441,7 @@ static PyObject *group_set_plans(PyObject *obj, PyObject *args) {
     }
     fc_comm_ctx *comm = as_group(obj)->core.base.comm;
     if (comm != NULL) {
-        comm->checksums = checksums != 0 && !comm->has_streams;
+        comm->checksums = checksums != 0;
     }
     for (int i = 0; i < FCPY_PROCESS_GROUPS; i++) {
         fc_process_group_set_plan(process_group_at(&as_group(obj)->core.base, i), plans[i], root);

@@ -19,6 +19,12 @@ static int find_group(const char *name, fct_pg **pg, shm_negotiation **negotiati
     return 0;
 }
 
+/* Returns a tuple of the number of the first entry, and the entries as bytes. */
+static PyObject *build_entries(uint64_t first, const op_entry *entries, size_t count) {
+    return Py_BuildValue("Ky#", (unsigned long long)first, (const char *)entries,
+                         (Py_ssize_t)(count * sizeof *entries));
+}
+
 PyObject *fcpy_collective_entries(PyObject *module, PyObject *arg) {
     (void)module;
     fct_pg *pg = NULL;
@@ -34,8 +40,7 @@ PyObject *fcpy_collective_entries(PyObject *module, PyObject *arg) {
         (void)PyErr_NoMemory();
     } else {
         const size_t count = shm_negotiation_copy_entries(n, entries, &first);
-        result = Py_BuildValue("Ky#", (unsigned long long)first, (const char *)entries,
-                               (Py_ssize_t)(count * sizeof *entries));
+        result = build_entries(first, entries, count);
     }
     free(entries);
     fct_pg_release(pg);
@@ -82,6 +87,52 @@ PyObject *fcpy_collective_labels(PyObject *module, PyObject *args) {
     }
     fct_pg_release(pg);
     return labels != NULL ? Py_BuildValue("KN", (unsigned long long)begin, labels) : NULL;
+}
+
+PyObject *fcpy_checksum_intervals(PyObject *module, PyObject *arg) {
+    (void)module;
+    fct_pg *pg = NULL;
+    shm_negotiation *n = NULL;
+    const char *name = PyUnicode_AsUTF8(arg);
+    if (name == NULL || find_group(name, &pg, &n) != 0) {
+        return NULL;
+    }
+    const op_checksums *checksums = shm_negotiation_checksums(n);
+    PyObject *result = PyList_New(0);
+    for (size_t i = 0; result != NULL && op_checksums_interval(checksums, i) != NULL; i++) {
+        const op_interval *interval = op_checksums_interval(checksums, i);
+        PyObject *item = Py_BuildValue("KK", (unsigned long long)interval->number,
+                                       (unsigned long long)interval->hash);
+        if (item == NULL || PyList_Append(result, item) != 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(item);
+    }
+    fct_pg_release(pg);
+    return result;
+}
+
+PyObject *fcpy_checksum_entries(PyObject *module, PyObject *args) {
+    (void)module;
+    enum { CAPACITY = 1024 };
+    unsigned long long number = 0;
+    fct_pg *pg = NULL;
+    shm_negotiation *n = NULL;
+    if (parse_number(args, &pg, &n, &number) != 0) {
+        return NULL;
+    }
+    op_entry *entries = (op_entry *)calloc(CAPACITY, sizeof *entries);
+    PyObject *result = NULL;
+    if (entries == NULL) {
+        (void)PyErr_NoMemory();
+    } else {
+        const size_t count =
+            op_checksums_copy(shm_negotiation_checksums(n), number, entries, CAPACITY);
+        result = build_entries(0, entries, count);
+    }
+    free(entries);
+    fct_pg_release(pg);
+    return result;
 }
 
 PyObject *fcpy_collective_difference(PyObject *module, PyObject *args) {

@@ -8,6 +8,8 @@
 PyObject *fcpy_collective_entries(PyObject *module, PyObject *name);
 PyObject *fcpy_collective_signature(PyObject *module, PyObject *args);
 PyObject *fcpy_collective_labels(PyObject *module, PyObject *args);
+PyObject *fcpy_checksum_intervals(PyObject *module, PyObject *name);
+PyObject *fcpy_checksum_entries(PyObject *module, PyObject *args);
 PyObject *fcpy_collective_difference(PyObject *module, PyObject *args);
 PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args);
 /* Makes wait_for_departures() of departures.py the departure handler of this process. */

@@ -125,6 +125,11 @@ static int find_index(const op_agreement *a, fct_pg *pg, rank_pair ranks, uint64
     return 0;
 }
 
+static bool is_data(const op_entry *entry) {
+    return entry->hash != 0 &&
+           (entry->kind == OP_GATHERED_DATA || entry->kind == OP_REDUCED_DATA);
+}
+
 static void describe_entry(const op_entry *entry, const op_entry *peer, int64_t rank, char *text,
                            size_t bytes) {
     if (entry->kind <= FCT_OP_ALL_REDUCE && entry->hash != 0) {
@@ -143,6 +148,17 @@ static void describe_entry(const op_entry *entry, const op_entry *peer, int64_t 
 static void write_difference(const op_entry *first, const op_entry *second, rank_pair ranks,
                              const char *note, fct_difference *difference) {
     char texts[2][176];
+    if (is_data(first) && is_data(second)) {
+        (void)snprintf(difference->text, sizeof difference->text,
+                       "different data after the %s of '%s' (step %u, %s): rank %d has checksum "
+                       "%016llx, rank %d has %016llx",
+                       first->kind == OP_GATHERED_DATA ? "all-gather" : "all-reduce",
+                       first->label.name, (unsigned)first->label.step,
+                       fct_pass_name(first->label.pass), (int)ranks.first,
+                       (unsigned long long)first->hash, (int)ranks.second,
+                       (unsigned long long)second->hash);
+        return;
+    }
     describe_entry(first, second, ranks.first, texts[0], sizeof texts[0]);
     describe_entry(second, first, ranks.second, texts[1], sizeof texts[1]);
     (void)snprintf(difference->text, sizeof difference->text, "collective mismatch%s: %s, %s", note,
@@ -284,7 +300,8 @@ static op_entry entry_of(const op_entry_list *list, uint64_t number) {
 /* A collective without a label equals all others. */
 static bool is_equal(const op_entry *a, const op_entry *b) {
     return a->hash == 0 || b->hash == 0 ||
-           (a->kind == b->kind && op_label_is_equal(&a->label, &b->label));
+           (a->kind == b->kind && op_label_is_equal(&a->label, &b->label) &&
+            (!is_data(a) || a->hash == b->hash));
 }
 
 void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b,
@@ -301,11 +318,16 @@ void op_entries_describe_difference(const op_entry_list *a, const op_entry_list 
         second = entry_of(b, number);
     }
     const rank_pair ranks = {a->rank, b->rank};
+    const uint64_t kind = entry_of(a, a->first).kind;
     if (number < longest) {
         write_difference(&first, &second, ranks, "", difference);
     } else {
         (void)snprintf(difference->text, sizeof difference->text,
-                       "collective mismatch: ranks %d and %d issued collectives of different sizes",
+                       kind == OP_GATHERED_DATA || kind == OP_REDUCED_DATA
+                           ? "different data on ranks %d and %d after a collective that is not "
+                             "recorded any more"
+                           : "collective mismatch: ranks %d and %d issued collectives of different "
+                             "sizes",
                        (int)a->rank, (int)b->rank);
     }
 }

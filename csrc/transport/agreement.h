@@ -21,17 +21,6 @@ extern "C" {
 
 enum { OP_ENTRIES = 512, FCT_DIFFERENCE_BYTES = 416 };
 
-/* Kinds of entries that are no fct_op_kind: exchanges of fsdp_c, and collectives that functions of
- * torch issue. */
-enum { OP_AGREEMENT = FCT_OP_ALL_REDUCE + 1, OP_PLAN_COMPARISON, OP_OF_TORCH };
-
-/* An issued collective. */
-typedef struct op_entry {
-    uint64_t hash; /* of the labels of the interval so far; 0: no entry, or no label */
-    uint64_t kind; /* fct_op_kind, or one of the kinds above */
-    fct_op_label label;
-} op_entry;
-
 typedef struct op_agreement {
     uint64_t hash;     /* of the labels of the open interval */
     uint64_t count;    /* collectives of the open interval */

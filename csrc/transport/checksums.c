@@ -16,6 +16,7 @@ void op_checksums_fini(op_checksums *c) {
         assert(c->kinds[kind].count <= c->kinds[kind].total);
         free(c->kinds[kind].entries);
     }
+    free(c->intervals);
     memset(c, 0, sizeof *c);
 }
 
@@ -23,10 +24,10 @@ void op_checksums_add(op_checksums *c, const fct_op_tag *tag, uint64_t value) {
     assert(tag->kind != FCT_OP_REDUCE_SCATTER);
     op_checksum_list *list = &c->kinds[tag->kind == FCT_OP_ALL_GATHER ? GATHERS : ALL_REDUCES];
     if (list->entries == NULL) {
-        list->entries = (op_checksum *)calloc(OP_CHECKSUMS, sizeof *list->entries);
+        list->entries = (op_checksum *)calloc(OP_CHECKSUMS_KEPT, sizeof *list->entries);
     }
     if (list->entries != NULL) { /* without memory a difference has no name */
-        list->entries[list->total % OP_CHECKSUMS] = (op_checksum){value, tag->label};
+        list->entries[list->total % OP_CHECKSUMS_KEPT] = (op_checksum){value, tag->label};
     }
     list->unknown = list->unknown || value == 0;
     list->hash = fct_hash_add(list->count == 0 ? FCT_HASH_EMPTY : list->hash, value);
@@ -64,16 +65,68 @@ uint64_t op_checksums_close(op_checksums *c) {
     return !known ? 0 : hash != 0 ? hash : 1;
 }
 
+/* Returns a checksum by its number. Returns NULL if there is none, or if a later one has replaced
+ * it. */
+static const op_checksum *find(const op_checksum_list *list, uint64_t number) {
+    const bool is_kept = list->entries != NULL && number < list->total &&
+                         number + OP_CHECKSUMS_KEPT >= list->total;
+    return is_kept ? &list->entries[number % OP_CHECKSUMS_KEPT] : NULL;
+}
+
+/* ---- intervals on devices with streams ---- */
+
+void op_checksums_end_interval(op_checksums *c, uint64_t number) {
+    if (!op_checksums_any(c)) {
+        return;
+    }
+    op_interval interval = {.number = number, .hash = op_checksums_close(c)};
+    for (int kind = 0; kind < OP_CHECKSUM_KINDS; kind++) {
+        interval.first[kind] = c->kinds[kind].first;
+        interval.count[kind] = c->kinds[kind].closed;
+    }
+    if (c->intervals == NULL) {
+        c->intervals = (op_interval *)calloc(OP_INTERVALS, sizeof *c->intervals);
+    }
+    if (c->intervals != NULL) { /* without memory the interval is not compared */
+        c->intervals[c->interval_count++ % OP_INTERVALS] = interval;
+    }
+}
+
+const op_interval *op_checksums_interval(const op_checksums *c, size_t index) {
+    const uint64_t oldest = c->interval_count > OP_INTERVALS ? c->interval_count - OP_INTERVALS : 0;
+    return oldest + index < c->interval_count ? &c->intervals[(oldest + index) % OP_INTERVALS]
+                                              : NULL;
+}
+
+size_t op_checksums_copy(const op_checksums *c, uint64_t number, op_entry *entries,
+                         size_t capacity) {
+    static const uint64_t kinds[] = {OP_GATHERED_DATA, OP_REDUCED_DATA};
+    const op_interval *interval = op_checksums_interval(c, 0);
+    size_t count = 0;
+    for (size_t i = 1; interval != NULL && interval->number != number; i++) {
+        interval = op_checksums_interval(c, i);
+    }
+    for (int kind = 0; interval != NULL && kind < OP_CHECKSUM_KINDS; kind++) {
+        for (uint64_t i = 0; i < interval->count[kind] && count < capacity; i++) {
+            const op_checksum *checksum = find(&c->kinds[kind], interval->first[kind] + i);
+            op_entry *entry = &entries[count++];
+            *entry = (op_entry){.kind = kinds[kind]};
+            if (checksum != NULL) {
+                entry->hash = checksum->value;
+                entry->label = checksum->label;
+            }
+        }
+    }
+    return count;
+}
+
 /* ---- the first difference ---- */
 
-/* Returns a checksum of the closed interval. `index` counts from the oldest one that the list may
- * still hold. Returns NULL if there is none, or if a later one has replaced it. */
+/* Returns a checksum of the closed interval. `index` counts from the oldest one that an agreement
+ * compares. NULL: none. */
 static const op_checksum *entry_at(const op_checksum_list *list, uint64_t index) {
     const uint64_t skipped = list->closed > OP_CHECKSUMS ? list->closed - OP_CHECKSUMS : 0;
-    const uint64_t number = list->first + skipped + index;
-    const bool is_kept = list->entries != NULL && skipped + index < list->closed &&
-                         number + OP_CHECKSUMS >= list->total;
-    return is_kept ? &list->entries[number % OP_CHECKSUMS] : NULL;
+    return skipped + index < list->closed ? find(list, list->first + skipped + index) : NULL;
 }
 
 /* Returns the number of ranks with this value. */

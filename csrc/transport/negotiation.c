@@ -520,14 +520,9 @@ void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op
     add_signature(n, signature);
 }
 
-void shm_negotiation_add_checksum(shm_negotiation *n, const fct_op_tag *tag, uint64_t checksum) {
+op_checksums *shm_negotiation_checksums(shm_negotiation *n) {
     assert(atomic_load(&n->owners) > 0);
-    op_checksums_add(&n->agreement.checksums, tag, checksum);
-}
-
-void shm_negotiation_drop_checksums(shm_negotiation *n) {
-    assert(atomic_load(&n->owners) > 0);
-    op_checksums_drop(&n->agreement.checksums);
+    return &n->agreement.checksums;
 }
 
 int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued) {

@@ -77,7 +77,8 @@ class Departure:
 
     ``ranks``: those of the process group in the job. With a ``label_count``, that many collectives
     from ``number`` on were issued, and ``signature`` is the hash of their labels
-    (``label_comparison.py``).
+    (``label_comparison.py``). With ``has_checksums``, ``number`` is that of an interval,
+    ``signature`` the hash of its checksums, and ``entries`` are these checksums.
     """
 
     group: str
@@ -88,6 +89,11 @@ class Departure:
     first: int
     entries: str
     label_count: int = 0
+    has_checksums: bool = False
+
+    @property
+    def was_issued(self) -> bool:
+        return self.label_count > 0 or self.has_checksums
 
     @property
     def latest(self) -> Entries:
@@ -102,17 +108,33 @@ def make_departure(
     label_count: int = 0,
 ) -> Departure:
     """Describes a collective of this rank. ``entry`` follows the latest issued collectives."""
-    name = process_group.group_name
-    first, entries = _C.collective_entries(name)
+    first, entries = _C.collective_entries(process_group.group_name)
+    departure = _make_request(process_group, number, signature, (first, entries + entry))
+    departure.label_count = label_count
+    return departure
+
+
+def make_checksum_request(
+    process_group: dist.ProcessGroup, number: int, signature: int
+) -> Departure:
+    """Describes an interval of checksums (``csrc/transport/checksums.h``)."""
+    entries = _C.checksum_entries(process_group.group_name, number)
+    request = _make_request(process_group, number, signature, entries)
+    request.has_checksums = True
+    return request
+
+
+def _make_request(
+    process_group: dist.ProcessGroup, number: int, signature: int, entries: Entries
+) -> Departure:
     return Departure(
-        name,
+        process_group.group_name,
         dist.get_process_group_ranks(process_group),
         process_group.rank(),
         number,
         signature,
-        first,
-        base64.b64encode(entries + entry).decode(),
-        label_count,
+        entries[0],
+        base64.b64encode(entries[1]).decode(),
     )
 
 
@@ -290,22 +312,26 @@ class Departures:
         rank = departure.ranks.index(self._rank)
         sides = sorted([(rank, *own), (departure.rank, *departure.latest)])
         difference = _C.collective_difference(*sides)
-        remedy = _REMEDY_AFTER_ISSUE if departure.label_count else _REMEDY
+        remedy = _REMEDY_AFTER_ISSUE if departure.was_issued else _REMEDY
         text = f"{difference} (process group '{departure.group}'). {remedy}"
         return str(self._store.compare_set(key, "", text).decode())
 
     def _get_own(self, departure: Departure) -> Entries | None:
         """Returns this rank's latest collectives if its own with that number differs."""
         own = self._own_departures.get(departure.group)
-        if own is not None and own.number == departure.number and not departure.label_count:
+        if own is not None and own.number == departure.number and not departure.was_issued:
             return own.latest if own.signature != departure.signature else None
         with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
             if _get_signature(departure) not in (0, departure.signature):
-                return _C.collective_entries(departure.group)
+                return (
+                    _C.checksum_entries(departure.group, departure.number)
+                    if departure.has_checksums
+                    else _C.collective_entries(departure.group)
+                )
         return None
 
     def _stop(self, departure: Departure, text: str) -> None:
-        if departure.label_count and departure.group not in self._logged:
+        if departure.was_issued and departure.group not in self._logged:
             self._logged.add(departure.group)
             _logger.error("fsdp_c: %s", text)  # a host that waits for the device raises later
         if departure.group in self._own_departures:
@@ -323,7 +349,9 @@ def hash_labels(labels: list[int]) -> int:
 
 
 def _get_signature(departure: Departure) -> int:
-    """Returns the signature of this rank's collective, or the hash of its labels; 0: unknown."""
+    """Returns this rank's value of ``departure.signature``; 0: unknown."""
+    if departure.has_checksums:
+        return dict(_C.checksum_intervals(departure.group)).get(departure.number, 0)
     count = departure.label_count
     if not count:
         return _C.collective_signature(departure.group, departure.number)

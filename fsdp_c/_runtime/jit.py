@@ -29,11 +29,11 @@ def _check_result(code: int, operation: str) -> None:
         raise RuntimeError(f"{operation} failed with CUresult {code}")
 
 
-def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> tuple[int, int, int, int, int]:
+def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> dict[str, int]:
     """Loads ``cubin``. Returns the arguments of ``use_jit``.
 
-    The arguments are the addresses of ``cuLaunchKernel``, of the two kernels and of
-    ``cuCtxSetCurrent``, and the current context.
+    The arguments are the addresses of the kernels and of functions of the driver, and the current
+    context.
 
     Raises:
         RuntimeError: The driver cannot load the cubin, or the thread has no context.
@@ -45,25 +45,33 @@ def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> tuple[int, int, int, int,
     _check_result(
         driver.cuLibraryLoadData(ctypes.byref(library), image, *no_options), "cuLibraryLoadData"
     )
-    functions = []
+    kernels = {}
     for name in ENTRIES:
         kernel = ctypes.c_void_p()
         status = driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
         _check_result(status, f"cuLibraryGetKernel of {name}")
-        functions.append(kernel.value or 0)
+        kernels[name] = kernel.value or 0
     _objects_in_use[:] = [driver, library, image]
     context = ctypes.c_void_p()
     _check_result(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
     if context.value is None:
         raise RuntimeError("cuCtxGetCurrent returned no context")
-    launch, bind = (
+    launch, bind, capture = (
         ctypes.cast(function, ctypes.c_void_p).value or 0
-        for function in (driver.cuLaunchKernel, driver.cuCtxSetCurrent)
+        for function in (driver.cuLaunchKernel, driver.cuCtxSetCurrent, driver.cuStreamIsCapturing)
     )
-    return launch, functions[0], functions[1], bind, context.value
+    return {
+        "launch": launch,
+        "moves": kernels["fck_move_lines"],
+        "casts": kernels["fck_cast_lines"],
+        "checksums": kernels["fck_add_checksums"],
+        "capture": capture,
+        "bind": bind,
+        "context": context.value,
+    }
 
 
-def build_kernels(device: torch.device) -> tuple[int, int, int, int, int]:
+def build_kernels(device: torch.device) -> dict[str, int]:
     """Compiles and loads the kernels for ``device``; returns the result of :func:`load_kernels`.
 
     Raises:
@@ -81,4 +89,4 @@ def build_kernels(device: torch.device) -> tuple[int, int, int, int, int]:
 
 def install_kernels(device: torch.device) -> None:
     """Builds the kernels and passes them to the core. Raises as :func:`build_kernels`."""
-    _C.use_jit(*build_kernels(device))
+    _C.use_jit(**build_kernels(device))

@@ -6,6 +6,9 @@ It compares its hashes with those of one neighbor. If hashes with the same numbe
 publishes a request (``departures.py``). The ranks of the process group answer it like a request of
 a departing rank: their next collective raises the first difference.
 
+With the guard mode "hash" the ranks also compare the checksums of data, by intervals that end with
+a backward (``csrc/core/device_checksums.h``).
+
 So a difference is found after some seconds, when optimizers have used wrong gradients. Each rank
 writes one key and reads another one per ``INTERVAL``, whatever the number of ranks is.
 """
@@ -21,7 +24,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .. import _C
-from .departures import get_departures, hash_labels, make_departure
+from .departures import (
+    Departure,
+    get_departures,
+    hash_labels,
+    make_checksum_request,
+    make_departure,
+)
 
 INTERVAL = 2.0
 """Seconds between two comparisons."""
@@ -52,14 +61,16 @@ class Labels:
         self.labels = {number: label for number, label in self.labels.items() if number >= oldest}
         self.blocks = {start: value for start, value in self.blocks.items() if start >= oldest}
 
-    def to_json(self) -> str:
+    def to_lists(self) -> list[list[tuple[int, int]]]:
         """The hashes of the blocks, and the labels after the last complete block."""
         tail = range(self.end - self.end % BLOCK, self.end)
-        return json.dumps([[*self.blocks.items()], [[n, self.labels.get(n, 0)] for n in tail]])
+        return [[*self.blocks.items()], [(n, self.labels.get(n, 0)) for n in tail]]
 
-    def find_difference(self, of_neighbor: str | bytes) -> tuple[int, int, int] | None:
+    def find_difference(
+        self, of_neighbor: list[list[tuple[int, int]]]
+    ) -> tuple[int, int, int] | None:
         """Returns number, hash and count of the first labels that differ from the neighbor's."""
-        blocks, tail = json.loads(of_neighbor)
+        blocks, tail = of_neighbor
         for start, value in blocks:
             if self.blocks.get(start, 0) not in (0, value) and value:
                 return start, self.blocks[start], BLOCK
@@ -111,25 +122,41 @@ def compare() -> None:
         if process_group in _different:
             continue
         try:
-            difference = _exchange(process_group, labels)
-            if difference is not None:
+            request = _exchange(process_group, labels)
+            if request is not None:
                 _different.add(process_group)
-                number, value, count = difference
-                departure = make_departure(process_group, number, value, label_count=count)
-                get_departures().publish(departure)
+                get_departures().publish(request)
         except (KeyError, RuntimeError, ValueError):  # the process group has ended
             remove(process_group)
     get_departures().answer()
 
 
-def _exchange(process_group: dist.ProcessGroup, labels: Labels) -> tuple[int, int, int] | None:
-    """Publishes this rank's labels. Returns the difference to those of the neighbor."""
-    labels.read(process_group.group_name)
+def _exchange(process_group: dist.ProcessGroup, labels: Labels) -> Departure | None:
+    """Publishes this rank's hashes. Returns a request if those of the neighbor differ."""
+    name = process_group.group_name
+    labels.read(name)
+    intervals = _C.checksum_intervals(name)
     store = _get_store(process_group)
     rank, size = process_group.rank(), process_group.size()
-    store.set(str(rank), labels.to_json())
+    store.set(str(rank), json.dumps([labels.to_lists(), intervals]))
     neighbor = str((rank - 1) % size)
-    return labels.find_difference(store.get(neighbor)) if store.check([neighbor]) else None
+    if not store.check([neighbor]):
+        return None
+    labels_of_neighbor, intervals_of_neighbor = json.loads(store.get(neighbor))
+    if difference := labels.find_difference(labels_of_neighbor):
+        number, value, count = difference
+        return make_departure(process_group, number, value, label_count=count)
+    if number := find_interval(dict(intervals), intervals_of_neighbor):
+        return make_checksum_request(process_group, number, dict(intervals)[number])
+    return None
+
+
+def find_interval(own: dict[int, int], of_neighbor: list[tuple[int, int]]) -> int:
+    """Returns the number of the first interval whose hashes differ, or 0. Hash 0 is unknown."""
+    for number, value in of_neighbor:
+        if value and own.get(number, 0) not in (0, value):
+            return number
+    return 0
 
 
 def _get_store(process_group: dist.ProcessGroup) -> dist.Store:

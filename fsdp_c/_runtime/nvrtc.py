@@ -21,8 +21,10 @@ FIRST_ARCH = 70
 """The oldest supported architecture: sm_70."""
 STANDARD = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
 """Headers that rtc.cuh replaces when NVRTC compiles."""
-KERNEL_SOURCES = ("kernels.h", "index.h", "cast.h", "batch.cuh", "lines.cuh")
-ENTRIES = ("fck_move_lines", "fck_cast_lines")
+KERNEL_SOURCES = ("kernels.h", "index.h", "cast.h", "batch.cuh", "lines.cuh", "checksums.cuh")
+DEVICE_CODE = ("lines.cuh", "checksums.cuh")
+"""The files that define kernels."""
+ENTRIES = ("fck_move_lines", "fck_cast_lines", "fck_add_checksums")
 
 
 class Nvrtc:
@@ -51,8 +53,8 @@ class Nvrtc:
         self._check(self.lib.nvrtcGetSupportedArchs(numbers))
         return sorted(numbers)
 
-    def compile(self, arch: int, header: str = "lines.cuh") -> bytes:
-        """Compiles ``header`` for sm_``arch`` to a cubin.
+    def compile(self, arch: int) -> bytes:
+        """Compiles the kernels for sm_``arch`` to a cubin.
 
         Raises:
             RuntimeError: The compilation failed. The message is the compiler's log.
@@ -62,7 +64,7 @@ class Nvrtc:
         headers = (ctypes.c_char_p * len(names))(*texts)
         includes = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
         program = ctypes.c_void_p()
-        source = f'#include "{header}"\n'.encode()
+        source = "".join(f'#include "{name}"\n' for name in DEVICE_CODE).encode()
         self._check(
             self.lib.nvrtcCreateProgram(
                 ctypes.byref(program), source, b"kernels.cu", len(names), headers, includes

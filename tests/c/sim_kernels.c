@@ -59,7 +59,7 @@ static launch *launch_new(const void *descriptors, size_t count, size_t size) {
     return l;
 }
 
-static void queue_launch(const uses *u, void *native, void (*run)(void *), launch *args,
+static void queue_launch(const uses *u, void *native, void (*run)(void *), void *args,
                          const char *what) {
     const sim_op op = {
         .what = what, .uses = u->items, .use_count = u->count, .run = run, .args = args};
@@ -202,8 +202,55 @@ static uint64_t sim_checksum_of(const void *data, size_t bytes) {
     return checksum;
 }
 
-static const fck_backend backend = {"simulated",        sim_pack,     sim_unpack,
-                                    sim_pack_gradients, sim_can_cast, sim_checksum_of};
+typedef struct checksums_launch {
+    fck_range ranges[FCK_RANGES];
+    size_t count;
+    uint64_t *sum;
+} checksums_launch;
+
+static void run_add_checksums(void *args) {
+    const checksums_launch *l = (const checksums_launch *)args;
+    for (size_t i = 0; i < l->count; i++) {
+        const fck_range *range = &l->ranges[i];
+        *l->sum += range->factor * __real_fck_cpu()->checksum(range->data, (size_t)range->bytes);
+    }
+}
+
+static const char *sim_add_checksums(const fck_range *ranges, size_t count, uint64_t *sum,
+                                     void *stream) {
+    static const char what[] = "the checksum kernel";
+    uses u = {.count = 0};
+    sim_tick();
+    if (sim_fault(SIM_FAULT_KERNEL, "add_checksums")) {
+        return "injected";
+    }
+    checksums_launch *l = (checksums_launch *)sim_scratch(sizeof *l);
+    *l = (checksums_launch){.count = count, .sum = sum};
+    for (size_t i = 0; i < count; i++) {
+        l->ranges[i] = ranges[i];
+        add_use(&u, ranges[i].data, ranges[i].bytes, false, what);
+    }
+    /* Kernels on several streams add to different sums of a table. The simulation compares whole
+     * blocks, so an addition counts as a read, which must follow the zeros and precede the end. */
+    add_use(&u, sum, sizeof *sum, false, what);
+    queue_launch(&u, stream, run_add_checksums, l, what);
+    return NULL;
+}
+
+static bool captures;
+
+void sim_capture(bool capturing) {
+    captures = capturing;
+}
+
+static int sim_is_capturing(void *stream) {
+    (void)sim_stream_of_native(stream);
+    return captures ? 1 : 0;
+}
+
+static const fck_backend backend = {"simulated",        sim_pack,         sim_unpack,
+                                    sim_pack_gradients, sim_can_cast,     sim_checksum_of,
+                                    sim_add_checksums,  sim_is_capturing};
 
 const fck_backend *__wrap_fck_cpu(void) {
     return &backend;

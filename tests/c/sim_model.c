@@ -355,7 +355,7 @@ sim_model *sim_model_new(const sim_scenario *scenario) {
     fc_comm_init(&m->comm, sim_device());
     fc_chunks_from(scenario->device.chunks ? 1 : SIM_NEVER_SPLIT);
     sim_ranks_agree(scenario->agrees, "");
-    m->comm.checksums = scenario->checksums && !scenario->device.streams;
+    m->comm.checksums = scenario->checksums;
     if (scenario->max_reductions > 0) {
         m->comm.max_reductions = scenario->max_reductions;
     }

@@ -341,6 +341,17 @@ int fct_event_synchronize(fct_event *e) {
     return 0;
 }
 
+int fct_event_is_done(fct_event *e, bool *done) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_is_done")) {
+        return -1;
+    }
+    *done = !e->recorded || sim_point_passed(&e->point);
+    if (e->recorded && *done) {
+        sim_host_observe(&e->point);
+    }
+    return 0;
+}
+
 void fct_event_share(fct_event *e) {
     e->owners++;
 }

@@ -116,12 +116,15 @@ static void difference_without_a_label_is_described(void **state) {
     run_negotiation(find_other_differences, 3);
 }
 
-/* Rank 0 issues a collective without label, so ranks 1 and 2 are compared. */
 /* Adds the checksum of a collective of unit `name`. */
-static void add_checksum(shm_negotiation *n, const char *name, fct_op_kind kind, uint64_t value) {
+static void add_data(op_checksums *c, const char *name, fct_op_kind kind, uint64_t value) {
     fct_op_tag tag = {.kind = kind, .label = {.step = 3, .pass = FCT_PASS_FORWARD}};
     (void)snprintf(tag.label.name, sizeof tag.label.name, "%s", name);
-    shm_negotiation_add_checksum(n, &tag, value);
+    op_checksums_add(c, &tag, value);
+}
+
+static void add_checksum(shm_negotiation *n, const char *name, fct_op_kind kind, uint64_t value) {
+    add_data(shm_negotiation_checksums(n), name, kind, value);
 }
 
 /* Equal checksums, and many of them, cost one round. An all-reduce may complete earlier on one
@@ -183,7 +186,7 @@ static void agree_with_unknown_checksums(void) {
     if (me.rank == 1) { /* before a reset */
         add_checksum(n, "a", FCT_OP_ALL_GATHER, 7);
     }
-    shm_negotiation_drop_checksums(n);
+    op_checksums_drop(shm_negotiation_checksums(n));
     require(!issues(n));
     add_checksum(n, "a", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6); /* rank 1 has dropped one */
     require(strcmp(agree(n), "") == 0);
@@ -198,6 +201,62 @@ static void checksums_are_compared_per_interval(void **state) {
     run_negotiation(agree_on_equal_checksums, 3);
     run_negotiation(find_the_first_different_checksum, 3);
     run_negotiation(agree_with_unknown_checksums, 3);
+}
+
+/* Describes an interval of checksums of this process as that of rank 0, beside one of rank 1 whose
+ * last checksum is `other`. */
+static const char *describe_interval(const op_checksums *c, uint64_t number, uint64_t other) {
+    static fct_difference difference;
+    op_entry own[16], peer[16];
+    const size_t count = op_checksums_copy(c, number, own, 16);
+    assert_in_range(count, 1, 16);
+    memcpy(peer, own, sizeof peer);
+    peer[count - 1].hash = other;
+    op_entries_describe_difference(&(op_entry_list){.rank = 0, .count = count, .entries = own},
+                                   &(op_entry_list){.rank = 1, .count = count, .entries = peer},
+                                   &difference);
+    return difference.text;
+}
+
+static void interval_of_a_device_keeps_its_hash_and_checksums(void **state) {
+    (void)state;
+    op_checksums c = {0};
+    assert_null(op_checksums_interval(&c, 0));
+    op_checksums_end_interval(&c, 1); /* no checksum: no interval */
+    assert_null(op_checksums_interval(&c, 0));
+    for (uint64_t i = 0; i < 2 * OP_INTERVALS; i++) {
+        add_data(&c, "b", FCT_OP_ALL_REDUCE, 0x20);
+        add_data(&c, "a", FCT_OP_ALL_GATHER, i == 5 ? 0 : i + 1);
+        op_checksums_end_interval(&c, 10 * i);
+        op_checksums_end_interval(&c, 10 * i); /* no checksum since then */
+        const op_interval *last = op_checksums_interval(&c, i < OP_INTERVALS ? i : OP_INTERVALS - 1);
+        assert_int_equal(last->number, 10 * i);
+        assert_int_equal(last->hash == 0, i == 5);
+    }
+    const op_interval *oldest = op_checksums_interval(&c, 0);
+    assert_int_equal(oldest->number, 10 * OP_INTERVALS);
+    assert_true(oldest->hash != op_checksums_interval(&c, 1)->hash);
+    assert_null(op_checksums_interval(&c, OP_INTERVALS));
+    assert_string_equal(describe_interval(&c, 10 * OP_INTERVALS, 0x21),
+                        "different data after the all-reduce of 'b' (step 3, forward): rank 0 has "
+                        "checksum 0000000000000020, rank 1 has 0000000000000021");
+    op_entry entry;
+    assert_int_equal(op_checksums_copy(&c, 10, &entry, 1), 0);
+    op_checksums_fini(&c);
+}
+
+static void difference_in_data_that_is_not_kept_names_no_unit(void **state) {
+    (void)state;
+    op_checksums c = {0};
+    add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
+    op_checksums_end_interval(&c, 7);
+    for (int i = 0; i < OP_CHECKSUMS_KEPT; i++) {
+        add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
+    }
+    assert_string_equal(describe_interval(&c, 7, 0x21),
+                        "different data on ranks 0 and 1 after a collective that is not recorded "
+                        "any more");
+    op_checksums_fini(&c);
 }
 
 /* Over shared memory collectives carry their labels, and only checksums need an agreement. */
@@ -360,6 +419,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(equal_collectives_cost_one_round_per_interval),
         cmocka_unit_test(checksums_are_compared_per_interval),
+        cmocka_unit_test(interval_of_a_device_keeps_its_hash_and_checksums),
+        cmocka_unit_test(difference_in_data_that_is_not_kept_names_no_unit),
         cmocka_unit_test(checksums_are_compared_over_shared_memory),
         cmocka_unit_test(first_difference_is_described_on_all_ranks),
         cmocka_unit_test(difference_without_a_label_is_described),

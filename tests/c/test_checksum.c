@@ -120,7 +120,7 @@ static void checksum_differs_if_the_own_row_has_changed_since_the_pack(void **st
     begin(false);
     const uint64_t right = gather_with_flip(1, -1);
     assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
-    gather->pending.packed.own++;
+    gather->pending.checksum.packed.own++;
     assert_int_equal(fc_gather_await(gather), FC_OK);
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
     assert_true(last_checksum(2) != right);

@@ -14,6 +14,11 @@
 #define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
 #endif
 
+#ifdef FCK_TEST_CUDA_ON_HOST
+extern int fake_cuda_earlier_error, fake_cuda_rejects_launches,
+    fake_cuda_errors_read; /* fake_cuda/cuda_runtime.h */
+#endif
+
 /* ---- pack ---- */
 
 typedef struct pack_case {
@@ -411,11 +416,69 @@ static void tile_index_maps_to_owning_job(void **state) {
     }
 }
 
-/* ---- asynchronous errors of earlier operations ---- */
-
 #ifdef FCK_TEST_CUDA_ON_HOST
-extern int fake_cuda_earlier_error, fake_cuda_rejects_launches,
-    fake_cuda_errors_read; /* fake_cuda/cuda_runtime.h */
+
+/* ---- checksums of device memory ---- */
+
+enum { SUM_BYTES = 5 * 8 * 256 * 512 / 4 }; /* more than one word per thread of a launch */
+
+static uint64_t checksum_of(const void *data, int64_t bytes, uint64_t factor) {
+    uint64_t sum = 0;
+    const fck_range range = {data, bytes, factor};
+    assert_null(fck_cuda()->add_checksums(&range, 1, &sum, NULL));
+    return sum;
+}
+
+static void checksum_of_each_changed_byte_differs(void **state) {
+    (void)state;
+    static uint64_t words[100];
+    unsigned char *data = (unsigned char *)words;
+    for (int64_t bytes = 1; bytes <= 800; bytes += bytes < 20 ? 1 : 97) {
+        const uint64_t right = checksum_of(data, bytes, 1);
+        for (int64_t i = 0; i < bytes; i++) {
+            data[i] ^= (unsigned char)(1U << i % 8);
+            assert_true(checksum_of(data, bytes, 1) != right);
+            data[i] ^= (unsigned char)(1U << i % 8);
+        }
+        data[bytes % 800] ^= 1; /* behind the range */
+        assert_true(bytes == 800 || checksum_of(data, bytes, 1) == right);
+        data[bytes % 800] ^= 1;
+    }
+}
+
+static void checksum_depends_on_the_order_of_words(void **state) {
+    (void)state;
+    uint64_t words[] = {1, 2, 3, 4};
+    const uint64_t right = checksum_of(words, sizeof words, 1);
+    words[1] = 3;
+    words[2] = 2;
+    assert_true(checksum_of(words, sizeof words, 1) != right);
+}
+
+static void launch_adds_each_range_times_its_factor(void **state) {
+    (void)state;
+    unsigned char *data = (unsigned char *)calloc(1, SUM_BYTES);
+    for (int64_t i = 0; i < SUM_BYTES; i++) {
+        data[i] = (unsigned char)(i * 7 >> 3);
+    }
+    const fck_range ranges[] = {{data, SUM_BYTES, 1}, {data + 80, 4095, UINT64_MAX - 1}};
+    uint64_t sum = 5;
+    assert_null(fck_cuda()->add_checksums(ranges, 2, &sum, NULL));
+    assert_true(sum == 5 + checksum_of(data, SUM_BYTES, 1) - 2 * checksum_of(data + 80, 4095, 1));
+    assert_null(fck_cuda()->add_checksums(&(fck_range){data, 0, 1}, 1, NULL, NULL));
+    assert_non_null(fck_cuda()->add_checksums(&(fck_range){data + 4, 8, 1}, 1, &sum, NULL));
+    free(data);
+}
+
+static void failed_query_of_a_capture_counts_as_a_capture(void **state) {
+    (void)state;
+    fake_cuda_earlier_error = 719;
+    assert_int_equal(fck_cuda()->is_capturing(NULL), 1);
+    fake_cuda_earlier_error = 0;
+    assert_int_equal(fck_cuda()->is_capturing(NULL), 0);
+}
+
+/* ---- asynchronous errors of earlier operations ---- */
 
 static const char *pack_one(int64_t count) {
     static float from[8], to[8];
@@ -485,6 +548,10 @@ int main(void) {
         cmocka_unit_test(every_thread_has_a_line_and_every_line_has_threads),
         cmocka_unit_test(tile_index_maps_to_owning_job),
 #ifdef FCK_TEST_CUDA_ON_HOST
+        cmocka_unit_test(checksum_of_each_changed_byte_differs),
+        cmocka_unit_test(checksum_depends_on_the_order_of_words),
+        cmocka_unit_test(launch_adds_each_range_times_its_factor),
+        cmocka_unit_test(failed_query_of_a_capture_counts_as_a_capture),
         cmocka_unit_test(launch_reports_earlier_asynchronous_error_as_such),
         cmocka_unit_test(launch_clears_its_own_error),
 #endif

@@ -262,7 +262,9 @@ def test_check_jit_reports_wrong_kernels_only(
 
         driver = ctypes.CDLL({str(tmp_path / "libcuda.so")!r})
         driver.skew({int(wrong)})
-        kernels, address = kernel_library.jit(*jit.load_kernels(driver, b"\x7fELF of no machine"))
+        kernels, address = kernel_library.jit(
+            *jit.load_kernels(driver, b"\x7fELF of no machine").values()
+        )
         check_jit.TRAININGS = ("mixed", "uneven")
         device = start_device()
         loop_group.join(variants.WORLD, device)

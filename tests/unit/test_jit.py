@@ -51,7 +51,7 @@ def jit_driver(driver: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     """Makes fsdp_c use the NVRTC kernels, run by the fake driver, for CPU tensors."""
     if _C.CUDA_KERNELS:
         pytest.skip("built with nvcc, whose kernels take precedence")
-    _C.use_jit(*jit.load_kernels(driver, CODE))
+    _C.use_jit(**jit.load_kernels(driver, CODE))
     _C._testing.simulate_kernels(_C._testing.kernels(1))
     _C._testing.hide_kernels(True)
     driver.take_launches()
@@ -60,7 +60,7 @@ def jit_driver(driver: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     finally:
         _C._testing.hide_kernels(False)
         _C._testing.simulate_kernels(None)
-        _C.use_jit(0, 0, 0)
+        _C.use_jit()
 
 
 @pytest.mark.torch("2.13")  # the fake group of older releases does not write reduced tensors
@@ -111,7 +111,7 @@ class CompilerStub(Nvrtc):
     def __init__(self, version: str = "13.0") -> None:
         self.version, self.compilations = version, 0
 
-    def compile(self, arch: int, header: str = "lines.cuh") -> bytes:
+    def compile(self, arch: int) -> bytes:
         self.compilations += 1
         return f"code {arch}\nfor {self.version}".encode()
 
@@ -192,7 +192,7 @@ def installations(
 
     def install(device: torch.device) -> None:
         devices.append(device)
-        _C.use_jit(*jit.load_kernels(driver, CODE))
+        _C.use_jit(**jit.load_kernels(driver, CODE))
 
     monkeypatch.setattr(jit, "install_kernels", install)
     monkeypatch.setattr(kernels, "_logged_devices", set())
@@ -200,7 +200,7 @@ def installations(
     try:
         yield devices
     finally:
-        _C.use_jit(0, 0, 0)
+        _C.use_jit()
 
 
 def log_kernels(device: str, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:

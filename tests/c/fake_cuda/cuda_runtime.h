@@ -31,6 +31,8 @@ typedef enum {
     cudaErrorLaunchFailure = 719
 } cudaError_t;
 
+typedef enum { cudaStreamCaptureStatusNone = 0 } cudaStreamCaptureStatus;
+
 /* Test controls: an asynchronous error of an earlier operation, which every later call returns;
  * whether launches are rejected; the number of calls of cudaGetLastError(), which clears errors. */
 extern "C" {
@@ -59,6 +61,11 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, v
         }
     }
     return cudaSuccess;
+}
+
+static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
+    *status = cudaStreamCaptureStatusNone;
+    return static_cast<cudaError_t>(fake_cuda_earlier_error);
 }
 
 static inline cudaError_t cudaGetLastError() {

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "kernels/checksums.cuh"
 #include "kernels/lines.cuh"
 
 static int launches;
@@ -27,11 +28,15 @@ extern "C" int cuLibraryLoadData(void **library, const void *code, void *, void 
 }
 
 extern "C" int cuLibraryGetKernel(void **kernel, void *, const char *name) {
-    const bool moves = std::strcmp(name, "fck_move_lines") == 0;
-    if (!moves && std::strcmp(name, "fck_cast_lines") != 0) {
+    if (std::strcmp(name, "fck_move_lines") == 0) {
+        *kernel = reinterpret_cast<void *>(fck_move_lines);
+    } else if (std::strcmp(name, "fck_cast_lines") == 0) {
+        *kernel = reinterpret_cast<void *>(fck_cast_lines);
+    } else if (std::strcmp(name, "fck_add_checksums") == 0) {
+        *kernel = reinterpret_cast<void *>(fck_add_checksums);
+    } else {
         return 500; /* CUDA_ERROR_NOT_FOUND */
     }
-    *kernel = reinterpret_cast<void *>(moves ? fck_move_lines : fck_cast_lines);
     return 0;
 }
 
@@ -57,9 +62,17 @@ extern "C" int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, 
         return 201; /* CUDA_ERROR_INVALID_CONTEXT */
     }
     launches++;
+    const dim3 grid(grid_x - static_cast<unsigned>(skewed));
+    if (function == reinterpret_cast<void *>(fck_add_checksums)) {
+        return cudaLaunchKernel(fck_add_checksums, grid, dim3(block_x), arguments, 0, nullptr);
+    }
     const auto kernel = reinterpret_cast<void (*)(const fck::line_batch)>(function);
-    return cudaLaunchKernel(kernel, dim3(grid_x - static_cast<unsigned>(skewed)), dim3(block_x),
-                            arguments, 0, nullptr);
+    return cudaLaunchKernel(kernel, grid, dim3(block_x), arguments, 0, nullptr);
+}
+
+extern "C" int cuStreamIsCapturing(void *, int *status) {
+    *status = 0;
+    return 0;
 }
 
 /* Returns the number of launches since the previous call. */

@@ -41,6 +41,33 @@ void access_job(const sim::Operation &by, const fck::line_batch &batch, const fc
     sim::access(by, block_data, static_cast<size_t>(blocks * job.numel * block_size), from_rows);
 }
 
+/* Declares the accesses of a launch of fck_move_lines or fck_cast_lines, and submits its work. */
+void submit_lines(const sim::Operation &by, const fck::line_batch &batch, bool casts) {
+    for (int32_t i = 0; i < batch.count; i++) {
+        access_job(by, batch, batch.job[i]);
+    }
+    if (sim::executes()) {
+        sim::submit(by, [batch, casts] {
+            sim::run_lines(batch, casts);
+            return true;
+        });
+    }
+}
+
+/* The same for fck_add_checksums. */
+void submit_checksums(const sim::Operation &by, const fck::checksum_batch &batch) {
+    for (uint32_t i = 0; i < batch.count; i++) {
+        sim::access(by, batch.range[i].data, static_cast<size_t>(batch.range[i].bytes), false);
+    }
+    sim::access(by, batch.sum, sizeof *batch.sum, true);
+    if (sim::executes()) {
+        sim::submit(by, [batch] {
+            sim::run_checksums(batch);
+            return true;
+        });
+    }
+}
+
 int launch(CUfunction function, CUstream stream, void **arguments) {
     const auto *const kernel = reinterpret_cast<const Kernel *>(function);
     if (!sim::thread().bound) {
@@ -62,15 +89,11 @@ int launch(CUfunction function, CUstream stream, void **arguments) {
     }
     if (own) {
         sim::count("launch of fsdp_c");
-        const auto &batch = *static_cast<const fck::line_batch *>(arguments[0]);
-        for (int32_t i = 0; i < batch.count; i++) {
-            access_job(by, batch, batch.job[i]);
-        }
-        if (sim::executes()) {
-            sim::submit(by, [batch, casts = kernel->name == "fck_cast_lines"] {
-                sim::run_lines(batch, casts);
-                return true;
-            });
+        if (kernel->name == "fck_add_checksums") {
+            submit_checksums(by, *static_cast<const fck::checksum_batch *>(arguments[0]));
+        } else {
+            submit_lines(by, *static_cast<const fck::line_batch *>(arguments[0]),
+                         kernel->name == "fck_cast_lines");
         }
     }
     return CUDA_SUCCESS;
@@ -144,6 +167,12 @@ CUresult cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *,
 
 CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary, const char *name) {
     *kernel = reinterpret_cast<CUkernel>(kernel_of(name));
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+    *status = sim::stream_of(stream).capture != nullptr ? CU_STREAM_CAPTURE_STATUS_ACTIVE
+                                                         : CU_STREAM_CAPTURE_STATUS_NONE;
     return CUDA_SUCCESS;
 }
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "tests/cuda/runtime"
 KERNEL_HEADERS = tuple(
     ROOT / "csrc/kernels" / name
-    for name in ("batch.cuh", "cast.h", "index.h", "kernels.h", "lines.cuh")
+    for name in ("batch.cuh", "cast.h", "checksums.cuh", "index.h", "kernels.h", "lines.cuh")
 )
 HEADERS = (
     *sorted(SOURCES.glob("*.h")),

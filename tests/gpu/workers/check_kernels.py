@@ -21,7 +21,7 @@ import kernel_cases
 import kernel_library
 import numpy as np
 from kernel_cases import Case, Run
-from kernel_library import Backend
+from kernel_library import Backend, Range
 from outcome import ON_CUDA, conclude, skip
 
 POISON = 0xA5
@@ -119,6 +119,44 @@ def differences(rounds: int, bare: bool, kernels: Backend | None = None) -> list
     return result
 
 
+def expected_checksum(data: Any) -> int:
+    """Returns the checksum of csrc/kernels/checksums.cuh."""
+    padded = np.zeros(-(-len(data) // 8) * 8, np.uint8)
+    padded[: len(data)] = data
+    positions = np.arange(len(padded) // 8, dtype=np.uint64)
+    words = padded.view(np.uint64) + positions * np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ words >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+    return int((words ^ words >> np.uint64(32)).sum())
+
+
+def differing_checksums(rounds: int, kernels: Backend | None = None) -> list[str]:
+    """Compares sums of two ranges in the memory of the device. Stops at the first difference."""
+    for seed in range(rounds):
+        random = np.random.default_rng(seed)
+        data = random.integers(0, 256, int(random.integers(1, 2 << (seed % 22))), dtype=np.uint8)
+        begin = int(random.integers(0, len(data) + 1)) // 8 * 8
+        factors = [int(factor) for factor in random.integers(0, 1 << 63, 2)]
+        memory, total = Memory(len(data)), Memory(8)
+        result = np.full(1, seed, np.uint64)
+        memory.write(data, [(0, len(data))])
+        total.write(result, [(0, 8)])
+        ranges = [
+            Range(memory.address, len(data), factors[0]),
+            Range(memory.address + begin, len(data) - begin, factors[1]),
+        ]
+        (kernels or kernel_library.cuda()).add_checksums(ranges, total.address)
+        if kernel_library.load().device_synchronize():
+            raise RuntimeError("add_checksums: the launch failed")
+        total.read(result, [(0, 8)])
+        parts = [expected_checksum(data), expected_checksum(data[begin:])]
+        right = seed + sum(factor * part for factor, part in zip(factors, parts, strict=True))
+        memory.free()
+        total.free()
+        if int(result[0]) != right % (1 << 64):
+            return [f"add_checksums, seed {seed}: {result[0]:x}, expected {right % (1 << 64):x}"]
+    return []
+
+
 def run_under_sanitizer(tool: str, rounds: int) -> NoReturn:
     """Runs this file under compute-sanitizer, reports the result of the step, and exits."""
     sanitizer = shutil.which("compute-sanitizer")
@@ -149,7 +187,7 @@ def main() -> None:
         run_under_sanitizer(options.under, options.rounds or 40)
     rounds = options.rounds or (400 if ON_CUDA else 40)
     begin = time.perf_counter()
-    result = differences(rounds, options.bare)
+    result = differences(rounds, options.bare) + differing_checksums(rounds)
     seconds = time.perf_counter() - begin
     where = "the GPU" if ON_CUDA else "the host (fake CUDA)"
     line = f"{rounds} rounds of {LAUNCHES} on {where}: " + (result[0] if result else "equal bytes")

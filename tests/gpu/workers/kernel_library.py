@@ -27,6 +27,7 @@ ARCH = os.environ.get("FSDP_C_CUDA_ARCH", "sm_90")
 C_TYPES = {
     "int64_t": ctypes.c_int64,
     "int32_t": ctypes.c_int32,
+    "uint64_t": ctypes.c_uint64,
     "fck_dtype": ctypes.c_int32,
     "size_t": ctypes.c_size_t,
 }
@@ -51,7 +52,9 @@ def struct(name: str) -> Any:
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-Segment, Column, Gradient = (struct(f"fck_{name}") for name in ("segment", "column", "gradient"))
+Segment, Column, Gradient, Range = (
+    struct(f"fck_{name}") for name in ("segment", "column", "gradient", "range")
+)
 
 
 def _backend_members() -> list[tuple[str, list[Any]]]:
@@ -73,7 +76,7 @@ class Backend:
         members = _backend_members()
         table = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
         for index, (name, arguments) in enumerate(members, 1):  # the first member is the name
-            if table[index]:  # kernels of devices have no checksum
+            if table[index]:
                 function = ctypes.CFUNCTYPE(ctypes.c_char_p, *arguments)(table[index])
                 setattr(self, f"_{name}", function)
 
@@ -102,6 +105,10 @@ class Backend:
     ) -> None:
         table, count = _array(Gradient, gradients), len(gradients)
         self._call("pack_gradients", table, count, world, to, row_numel, dtype, stream)
+
+    def add_checksums(self, ranges: Sequence[Any], total: int, stream: int = 0) -> None:
+        """Adds to the 64-bit sum at the address ``total``."""
+        self._call("add_checksums", _array(Range, ranges), len(ranges), total, stream)
 
 
 def _array(kind: Any, items: Sequence[Any]) -> Any:

@@ -1,0 +1,55 @@
+/* Checksums of data in the memory of a device with streams, for the guard mode "hash".
+ *
+ * A kernel adds the checksum of the data of each all-gather and all-reduce to one 64-bit sum. The
+ * sums of an interval, which ends with a backward, are a table in the memory of the device. At the
+ * end of the backward the table is copied to pinned memory. A later end of a backward passes the
+ * sums to the transport, if their copy is done. So the host never waits for the device.
+ *
+ *   open --- end of a backward ---> copying --- copy done, earlier intervals passed ---> passed
+ *
+ * While a CUDA graph captures the current stream, checksums are unknown: a replay must not write to
+ * the table. The GIL guards the structs of this module. */
+#ifndef FSDP_C_CORE_DEVICE_CHECKSUMS_H
+#define FSDP_C_CORE_DEVICE_CHECKSUMS_H
+
+#include "../bridge/stream.h"
+#include "../kernels/kernels.h"
+#include "process_group.h"
+
+/* The checksums of one comm context. */
+typedef struct fc_device_checksums fc_device_checksums;
+
+/* The sum of one collective. Initialize it with zeros. */
+typedef struct fc_device_sum {
+    uint64_t *at;      /* in the memory of the device; NULL: the checksum is unknown */
+    uint64_t interval; /* that contains the sum */
+} fc_device_sum;
+
+/* NULL is allowed. Checksums that were not passed are lost. */
+void fc_device_checksums_free(fc_device_checksums *d);
+/* Allocates the table of the open interval on the current stream, unless there is one. *d: NULL
+ * before the first call. Call it before the streams of collectives wait for the current stream. */
+FC_CHECK fc_status fc_device_checksums_begin(fc_device_checksums **d, fct_device device);
+/* Takes a sum of the open interval. It is unknown if there is no table, or if the table is full. d:
+ * NULL is allowed. */
+fc_device_sum fc_device_checksums_take(fc_device_checksums *d);
+/* Adds the checksums of ranges of memory to the sum, on the current stream. No effect if the sum is
+ * unknown. Makes the sum unknown if its interval has ended, or during a capture. */
+FC_CHECK fc_status fc_device_checksums_add(const fc_device_checksums *d, fc_device_sum *sum,
+                                           const fck_range *ranges, size_t count, fc_error *err);
+/* Ends the sum of the latest all-gather or all-reduce of `modules` over `pg`. d: NULL is allowed.
+ */
+void fc_device_checksums_complete(fc_device_checksums *d, const fc_device_sum *sum,
+                                  fc_process_group *pg, const char *modules,
+                                  fc_operation operation);
+/* Writes whether the end of the open interval copies the table. Then the current stream must wait
+ * for all adds first. d: NULL is allowed. */
+FC_CHECK fc_status fc_device_checksums_needs_copy(const fc_device_checksums *d, bool *copies);
+/* Ends the interval, and passes the checksums of earlier intervals to the transport. `copies`: see
+ * above. d: NULL is allowed. */
+FC_CHECK fc_status fc_device_checksums_end_interval(fc_device_checksums *d, bool copies);
+/* Makes the completed checksums of the open interval unknown, when all ranks reset a model. d: NULL
+ * is allowed. */
+void fc_device_checksums_drop(fc_device_checksums *d);
+
+#endif

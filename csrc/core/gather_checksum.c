@@ -1,0 +1,108 @@
+/* Checksums of all-gathers; see gather_checksum.h. Keeps no pointer.
+ *
+ * On devices with streams, the sum of a rank is the checksum of all rows, plus twice the difference
+ * between the checksums of its own row after and before the all-gather. So the sums of all ranks
+ * are equal if all have the same rows, and no own row has changed. */
+#include "gather_checksum.h"
+
+#include <assert.h>
+
+enum { OWN_FACTOR = 2 };
+
+static bool is_used(const fc_group_base *base, bool on_streams) {
+    return base->comm != NULL && base->comm->checksums && base->comm->has_streams == on_streams;
+}
+
+fc_checksum *fc_gather_checksum_of_pack(fc_gather_checksum *c, const fc_group_base *base) {
+    assert(!c->added);
+    return is_used(base, false) ? &c->packed : NULL;
+}
+
+fc_checksum *fc_gather_checksum_of_rows(fc_gather_checksum *c, const fc_group_base *base) {
+    assert(base->comm != NULL);
+    c->gathered = (fc_checksum){0};
+    return is_used(base, false) ? &c->gathered : NULL;
+}
+
+/* Writes the address of the rows, and checks that the buffer contains them. */
+static fc_status find_rows(const fct_tensor *rows, int64_t bytes, const char **data,
+                           fc_error *err) {
+    fct_facts facts;
+    fct_tensor_facts(rows, &facts);
+    if (!facts.contiguous || facts.data == NULL || facts.numel * facts.itemsize < bytes ||
+        facts.offset_bytes > facts.storage_bytes - bytes) {
+        return fc_error_set(err, FC_EASSERT, "a checksum of %lld bytes does not fit its buffer",
+                            (long long)bytes);
+    }
+    *data = (const char *)facts.data;
+    return FC_OK;
+}
+
+fc_status fc_gather_checksum_read_packed(fc_gather_checksum *c, const fc_group_base *base,
+                                         const fc_gather_plan *plan, int64_t rank,
+                                         const fct_tensor *rows) {
+    assert(rank >= 0 && rank < plan->world);
+    fc_status status = FC_OK;
+    const char *data = NULL;
+    if (!is_used(base, true) || rows == NULL) {
+        return FC_OK;
+    }
+    fc_device_checksums *d = base->comm->device_checksums;
+    fc_error *err = &base->comm->error;
+    FC_TRY(find_rows(rows, plan->world * plan->row_bytes, &data, err));
+    const fck_range own = {.data = data + rank * plan->row_bytes,
+                           .bytes = plan->row_bytes,
+                           .factor = UINT64_MAX - (OWN_FACTOR - 1)};
+    c->sum = fc_device_checksums_take(d);
+    FC_TRY(fc_device_checksums_add(d, &c->sum, &own, 1, err));
+done:
+    return status;
+}
+
+/* Reads the gathered rows, on devices with streams. */
+static fc_status read_rows(fc_gather_checksum *c, const fc_group_base *base, int64_t rank,
+                           const fc_gather_plan *plan, const fct_tensor *rows) {
+    fc_status status = FC_OK;
+    const char *data = NULL;
+    fc_error *err = &base->comm->error;
+    FC_TRY(find_rows(rows, plan->world * plan->row_bytes, &data, err));
+    const fck_range ranges[] = {
+        {.data = data, .bytes = plan->world * plan->row_bytes, .factor = 1},
+        {.data = data + rank * plan->row_bytes, .bytes = plan->row_bytes, .factor = OWN_FACTOR},
+    };
+    FC_TRY(fc_device_checksums_add(base->comm->device_checksums, &c->sum, ranges, 2, err));
+done:
+    return status;
+}
+
+fc_status fc_gather_checksum_add(fc_gather_checksum *c, const fc_group_base *base,
+                                 fc_process_group *pg, const fc_gather_plan *plan,
+                                 const fct_tensor *rows) {
+    assert(pg != NULL);
+    fc_status status = FC_OK;
+    if (c->added || pg->world == 1) {
+        return FC_OK;
+    }
+    if (is_used(base, false)) {
+        fc_group_base_add_checksum(base, pg, FC_ALL_GATHER,
+                                   fc_checksum_of_rows(&c->gathered, &c->packed));
+    } else if (is_used(base, true)) {
+        c->sum.at = rows != NULL ? c->sum.at : NULL;
+        if (c->sum.at != NULL) {
+            FC_TRY(read_rows(c, base, pg->rank, plan, rows));
+        }
+        fc_group_base_add_device_sum(base, pg, FC_ALL_GATHER, &c->sum);
+    }
+    c->added = true;
+done:
+    return status;
+}
+
+void fc_gather_checksum_add_unknown(fc_gather_checksum *c, const fc_group_base *base,
+                                    fc_process_group *pg) {
+    assert(pg != NULL);
+    if (!c->added) {
+        fc_group_base_add_checksum(base, pg, FC_ALL_GATHER, 0);
+    }
+    c->added = true;
+}

@@ -1,0 +1,38 @@
+/* The checksum of one all-gather, for the guard mode "hash". On the host the pack and the copy-out
+ * compute it (checksum.h). On devices with streams a kernel reads the gathered rows
+ * (device_checksums.h). In both cases the checksum also detects a change of this rank's row since
+ * the pack. */
+#ifndef FSDP_C_CORE_GATHER_CHECKSUM_H
+#define FSDP_C_CORE_GATHER_CHECKSUM_H
+
+#include "checksum.h"
+#include "group_base.h"
+#include "plan.h"
+
+/* Initialize it with zeros. Without the guard mode "hash" no function has an effect. */
+typedef struct fc_gather_checksum {
+    fc_checksum packed;   /* on the host: of this rank's packed row */
+    fc_checksum gathered; /* on the host: of all rows */
+    fc_device_sum sum;    /* on devices with streams */
+    bool added;           /* the checksum was passed on; a repeated copy-out adds nothing */
+} fc_gather_checksum;
+
+/* Return the checksum that the pack or the copy-out adds to; NULL: none. The second function
+ * empties it first. */
+fc_checksum *fc_gather_checksum_of_pack(fc_gather_checksum *c, const fc_group_base *base);
+fc_checksum *fc_gather_checksum_of_rows(fc_gather_checksum *c, const fc_group_base *base);
+/* On devices with streams: reads this rank's packed row in `rows`, before the all-gather. NULL: no
+ * rows. Runs on the current stream. */
+FC_CHECK fc_status fc_gather_checksum_read_packed(fc_gather_checksum *c, const fc_group_base *base,
+                                                  const fc_gather_plan *plan, int64_t rank,
+                                                  const fct_tensor *rows);
+/* Adds the checksum of the gathered rows, after the copy-out. On devices with streams reads `rows`
+ * on the current stream; NULL: unknown. */
+FC_CHECK fc_status fc_gather_checksum_add(fc_gather_checksum *c, const fc_group_base *base,
+                                          fc_process_group *pg, const fc_gather_plan *plan,
+                                          const fct_tensor *rows);
+/* Adds an unknown checksum, which is equal to all. */
+void fc_gather_checksum_add_unknown(fc_gather_checksum *c, const fc_group_base *base,
+                                    fc_process_group *pg);
+
+#endif

@@ -1,0 +1,215 @@
+/* Checksums of data in the memory of a device with streams. test_faults.c and test_recovery.c fail
+ * each call of a scenario with such checksums. */
+#include "core/device_checksums.h"
+
+#include "sim_model.h"
+
+enum { FLIPS = 200 };
+
+static sim_model *model;
+static const sim_checksum *list;
+
+/* Two layers on two replicas of two ranks each. */
+static void begin(void) {
+    sim_scenario s = {.world = 2,
+                      .rank = 1,
+                      .replicas = 2,
+                      .layers = 2,
+                      .shape_count = 2,
+                      .checksums = true,
+                      .device = {.seed = 3, .streams = true}};
+    s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
+    s.shapes[1] = (sim_shape){.ndim = 1, .sizes = {4}};
+    sim_begin(s.device);
+    model = sim_model_new(&s);
+}
+
+static void end(void) {
+    sim_model_free(model);
+    sim_capture(false);
+    sim_end();
+}
+
+/* Trains for a step whose checksums are passed by the next one. */
+static void step(void) {
+    assert_int_equal(sim_model_step(model), FC_OK);
+    sim_drain();
+}
+
+static size_t count_unknown(size_t count) {
+    size_t unknown = 0;
+    for (size_t i = 0; i < count; i++) {
+        unknown += list[i].value == 0 ? 1 : 0;
+    }
+    return unknown;
+}
+
+/* Three units (the root and two layers): a gather in forward and one in backward, except for the
+ * last unit of the forward, and an all-reduce. */
+static void each_step_passes_the_checksums_of_the_previous_step(void **state) {
+    (void)state;
+    begin();
+    step();
+    assert_int_equal(sim_checksums(&list), 0);
+    step();
+    const size_t count = sim_checksums(&list);
+    size_t all_reduces = 0;
+    for (size_t i = 0; i < count; i++) {
+        all_reduces += list[i].kind == FCT_OP_ALL_REDUCE ? 1 : 0;
+        assert_int_equal(list[i].step, 1);
+    }
+    assert_int_equal(all_reduces, model->layer_count);
+    assert_true(count >= 2 * model->layer_count);
+    assert_int_equal(count_unknown(count), 0);
+    assert_int_equal(sim_checksum_intervals(), 1);
+    step();
+    assert_int_equal(sim_checksums(&list), 2 * count);
+    assert_int_equal(sim_checksum_intervals(), 2);
+    end();
+}
+
+/* Collectives do not complete, so the copies of the tables are not done either. */
+static void host_does_not_wait_for_the_copy_of_a_table(void **state) {
+    (void)state;
+    begin();
+    step();
+    step();
+    const size_t count = sim_checksums(&list);
+    sim_collectives_stall(true);
+    assert_int_equal(sim_model_step(model), FC_OK);
+    assert_int_equal(sim_model_step(model), FC_OK);
+    const size_t passed = sim_checksums(&list);
+    sim_collectives_stall(false);
+    sim_drain();
+    assert_int_equal(sim_model_step(model), FC_OK);
+    assert_true(passed <= 2 * count);
+    assert_int_equal(sim_checksums(&list), 4 * count);
+    assert_int_equal(count_unknown(4 * count), 0);
+    end();
+}
+
+static void flip_bit(const fct_tensor *tensor, int64_t offset, int64_t bytes) {
+    fct_facts facts;
+    fct_tensor_facts(tensor, &facts);
+    const uint64_t bit = sim_random() % (uint64_t)(8 * bytes);
+    ((unsigned char *)facts.data)[offset + (int64_t)(bit / 8)] ^= (unsigned char)(1U << bit % 8);
+}
+
+/* Gathers the unit of layer 1, and flips a bit of the rows [first, last) unless they are empty:
+ * after the all-gather, or `early`, before it. Returns the checksum. */
+static uint64_t gather_with_flip(int64_t first, int64_t last, bool early) {
+    fc_gather *gather = &model->layers[1].groups[0].core.gather;
+    fc_device_checksums **d = &model->comm.device_checksums;
+    const size_t before = sim_checksums(&list);
+    bool copies = false;
+    assert_int_equal(fc_device_checksums_begin(d, sim_device()), FC_OK);
+    sim_collectives_stall(early);
+    assert_int_equal(fc_gather_start(gather, false, true, FC_STREAM_DIRECT), FC_OK);
+    const int64_t row = gather->plan.row_bytes;
+    if (!early) {
+        assert_int_equal(fc_gather_await(gather), FC_OK);
+        sim_drain();
+    }
+    if (last > first) {
+        flip_bit(gather->pending.buffer, first * row, (last - first) * row);
+    }
+    sim_collectives_stall(false);
+    assert_true(!early || fc_gather_await(gather) == FC_OK);
+    assert_int_equal(fc_gather_copy_out(gather), FC_OK);
+    sim_drain();
+    fc_gather_complete(gather, NULL);
+    fc_gather_free(gather);
+    assert_int_equal(fc_device_checksums_needs_copy(*d, &copies), FC_OK);
+    assert_int_equal(fc_device_checksums_end_interval(*d, copies), FC_OK);
+    sim_drain();
+    assert_int_equal(fc_device_checksums_end_interval(*d, false), FC_OK);
+    assert_int_equal(sim_checksums(&list), before + 1);
+    assert_true(list[before].value != 0);
+    return list[before].value;
+}
+
+static void each_flipped_bit_of_a_gathered_row_changes_the_checksum(void **state) {
+    (void)state;
+    begin();
+    const uint64_t right = gather_with_flip(0, 0, false);
+    for (int i = 0; i < FLIPS; i++) {
+        assert_true(gather_with_flip(0, 2, false) != right);
+        assert_int_equal(gather_with_flip(0, 0, false), right);
+    }
+    end();
+}
+
+static void captured_step_has_unknown_checksums_and_no_copy(void **state) {
+    (void)state;
+    begin();
+    step();
+    step();
+    const size_t count = sim_checksums(&list);
+    sim_capture(true);
+    step();
+    sim_capture(false);
+    step();
+    step();
+    assert_int_equal(sim_checksums(&list), 4 * count);
+    assert_int_equal(count_unknown(4 * count), count);
+    assert_int_equal(sim_checksum_intervals(), 4);
+    end();
+}
+
+static void reset_makes_the_checksums_before_it_unknown(void **state) {
+    (void)state;
+    begin();
+    step();
+    step();
+    const size_t count = sim_checksums(&list);
+    assert_int_equal(sim_model_forward(model, true), FC_OK);
+    assert_int_equal(fc_state_reset(&model->layers[0].core), FC_OK);
+    step();
+    step();
+    const size_t all = sim_checksums(&list);
+    assert_true(all > 3 * count);
+    assert_int_equal(count_unknown(2 * count), 0);
+    assert_int_equal(count_unknown(all), model->layer_count); /* those of the forward */
+    end();
+}
+
+static void table_that_is_full_has_no_sum(void **state) {
+    (void)state;
+    begin();
+    fc_device_checksums **d = &model->comm.device_checksums;
+    assert_null(fc_device_checksums_take(NULL).at);
+    assert_int_equal(fc_device_checksums_begin(d, sim_device()), FC_OK);
+    for (int i = 0; i < 2048; i++) {
+        assert_non_null(fc_device_checksums_take(*d).at);
+    }
+    assert_null(fc_device_checksums_take(*d).at);
+    sim_drain();
+    end();
+}
+
+static void sum_of_an_ended_interval_is_unknown(void **state) {
+    (void)state;
+    begin();
+    fc_device_checksums **d = &model->comm.device_checksums;
+    step();
+    assert_int_equal(fc_device_checksums_begin(d, sim_device()), FC_OK);
+    fc_device_sum sum = fc_device_checksums_take(*d);
+    assert_non_null(sum.at);
+    step();
+    assert_int_equal(fc_device_checksums_add(*d, &sum, NULL, 0, &model->comm.error), FC_OK);
+    assert_null(sum.at);
+    end();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(each_step_passes_the_checksums_of_the_previous_step),
+        cmocka_unit_test(host_does_not_wait_for_the_copy_of_a_table),
+        cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
+        cmocka_unit_test(captured_step_has_unknown_checksums_and_no_copy),
+        cmocka_unit_test(reset_makes_the_checksums_before_it_unknown),
+        cmocka_unit_test(table_that_is_full_has_no_sum),
+        cmocka_unit_test(sum_of_an_ended_interval_is_unknown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

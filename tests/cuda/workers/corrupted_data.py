@@ -1,0 +1,79 @@
+"""Trains with the guard mode "hash" on ranks of the simulated NCCL that get different data.
+
+``python corrupted_data.py RANK FILE CASE...`` is one of two ranks. It prints a JSON object that maps
+each case to the message of the exception, or to an empty string. A process group cannot be used
+after an exception, so only the last case may raise one. FILE is the rendezvous file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from typing import Any
+
+import data
+import stub_runtime
+
+RANKS = 2
+STEPS = 120
+"""Steps of a case. Each takes at least 50 ms, so that the ranks compare several times."""
+LAST_RANK = 4
+"""Seconds until the other rank raises, too. If this rank ends before, NCCL ends the other rank."""
+CASES = {
+    # case: the shape of the mesh, and the fault of the device of rank 0 from its eleventh step on
+    "sharded, equal": ((2,), {}),
+    "replicated, equal": ((2, 1), {}),
+    "all-gather": ((2,), {"wrong_row": 2}),
+    "all-reduce": ((2, 1), {"missing_rank": 1}),
+}
+
+
+def build(shape: tuple[int, ...]) -> Any:
+    import torch
+    import torch.nn as nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import fsdp_c
+
+    torch.manual_seed(0)
+    fsdp_c.set_guard("hash")
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).cuda()
+    for layer in model:
+        fsdp_c.fully_shard(layer, mesh=mesh)
+    return fsdp_c.fully_shard(model, mesh=mesh)
+
+
+def train(device: stub_runtime.Device, case: str, rank: int) -> str:
+    """Returns the message of the exception that ends the training, or an empty string."""
+    import torch
+
+    shape, fault = CASES[case]
+    model = build(shape)
+    for step in range(STEPS):
+        if step == 10 and rank == 0:
+            device.set(**fault)
+        try:
+            model(torch.ones(2, 8, device="cuda")).sum().backward()
+        except RuntimeError as error:
+            time.sleep(LAST_RANK)
+            return str(error)
+        model.zero_grad()
+        time.sleep(0.05)
+    return ""
+
+
+def main(rank: int, file: str, cases: list[str]) -> dict[str, Any]:
+    device = data.join(rank, RANKS, file)
+    messages = {case: train(device, case, rank) for case in cases}
+    return {"messages": messages, "findings": device.findings()}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])), flush=True)
+    os._exit(0)
