@@ -103,7 +103,9 @@ def test_report_lists_added_removed_and_changed_definitions(
     assert "property   (self) -> int" in report
 
 
-def test_full_report_contains_changed_lines(releases: tuple[TorchSource, TorchSource]) -> None:
+def test_compare_with_full_reports_changed_source_lines(
+    releases: tuple[TorchSource, TorchSource],
+) -> None:
     old, new = map(torch_diff.read_surface, releases)
     report = list(torch_diff.compare(old, new, full=True))
     assert "      +self.added_attribute = 0" in report
