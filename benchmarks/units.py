@@ -91,6 +91,8 @@ def main() -> None:
     options = parser.parse_args()
     if not start_ranks(options.ranks):
         return
+    if not reset_peak():
+        raise SystemExit("units.py: the kernel does not allow a reset of VmHWM (man 5 proc)")
     results: dict[str, Any] = {"groups": options.groups, "side": options.side}
     lines = []
     for precision in POLICIES:

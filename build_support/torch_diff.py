@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def compare(old: Surface, new: Surface, full: bool = False) -> Iterator[str]:
     Args:
         old: The surface of one release.
         new: The surface of another release.
-        full: Whether to include the changed lines of functions.
+        full: Whether to include the changed lines of each definition.
     """
     previous = ""
     for place in sorted(old.keys() | new.keys()):
@@ -166,9 +167,16 @@ def read_record(file: Path = RECORD) -> dict[str, dict[tuple[str, str], str]]:
     return record
 
 
+def _get_release_key(release: str) -> tuple[list[int], bool, str]:
+    """Returns a key that sorts releases by number, and ``2.15.0a0`` before ``2.15.0``."""
+    match = re.match(r"\d+(\.\d+)*", release)
+    assert match is not None, release
+    return [int(part) for part in match[0].split(".")], match[0] == release, release
+
+
 def write_record(record: dict[str, dict[tuple[str, str], str]], file: Path = RECORD) -> None:
     """Writes the digests of :func:`read_record` without definitions that no release has."""
-    columns = sorted(record, key=lambda release: [int(part) for part in release.split(".")])
+    columns = sorted(record, key=_get_release_key)
     lines = ["# Written by `make torch-record`. build_support/torch_diff.py describes the columns."]
     lines.append(f"releases {' '.join(columns)}")
     module = ""
@@ -183,10 +191,17 @@ def write_record(record: dict[str, dict[tuple[str, str], str]], file: Path = REC
     file.write_text("\n".join(lines) + "\n")
 
 
-def record_releases(sources: list[TorchSource], file: Path = RECORD) -> None:
-    """Adds releases to the record, or replaces them. Drops names that fsdp_c no longer uses.
+def _read_digest(source: TorchSource, place: tuple[str, str]) -> str:
+    definition = source.list_definitions(place[0]).get(place[1])
+    return "-" if definition is None else definition.digest
 
-    A name that only some of the releases define is absent (``-``) in the others.
+
+def record_releases(sources: list[TorchSource], file: Path = RECORD) -> None:
+    """Adds releases to the record, or replaces them.
+
+    A name stays in the record if fsdp_c uses it with one of ``sources``, or if a column of another
+    release has it. Each of ``sources`` gets a digest of each name, or ``-`` if the release has no
+    such definition. A new name is ``?`` in the columns of other releases.
     """
     record = read_record(file) if file.exists() else {}
     surfaces = {get_column(source.version): read_surface(source) for source in sources}
@@ -194,8 +209,9 @@ def record_releases(sources: list[TorchSource], file: Path = RECORD) -> None:
     used |= {
         place for column, places in record.items() if column not in surfaces for place in places
     }
-    for column, surface in surfaces.items():
-        record[column] = {p: surface[p].digest if p in surface else "-" for p in used}
+    for source in sources:
+        found = {place: _read_digest(source, place) for place in used}
+        record[get_column(source.version)] = found
     write_record(record, file)
 
 
@@ -217,8 +233,7 @@ def check(source: TorchSource, file: Path = RECORD) -> Iterator[str]:
         return
     surface = read_surface(source, with_members=False)
     for place in sorted(record[column].keys() | surface.keys()):
-        present = source.list_definitions(place[0]).get(place[1])
-        found = "-" if present is None else present.digest
+        found = _read_digest(source, place)
         recorded = record[column].get(place)
         if recorded is None:
             yield f"{'.'.join(place)} is used and not recorded: run `make torch-record`"

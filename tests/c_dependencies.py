@@ -88,7 +88,7 @@ BOUNDARY = (
     "bridge/collective.h",
     "bridge/autograd.h",
 )
-"""Headers of the bridge for all layers; they are free of Python objects.
+"""Headers of the bridge that core, python and dry_run may include; they declare no Python objects.
 
 Of the others, ``pyobject.h`` has Python objects, ``shm_methods.h`` is for csrc/transport, and
 ``progress.h`` is for the bridge.
@@ -123,7 +123,10 @@ INCLUDES = {
         "transport/transport.h",
     ),
 }
-"""Headers of other folders that the files of each folder of csrc include directly."""
+"""Headers of other folders that the files of each folder of csrc may include directly.
+
+All entries except those of ``BOUNDARY`` are in use.
+"""
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')

@@ -49,7 +49,7 @@ TESTS_OF = {
     "stall_report": STALL,
     "sequence": ("test_sequence", "test_divergence"),
     "departures": ("test_divergence",),
-    "label_comparison": ("test_cuda_divergence",),
+    "label_comparison": ("test_cuda_divergence", "test_cuda_checksums"),
     "group_users": ("test_negotiation",),
     "capabilities": ("test_negotiation", "test_shared_memory"),
     "hook": ("test_private_surface", "test_guard"),

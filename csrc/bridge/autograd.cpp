@@ -29,13 +29,18 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-/* The gradients of the node whose hook runs on this thread. */
-thread_local autograd::variable_list *node_grads = nullptr;
-thread_local std::vector<fct_tensor *> node_handles;
+/* The gradients of a node whose hook runs, and their handles. */
+struct RunningNode {
+    autograd::variable_list &grads;
+    std::vector<fct_tensor *> handles;
+};
 
-/* Compiled autograd calls compiled_args of every node and hook before it runs. Compiled autograd
- * does not run end-of-backward callbacks, so torch's FSDP2 continues with unreduced gradients.
- * fsdp_c raises instead. */
+/* The innermost running node of this thread. A hook may run a nested backward. */
+thread_local RunningNode *running_node = nullptr;
+
+/* Before it runs a graph, compiled autograd calls compiled_args of each node and hook. Compiled
+ * autograd does not run end-of-backward callbacks, so torch's FSDP2 continues with unreduced
+ * gradients. fsdp_c raises instead. */
 [[noreturn]] void refuse_to_compile() {
     const pybind11::gil_scoped_acquire gil;
     PyErr_SetString(PyExc_NotImplementedError,
@@ -61,14 +66,15 @@ struct PostBackwardNode final : autograd::Node {
                 result[i] = input_metadata(i).zeros_like();
             }
         }
-        autograd::variable_list *outer = std::exchange(node_grads, &result);
+        RunningNode node{result, {}};
+        RunningNode *outer = std::exchange(running_node, &node);
         try {
             hook.call();
         } catch (...) {
-            node_grads = outer;
+            running_node = outer;
             throw;
         }
-        node_grads = outer;
+        running_node = outer;
         return result;
     }
 
@@ -361,20 +367,20 @@ int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook, fct
 }
 
 fct_tensor *const *fct_autograd_node_grads(size_t *count) {
-    *count = node_grads != nullptr ? node_grads->size() : 0;
-    if (node_grads == nullptr) {
+    *count = running_node != nullptr ? running_node->grads.size() : 0;
+    if (running_node == nullptr) {
         return nullptr;
     }
-    node_handles.clear();
-    for (const at::Tensor &grad : *node_grads) {
-        node_handles.push_back(fct::handle(grad.unsafeGetTensorImpl()));
+    running_node->handles.clear();
+    for (const at::Tensor &grad : running_node->grads) {
+        running_node->handles.push_back(fct::handle(grad.unsafeGetTensorImpl()));
     }
-    return node_handles.data();
+    return running_node->handles.data();
 }
 
 void fct_autograd_node_set_grad(size_t index, fct_tensor *grad) {
-    if (node_grads != nullptr && index < node_grads->size()) {
-        (*node_grads)[index] = *Borrowed(grad);
+    if (running_node != nullptr && index < running_node->grads.size()) {
+        running_node->grads[index] = *Borrowed(grad);
     }
 }
 

@@ -32,8 +32,8 @@ bool fct_in_backward(void); /* torch._C._current_graph_task_id() != -1 on this t
 FCT_CHECK int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook,
                                 fct_tensor **out);
 /* Returns the gradients of the node whose hook runs on this thread, and writes their number to
- * *count. Returns NULL and writes 0 outside of such a hook. set_grad replaces the gradient at
- * `index` and borrows `grad`. */
+ * *count. Returns NULL and writes 0 outside of such a hook. The array is valid until the next call
+ * in the same hook. set_grad replaces the gradient at `index` and borrows `grad`. */
 fct_tensor *const *fct_autograd_node_grads(size_t *count);
 void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
 /* Calls hook whenever the gradient of t has been computed, like Tensor.register_hook with a hook

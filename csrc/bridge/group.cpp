@@ -1,8 +1,9 @@
 /* Handles of process groups, and the kinds of their backends.
  *
- * A group is resolved once, by name, and its handle caches the kinds of its backends. A group that
- * is a Python class is called through its Python methods: calls from C++ do not reach its
- * overrides. */
+ * A group is resolved once, by name, and its handle caches the kinds of its backends. A group whose
+ * Python type is a subclass of ProcessGroup is called through its Python methods. torch's
+ * PyProcessGroup does not forward all_gather_single and reduce_scatter_single to Python overrides,
+ * nor _allgather_base and _reduce_scatter_base, their names before torch 2.13. */
 #include "group.hpp"
 
 #include "gil.hpp"
@@ -73,13 +74,12 @@ BackendKind backend_kind(fct_pg *pg, c10::DeviceType type) {
         return BackendKind::other;
     }
     if (pg->kinds[index] == BackendKind::unknown) {
-        BackendKind kind = BackendKind::other;
         try {
-            kind = kind_of_name(pg->group->getBackend(type)->getBackendName());
+            pg->kinds[index] = kind_of_name(pg->group->getBackend(type)->getBackendName());
         } catch (...) {
-            /* No backend for this device: the collective will raise. */
+            /* No backend for this device: the collective raises. A later call may find one. */
+            return BackendKind::other;
         }
-        pg->kinds[index] = kind;
     }
     return pg->kinds[index];
 }
@@ -125,8 +125,8 @@ void fct_pg_release(fct_pg *pg) {
     group.reset();
 }
 
-/* torch's FSDP2 passes PREMUL_SUM to every backend without a check. Only gloo is known to refuse
- * it, so fsdp_c divides the gradients for gloo. */
+/* torch's FSDP2 does not check whether the backend supports PREMUL_SUM; it only avoids it on MTIA.
+ * Only gloo is known to refuse it, so fsdp_c divides the gradients for gloo. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
     return fct::backend_kind(pg, static_cast<c10::DeviceType>(device.type)) != BackendKind::gloo;
 }

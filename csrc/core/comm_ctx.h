@@ -59,7 +59,7 @@ typedef struct fc_comm_ctx {
     uint32_t step;  /* iterations of the roots of this context so far, for messages */
     bool checksums; /* ranks compare checksums of the data of collectives; see checksum.h */
     fc_device_checksums *device_checksums; /* owned; NULL: none yet */
-    fc_deferred_release *deferred; /* list; owned */
+    fc_deferred_release *deferred;         /* list; owned */
     fct_event **free_events;
     size_t free_event_count;
     size_t events_out; /* events taken from the pool and not returned */

@@ -150,6 +150,7 @@ done:
 /* ---- the open interval ---- */
 
 void fc_device_checksums_free(fc_device_checksums *d) {
+    assert(d == NULL || d->taken <= TABLE_SUMS);
     ended_interval **at = &oldest;
     while (d != NULL && *at != NULL) {
         ended_interval *ended = *at;
@@ -161,7 +162,6 @@ void fc_device_checksums_free(fc_device_checksums *d) {
         }
     }
     if (d != NULL) {
-        assert(d->taken <= TABLE_SUMS);
         release_entries(&d->entries);
         fct_tensor_release(d->table);
         fct_tensor_release(d->sample);
@@ -221,6 +221,7 @@ done:
 }
 
 fc_device_sum fc_device_checksums_take(fc_device_checksums *d) {
+    assert(d == NULL || d->taken <= TABLE_SUMS);
     if (d == NULL || d->table == NULL || d->taken == TABLE_SUMS) {
         return (fc_device_sum){0};
     }
@@ -330,8 +331,8 @@ done:
 }
 
 void fc_device_checksums_drop(fc_device_checksums *d) {
+    assert(d == NULL || d->entries.count <= d->entries.capacity);
     for (size_t i = 0; d != NULL && i < d->entries.count; i++) {
-        assert(d->entries.items[i].index < TABLE_SUMS);
         d->entries.items[i].index = -1;
     }
 }

@@ -8,7 +8,8 @@
  *   open --- end of a backward ---> copying --- copy done, earlier intervals passed ---> passed
  *
  * While a CUDA graph captures the current stream, checksums are unknown: a replay must not write to
- * the table. The GIL guards the structs of this module. */
+ * the table. The GIL guards the structs of this module. Precondition of all functions: the table of
+ * the open interval, if there is one, was allocated by fc_device_checksums_begin. */
 #ifndef FSDP_C_CORE_DEVICE_CHECKSUMS_H
 #define FSDP_C_CORE_DEVICE_CHECKSUMS_H
 

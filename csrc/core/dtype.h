@@ -10,11 +10,12 @@ int32_t fc_dtype_size(fct_dtype dtype);
  * static. */
 const char *fc_dtype_name(fct_dtype dtype);
 bool fc_dtype_is_complex(fct_dtype dtype);
-/* Returns the complex dtype whose parts hold every value of a floating dtype. Other dtypes are
- * returned unchanged. */
+/* Returns the complex dtype whose parts hold every value of float16, bfloat16, float32 or float64.
+ * Other dtypes are returned unchanged. */
 fct_dtype fc_dtype_complex(fct_dtype dtype);
-/* Returns the narrowest floating or complex dtype that holds all values of both dtypes, or
- * FCT_NO_DTYPE if no such dtype exists. Equal dtypes are returned unchanged. */
+/* Returns the narrowest floating or complex dtype that holds all values of both dtypes. Equal
+ * dtypes are returned unchanged. Other pairs: FCT_NO_DTYPE unless both are float16, bfloat16,
+ * float32, float64 or complex. */
 fct_dtype fc_dtype_wider(fct_dtype a, fct_dtype b);
 
 #endif

@@ -9,7 +9,8 @@
 #include "group_base.h"
 #include "plan.h"
 
-/* Initialize it with zeros. Without the guard mode "hash" no function has an effect. */
+/* Initialize it with zeros. Precondition of all functions: the pending gather owns the struct, and
+ * its group has a comm context. Without the guard mode "hash" no function has an effect. */
 typedef struct fc_gather_checksum {
     fc_checksum packed;   /* on the host: of this rank's packed row */
     fc_checksum gathered; /* on the host: of all rows */

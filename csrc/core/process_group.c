@@ -154,6 +154,7 @@ bool fc_process_group_describe_checksum(fc_process_group *pg, const char *module
 
 void fc_process_group_add_checksum(fc_process_group *pg, const char *modules,
                                    fc_operation operation, uint64_t checksum) {
+    assert(operation != FC_REDUCE_SCATTER);
     fct_op_tag tag;
     if (fc_process_group_describe_checksum(pg, modules, operation, &tag)) {
         fct_add_checksum(pg->handle, &tag, checksum);

@@ -8,15 +8,16 @@
 
 namespace fck {
 
-constexpr int THREADS = 256;   /* per thread block */
+constexpr int THREADS = 256; /* per thread block */
 /* Thread blocks of a multiprocessor: limits a thread to 64 registers. Without a limit ptxas chooses
  * 48 for the casts on sm_90, and spills. */
 constexpr int BLOCKS = 4;
 constexpr int BATCH_JOBS = 78; /* jobs per launch: as many as fit in ARGUMENT_BYTES */
 constexpr size_t ARGUMENT_BYTES = 4096;
 
-/* One copy between a buffer of rows (one row per rank) and a tensor of blocks. A line is the part
- * that row r and block b share. In block b the line has the items [r * chunk, min((r + 1) * chunk,
+/* One copy between a buffer of rows (one row per rank) and a tensor of `blocks` contiguous blocks
+ * (one block for a parameter that is sharded on dim 0; see fck_gradient). A line is the part that
+ * row r and block b share. In block b the line has the items [r * chunk, min((r + 1) * chunk,
  * numel)). In row r the line has the `chunk` items from b * chunk on. Items of the row beyond the
  * end of the block are set to zero.
  *
@@ -25,10 +26,10 @@ constexpr size_t ARGUMENT_BYTES = 4096;
 struct line_job {
     const unsigned char *src;
     unsigned char *dst;
-    int64_t numel;
-    int64_t chunk;
+    int64_t numel;  /* items of one block */
+    int64_t chunk;  /* items of one line in a row; not a chunk of core/plan.h */
     uint32_t lines; /* rows * blocks */
-    fck_cut cut;
+    fck_cut cut;    /* division into tiles; see index.h */
     int8_t src_dtype;
     int8_t dst_dtype;
     int8_t src_shift; /* an item of the source has 2^src_shift bytes */
@@ -39,8 +40,8 @@ FCK_FN int64_t tile_items(int src_shift, int dst_shift) {
     return FCK_TILE_BYTES >> (src_shift > dst_shift ? src_shift : dst_shift);
 }
 
-/* The arguments of one launch. first[i] is the first tile of job i. Jobs without tiles are not in
- * the batch. */
+/* The arguments of one launch. first[i] is the first tile (tiles: index.h) of job i. Jobs without
+ * tiles are not in the batch. */
 struct line_batch {
     line_job job[BATCH_JOBS];
     uint32_t first[BATCH_JOBS];

@@ -1,11 +1,12 @@
 /* Checksums of host memory; see checksum.h.
  *
- * For each word, the checksum of its lane is multiplied by an odd base, the word is added, and high
- * bits are combined with low bits. Each step is a bijection, so a word that changes changes the
- * checksum. The product is a shift and an addition, because vector units of most processors have no
- * fast product of 64-bit integers. Without the last step, changes of the highest bits of two words
- * would cancel. The vectors are independent, so that the additions of one vector do not wait for
- * those of another. A vector fits in one register of every supported processor. */
+ * There are 16 partial checksums: 8 vectors of 2 lanes. Word i updates partial checksum i % 16. The
+ * update multiplies it by an odd base, adds the word, and combines high bits with low bits. Each
+ * step is a bijection, so a change of one word always changes the checksum. The product is a shift
+ * and an addition, because vector units of most processors have no fast product of 64-bit integers.
+ * Without the last step, changes of the highest bits of two words would cancel. The vectors are
+ * independent, so that the additions of one vector do not wait for those of another. A vector fits
+ * in one register of every supported processor. */
 #include "checksum.h"
 
 #include <assert.h>

@@ -50,14 +50,9 @@ const fck_backend *fck_jit(const fck_jit_functions *functions) {
     assert(functions->launch != nullptr && functions->moves != nullptr &&
            functions->casts != nullptr && functions->checksums != nullptr &&
            functions->capture != nullptr);
-    static const fck_backend jit = {"nvrtc",
-                                    fck::gpu_pack,
-                                    fck::gpu_unpack,
-                                    fck::gpu_pack_gradients,
-                                    fck::gpu_can_cast,
-                                    nullptr,
-                                    fck::gpu_add_checksums,
-                                    is_capturing};
+    static const fck_backend jit = {
+        "nvrtc",           fck::gpu_pack, fck::gpu_unpack,        fck::gpu_pack_gradients,
+        fck::gpu_can_cast, nullptr,       fck::gpu_add_checksums, is_capturing};
     cu_launch_kernel = functions->launch;
     move_lines = functions->moves;
     cast_lines = functions->casts;

@@ -19,10 +19,10 @@ enum { LANES = 8, HALF = 4, CONCURRENT_ARRAYS = 4 };
 
 /* Half of the eight partial sums. A vector of this size fits in one register of every supported
  * processor. A wider vector would go through memory, which triples the time of a sum. */
-typedef float half __attribute__((vector_size(HALF * sizeof(float))));
+typedef float float4 __attribute__((vector_size(HALF * sizeof(float))));
 
 typedef struct lanes {
-    half low, high;
+    float4 low, high;
 } lanes;
 
 /* State of the sum of one array. `blocks` blocks of LANES elements, beginning at `at`, are not
@@ -38,7 +38,7 @@ typedef struct lane_sums {
 /* The arguments are pointers, because the calling convention for vectors depends on the instruction
  * set. */
 static inline void add_squares(lanes *sums, const float *values) {
-    half low, high;
+    float4 low, high;
     memcpy(&low, values, sizeof low);
     memcpy(&high, values + HALF, sizeof high);
     sums->low += low * low;
@@ -134,7 +134,7 @@ void fck_scale(const fck_floats *array, float factor) {
     float *values = array->values;
     const int64_t whole = array->count - array->count % HALF;
     for (int64_t i = 0; i < whole; i += HALF) {
-        half v;
+        float4 v;
         memcpy(&v, values + i, sizeof v);
         v *= factor;
         memcpy(values + i, &v, sizeof v);

@@ -125,11 +125,13 @@ static fck_block *find_block(size_t bytes) {
     return NULL;
 }
 
-/* Returns the limit of bytes in use plus cached bytes. The limit is above the peak of bytes in use,
- * because block sizes alternate within a step. Forward allocates gathers, the end of backward
- * allocates gradients. */
-static uint64_t max_pool_bytes(void) {
-    const uint64_t peak = pool.facts.peak_bytes, slack = peak / SLACK;
+/* Returns the limit of bytes in use plus cached bytes, if `more` bytes are put in use next. The
+ * limit is above the peak of bytes in use, because block sizes alternate within a step. Forward
+ * allocates gathers, the end of backward allocates gradients. */
+static uint64_t max_pool_bytes(uint64_t more) {
+    const uint64_t used = pool.facts.used_bytes + more;
+    const uint64_t peak = used > pool.facts.peak_bytes ? used : pool.facts.peak_bytes;
+    const uint64_t slack = peak / SLACK;
     return peak + (slack > LEAST_SLACK ? slack : LEAST_SLACK);
 }
 
@@ -152,6 +154,11 @@ static void update_peak(void) {
     pool.facts.peak_bytes = *peak > pool.facts.peak_bytes ? *peak : pool.facts.peak_bytes;
 }
 
+static void add_used(uint64_t bytes) {
+    pool.facts.used_bytes += bytes;
+    update_peak();
+}
+
 /* ---- without the mutex ---- */
 
 static void unmap_all(fck_block *removed) {
@@ -162,33 +169,38 @@ static void unmap_all(fck_block *removed) {
     }
 }
 
+/* Maps a block, which is counted only if the mapping succeeds. Returns NULL on failure. */
+static fck_block *map_used_block(size_t bytes) {
+    (void)pthread_mutex_lock(&pool.mutex);
+    fck_block *removed = remove_oldest(max_pool_bytes(bytes) - bytes);
+    (void)pthread_mutex_unlock(&pool.mutex);
+    unmap_all(removed);
+    fck_block *block = map_block(bytes);
+    if (block == NULL) {
+        return NULL;
+    }
+    (void)pthread_mutex_lock(&pool.mutex);
+    pool.facts.mapped++;
+    add_used(bytes);
+    removed = remove_oldest(max_pool_bytes(0)); /* other threads may have mapped, too */
+    (void)pthread_mutex_unlock(&pool.mutex);
+    unmap_all(removed);
+    return block;
+}
+
 fck_block *fck_pool_take(size_t bytes) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     (void)pthread_once(&once, register_fork_handlers);
     const size_t needed = round_up(bytes, PAGE);
     (void)pthread_mutex_lock(&pool.mutex);
     fck_block *block = find_block(needed);
-    fck_block *removed = NULL;
+    pool.facts.taken++;
     if (block != NULL) {
         unlink_block(block);
-    } else {
-        pool.facts.mapped++;
+        add_used(block->bytes);
     }
-    pool.facts.taken++;
-    pool.facts.used_bytes += block != NULL ? block->bytes : needed;
-    update_peak();
-    removed = remove_oldest(max_pool_bytes());
     (void)pthread_mutex_unlock(&pool.mutex);
-    unmap_all(removed);
-    if (block == NULL) {
-        block = map_block(needed);
-    }
-    if (block == NULL) {
-        (void)pthread_mutex_lock(&pool.mutex);
-        pool.facts.used_bytes -= needed;
-        (void)pthread_mutex_unlock(&pool.mutex);
-    }
-    return block;
+    return block != NULL ? block : map_used_block(needed);
 }
 
 void fck_pool_give(fck_block *block) {
@@ -199,7 +211,7 @@ void fck_pool_give(fck_block *block) {
     assert(block->bytes <= pool.facts.used_bytes);
     pool.facts.used_bytes -= block->bytes;
     push_block(block);
-    fck_block *removed = remove_oldest(pool.caching_disabled ? 0 : max_pool_bytes());
+    fck_block *removed = remove_oldest(pool.caching_disabled ? 0 : max_pool_bytes(0));
     (void)pthread_mutex_unlock(&pool.mutex);
     unmap_all(removed);
 }
@@ -215,7 +227,7 @@ void fck_pool_round(void) {
         }
     }
     update_peak();
-    fck_block *removed = remove_oldest(max_pool_bytes());
+    fck_block *removed = remove_oldest(max_pool_bytes(0));
     (void)pthread_mutex_unlock(&pool.mutex);
     unmap_all(removed);
 }

@@ -11,6 +11,7 @@ typedef long long int64_t;
 typedef unsigned long long uint64_t;
 typedef unsigned long long uintptr_t;
 
+/* The bits of a float16 or of a bfloat16. */
 struct fck_half {
     unsigned short bits;
 };
@@ -35,8 +36,8 @@ __device__ inline fck_half __float2half_rn(float value) {
     return result;
 }
 
-/* Before sm_90 no instruction converts a single value. This function uses the integer arithmetic of
- * cast.h, with CUDA's NaN. */
+/* Before sm_80 no instruction converts a single value. On every architecture this function uses the
+ * integer arithmetic of cast.h, with CUDA's NaN. */
 __device__ inline fck_half __float2bfloat16_rn(float value) {
     const unsigned int bits = __float_as_uint(value);
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;

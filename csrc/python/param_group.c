@@ -122,6 +122,21 @@ static int claim_params(PyObject *params, PyObject *pg_name, long long world, lo
     return 0;
 }
 
+/* Counts the group as a user of its process group at `index`, once per name. Scatters are not
+ * counted: they follow gathers over another process group, which counts the group. */
+static int register_user(fcpy_group *self, int index, PyObject *name) {
+    PyObject **registered = &self->registered_names[index];
+    if (index == FCPY_PG_SCATTER || name == Py_None ||
+        (*registered != NULL && PyUnicode_Compare(*registered, name) == 0)) {
+        return 0;
+    }
+    const int failed = fct_pg_register_user(PyUnicode_AsUTF8(name));
+    if (!failed) {
+        fcpy_replace(self->mod, registered, name);
+    }
+    return failed;
+}
+
 /* Sets the process group at `index` to `group`, or to the process group named `name` if `group` is
  * None. If both are None, the group has no process group at this index. */
 static int set_process_group(fcpy_group *self, int index, PyObject *name, long long world,
@@ -130,11 +145,10 @@ static int set_process_group(fcpy_group *self, int index, PyObject *name, long l
     if (name != Py_None && text == NULL) {
         return -1;
     }
-    /* A scatter follows gathers over another process group, which registers this user. */
-    const bool is_user = index != FCPY_PG_SCATTER;
     fct_pg *handle = NULL;
-    if ((is_user && text != NULL && fct_pg_register_user(text) != 0) ||
-        (group != Py_None && fct_py_pg(group, &handle) != 0)) {
+    if ((group != Py_None && fct_py_pg(group, &handle) != 0) ||
+        register_user(self, index, name) != 0) {
+        fct_pg_release(handle);
         return -1;
     }
     fc_process_group *pg = process_group_at(&self->core.base, index);
@@ -181,8 +195,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
                   (fc_param **)params, (size_t)PyTuple_GET_SIZE(tuple), torch_device, world, rank);
     self->core.place.modules = (size_t)module_count;
     self->params = tuple;
-    Py_INCREF(comm);
-    self->comm = comm;
+    self->comm = Py_NewRef(comm);
     return set_process_group(self, FCPY_PG_SHARD, pg_name, world, rank, Py_None);
 }
 
@@ -208,7 +221,8 @@ static void group_dealloc(PyObject *obj) {
     fcpy_group *self = as_group(obj);
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
-    /* Detach the core struct first: from now on no method of the group may run. */
+    /* Frees the core's state first, because the code that ClearWeakRefs and the decrefs below run
+     * must not find an initialized group. */
     self->core.gather.pending.uses_fallback = false;
     fc_group_fini(&self->core);
     if (self->weakrefs != NULL) {
@@ -222,6 +236,7 @@ static void group_dealloc(PyObject *obj) {
     Py_CLEAR(self->comm);
     for (int i = 0; i < FCPY_PROCESS_GROUPS; i++) {
         Py_CLEAR(self->pg_names[i]);
+        Py_CLEAR(self->registered_names[i]);
     }
     Py_CLEAR(self->fqn);
     type->tp_free(obj);
@@ -305,8 +320,7 @@ static PyObject *group_post_forward(PyObject *obj, PyObject *args) {
         return NULL;
     }
     Py_DECREF(none);
-    Py_INCREF(output);
-    return output;
+    return Py_NewRef(output);
 }
 
 /* Also refreshes the groups that backward prefetches. */
@@ -327,8 +341,8 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
             return NULL;
         }
     }
-    /* In torch, the first missing attribute is that of a parameter if the group has one rank, else
-     * a stream of the context. */
+    /* Before lazy init, torch's pre_backward raises AttributeError for the first attribute that it
+     * reads: param_dtype of a parameter if the group has one rank, else a stream of the context. */
     const bool one_rank = as_group(obj)->core.base.shard.world == 1;
     return fcpy_group_check_context(as_group(obj), one_rank ? "FSDPParam" : "FSDPCommContext",
                                     one_rank ? "param_dtype" : "all_gather_copy_in_stream")
@@ -342,10 +356,7 @@ static fc_status backward_prefetch(fc_group *g) {
     return fc_group_backward_prefetch(g);
 }
 
-static PyObject *group_backward_prefetch(PyObject *obj, PyObject *unused) {
-    (void)unused;
-    return run_transition(obj, backward_prefetch);
-}
+GROUP_TRANSITION(group_backward_prefetch, backward_prefetch)
 
 /* Outside of a backward, no end-of-backward callback follows that would complete the reductions.
  * The method then completes them before it returns. */
@@ -388,16 +399,15 @@ static PyObject *group_drop_sharded_grads(PyObject *obj, PyObject *unused) {
     if (!fcpy_group_check_initialized(self)) {
         return NULL;
     }
-    PyObject *params = Py_NewRef(self->params); /* a class of the parameters may define `grad` */
     int status = 0;
-    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_GET_SIZE(params); i++) {
-        PyObject *sharded = Py_XNewRef(((fcpy_param *)PyTuple_GET_ITEM(params, i))->sharded_param);
+    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_GET_SIZE(self->params); i++) {
+        fcpy_param *param = (fcpy_param *)PyTuple_GET_ITEM(self->params, i);
+        PyObject *sharded = Py_XNewRef(param->sharded_param);
         if (sharded != NULL) {
             status = PyObject_SetAttr(sharded, self->mod->names.grad, Py_None);
             Py_DECREF(sharded);
         }
     }
-    Py_DECREF(params);
     return status == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -494,8 +504,7 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
         return NULL;
     }
     PyObject *old = as_group(obj)->unit;
-    Py_INCREF(unit);
-    as_group(obj)->unit = unit;
+    as_group(obj)->unit = Py_NewRef(unit);
     g->place.unit = unit;
     fcpy_defer_decref(as_group(obj)->mod, old);
     g->place.index = (size_t)index;
@@ -505,10 +514,10 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
 
 static PyMethodDef group_methods[] = {
     {"_set_plans", group_set_plans, METH_VARARGS,
-     "_set_plans(shard, scatter, replicate, post_forward, root, checksums): sets the hash that is "
-     "compared before the first collective over each process group. 0: no comparison, 1: the root "
-     "is unknown. `root` identifies the root on this rank. `checksums`: the ranks compare "
-     "checksums of data."},
+     "_set_plans(shard, scatter, replicate, post_forward, root, checksums): sets the hash of the "
+     "root's plan for each process group. The next collective over a process group compares the "
+     "hash across ranks. 0: no comparison, 1: the root is unknown. `root` identifies the root on "
+     "this rank. `checksums`: the ranks compare checksums of data."},
     {"_set_process_group", group_set_process_group, METH_VARARGS,
      "_set_process_group(kind, name, world, rank, group=None): sets the process group for 'shard', "
      "'scatter', 'replicate' or 'post_forward' collectives. If group is None, it is looked up by "
@@ -545,7 +554,7 @@ static PyMethodDef group_methods[] = {
      "Sets grad of the sharded parameters to None."},
     {"_check", group_check, METH_NOARGS,
      "Raises RuntimeError if an invariant is violated (for tests)."},
-    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
+    /* ---- names of torch's private interface; fsdp_c calls these only if overridden ---- */
     {"_wait_for_post_backward", group_complete, METH_NOARGS,
      "Completes the reductions in flight. The current stream waits for them."},
     {"wait_for_unshard", group_wait, METH_NOARGS,

@@ -126,8 +126,7 @@ static int find_index(const op_agreement *a, fct_pg *pg, rank_pair ranks, uint64
 }
 
 static bool is_data(const op_entry *entry) {
-    return entry->hash != 0 &&
-           (entry->kind == OP_GATHERED_DATA || entry->kind == OP_REDUCED_DATA);
+    return entry->hash != 0 && (entry->kind == OP_GATHERED_DATA || entry->kind == OP_REDUCED_DATA);
 }
 
 static void describe_entry(const op_entry *entry, const op_entry *peer, int64_t rank, char *text,
@@ -149,14 +148,13 @@ static void write_difference(const op_entry *first, const op_entry *second, rank
                              const char *note, fct_difference *difference) {
     char texts[2][176];
     if (is_data(first) && is_data(second)) {
-        (void)snprintf(difference->text, sizeof difference->text,
-                       "different data after the %s of '%s' (step %u, %s): rank %d has checksum "
-                       "%016llx, rank %d has %016llx",
-                       first->kind == OP_GATHERED_DATA ? "all-gather" : "all-reduce",
-                       first->label.name, (unsigned)first->label.step,
-                       fct_pass_name(first->label.pass), (int)ranks.first,
-                       (unsigned long long)first->hash, (int)ranks.second,
-                       (unsigned long long)second->hash);
+        (void)snprintf(
+            difference->text, sizeof difference->text,
+            "different data after the %s of '%s' (step %u, %s): rank %d has checksum "
+            "%016llx, rank %d has %016llx",
+            first->kind == OP_GATHERED_DATA ? "all-gather" : "all-reduce", first->label.name,
+            (unsigned)first->label.step, fct_pass_name(first->label.pass), (int)ranks.first,
+            (unsigned long long)first->hash, (int)ranks.second, (unsigned long long)second->hash);
         return;
     }
     describe_entry(first, second, ranks.first, texts[0], sizeof texts[0]);

@@ -68,14 +68,15 @@ uint64_t op_checksums_close(op_checksums *c) {
 /* Returns a checksum by its number. Returns NULL if there is none, or if a later one has replaced
  * it. */
 static const op_checksum *find(const op_checksum_list *list, uint64_t number) {
-    const bool is_kept = list->entries != NULL && number < list->total &&
-                         number + OP_CHECKSUMS_KEPT >= list->total;
+    const bool is_kept =
+        list->entries != NULL && number < list->total && number + OP_CHECKSUMS_KEPT >= list->total;
     return is_kept ? &list->entries[number % OP_CHECKSUMS_KEPT] : NULL;
 }
 
 /* ---- intervals on devices with streams ---- */
 
 void op_checksums_end_interval(op_checksums *c, uint64_t number) {
+    assert(c->intervals != NULL || c->interval_count == 0);
     if (!op_checksums_any(c)) {
         return;
     }

@@ -26,8 +26,8 @@
 extern "C" {
 #endif
 
-/* Kinds of entries that are no fct_op_kind: exchanges of fsdp_c, collectives that functions of torch
- * issue, and data after all-gathers and all-reduces. */
+/* Kinds of entries that are no fct_op_kind: exchanges of fsdp_c, collectives that functions of
+ * torch issue, and data after all-gathers and all-reduces. */
 enum {
     OP_AGREEMENT = FCT_OP_ALL_REDUCE + 1,
     OP_PLAN_COMPARISON,

@@ -19,13 +19,14 @@ extern "C" {
 #endif
 
 /* Compares the hash of this rank's plan, or FCT_PLAN_*, with those of all ranks of the process
- * group. The result is FCT_PLANS_EQUAL without a comparison if the group has no negotiation; see
- * shm_negotiation_compare_plan. */
+ * group; see shm_negotiation_compare_plan. `waits`: the caller waits for its collective before it
+ * returns to the user. On devices other than the CPU, and if the CPU backend is not gloo, the
+ * result is FCT_PLANS_EQUAL without a comparison. */
 FCT_CHECK int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
                                fct_plan_result *result);
 
 /* Writes the number of a root over the process group; see shm_negotiation_number_root. The number
- * is 0 if the ranks compare no collectives. */
+ * is 0 on devices other than the CPU, if the CPU backend is not gloo, and if `root` is 0. */
 FCT_CHECK int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint64_t *number);
 
 /* Adds a checksum of the data of a completed all-gather or all-reduce, which the next agreement
@@ -40,11 +41,14 @@ uint64_t fct_count_collectives(fct_pg *pg);
 /* Drops the checksums since the last agreement; see op_checksums_drop. */
 void fct_drop_checksums(fct_pg *pg);
 
-/* Starts an agreement of all ranks on the collectives over the process group since the last
- * agreement that carry no labels, and on the checksums. Writes false to *issued if there are none,
- * or if the ranks do not agree; see shm_negotiation_start_agreement. Does not wait. */
+/* Starts an agreement of all ranks on the collectives that the group's own backend has moved since
+ * the last agreement, and on the checksums. Messages over shared memory carry labels instead.
+ * Writes false to *issued if there are none, or if agreements are off for this group; see
+ * shm_negotiation_start_agreement. Does not wait for the agreement; waits for the other ranks only
+ * where fct_agree_start_waits returns true. */
 FCT_CHECK int fct_agree_start(fct_pg *pg, bool *issued);
-/* Whether fct_agree_start would wait for the other ranks, to compare its size (sequence.h). */
+/* Whether fct_agree_start would wait for the other ranks: to compare its size (sequence.h), or to
+ * finish an interrupted agreement. */
 bool fct_agree_start_waits(fct_pg *pg);
 /* Waits for the agreement. Writes the first difference, or "". */
 FCT_CHECK int fct_agree_await(fct_pg *pg, fct_difference *difference);
@@ -93,8 +97,9 @@ const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use
 /* ---- for csrc/python ---- */
 
 /* Between enter and leave, collectives that any caller issues on the group use the selected
- * transport. `use` is the collective that follows. *entered is the argument of fct_pg_leave_shm,
- * NULL if the group uses its own backend. */
+ * transport. `use` is the collective that follows, and `bytes` the size of this rank's input; 0:
+ * unknown, not compared. *entered is the argument of fct_pg_leave_shm, NULL if the group uses its
+ * own backend. Precondition: `use` is not FCT_USE_QUERY. */
 FCT_CHECK int fct_transport_enter(fct_pg *pg, fct_use use, int64_t bytes, void **entered);
 /* Pauses or resumes shared memory for a group. All ranks must call the function at the same point
  * of their programs. */

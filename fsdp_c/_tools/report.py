@@ -23,7 +23,7 @@ from .unit_bytes import Layout, ParamSize, Sharding, UnitSizes
 
 _DESCRIPTIONS = {
     "shards": "parameters on this rank, and buffers",
-    "states": "of the optimizer, and temporary memory of its step",
+    "optimizer states": "and temporary memory of the optimizer's step",
     "gathered": "unsharded parameters and all-gather buffers",
     "gradients": "unsharded and sharded gradients, reduction buffers",
     "activations": "tensors that forward saves for backward",
@@ -273,7 +273,7 @@ def _format_memory(explanation: Explanation) -> Iterator[str]:
     for kind, size in zip(KINDS, peak.bytes):
         if kind == "activations" and not explanation.knows_activations:
             yield f"  {kind:<31}{'unknown':>13}   pass batch=..."
-        elif kind == "states" and not explanation.optimizer:
+        elif kind == "optimizer states" and not explanation.optimizer:
             yield f"  {kind:<31}{'unknown':>13}   pass the optimizer"
         else:
             maximum = format_bytes(explanation.timeline.highest(kind))

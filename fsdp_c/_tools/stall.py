@@ -146,8 +146,7 @@ def _make_spans(record: Record, offset: int, end: int) -> list[Span]:
 # ---- command -------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_c stall",
         description=DESCRIPTION,
@@ -160,7 +159,12 @@ def main(arguments: list[str]) -> int:
         "--last", type=int, default=200, metavar="N",
         help="collectives per rank in timeline and trace (default: 200)",
     )  # fmt: skip
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _make_parser().parse_args(arguments)
     try:
         ranks = read_ranks(options.files)
     except (OSError, ValueError) as error:

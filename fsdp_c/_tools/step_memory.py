@@ -11,7 +11,7 @@ from . import dry_run
 from .dry_run import Call
 from .unit_bytes import Sharding
 
-KINDS = ("shards", "states", "gathered", "gradients", "activations")
+KINDS = ("shards", "optimizer states", "gathered", "gradients", "activations")
 """The kinds of memory, in this order:
 
 Sharded parameters and buffers; optimizer states; unsharded parameters and all-gather buffers;
@@ -75,19 +75,20 @@ def _iterate_samples(
         yield sample(BEFORE)
     live["shards"] += sharding.buffer_bytes
     yield sample(BEFORE)
-    live["states"] = 0 if sharding.offloads else sharding.optimizer_bytes
+    live["optimizer states"] = 0 if sharding.offloads else sharding.optimizer_bytes
     yield sample(BEFORE)
     for event in changes[len(initial_changes) :]:
         assert event.label is not None
         live[event.label] = event.live
         phase, unit = phases[event.call]
         if calls[event.call].name == "end" and event.unit >= 0:
+            # The end of backward finishes reductions of several units: the event names the unit.
             phase, unit = "reduction of", sharding.units[event.unit].name
         yield sample(phase, unit)
     if not sharding.offloads and sharding.step_bytes:
-        live["states"] += sharding.step_bytes
+        live["optimizer states"] += sharding.step_bytes
         yield sample(_STEP)
-        live["states"] -= sharding.step_bytes
+        live["optimizer states"] -= sharding.step_bytes
         yield sample(_STEP)
 
 
@@ -101,16 +102,16 @@ _PHASES = {
 
 def _find_phases(sharding: Sharding, calls: Sequence[Call]) -> list[tuple[str, str]]:
     """Returns the phase of the step and the unit's name for each call."""
-    first_calls: dict[int, str] = {}
+    unit_names: dict[int, str] = {}  # by state
     for unit in sharding.units:
-        first_calls.setdefault(unit.state, unit.name)
+        unit_names.setdefault(unit.state, unit.name)
     phases = []
     current = (BEFORE, "")
     for call in calls:
         if call.name == "backward":
             current = ("backward of the loss", "")
-        elif call.name in _PHASES and not call.in_backward and call.arguments[0] in first_calls:
-            current = (_PHASES[call.name], first_calls[call.arguments[0]])
+        elif call.name in _PHASES and not call.in_backward and call.arguments[0] in unit_names:
+            current = (_PHASES[call.name], unit_names[call.arguments[0]])
         phases.append(current)
         if call.name == "end":
             current = (_STEP, "")

@@ -1,16 +1,16 @@
 /* Several ranks in one process: the transport of csrc/transport, with coroutines as ranks.
  *
- * Time. One rank runs at a time. It gives way where it waits, before its accesses to atomics of
- * shared memory (shm_ring.c), and between the actions of its program. The seed selects the rank
- * that continues. Clocks are virtual. If all ranks wait, the clock advances to the end of the
- * first wait.
+ * Time. One rank runs at a time. It yields where it waits. It may yield before each atomic load,
+ * before and after each atomic store, and between the actions of its program. The atomics are those
+ * of shared memory (shm_ring.c). The seed selects the rank that continues. Clocks are virtual. If
+ * all ranks wait, the clock advances to the end of the first wait.
  *
  * System calls. This file includes shm_ring.c and replaces its system calls. A rank has its own
  * process id. A segment is memory of this process, and its lock is free after the rank's death.
  *
- * Memory. The linker wraps malloc, calloc, realloc and free in the objects of csrc/transport. A
- * block belongs to the rank that allocated it. So blocks of dead ranks are freed, and a rank that
- * ends must have freed all. */
+ * Memory. The linker wraps malloc, calloc, realloc and free in the whole test program. A block
+ * belongs to the rank that allocated it. So blocks of dead ranks are freed, and a rank that ends
+ * must have freed all. */
 #ifndef FSDP_C_TESTS_MANY_RANKS_H
 #define FSDP_C_TESTS_MANY_RANKS_H
 
@@ -72,10 +72,11 @@ static struct {
     void (*program)(int rank);
     int64_t clock_ns;
     uint64_t random;
-    uint32_t preemption; /* a rank gives way at one of so many atomics; 0: never */
-    int64_t allocations; /* until one fails; 0: none fails */
-    int failing_rank;    /* whose allocation fails */
-    int64_t events;      /* until a rank dies; 0: none dies */
+    uint32_t preemption; /* a rank yields at one in `preemption` preempt() calls, on average;
+                            0: never */
+    int64_t allocations; /* allocations of `failing_rank` until one fails; 0: none fails */
+    int failing_rank;
+    int64_t events; /* preempt() calls of `dying_rank` until it dies; 0: none dies */
     int dying_rank;
     bool stuck;            /* no rank can continue */
     void *scheduler_stack; /* of the sanitizer */
@@ -96,7 +97,8 @@ static uint32_t random_below(uint32_t below) {
 
 /* ---- switches ---- */
 
-/* Passes the stack that runs next to AddressSanitizer. */
+/* Switches from one context to another. Announces the stack of the new context to
+ * AddressSanitizer. */
 static void switch_context(ucontext_t *from, ucontext_t *to, bool to_scheduler, bool ends) {
 #ifdef __SANITIZE_ADDRESS__
     void *fake = NULL;
@@ -112,7 +114,7 @@ static void switch_context(ucontext_t *from, ucontext_t *to, bool to_scheduler, 
 #endif
 }
 
-static void give_way(void) {
+static void yield_rank(void) {
     const int rank = many.current;
     switch_context(&many.ranks[rank].context, &many.scheduler, true, false);
 }
@@ -125,7 +127,7 @@ static void die(void) {
     abort();
 }
 
-/* A place where the current rank may give way or die. */
+/* The current rank may yield or die here. */
 static void preempt(void) {
     if (many.current < 0) {
         return;
@@ -134,7 +136,7 @@ static void preempt(void) {
         die();
     }
     if (many.preemption != 0 && random_below(many.preemption) == 0) {
-        give_way();
+        yield_rank();
     }
 }
 
@@ -145,7 +147,7 @@ static void suspend_until(bool (*wakes)(void *), void *argument, int64_t ms) {
     rank->wakes = wakes;
     rank->argument = argument;
     rank->until_ns = many.clock_ns + ms * 1000000;
-    give_way();
+    yield_rank();
     rank->sleeps = false;
 }
 
@@ -301,7 +303,7 @@ static int kernel_resize(int fd, off_t bytes) {
     return 0;
 }
 
-/* Opens or describes the segment of "/proc/PID/fd/FD". */
+/* open() and stat() of /proc/PID/fd/FD. Returns the descriptor, or -1. `info` may be NULL. */
 static int kernel_find(const char *path, struct stat *info) {
     long long pid = 0, fd = 0;
     if (sscanf(path, "/proc/%lld/fd/%lld", &pid, &fd) != 2 || kernel.refuses_open[many.current] ||

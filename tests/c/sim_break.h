@@ -1,4 +1,4 @@
-/* Training with one injected failure. test_faults.c and test_recovery.c use it for all calls of all
+/* Training with one injected failure. test_faults.c and test_recovery.c use it for the calls of all
  * scenarios.
  *
  * After the failure these conditions must hold: the status names the failure, and the groups are
@@ -20,14 +20,15 @@ enum { SIM_BREAK_STEPS = 2 };
 /* One run with an injected failure. With step_before_reset, layers must have correct parameters
  * after the failure; gradients may contain parts of the interrupted step. */
 typedef struct sim_breakage {
-    int64_t nth; /* number of the call that fails */
+    int64_t nth; /* number of the call that fails; set by sim_sweep */
     sim_fault_span span;
     bool step_before_reset; /* ignore the error and train one more step before the reset */
     bool in_reset;          /* the first call of the reset fails, too */
     bool every_third;       /* in the first step, too, only every third call fails */
 } sim_breakage;
 
-/* Runs the first `steps` steps once per selected call, with that call failing as `b` describes.
+/* Trains SIM_BREAK_STEPS steps once per selected call of the first `steps` steps, with that call
+ * failing as `b` describes.
  * Every call of the first step and every third call of later steps are selected. If b.every_third,
  * every third call of all steps is selected. */
 void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b, int steps);

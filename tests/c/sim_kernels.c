@@ -248,8 +248,8 @@ static int sim_is_capturing(void *stream) {
     return captures ? 1 : 0;
 }
 
-static const fck_backend backend = {"simulated",        sim_pack,         sim_unpack,
-                                    sim_pack_gradients, sim_can_cast,     sim_checksum_of,
+static const fck_backend backend = {"simulated",        sim_pack,        sim_unpack,
+                                    sim_pack_gradients, sim_can_cast,    sim_checksum_of,
                                     sim_add_checksums,  sim_is_capturing};
 
 const fck_backend *__wrap_fck_cpu(void) {

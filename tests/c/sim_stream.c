@@ -4,9 +4,9 @@
  * that it waits for. The seed selects the next one of those that may run. On a device without
  * streams the operations of stream 0 are the host's own and run at once.
  *
- * Clocks. An operation is ordered after all earlier ones of its stream and after the points that
- * its stream has waited for. It is also ordered after everything whose end the host had observed
- * when it queued the operation. */
+ * Vector clocks. An operation is ordered after all earlier ones of its stream and after the points
+ * that its stream has waited for. It is also ordered after everything whose end the host had
+ * observed when it queued the operation. */
 #include "sim_internal.h"
 
 #include <stdlib.h>
@@ -43,7 +43,7 @@ static stream streams[SIM_STREAMS_MAX];
 static int current;
 static sim_clock host; /* ends that the host has observed */
 static bool stalled;
-static int host_stream; /* 0: the host has not computed yet */
+static int host_stream; /* 0: sim_host_stream() has not reserved it yet */
 
 static void join_clock(sim_clock *into, const sim_clock *other) {
     for (int s = 0; s < sim_stream_count; s++) {
@@ -155,8 +155,8 @@ void sim_drain(void) {
     while (ran) {
         ran = false;
         for (int i = 0; i < sim_stream_count; i++) {
-            /* A round starts at a random stream and runs for a random number of operations, so that
-             * the end is in random order, too. */
+            /* Each iteration selects a random stream and runs a random number of its operations, so
+             * that the order is random while draining, too. */
             stream *s = &streams[((uint64_t)i + sim_random()) % (uint64_t)sim_stream_count];
             ran = ran || s->first != NULL;
             while (may_run(s) && sim_random() % 4 != 0) {
@@ -238,7 +238,7 @@ void sim_stream_wait(int index, const sim_point *point) {
     run_host_operations(index);
 }
 
-/* ---- the boundary ---- */
+/* ---- functions of bridge/stream.h ---- */
 
 bool fct_device_has_streams(fct_device device) {
     return sim_now.streams && device.type == sim_device().type;

@@ -229,7 +229,8 @@ static void interval_of_a_device_keeps_its_hash_and_checksums(void **state) {
         add_data(&c, "a", FCT_OP_ALL_GATHER, i == 5 ? 0 : i + 1);
         op_checksums_end_interval(&c, 10 * i);
         op_checksums_end_interval(&c, 10 * i); /* no checksum since then */
-        const op_interval *last = op_checksums_interval(&c, i < OP_INTERVALS ? i : OP_INTERVALS - 1);
+        const op_interval *last =
+            op_checksums_interval(&c, i < OP_INTERVALS ? i : OP_INTERVALS - 1);
         assert_int_equal(last->number, 10 * i);
         assert_int_equal(last->hash == 0, i == 5);
     }

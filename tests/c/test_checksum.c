@@ -1,62 +1,18 @@
-/* Checksums of gathered and all-reduced data. */
+/* Checksums of slots, and of memory of the host. */
 #include "core/checksum.h"
 
 #include <string.h>
 
-#include "core/gather.h"
 #include "kernels/checksum.h"
 #include "sim_model.h"
 
 enum { FLIPS = 1000 };
-
-static sim_model *model;
-static sim_group *group;
-static fc_gather *gather;
-
-/* Rank 1 of three, with a matrix of 5 rows and a vector; `mixed`: of two dtypes. */
-static void begin(bool mixed) {
-    sim_scenario s = {.world = 3, .rank = 1, .layers = 1, .shape_count = 2};
-    s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
-    s.shapes[1] = (sim_shape){.ndim = 1, .sizes = {4}};
-    s.shapes[1].compute = mixed ? FCK_BFLOAT16 : 0;
-    sim_begin((sim_config){.seed = 7});
-    model = sim_model_new(&s);
-    group = &model->layers[1].groups[0];
-    gather = &group->core.gather;
-    model->comm.checksums = true;
-}
-
-static void end(void) {
-    sim_model_free(model);
-    sim_end();
-}
-
-static uint64_t last_checksum(size_t expected_count) {
-    const sim_checksum *list;
-    assert_int_equal(sim_checksums(&list), expected_count);
-    assert_int_equal(list[expected_count - 1].kind, FCT_OP_ALL_GATHER);
-    assert_true(list[expected_count - 1].value != 0);
-    return list[expected_count - 1].value;
-}
 
 static void flip_bit(const fct_tensor *tensor, uint64_t bit) {
     fct_facts facts;
     fct_tensor_facts(tensor, &facts);
     const uint64_t bits = (uint64_t)(facts.numel * facts.itemsize) * 8;
     ((unsigned char *)facts.data)[bit % bits / 8] ^= (unsigned char)(1U << bit % 8);
-}
-
-/* Gathers, and flips a bit of the gathered row unless it is negative. Returns the checksum. */
-static uint64_t gather_with_flip(size_t number, int64_t bit) {
-    assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
-    assert_int_equal(fc_gather_await(gather), FC_OK);
-    if (bit >= 0) {
-        flip_bit(gather->pending.buffer, (uint64_t)bit);
-    }
-    assert_int_equal(fc_gather_copy_out(gather), FC_OK);
-    fc_gather_complete(gather, NULL);
-    fc_gather_free(gather);
-    return last_checksum(number);
 }
 
 static void each_flipped_bit_of_memory_changes_its_checksum(void **state) {
@@ -101,61 +57,6 @@ static void words_in_another_order_change_the_checksum(void **state) {
     }
 }
 
-static void each_flipped_bit_of_a_gathered_row_changes_the_checksum(void **state) {
-    (void)state;
-    for (int mixed = 0; mixed < 2; mixed++) {
-        begin(mixed != 0);
-        const uint64_t right = gather_with_flip(1, -1);
-        for (size_t i = 0; i < FLIPS; i++) {
-            assert_true(gather_with_flip(2 + 2 * i, (int64_t)(sim_random() >> 1)) != right);
-            assert_int_equal(gather_with_flip(3 + 2 * i, -1), right);
-        }
-        end();
-    }
-}
-
-/* All ranks gather the same rows, but this rank's row has changed since its pack. */
-static void checksum_differs_if_the_own_row_has_changed_since_the_pack(void **state) {
-    (void)state;
-    begin(false);
-    const uint64_t right = gather_with_flip(1, -1);
-    assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
-    gather->pending.checksum.packed.own++;
-    assert_int_equal(fc_gather_await(gather), FC_OK);
-    assert_int_equal(fc_gather_copy_out(gather), FC_OK);
-    assert_true(last_checksum(2) != right);
-    fc_gather_complete(gather, NULL);
-    fc_gather_free(gather);
-    end();
-}
-
-/* Ranks may differ in whether large parameters have their own chunks. Several blocks: dim 1 is
- * sharded, and copied after the checksum. */
-static void checksum_depends_on_neither_chunks_nor_blocks(void **state) {
-    (void)state;
-    uint64_t values[2];
-    for (int split = 0; split < 2; split++) {
-        sim_scenario s = {.world = 3, .rank = 1, .layers = 1, .shape_count = 3};
-        s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {3, 6}, .dim = 1};
-        s.shapes[1] = (sim_shape){.ndim = 2, .sizes = {40, 7}};
-        s.shapes[2] = (sim_shape){.ndim = 1, .sizes = {4}};
-        s.device = (sim_config){.seed = 7, .chunks = split == 1};
-        sim_begin(s.device);
-        model = sim_model_new(&s);
-        gather = &model->layers[1].groups[0].core.gather;
-        model->comm.checksums = true;
-        assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
-        assert_int_equal(gather->pending.split, split == 1);
-        assert_int_equal(fc_gather_await(gather), FC_OK);
-        assert_int_equal(fc_gather_copy_out(gather), FC_OK);
-        values[split] = last_checksum(1);
-        fc_gather_complete(gather, NULL);
-        fc_gather_free(gather);
-        end();
-    }
-    assert_true(values[0] == values[1]);
-}
-
 /* A slot of several pieces, whose last piece is not full. */
 static void each_flipped_bit_of_a_long_slot_changes_the_checksum(void **state) {
     (void)state;
@@ -190,74 +91,12 @@ static void each_flipped_bit_of_a_long_slot_changes_the_checksum(void **state) {
     sim_end();
 }
 
-static void repeated_copy_out_adds_one_checksum(void **state) {
-    (void)state;
-    fc_status first = FC_ERAISED;
-    for (int64_t call = 1; first != FC_OK; call++) {
-        begin(false);
-        assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
-        assert_int_equal(fc_gather_await(gather), FC_OK);
-        sim_fault_arm(call, SIM_ONCE);
-        first = fc_gather_copy_out(gather);
-        sim_fault_arm(0, SIM_ONCE);
-        assert_true(first == FC_OK || fc_gather_copy_out(gather) == FC_OK);
-        fc_gather_complete(gather, NULL);
-        (void)last_checksum(1);
-        end();
-    }
-}
-
-/* Another rank may use the rows of a prefetch that this rank abandons. */
-static void abandoned_gather_adds_an_unknown_checksum(void **state) {
-    (void)state;
-    const sim_checksum *list;
-    begin(false);
-    assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
-    assert_int_equal(fc_gather_await(gather), FC_OK);
-    fc_gather_abandon(gather);
-    assert_int_equal(sim_checksums(&list), 1);
-    assert_int_equal(list[0].value, 0);
-    end();
-}
-
-/* Ranks may have waited for different gathers before the reset. */
-static void reset_drops_the_checksums(void **state) {
-    (void)state;
-    const sim_checksum *list;
-    begin(false);
-    (void)gather_with_flip(1, -1);
-    assert_int_equal(fc_state_reset(&model->layers[0].core), FC_OK);
-    assert_int_equal(sim_checksums(&list), 0);
-    end();
-}
-
-static void without_the_setting_no_checksum_is_added(void **state) {
-    (void)state;
-    const sim_checksum *list;
-    begin(false);
-    model->comm.checksums = false;
-    assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
-    assert_int_equal(fc_gather_await(gather), FC_OK);
-    assert_int_equal(fc_gather_copy_out(gather), FC_OK);
-    fc_gather_complete(gather, NULL);
-    fc_gather_free(gather);
-    assert_int_equal(sim_checksums(&list), 0);
-    end();
-}
-
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_flipped_bit_of_memory_changes_its_checksum),
         cmocka_unit_test(two_flips_of_the_highest_bit_change_the_checksum),
         cmocka_unit_test(words_in_another_order_change_the_checksum),
-        cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
-        cmocka_unit_test(checksum_differs_if_the_own_row_has_changed_since_the_pack),
-        cmocka_unit_test(checksum_depends_on_neither_chunks_nor_blocks),
         cmocka_unit_test(each_flipped_bit_of_a_long_slot_changes_the_checksum),
-        cmocka_unit_test(repeated_copy_out_adds_one_checksum),
-        cmocka_unit_test(abandoned_gather_adds_an_unknown_checksum),
-        cmocka_unit_test(reset_drops_the_checksums),
-        cmocka_unit_test(without_the_setting_no_checksum_is_added),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

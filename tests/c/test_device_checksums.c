@@ -88,37 +88,42 @@ static void host_does_not_wait_for_the_copy_of_a_table(void **state) {
     end();
 }
 
-static void flip_bit(const fct_tensor *tensor, int64_t offset, int64_t bytes) {
+typedef enum flip { NO_FLIP, FLIP_SHARD, FLIP_OWN_ROW, FLIP_ROWS } flip;
+
+static void flip_bit(const fct_tensor *tensor, int64_t offset, uint64_t bit) {
     fct_facts facts;
     fct_tensor_facts(tensor, &facts);
-    const uint64_t bit = sim_random() % (uint64_t)(8 * bytes);
     ((unsigned char *)facts.data)[offset + (int64_t)(bit / 8)] ^= (unsigned char)(1U << bit % 8);
 }
 
-/* Gathers the unit of layer 1, and flips a bit of the rows [first, last) unless they are empty:
- * after the all-gather, or `early`, before it. Returns the checksum. */
-static uint64_t gather_with_flip(int64_t first, int64_t last, bool early) {
-    fc_gather *gather = &model->layers[1].groups[0].core.gather;
+/* Gathers the unit of layer 1 and flips a bit: of the shard before the pack, or of a row after the
+ * all-gather. Returns the checksum. */
+static uint64_t gather_with_flip(flip what, uint64_t bit) {
+    sim_group *group = &model->layers[1].groups[0];
+    fc_gather *gather = &group->core.gather;
     fc_device_checksums **d = &model->comm.device_checksums;
     const size_t before = sim_checksums(&list);
     bool copies = false;
     assert_int_equal(fc_device_checksums_begin(d, sim_device()), FC_OK);
-    sim_collectives_stall(early);
+    if (what == FLIP_SHARD) {
+        flip_bit(group->params[0].sharded, 0, bit);
+    }
     assert_int_equal(fc_gather_start(gather, false, true, FC_STREAM_DIRECT), FC_OK);
+    assert_int_equal(fc_gather_await(gather), FC_OK);
+    sim_drain();
     const int64_t row = gather->plan.row_bytes;
-    if (!early) {
-        assert_int_equal(fc_gather_await(gather), FC_OK);
-        sim_drain();
+    if (what == FLIP_OWN_ROW) {
+        flip_bit(gather->pending.buffer, gather->pending.pg->rank * row, bit);
+    } else if (what == FLIP_ROWS) {
+        flip_bit(gather->pending.buffer, 0, bit % (uint64_t)(16 * row));
     }
-    if (last > first) {
-        flip_bit(gather->pending.buffer, first * row, (last - first) * row);
-    }
-    sim_collectives_stall(false);
-    assert_true(!early || fc_gather_await(gather) == FC_OK);
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
     sim_drain();
     fc_gather_complete(gather, NULL);
     fc_gather_free(gather);
+    if (what == FLIP_SHARD) {
+        flip_bit(group->params[0].sharded, 0, bit);
+    }
     assert_int_equal(fc_device_checksums_needs_copy(*d, &copies), FC_OK);
     assert_int_equal(fc_device_checksums_end_interval(*d, copies), FC_OK);
     sim_drain();
@@ -131,10 +136,21 @@ static uint64_t gather_with_flip(int64_t first, int64_t last, bool early) {
 static void each_flipped_bit_of_a_gathered_row_changes_the_checksum(void **state) {
     (void)state;
     begin();
-    const uint64_t right = gather_with_flip(0, 0, false);
+    const uint64_t right = gather_with_flip(NO_FLIP, 0);
     for (int i = 0; i < FLIPS; i++) {
-        assert_true(gather_with_flip(0, 2, false) != right);
-        assert_int_equal(gather_with_flip(0, 0, false), right);
+        assert_true(gather_with_flip(FLIP_ROWS, sim_random()) != right);
+        assert_int_equal(gather_with_flip(NO_FLIP, 0), right);
+    }
+    end();
+}
+
+/* If a bit flips after the pack, the other ranks receive the flipped bit, too. Their checksum is
+ * that of a shard with this bit. */
+static void changed_own_row_has_another_checksum_than_the_received_row(void **state) {
+    (void)state;
+    begin();
+    for (uint64_t bit = 0; bit < 64; bit++) {
+        assert_true(gather_with_flip(FLIP_OWN_ROW, bit) != gather_with_flip(FLIP_SHARD, bit));
     }
     end();
 }
@@ -206,6 +222,7 @@ int main(void) {
         cmocka_unit_test(each_step_passes_the_checksums_of_the_previous_step),
         cmocka_unit_test(host_does_not_wait_for_the_copy_of_a_table),
         cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
+        cmocka_unit_test(changed_own_row_has_another_checksum_than_the_received_row),
         cmocka_unit_test(captured_step_has_unknown_checksums_and_no_copy),
         cmocka_unit_test(reset_makes_the_checksums_before_it_unknown),
         cmocka_unit_test(table_that_is_full_has_no_sum),

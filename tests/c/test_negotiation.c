@@ -188,8 +188,8 @@ static void rank_without_plan_is_equal_to_all(void **state) {
     run_negotiation(compare_with_a_rank_without_plan, 3);
 }
 
-/* Over gloo, each later plan costs one exchange, and another one before it, because no collective
- * is predicted yet. Rank 0 reads the exchange of plan 8 later. */
+/* Over gloo, each later plan costs two exchanges: one of signatures, because there is no prediction
+ * yet, then one of plan hashes. Rank 0 reads the exchange of plan 8 later. */
 static void compare_later_plans_over_gloo(void) {
     require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
     shm_negotiation *n = begin();

@@ -24,7 +24,7 @@ static int begin(void **state) {
     return 0;
 }
 
-static uint64_t mapped_bytes(void) {
+static uint64_t mapped_blocks(void) {
     return fck_pool_stats().mapped;
 }
 
@@ -35,10 +35,10 @@ static void freed_block_is_reused(void **state) {
     assert_int_equal((uintptr_t)data % (2 * MIB), 0);
     memset(data, 1, 5 * MIB + 1);
     fck_pool_give(first);
-    const uint64_t before = mapped_bytes();
+    const uint64_t before = mapped_blocks();
     fck_block *again = fck_pool_take(5 * MIB);
     assert_ptr_equal(again->data, data);
-    assert_int_equal(mapped_bytes(), before);
+    assert_int_equal(mapped_blocks(), before);
     fck_pool_give(again);
 }
 
@@ -75,14 +75,14 @@ static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
 static void alternating_small_sizes_are_all_kept(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(8 * MIB));
-    const uint64_t before = mapped_bytes();
+    const uint64_t before = mapped_blocks();
     for (int i = 0; i < 20; i++) {
         fck_pool_round();
         for (int size = 1; size <= 4; size++) {
             fck_pool_give(fck_pool_take((size_t)size * 2 * MIB));
         }
     }
-    assert_int_equal(mapped_bytes(), before + 3);
+    assert_int_equal(mapped_blocks(), before + 3);
     assert_int_equal(fck_pool_stats().cached_bytes, 20 * MIB);
 }
 
@@ -112,8 +112,11 @@ static void pool_with_keep_disabled_frees_at_once(void **state) {
 
 static void failed_allocation_is_not_counted(void **state) {
     (void)state;
+    const uint64_t before = mapped_blocks();
     assert_null(fck_pool_take((size_t)1 << 60));
     assert_int_equal(fck_pool_stats().used_bytes, 0);
+    assert_int_equal(fck_pool_stats().peak_bytes, 0);
+    assert_int_equal(mapped_blocks(), before);
     fck_pool_give(NULL);
 }
 

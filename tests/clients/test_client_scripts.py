@@ -73,7 +73,7 @@ def write_torch(path: Path, value: object) -> None:
 
 
 @pytest.mark.parametrize("write", [write_json, write_torch])
-def test_differences_ignores_volatile_entries_only(
+def test_differences_of_client_results_ignores_timing_keys_only(
     two_folders: tuple[Path, Path], write: Callable[[Path, object], None]
 ) -> None:
     for index, folder in enumerate(two_folders):

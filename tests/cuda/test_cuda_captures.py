@@ -64,8 +64,8 @@ def test_calls_during_a_capture_return_errors_by_the_cuda_manual(run_worker: Any
         "query of the captured stream": 900,
         "synchronize the device": 900,
         "a forked stream is not joined": 904,
-        "query of another event in global mode": 900,
-        "query of another event in relaxed mode": 0,
+        "query of another event by a thread in global mode": 900,
+        "query of another event by a thread in relaxed mode": 0,
         "event of a finished capture": 907,
         "fork and join": 0,
     }

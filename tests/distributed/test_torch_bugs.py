@@ -325,7 +325,7 @@ def test_several_dtypes_with_partial_reductions_give_right_gradients() -> None:
 # ---- smaller reshard groups (B4, B5) ----
 
 
-def test_b4_shard_dim_1_is_gathered_from_a_smaller_group() -> None:
+def test_b4_shard_1_parameter_resharded_to_a_smaller_group_has_the_right_columns() -> None:
     assert all(run_torch("backward_with_shard_1_and_smaller_reshard_group", 4))
     assert not any(run_fsdp_c("backward_with_shard_1_and_smaller_reshard_group", 4))
     assert_near("columns_between_forward_and_backward")

@@ -149,7 +149,9 @@ def test_simulated_groups_in_python_and_in_cpp_give_equal_bits(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("calls", "failures"), [(0, ["fsdp_c: NCCL was not called"]), (9, [])])
-def test_races_step_fails_if_nccl_was_not_called(calls: int, failures: list[str]) -> None:
+def test_merge_results_of_races_reports_failure_only_without_nccl_calls(
+    calls: int, failures: list[str]
+) -> None:
     script = f"""if True:
         import json, races
         result = {{"digests": {{}}, "findings": {{}}, "inner": {calls}}}
@@ -244,7 +246,7 @@ def test_check_kernels_reports_wrong_unpack_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "messages"), [(False, []), (True, ["pack", "mixed", "uneven"])])
-def test_check_jit_reports_wrong_kernels_only(
+def test_check_kernels_and_check_jit_report_differences_only_if_driver_skips_work(
     tmp_path: Path, wrong: bool, messages: list[str]
 ) -> None:
     """Runs check_jit.py on a driver that executes the kernels' source on the CPU. With

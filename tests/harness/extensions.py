@@ -18,7 +18,10 @@ SCALE = 0.5
 
 
 class Extended(torch.Tensor):
-    """A wrapper subclass: each operation runs on ``held``, and its result is wrapped again."""
+    """A wrapper subclass: each operation runs on ``held``, and its result is wrapped again.
+
+    The results of ``copy_`` and ``add_`` are not wrapped.
+    """
 
     held: torch.Tensor
 

@@ -1,6 +1,6 @@
 """Small models that several test files use.
 
-Models that only one test needs, with a property that it tests, are defined beside that test.
+A model that only one test uses is defined beside that test.
 Parameters are created in the order of the attributes, so equal seeds give equal parameters.
 """
 

@@ -108,7 +108,7 @@ byte outcome[RANKS];
 #define ANY_REQUEST(condition) (condition(0) || condition(1) || condition(2) || condition(3))
 #define MAY_ANSWER (!stopped[me] && (ANY_REQUEST(HAS_DIFFERENCE) || ANY_REQUEST(IS_OTHER) || CLAIMED))
 
-/* The other rank still departs. */
+/* The requesting rank waits in its departure, or it has died or was stopped. */
 #define DEPARTS(i) \
     (gone[requester[i]] || stopped[requester[i]] || \
      (own_number[requester[i]] == request_number[i] && \

@@ -69,7 +69,7 @@ def test_conversion_between_forward_and_backward_raises(
 
 
 @pytest.mark.parametrize("replace", [assign_state, replace_memory])
-def test_shard_replaced_between_forward_and_backward_raises_on_one_rank(
+def test_backward_with_world_size_1_after_shard_was_replaced_raises(
     single_group: int, replace: Callable[[Any], None]
 ) -> None:
     model = make_model()

@@ -247,5 +247,5 @@ def test_unknown_names_returns_names_in_order() -> None:
     ]
 
 
-def test_unknown_names_omits_known_names() -> None:
+def test_unknown_names_of_document_with_known_names_only_is_empty() -> None:
     assert unknown_names(DOCUMENT_WITH_KNOWN_NAMES, ROOT / "README.md") == []

@@ -40,7 +40,9 @@ def test_module_without_tests_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_commands_run_c_tests_and_python_tests_of_a_module() -> None:
-    assert names("csrc/core/gather.c") == ["TESTS=test_gather test_gather_extended"]
+    assert names("csrc/core/gather.c") == [
+        "TESTS=test_gather test_gather_checksum test_gather_extended"
+    ]
     c_tests, *options, first, second = names("csrc/core/plan.c", "fsdp_c/explain.py")
     assert c_tests == "TESTS=test_plan test_plan_extended"
     assert options == ["2", "loadgroup"]

@@ -338,7 +338,7 @@ def test_fsdp_c_is_not_imported_without_environment_variable(probe: Any, value: 
     assert not facts["late"]
 
 
-def test_autoload_and_env_module_accept_the_same_off_values() -> None:
+def test_off_values_of_fsdp_c_autoload_and_runtime_env_are_equal() -> None:
     assert fsdp_c_autoload.OFF == env_module.OFF
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def jit_driver(driver: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     if _C.CUDA_KERNELS:
         pytest.skip("built with nvcc, whose kernels take precedence")
     _C.use_jit(**jit.load_kernels(driver, CODE))
-    _C._testing.simulate_kernels(_C._testing.kernels(1))
+    _C._testing.simulate_kernels(_C._testing.kernels(1))  # 1: DeviceType.CUDA
     _C._testing.hide_kernels(True)
     driver.take_launches()
     try:
@@ -161,15 +162,20 @@ def test_nvrtc_of_torchs_cuda_release_comes_first(
         assert find_libraries()[0].name == f"libnvrtc.so.{release[:2]}"
 
 
-def test_code_that_the_driver_rejects_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:
-    with pytest.raises(RuntimeError, match="cuLibraryLoadData failed with CUresult 200"):
-        jit.load_kernels(driver, b"no code")
-    assert _C.kernels_of(torch.device("cuda")) == ("cuda" if _C.CUDA_KERNELS else "torch")
-
-
-def test_driver_without_current_context_raises(
-    driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+def test_code_that_the_driver_rejects_raises_and_keeps_kernels(
+    jit_driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def build(device: torch.device) -> Any:
+        return jit.load_kernels(jit_driver, b"no code")
+
+    _C._testing.hide_kernels(False)  # kernels_of() then reads the loaded kernels of CUDA
+    monkeypatch.setattr(jit, "build_kernels", build)
+    with pytest.raises(RuntimeError, match="cuLibraryLoadData failed with CUresult 200"):
+        jit.install_kernels(torch.device("cuda"))
+    assert _C.kernels_of(torch.device("cuda")) == "nvrtc"
+
+
+def test_driver_without_current_context_raises(driver: ctypes.CDLL) -> None:
     driver.remove_context(1)
     try:
         with pytest.raises(RuntimeError, match="cuCtxGetCurrent returned no context"):

@@ -37,7 +37,7 @@ TABLES = {
     "kernels": KERNEL_MUTATIONS,
     "transport": RING_MUTATIONS | TRANSPORT_MUTATIONS,
 }
-"""Mutations by the folder of csrc."""
+"""Mutations by the folder of csrc; ``transport`` has those of bridge/progress.c, too."""
 
 detected: list[str] = []
 
@@ -92,7 +92,10 @@ def mutate(mutation: Mutation, source: Path, to: Path) -> Path:
 
 
 def check_failure(mutation: Mutation, folder: Path, *sources: str | Path) -> None:
-    """Links options, sources and objects. The program must fail with the message."""
+    """Compiles and links ``sources``, which also contain compiler options and object files.
+
+    The program must fail and print ``mutation.message``.
+    """
     program = folder / "mutated"
     linked = run("gcc", *sources, *LIBRARIES, "-o", program)
     assert linked.returncode == 0, linked.stderr

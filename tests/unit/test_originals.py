@@ -53,7 +53,7 @@ def test_has_parameter_of_module_without_code_returns_none() -> None:
 
 
 @pytest.mark.parametrize("wrap", [pass_through, wrapped, functools.partial])
-def test_find_expected_returns_torch_function_below_wrapper(
+def test_find_expected_of_wrapped_torch_function_returns_torch_function(
     monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
     own = param_group.foreach_reduce

@@ -169,7 +169,8 @@ def test_predicted_peak_on_cuda_exceeds_cpu_due_to_overlap() -> None:
 def test_offloaded_shards_and_states_take_no_device_memory() -> None:
     on_device = quiet_plan(meta_model(), batch=TOKENS)
     offloaded = quiet_plan(meta_model(), batch=TOKENS, offload_policy=fsdp_c.CPUOffloadPolicy())
-    assert offloaded.timeline.highest("shards") == offloaded.timeline.highest("states") == 0
+    highest = offloaded.timeline.highest
+    assert highest("shards") == highest("optimizer states") == 0
     assert offloaded.timeline.samples[-1].total == 0 < on_device.timeline.samples[-1].total
 
 
@@ -263,7 +264,7 @@ def test_plan_fits_if_peak_is_below_given_memory() -> None:
 def test_table_without_batch_and_optimizer_names_missing_arguments(fake_group: int) -> None:
     text = str(fsdp_c.explain(sharded(), file=io.StringIO()))
     assert re.search(r"activations +unknown +pass batch=", text)
-    assert re.search(r"states +unknown +pass the optimizer", text)
+    assert re.search(r"optimizer states +unknown +pass the optimizer", text)
 
 
 def test_suggested_changes_lower_peak_by_predicted_amount() -> None:

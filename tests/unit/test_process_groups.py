@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
+import fsdp_c._C as _C
 from fsdp_c import fully_shard
 
 pytestmark = pytest.mark.torch("2.13")
@@ -248,6 +249,36 @@ def test_mesh_info_without_reduce_scatter_group_trains(
         hasattr(g.mesh_info, "reduce_scatter_process_group") for g in param_groups_of(model)
     )
     assert step(model) == expected
+
+
+def list_boundary_calls(action: Callable[[], object]) -> list[str]:
+    """Returns the fallible functions that ``action`` calls, by a fault in each of them in turn."""
+    names: list[str] = []
+    while True:
+        _C._testing.fault_arm(len(names) + 1)
+        try:
+            action()
+            return names
+        except RuntimeError as error:
+            names.append(str(error))
+        finally:
+            _C._testing.fault_arm(0)
+
+
+def test_parameter_group_is_counted_once_per_process_group(fake_group: int) -> None:
+    """gloo moves as many gathers as parameter groups are counted, before shared memory does."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
+
+    def build_and_refresh() -> None:
+        model = build(fully_shard, mesh, reshard_after_forward=2)
+        for group in param_groups_of(model):
+            smaller = group.post_forward_mesh_info
+            group.post_forward_mesh_info = None
+            group.post_forward_mesh_info = smaller
+
+    calls = list_boundary_calls(build_and_refresh)
+    kinds, groups = 3, 2  # shard, replicate and post-forward
+    assert sum("fct_pg_register_user" in call for call in calls) == kinds * groups
 
 
 def test_mesh_info_keeps_class_repr_and_equality_of_torch(fake_group: int) -> None:

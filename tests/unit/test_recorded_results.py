@@ -65,7 +65,7 @@ def test_readme_refuses_results_of_two_days(
         result_tables.update(README)
 
 
-def test_document_without_markers_is_refused(tmp_path: Path) -> None:
+def test_update_of_document_without_table_markers_exits_with_error(tmp_path: Path) -> None:
     document = tmp_path / "README.md"
     document.write_text("# fsdp_c\n")
     with pytest.raises(SystemExit, match=r"README\.md lacks"):
@@ -151,7 +151,7 @@ def make_other_release(**values: Any) -> dict[str, Any]:
     return other
 
 
-def test_second_release_adds_a_table_with_both_releases() -> None:
+def test_benchmark_table_of_two_torch_releases_has_columns_of_both() -> None:
     main = read_main()
     names = [name for name in result_releases.COMPARED if name in main]
     for name in names:

@@ -103,7 +103,9 @@ def test_report_lists_added_removed_and_changed_definitions(
     assert "property   (self) -> int" in report
 
 
-def test_full_report_contains_changed_lines(releases: tuple[TorchSource, TorchSource]) -> None:
+def test_compare_with_full_reports_changed_source_lines(
+    releases: tuple[TorchSource, TorchSource],
+) -> None:
     old, new = map(torch_diff.read_surface, releases)
     report = list(torch_diff.compare(old, new, full=True))
     assert "      +self.added_attribute = 0" in report
@@ -139,6 +141,30 @@ def test_record_keeps_digests_of_all_releases(
     assert record["2.0.0"][MODULE, "FSDPParam.added"] == "-"
     assert (MODULE, "FSDPParam.removed") not in record["2.1.0"]  # not recorded: "?"
     assert all(list(torch_diff.check(release, file)) == [] for release in releases)
+
+
+def test_record_has_digest_of_unused_name_of_other_column(
+    tmp_path: Path, releases: tuple[TorchSource, TorchSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsdp_c stops using ``torch.helper``; the environment of the older release is absent."""
+    file = tmp_path / "surface.txt"
+    for folder in ("old", "new"):
+        (tmp_path / folder / "torch" / "__init__.py").write_text("def helper(): ...\n")
+    monkeypatch.setattr(torch_uses, "list_names", lambda: {"torch.helper"})
+    torch_diff.record_releases(list(releases), file)
+    monkeypatch.setattr(torch_uses, "list_names", set)
+    torch_diff.record_releases([releases[1]], file)
+    assert torch_diff.read_record(file)["2.1.0"]["torch", "helper"] != "-"
+    assert list(torch_diff.check(releases[1], file)) == []
+
+
+def test_columns_of_record_are_sorted_with_prereleases_before_their_release(tmp_path: Path) -> None:
+    file = tmp_path / "surface.txt"
+    for version in ("2.10.0", "2.9.1", "2.11.0.dev20260101", "2.10.0a0"):
+        release = write_release(tmp_path / version, f"{version}+cpu", OLD)
+        torch_diff.record_releases([TorchSource(release)], file)
+    columns = list(torch_diff.read_record(file))
+    assert columns == ["2.9.1", "2.10.0a0", "2.10.0", "2.11.0.dev20260101"]
 
 
 def test_check_reports_a_definition_that_differs_from_the_record(

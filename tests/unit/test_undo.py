@@ -1,7 +1,7 @@
-"""Undo: import, training and uninstall() leave torch's classes, functions and hook lists unchanged.
+"""Undo: torch is unchanged after import, training and uninstall(), once the last model is freed.
 
-The scenarios that compare snapshots of torch run in processes of their own, because the first
-snapshot precedes the import of fsdp_c.
+The tests compare torch's classes, functions and hook lists. The scenarios that compare snapshots of
+torch run in processes of their own, because the first snapshot precedes the import of fsdp_c.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ for _ in range(2):
 local = model[0].weight._local_tensor
 version = local._version
 model.zero_grad()
-torch.optim.AdamW([model[0].weight]).step()  # without a gradient: only fsdp_c's hook counts
+torch.optim.AdamW([model[0].weight]).step()  # no gradient: only fsdp_c's hook increments
 assert local._version == version + 1
 group = model[0]._get_fsdp_state()._fsdp_param_group
 calls = []
@@ -278,7 +278,7 @@ def instrumented(*args):
     calls.append("code")
     return below(*args)
 
-*_, reshard = functions_within(cls.reshard)  # as a debugger does it: other code in one function
+*_, reshard = functions_within(cls.reshard)  # a debugger replaces the code of the innermost one
 below = type(reshard)(reshard.__code__, reshard.__globals__)
 reshard.__code__ = instrumented.__code__
 original = cls.unshard
@@ -314,7 +314,7 @@ sharded.load_state_dict = load
 fsdp_c.uninstall()
 check_unchanged()
 """,
-    "last_model_freed_during_optimizer_hooks_undoes_after_the_step": r"""
+    "model_freed_in_a_global_hook_is_undone_after_the_hooks": r"""
 import fsdp_c
 alive = train(fsdp_c.fully_shard, fsdp_c.replicate)
 fsdp_c.uninstall()
@@ -556,16 +556,16 @@ def test_redirection_undo_keeps_newer_code_and_runs_the_original_below_it() -> N
 
 def test_repeated_redirection_uses_the_same_code_object() -> None:
     function = make_function("torch's")
-    codes = set()
+    codes = []
     size = None
     for target in ("first", "second", "third"):
         redirection = redirect.Redirection(function, lambda target=target: target)
         assert function() == target
-        codes.add(function.__code__)
+        codes.append(function.__code__)
         size = size or len(redirect.active)
         redirection.undo()
         assert function() == "torch's"
-    assert len(codes) == 1 and len(redirect.active) == size
+    assert all(code is codes[0] for code in codes) and len(redirect.active) == size
 
 
 # ---- mesh infos ----------------------------------------------------------------------------------

@@ -335,7 +335,7 @@ def test_comments_docstrings_and_documents_contain_no_old_words() -> None:
     assert not found, f"use the terms of PROSE:\n{show(found)}"
 
 
-def test_sentences_begin_with_named_subject() -> None:
+def test_sentences_of_sources_and_documents_begin_with_named_subject() -> None:
     found = breaks(source_files(), "unnamed subject")
     assert not found, show(found)
 

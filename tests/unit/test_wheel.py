@@ -274,7 +274,9 @@ except ImportError as error:
 """
 
 
-def test_wheel_without_extension_for_installed_torch_names_its_releases(broken_site: Site) -> None:
+def test_import_without_extension_for_installed_torch_names_torch_releases_of_wheel(
+    broken_site: Site,
+) -> None:
     record = broken_site.record
     [build] = record["builds"]
     record["builds"] = [build | {"torch": "2.8.0+cu128"}, build | {"torch": "2.9.1"}]

@@ -288,10 +288,12 @@ KERNEL_MUTATIONS = {
         "test_pool",
         "Test setup failed",
     ),
-    "failed allocation is counted as used": Mutation(
+    "failed allocation raises the peak": Mutation(
         "pool_cpu",
-        "        pool.facts.used_bytes -= needed;\n",
-        "",
+        "    fck_block *removed = remove_oldest(max_pool_bytes(bytes) - bytes);\n",
+        "    add_used(bytes);\n"
+        "    pool.facts.used_bytes -= bytes;\n"
+        "    fck_block *removed = remove_oldest(max_pool_bytes(bytes) - bytes);\n",
         "test_pool",
         "[  FAILED  ] failed_allocation_is_not_counted",
     ),

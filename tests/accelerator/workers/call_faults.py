@@ -2,8 +2,9 @@
 
 The simulated device logs calls, with the extension's functions on the stack: records of events,
 waits for events and collectives, queries of the current stream, and allocations. The device can
-make the n-th of these calls fail, so every ordering point of a step can become a seeded bug without
-recompiling fsdp_c. A wait is superfluous if the device reports nothing without this wait.
+inject a fault into the n-th of these calls. Every ordering point of a step can therefore become a
+seeded bug without recompiling fsdp_c. A wait is superfluous if the device reports nothing without
+this wait.
 
 ``python call_faults.py [FAULT] SCENARIO...`` breaks every call of the scenarios in turn and prints
 how many the device reports.
@@ -29,7 +30,13 @@ import fsdp_c._C as _C
 from fsdp_c._runtime import param_template
 
 LOGGED_LIBRARY = "fsdp_c/_C."
-FAULTS = ("drop", "wrong stream", "other stream", "early free")
+FAULTS = {
+    "drop": ("record", "wait", "work wait", "synchronize"),
+    "wrong stream": ("record",),
+    "other stream": ("current",),
+    "early free": ("allocate",),
+}
+"""The kinds of calls on which each fault has an effect."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +135,15 @@ def replay_early_writes(name: str, fault: str = "", at: int = -1) -> tuple[int, 
 
 
 def break_each_call(name: str, fault: str = "drop") -> Iterator[tuple[CallSite, Run]]:
-    """Injects ``fault`` into each call of the scenario in turn. Yields the call and the run.
+    """Injects ``fault`` into each call on which it has an effect. Yields the call and the run.
 
-    ``drop`` skips a call that orders streams, and ``wrong stream`` records the default stream
-    instead. ``other stream`` returns a new stream as the current one. ``early free`` frees an
-    allocation at its first use on another stream.
+    ``drop`` skips a call that orders streams. ``wrong stream`` makes an event record the default
+    stream instead of the given one. ``other stream`` returns a new stream as the current
+    one. ``early free`` frees an allocation at its first use on another stream.
     """
     for index, call in enumerate(run(name, fault=fault).calls):
-        yield call, run(name, fault=fault, at=index)
+        if call.kind in FAULTS[fault]:
+            yield call, run(name, fault=fault, at=index)
 
 
 def main() -> None:

@@ -172,7 +172,7 @@ CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary, const char *name) {
 
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
     *status = sim::stream_of(stream).capture != nullptr ? CU_STREAM_CAPTURE_STATUS_ACTIVE
-                                                         : CU_STREAM_CAPTURE_STATUS_NONE;
+                                                        : CU_STREAM_CAPTURE_STATUS_NONE;
     return CUDA_SUCCESS;
 }
 

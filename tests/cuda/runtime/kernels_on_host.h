@@ -5,7 +5,7 @@
 namespace fck {
 struct line_batch;
 struct checksum_batch;
-}
+} // namespace fck
 
 namespace sim {
 

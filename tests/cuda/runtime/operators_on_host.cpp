@@ -10,8 +10,8 @@ namespace {
 
 using Values = std::vector<c10::IValue>;
 
-/* Returns a CPU tensor over the memory of a CUDA tensor. A launch takes the values of CPU tensors,
- * so these are copied. */
+/* Returns a CPU tensor over the memory of a CUDA tensor. CUDA operators read CPU arguments at the
+ * call, so CPU tensors are cloned. */
 at::Tensor on_host(const at::Tensor &tensor) {
     if (!tensor.defined()) {
         return tensor;
@@ -80,7 +80,8 @@ void store(const c10::IValue &result, const c10::IValue &output) {
 }
 
 /* Changes arguments that the CPU kernel expects in another form. CUDA's layer norm returns float32
- * statistics for 16-bit inputs, the CPU's kernel the type of the weight. */
+ * statistics for 16-bit inputs. The CPU's backward kernel expects the dtype of the weight, or of
+ * the input if there is no weight. */
 void adapt(const std::string &name, Values &arguments) {
     if (name == "aten::native_layer_norm_backward.") {
         const at::ScalarType type = arguments[5].isTensor() ? arguments[5].toTensor().scalar_type()

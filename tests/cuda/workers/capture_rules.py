@@ -42,10 +42,14 @@ class Cudart:
         graph = ctypes.c_void_p()
         return int(self.lib.cudaStreamEndCapture(stream, ctypes.byref(graph)))
 
-    def captured(
+    def run_captured(
         self, mode: int, body: Callable[[Cudart, ctypes.c_void_p], int | None]
     ) -> int | None:
-        """Runs ``body`` while a new stream is captured. Returns its error, or that of the end."""
+        """Runs ``body`` while a new stream is captured.
+
+        Returns the error of ``body``, or that of cudaStreamEndCapture if ``body`` returns 0 or
+        None.
+        """
         stream = self.stream()
         assert self.lib.cudaStreamBeginCapture(stream, mode) == 0
         error = body(self, stream)
@@ -68,21 +72,25 @@ def main() -> dict[str, int | None]:
     inside: list[ctypes.c_void_p] = []
     mode = ctypes.c_int(RELAXED)
     results = {
-        "wait for an event from outside": cuda.captured(
+        "wait for an event from outside": cuda.run_captured(
             GLOBAL, lambda c, s: lib.cudaStreamWaitEvent(s, outside, 0)
         ),
-        "query of the captured stream": cuda.captured(GLOBAL, lambda c, s: lib.cudaStreamQuery(s)),
-        "synchronize the device": cuda.captured(GLOBAL, lambda c, s: lib.cudaDeviceSynchronize()),
-        "a forked stream is not joined": cuda.captured(GLOBAL, lambda c, s: fork(c, s, False)),
-        "query of another event in global mode": cuda.captured(
+        "query of the captured stream": cuda.run_captured(
+            GLOBAL, lambda c, s: lib.cudaStreamQuery(s)
+        ),
+        "synchronize the device": cuda.run_captured(
+            GLOBAL, lambda c, s: lib.cudaDeviceSynchronize()
+        ),
+        "a forked stream is not joined": cuda.run_captured(GLOBAL, lambda c, s: fork(c, s, False)),
+        "query of another event by a thread in global mode": cuda.run_captured(
             GLOBAL, lambda c, s: lib.cudaEventQuery(outside)
         ),
-        "fork and join": cuda.captured(GLOBAL, lambda c, s: fork(c, s, True)),
+        "fork and join": cuda.run_captured(GLOBAL, lambda c, s: fork(c, s, True)),
     }
-    cuda.captured(GLOBAL, lambda c, s: inside.append(c.event(s)))
+    cuda.run_captured(GLOBAL, lambda c, s: inside.append(c.event(s)))
     results["event of a finished capture"] = lib.cudaStreamWaitEvent(cuda.stream(), inside[0], 0)
     lib.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    results["query of another event in relaxed mode"] = cuda.captured(
+    results["query of another event by a thread in relaxed mode"] = cuda.run_captured(
         GLOBAL, lambda c, s: lib.cudaEventQuery(outside)
     )
     return results

@@ -1,9 +1,9 @@
 """Faults that a comparison of bits must find: each changes the results of a training.
 
-``python data_faults.py RANK WORLD FILE`` is one rank of fsdp_c. It prints a JSON object: for each
-fault the number of trainings until the results differed, or 0. Faults of NCCL are armed on rank 0.
-A dropped wait is a call by which fsdp_c orders streams. The call has no effect, on all ranks. Its
-trainings differ in the call and in the order of operations.
+``python data_faults.py RANK WORLD FILE`` is one rank of fsdp_c. It prints a JSON object, which has
+for each fault the number of trainings until the results differed, or 0. Faults of NCCL are armed on
+rank 0. A dropped wait is a call by which fsdp_c orders streams. The call has no effect, on all
+ranks. Its trainings differ in the call and in the order of operations.
 """
 
 from __future__ import annotations
@@ -114,15 +114,19 @@ def main(rank: int, world: int, file: str) -> dict[str, Any]:
     device.set(idle_ms=IDLE_MS)
     trainings = Trainings(rank, world)
     name = VARIANTS["fsdp"]
-    correct = [trainings.differs(name, seed) for seed in SEEDS]
-    found: dict[str, int] = {}
+    differs_without_fault = [trainings.differs(name, seed) for seed in SEEDS]
+    trainings_until_found: dict[str, int] = {}
     for fault, settings in NCCL_FAULTS.items():
         armed = settings if rank == 0 else {}
-        found[fault] = int(trainings.differs(name, 0, **armed))
+        trainings_until_found[fault] = int(trainings.differs(name, 0, **armed))
     for fault, bug in BUGS.items():
         if bug.job in VARIANTS:
-            found[fault] = trainings.count_until_found(bug)
-    return {"correct": correct, "found": found, "findings": trainings.device.findings()}
+            trainings_until_found[fault] = trainings.count_until_found(bug)
+    return {
+        "differs without fault": differs_without_fault,
+        "trainings until found": trainings_until_found,
+        "findings": trainings.device.findings(),
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Ranks that issue other collectives of equal kinds and sizes over gloo, and programs that may.
+"""Programs over gloo whose last rank issues other collectives, and programs that must not raise.
 
-gloo matches such collectives, so without a comparison the ranks train with wrong numbers. Each
-rank runs ``steps`` equal steps of two models. Then the last rank diverges.
+The other collectives have the same kind and size. gloo matches such collectives, so without a
+comparison the ranks train with wrong numbers. Without labels, the ranks compare their collectives
+at the end of each backward (an agreement).
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ KINDS = (
 def run_kinds(
     rank: int, world_size: int, steps: int, names: tuple[str, ...] = KINDS
 ) -> dict[str, tuple[str, int, float]]:
-    """Returns the exception's text, the completed steps since the divergence, and the seconds."""
+    """Runs ``steps`` equal steps of two models on each rank. Then the last rank diverges.
+
+    Returns the exception's text, the completed steps since the divergence, and the seconds.
+    """
     results = {}
     for name in names:
         group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
@@ -125,7 +129,10 @@ def run_kinds(
 
 
 def train_after_mismatch(rank: int, world_size: int) -> list[bool]:
-    """Whether each shard equals that of a run whose ranks never diverged."""
+    """Returns whether the mismatch raised, and for each shard whether it has the expected values.
+
+    The expected values are those of a run whose ranks never diverged.
+    """
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
     mesh = DeviceMesh.from_group(group, "cpu")
     expected, program = Program(mesh), Program(mesh)
@@ -223,7 +230,7 @@ def one_backward_of_two_roots(rank: int, group: Any) -> None:
 
 
 def torch_functions_on_one_rank(rank: int, group: Any) -> None:
-    """A wrapper of one of torch's functions on one rank: torch's functions move the data there."""
+    """Rank 0 patches torch's ``foreach_reduce``, so torch's code moves the data on that rank."""
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
 
     original = torch_group.foreach_reduce
@@ -239,7 +246,7 @@ def evaluation_on_all(rank: int, group: Any) -> None:
     model = _make_model(group)
     for _ in range(2):
         with torch.no_grad():
-            for _ in range(150):  # 750 gathers, more than the ranks keep
+            for _ in range(150):  # 600 gathers, more than OP_ENTRIES of agreement.h
                 model(torch.ones(2, SIZE))
         _train(model, 1)
 

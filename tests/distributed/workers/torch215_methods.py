@@ -167,10 +167,14 @@ def units_without_sync_keep_gradients(api: Api) -> Found:
     model.set_requires_gradient_sync(True)
     model[0].set_requires_gradient_sync(False)
     model.finalize_backward()
-    early = [name for name, grad in grads(model).items() if grad is None]
+    without_gradient = [name for name, grad in grads(model).items() if grad is None]
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
-    return {"early": early, "found": grads(model), "expected": reference(api.rank, 1)}
+    return {
+        "no gradient after first finalization": without_gradient,
+        "found": grads(model),
+        "expected": reference(api.rank, 1),
+    }
 
 
 @scenario()

@@ -1,5 +1,6 @@
-/* LD_PRELOAD library that drops one cudaStreamWaitEvent call of fsdp_c's extension.
- * races.py uses it as a seeded bug: no separate build of the extension is needed. */
+/* LD_PRELOAD library that drops one cudaStreamWaitEvent call of fsdp_c's extension. A call is one
+ * of the extension if a frame of the extension is among the innermost DEPTH frames.
+ * dropped_waits.py uses it as a seeded bug: no separate build of the extension is needed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <execinfo.h>
@@ -12,9 +13,9 @@ typedef int (*wait_function)(void *stream, void *event, unsigned int flags);
 
 enum { DEPTH = 32 };
 
-static long waits;         /* calls of the extension since drop_wait() */
-static long dropped = -1;  /* index of the call to drop; -1: none */
-static uintptr_t from, to; /* address range of the extension */
+static _Atomic long waits;        /* calls of the extension since drop_wait(), in all threads */
+static _Atomic long dropped = -1; /* index of the call to drop; -1: none */
+static uintptr_t from, to;        /* address range of the extension */
 
 static int find_extension(struct dl_phdr_info *info, size_t size, void *unused) {
     (void)size;

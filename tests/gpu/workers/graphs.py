@@ -1,7 +1,8 @@
 """Captures a training step, with its gathers and frees, in a CUDA graph and replays it.
 
 The gradients of the replays must equal those of eager steps bit for bit, also after the weights
-changed. For comparison, torch runs the same cases; its failures do not fail the step.
+changed. For comparison, torch runs the same cases; torch's failures do not fail this step of the
+GPU check.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ def run_all_cases(implementation: str) -> dict[str, str]:
 
 
 def run_both_implementations() -> dict[str, dict[str, str]]:
-    """Runs all cases in one process per implementation: a failed capture can break the device."""
+    """Runs all cases in one process per implementation.
+
+    A failed capture can leave the process's CUDA context unusable.
+    """
     command = [sys.executable, __file__]
     processes = {
         name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True)
