@@ -2,6 +2,7 @@
  * each call of a scenario with such checksums. */
 #include "core/device_checksums.h"
 
+#include "kernels/checksum.h"
 #include "sim_model.h"
 
 enum { FLIPS = 200 };
@@ -88,7 +89,9 @@ static void host_does_not_wait_for_the_copy_of_a_table(void **state) {
     end();
 }
 
-typedef enum flip { NO_FLIP, FLIP_SHARD, FLIP_OWN_ROW, FLIP_ROWS } flip;
+typedef enum flip { NO_FLIP, FLIP_OWN_ROW, FLIP_ROWS } flip;
+
+static uint64_t of_rows; /* checksum of the gathered rows alone */
 
 static void flip_bit(const fct_tensor *tensor, int64_t offset, uint64_t bit) {
     fct_facts facts;
@@ -96,18 +99,13 @@ static void flip_bit(const fct_tensor *tensor, int64_t offset, uint64_t bit) {
     ((unsigned char *)facts.data)[offset + (int64_t)(bit / 8)] ^= (unsigned char)(1U << bit % 8);
 }
 
-/* Gathers the unit of layer 1 and flips a bit: of the shard before the pack, or of a row after the
- * all-gather. Returns the checksum. */
+/* Gathers the unit of layer 1, flips a bit of a row, and sets `of_rows`. Returns the checksum. */
 static uint64_t gather_with_flip(flip what, uint64_t bit) {
-    sim_group *group = &model->layers[1].groups[0];
-    fc_gather *gather = &group->core.gather;
+    fc_gather *gather = &model->layers[1].groups[0].core.gather;
     fc_device_checksums **d = &model->comm.device_checksums;
     const size_t before = sim_checksums(&list);
     bool copies = false;
     assert_int_equal(fc_device_checksums_begin(d, sim_device()), FC_OK);
-    if (what == FLIP_SHARD) {
-        flip_bit(group->params[0].sharded, 0, bit);
-    }
     assert_int_equal(fc_gather_start(gather, false, true, FC_STREAM_DIRECT), FC_OK);
     assert_int_equal(fc_gather_await(gather), FC_OK);
     sim_drain();
@@ -117,13 +115,13 @@ static uint64_t gather_with_flip(flip what, uint64_t bit) {
     } else if (what == FLIP_ROWS) {
         flip_bit(gather->pending.buffer, 0, bit % (uint64_t)(16 * row));
     }
+    fct_facts facts;
+    fct_tensor_facts(gather->pending.buffer, &facts);
+    of_rows = fck_checksum(facts.data, (size_t)(gather->plan.world * row));
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
     sim_drain();
     fc_gather_complete(gather, NULL);
     fc_gather_free(gather);
-    if (what == FLIP_SHARD) {
-        flip_bit(group->params[0].sharded, 0, bit);
-    }
     assert_int_equal(fc_device_checksums_needs_copy(*d, &copies), FC_OK);
     assert_int_equal(fc_device_checksums_end_interval(*d, copies), FC_OK);
     sim_drain();
@@ -144,13 +142,14 @@ static void each_flipped_bit_of_a_gathered_row_changes_the_checksum(void **state
     end();
 }
 
-/* If a bit flips after the pack, the other ranks receive the flipped bit, too. Their checksum is
- * that of a shard with this bit. */
-static void changed_own_row_has_another_checksum_than_the_received_row(void **state) {
+/* If a bit flips after the pack, the other ranks may receive it, too. Their checksum is that of the
+ * rows. */
+static void changed_own_row_has_another_checksum_than_the_gathered_rows(void **state) {
     (void)state;
     begin();
+    assert_int_equal(gather_with_flip(NO_FLIP, 0), of_rows);
     for (uint64_t bit = 0; bit < 64; bit++) {
-        assert_true(gather_with_flip(FLIP_OWN_ROW, bit) != gather_with_flip(FLIP_SHARD, bit));
+        assert_true(gather_with_flip(FLIP_OWN_ROW, bit) != of_rows);
     }
     end();
 }
@@ -161,14 +160,45 @@ static void captured_step_has_unknown_checksums_and_no_copy(void **state) {
     step();
     step();
     const size_t count = sim_checksums(&list);
+    bool copies = true;
     sim_capture(true);
     step();
+    sim_capture(false);
+    assert_int_equal(fc_device_checksums_begin(&model->comm.device_checksums, sim_device()), FC_OK);
+    assert_non_null(fc_device_checksums_take(model->comm.device_checksums).at);
+    sim_capture(true);
+    assert_int_equal(fc_device_checksums_needs_copy(model->comm.device_checksums, &copies), FC_OK);
+    assert_false(copies);
     sim_capture(false);
     step();
     step();
     assert_int_equal(sim_checksums(&list), 4 * count);
     assert_int_equal(count_unknown(4 * count), count);
     assert_int_equal(sim_checksum_intervals(), 4);
+    end();
+}
+
+/* A backward that is not the last one does not wait for its reductions. The simulation fails if the
+ * next table uses the memory of this one before its last use. */
+static void interval_ends_after_its_checksums_on_all_streams(void **state) {
+    (void)state;
+    begin();
+    step();
+    assert_int_equal(fc_state_begin_iteration(&model->layers[0].core, true), FC_OK);
+    fc_device_checksums *d = model->comm.device_checksums;
+    fc_device_sum sum = fc_device_checksums_take(d);
+    const fct_stream current = fct_stream_current(sim_device()), other = model->comm.reduce_stream;
+    assert_non_null(sum.at);
+    assert_int_equal(fc_comm_order_streams(&model->comm, other, current), FC_OK);
+    (void)fct_stream_set_current(other);
+    assert_int_equal(fc_device_checksums_add(d, &sum, NULL, 0, &model->comm.error), FC_OK);
+    (void)fct_stream_set_current(current);
+    fc_device_checksums_complete(d, &sum, &model->layers[1].groups[0].core.base.shard, "",
+                                 FC_ALL_GATHER);
+    model->iteration.is_last_backward = false;
+    assert_int_equal(fc_iteration_end_backward(&model->iteration, &model->comm), FC_OK);
+    model->iteration.is_last_backward = true;
+    assert_int_equal(fc_device_checksums_begin(&model->comm.device_checksums, sim_device()), FC_OK);
     end();
 }
 
@@ -222,8 +252,9 @@ int main(void) {
         cmocka_unit_test(each_step_passes_the_checksums_of_the_previous_step),
         cmocka_unit_test(host_does_not_wait_for_the_copy_of_a_table),
         cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
-        cmocka_unit_test(changed_own_row_has_another_checksum_than_the_received_row),
+        cmocka_unit_test(changed_own_row_has_another_checksum_than_the_gathered_rows),
         cmocka_unit_test(captured_step_has_unknown_checksums_and_no_copy),
+        cmocka_unit_test(interval_ends_after_its_checksums_on_all_streams),
         cmocka_unit_test(reset_makes_the_checksums_before_it_unknown),
         cmocka_unit_test(table_that_is_full_has_no_sum),
         cmocka_unit_test(sum_of_an_ended_interval_is_unknown),
