@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 
 namespace fct {
@@ -32,7 +33,7 @@ struct fct_pg {
         progress_thread_new(), &progress_thread_free}; /* null: no memory */
     /* Shared with the works of the group, which may outlive the handle. */
     std::shared_ptr<fct::WaitStop> stop = std::make_shared<fct::WaitStop>();
-    size_t owners = 1;
+    std::atomic<size_t> owners{1}; /* fct_pg_retain needs no GIL */
 };
 
 namespace fct {

@@ -178,18 +178,6 @@ void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other)
     fct_error_put_back(error);
 }
 
-fc_status fc_comm_join_streams(fc_comm_ctx *c) {
-    assert(c->has_streams || !c->streams_ready);
-    fc_status status = FC_OK;
-    const fct_stream all[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream,
-                              c->all_reduce_stream};
-    for (size_t i = 0; c->streams_ready && i < sizeof all / sizeof all[0]; i++) {
-        FC_TRY(fc_comm_order_streams(c, fct_stream_current(c->device), all[i]));
-    }
-done:
-    return status;
-}
-
 fc_status fc_comm_quiesce(fc_comm_ctx *c) {
     assert(c->has_streams || !c->streams_ready);
     fc_status status = FC_OK;
@@ -199,7 +187,9 @@ fc_status fc_comm_quiesce(fc_comm_ctx *c) {
     const fct_stream all[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream,
                               c->all_reduce_stream};
     fct_stream current = fct_stream_current(c->device);
-    FC_TRY(fc_comm_join_streams(c));
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        FC_TRY(fc_comm_order_streams(c, current, all[i]));
+    }
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         FC_TRY(fc_comm_order_streams(c, all[i], current));
     }

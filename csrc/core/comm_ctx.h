@@ -108,8 +108,6 @@ FC_CHECK fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot);
 FC_CHECK fc_status fc_comm_order_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
 /* Like fc_comm_order_streams, for cleanup: ignores failures and preserves a pending exception. */
 void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other);
-/* Makes the current stream wait for all streams of the context. */
-FC_CHECK fc_status fc_comm_join_streams(fc_comm_ctx *c);
 /* Makes the current stream wait for all streams of the context. Then makes all streams of the
  * context wait for the current stream. Call it before freeing memory whose users are unknown. */
 FC_CHECK fc_status fc_comm_quiesce(fc_comm_ctx *c);

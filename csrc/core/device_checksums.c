@@ -3,26 +3,31 @@
  *
  * All comm contexts of the process share one queue of ended intervals, because the transport counts
  * intervals by process group, and contexts may share process groups. The queue keeps the order of
- * the ends of backwards, which is equal on all ranks. Times of copies are not. */
+ * the ends of backwards, which is equal on all ranks. Times of copies are not. The GIL guards the
+ * queue.
+ *
+ * Streams: the stream that takes the first sum zeroes the table. Each addition waits for the event
+ * `zeroed`. The end of the interval makes the current stream wait for all streams with additions.
+ * The table is released when its copy is done, so no stream uses its memory any more. */
 #include "device_checksums.h"
 
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/autograd.h"
 #include "../bridge/tensor.h"
 
 enum {
     TABLE_SUMS = 2048,
-    /* If more intervals wait for their copies, the checksums of the next one are unknown. */
-    COPIES_MAX = 8,
+    STREAMS_MAX = 8, /* with additions in one interval */
 };
 
 /* A completed collective. */
 typedef struct checksum_entry {
     fct_pg *pg; /* counted */
     fct_op_tag tag;
-    uint64_t number; /* of the collectives over `pg` at the end of the interval */
+    uint64_t number; /* of the interval of `pg` */
     int64_t index;   /* in the table; -1: the checksum is unknown */
 } checksum_entry;
 
@@ -36,6 +41,8 @@ typedef struct entry_list {
 typedef struct ended_interval {
     const fc_device_checksums *owner;
     entry_list entries;
+    fct_tensor *table;
+    fct_event *zeroed;
     fct_tensor *sums; /* pinned copy of the table; NULL: no checksum is known */
     fct_event *copied;
     struct ended_interval *next;
@@ -43,13 +50,15 @@ typedef struct ended_interval {
 
 struct fc_device_checksums {
     fct_device device;
-    fct_tensor *sample; /* has the shape of a table */
-    fct_tensor *table;  /* of the open interval; NULL: none */
-    uint64_t *sums;     /* the memory of `table` */
-    size_t taken;       /* sums of `table` */
-    uint64_t interval;  /* number of the open interval */
+    fct_tensor *table;               /* of the open interval; NULL: none */
+    fct_event *zeroed;               /* of `table` */
+    uint64_t *sums;                  /* the memory of `table` */
+    size_t taken;                    /* sums of `table` */
+    uint64_t interval;               /* number of the open interval */
+    fct_stream streams[STREAMS_MAX]; /* with additions to `table` */
+    size_t stream_count;
     entry_list entries;
-    bool incomplete; /* an entry is missing: all checksums of the interval are unknown */
+    bool incomplete; /* an entry or a stream is missing: the interval is unknown */
 };
 
 static ended_interval *oldest; /* the queue; the GIL guards it */
@@ -83,18 +92,11 @@ static bool reserve_entry(entry_list *list) {
 
 static void free_ended(ended_interval *ended) {
     release_entries(&ended->entries);
+    fct_tensor_release(ended->table);
     fct_tensor_release(ended->sums);
+    fct_event_free(ended->zeroed);
     fct_event_free(ended->copied);
     free(ended);
-}
-
-/* Returns the number of ended intervals. */
-static size_t count_ended(void) {
-    size_t count = 0;
-    for (const ended_interval *e = oldest; e != NULL; e = e->next) {
-        count++;
-    }
-    return count;
 }
 
 static void append_ended(ended_interval *ended) {
@@ -103,6 +105,23 @@ static void append_ended(ended_interval *ended) {
         end = &(*end)->next;
     }
     *end = ended;
+}
+
+/* Removes the intervals of a context from the queue. Returns them as a list. */
+static ended_interval *remove_ended(const fc_device_checksums *owner) {
+    ended_interval *removed = NULL;
+    ended_interval **at = &oldest;
+    while (*at != NULL) {
+        ended_interval *ended = *at;
+        if (ended->owner == owner) {
+            *at = ended->next;
+            ended->next = removed;
+            removed = ended;
+        } else {
+            at = &ended->next;
+        }
+    }
+    return removed;
 }
 
 /* Passes the checksums of the interval to the transport. */
@@ -120,7 +139,7 @@ static void pass(const ended_interval *ended) {
             memcpy(&sum, (const char *)facts.data + entry->index * (int64_t)sizeof sum, sizeof sum);
             sum = sum != 0 ? sum : 1;
         }
-        fct_add_checksum(entry->pg, &entry->tag, sum);
+        fct_add_device_checksum(entry->pg, &entry->tag, sum);
     }
     for (size_t i = 0; i < list->count; i++) {
         fct_end_checksum_interval(list->items[i].pg, list->items[i].number);
@@ -139,41 +158,43 @@ static fc_status pass_ended(void) {
         if (!done) {
             return FC_OK;
         }
-        pass(ended);
         oldest = ended->next;
+        pass(ended);
         free_ended(ended);
     }
 done:
     return status;
 }
 
-/* ---- the open interval ---- */
+/* ---- the table of the open interval ---- */
 
 void fc_device_checksums_free(fc_device_checksums *d) {
     assert(d == NULL || d->taken <= TABLE_SUMS);
-    ended_interval **at = &oldest;
-    while (d != NULL && *at != NULL) {
-        ended_interval *ended = *at;
-        if (ended->owner == d) {
-            *at = ended->next;
-            free_ended(ended);
-        } else {
-            at = &ended->next;
-        }
+    if (d == NULL) {
+        return;
     }
-    if (d != NULL) {
-        release_entries(&d->entries);
-        fct_tensor_release(d->table);
-        fct_tensor_release(d->sample);
-        free(d);
+    for (ended_interval *ended = remove_ended(d); ended != NULL;) {
+        ended_interval *next = ended->next;
+        free_ended(ended);
+        ended = next;
     }
+    release_entries(&d->entries);
+    fct_tensor_release(d->table);
+    fct_event_free(d->zeroed);
+    free(d);
+}
+
+/* Returns the kernels of the device, or NULL if they compute no checksums. */
+static const fck_backend *find_kernels(fct_device device) {
+    const fck_backend *kernels = fck_backend_of(device.type);
+    return kernels != NULL && kernels->add_checksums != NULL ? kernels : NULL;
 }
 
 /* Writes whether a CUDA graph captures the current stream. */
 static fc_status query_capture(fct_device device, bool *capturing) {
     fct_device before;
     void *stream = NULL;
-    const fck_backend *kernels = fck_backend_of(device.type);
+    const fck_backend *kernels = find_kernels(device);
     *capturing = false;
     if (kernels == NULL || kernels->is_capturing == NULL) {
         return FC_OK;
@@ -186,13 +207,42 @@ static fc_status query_capture(fct_device device, bool *capturing) {
     return FC_OK;
 }
 
-fc_status fc_device_checksums_begin(fc_device_checksums **d, fct_device device) {
-    assert(d != NULL && fct_device_has_streams(device));
+/* Allocates and zeroes the table on the current stream. Leaves it NULL if it has no memory. */
+static fc_status make_table(fc_device_checksums *d) {
     fc_status status = FC_OK;
-    const fck_backend *kernels = fck_backend_of(device.type);
+    fct_tensor *sample = NULL;
     fct_tensor *table = NULL;
+    fct_event *zeroed = NULL;
     fct_facts facts;
-    bool capturing = false;
+    void *pause = fct_functorch_pause(); /* transforms must not wrap the new tensors */
+    FC_TRY_RAISED(
+        fct_tensor_empty(TABLE_SUMS * (int64_t)sizeof(uint64_t), FCK_UINT8, d->device, &sample));
+    FC_TRY_RAISED(fct_tensor_zeros_like(sample, &table));
+    fct_tensor_facts(table, &facts);
+    if (facts.data == NULL || !facts.contiguous) {
+        goto done;
+    }
+    FC_TRY_RAISED(fct_event_new(d->device, &zeroed));
+    FC_TRY_RAISED(fct_event_record(zeroed, fct_stream_current(d->device)));
+    *d = (fc_device_checksums){.device = d->device,
+                               .table = table,
+                               .zeroed = zeroed,
+                               .sums = (uint64_t *)facts.data,
+                               .interval = d->interval,
+                               .entries = d->entries,
+                               .incomplete = d->incomplete};
+    table = NULL;
+    zeroed = NULL;
+done:
+    fct_tensor_release(sample);
+    fct_tensor_release(table);
+    fct_event_free(zeroed);
+    fct_functorch_resume(pause);
+    return status;
+}
+
+/* Makes *d, unless it exists. */
+static fc_status make_checksums(fc_device_checksums **d, fct_device device) {
     if (*d == NULL) {
         *d = (fc_device_checksums *)calloc(1, sizeof **d);
         if (*d == NULL) {
@@ -200,133 +250,193 @@ fc_status fc_device_checksums_begin(fc_device_checksums **d, fct_device device) 
         }
         (*d)->device = device;
     }
-    if ((*d)->table != NULL || kernels == NULL || kernels->add_checksums == NULL) {
-        return FC_OK;
+    return FC_OK;
+}
+
+fc_status fc_device_checksums_take(fc_device_checksums **d, fct_device device, fc_device_sum *sum) {
+    assert(fct_device_has_streams(device));
+    fc_status status = FC_OK;
+    bool capturing = false;
+    *sum = (fc_device_sum){0};
+    FC_TRY(make_checksums(d, device));
+    if ((*d)->table == NULL && find_kernels(device) != NULL) {
+        FC_TRY(query_capture(device, &capturing));
+        if (!capturing) {
+            FC_TRY(make_table(*d));
+        }
     }
-    FC_TRY(query_capture(device, &capturing));
-    if (capturing) {
-        return FC_OK;
+    if ((*d)->table != NULL && (*d)->taken < TABLE_SUMS) {
+        *sum = (fc_device_sum){.at = &(*d)->sums[(*d)->taken++], .interval = (*d)->interval};
     }
-    if ((*d)->sample == NULL) {
-        FC_TRY_RAISED(fct_tensor_empty(TABLE_SUMS * (int64_t)sizeof(uint64_t), FCK_UINT8, device,
-                                       &(*d)->sample));
-    }
-    FC_TRY_RAISED(fct_tensor_zeros_like((*d)->sample, &table));
-    fct_tensor_facts(table, &facts);
-    (*d)->table = table;
-    (*d)->sums = (uint64_t *)facts.data;
-    (*d)->taken = 0;
 done:
     return status;
 }
 
-fc_device_sum fc_device_checksums_take(fc_device_checksums *d) {
-    assert(d == NULL || d->taken <= TABLE_SUMS);
-    if (d == NULL || d->table == NULL || d->taken == TABLE_SUMS) {
-        return (fc_device_sum){0};
+/* Adds the stream to the list. Returns false if the list is full. */
+static bool add_stream(fc_device_checksums *d, fct_stream stream) {
+    size_t i = 0;
+    while (i < d->stream_count && d->streams[i].id != stream.id) {
+        i++;
     }
-    return (fc_device_sum){.at = &d->sums[d->taken++], .interval = d->interval};
+    if (i == STREAMS_MAX) {
+        return false;
+    }
+    d->streams[i] = stream;
+    d->stream_count += i == d->stream_count ? 1 : 0;
+    return true;
 }
 
-fc_status fc_device_checksums_add(const fc_device_checksums *d, fc_device_sum *sum,
+fc_status fc_device_checksums_add(fc_device_checksums *d, fc_device_sum *sum,
                                   const fck_range *ranges, size_t count, fc_error *err) {
     assert(count <= FCK_RANGES);
     fct_device before;
-    void *stream = NULL;
+    void *native = NULL;
     const char *failure = NULL;
     if (sum->at == NULL) {
         return FC_OK;
     }
-    const fck_backend *kernels = fck_backend_of(d->device.type);
-    if (sum->interval != d->interval || kernels == NULL || kernels->add_checksums == NULL) {
+    const fck_backend *kernels = find_kernels(d->device);
+    const fct_stream stream = fct_stream_current(d->device);
+    if (sum->interval != d->interval || kernels == NULL) {
         sum->at = NULL;
         return FC_OK;
     }
-    if (fct_launch_enter(d->device, &before, &stream) != 0) {
+    if (fct_launch_enter(d->device, &before, &native) != 0) {
         return FC_ERAISED;
     }
-    if (kernels->is_capturing != NULL && kernels->is_capturing(stream) != 0) {
-        sum->at = NULL;
+    const bool capturing = kernels->is_capturing != NULL && kernels->is_capturing(native) != 0;
+    bool ordered = false;
+    if (!capturing && add_stream(d, stream)) {
+        ordered = fct_event_wait(d->zeroed, stream) == 0;
+        failure = ordered ? kernels->add_checksums(ranges, count, sum->at, native) : NULL;
     } else {
-        failure = kernels->add_checksums(ranges, count, sum->at, stream);
+        sum->at = NULL;
+        ordered = true;
     }
     fct_launch_leave(before);
+    if (!ordered) {
+        return FC_ERAISED;
+    }
     return failure == NULL ? FC_OK
                            : fc_error_set(err, FC_ESTATE, "a checksum kernel failed: %s", failure);
 }
 
-void fc_device_checksums_complete(fc_device_checksums *d, const fc_device_sum *sum,
-                                  fc_process_group *pg, const char *modules,
-                                  fc_operation operation) {
+void fc_device_checksums_complete(fc_device_checksums **d, fct_device device,
+                                  const fc_device_sum *sum, fc_process_group *pg,
+                                  const char *modules, fc_operation operation) {
     assert(operation != FC_REDUCE_SCATTER);
     fct_op_tag tag;
-    if (d == NULL || !fc_process_group_describe_checksum(pg, modules, operation, &tag)) {
+    if (make_checksums(d, device) != FC_OK ||
+        !fc_process_group_describe_checksum(pg, modules, operation, &tag)) {
         return;
     }
-    if (!reserve_entry(&d->entries)) {
-        d->incomplete = true;
+    entry_list *entries = &(*d)->entries;
+    if (entries->count == 2 * (size_t)TABLE_SUMS || !reserve_entry(entries)) {
+        (*d)->incomplete = true;
         return;
     }
-    const bool known = sum->at != NULL && sum->interval == d->interval;
+    const bool known = sum->at != NULL && sum->interval == (*d)->interval;
     tag.group = ""; /* the names of modules may not outlive this call */
     fct_pg_retain(pg->handle);
-    d->entries.items[d->entries.count++] = (checksum_entry){
-        .pg = pg->handle, .tag = tag, .index = known ? (int64_t)(sum->at - d->sums) : -1};
+    entries->items[entries->count++] = (checksum_entry){
+        .pg = pg->handle, .tag = tag, .index = known ? (int64_t)(sum->at - (*d)->sums) : -1};
 }
 
-fc_status fc_device_checksums_needs_copy(const fc_device_checksums *d, bool *copies) {
-    assert(copies != NULL);
+/* ---- the end of an interval ---- */
+
+bool fc_device_checksums_is_half_full(const fc_device_checksums *d) {
+    return d != NULL && d->entries.count >= TABLE_SUMS / 2;
+}
+
+/* Makes the current stream wait for all additions. */
+static fc_status join_streams(const fc_device_checksums *d, const fct_stream *streams,
+                              size_t count) {
     fc_status status = FC_OK;
+    fct_event *event = NULL;
+    const fct_stream current = fct_stream_current(d->device);
+    for (size_t i = 0; i < count; i++) {
+        if (streams[i].id == current.id) {
+            continue;
+        }
+        FC_TRY_RAISED(fct_event_new(d->device, &event));
+        FC_TRY_RAISED(fct_event_record(event, streams[i]));
+        FC_TRY_RAISED(fct_event_wait(event, current));
+        fct_event_free(event);
+        event = NULL;
+    }
+done:
+    fct_event_free(event);
+    return status;
+}
+
+/* Queues the copy of the table to pinned memory, if `copies`. On failure, and without the copy, the
+ * checksums are unknown. */
+static fc_status copy_table(const fc_device_checksums *d, ended_interval *ended,
+                            const fct_stream *streams, size_t count, bool copies) {
+    fc_status status = FC_OK;
+    fct_tensor *sums = NULL;
+    FC_TRY(join_streams(d, streams, count));
+    FC_TRY_RAISED(fct_event_new(d->device, &ended->copied));
+    if (copies) {
+        FC_TRY_RAISED(fct_tensor_to_host(ended->table, true, &sums));
+    }
+    FC_TRY_RAISED(fct_event_record(ended->copied, fct_stream_current(d->device)));
+    ended->sums = sums;
+    sums = NULL;
+done:
+    fct_tensor_release(sums);
+    return status;
+}
+
+/* Numbers the interval of each process group. */
+static void number_entries(entry_list *list) {
+    for (size_t i = 0; i < list->count; i++) {
+        size_t first = 0;
+        while (list->items[first].pg != list->items[i].pg) {
+            first++;
+        }
+        list->items[i].number =
+            first < i ? list->items[first].number : fct_number_checksum_interval(list->items[i].pg);
+    }
+}
+
+/* Moves the open interval to `ended`. Another one is open afterwards. */
+static void detach(fc_device_checksums *d, ended_interval *ended) {
+    number_entries(&d->entries);
+    *ended =
+        (ended_interval){.owner = d, .entries = d->entries, .table = d->table, .zeroed = d->zeroed};
+    *d = (fc_device_checksums){.device = d->device, .interval = d->interval + 1};
+}
+
+fc_status fc_device_checksums_end_interval(fc_device_checksums *d) {
+    fc_status status = FC_OK;
+    fct_stream streams[STREAMS_MAX];
     bool capturing = false;
-    *copies = false;
-    if (d == NULL || d->table == NULL || d->taken == 0 || d->incomplete ||
-        count_ended() >= COPIES_MAX) {
+    if (d == NULL) {
         return FC_OK;
     }
+    assert(d->stream_count <= STREAMS_MAX && d->taken <= TABLE_SUMS);
     FC_TRY(query_capture(d->device, &capturing));
-    *copies = !capturing;
+    if (capturing) { /* allows no query of an event */
+        fc_device_checksums_drop(d);
+        return FC_OK;
+    }
+    if (d->entries.count > 0) {
+        ended_interval *ended = (ended_interval *)calloc(1, sizeof *ended);
+        if (ended == NULL) {
+            return FC_ENOMEM;
+        }
+        const size_t count = d->stream_count;
+        const bool copies = !d->incomplete;
+        memcpy(streams, d->streams, sizeof streams);
+        detach(d, ended);
+        append_ended(ended);
+        if (count > 0) {
+            FC_TRY(copy_table(d, ended, streams, count, copies));
+        }
+    }
+    FC_TRY(pass_ended());
 done:
-    return status;
-}
-
-/* Queues the copy of the table to pinned memory, and releases the table. */
-static fc_status copy_table(fc_device_checksums *d, ended_interval *ended) {
-    fc_status status = FC_OK;
-    FC_TRY_RAISED(fct_event_new(d->device, &ended->copied));
-    FC_TRY_RAISED(fct_tensor_to_host(d->table, true, &ended->sums));
-    FC_TRY_RAISED(fct_event_record(ended->copied, fct_stream_current(d->device)));
-    fct_tensor_release(d->table);
-    d->table = NULL;
-    d->sums = NULL;
-done:
-    return status;
-}
-
-fc_status fc_device_checksums_end_interval(fc_device_checksums *d, bool copies) {
-    assert(d == NULL || !copies || d->table != NULL);
-    fc_status status = FC_OK;
-    if (d == NULL || d->entries.count == 0) {
-        return d == NULL ? FC_OK : pass_ended();
-    }
-    ended_interval *ended = (ended_interval *)calloc(1, sizeof *ended);
-    if (ended == NULL) {
-        return FC_ENOMEM;
-    }
-    ended->owner = d;
-    if (copies) {
-        FC_TRY(copy_table(d, ended));
-    }
-    for (size_t i = 0; i < d->entries.count; i++) {
-        d->entries.items[i].number = fct_count_collectives(d->entries.items[i].pg);
-    }
-    ended->entries = d->entries;
-    d->entries = (entry_list){0};
-    d->incomplete = false;
-    d->interval++;
-    append_ended(ended);
-    return pass_ended();
-done:
-    free_ended(ended);
     return status;
 }
 

@@ -3,13 +3,15 @@
  * A kernel adds the checksum of the data of each all-gather and all-reduce to one 64-bit sum. The
  * sums of an interval, which ends with a backward, are a table in the memory of the device. At the
  * end of the backward the table is copied to pinned memory. A later end of a backward passes the
- * sums to the transport, if their copy is done. So the host never waits for the device.
+ * sums to the transport, if their copy is done. So the host does not wait for the copy.
  *
  *   open --- end of a backward ---> copying --- copy done, earlier intervals passed ---> passed
  *
- * While a CUDA graph captures the current stream, checksums are unknown: a replay must not write to
- * the table. The GIL guards the structs of this module. Precondition of all functions: the table of
- * the open interval, if there is one, was allocated by fc_device_checksums_begin. */
+ * While a CUDA graph captures the current stream, checksums are unknown and no interval ends: a
+ * replay must not write to the table.
+ *
+ * Precondition of all functions: one thread at a time uses the checksums of a context. Only
+ * fc_device_checksums_free and fc_device_checksums_end_interval need the GIL. */
 #ifndef FSDP_C_CORE_DEVICE_CHECKSUMS_H
 #define FSDP_C_CORE_DEVICE_CHECKSUMS_H
 
@@ -28,27 +30,25 @@ typedef struct fc_device_sum {
 
 /* NULL is allowed. Checksums that were not passed are lost. */
 void fc_device_checksums_free(fc_device_checksums *d);
-/* Allocates the table of the open interval on the current stream, unless there is one. *d: NULL
- * before the first call. Call it before the streams of collectives wait for the current stream. */
-FC_CHECK fc_status fc_device_checksums_begin(fc_device_checksums **d, fct_device device);
-/* Takes a sum of the open interval. It is unknown if there is no table, or if the table is full. d:
- * NULL is allowed. */
-fc_device_sum fc_device_checksums_take(fc_device_checksums *d);
+/* Takes a sum of the open interval. *d: NULL before the first call. The sum is unknown if the
+ * device computes no checksums, if the table is full, and during a capture. */
+FC_CHECK fc_status fc_device_checksums_take(fc_device_checksums **d, fct_device device,
+                                            fc_device_sum *sum);
 /* Adds the checksums of ranges of memory to the sum, on the current stream. No effect if the sum is
  * unknown. Makes the sum unknown if its interval has ended, or during a capture. */
-FC_CHECK fc_status fc_device_checksums_add(const fc_device_checksums *d, fc_device_sum *sum,
+FC_CHECK fc_status fc_device_checksums_add(fc_device_checksums *d, fc_device_sum *sum,
                                            const fck_range *ranges, size_t count, fc_error *err);
-/* Ends the sum of the latest all-gather or all-reduce of `modules` over `pg`. d: NULL is allowed.
- */
-void fc_device_checksums_complete(fc_device_checksums *d, const fc_device_sum *sum,
-                                  fc_process_group *pg, const char *modules,
-                                  fc_operation operation);
-/* Writes whether the end of the open interval copies the table. Then the current stream must wait
- * for all adds first. d: NULL is allowed. */
-FC_CHECK fc_status fc_device_checksums_needs_copy(const fc_device_checksums *d, bool *copies);
-/* Ends the interval, and passes the checksums of earlier intervals to the transport. `copies`: see
- * above. d: NULL is allowed. */
-FC_CHECK fc_status fc_device_checksums_end_interval(fc_device_checksums *d, bool copies);
+/* Ends the sum of the latest all-gather or all-reduce of `modules` over `pg`. *d: NULL before the
+ * first call. */
+void fc_device_checksums_complete(fc_device_checksums **d, fct_device device,
+                                  const fc_device_sum *sum, fc_process_group *pg,
+                                  const char *modules, fc_operation operation);
+/* Whether the interval should end before the next forward, because half of the table is used, as in
+ * a long evaluation. d: NULL is allowed. */
+bool fc_device_checksums_is_half_full(const fc_device_checksums *d);
+/* Ends the interval, and passes the checksums of earlier intervals to the transport. The current
+ * stream waits for all additions. d: NULL is allowed. */
+FC_CHECK fc_status fc_device_checksums_end_interval(fc_device_checksums *d);
 /* Makes the completed checksums of the open interval unknown, when all ranks reset a model. d: NULL
  * is allowed. */
 void fc_device_checksums_drop(fc_device_checksums *d);

@@ -47,14 +47,16 @@ fc_status fc_gather_checksum_read_packed(fc_gather_checksum *c, const fc_group_b
     if (!is_used(base, true) || rows == NULL) {
         return FC_OK;
     }
-    fc_device_checksums *d = base->comm->device_checksums;
+    fc_device_checksums **d = &base->comm->device_checksums;
     fc_error *err = &base->comm->error;
     FC_TRY(find_rows(rows, plan->world * plan->row_bytes, &data, err));
     const fck_range own = {.data = data + rank * plan->row_bytes,
                            .bytes = plan->row_bytes,
                            .factor = UINT64_MAX - (OWN_FACTOR - 1)};
-    c->sum = fc_device_checksums_take(d);
-    FC_TRY(fc_device_checksums_add(d, &c->sum, &own, 1, err));
+    if ((uintptr_t)data % sizeof(uint64_t) == 0) {
+        FC_TRY(fc_device_checksums_take(d, base->device, &c->sum));
+        FC_TRY(fc_device_checksums_add(*d, &c->sum, &own, 1, err));
+    }
 done:
     return status;
 }

@@ -27,8 +27,8 @@ fc_checksum *fc_gather_checksum_of_rows(fc_gather_checksum *c, const fc_group_ba
 FC_CHECK fc_status fc_gather_checksum_read_packed(fc_gather_checksum *c, const fc_group_base *base,
                                                   const fc_gather_plan *plan, int64_t rank,
                                                   const fct_tensor *rows);
-/* Adds the checksum of the gathered rows, after the copy-out. On devices with streams reads `rows`
- * on the current stream; NULL: unknown. */
+/* Adds the checksum of the gathered rows, after the copy-out. On devices with streams the current
+ * stream reads `rows`, not the unsharded parameters; NULL: unknown. */
 FC_CHECK fc_status fc_gather_checksum_add(fc_gather_checksum *c, const fc_group_base *base,
                                           fc_process_group *pg, const fc_gather_plan *plan,
                                           const fct_tensor *rows);

@@ -123,7 +123,8 @@ void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
 void fc_group_base_add_device_sum(const fc_group_base *base, fc_process_group *pg,
                                   fc_operation operation, const fc_device_sum *sum) {
     assert(base->comm->has_streams);
-    fc_device_checksums_complete(base->comm->device_checksums, sum, pg, base->name, operation);
+    fc_device_checksums_complete(&base->comm->device_checksums, base->device, sum, pg, base->name,
+                                 operation);
 }
 
 void fc_group_base_drop_checksums(const fc_group_base *base) {

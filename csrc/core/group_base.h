@@ -59,7 +59,8 @@ void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
 /* The same for a sum in the memory of a device with streams. */
 void fc_group_base_add_device_sum(const fc_group_base *base, fc_process_group *pg,
                                   fc_operation operation, const fc_device_sum *sum);
-/* Drops the checksums since the last agreement. Call it when all ranks reset the model. */
+/* Drops the checksums since the last agreement; on devices with streams they become unknown. Call
+ * it when all ranks reset the model. */
 void fc_group_base_drop_checksums(const fc_group_base *base);
 /* Computes the fields that depend on settings of the parameters. Call it after a change of them. */
 void fc_group_base_refresh(fc_group_base *base);

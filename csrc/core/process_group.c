@@ -145,7 +145,7 @@ bool fc_process_group_describe_checksum(fc_process_group *pg, const char *module
         .group = modules != NULL ? modules : "",
         .label = pg->label,
     };
-    if (!is_resolvable(pg)) {
+    if (pg->handle == NULL && !is_resolvable(pg)) {
         return false;
     }
     name_label(pg, tag->group, &tag->label);

@@ -350,8 +350,8 @@ static fc_status add_checksum(const fc_reduction *r) {
     if (c->has_streams) {
         const fck_range row = {.data = facts.data, .bytes = bytes, .factor = 1};
         fc_device_sum sum = {0};
-        if (is_readable) {
-            sum = fc_device_checksums_take(c->device_checksums);
+        if (is_readable && (uintptr_t)facts.data % sizeof(uint64_t) == 0) {
+            FC_TRY(fc_device_checksums_take(&c->device_checksums, c->device, &sum));
             FC_TRY(fc_device_checksums_add(c->device_checksums, &sum, &row, 1, &c->error));
         }
         fc_group_base_add_device_sum(r->base, &r->base->replicate, FC_ALL_REDUCE, &sum);

@@ -266,16 +266,8 @@ static fc_status await_agreements(const fc_iteration *it, fc_error *error) {
 
 /* Ends the interval of the checksums of a device with streams. */
 static fc_status end_checksum_interval(fc_comm_ctx *c, bool unused) {
-    fc_status status = FC_OK;
-    bool copies = false;
     (void)unused;
-    FC_TRY(fc_device_checksums_needs_copy(c->device_checksums, &copies));
-    if (copies) {
-        FC_TRY(fc_comm_join_streams(c));
-    }
-    FC_TRY(fc_device_checksums_end_interval(c->device_checksums, copies));
-done:
-    return status;
+    return fc_device_checksums_end_interval(c->device_checksums);
 }
 
 /* Completes the reductions. Meanwhile the ranks agree on the collectives of the iteration, all of
@@ -407,8 +399,8 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     if (s->iteration->forward_root != NULL) {
         goto done;
     }
-    if (s->comm->streams_ready && s->comm->checksums) {
-        FC_TRY(fc_device_checksums_begin(&s->comm->device_checksums, s->comm->device));
+    if (fc_device_checksums_is_half_full(s->comm->device_checksums)) {
+        FC_TRY(fc_device_checksums_end_interval(s->comm->device_checksums));
     }
     if (s->comm->streams_ready && after_compute) {
         FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &event));

@@ -39,11 +39,15 @@ static const char *fck::launch_checksums(checksum_batch &batch, void *stream) {
     return launch(fck_add_checksums, batch, batch.blocks, stream);
 }
 
-/* A failed query counts as a capture. */
+/* A failed query counts as a capture. Its error is cleared, but not an earlier one. */
 static int is_capturing(void *stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
-        cudaGetLastError();
+    const cudaError_t earlier = cudaPeekAtLastError();
+    const cudaError_t failed = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+    if (failed != cudaSuccess) {
+        if (failed != earlier) {
+            cudaGetLastError();
+        }
         return 1;
     }
     return status != cudaStreamCaptureStatusNone;

@@ -17,18 +17,22 @@ static std::atomic<void *> primary_context;
 
 constexpr int INVALID_CONTEXT = 201; /* CUDA_ERROR_INVALID_CONTEXT: the thread has no context */
 
+/* Calls a function of the driver. If the thread has no context, binds one and repeats the call. */
+template <class Call> static int call_with_context(Call call) {
+    const int failed = call();
+    const fck_bind bind = cu_ctx_set_current.load();
+    const bool repeats =
+        failed == INVALID_CONTEXT && bind != nullptr && bind(primary_context.load()) == 0;
+    return repeats ? call() : failed;
+}
+
 /* Launches `blocks` blocks of `function`. */
 static const char *launch(void *function, void *batch, uint32_t blocks, void *stream) {
     void *arguments[] = {batch};
-    const auto launch_once = [&] {
+    const int failed = call_with_context([&] {
         return cu_launch_kernel.load()(function, blocks, 1, 1, fck::THREADS, 1, 1, 0, stream,
                                        arguments, nullptr);
-    };
-    int failed = launch_once();
-    const fck_bind bind = cu_ctx_set_current.load();
-    if (failed == INVALID_CONTEXT && bind != nullptr && bind(primary_context.load()) == 0) {
-        failed = launch_once();
-    }
+    });
     return failed == 0 ? nullptr : "the driver rejected a launch of kernels made by NVRTC";
 }
 
@@ -43,7 +47,9 @@ static const char *fck::launch_checksums(checksum_batch &batch, void *stream) {
 /* A failed query counts as a capture. */
 static int is_capturing(void *stream) {
     int status = 0;
-    return cu_stream_is_capturing.load()(stream, &status) != 0 || status != 0;
+    const int failed =
+        call_with_context([&] { return cu_stream_is_capturing.load()(stream, &status); });
+    return failed != 0 || status != 0;
 }
 
 const fck_backend *fck_jit(const fck_jit_functions *functions) {

@@ -350,7 +350,7 @@ static PyMethodDef module_methods[] = {
      "collective_signature(group, number): returns the signature of a collective, 0 if unknown."},
     {"checksum_intervals", fcpy_checksum_intervals, METH_O,
      "checksum_intervals(group): returns the latest intervals of checksums on a device with "
-     "streams, as tuples of the number of collectives at the end, and of the hash; 0: unknown."},
+     "streams, as tuples of their numbers and of their hashes; 0: unknown."},
     {"checksum_entries", fcpy_checksum_entries, METH_VARARGS,
      "checksum_entries(group, number): returns 0 and the checksums of an interval, as the entries "
      "of collective_entries."},

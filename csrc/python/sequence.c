@@ -97,7 +97,7 @@ PyObject *fcpy_checksum_intervals(PyObject *module, PyObject *arg) {
     if (name == NULL || find_group(name, &pg, &n) != 0) {
         return NULL;
     }
-    const op_checksums *checksums = shm_negotiation_checksums(n);
+    const op_checksums *checksums = shm_negotiation_device_checksums(n);
     PyObject *result = PyList_New(0);
     for (size_t i = 0; result != NULL && op_checksums_interval(checksums, i) != NULL; i++) {
         const op_interval *interval = op_checksums_interval(checksums, i);
@@ -114,7 +114,7 @@ PyObject *fcpy_checksum_intervals(PyObject *module, PyObject *arg) {
 
 PyObject *fcpy_checksum_entries(PyObject *module, PyObject *args) {
     (void)module;
-    enum { CAPACITY = 1024 };
+    enum { CAPACITY = 2048 };
     unsigned long long number = 0;
     fct_pg *pg = NULL;
     shm_negotiation *n = NULL;
@@ -127,7 +127,7 @@ PyObject *fcpy_checksum_entries(PyObject *module, PyObject *args) {
         (void)PyErr_NoMemory();
     } else {
         const size_t count =
-            op_checksums_copy(shm_negotiation_checksums(n), number, entries, CAPACITY);
+            op_checksums_copy(shm_negotiation_device_checksums(n), number, entries, CAPACITY);
         result = build_entries(0, entries, count);
     }
     free(entries);

@@ -125,10 +125,6 @@ static int find_index(const op_agreement *a, fct_pg *pg, rank_pair ranks, uint64
     return 0;
 }
 
-static bool is_data(const op_entry *entry) {
-    return entry->hash != 0 && (entry->kind == OP_GATHERED_DATA || entry->kind == OP_REDUCED_DATA);
-}
-
 static void describe_entry(const op_entry *entry, const op_entry *peer, int64_t rank, char *text,
                            size_t bytes) {
     if (entry->kind <= FCT_OP_ALL_REDUCE && entry->hash != 0) {
@@ -147,16 +143,6 @@ static void describe_entry(const op_entry *entry, const op_entry *peer, int64_t 
 static void write_difference(const op_entry *first, const op_entry *second, rank_pair ranks,
                              const char *note, fct_difference *difference) {
     char texts[2][176];
-    if (is_data(first) && is_data(second)) {
-        (void)snprintf(
-            difference->text, sizeof difference->text,
-            "different data after the %s of '%s' (step %u, %s): rank %d has checksum "
-            "%016llx, rank %d has %016llx",
-            first->kind == OP_GATHERED_DATA ? "all-gather" : "all-reduce", first->label.name,
-            (unsigned)first->label.step, fct_pass_name(first->label.pass), (int)ranks.first,
-            (unsigned long long)first->hash, (int)ranks.second, (unsigned long long)second->hash);
-        return;
-    }
     describe_entry(first, second, ranks.first, texts[0], sizeof texts[0]);
     describe_entry(second, first, ranks.second, texts[1], sizeof texts[1]);
     (void)snprintf(difference->text, sizeof difference->text, "collective mismatch%s: %s, %s", note,
@@ -298,8 +284,32 @@ static op_entry entry_of(const op_entry_list *list, uint64_t number) {
 /* A collective without a label equals all others. */
 static bool is_equal(const op_entry *a, const op_entry *b) {
     return a->hash == 0 || b->hash == 0 ||
-           (a->kind == b->kind && op_label_is_equal(&a->label, &b->label) &&
-            (!is_data(a) || a->hash == b->hash));
+           (a->kind == b->kind && op_label_is_equal(&a->label, &b->label));
+}
+
+/* Describes the first checksum that differs between two ranks. Unknown checksums equal all. */
+static void describe_data(const op_entry_list *a, const op_entry_list *b, char *text,
+                          size_t bytes) {
+    const size_t count = a->count < b->count ? a->count : b->count;
+    for (uint64_t i = 0; i < count; i++) {
+        const op_entry first = entry_of(a, i), second = entry_of(b, i);
+        if (first.hash == 0 || second.hash == 0 || first.hash == second.hash ||
+            first.kind != second.kind) {
+            continue;
+        }
+        (void)snprintf(
+            text, bytes,
+            "different data after the %s of '%s' (step %u, %s): rank %d has checksum "
+            "%016llx, rank %d has %016llx",
+            first.kind == OP_GATHERED_DATA ? "all-gather" : "all-reduce", first.label.name,
+            (unsigned)first.label.step, fct_pass_name(first.label.pass), (int)a->rank,
+            (unsigned long long)first.hash, (int)b->rank, (unsigned long long)second.hash);
+        return;
+    }
+    (void)snprintf(text, bytes,
+                   "different data on ranks %d and %d after a collective that is not recorded any "
+                   "more",
+                   (int)a->rank, (int)b->rank);
 }
 
 void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b,
@@ -310,22 +320,21 @@ void op_entries_describe_difference(const op_entry_list *a, const op_entry_list 
     const uint64_t longest = end_a < end_b ? end_b : end_a;
     uint64_t number = a->first < b->first ? b->first : a->first;
     op_entry first = entry_of(a, number), second = entry_of(b, number);
+    if (first.kind >= OP_GATHERED_DATA || second.kind >= OP_GATHERED_DATA) {
+        describe_data(a, b, difference->text, sizeof difference->text);
+        return;
+    }
     while (number < end && is_equal(&first, &second)) {
         number++;
         first = entry_of(a, number);
         second = entry_of(b, number);
     }
     const rank_pair ranks = {a->rank, b->rank};
-    const uint64_t kind = entry_of(a, a->first).kind;
     if (number < longest) {
         write_difference(&first, &second, ranks, "", difference);
     } else {
         (void)snprintf(difference->text, sizeof difference->text,
-                       kind == OP_GATHERED_DATA || kind == OP_REDUCED_DATA
-                           ? "different data on ranks %d and %d after a collective that is not "
-                             "recorded any more"
-                           : "collective mismatch: ranks %d and %d issued collectives of different "
-                             "sizes",
+                       "collective mismatch: ranks %d and %d issued collectives of different sizes",
                        (int)a->rank, (int)b->rank);
     }
 }

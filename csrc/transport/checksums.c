@@ -75,6 +75,14 @@ static const op_checksum *find(const op_checksum_list *list, uint64_t number) {
 
 /* ---- intervals on devices with streams ---- */
 
+uint64_t op_checksums_number_interval(op_checksums *c, uint64_t collectives) {
+    enum { PLACE_BITS = 16 };
+    assert(collectives < UINT64_MAX >> PLACE_BITS);
+    const uint64_t first = (collectives << PLACE_BITS) + 1;
+    c->last_number = c->last_number >= first ? c->last_number + 1 : first;
+    return c->last_number;
+}
+
 void op_checksums_end_interval(op_checksums *c, uint64_t number) {
     assert(c->intervals != NULL || c->interval_count == 0);
     if (!op_checksums_any(c)) {

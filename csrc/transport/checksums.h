@@ -48,7 +48,7 @@ typedef struct op_entry {
  * OP_CHECKSUMS of them. */
 enum { OP_CHECKSUM_KINDS = 2, OP_CHECKSUMS = 256, OP_CHECKSUMS_KEPT = 4096 };
 /* The latest intervals that are kept, on devices with streams. */
-enum { OP_INTERVALS = 128 };
+enum { OP_INTERVALS = 512 };
 
 typedef struct op_checksum {
     uint64_t value; /* 0: unknown, equal to all */
@@ -68,7 +68,7 @@ typedef struct op_checksum_list {
 
 /* A closed interval on a device with streams. */
 typedef struct op_interval {
-    uint64_t number; /* of the collectives at its end */
+    uint64_t number; /* see op_checksums_number_interval */
     uint64_t hash;   /* of its checksums; 0: unknown, equal to all */
     uint64_t first[OP_CHECKSUM_KINDS];
     uint64_t count[OP_CHECKSUM_KINDS];
@@ -78,6 +78,7 @@ typedef struct op_checksums {
     op_checksum_list kinds[OP_CHECKSUM_KINDS];
     op_interval *intervals; /* [OP_INTERVALS], a ring; NULL: none */
     uint64_t interval_count;
+    uint64_t last_number; /* 0: no interval was numbered */
 } op_checksums;
 
 /* Releases the memory. The struct can be used again. */
@@ -91,6 +92,10 @@ void op_checksums_drop(op_checksums *c);
 bool op_checksums_any(const op_checksums *c);
 /* Closes the interval. Returns its hash, or 0 if a checksum is unknown or there is none. */
 uint64_t op_checksums_close(op_checksums *c);
+/* Returns a number for the next interval to end: the number of collectives at its end, and its
+ * place among the intervals that end there. So ranks that have lost an interval have equal numbers.
+ */
+uint64_t op_checksums_number_interval(op_checksums *c, uint64_t collectives);
 /* Closes an interval on a device with streams, and keeps its hash. No effect without a checksum. */
 void op_checksums_end_interval(op_checksums *c, uint64_t number);
 /* Returns a kept interval, the oldest first, or NULL at the end. */

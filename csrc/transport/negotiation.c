@@ -50,6 +50,7 @@ struct shm_negotiation {
     size_t root_count;
     bool agrees; /* on all ranks the guard is on, and agreements are allowed */
     op_agreement agreement;
+    op_checksums device_checksums; /* of devices with streams */
     op_sequence sequence;
     char stopped[FCT_DIFFERENCE_BYTES]; /* "": not stopped */
 };
@@ -80,6 +81,7 @@ void shm_negotiation_release(shm_negotiation *n) {
     op_plans_fini(&n->plans);
     free(n->roots);
     op_agreement_fini(&n->agreement);
+    op_checksums_fini(&n->device_checksums);
     op_sequence_fini(&n->sequence);
     shm_transport_release(n->transport);
     free(n->handles);
@@ -523,6 +525,11 @@ void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op
 op_checksums *shm_negotiation_checksums(shm_negotiation *n) {
     assert(atomic_load(&n->owners) > 0);
     return &n->agreement.checksums;
+}
+
+op_checksums *shm_negotiation_device_checksums(shm_negotiation *n) {
+    assert(atomic_load(&n->owners) > 0);
+    return &n->device_checksums;
 }
 
 int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued) {

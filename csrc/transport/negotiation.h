@@ -91,8 +91,10 @@ FCT_CHECK int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint6
                                            const fct_op_tag *tag);
 /* Records a collective that the fallback has moved, for later comparisons. */
 void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag);
-/* Returns the checksums of the data of completed collectives. The negotiation owns them. */
+/* Returns the checksums of the data of completed collectives, on the CPU or on devices with
+ * streams. The negotiation owns them. */
 op_checksums *shm_negotiation_checksums(shm_negotiation *n);
+op_checksums *shm_negotiation_device_checksums(shm_negotiation *n);
 /* Starts an agreement and waits for it; see op_agreement_start and op_agreement_await. The ranks
  * agree if the guard of all of them is on, and none records its collectives for torch's
  * flight recorder, which would show the agreements. Precondition of the first function: this rank

@@ -52,18 +52,28 @@ void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum) {
     }
 }
 
+void fct_add_device_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum) {
+    assert(pg != NULL && tag != NULL);
+    shm_negotiation *n = fct_negotiation_find(pg);
+    if (n != NULL) {
+        op_checksums_add(shm_negotiation_device_checksums(n), tag, checksum);
+    }
+}
+
 void fct_end_checksum_interval(fct_pg *pg, uint64_t number) {
     assert(pg != NULL);
     shm_negotiation *n = fct_negotiation_find(pg);
     if (n != NULL) {
-        op_checksums_end_interval(shm_negotiation_checksums(n), number);
+        op_checksums_end_interval(shm_negotiation_device_checksums(n), number);
     }
 }
 
-uint64_t fct_count_collectives(fct_pg *pg) {
+uint64_t fct_number_checksum_interval(fct_pg *pg) {
     assert(pg != NULL);
-    const shm_negotiation *n = fct_negotiation_find(pg);
-    return n != NULL ? shm_negotiation_count(n) : 0;
+    shm_negotiation *n = fct_negotiation_find(pg);
+    return n == NULL ? 0
+                     : op_checksums_number_interval(shm_negotiation_device_checksums(n),
+                                                    shm_negotiation_count(n));
 }
 
 void fct_drop_checksums(fct_pg *pg) {

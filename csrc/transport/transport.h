@@ -32,12 +32,13 @@ FCT_CHECK int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint
 /* Adds a checksum of the data of a completed all-gather or all-reduce, which the next agreement
  * compares; see checksums.h. 0: unknown, equal to all. */
 void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum);
-/* Ends an interval of checksums of a device with streams, where no agreement takes place.
- * `number` of the interval: the number of collectives at its end, which is equal on all ranks. No
- * effect without checksums since the last end. */
+/* On a device with streams no agreement takes place. A checksum is added to its interval, and the
+ * interval ends with its number. Without checksums since the last end the end has no effect. */
+void fct_add_device_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum);
 void fct_end_checksum_interval(fct_pg *pg, uint64_t number);
-/* Returns the number of collectives that this rank has recorded over the process group. */
-uint64_t fct_count_collectives(fct_pg *pg);
+/* Returns a new number for an interval, which is equal on all ranks that have recorded equal
+ * numbers of collectives and of intervals. */
+uint64_t fct_number_checksum_interval(fct_pg *pg);
 /* Drops the checksums since the last agreement; see op_checksums_drop. */
 void fct_drop_checksums(fct_pg *pg);
 

@@ -47,6 +47,7 @@ class Labels:
         self.end = 0  # number of the next label
         self.labels: dict[int, int] = {}
         self.blocks: dict[int, int] = {}  # hashes of complete blocks, by number of the first label
+        self._published = (0, 0)  # the last intervals of the latest two calls of select_intervals
 
     def read(self, group: str) -> None:
         """Adds the labels since the last call."""
@@ -65,6 +66,13 @@ class Labels:
         """The hashes of the blocks, and the labels after the last complete block."""
         tail = range(self.end - self.end % BLOCK, self.end)
         return [[*self.blocks.items()], [(n, self.labels.get(n, 0)) for n in tail]]
+
+    def select_intervals(self, intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns those since the last call but one: a neighbor may read a key two seconds late."""
+        selected = [item for item in intervals if item[0] > self._published[0]]
+        newest = intervals[-1][0] if intervals else 0
+        self._published = (self._published[1], newest)
+        return selected
 
     def find_difference(
         self, of_neighbor: list[list[tuple[int, int]]]
@@ -138,7 +146,7 @@ def _exchange(process_group: dist.ProcessGroup, labels: Labels) -> Departure | N
     intervals = _C.checksum_intervals(name)
     store = _get_store(process_group)
     rank, size = process_group.rank(), process_group.size()
-    store.set(str(rank), json.dumps([labels.to_lists(), intervals]))
+    store.set(str(rank), json.dumps([labels.to_lists(), labels.select_intervals(intervals)]))
     neighbor = str((rank - 1) % size)
     if not store.check([neighbor]):
         return None

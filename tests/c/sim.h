@@ -183,10 +183,11 @@ typedef struct sim_checksum {
 } sim_checksum;
 /* Writes the list of checksums of this test, and returns their number. */
 size_t sim_checksums(const sim_checksum **list);
-/* Returns the number of intervals of checksums that ended with at least one checksum. */
+/* Returns the number of intervals of checksums that ended, summed over the process groups. */
 size_t sim_checksum_intervals(void);
 /* Whether kernels report that a CUDA graph captures their stream. */
 void sim_capture(bool capturing);
+bool sim_captures(void);
 /* Sets whether fct_agree_start issues an agreement, and the difference that it finds ("": none). */
 void sim_ranks_agree(bool agree, const char *difference);
 /* Returns the number of agreements that were issued and not waited for. */

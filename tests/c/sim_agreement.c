@@ -3,8 +3,9 @@
 #include "sim_internal.h"
 
 #include <stdio.h>
+#include <string.h>
 
-enum { CHECKSUMS_MAX = 4096 };
+enum { CHECKSUMS_MAX = 16384 };
 
 static fct_plan_state plan_state;
 static bool ranks_agree;
@@ -13,11 +14,15 @@ static int agreements_in_flight;
 static sim_checksum checksums[CHECKSUMS_MAX];
 static size_t checksum_count;
 static size_t interval_count;
+static uint64_t numbered;             /* intervals of checksums */
+static bool has_ended[CHECKSUMS_MAX]; /* by number of the interval */
 
 void sim_agreements_begin(void) {
     plan_state = FCT_PLANS_EQUAL;
     checksum_count = 0;
     interval_count = 0;
+    numbered = 0;
+    memset(has_ended, 0, sizeof has_ended);
     sim_ranks_agree(false, "");
 }
 
@@ -43,19 +48,21 @@ void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum) {
     checksums[checksum_count++] = (sim_checksum){tag->kind, tag->label.step, checksum};
 }
 
-/* Counts ends of intervals after a checksum. */
-void fct_end_checksum_interval(fct_pg *pg, uint64_t number) {
-    if (pg == NULL || number != fct_count_collectives(pg)) {
-        fail_msg("an interval of checksums has no process group, or another number");
-    }
-    static size_t ended; /* checksums up to the last end */
-    ended = ended > checksum_count ? 0 : ended;
-    interval_count += checksum_count > ended ? 1 : 0;
-    ended = checksum_count;
+void fct_add_device_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum) {
+    fct_add_checksum(pg, tag, checksum);
 }
 
-uint64_t fct_count_collectives(fct_pg *pg) {
-    return pg != NULL ? 7 : 0;
+/* Counts the numbers of ended intervals. */
+void fct_end_checksum_interval(fct_pg *pg, uint64_t number) {
+    if (pg == NULL || number == 0 || number > numbered || number >= CHECKSUMS_MAX) {
+        fail_msg("an interval of checksums has no process group, or no number");
+    }
+    interval_count += has_ended[number] ? 0 : 1;
+    has_ended[number] = true;
+}
+
+uint64_t fct_number_checksum_interval(fct_pg *pg) {
+    return pg != NULL ? ++numbered : 0;
 }
 
 size_t sim_checksum_intervals(void) {

@@ -243,6 +243,10 @@ void sim_capture(bool capturing) {
     captures = capturing;
 }
 
+bool sim_captures(void) {
+    return captures;
+}
+
 static int sim_is_capturing(void *stream) {
     (void)sim_stream_of_native(stream);
     return captures ? 1 : 0;

@@ -345,6 +345,9 @@ int fct_event_is_done(fct_event *e, bool *done) {
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_is_done")) {
         return -1;
     }
+    if (sim_captures()) {
+        sim_fail("an event is queried during a capture");
+    }
     *done = !e->recorded || sim_point_passed(&e->point);
     if (e->recorded && *done) {
         sim_host_observe(&e->point);

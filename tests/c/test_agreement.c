@@ -246,6 +246,19 @@ static void interval_of_a_device_keeps_its_hash_and_checksums(void **state) {
     op_checksums_fini(&c);
 }
 
+/* Two models may end a backward over one process group without a collective in between. A rank that
+ * has lost an interval continues with the numbers of the others. */
+static void numbers_of_intervals_increase_and_depend_on_collectives(void **state) {
+    (void)state;
+    op_checksums c = {0}, other = {0};
+    const uint64_t first = op_checksums_number_interval(&c, 0);
+    assert_true(first > 0);
+    assert_true(op_checksums_number_interval(&c, 0) > first);
+    const uint64_t second = op_checksums_number_interval(&c, 7);
+    assert_true(second > first);
+    assert_int_equal(op_checksums_number_interval(&other, 7), second);
+}
+
 static void difference_in_data_that_is_not_kept_names_no_unit(void **state) {
     (void)state;
     op_checksums c = {0};
@@ -422,6 +435,7 @@ int main(void) {
         cmocka_unit_test(checksums_are_compared_per_interval),
         cmocka_unit_test(interval_of_a_device_keeps_its_hash_and_checksums),
         cmocka_unit_test(difference_in_data_that_is_not_kept_names_no_unit),
+        cmocka_unit_test(numbers_of_intervals_increase_and_depend_on_collectives),
         cmocka_unit_test(checksums_are_compared_over_shared_memory),
         cmocka_unit_test(first_difference_is_described_on_all_ranks),
         cmocka_unit_test(difference_without_a_label_is_described),

@@ -8,6 +8,7 @@
 enum { FLIPS = 200 };
 
 static sim_model *model;
+static uint64_t seed = 3;
 static const sim_checksum *list;
 
 /* Two layers on two replicas of two ranks each. */
@@ -18,7 +19,7 @@ static void begin(void) {
                       .layers = 2,
                       .shape_count = 2,
                       .checksums = true,
-                      .device = {.seed = 3, .streams = true}};
+                      .device = {.seed = seed, .streams = true}};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
     s.shapes[1] = (sim_shape){.ndim = 1, .sizes = {4}};
     sim_begin(s.device);
@@ -54,6 +55,7 @@ static void each_step_passes_the_checksums_of_the_previous_step(void **state) {
     assert_int_equal(sim_checksums(&list), 0);
     step();
     const size_t count = sim_checksums(&list);
+    const size_t process_groups = 2 * model->layer_count; /* each unit has two */
     size_t all_reduces = 0;
     for (size_t i = 0; i < count; i++) {
         all_reduces += list[i].kind == FCT_OP_ALL_REDUCE ? 1 : 0;
@@ -62,10 +64,10 @@ static void each_step_passes_the_checksums_of_the_previous_step(void **state) {
     assert_int_equal(all_reduces, model->layer_count);
     assert_true(count >= 2 * model->layer_count);
     assert_int_equal(count_unknown(count), 0);
-    assert_int_equal(sim_checksum_intervals(), 1);
+    assert_int_equal(sim_checksum_intervals(), process_groups);
     step();
     assert_int_equal(sim_checksums(&list), 2 * count);
-    assert_int_equal(sim_checksum_intervals(), 2);
+    assert_int_equal(sim_checksum_intervals(), 2 * process_groups);
     end();
 }
 
@@ -104,8 +106,6 @@ static uint64_t gather_with_flip(flip what, uint64_t bit) {
     fc_gather *gather = &model->layers[1].groups[0].core.gather;
     fc_device_checksums **d = &model->comm.device_checksums;
     const size_t before = sim_checksums(&list);
-    bool copies = false;
-    assert_int_equal(fc_device_checksums_begin(d, sim_device()), FC_OK);
     assert_int_equal(fc_gather_start(gather, false, true, FC_STREAM_DIRECT), FC_OK);
     assert_int_equal(fc_gather_await(gather), FC_OK);
     sim_drain();
@@ -122,10 +122,9 @@ static uint64_t gather_with_flip(flip what, uint64_t bit) {
     sim_drain();
     fc_gather_complete(gather, NULL);
     fc_gather_free(gather);
-    assert_int_equal(fc_device_checksums_needs_copy(*d, &copies), FC_OK);
-    assert_int_equal(fc_device_checksums_end_interval(*d, copies), FC_OK);
+    assert_int_equal(fc_device_checksums_end_interval(*d), FC_OK);
     sim_drain();
-    assert_int_equal(fc_device_checksums_end_interval(*d, false), FC_OK);
+    assert_int_equal(fc_device_checksums_end_interval(*d), FC_OK);
     assert_int_equal(sim_checksums(&list), before + 1);
     assert_true(list[before].value != 0);
     return list[before].value;
@@ -154,52 +153,72 @@ static void changed_own_row_has_another_checksum_than_the_gathered_rows(void **s
     end();
 }
 
-static void captured_step_has_unknown_checksums_and_no_copy(void **state) {
+/* A replay of the captured work must not write to a table. */
+static void captured_step_adds_nothing_and_ends_no_interval(void **state) {
     (void)state;
     begin();
     step();
     step();
     const size_t count = sim_checksums(&list);
-    bool copies = true;
+    fc_device_sum sum;
     sim_capture(true);
     step();
-    sim_capture(false);
-    assert_int_equal(fc_device_checksums_begin(&model->comm.device_checksums, sim_device()), FC_OK);
-    assert_non_null(fc_device_checksums_take(model->comm.device_checksums).at);
-    sim_capture(true);
-    assert_int_equal(fc_device_checksums_needs_copy(model->comm.device_checksums, &copies), FC_OK);
-    assert_false(copies);
+    assert_int_equal(fc_device_checksums_take(&model->comm.device_checksums, sim_device(), &sum),
+                     FC_OK);
+    assert_null(sum.at);
     sim_capture(false);
     step();
     step();
     assert_int_equal(sim_checksums(&list), 4 * count);
+    assert_int_equal(count_unknown(2 * count), 0);
     assert_int_equal(count_unknown(4 * count), count);
-    assert_int_equal(sim_checksum_intervals(), 4);
     end();
 }
 
-/* A backward that is not the last one does not wait for its reductions. The simulation fails if the
- * next table uses the memory of this one before its last use. */
-static void interval_ends_after_its_checksums_on_all_streams(void **state) {
+/* The sum of an interval that was open before the capture. */
+static void addition_during_a_capture_makes_the_sum_unknown(void **state) {
     (void)state;
     begin();
     step();
-    assert_int_equal(fc_state_begin_iteration(&model->layers[0].core, true), FC_OK);
-    fc_device_checksums *d = model->comm.device_checksums;
-    fc_device_sum sum = fc_device_checksums_take(d);
-    const fct_stream current = fct_stream_current(sim_device()), other = model->comm.reduce_stream;
+    fc_device_checksums **d = &model->comm.device_checksums;
+    fc_device_sum sum;
+    assert_int_equal(fc_device_checksums_take(d, sim_device(), &sum), FC_OK);
     assert_non_null(sum.at);
-    assert_int_equal(fc_comm_order_streams(&model->comm, other, current), FC_OK);
-    (void)fct_stream_set_current(other);
-    assert_int_equal(fc_device_checksums_add(d, &sum, NULL, 0, &model->comm.error), FC_OK);
-    (void)fct_stream_set_current(current);
-    fc_device_checksums_complete(d, &sum, &model->layers[1].groups[0].core.base.shard, "",
-                                 FC_ALL_GATHER);
-    model->iteration.is_last_backward = false;
-    assert_int_equal(fc_iteration_end_backward(&model->iteration, &model->comm), FC_OK);
-    model->iteration.is_last_backward = true;
-    assert_int_equal(fc_device_checksums_begin(&model->comm.device_checksums, sim_device()), FC_OK);
+    sim_capture(true);
+    assert_int_equal(fc_device_checksums_add(*d, &sum, NULL, 0, &model->comm.error), FC_OK);
+    sim_capture(false);
+    assert_null(sum.at);
     end();
+}
+
+/* The seed selects the order of operations on different streams. */
+static void interval_ends_after_additions_on_every_stream(void **state) {
+    (void)state;
+    for (uint64_t order = 1; order <= 16; order++) {
+        seed = order;
+        begin();
+        step();
+        fc_device_checksums **d = &model->comm.device_checksums;
+        fct_tensor *data = NULL;
+        fct_facts facts;
+        fc_device_sum sum;
+        assert_int_equal(fct_tensor_empty(64, FCK_UINT8, sim_device(), &data), 0);
+        fct_tensor_facts(data, &facts);
+        const fck_range range = {.data = facts.data, .bytes = 64, .factor = 1};
+        assert_int_equal(fc_device_checksums_take(d, sim_device(), &sum), FC_OK);
+        const fct_stream current = fct_stream_set_current(model->comm.reduce_stream);
+        assert_int_equal(fc_device_checksums_add(*d, &sum, &range, 1, &model->comm.error), FC_OK);
+        (void)fct_stream_set_current(current);
+        fc_device_checksums_complete(
+            d, sim_device(), &sum, &model->layers[1].groups[0].core.base.shard, "", FC_ALL_GATHER);
+        assert_int_equal(fc_device_checksums_end_interval(*d), FC_OK);
+        sim_drain();
+        assert_int_equal(fc_device_checksums_end_interval(*d), FC_OK);
+        const size_t count = sim_checksums(&list);
+        assert_int_equal(list[count - 1].value, fck_checksum(facts.data, 64));
+        fct_tensor_release(data);
+        end();
+    }
 }
 
 static void reset_makes_the_checksums_before_it_unknown(void **state) {
@@ -222,14 +241,37 @@ static void reset_makes_the_checksums_before_it_unknown(void **state) {
 static void table_that_is_full_has_no_sum(void **state) {
     (void)state;
     begin();
-    fc_device_checksums **d = &model->comm.device_checksums;
-    assert_null(fc_device_checksums_take(NULL).at);
-    assert_int_equal(fc_device_checksums_begin(d, sim_device()), FC_OK);
+    fc_device_checksums *d = NULL;
+    fc_device_sum sum;
     for (int i = 0; i < 2048; i++) {
-        assert_non_null(fc_device_checksums_take(*d).at);
+        assert_int_equal(fc_device_checksums_take(&d, sim_device(), &sum), FC_OK);
+        assert_non_null(sum.at);
     }
-    assert_null(fc_device_checksums_take(*d).at);
+    assert_int_equal(fc_device_checksums_take(&d, sim_device(), &sum), FC_OK);
+    assert_null(sum.at);
     sim_drain();
+    fc_device_checksums_free(d);
+    end();
+}
+
+/* A long evaluation would fill the table of the next backward. */
+static void forward_ends_the_interval_of_a_half_full_table(void **state) {
+    (void)state;
+    begin();
+    fc_device_checksums **d = &model->comm.device_checksums;
+    step();
+    for (int i = 0; i < 1024; i++) {
+        fc_device_sum sum;
+        assert_false(fc_device_checksums_is_half_full(*d));
+        assert_int_equal(fc_device_checksums_take(d, sim_device(), &sum), FC_OK);
+        fc_device_checksums_complete(
+            d, sim_device(), &sum, &model->layers[1].groups[0].core.base.shard, "", FC_ALL_GATHER);
+    }
+    assert_true(fc_device_checksums_is_half_full(*d));
+    assert_int_equal(sim_model_forward(model, false), FC_OK);
+    assert_false(fc_device_checksums_is_half_full(*d));
+    step();
+    assert_true(sim_checksums(&list) > 1024);
     end();
 }
 
@@ -237,9 +279,8 @@ static void sum_of_an_ended_interval_is_unknown(void **state) {
     (void)state;
     begin();
     fc_device_checksums **d = &model->comm.device_checksums;
-    step();
-    assert_int_equal(fc_device_checksums_begin(d, sim_device()), FC_OK);
-    fc_device_sum sum = fc_device_checksums_take(*d);
+    fc_device_sum sum;
+    assert_int_equal(fc_device_checksums_take(d, sim_device(), &sum), FC_OK);
     assert_non_null(sum.at);
     step();
     assert_int_equal(fc_device_checksums_add(*d, &sum, NULL, 0, &model->comm.error), FC_OK);
@@ -253,10 +294,12 @@ int main(void) {
         cmocka_unit_test(host_does_not_wait_for_the_copy_of_a_table),
         cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
         cmocka_unit_test(changed_own_row_has_another_checksum_than_the_gathered_rows),
-        cmocka_unit_test(captured_step_has_unknown_checksums_and_no_copy),
-        cmocka_unit_test(interval_ends_after_its_checksums_on_all_streams),
+        cmocka_unit_test(captured_step_adds_nothing_and_ends_no_interval),
+        cmocka_unit_test(addition_during_a_capture_makes_the_sum_unknown),
+        cmocka_unit_test(interval_ends_after_additions_on_every_stream),
         cmocka_unit_test(reset_makes_the_checksums_before_it_unknown),
         cmocka_unit_test(table_that_is_full_has_no_sum),
+        cmocka_unit_test(forward_ends_the_interval_of_a_half_full_table),
         cmocka_unit_test(sum_of_an_ended_interval_is_unknown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

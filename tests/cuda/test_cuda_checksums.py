@@ -39,5 +39,6 @@ def test_corrupted_data_raises_on_both_ranks_and_names_the_collective(
 
 
 def test_equal_data_does_not_raise(run_worker: Any, tmp_path: Path) -> None:
-    for result in run_ranks(run_worker, tmp_path, "sharded, equal", "replicated, equal"):
-        assert result["messages"] == {"sharded, equal": "", "replicated, equal": ""}
+    cases = ("sharded, equal", "replicated, equal", "captured")
+    for result in run_ranks(run_worker, tmp_path, *cases):
+        assert result["messages"] == dict.fromkeys(cases, "")

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import data
@@ -26,6 +27,7 @@ CASES = {
     # case: the shape of the mesh, and the fault of the device of rank 0 from its eleventh step on
     "sharded, equal": ((2,), {}),
     "replicated, equal": ((2, 1), {}),
+    "captured": ((2,), {}),
     "all-gather": ((2,), {"wrong_row": 2}),
     "all-reduce": ((2, 1), {"missing_rank": 1}),
 }
@@ -48,17 +50,36 @@ def build(shape: tuple[int, ...]) -> Any:
     return fsdp_c.fully_shard(model, mesh=mesh)
 
 
+def capture(step: Callable[[], None]) -> Callable[[], None]:
+    """Returns the replay of a graph of the step."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def train(device: stub_runtime.Device, case: str, rank: int) -> str:
     """Returns the message of the exception that ends the training, or an empty string."""
     import torch
 
     shape, fault = CASES[case]
     model = build(shape)
+    inputs = torch.ones(2, 8, device="cuda")
+
+    def run_step() -> None:
+        model(inputs).sum().backward()
+
+    step_of = dict.fromkeys(range(STEPS), run_step)
     for step in range(STEPS):
         if step == 10 and rank == 0:
             device.set(**fault)
+        if step == 20 and case == "captured":
+            replay = capture(run_step)
+            step_of.update(dict.fromkeys(range(20, 60), replay))
         try:
-            model(torch.ones(2, 8, device="cuda")).sum().backward()
+            step_of[step]()
         except RuntimeError as error:
             time.sleep(LAST_RANK)
             return str(error)
