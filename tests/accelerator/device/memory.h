@@ -82,7 +82,8 @@ class Memory {
     uint64_t serial() const { /* number of the latest allocation */
         return serial_;
     }
-    /* Drops all recorded accesses, names and recorded streams. Returns free memory to the system. */
+    /* Drops all recorded accesses, names and recorded streams. Returns free memory to the
+     * system. */
     void reset();
     Usage &usage(int device);
 

@@ -1,15 +1,16 @@
 /* State of the simulated CUDA device: streams, events, memory, captures, counters, findings.
  *
  * The library of this header is linked by the substitutes of libcudart, libcuda, libnccl and
- * libcublas. Device memory is host memory. Without the setting `execute`, copies are executed at once
- * and kernels are not executed.
+ * libcublas. Device memory is host memory. Without the setting `execute`, copies are executed at
+ * once and kernels are not executed.
+ *
  * Vector clocks hold the order that streams and events guarantee: one clock per stream, event and
  * the host. Each operation is one tick of its stream. An access that is not ordered after the last
  * conflicting access of the same bytes is a finding, whatever the timing.
  *
- * Functions on streams, events, captures and memory lock `device().mutex`, which is recursive. So do
- * count() and is_due(). The caller of report() and log_call() holds it. Functions that return int
- * return the number of a cudaError_t. */
+ * Functions on streams, events, captures and memory lock `device().mutex`, which is recursive. So
+ * do count() and is_due(). The caller of report() and log_call() holds it. Functions that return
+ * int return the number of a cudaError_t. */
 #ifndef CUDA_SIM_H
 #define CUDA_SIM_H
 
@@ -189,7 +190,8 @@ struct Settings {
      * waits allow, in a random order of streams that changes with each wait. */
     long order_seed = 0;
     /* Milliseconds without calls of the host, after which queued operations run although no host
-     * thread waits for them. The host may wait for another process, and that process for this device. */
+     * thread waits for them. The host may wait for another process, and that process for this
+     * device. */
     long idle_ms = 20;
     long wrong_slice = 0;  /* the n-th reduce-scatter from now on takes the next rank's slice */
     long wrong_row = 0;    /* the n-th all-gather from now on exchanges the first two rows */
