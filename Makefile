@@ -39,7 +39,7 @@ NVRTCS ?=
 NVCCS ?= $(shell command -v nvcc) $(wildcard /usr/local/cuda-12*/bin/nvcc /opt/cuda-12*/bin/nvcc)
 DEMO_OUT ?= demo_out
 DEMO_ARGS ?=
-# BENCH_ARGS=--quick runs the benchmarks with tiny models.
+# BENCH_ARGS=--quick runs steps, host and bandwidth, with tiny models.
 BENCH_ARGS ?=
 # loadgroup: tests that share an expensive fixture are a group and run on one worker.
 PYTEST_ARGS ?= -n 4 --dist loadgroup

@@ -1,8 +1,10 @@
-"""Runs all benchmarks and writes a report; ``make bench`` calls this script.
+"""Runs the benchmarks of ``FULL_OPTIONS`` and writes a report; ``make bench`` calls this script.
 
-The benchmarks run one after the other, each in its own process. The report begins with machine,
-load, date and commands, followed by tables and plots. The plots are in a folder with the report's
-name. ``--quick`` tests the scripts on tiny models in a minute; its figures are not meaningful.
+These are all benchmarks but ``checksums.py`` and ``peers.py``. The benchmarks run one after the
+other, each in its own process. The report begins with machine, load, date and commands, followed by
+tables and plots. The plots are in a folder with the report's name without its suffix. ``--quick``
+runs only ``steps``, ``host`` and ``bandwidth``, on tiny models, in a minute. Its figures are not
+meaningful.
 
 The label ``torch`` in tables and JSON is torch's FSDP2.
 
@@ -138,6 +140,7 @@ def format_host(result: BenchmarkRun, folder: Path) -> Iterator[str]:
     yield "## Host time"
     yield ""
     yield "us of CPU per group and step above the bare model, on a fake group of 8 ranks."
+    yield "The column bare is absolute."
     yield ""
     yield from draw_plot("host", "host time against parameters per group", result, folder)
     jobs = {name: job for name, job in result.data.items() if isinstance(job, dict)}
@@ -186,21 +189,30 @@ SECTIONS = {"steps": format_steps, "host": format_host, "bandwidth": format_band
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Runs all benchmarks and writes a report.")
-    parser.add_argument("--quick", action="store_true", help="tiny models, takes a minute")
+    names = ", ".join(FULL_OPTIONS)
+    parser = argparse.ArgumentParser(description=f"Runs benchmarks and writes a report: {names}.")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"only {', '.join(QUICK_OPTIONS)}, on tiny models"
+    )
     parser.add_argument(
         "--only", nargs="+", choices=FULL_OPTIONS, metavar="NAME", help="run only these benchmarks"
     )
     parser.add_argument("--out", type=Path, default=FOLDER / "report.md")
     options = parser.parse_args()
-    folder = options.out.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
     benchmarks = QUICK_OPTIONS if options.quick else FULL_OPTIONS
+    selected = options.only or list(benchmarks)
+    excluded = [name for name in selected if name not in benchmarks]
+    if excluded:
+        parser.error(f"--quick does not run {', '.join(excluded)}, only {', '.join(benchmarks)}")
+    folder = options.out.with_suffix("")
+    if folder == options.out:
+        parser.error(f"--out {options.out} needs a suffix: {options.out}.md")
+    folder.mkdir(parents=True, exist_ok=True)
     load_before = _format_load()
     results = {
         name: BenchmarkRun(name, arguments, folder)
         for name, arguments in benchmarks.items()
-        if options.only is None or name in options.only
+        if name in selected
     }
     lines = [*format_header(results, (load_before, _format_load()), options.quick)]
     for name, result in results.items():

@@ -9,8 +9,9 @@ Pairs = dict[str, tuple[float, float]]
 """The values of torch's FSDP2 and of fsdp_c by what was measured."""
 
 EXPLANATION = (
-    "Both releases ran on one machine and day. Memory is in units of one unit's parameters. Host "
-    "time, optimizers and cold start are CPU time; steps are wall time."
+    "Both releases ran on one machine and day. Rows 'memory in units' are multiples of the "
+    "parameter bytes of one unit; peaks of steps are MiB. Host time, optimizers and cold start are "
+    "CPU time; steps are wall time."
 )
 COMPARED = ("host", "steps", "units", "optim", "cold")
 
@@ -52,15 +53,20 @@ def read_pairs(name: str, data: dict[str, Any]) -> Pairs:
 
 
 def find_comparable(first: Results, second: Results) -> list[str]:
-    """Returns the benchmarks that ran with both releases on one machine, on the last day."""
-    names = [name for name in COMPARED if name in first and name in second]
-    origins = {name: (second[name]["date"], second[name]["machine"]) for name in names}
-    last = max(origins.values(), default=("", ""))
-    return [
-        name
-        for name in names
-        if origins[name] == (first[name]["date"], first[name]["machine"]) == last
-    ]
+    """Returns the benchmarks that ran with both releases on one machine and day.
+
+    If there are several days or machines, these are the benchmarks of the last day, and of the
+    alphabetically last machine of that day.
+    """
+    origins = {
+        name: (second[name]["date"], second[name]["machine"])
+        for name in COMPARED
+        if name in first
+        and name in second
+        and all(first[name][key] == second[name][key] for key in ("date", "machine"))
+    }
+    last = max(origins.values(), default=None)
+    return [name for name, origin in origins.items() if origin == last]
 
 
 def make_table(first: Results, second: Results) -> tuple[list[str], list[list[Any]], str]:

@@ -300,14 +300,14 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
     ),
     "units": (
         "Memory of a step on real ranks",
-        "Peak resident memory, transport included, in units of one unit's parameters in the "
+        "Peak resident memory, transport included, as a multiple of one unit's parameters in the "
         "compute dtype. Two gloo ranks. `with overlap`: `set_reduction_overlap(model, True)`.",
         format_units,
     ),
     "memory": (
         "Memory of a step, allocations only",
-        "Peak of allocated bytes, in units of one unit's parameters in the compute dtype. The fake "
-        "group of 8 ranks needs no memory. fsdp_c allocates all-gather buffers as on a GPU.",
+        "Peak of allocated bytes, as a multiple of one unit's parameters in the compute dtype. The "
+        "fake group of 8 ranks needs no memory. fsdp_c allocates all-gather buffers as on a GPU.",
         format_memory,
     ),
     "bandwidth": (

@@ -2,11 +2,12 @@
 
 Method. ``--ranks`` gloo processes with one thread each train four models. In every round, each
 implementation runs one step after a barrier. The script measures two intervals: from the barrier
-to the end of backward, and from the barrier to the end of the optimizer's step. It reports medians
-over the rounds on rank 0 of
+to the end of backward, and from the barrier to the end of the optimizer's step. It reports over the
+rounds on rank 0
 
-- wall and CPU milliseconds (of all threads of the process),
-- page faults (``ru_minflt``).
+- medians of wall and CPU milliseconds (of all threads of the process),
+- the minimum of the wall milliseconds,
+- the median of page faults (``ru_minflt``).
 
 A second pass measures peaks: the highest resident memory of a step (``VmHWM``, reset before) minus
 that at the beginning of the step. Before each step, the C library and fsdp_c return their free
@@ -15,12 +16,12 @@ release have more page faults, so times come from the first pass. Memory that an
 keeps between steps (DDP's buckets) is not part of a peak.
 
 ``bare`` does not communicate. ``torch`` is torch's FSDP2. ``shared`` is fsdp_c with neighboring
-units that share collectives (``auto_shard(min_unit=)``); only ``deep`` has this implementation.
-Gradients are ``None`` before each step. The optimizer is AdamW with torch's defaults, and SGD for
-``wide``, because AdamW's states would fill the memory of a small machine. With fsdp_c,
-``fsdp_c.optim.accelerate`` changes the optimizer, as under ``FSDP_C=1``. Each model trains for as
-many rounds as fit into ``--seconds``. Finally, one step each of torch and fsdp_c runs while another
-process samples resident memory.
+units that share collectives (``auto_shard(min_unit=)``); only ``deep`` and ``tiny`` have this
+implementation. Gradients are ``None`` before each step. The optimizer is AdamW with torch's
+defaults, and SGD for ``wide``, because AdamW's states would fill the memory of a small machine.
+With fsdp_c, ``fsdp_c.optim.accelerate`` changes the optimizer, as under ``FSDP_C=1``. Each model
+trains for as many rounds as fit into ``--seconds``. Finally, one step each of torch and fsdp_c runs
+while another process samples resident memory.
 
     python benchmarks/steps.py [--models small wide ...] [--seconds N] [--ranks N] [--json FILE]
 """

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 NO_TORCH = (
@@ -41,20 +42,36 @@ def add_to_path(paths: list[str] | None = None) -> None:
         raise SystemExit(NO_TORCH.format(python=sys.executable))
 
 
+def find_library(name: str, folders: Sequence[Path]) -> str:
+    """Returns the path of a shared library in the first folder that has it.
+
+    Raises:
+        SystemExit: No folder has the library.
+    """
+    for folder in folders:
+        path = folder / f"lib{name}.so"
+        if path.exists():
+            return str(path)
+    listed = ", ".join(map(str, folders))
+    raise SystemExit(
+        f"fsdp_c: lib{name}.so of torch is in none of the folders {listed}: install torch again"
+    )
+
+
 def definitions() -> dict[str, str]:
     """Returns CMake's definitions of the headers and libraries of torch and Python.
 
     The headers of torch 2.13 and later require C++20.
+
+    Raises:
+        SystemExit: A library of torch is not found.
     """
     import torch
     from torch.utils import cpp_extension
 
     extension = cpp_extension.CppExtension("", [])
     folders = [Path(folder) for folder in extension.library_dirs]
-    libraries = [
-        str(next(path for path in (f / f"lib{name}.so" for f in folders) if path.exists()))
-        for name in extension.libraries
-    ]
+    libraries = [find_library(name, folders) for name in extension.libraries]
     release = tuple(map(int, torch.__version__.split(".")[:2]))
     return {
         "FSDP_C_PYTHON_INCLUDE": sysconfig.get_paths()["include"],
@@ -69,7 +86,7 @@ def describe_build(files: int, kernels: str, jobs: int) -> str:
     """Returns a line that describes the build and estimates its duration."""
     import torch
 
-    minutes = MINUTES_CPU + MINUTES_CUDA * kernels.count("CUDA")
+    minutes = MINUTES_CPU + (MINUTES_CUDA if "CUDA" in kernels else 0)
     python = ".".join(map(str, sys.version_info[:2]))
     return (
         f"fsdp_c: building for Python {python} and torch {torch.__version__}, kernels for "

@@ -23,6 +23,12 @@ from .find_cuda import Cuda, print_banner
 CACHED_VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
 """Environment variables that CMake reads only when it configures a directory for the first time."""
 
+# C functions by prefix, and mangled C++ names with the namespace fct or a type fct_*. shm_open and
+# shm_unlink belong to the C library.
+OWN_SYMBOL = re.compile(
+    r"\bU ((?:(?:fc|fcd|fct|fck|fcpy|op|progress)_|shm_(?!open\b|unlink\b))\w+|_Z\w*\dfct\w*)"
+)
+
 
 @contextmanager
 def lock_build(build: Path) -> Iterator[None]:
@@ -87,9 +93,10 @@ def find_launcher(variable: str, compiler: str) -> str:
 
 
 def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> None:
-    """Runs CMake, which writes the files of ninja, or of make without ninja, to ``directory``.
+    """Runs CMake, which writes build files for ninja, or for make if ninja is not installed.
 
-    Deletes the directory first if the compilers, their flags or the program have changed.
+    Deletes ``directory`` first if the compilers, their flags or the generator have changed, or if
+    the last run of CMake failed.
 
     Raises:
         SystemExit: CMake failed and has printed the reason.
@@ -171,13 +178,18 @@ def build(
 
 
 def check_resolved(library: Path) -> None:
-    """Fails the build if a function of fsdp_c is used but not defined.
+    """Fails the build if a function of fsdp_c is used but not defined, or if nm fails.
 
     The linker accepts undefined symbols in a shared object. They would fail at import or at the
     first call.
+
+    Raises:
+        SystemExit: The message has the symbols, or the output of nm.
     """
     nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
-    missing = sorted(set(re.findall(r"\bU ((?:fc|fcd|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
+    if nm.returncode != 0:
+        raise SystemExit(f"fsdp_c: nm cannot read the symbols of {library}: {nm.stderr.strip()}")
+    missing = sorted(set(OWN_SYMBOL.findall(nm.stdout)))
     if missing:
         library.unlink()
         raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")

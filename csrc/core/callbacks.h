@@ -88,6 +88,7 @@ typedef struct fc_callbacks {
      * context's gather streams. */
     int (*gather)(void *group, bool async_op, bool overlaps);
     /* Waits for the gather, allocates, copies out and passes each fc_param its unsharded tensor.
+     * Runs once per gather: after a failure the core calls drop_gather().
      * Writes to *rows a new reference to the gathered buffer, or NULL if the buffer can be freed at
      * once. The core keeps *rows as long as it would keep its own gather buffer. */
     int (*copy_out)(void *group, fct_tensor **rows);

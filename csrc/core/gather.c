@@ -1,8 +1,9 @@
 /* All-gather of a group; see gather.h. Owns the plans, the chunks and the pending gather.
  *
- * Streams: copy-in and all-gather run on the context's gather streams, or on the current stream
- * with FC_STREAM_DIRECT. Copy-out always runs on the current stream. A buffer is reused only after
- * the gather streams wait for its copy-out. */
+ * Streams: copy-in and all-gather run on the context's gather streams. They run on the current
+ * stream with FC_STREAM_DIRECT, with async_op, or before the gather streams exist. Copy-out always
+ * runs on the current stream. A buffer is reused only after the gather streams wait for its
+ * copy-out. */
 #include "gather.h"
 
 #include <assert.h>
@@ -124,7 +125,8 @@ done:
     return status;
 }
 
-/* Return the process group and the plan of the shards, or those of the smaller group's shards. */
+/* Return the process group and the plan of the shards. `post_forward`: those of the post-forward
+ * process group (reshard_after_forward as an int). */
 static fc_process_group *select_process_group(const fc_gather *a, bool post_forward) {
     return post_forward ? &a->base->post_forward : &a->base->shard;
 }
@@ -482,8 +484,8 @@ done:
 }
 
 /* Undoes a failed copy-out: frees the unsharded memory and keeps the gathered rows for another
- * attempt. The gather of extended parameters is discarded, because their hooks run once per gather.
- */
+ * attempt. A gather of extended parameters or of the fallback is discarded: the hooks of extended
+ * parameters and the callback copy_out() run once per gather. */
 static void undo_copy_out(fc_gather *a) {
     if (a->pending.split) {
         fc_unsharded_return(a->base, a->pending.plan, &a->chunks);
@@ -491,6 +493,8 @@ static void undo_copy_out(fc_gather *a) {
     fc_gather_free(a);
     if (a->pending.extended) {
         drop_inputs(a->base);
+    }
+    if (a->pending.extended || a->pending.uses_fallback) {
         fc_gather_abandon(a);
     }
 }
@@ -543,12 +547,9 @@ void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
     assert(copied == NULL || a->base->comm->has_streams);
     fc_comm_put_event(a->base->comm, copied);
     undo_copy_out(a);
-    if (a->pending.uses_fallback) {
-        fc_gather_abandon(a); /* the callback copy_out() runs once per gather */
-    }
 }
 
-/* ---- shards of the smaller group ---- */
+/* ---- shards of the post-forward process group ---- */
 
 fc_status fc_gather_keep_post_forward(fc_gather *a) {
     assert(a->base->post_forward.name != NULL);

@@ -75,8 +75,8 @@ bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward);
 /* Makes the gathered rows visible to the current stream; on the CPU, to the caller. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Performs all steps of the unshard that can fail before the swap: memory, contents, parameter
- * objects. On failure no unsharded parameter holds memory. If a parameter is extended, the gather
- * is then discarded, because its hooks run once per gather. */
+ * objects. On failure no unsharded parameter holds memory. A gather of extended parameters or of
+ * the fallback is then discarded: their hooks and the callback copy_out() run once per gather. */
 FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
 /* Orders the next use of the buffer after the copy-out. This function is the last step that can
  * fail. *copied is set if the mode leaves the wait to the next group. */

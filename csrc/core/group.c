@@ -152,7 +152,7 @@ static fc_status copy_requires_grad(fc_group *g) {
     return g->sharded_state == FC_UNSHARDED ? fc_unsharded_record_requirements(&g->base) : FC_OK;
 }
 
-/* Releases the smaller group's shards, if there are any. */
+/* Releases the shards of the post-forward process group (reshard_after_forward as an int). */
 static void drop_post_forward_shards(fc_group *g) {
     if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
         fc_unsharded_drop_post_forward(&g->base);
@@ -209,7 +209,7 @@ fc_status fc_group_to_sharded_post_forward(fc_group *g) {
     }
     if (g->base.post_forward.name == NULL) {
         return fc_error_set(&g->base.comm->error, FC_ESTATE,
-                            "there is no smaller group to reshard to after forward");
+                            "no smaller group: reshard_after_forward is not a number of ranks");
     }
     void *pause = fct_functorch_pause();
     FC_TRY(copy_requires_grad(g));
@@ -279,7 +279,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     }
     if (g->sharded_state != FC_SHARDED) {
         if (between_steps && !current) {
-            /* An optimizer step has changed the shards since an evaluation. */
+            /* The shards have changed since the gather, for example by an optimizer step. */
             FC_TRY(fc_group_to_sharded(g));
         } else if (g->sharded_state == FC_UNSHARDED) {
             status = repair_registration(g);
@@ -289,8 +289,9 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     if (!g->settings.unshard_in_backward && pass == FC_PRE_BACKWARD) {
         goto done;
     }
+    const bool from_shards = g->sharded_state == FC_SHARDED; /* post-forward shards are older */
     FC_TRY(gather_in_pass(g, pass, async_op));
-    g->gathered_version = version;
+    g->gathered_version = from_shards ? version : g->gathered_version;
 done:
     return verify_transition(g, check_registration_and_memory, status);
 }
@@ -312,9 +313,7 @@ fc_status fc_group_wait_unshard(fc_group *g) {
     FC_TRY(fc_gather_await(&g->gather));
     FC_TRY(fc_gather_copy_out(&g->gather));
     status = fc_gather_end_copy_out(&g->gather, stream_mode_for_pass(g->training_state), &copied);
-    if (status == FC_OK) {
-        status = swap_all(g, FC_UNSHARDED);
-    }
+    status = status == FC_OK ? swap_all(g, FC_UNSHARDED) : status;
     if (status != FC_OK) {
         fc_gather_undo_copy_out(&g->gather, copied);
         goto done;
@@ -380,7 +379,8 @@ static fc_status prefetch_by_order(fc_group *g) {
 }
 
 /* Calls `visit` for all groups of the fully_shard call before that of `g` in the post-forward
- * order. `g` is second to last in backward: the gathers overlap the reduction of the last group. */
+ * order. `g` has index 1. Backward reaches the groups of a call from the highest index to index 0,
+ * so the gathers overlap the reduction of group 0. */
 static fc_status visit_preceding_unit(const fc_group *g, size_t position, fc_visit visit) {
     fc_status status = FC_OK;
     const fc_order *order = &g->base.comm->order;
@@ -460,7 +460,8 @@ done:
     return verify_transition(g, fc_group_check, status);
 }
 
-/* Completes the oldest reductions until one more may be in flight. */
+/* Completes the oldest reductions until one more may be in flight. Only the group with the highest
+ * index of a call waits, because backward reaches it first, as in torch. */
 static fc_status limit_reductions(fc_group *g) {
     fc_status status = FC_OK;
     fc_comm_ctx *c = g->base.comm;
@@ -480,8 +481,7 @@ static fc_status reshard_in_backward(fc_group *g) {
 }
 
 /* Accumulates and collects the gradients of a span, then issues their reduction. `reshards_first`:
- * the group reshards before the reduction, because this backward has used its parameters, and their
- * memory is freed earlier. */
+ * backward does not use the parameters any more, so the group reshards before the reduction. */
 static fc_status reduce_span(fc_group *g, fc_span span, bool reshards_first, bool order_compute) {
     fc_status status = FC_OK;
     fc_reducer *reducer = &g->reducer;

@@ -8,6 +8,8 @@
  *      |                      ^            |     |          |
  *      +--------------- reshard -----------+     +--- ... --- SHARDED_POST_FORWARD
  *
+ * The smaller group is fc_group_base.post_forward (reshard_after_forward as an int).
+ *
  * A pending gather is not a state of its own: the modules still hold the sharded parameters, and
  * `gather.pending.active` is set. Every transition has two phases: first all steps that can fail
  * (allocate, gather, wait, copy out), then one loop of swaps. If a swap fails (a module's own
@@ -91,8 +93,9 @@ typedef struct fc_group {
     fc_group_settings settings;
     /* Sharded state. */
     fc_sharded_state sharded_state;
-    bool registration_dirty;   /* modules may hold parameters of another state (see above) */
-    uint64_t gathered_version; /* shard version that the unsharded parameters were made from */
+    bool registration_dirty; /* modules may hold parameters of another state (see above) */
+    /* Shard version that the unsharded parameters, and the post-forward shards, were made from. */
+    uint64_t gathered_version;
     fc_gather gather;
     /* Training state. */
     fc_training_state training_state;

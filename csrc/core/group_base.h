@@ -35,7 +35,8 @@ typedef struct fc_group_base {
     fc_process_group shard;     /* all-gather and reduce-scatter; world 1: neither is issued */
     fc_process_group scatter;   /* reduce-scatter, if it has a process group of its own */
     fc_process_group replicate; /* all-reduce after the reduce-scatter (HSDP, replicate) */
-    /* All-gather in backward, if forward reshards to a smaller group. */
+    /* All-gather in backward over the smaller group, to which forward reshards if
+     * reshard_after_forward is a number of ranks. */
     fc_process_group post_forward;
     /* Allocators of the buffers of gathers and reduce-scatters. Owned. NULL: torch's default
      * allocator. */

@@ -6,6 +6,8 @@
  *            shard --upload--> staged --pack, cast--> row   otherwise
  *   reduce:  view of the reduced row --copy--> gradient in host memory
  *
+ * A row is this rank's part of the gather buffer or of the reduced gradients.
+ *
  * A tensor owns its pinned memory and may be released at any time: torch's allocator reuses the
  * memory only after the copies that were queued from it or to it. */
 #ifndef FSDP_C_CORE_OFFLOAD_H
@@ -18,9 +20,9 @@
  * of `buffer`. Precondition: the plan has neither casts nor extended parameters. */
 FC_CHECK fc_status fc_offload_place(const fc_gather_plan *plan, fc_param *const *params,
                                     const fct_tensor *buffer, int64_t start, fc_error *err);
-/* Queues the upload of each shard to a new tensor fc_param.staged, which the pack reads instead of
- * the shard. fc_offload_unstage() releases these tensors. Extended parameters are skipped: their
- * inputs are on the device. */
+/* Queues the upload of each offloaded shard in host memory to a new tensor fc_param.staged, which
+ * the pack reads instead of the shard. fc_offload_unstage() releases these tensors. Other shards
+ * and extended parameters are skipped: their data is on the device. */
 FC_CHECK fc_status fc_offload_stage(const fc_gather_plan *plan, fc_param *const *params,
                                     fct_device device, fc_error *err);
 /* Releases the staged copies. */

@@ -1,8 +1,9 @@
 /* The last collectives of this process, in a ring buffer. Reports about ranks that wait read it.
  *
  * There is one buffer per process, because a report covers all models. Nothing is allocated. On
- * devices with streams, threads add records at the same time, without the GIL. Each thread changes
- * its own records only. fc_recorder_write also runs in a signal handler.
+ * devices with streams, threads add records at the same time, without the GIL. Only the thread that
+ * adds a record, and later the thread that waits for its work, change the record.
+ * fc_recorder_write also runs in a signal handler.
  *
  * Preconditions: `facts`, `work` in fc_recorder_wait, and `records` are not NULL. */
 #ifndef FSDP_C_CORE_RECORDER_H
@@ -19,8 +20,10 @@ typedef enum fc_record_kind {
     FC_RECORD_ALL_GATHER = 0,
     FC_RECORD_REDUCE_SCATTER,
     FC_RECORD_ALL_REDUCE,
-    FC_RECORD_COMPARE, /* the comparison of plans before the first collective */
-    FC_RECORD_AGREE    /* the comparison of collectives at the end of a backward */
+    /* the comparison of plans (fc_process_group_compare_plan), until it has succeeded for the
+     * process group */
+    FC_RECORD_COMPARE,
+    FC_RECORD_AGREE /* the comparison of collectives at the end of a backward */
 } fc_record_kind;
 
 typedef enum fc_record_state {
@@ -32,7 +35,7 @@ typedef enum fc_record_state {
 } fc_record_state;
 
 /* A collective. Times are nanoseconds of CLOCK_MONOTONIC, 0: not reached. A file of
- * fc_recorder_write contains this struct, so RECORD of fsdp_c/_runtime/records.py has the same
+ * fc_recorder_write contains this struct, so _RECORD of fsdp_c/_runtime/records.py has the same
  * fields. */
 typedef struct fc_record {
     uint64_t number;  /* of this process, from 1; 0: the record is empty */
@@ -51,8 +54,8 @@ typedef struct fc_record {
 } fc_record;
 
 /* Adds a record in state FC_RECORD_WAITING and returns its number. Sets number, begin, waiting and
- * both texts; the other fields are those of *facts. Overwrites the oldest record. `group` and
- * `modules` may be NULL. */
+ * both texts, and sets end and work to 0. step, pass, kind, rank and world are those of *facts.
+ * Overwrites the oldest record. `group` and `modules` may be NULL. */
 uint64_t fc_recorder_add(const fc_record *facts, const char *group, const char *modules);
 /* The call that issued the collective has returned. `work` is NULL if the collective is complete.
  * This function and the following ones ignore records that are overwritten. */

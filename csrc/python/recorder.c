@@ -92,27 +92,44 @@ PyObject *fcpy_recorder_write(PyObject *module, PyObject *args) {
     return result == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-/* Whether the default action of the signal runs after the file is written. SIGUSR1 and SIGUSR2 then
- * only write the file. The default action of the others does not end the process. */
-static bool runs_default_action(int signum) {
+/* Returns whether the default action runs after the file is written. It does not for SIGUSR1 and
+ * SIGUSR2, whose handler only writes the file. It does not for signals whose default action neither
+ * stops nor ends the process. */
+static bool needs_default_action(int signum) {
     return signum != SIGUSR1 && signum != SIGUSR2 && signum != SIGCHLD && signum != SIGCONT &&
            signum != SIGURG && signum != SIGWINCH;
 }
 
-/* Writes the file. Then the previous action of the signal runs. */
+/* Runs the default action. If the action has only stopped the process (SIGTSTP), installs the
+ * handler again when the process continues. */
+static void run_default_action(int signum, const struct sigaction *action) {
+    struct sigaction handler;
+    sigset_t this_signal, before;
+    (void)sigemptyset(&this_signal);
+    (void)sigaddset(&this_signal, signum);
+    (void)sigaction(signum, action, &handler);
+    (void)raise(signum); /* blocked while the handler runs */
+    (void)pthread_sigmask(SIG_UNBLOCK, &this_signal, &before);
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    (void)sigaction(signum, &handler, NULL);
+}
+
+/* Writes the file. Then the previous action of the signal runs. SIG_DFL and SIG_IGN are tested
+ * first, because an action may have them together with SA_SIGINFO. */
 static void handle_signal(int signum, siginfo_t *info, void *context) {
     const int error = errno;
     signal_file *file = signal_files[signum];
     (void)write_file(file->path, file->header, file->header_bytes);
-    if ((file->previous.sa_flags & SA_SIGINFO) != 0) {
-        file->previous.sa_sigaction(signum, info, context);
-    } else if (file->previous.sa_handler == SIG_DFL) {
-        if (runs_default_action(signum)) {
-            (void)sigaction(signum, &file->previous, NULL);
-            (void)raise(signum); /* delivered when this handler returns */
+    if (file->previous.sa_handler == SIG_DFL) {
+        if (needs_default_action(signum)) {
+            run_default_action(signum, &file->previous);
         }
     } else if (file->previous.sa_handler != SIG_IGN) {
-        file->previous.sa_handler(signum);
+        if ((file->previous.sa_flags & SA_SIGINFO) != 0) {
+            file->previous.sa_sigaction(signum, info, context);
+        } else {
+            file->previous.sa_handler(signum);
+        }
     }
     errno = error;
 }

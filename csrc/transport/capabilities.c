@@ -13,14 +13,14 @@ static bool is_set(const char *variable) {
     return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
-bool fct_has_flight_recorder(void) {
+bool fct_requests_flight_recorder(void) {
     return is_set("TORCH_FR_BUFFER_SIZE") || is_set("TORCH_NCCL_TRACE_BUFFER_SIZE");
 }
 
 bool fct_accepts_shared_memory(void) {
     const char *choice = getenv("FSDP_C_TRANSPORT");
     return (choice == NULL || strcmp(choice, "gloo") != 0) && !fct_c10d_is_debugged() &&
-           !fct_has_flight_recorder();
+           !fct_requests_flight_recorder();
 }
 
 int fct_available_cpus(void) {

@@ -8,10 +8,11 @@
 extern "C" {
 #endif
 
-/* Whether torch's flight recorder records gloo's collectives. */
-bool fct_has_flight_recorder(void);
+/* Whether the environment sets a size of torch's flight recorder. The recorder that torch enables
+ * by default does not count. */
+bool fct_requests_flight_recorder(void);
 /* Whether this rank accepts shared memory. The user can veto shared memory. A debug level and a
- * flight recorder also veto it, because they observe gloo's own collectives. */
+ * requested flight recorder also veto it, because they observe gloo's own collectives. */
 bool fct_accepts_shared_memory(void);
 /* CPUs in the affinity mask of this process, or 1 if the mask is unknown. */
 int fct_available_cpus(void);

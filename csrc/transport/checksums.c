@@ -26,7 +26,8 @@ void op_checksums_add(op_checksums *c, const fct_op_tag *tag, uint64_t value) {
     if (list->entries == NULL) {
         list->entries = (op_checksum *)calloc(OP_CHECKSUMS_KEPT, sizeof *list->entries);
     }
-    if (list->entries != NULL) { /* without memory a difference has no name */
+    /* If the allocation failed, op_checksums_describe() cannot name the collective. */
+    if (list->entries != NULL) {
         list->entries[list->total % OP_CHECKSUMS_KEPT] = (op_checksum){value, tag->label};
     }
     list->unknown = list->unknown || value == 0;
@@ -38,7 +39,6 @@ void op_checksums_add(op_checksums *c, const fct_op_tag *tag, uint64_t value) {
 void op_checksums_drop(op_checksums *c) {
     for (int kind = 0; kind < OP_CHECKSUM_KINDS; kind++) {
         assert(c->kinds[kind].count <= c->kinds[kind].total);
-        c->kinds[kind].total -= c->kinds[kind].count;
         c->kinds[kind].unknown = c->kinds[kind].unknown || c->kinds[kind].count > 0;
         c->kinds[kind].count = 0;
     }
@@ -148,7 +148,7 @@ static int64_t count_ranks(const int64_t *values, int64_t world, int64_t value) 
 }
 
 /* Finds the value of most ranks, and the first rank with another value. Unknown values are equal to
- * all. Returns false if no rank differs. `values`: one for each VALUES integers. */
+ * all. Returns false if no rank differs. The value of rank r is values[r * VALUES]. */
 static bool find_rank(const int64_t *values, int64_t world, int64_t *rank, int64_t *common) {
     int64_t most = 0;
     *common = 0;

@@ -58,7 +58,7 @@ typedef struct op_checksum {
 /* The checksums of one kind. */
 typedef struct op_checksum_list {
     op_checksum *entries; /* [OP_CHECKSUMS_KEPT] by number; NULL: none */
-    uint64_t total;       /* of all intervals */
+    uint64_t total;       /* of all intervals, with those that were dropped */
     uint64_t count;       /* of the open interval */
     uint64_t hash;        /* of the open interval */
     bool unknown;         /* a checksum of the open interval is unknown */

@@ -13,9 +13,10 @@ extern "C" {
  * open makes one. open returns NULL with a Python exception on failure. */
 shm_negotiation *fct_negotiation_find(fct_pg *pg);
 shm_negotiation *fct_negotiation_open(fct_pg *pg);
-/* Counts a parameter group that gathers over the process group `name`, or a bucket that is
- * all-reduced over it. The negotiation needs this number: it is the largest number of collectives
- * in flight before a rank waits. */
+/* Adds one user of the process group `name`: a parameter group that gathers or all-reduces over it,
+ * or a bucket after the first of such a group. The number of users is the upper bound on the
+ * collectives that a rank issues before it waits for one. Returns -1 with a Python exception on
+ * failure. */
 FCT_CHECK int fct_pg_register_user(const char *name);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-/* The number of parameter groups by process group; see group_users.h. */
+/* The number of users by process group; see group_users.h. */
 #include "group_users.h"
 
 #include <assert.h>

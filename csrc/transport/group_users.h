@@ -1,5 +1,5 @@
-/* The number of parameter groups that use each process group, until its negotiation starts. The GIL
- * guards the numbers. */
+/* The number of users of each process group (fct_pg_register_user), until its negotiation starts.
+ * The GIL guards the numbers. */
 #ifndef FSDP_C_TRANSPORT_GROUP_USERS_H
 #define FSDP_C_TRANSPORT_GROUP_USERS_H
 
@@ -10,8 +10,8 @@
 extern "C" {
 #endif
 
-/* Counts a parameter group that gathers over the process group `name`. Returns false if there is no
- * memory. Precondition: `name` is not NULL. */
+/* Adds one user of the process group `name`. Returns false if there is no memory. Precondition:
+ * `name` is not NULL. */
 bool fct_group_users_add(const char *name);
 /* Removes the number of a process group and returns it. Returns 1 if there is no number. */
 int64_t fct_group_users_take(const char *name);

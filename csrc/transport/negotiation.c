@@ -202,7 +202,7 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
     n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
     int64_t values[CAPABILITIES] = {0};
     values[PLAN] = (int64_t)n->first_plan;
-    values[FLAGS] = (n->waits ? WAITS : 0) | (fct_has_flight_recorder() ? 0 : AGREES);
+    values[FLAGS] = (n->waits ? WAITS : 0) | (fct_requests_flight_recorder() ? 0 : AGREES);
     if (fct_accepts_shared_memory()) {
         bool attached = false;
         if (attach(pg, n, &attached) != 0) {

@@ -96,9 +96,9 @@ void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op
 op_checksums *shm_negotiation_checksums(shm_negotiation *n);
 op_checksums *shm_negotiation_device_checksums(shm_negotiation *n);
 /* Starts an agreement and waits for it; see op_agreement_start and op_agreement_await. The ranks
- * agree if the guard of all of them is on, and none records its collectives for torch's
- * flight recorder, which would show the agreements. Precondition of the first function: this rank
- * has waited for a recorded collective, if there is one. */
+ * agree if the guard of all of them is on, and none requests torch's flight recorder
+ * (fct_requests_flight_recorder), which would show the agreements. Precondition of the first
+ * function: this rank has waited for a recorded collective, if there is one. */
 FCT_CHECK int shm_negotiation_start_agreement(shm_negotiation *n, fct_pg *pg, bool *issued);
 bool shm_negotiation_agreement_waits(shm_negotiation *n); /* whether the start would wait */
 FCT_CHECK int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg,

@@ -17,7 +17,7 @@ extern "C" {
 
 /* These values take the place of the hash of a plan. */
 enum {
-    FCT_PLAN_OFF = 0,     /* this rank compares nothing */
+    FCT_PLAN_OFF = 0,     /* the guard is off */
     FCT_PLAN_UNKNOWN = 1, /* the guard is on; the root of the unit has not run yet */
 };
 
@@ -55,8 +55,9 @@ op_plan *op_plans_find(const op_plan_list *list, uint64_t hash);
 op_plan *op_plans_add(op_plan_list *list, uint64_t hash);
 /* Whether the value is the hash of a plan. */
 bool op_is_plan(int64_t value);
-/* Compares the hashes of all ranks, one for each `stride` integers. A rank without a plan is equal
- * to all. */
+/* Compares the hashes of all ranks with that of rank 0. The hash of rank r is hashes[r * stride]. A
+ * rank without a plan is equal to all. The negotiation uses the result only if all ranks have a
+ * plan, so ranks compare nothing if one of them has none. */
 fct_plan_result op_plans_compare(const int64_t *hashes, int64_t world, int64_t stride);
 
 #ifdef __cplusplus

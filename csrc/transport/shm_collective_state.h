@@ -13,11 +13,14 @@ typedef struct shm_range {
     int64_t begin, end;
 } shm_range;
 
-/* A message of an all-reduce: the values of a part, or this rank's sums of a part. */
+/* A message of an all-reduce: the elements of a part, or the sums of this rank's share of a
+ * part. */
 typedef struct shm_step {
     bool is_sum;
     shm_range part;
-    size_t after; /* messages that must be read before this message can be written */
+    /* Number of messages of this collective that this rank must have read before it writes this
+     * message. */
+    size_t after;
 } shm_step;
 
 struct shm_collective {
@@ -26,7 +29,8 @@ struct shm_collective {
     bool cpu_bound;
     /* All-gather and reduce-scatter. */
     shm_segment *segments;
-    size_t part_bytes; /* of one rank shard, in one message */
+    /* Bytes of each rank shard that one message carries. The last message may carry fewer. */
+    size_t part_bytes;
     /* All-reduce. */
     shm_step *steps;
     bool sums_whole; /* each rank sums the whole tensor */

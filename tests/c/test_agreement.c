@@ -273,6 +273,24 @@ static void difference_in_data_that_is_not_kept_names_no_unit(void **state) {
     op_checksums_fini(&c);
 }
 
+/* The dropped checksum has taken the place of the first one. */
+static void dropped_checksum_is_not_that_of_an_older_interval(void **state) {
+    (void)state;
+    op_entry entry;
+    op_checksums c = {0};
+    add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
+    op_checksums_end_interval(&c, 7);
+    for (int i = 1; i < OP_CHECKSUMS_KEPT; i++) {
+        add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
+    }
+    op_checksums_end_interval(&c, 8);
+    add_data(&c, "b", FCT_OP_ALL_GATHER, 2);
+    op_checksums_drop(&c);
+    assert_int_equal(op_checksums_copy(&c, 7, &entry, 1), 1);
+    assert_int_equal(entry.hash, 0);
+    op_checksums_fini(&c);
+}
+
 /* Over shared memory collectives carry their labels, and only checksums need an agreement. */
 static void agree_on_checksums_over_shared_memory(void) {
     require(unsetenv("FSDP_C_TRANSPORT") == 0);
@@ -436,6 +454,7 @@ int main(void) {
         cmocka_unit_test(interval_of_a_device_keeps_its_hash_and_checksums),
         cmocka_unit_test(difference_in_data_that_is_not_kept_names_no_unit),
         cmocka_unit_test(numbers_of_intervals_increase_and_depend_on_collectives),
+        cmocka_unit_test(dropped_checksum_is_not_that_of_an_older_interval),
         cmocka_unit_test(checksums_are_compared_over_shared_memory),
         cmocka_unit_test(first_difference_is_described_on_all_ranks),
         cmocka_unit_test(difference_without_a_label_is_described),

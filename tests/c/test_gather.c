@@ -199,6 +199,54 @@ static void owned_chunks_survive_failed_copy_out(void **state) {
     repeat_with_each_copy_out_call_failing(true, 1);
 }
 
+static int gathers, dropped_gathers;
+
+static int start_fallback(void *owner, bool async_op, bool overlaps) {
+    (void)owner;
+    (void)async_op;
+    (void)overlaps;
+    gathers++;
+    return 0;
+}
+
+static int fail_copy_out(void *owner, fct_tensor **rows) {
+    (void)owner;
+    (void)rows;
+    return -1;
+}
+
+static void drop_fallback(void *owner) {
+    (void)owner;
+    dropped_gathers++;
+}
+
+static void failed_copy_out_of_fallback_drops_its_gather(void **state) {
+    (void)state;
+    begin(2, false);
+    fc_callbacks callbacks = sim_callbacks;
+    callbacks.gather = start_fallback;
+    callbacks.copy_out = fail_copy_out;
+    callbacks.drop_gather = drop_fallback;
+    group->core.base.callbacks = &callbacks;
+    group->core.base.fallbacks = FC_FALLBACK_GATHER;
+    gathers = dropped_gathers = 0;
+    for (int i = 1; i < 3; i++) {
+        start();
+        assert_int_equal(fc_gather_await(gather), FC_OK);
+        assert_int_equal(fc_gather_copy_out(gather), FC_ERAISED);
+        assert_false(gather->pending.active);
+        assert_int_equal(fc_gather_check(gather, false), FC_OK);
+        assert_int_equal(gathers, i);
+        assert_int_equal(dropped_gathers, i);
+    }
+    group->core.base.callbacks = &sim_callbacks;
+    group->core.base.fallbacks = 0;
+    start();
+    wait_and_copy_out();
+    expect_whole_parameters();
+    end();
+}
+
 static void gather_check_reports_memory_in_wrong_state(void **state) {
     (void)state;
     begin(2, false);
@@ -224,6 +272,7 @@ int main(void) {
         cmocka_unit_test(abandoned_gather_keeps_buffer_until_work_completes),
         cmocka_unit_test(failed_copy_out_frees_memory_and_can_be_repeated),
         cmocka_unit_test(owned_chunks_survive_failed_copy_out),
+        cmocka_unit_test(failed_copy_out_of_fallback_drops_its_gather),
         cmocka_unit_test(gather_check_reports_memory_in_wrong_state),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -4,7 +4,6 @@
 
 #include <string.h>
 
-#include "core/gather.h"
 #include "sim_model.h"
 
 typedef struct fixture {
@@ -180,8 +179,7 @@ static void one_rank_aliases_shards_if_all_parameters_can(void **state) {
     for (int i = 0; i < 2; i++) {
         unshard(&f);
         for (size_t j = 0; j < 2; j++) {
-            fct_facts shard;
-            fct_facts unsharded;
+            fct_facts shard, unsharded;
             fct_tensor_facts(f.group->params[j].core.sharded_data, &shard);
             fct_tensor_facts(f.group->params[j].core.unsharded, &unsharded);
             assert_ptr_equal(unsharded.data, shard.data);
@@ -230,8 +228,7 @@ static void reshard_in_forward_is_skipped_without_reshard_after_forward(void **s
     end(&f);
 }
 
-static void reshard_in_forward_uses_smaller_group_if_set(void **state) {
-    (void)state;
+static fixture begin_and_reshard_to_smaller_group(void) {
     sim_scenario scenario = plain;
     scenario.world = 4;
     scenario.rank = 3;
@@ -241,15 +238,33 @@ static void reshard_in_forward_uses_smaller_group_if_set(void **state) {
     f.core->training_state = FC_FORWARD;
     assert_int_equal(fc_group_reshard(f.core), FC_OK);
     expect_state(&f, FC_SHARDED_POST_FORWARD, false);
+    sim_log_clear();
+    return f;
+}
+
+static void reshard_in_forward_uses_smaller_group_if_set(void **state) {
+    (void)state;
+    fixture f = begin_and_reshard_to_smaller_group();
     assert_non_null(f.group->params[0].core.post_forward_data);
     f.core->training_state = FC_PRE_BACKWARD;
-    sim_log_clear();
     unshard(&f);
     assert_string_equal(sim_log_text(), "gather:0.forward");
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     assert_null(f.group->params[0].core.post_forward_data);
     assert_null(f.group->params[0].post_forward); /* the callback has released its reference */
+    end(&f);
+}
+
+/* The backward gathers post-forward shards, which are older than the write. */
+static void forward_gathers_shards_that_were_written_before_backward(void **state) {
+    (void)state;
+    fixture f = begin_and_reshard_to_smaller_group();
+    fct_tensor_bump(f.group->params[0].core.sharded_data);
+    f.core->training_state = FC_PRE_BACKWARD;
+    unshard(&f);
+    assert_int_equal(fc_group_unshard(f.core, FC_FORWARD, false), FC_OK);
+    expect_state(&f, FC_SHARDED, true);
     end(&f);
 }
 
@@ -374,21 +389,6 @@ static void to_unsharded_registers_memory_filled_by_caller(void **state) {
     assert_int_equal(fc_group_to_sharded_post_forward(f.core), FC_ESTATE);
     expect_state(&f, FC_UNSHARDED, false); /* there is no smaller group */
     end(&f);
-}
-
-static void begin_iteration_without_after_compute_skips_compute_stream(void **state) {
-    (void)state;
-    for (int after = 0; after < 2; after++) {
-        sim_scenario scenario = plain;
-        scenario.device.streams = true;
-        fixture f = begin(scenario);
-        sim_fault_arm(1, SIM_ONCE); /* the call that orders the streams */
-        fc_status status = fc_state_begin_iteration(&f.model->layers[0].core, after != 0);
-        assert_int_equal(status, after != 0 ? FC_ERAISED : FC_OK);
-        sim_fault_arm(0, SIM_ONCE);
-        fct_error_put_back(NULL);
-        end(&f);
-    }
 }
 
 static void unshard_in_backward_disabled_starts_no_gather(void **state) {
@@ -578,6 +578,7 @@ int main(void) {
         cmocka_unit_test(parameter_is_cast_at_any_offset_in_row),
         cmocka_unit_test(reshard_in_forward_is_skipped_without_reshard_after_forward),
         cmocka_unit_test(reshard_in_forward_uses_smaller_group_if_set),
+        cmocka_unit_test(forward_gathers_shards_that_were_written_before_backward),
         cmocka_unit_test(unshard_between_steps_gathers_written_shards_again),
         cmocka_unit_test(unshard_discards_prefetch_if_shards_were_written_since),
         cmocka_unit_test(shard_version_differs_for_equal_sums_of_address_and_writes),
@@ -585,7 +586,6 @@ int main(void) {
         cmocka_unit_test(freezing_unsharded_parameter_freezes_sharded_parameter),
         cmocka_unit_test(freezing_sharded_parameter_while_unsharded_persists),
         cmocka_unit_test(to_unsharded_registers_memory_filled_by_caller),
-        cmocka_unit_test(begin_iteration_without_after_compute_skips_compute_stream),
         cmocka_unit_test(unshard_in_backward_disabled_starts_no_gather),
         cmocka_unit_test(unshard_of_shard_on_other_device_fails),
         cmocka_unit_test(failed_wait_unshard_can_be_repeated_without_new_gather),

@@ -1,5 +1,5 @@
-/* The end of a backward on ranks whose collectives carry no labels. Whole steps are in
- * test_train.c, resets in test_reset.c. */
+/* The begin of an iteration, and the end of a backward on ranks whose collectives carry no labels.
+ * Whole steps are in test_train.c, resets in test_reset.c. */
 #include "core/state.h"
 
 #include <string.h>
@@ -24,6 +24,20 @@ static sim_model *begin(bool streams) {
 static void end(sim_model *m) {
     sim_model_free(m);
     sim_end();
+}
+
+static void begin_iteration_without_after_compute_skips_compute_stream(void **state) {
+    (void)state;
+    for (int after = 0; after < 2; after++) {
+        sim_model *m = begin(true);
+        assert_int_equal(fc_comm_init_streams(&m->comm), FC_OK);
+        sim_fault_arm(1, SIM_ONCE); /* the call that orders the streams */
+        const fc_status status = fc_state_begin_iteration(&m->layers[0].core, after != 0);
+        assert_int_equal(status, after != 0 ? FC_ERAISED : FC_OK);
+        sim_fault_arm(0, SIM_ONCE);
+        fct_error_put_back(NULL);
+        end(m);
+    }
 }
 
 static void different_collectives_of_ranks_fail_the_backward(void **state) {
@@ -100,6 +114,7 @@ static void device_with_streams_has_no_agreement(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(begin_iteration_without_after_compute_skips_compute_stream),
         cmocka_unit_test(different_collectives_of_ranks_fail_the_backward),
         cmocka_unit_test(agreement_runs_while_reductions_complete),
         cmocka_unit_test(agreement_on_checksums_starts_after_the_reductions),

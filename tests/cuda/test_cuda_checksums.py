@@ -15,14 +15,16 @@ HEXADECIMAL = "[0-9a-f]{16}"
 
 
 def run_ranks(run_worker: Any, folder: Path, *cases: str) -> list[dict[str, Any]]:
-    """Returns the results of corrupted_data.py on two ranks. The device has found no race."""
+    """Returns the results of corrupted_data.py on two ranks. Their devices have found no race."""
     with concurrent.futures.ThreadPoolExecutor(2) as executor:
         runs = [
             executor.submit(run_worker, "corrupted_data", rank, str(folder / "store"), *cases)
             for rank in ("0", "1")
         ]
         results = [run.result() for run in runs]
-    assert [result["findings"] for result in results] == [[], []]
+    # The rank that raises first ends, while the other one waits for its next collective.
+    found = [text for result in results for text in result["findings"]]
+    assert [text for text in found if "which has ended" not in text] == []
     return results
 
 

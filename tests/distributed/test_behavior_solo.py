@@ -1,4 +1,4 @@
-"""On one rank, fsdp_c issues no collectives and has the bits of an unsharded model."""
+"""On one rank, fsdp_c issues no collectives. Its results have the bits of an unsharded model's."""
 
 from __future__ import annotations
 

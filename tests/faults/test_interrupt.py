@@ -51,7 +51,7 @@ def test_buffers_of_an_interrupted_collective_live_until_the_late_peer_joins(cas
     assert found["pending at the end"] == 0
 
 
-@pytest.mark.parametrize("case", interrupt.HANDLED)
+@pytest.mark.parametrize("case", interrupt.RESET_IN_HANDLER_CASES)
 def test_handler_that_resets_the_model_and_returns_ends_the_collective(case: str) -> None:
     for rank, found in enumerate(outcomes("fsdp_c")):
         result = found[f"handler: {case}"]

@@ -15,10 +15,12 @@ import torch.distributed.fsdp._fully_shard._fsdp_common as common
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 ShardPlacementResult: Any = getattr(common, "ShardPlacementResult", None)
 
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+ALL_GATHER_FUNCTION = (
+    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
 """Name of the torch.distributed function that FSDP2 calls for all-gathers."""
 
-SCATTER = (
+REDUCE_SCATTER_FUNCTION = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
 """Name of the torch.distributed function that FSDP2 calls for reduce-scatters."""

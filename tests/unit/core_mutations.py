@@ -296,10 +296,24 @@ MUTATIONS = {
     ),
     "failed copy-out does not abandon the gather": Mutation(
         "gather",
-        "        drop_inputs(a->base);\n        fc_gather_abandon(a);",
-        "        drop_inputs(a->base);",
+        "if (a->pending.extended || a->pending.uses_fallback) {",
+        "if (a->pending.uses_fallback) {",
         "test_gather_extended",
         "failed_extended_copy_out_abandons_gather",
+    ),
+    "failed copy-out keeps the gather of the fallback": Mutation(
+        "gather",
+        "if (a->pending.extended || a->pending.uses_fallback) {",
+        "if (a->pending.extended) {",
+        "test_gather",
+        "[  FAILED  ] failed_copy_out_of_fallback_drops_its_gather",
+    ),
+    "gather of post-forward shards has the version of the shards": Mutation(
+        "group",
+        "g->gathered_version = from_shards ? version : g->gathered_version;",
+        "g->gathered_version = from_shards ? version : version;",
+        "test_group",
+        "[  FAILED  ] forward_gathers_shards_that_were_written_before_backward",
     ),
     "inner tensors of an extension keep their memory": Mutation(
         "extension",

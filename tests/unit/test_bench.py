@@ -35,6 +35,27 @@ def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
         assert wall > 0 and (ratio == 1.0 or name != "fsdp_c")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--quick", "--only", "memory", "--out", "report.md"],
+            "--quick does not run memory, only",
+        ),
+        (["--quick", "--out", "report"], "--out report needs a suffix: report.md"),
+    ],
+)
+def test_bench_rejects_wrong_options_before_it_writes(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, str(ROOT / "benchmarks/bench.py"), *arguments]
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert completed.returncode == 2
+    assert message in completed.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_meter_measures_memory_faults_and_time_of_allocation() -> None:
     import meter
     import torch

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import c_sources
 import fork_server
 import pytest
 import torch
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Appended, because under the sanitizers fsdp_c must not be imported from this checkout.
 sys.path.append(str(ROOT))
 
-from build_support import run_cmake  # noqa: E402
+from build_support import find_torch, run_cmake  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("build"),
@@ -243,6 +244,43 @@ def test_undefined_function_fails_each_build(tree: Tree) -> None:
     tree.write("csrc/core/core.c", f"{declaration}int fc_value(void) {{ return fc_missing(); }}\n")
     for _ in range(2):
         assert "fsdp_c: used but not defined: fc_missing" in tree.build(fails=True)
+
+
+def test_every_c_function_of_csrc_is_checked_after_the_link() -> None:
+    headers = [path for path in c_sources.list_files() if path.suffix == ".h"]
+    names = {name for header in headers for name in c_sources.list_exported(header)}
+    names -= {"PyInit__C", "PyInit__dry_run"}
+    assert len(names) > 500
+    assert [name for name in sorted(names) if not run_cmake.OWN_SYMBOL.search(f" U {name}\n")] == []
+    of_others = ["shm_open", "shm_unlink", "PyLong_AsLong", "_ZN3c106DeviceC1Ev"]
+    assert not run_cmake.OWN_SYMBOL.findall("".join(f" U {name}\n" for name in of_others))
+
+
+def test_undefined_functions_of_transport_and_bridge_fail_the_build(tmp_path: Path) -> None:
+    source, library = tmp_path / "part.cpp", tmp_path / "part.so"
+    source.write_text("""
+        namespace fct { int missing(int value); }
+        extern "C" int op_missing(void), progress_missing(void), shm_tag_missing(void);
+        int total() { return fct::missing(op_missing()) + progress_missing() + shm_tag_missing(); }
+    """)
+    command = ["g++", "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(command, check=True, env=TOOL_ENV)
+    expected = "not defined: _ZN3fct7missingEi, op_missing, progress_missing, shm_tag_missing"
+    with pytest.raises(SystemExit, match=expected):
+        run_cmake.check_resolved(library)
+    assert not library.exists()
+    with pytest.raises(SystemExit, match="nm cannot read the symbols of"):
+        run_cmake.check_resolved(library)
+
+
+def test_missing_library_of_torch_is_reported_with_its_folders(tmp_path: Path) -> None:
+    (tmp_path / "libc10.so").touch()
+    folders = [tmp_path / "absent", tmp_path]
+    assert find_torch.find_library("c10", folders) == str(tmp_path / "libc10.so")
+    with pytest.raises(
+        SystemExit, match=r"libtorch\.so of torch is in none of the folders .*absent"
+    ):
+        find_torch.find_library("torch", folders)
 
 
 def test_parallel_builds_of_one_tree_succeed(tree: Tree) -> None:

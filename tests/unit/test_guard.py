@@ -59,10 +59,10 @@ def world(fake_group: int) -> int:
 
 
 HELPERS: dict[str, Callable[[], Any]] = {
-    "patch_all_gather": lambda: getattr(dist, releases.GATHER),
+    "patch_all_gather": lambda: getattr(dist, releases.ALL_GATHER_FUNCTION),
     "patch_foreach_all_gather": lambda: param_group.foreach_all_gather,
     "patch_foreach_reduce": lambda: param_group.foreach_reduce,
-    "patch_reduce_scatter": lambda: getattr(dist, releases.SCATTER),
+    "patch_reduce_scatter": lambda: getattr(dist, releases.REDUCE_SCATTER_FUNCTION),
     "patch_all_reduce": lambda: dist.all_reduce,
     "patch_unshard": lambda: FSDPParamGroup.unshard,
     "patch_reshard": lambda: FSDPParamGroup.reshard,

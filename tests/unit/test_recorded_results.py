@@ -184,3 +184,13 @@ def test_results_of_the_last_day_only_are_compared() -> None:
             results[name]["date"] = "2026-01-01" if name != "units" else "2026-01-02"
         results.pop("cold", None)
     assert result_releases.find_comparable(main, other) == ["units"]
+
+
+def test_benchmark_that_one_release_repeats_later_does_not_hide_the_others() -> None:
+    main, other = read_main(), make_other_release()
+    for results in (main, other):
+        for data in results.values():
+            data["date"] = "2026-01-01"
+    other["host"]["date"] = "2026-01-02"
+    expected = [name for name in result_releases.COMPARED if name in main and name != "host"]
+    assert expected and result_releases.find_comparable(main, other) == expected

@@ -152,6 +152,51 @@ def test_signal_writes_the_file_and_then_has_its_default_action(
     assert (tmp_path / "file").stat().st_size == 6 + 4096 * 128
 
 
+STOPS = """
+import os, signal, sys
+from fsdp_c import _C
+_C.recorder_write_on_signal(signal.SIGTSTP, sys.argv[1], b"header")
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGTSTP)
+    os.remove(sys.argv[1])
+"""
+
+
+def test_signal_that_stops_the_process_writes_the_file_each_time(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STOPS, str(tmp_path / "file")]
+    # The kernel ignores the stop of an orphaned process group. This one has a parent outside of it.
+    process = subprocess.Popen(command, preexec_fn=os.setpgrp)
+    for _ in range(2):
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 0
+
+
+ACTION_WITH_SIGINFO = """
+import ctypes, os, signal, sys
+from fsdp_c import _C
+class Action(ctypes.Structure):
+    _fields_ = [("handler", ctypes.c_void_p), ("mask", ctypes.c_byte * 128),
+                ("flags", ctypes.c_int), ("restorer", ctypes.c_void_p)]
+SA_SIGINFO = 4
+action = Action(handler=int(sys.argv[2]), flags=SA_SIGINFO)
+assert ctypes.CDLL(None).sigaction(signal.SIGTERM, ctypes.byref(action), None) == 0
+_C.recorder_write_on_signal(signal.SIGTERM, sys.argv[1], b"header")
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])
+def test_previous_action_without_handler_may_have_sa_siginfo(
+    action: signal.Handlers, tmp_path: Path
+) -> None:
+    arguments = [str(tmp_path / "file"), str(int(action))]
+    ended = subprocess.run([sys.executable, "-c", ACTION_WITH_SIGINFO, *arguments], timeout=60)
+    assert ended.returncode == (-signal.SIGTERM if action == signal.SIG_DFL else 0)
+    assert (tmp_path / "file").stat().st_size == 6 + 4096 * 128
+
+
 # ---- report --------------------------------------------------------------------------------------
 
 

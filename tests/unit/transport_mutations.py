@@ -137,6 +137,14 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] checksums_are_compared_per_interval",
     ),
+    "dropped checksums have the numbers of later ones": Mutation(
+        "checksums",
+        "        c->kinds[kind].count = 0;\n",
+        "        c->kinds[kind].total -= c->kinds[kind].count;\n"
+        "        c->kinds[kind].count = 0;\n",
+        "test_agreement",
+        "[  FAILED  ] dropped_checksum_is_not_that_of_an_older_interval",
+    ),
     "ranks with a flight recorder exchange hashes": Mutation(
         "negotiation",
         " (values[FLAGS] & AGREES) != 0 &&",

@@ -6,6 +6,7 @@
 #include "memory.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <numeric>
 
@@ -16,13 +17,13 @@ namespace {
 using Lock = std::lock_guard<std::recursive_mutex>;
 constexpr int64_t kMostRuns = 512;
 
-/* The contiguous runs of a tensor's elements. More than kMostRuns become one run around all. */
+/* The contiguous runs of a tensor's elements. More than `most` become one run around all. */
 struct Runs {
     std::vector<int64_t> sizes, strides; /* of the dims outside a run, in elements */
     int64_t run = 1;                     /* elements */
     int64_t count = 1;
 
-    explicit Runs(const at::Tensor &tensor) {
+    explicit Runs(const at::Tensor &tensor, int64_t most) {
         std::vector<int64_t> order(static_cast<size_t>(tensor.dim()));
         std::iota(order.begin(), order.end(), 0);
         std::sort(order.begin(), order.end(),
@@ -41,7 +42,7 @@ struct Runs {
             strides.push_back(stride);
             count *= size;
         }
-        if (count > kMostRuns) {
+        if (count > most) {
             for (size_t i = 0; i < sizes.size(); i++) {
                 run += (sizes[i] - 1) * strides[i];
             }
@@ -60,6 +61,17 @@ struct Runs {
     }
 };
 
+/* Appends the exact ranges of a tensor's elements. */
+void add_runs(const at::Tensor &tensor, std::vector<std::pair<uintptr_t, uintptr_t>> &ranges) {
+    const Runs runs(tensor, INT64_MAX);
+    const auto size = static_cast<int64_t>(tensor.dtype().itemsize());
+    const auto *const data = static_cast<const char *>(tensor.const_data_ptr());
+    for (int64_t i = 0; i < runs.count; i++) {
+        const auto start = reinterpret_cast<uintptr_t>(data + runs.start(i) * size);
+        ranges.emplace_back(start, start + static_cast<uintptr_t>(runs.run * size));
+    }
+}
+
 } // namespace
 
 Launch::Launch(const char *name, c10::Stream stream) : stream_(stream) {
@@ -68,34 +80,54 @@ Launch::Launch(const char *name, c10::Stream stream) : stream_(stream) {
     journal().count(name);
 }
 
+/* Records an access, and changes the memory that it reads if writes are delayed or replayed. */
+void Launch::record(uintptr_t from, uintptr_t to, bool write) {
+    if (!write) {
+        early_writes().replay(from, to, epoch_, replaced_);
+        if (world().late_seed != 0) {
+            memory().hide_unordered_writes(from, to, epoch_, replaced_);
+        }
+    }
+    memory().access(from, to, write, epoch_);
+}
+
 void Launch::access(const void *from, size_t bytes, bool write) {
     const Lock lock(world().mutex);
     const auto start = reinterpret_cast<uintptr_t>(from);
     if (write) {
         written_.emplace_back(start, start + bytes);
-    } else {
-        early_writes().replay(start, start + bytes, epoch_, replaced_);
     }
-    if (world().late_seed != 0 && !write) {
-        memory().delay(start, start + bytes, epoch_, replaced_);
+    record(start, start + bytes, write);
+}
+
+/* Restores the bytes that the operation has not written. `written_` is complete and sorted. */
+void Launch::restore(const Bytes &bytes) const {
+    const uintptr_t end = bytes.start + bytes.data.size();
+    uintptr_t at = bytes.start;
+    const auto restore_until = [&](uintptr_t to) {
+        if (at < to) {
+            std::memcpy(reinterpret_cast<char *>(at), bytes.data.data() + (at - bytes.start),
+                        to - at);
+        }
+    };
+    for (const auto &[from, to] : written_) {
+        restore_until(std::min(from, end));
+        at = std::max(at, to);
     }
-    memory().access(start, start + bytes, write, epoch_);
+    restore_until(end);
 }
 
 Launch::~Launch() {
     const Lock lock(world().mutex);
+    if (!replaced_.empty()) {
+        for (const at::Tensor &tensor : written_tensors_) {
+            add_runs(tensor, written_);
+        }
+        std::sort(written_.begin(), written_.end());
+    }
     /* If bytes were replaced twice, the first entry has the right ones. */
     for (auto entry = replaced_.rbegin(); entry != replaced_.rend(); ++entry) {
-        const Bytes &bytes = *entry;
-        const uintptr_t end = bytes.start + bytes.data.size();
-        const bool is_overwritten =
-            std::any_of(written_.begin(), written_.end(), [&](const auto &range) {
-                return range.first < end && bytes.start < range.second;
-            });
-        if (!is_overwritten) {
-            std::memcpy(reinterpret_cast<char *>(bytes.start), bytes.data.data(),
-                        bytes.data.size());
-        }
+        restore(*entry);
     }
     early_writes().complete(epoch_);
 }
@@ -108,9 +140,13 @@ void Launch::access_tensor(const at::Tensor &tensor, bool write) {
     const auto size = static_cast<int64_t>(tensor.dtype().itemsize());
     const auto *const data = static_cast<const char *>(tensor.const_data_ptr());
     memory().label_block(tensor.storage().unsafeGetStorageImpl(), data);
-    const Runs runs(tensor);
+    const Runs runs(tensor, kMostRuns);
     for (int64_t i = 0; i < runs.count; i++) {
-        access(data + runs.start(i) * size, static_cast<size_t>(runs.run * size), write);
+        const auto start = reinterpret_cast<uintptr_t>(data + runs.start(i) * size);
+        record(start, start + static_cast<uintptr_t>(runs.run * size), write);
+    }
+    if (write) {
+        written_tensors_.push_back(tensor);
     }
 }
 

@@ -27,10 +27,13 @@ class Launch {
     c10::Stream stream_;
     Epoch epoch_;
     std::vector<Bytes> replaced_; /* changed for reads; the destructor restores them */
-    std::vector<std::pair<uintptr_t, uintptr_t>> written_;
+    std::vector<std::pair<uintptr_t, uintptr_t>> written_; /* without the tensors below */
+    std::vector<at::Tensor> written_tensors_;
     /* Keeps host.cpp from recording the CPU operators that execute the operation. */
     at::DisableRecordFunctionGuard profiling_guard_;
     void access_tensor(const at::Tensor &tensor, bool write);
+    void record(uintptr_t from, uintptr_t to, bool write);
+    void restore(const Bytes &bytes) const;
 };
 
 bool on_device(const at::Tensor &tensor);

@@ -166,7 +166,8 @@ void Memory::access(uintptr_t from, uintptr_t to, bool write, const Epoch &by) {
     }
 }
 
-void Memory::delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &replaced) {
+void Memory::hide_unordered_writes(uintptr_t from, uintptr_t to, const Epoch &by,
+                                   std::vector<Bytes> &replaced) {
     const Block *const block = from < to ? find(from) : nullptr;
     if (block == nullptr || !block->used) {
         return;

@@ -69,9 +69,11 @@ class Memory {
     /* Records an access of [from, to). Reports it if it is not ordered after the last conflicting
      * access. */
     void access(uintptr_t from, uintptr_t to, bool write, const Epoch &by);
-    /* Undoes the delayed writes in [from, to) for which the reader `by` has not waited. Appends the
-     * bytes that it replaces to `replaced`. */
-    void delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &replaced);
+    /* Simulates late writes: restores the bytes before each delayed write in [from, to) that is not
+     * ordered before `by`. Appends the overwritten bytes to `replaced`; the caller puts them back
+     * after the read. */
+    void hide_unordered_writes(uintptr_t from, uintptr_t to, const Epoch &by,
+                               std::vector<Bytes> &replaced);
     /* Sets the label that findings have for the memory of a storage. */
     void set_name(const void *storage, const std::string &text);
     void label_block(const void *storage, const void *data); /* labels the storage's block */
@@ -80,7 +82,9 @@ class Memory {
     uint64_t serial() const { /* number of the latest allocation */
         return serial_;
     }
-    void reset(); /* drops all recorded accesses, and returns free memory to the system */
+    /* Drops all recorded accesses, names and recorded streams. Returns free memory to the
+     * system. */
+    void reset();
     Usage &usage(int device);
 
   private:

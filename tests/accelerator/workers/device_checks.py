@@ -295,6 +295,37 @@ def unordered_allocation_can_overwrite_freed_memory_before_its_reader(device: An
     device.stop_early_writes()
 
 
+# ---- writes that happen after a later reader ----
+
+
+def _sum_unordered_threes(seed: int, stride: int, device: Any) -> torch.Tensor:
+    """Writes 2000 threes. On another stream, adds both halves and writes 1000 of these elements.
+
+    The reader does not wait for the threes, which the device delays with some seeds.
+    """
+    device.delay_writes(seed)
+    side = new_stream()
+    x = torch.ones(2000, device="sim")
+    side.wait_stream(current_stream())
+    x.fill_(3)
+    with use_stream(side):
+        torch.sum(x.view(2, 1000), 0, out=x[: 1000 * stride : stride])
+    torch.accelerator.synchronize()
+    device.delay_writes(0)
+    return x.cpu()
+
+
+@check
+def delayed_write_remains_beside_the_elements_that_its_reader_overwrites(device: Any) -> None:
+    delayed = set()
+    for seed in range(1, 33):
+        half, strided = (_sum_unordered_threes(seed, stride, device) for stride in (1, 2))
+        delayed.add(bool(half[:1000].max() < 3))
+        assert bool((half[1000:] == 3).all())
+        assert bool((strided[1::2] == 3).all())
+    assert delayed == {False, True}
+
+
 # ---- pinned memory and the host ----
 
 

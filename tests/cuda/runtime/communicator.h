@@ -51,12 +51,14 @@ struct SharedMemory;
  * A pair of ranks has one slot for messages in each direction.
  *
  * The shared memory is a file in /dev/shm. The ranks remove the file when all have mapped it. Each
- * rank holds a lock on one byte of the file, which ends with its process. A rank that waits for a
- * peer without a lock sets the error ncclRemoteError. */
+ * rank holds a lock on one byte of the file, which ends with its process. If a rank waits for a
+ * peer whose lock is gone, and the peer has not published what the rank waits for, the rank sets
+ * ncclRemoteError. */
 class Communicator {
   public:
-    /* Blocks until all ranks have joined the communicator `name`. After a minute reports a missing
-     * rank and returns NULL. */
+    /* Blocks until all ranks have joined the communicator `name`. Reports the reason and returns
+     * NULL if a rank has not joined within a minute, if `world` exceeds kMaxRanks, or if the file
+     * cannot be opened. */
     static std::shared_ptr<Communicator> join(const std::string &name, int world, int rank);
     ~Communicator();
     Communicator(const Communicator &) = delete;
@@ -94,7 +96,7 @@ class Communicator {
     std::atomic<uint64_t> issued_{0}; /* collectives, without those of graphs */
     uint64_t splits_ = 0;
     /* Used by the device's thread only. */
-    uint64_t done_ = 0;    /* of the issued collectives */
+    uint64_t done_ = 0;    /* number of finished collectives among issued_ */
     uint64_t number_ = 0;  /* of the current collective, or the latest one */
     bool is_busy_ = false; /* this rank has published a collective and not finished it */
     std::chrono::steady_clock::time_point last_check_[kMaxRanks];

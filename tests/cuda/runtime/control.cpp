@@ -25,6 +25,7 @@ Thread &thread() {
 }
 
 void count(const char *name) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     device().counts[name]++;
 }
 
@@ -42,6 +43,7 @@ bool holds_gil() {
 }
 
 bool is_due(long &calls) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     return calls > 0 && --calls == 0;
 }
 

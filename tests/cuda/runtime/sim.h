@@ -1,13 +1,16 @@
 /* State of the simulated CUDA device: streams, events, memory, captures, counters, findings.
  *
  * The library of this header is linked by the substitutes of libcudart, libcuda, libnccl and
- * libcublas. Device memory is host memory. Copies are executed at once; kernels are not executed.
+ * libcublas. Device memory is host memory. Without the setting `execute`, copies are executed at
+ * once and kernels are not executed.
+ *
  * Vector clocks hold the order that streams and events guarantee: one clock per stream, event and
  * the host. Each operation is one tick of its stream. An access that is not ordered after the last
  * conflicting access of the same bytes is a finding, whatever the timing.
  *
- * All functions lock `device().mutex`, which is recursive. Functions that return int return the
- * number of a cudaError_t. */
+ * Functions on streams, events, captures and memory lock `device().mutex`, which is recursive. So
+ * do count() and is_due(). The caller of report() and log_call() holds it. Functions that return
+ * int return the number of a cudaError_t. */
 #ifndef CUDA_SIM_H
 #define CUDA_SIM_H
 
@@ -154,8 +157,9 @@ enum class Kind { kNone, kDevice, kPinned };
 void *allocate(size_t bytes, Kind kind); /* NULL without memory */
 bool release(void *address);
 Kind kind_of(const void *address);
-/* Copies, except in a capture, and within device memory if Settings::copies is 0. The caller must
- * not hold the device's mutex: a copy to pageable memory returns when it is done. */
+/* With the setting `execute`, queues the copy. Otherwise copies at once, but not in a capture, and
+ * not within device memory if Settings::copies is 0. The caller must not hold the device's mutex: a
+ * copy to pageable memory returns when it is done. */
 void copy(const Operation &by, void *dst, const void *src, size_t bytes);
 
 /* ---- the device ---- */
@@ -170,7 +174,7 @@ struct Settings {
     long memory_mib = 81920;
     long fail_malloc = 0;     /* the n-th cudaMalloc from now on fails */
     long fail_mallocs = 1;    /* number of successive calls that fail, including the n-th */
-    long failing_mallocs = 0; /* number of these calls that have not been made */
+    long failing_mallocs = 0; /* state: calls that still have to fail after the n-th has failed */
     long fail_nccl = 0;       /* the n-th collective from now on fails */
     long nccl_error = 3;      /* ncclResult_t of that collective */
     long nccl_async = 0;      /* ncclResult_t that ncclCommGetAsyncError writes */
@@ -183,10 +187,11 @@ struct Settings {
      * NCCL's communicators connect processes. Set before the first use of the device. */
     long execute = 0;
     /* Seed of the order of operations. 0: as early as possible. Other seeds: as late as the host's
-     * waits allow, streams with a random priority first. */
+     * waits allow, in a random order of streams that changes with each wait. */
     long order_seed = 0;
-    /* Milliseconds without calls of the host, after which tasks run although no host thread waits
-     * for them. The host may wait for another process, and that process for this device. */
+    /* Milliseconds without calls of the host, after which queued operations run although no host
+     * thread waits for them. The host may wait for another process, and that process for this
+     * device. */
     long idle_ms = 20;
     long wrong_slice = 0;  /* the n-th reduce-scatter from now on takes the next rank's slice */
     long wrong_row = 0;    /* the n-th all-gather from now on exchanges the first two rows */
@@ -207,8 +212,9 @@ struct Device {
     size_t peak = 0;
     std::map<std::string, long> counts;
     std::vector<std::string> findings;
-    std::deque<int> split_sizes; /* ranks of the next parts that ncclCommSplit makes */
-    Operation hung;              /* the collective that never ends */
+    /* Number of ranks of each communicator that the next ncclCommSplit calls create. */
+    std::deque<int> split_sizes;
+    Operation hung; /* the collective that never ends */
     /* Called after each kernel launch: observes the accesses of torch's operators. */
     void (*on_launch)(Operation *by) = nullptr;
     /* Called before the host waits: reports an operator that waits for its own launches. */

@@ -115,7 +115,10 @@ class Device:
         )
 
     def calls(self, library: str) -> list[CallSite]:
-        """Returns the logged calls. ``library`` is the file that is logged."""
+        """Returns the logged calls.
+
+        ``library`` is the path of the logged library. Its symbols give the names of the functions.
+        """
         kind, frames = ctypes.c_char_p(), (ctypes.c_size_t * 48)()
         calls = []
         while (count := self.lib.sim_call(len(calls), ctypes.byref(kind), frames, 48)) >= 0:

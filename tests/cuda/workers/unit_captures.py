@@ -55,7 +55,7 @@ def new_input() -> Any:
 
 
 def capture_roots(training: Any, pool: Any, mode: str = "global") -> None:
-    """Captures forward and backward of each unit in a graph each. Replays them in order."""
+    """Captures the forward and the backward of each unit, each in its own graph. Replays them."""
     import torch
 
     units = list(training.model.blocks)
@@ -160,8 +160,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None]]] = {
     ),
     "computations, never resharded": ({"reshard": False, "inner": True}, capture_computations),
 }
-# The all-gathers of these cases are not part of the capture. Each case needs a process: torch's
-# watchdog may end it.
+# Captures that raise AcceleratorError: their all-gathers run on streams that do not join the
+# capture. Each case runs only by name, in its own process: torch's watchdog may end the process.
 FAILING_CASES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None]]] = {
     "roots, resharded": (
         {"roots": True, "reshard": True},

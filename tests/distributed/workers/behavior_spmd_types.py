@@ -1,4 +1,7 @@
-"""Scenarios of parameters that the package ``spmd_types`` types; empty without the package."""
+"""Scenarios with parameters that carry types of the package ``spmd_types``.
+
+Without the package, each scenario returns None.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,11 @@ def make_mesh() -> DeviceMesh:
 class TypedBlock(nn.Module):
     """A tensor-parallel block: a column-wise and a row-wise weight, two replicated vectors.
 
-    The gradient of ``shift`` (R) must be summed over the tensor-parallel ranks, that of ``scale``
-    (I) is equal on them.
+    Types on a mesh dimension, here on ``tp``:
+
+    - R, replicated: equal on all ranks, its gradient must be summed over them (``shift``).
+    - I, invariant: equal on all ranks, with an equal gradient (``scale``).
+    - V, varying: different on each rank. P, partial: summands of the ranks. S(dim): sharded.
     """
 
     def __init__(self, mesh: DeviceMesh, is_typed: bool = True) -> None:
@@ -68,7 +74,14 @@ class TypedBlock(nn.Module):
 def train(
     api: Api, checks: bool, policy: MixedPrecisionPolicy, steps: int = 3, sync: bool = True
 ) -> dict[str, Any]:
-    """Returns what three steps of two typed blocks show, with or without the check of types."""
+    """Trains two typed blocks for ``steps`` steps.
+
+    Returns placements, types of the outputs, local parameters, losses and gradients.
+
+    Args:
+        checks: Whether the type checker of spmd_types is active.
+        sync: False reduces gradients only in every second step.
+    """
     import spmd_types as spmd
     import spmd_types.checker
     from torch.distributed.fsdp import DataParallelMeshDims

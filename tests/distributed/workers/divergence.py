@@ -1,7 +1,8 @@
 """Ranks that diverge: each case makes one rank's program differ from those of the other ranks.
 
 Every case has its own process group, because a process group is not used after a mismatch. A case
-runs ``steps`` equal steps, then ``diverge`` on the last rank, then more steps.
+of DYNAMIC runs ``steps`` equal steps, then ``diverge`` on the last rank, then two steps. In a case
+of STATIC, the last rank makes another model.
 """
 
 from __future__ import annotations
@@ -327,6 +328,7 @@ def recomputation(rank: int, group: Any) -> None:
 
 
 def reset_after_an_exception(rank: int, group: Any) -> None:
+    """A backward raises on all ranks. The next forward resets the units."""
     model = _make_model(group)
     _train(model, 1)
     for _ in range(2):
@@ -371,7 +373,7 @@ def other_units_in_each_step(rank: int, group: Any) -> None:
 
 
 def one_rank_is_late(rank: int, group: Any) -> None:
-    """A rank evaluates later than another one has departed from the training steps."""
+    """Rank 0 starts an evaluation 0.7 s after the other ranks."""
     model = _make_model(group)
     _train(model, 3)
     if rank == 0:
@@ -392,7 +394,8 @@ def settings_changed_on_all(rank: int, group: Any) -> None:
 
 
 def one_rank_per_model(rank: int, group: Any) -> None:
-    """Each rank has a model of its own on one rank, and evaluates it at its own pace."""
+    """Each rank has its own model on a process group of one rank. Ranks run different numbers of
+    evaluations and steps."""
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     model = _make_model(groups[rank], 2 + rank)
     for _ in range(1 + rank):
@@ -454,7 +457,8 @@ def run_programs(rank: int, programs: tuple[Callable[[int, Any], None], ...]) ->
 
 
 def depart_alone(rank: int, world_size: int) -> str:
-    """After three steps, rank 0 runs another unit. The other ranks issue nothing."""
+    """After three equal steps, rank 0 issues a gather of block 2 that the training steps do not
+    issue at this point. The other ranks issue nothing."""
     group = dist.new_group(timeout=timedelta(seconds=2.0))
     model = _make_model(group)
     _train(model)
@@ -470,7 +474,8 @@ def depart_alone(rank: int, world_size: int) -> str:
 
 
 def depart_after_an_interruption(rank: int, world_size: int) -> tuple[bool, str]:
-    """Rank 0 departs, is interrupted, and departs again. Then the other ranks train as before.
+    """Rank 0 runs block 2 alone and is interrupted. Then rank 0 runs block 2 again while the other
+    ranks train.
 
     Returns whether the interruption was raised, and the message of the exception.
     """
@@ -502,7 +507,8 @@ def _raise_interrupt(number: int, frame: Any) -> None:
 
 
 def run_stages(rank: int, world_size: int) -> str:
-    """Two pipeline stages with two ranks each: stages have other models and other schedules."""
+    """Two pipeline stages with two ranks each. The stages have different models and issue different
+    collectives."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     stage = rank // 2
     model = _make_model(groups[stage], 2 + stage)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard, weights
-from releases import SCATTER, groups_of
+from releases import REDUCE_SCATTER_FUNCTION, groups_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -351,7 +351,7 @@ class PlainScatter:
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        getattr(dist, SCATTER)(output_tensor, input_tensor, group=group, op=op)
+        getattr(dist, REDUCE_SCATTER_FUNCTION)(output_tensor, input_tensor, group=group, op=op)
 
 
 @scenario()

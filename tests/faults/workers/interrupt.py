@@ -1,7 +1,8 @@
-"""Rank 0 waits in a collective for a late rank 1, which sends it a SIGINT; then both recover.
+"""Rank 0 waits in a collective for a late rank 1, which sends it a signal; then both recover.
 
-``test_interrupt.py`` runs it on two gloo ranks. The late rank finally joins the collective, like a
-slow process. Then it leaves its step by its own exception.
+``test_interrupt.py`` runs it on two gloo ranks. The signal is SIGINT, or SIGUSR1 if rank 0 has a
+handler that resets the model. The late rank finally joins the collective, like a slow process. In
+the gather cases it then leaves its step by LateRankLeaves.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class GatherInBackward(InBackward):
     """The all-gather of the only block, ahead of its backward."""
 
     def join_late(self) -> None:
-        # Runs after the block's own hook on its output, which waits.
+        # Runs after the block's pre-backward hook on this tensor, which waits for the all-gather.
         self.inside.register_hook(leave)
         self.wait_in()
 
@@ -122,7 +123,8 @@ CASES: dict[str, Callable[..., Case]] = {
 }
 
 
-HANDLED = ["gather in forward", "gather in backward", "reduction"]
+RESET_IN_HANDLER_CASES = ["gather in forward", "gather in backward", "reduction"]
+"""Cases that also run with a signal handler that resets the model."""
 
 
 def fill_memory(model: nn.Module) -> list[torch.Tensor]:
@@ -134,18 +136,22 @@ def fill_memory(model: nn.Module) -> list[torch.Tensor]:
 
 
 def recover(api: Api, case: Case, found: dict[str, Any], exchange: Exchange) -> None:
-    """Resets the model, then checks memory after the peer has joined the abandoned collective."""
+    """Resets the model, then checks memory after the peer has joined the abandoned collective.
+
+    Memory is filled before the event "reset", after which the peer joins.
+    """
     model = case.model
     model.reset_iter_state()
     model.zero_grad()
-    if api.rank == 0:
-        exchange.set("reset")
     if not api.is_fsdp_c or api.rank != 0:
+        if api.rank == 0:
+            exchange.set("reset")
         dist.barrier()
         return
     context = model._get_fsdp_state()._comm_ctx
     found["pending"] = context.deferred_collectives
     filled = fill_memory(model)
+    exchange.set("reset")
     dist.barrier()  # the late rank has been through the collective
     found["overwritten"] = sum(not bool((tensor == -77.0).all()) for tensor in filled)
 
@@ -174,7 +180,8 @@ class Exchange:
 def wait_until_blocked(pid: int) -> None:
     """Returns when the main thread of ``pid`` has been asleep in BLOCKED readings.
 
-    The readings need not be consecutive: a thread that polls often waits for a processor.
+    The readings need not be consecutive: a thread that polls is sometimes runnable (state R)
+    between two sleeps.
     """
     asleep = 0
     while asleep < BLOCKED:
@@ -200,7 +207,7 @@ def signal_and_join(
 
 
 def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
-    """Runs a case. Rank 1 checks whether rank 0 handled the signal and reset before it joined."""
+    """Runs a case. Rank 1 checks that rank 0 handled the signal and reset before rank 1 joined."""
     expected = train(make(api).model, api.rank, 2)
     case = make(api)
     if isinstance(case, Handle):
@@ -266,6 +273,6 @@ def interrupt_all(rank: int, world: int, name: str) -> dict[str, dict[str, Any]]
     peers: list[Any] = [None] * world
     dist.all_gather_object(peers, os.getpid())
     found = {title: interrupted(api, make, peers) for title, make in CASES.items()}
-    for title in HANDLED if api.is_fsdp_c else []:
+    for title in RESET_IN_HANDLER_CASES if api.is_fsdp_c else []:
         found[f"handler: {title}"] = reset_by_handler(api, CASES[title], peers)
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from record import Recorder
-from releases import GATHER, SCATTER
+from releases import ALL_GATHER_FUNCTION, REDUCE_SCATTER_FUNCTION
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
@@ -34,7 +34,9 @@ class RecordingAllGather(_RecordingAllocator, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         self.recorder.record("custom all-gather", (output_tensor.numel(), async_op))
-        return getattr(dist, GATHER)(output_tensor, input_tensor, group=group, async_op=async_op)
+        return getattr(dist, ALL_GATHER_FUNCTION)(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
 
 
 class RecordingReduceScatter(_RecordingAllocator, ReduceScatter):
@@ -47,7 +49,7 @@ class RecordingReduceScatter(_RecordingAllocator, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         self.recorder.record("custom reduce-scatter", (input_tensor.numel(), str(op), async_op))
-        return getattr(dist, SCATTER)(
+        return getattr(dist, REDUCE_SCATTER_FUNCTION)(
             output_tensor, input_tensor, group=group, op=op, async_op=async_op
         )
 

@@ -19,7 +19,13 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from extensions import Negated
-from releases import GATHER, SCATTER, DataParallelMeshDims, ShardPlacementResult, has
+from releases import (
+    ALL_GATHER_FUNCTION,
+    REDUCE_SCATTER_FUNCTION,
+    DataParallelMeshDims,
+    ShardPlacementResult,
+    has,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -111,7 +117,7 @@ def blocks(seed: int = 0, width: int = WIDTH, bias: bool = True) -> nn.Sequentia
     )
 
 
-COLLECTIVES = (GATHER, SCATTER, "all_reduce")
+COLLECTIVES = (ALL_GATHER_FUNCTION, REDUCE_SCATTER_FUNCTION, "all_reduce")
 
 
 @contextmanager
@@ -312,7 +318,7 @@ def reshard_to_two_ranks_uneven(tools: Tools) -> Record:
 def reshard_to_two_ranks_patched_collectives(tools: Tools) -> Record:
     """Replaces torch's all-gather and reduce-scatter by counting functions during training."""
     calls: list[str] = []
-    with _calls_recorded(calls, GATHER, SCATTER):
+    with _calls_recorded(calls, ALL_GATHER_FUNCTION, REDUCE_SCATTER_FUNCTION):
         record = tools.train(tools.shard(blocks(), reshard_after_forward=2, mp_policy=MIXED))
     return [*record, calls]
 

@@ -2,7 +2,8 @@
 
 ``generate(seed, count)`` returns the anchors first, then random combinations. The anchors are the
 plain setting, and variants that change one of its dimensions, so that a failure identifies its
-cause. The dtypes of MIXED count as one dimension.
+cause. The dtypes of MIXED count as one dimension. The anchor of ``fp16_factor`` also has the
+reduce dtype fp16.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def generate(seed: int, count: int) -> list[Setting]:
 def at_world_size(setting: Setting, world_size: int) -> Setting:
     """Adapts the setting to a launch with ``world_size`` ranks."""
     if world_size == 1 and setting.divide in ("force_sum_factor", "fp16_factor"):
-        # On one rank torch runs no collective. It divides by a given factor in its place, and a
-        # second time if the reduction is a plain sum. fsdp_c divides once.
+        # On one rank torch issues no reduce-scatter. torch divides the gradient by the factor
+        # instead, and divides again if the reduction is a plain sum. fsdp_c divides once.
         return dataclasses.replace(setting, divide="world")
     return setting
 
@@ -88,7 +89,9 @@ def _anchors() -> list[Setting]:
     plain = Setting()
     anchors = [plain]
     for name, values in CHOICES.items():
-        anchors += [repaired(dataclasses.replace(plain, **{name: value})) for value in values]
+        anchors += [
+            resolve_conflicts(dataclasses.replace(plain, **{name: value})) for value in values
+        ]
     anchors += [_with_mixed(plain, mixed) for mixed in MIXED]
     return anchors
 
@@ -114,10 +117,10 @@ def random_setting(rng: random.Random) -> Setting:
     for name in tuple(CHOICES)[tuple(CHOICES).index("clip") :]:
         if rng.random() < 0.2:
             setting = dataclasses.replace(setting, **{name: rng.choice(CHOICES[name][1:])})
-    return repaired(setting)
+    return resolve_conflicts(setting)
 
 
-def repaired(setting: Setting) -> Setting:
+def resolve_conflicts(setting: Setting) -> Setting:
     """Changes values that cannot be combined, so that nearly every setting trains."""
     if setting.divide == "fp16_factor":
         setting = dataclasses.replace(setting, reduce="fp16")

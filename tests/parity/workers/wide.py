@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from feature_support import features_of
-from grid import MIXED, MIXED_FIELDS, random_setting, repaired
+from grid import MIXED, MIXED_FIELDS, random_setting, resolve_conflicts
 from meshes import has_tensor_dim, is_hsdp, is_spmd
 from models_wide import WIDE_FAMILIES
 from setting import WIDE_SCHEDULES, Launch, Setting
@@ -152,7 +152,7 @@ def _random(rng: random.Random) -> Placed:
 
 def remove_conflicts(launch: Launch, setting: Setting) -> Placed:
     """Removes values that cannot be combined with the launch or with other values."""
-    setting = repaired(setting)
+    setting = resolve_conflicts(setting)
     for rule in (_without_unsupported, _without_untrainable, _without_torch_bugs):
         setting = rule(launch, setting)
     return launch, setting
