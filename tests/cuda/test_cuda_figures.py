@@ -27,3 +27,9 @@ def test_step_needs_at_most_torchs_launches_events_and_memory(
     assert own["not supported"] == []
     higher = {name: (torchs[name], own[name]) for name in FIGURES if own[name] > torchs[name]}
     assert not higher
+
+
+def test_step_of_real_size_runs_on_emulated_ranks(run_worker: Any) -> None:
+    """Its messages exceed the memory through which ranks exchange data."""
+    options = ("--size", "LLAMA_8B", "--blocks", "1", "--steps", "1")
+    assert run_worker("figures", "--measure", "fsdp_c", "fsdp", *options)["peak MiB"] > 1000

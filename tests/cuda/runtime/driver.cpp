@@ -43,7 +43,7 @@ void access_job(const sim::Operation &by, const fck::line_batch &batch, const fc
 
 /* Declares the accesses of a launch of fck_move_lines or fck_cast_lines, and submits its work. */
 void submit_lines(const sim::Operation &by, const fck::line_batch &batch, bool casts) {
-    for (int32_t i = 0; i < batch.count; i++) {
+    for (int32_t i = 0; sim::device().settings.checks != 0 && i < batch.count; i++) {
         access_job(by, batch, batch.job[i]);
     }
     if (sim::executes()) {

@@ -49,8 +49,9 @@ struct Group {
 };
 thread_local Group group;
 
-/* Starts an operation and declares its accesses. */
-ncclResult_t start(const Transfer &t, sim::Operation *by) {
+/* Starts an operation and declares its accesses. Ranks that exchange data have slots of a fixed
+ * size. */
+ncclResult_t start(const Transfer &t, ncclComm_t comm, sim::Operation *by) {
     const std::lock_guard<std::recursive_mutex> lock(sim::device().mutex);
     sim::count(t.name);
     sim::count("collective");
@@ -65,7 +66,7 @@ ncclResult_t start(const Transfer &t, sim::Operation *by) {
     if (sim::is_due(sim::device().settings.hang_nccl)) {
         sim::hang(*by);
     }
-    return t.sent <= sim::kSlotBytes ? ncclSuccess : ncclInternalError;
+    return comm->peers == nullptr || t.sent <= sim::kSlotBytes ? ncclSuccess : ncclInternalError;
 }
 
 bool is_captured(cudaStream_t stream) {
@@ -78,7 +79,7 @@ template <class Compute, class Emulate>
 ncclResult_t collective(const Transfer &t, ncclComm_t comm, sim::Collective call, Compute compute,
                         Emulate emulate) {
     sim::Operation by;
-    const ncclResult_t result = start(t, &by);
+    const ncclResult_t result = start(t, comm, &by);
     if (result != ncclSuccess) {
         return result;
     }
@@ -179,7 +180,7 @@ void submit_messages() {
 /* Adds a message to the group, or submits it. */
 ncclResult_t message(const Transfer &t, ncclComm_t comm, sim::Work work) {
     sim::Operation by;
-    const ncclResult_t result = start(t, &by);
+    const ncclResult_t result = start(t, comm, &by);
     if (result == ncclSuccess && comm->peers != nullptr) {
         group.messages.push_back(std::move(work));
         group.last = by;

@@ -299,10 +299,13 @@ class Training:
             self.model.set_requires_gradient_sync(True)
             self.model.finalize_backward()
 
-    def step(self) -> None:
-        self.accumulate()
+    def optimize(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.accumulate()
+        self.optimize()
 
 
 def start_training(implementation: str, name: str, size: str, blocks: int) -> Training:
