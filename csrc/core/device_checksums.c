@@ -8,7 +8,7 @@
  *
  * Streams: the stream that takes the first sum zeroes the table. Each addition waits for the event
  * `zeroed`. The end of the interval makes the current stream wait for all streams with additions.
- * The table is released when its copy is done, so no stream uses its memory any more. */
+ * The table is released when its stream waits for all additions and for the copy. */
 #include "device_checksums.h"
 
 #include <assert.h>
@@ -16,6 +16,7 @@
 #include <string.h>
 
 #include "../bridge/autograd.h"
+#include "../bridge/error.h"
 #include "../bridge/tensor.h"
 
 enum {
@@ -42,6 +43,7 @@ typedef struct ended_interval {
     const fc_device_checksums *owner;
     entry_list entries;
     fct_tensor *table;
+    fct_stream home; /* that has allocated `table` */
     fct_event *zeroed;
     fct_tensor *sums; /* pinned copy of the table; NULL: no checksum is known */
     fct_event *copied;
@@ -51,6 +53,7 @@ typedef struct ended_interval {
 struct fc_device_checksums {
     fct_device device;
     fct_tensor *table;               /* of the open interval; NULL: none */
+    fct_stream home;                 /* that has allocated `table` */
     fct_event *zeroed;               /* of `table` */
     uint64_t *sums;                  /* the memory of `table` */
     size_t taken;                    /* sums of `table` */
@@ -58,7 +61,7 @@ struct fc_device_checksums {
     fct_stream streams[STREAMS_MAX]; /* with additions to `table` */
     size_t stream_count;
     entry_list entries;
-    bool incomplete; /* an entry or a stream is missing: the interval is unknown */
+    bool incomplete; /* an entry is missing: the interval is unknown */
 };
 
 static ended_interval *oldest; /* the queue; the GIL guards it */
@@ -90,7 +93,13 @@ static bool reserve_entry(entry_list *list) {
 
 /* ---- ended intervals ---- */
 
+/* A later allocation on the stream of the table follows all uses of the table. */
 static void free_ended(ended_interval *ended) {
+    if (ended->copied != NULL) {
+        void *error = fct_error_set_aside();
+        (void)!fct_event_wait(ended->copied, ended->home);
+        fct_error_put_back(error);
+    }
     release_entries(&ended->entries);
     fct_tensor_release(ended->table);
     fct_tensor_release(ended->sums);
@@ -168,6 +177,25 @@ done:
 
 /* ---- the table of the open interval ---- */
 
+/* Makes a stream wait for all additions. */
+static fc_status join_streams(fct_stream waiter, const fct_stream *streams, size_t count) {
+    fc_status status = FC_OK;
+    fct_event *event = NULL;
+    for (size_t i = 0; i < count; i++) {
+        if (streams[i].id == waiter.id) {
+            continue;
+        }
+        FC_TRY_RAISED(fct_event_new(waiter.device, &event));
+        FC_TRY_RAISED(fct_event_record(event, streams[i]));
+        FC_TRY_RAISED(fct_event_wait(event, waiter));
+        fct_event_free(event);
+        event = NULL;
+    }
+done:
+    fct_event_free(event);
+    return status;
+}
+
 void fc_device_checksums_free(fc_device_checksums *d) {
     assert(d == NULL || d->taken <= TABLE_SUMS);
     if (d == NULL) {
@@ -179,6 +207,9 @@ void fc_device_checksums_free(fc_device_checksums *d) {
         ended = next;
     }
     release_entries(&d->entries);
+    void *error = fct_error_set_aside();
+    (void)!join_streams(d->home, d->streams, d->stream_count);
+    fct_error_put_back(error);
     fct_tensor_release(d->table);
     fct_event_free(d->zeroed);
     free(d);
@@ -226,6 +257,7 @@ static fc_status make_table(fc_device_checksums *d) {
     FC_TRY_RAISED(fct_event_record(zeroed, fct_stream_current(d->device)));
     *d = (fc_device_checksums){.device = d->device,
                                .table = table,
+                               .home = fct_stream_current(d->device),
                                .zeroed = zeroed,
                                .sums = (uint64_t *)facts.data,
                                .interval = d->interval,
@@ -266,10 +298,16 @@ fc_status fc_device_checksums_take(fc_device_checksums **d, fct_device device, f
         }
     }
     if ((*d)->table != NULL && (*d)->taken < TABLE_SUMS) {
-        *sum = (fc_device_sum){.at = &(*d)->sums[(*d)->taken++], .interval = (*d)->interval};
+        *sum = (fc_device_sum){
+            .at = &(*d)->sums[(*d)->taken++], .owner = *d, .interval = (*d)->interval};
     }
 done:
     return status;
+}
+
+/* Whether the sum is one of the open interval. */
+static bool is_open(const fc_device_checksums *d, const fc_device_sum *sum) {
+    return sum->at != NULL && sum->owner == d && sum->interval == d->interval;
 }
 
 /* Adds the stream to the list. Returns false if the list is full. */
@@ -292,15 +330,12 @@ fc_status fc_device_checksums_add(fc_device_checksums *d, fc_device_sum *sum,
     fct_device before;
     void *native = NULL;
     const char *failure = NULL;
-    if (sum->at == NULL) {
+    if (!is_open(d, sum) || find_kernels(d->device) == NULL) {
+        sum->at = NULL;
         return FC_OK;
     }
     const fck_backend *kernels = find_kernels(d->device);
     const fct_stream stream = fct_stream_current(d->device);
-    if (sum->interval != d->interval || kernels == NULL) {
-        sum->at = NULL;
-        return FC_OK;
-    }
     if (fct_launch_enter(d->device, &before, &native) != 0) {
         return FC_ERAISED;
     }
@@ -335,7 +370,7 @@ void fc_device_checksums_complete(fc_device_checksums **d, fct_device device,
         (*d)->incomplete = true;
         return;
     }
-    const bool known = sum->at != NULL && sum->interval == (*d)->interval;
+    const bool known = is_open(*d, sum);
     tag.group = ""; /* the names of modules may not outlive this call */
     fct_pg_retain(pg->handle);
     entries->items[entries->count++] = (checksum_entry){
@@ -348,34 +383,14 @@ bool fc_device_checksums_is_half_full(const fc_device_checksums *d) {
     return d != NULL && d->entries.count >= TABLE_SUMS / 2;
 }
 
-/* Makes the current stream wait for all additions. */
-static fc_status join_streams(const fc_device_checksums *d, const fct_stream *streams,
-                              size_t count) {
-    fc_status status = FC_OK;
-    fct_event *event = NULL;
-    const fct_stream current = fct_stream_current(d->device);
-    for (size_t i = 0; i < count; i++) {
-        if (streams[i].id == current.id) {
-            continue;
-        }
-        FC_TRY_RAISED(fct_event_new(d->device, &event));
-        FC_TRY_RAISED(fct_event_record(event, streams[i]));
-        FC_TRY_RAISED(fct_event_wait(event, current));
-        fct_event_free(event);
-        event = NULL;
-    }
-done:
-    fct_event_free(event);
-    return status;
-}
-
 /* Queues the copy of the table to pinned memory, if `copies`. On failure, and without the copy, the
  * checksums are unknown. */
 static fc_status copy_table(const fc_device_checksums *d, ended_interval *ended,
                             const fct_stream *streams, size_t count, bool copies) {
     fc_status status = FC_OK;
     fct_tensor *sums = NULL;
-    FC_TRY(join_streams(d, streams, count));
+    void *pause = fct_functorch_pause(); /* transforms must not wrap the copy */
+    FC_TRY(join_streams(fct_stream_current(d->device), streams, count));
     FC_TRY_RAISED(fct_event_new(d->device, &ended->copied));
     if (copies) {
         FC_TRY_RAISED(fct_tensor_to_host(ended->table, true, &sums));
@@ -384,6 +399,7 @@ static fc_status copy_table(const fc_device_checksums *d, ended_interval *ended,
     ended->sums = sums;
     sums = NULL;
 done:
+    fct_functorch_resume(pause);
     fct_tensor_release(sums);
     return status;
 }
@@ -430,11 +446,12 @@ fc_status fc_device_checksums_end_interval(fc_device_checksums *d) {
         const bool copies = !d->incomplete;
         memcpy(streams, d->streams, sizeof streams);
         detach(d, ended);
-        append_ended(ended);
-        if (count > 0) {
-            FC_TRY(copy_table(d, ended, streams, count, copies));
+        if (count > 0) { /* may release the GIL, so `ended` is not in the queue yet */
+            status = copy_table(d, ended, streams, count, copies);
         }
+        append_ended(ended);
     }
+    FC_TRY(status);
     FC_TRY(pass_ended());
 done:
     return status;

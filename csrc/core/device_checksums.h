@@ -1,11 +1,12 @@
 /* Checksums of data in the memory of a device with streams, for the guard mode "hash".
  *
  * A kernel adds the checksum of the data of each all-gather and all-reduce to one 64-bit sum. The
- * sums of an interval, which ends with a backward, are a table in the memory of the device. At the
- * end of the backward the table is copied to pinned memory. A later end of a backward passes the
- * sums to the transport, if their copy is done. So the host does not wait for the copy.
+ * sums of an interval are a table in the memory of the device. An interval ends with a backward, or
+ * before a forward if half of the table is used. At its end the table is copied to pinned memory. A
+ * later end passes the sums to the transport, if their copy is done. So the host does not wait for
+ * the copy.
  *
- *   open --- end of a backward ---> copying --- copy done, earlier intervals passed ---> passed
+ *   open --- end ---> copying --- copy done, earlier intervals passed ---> passed
  *
  * While a CUDA graph captures the current stream, checksums are unknown and no interval ends: a
  * replay must not write to the table.
@@ -24,8 +25,9 @@ typedef struct fc_device_checksums fc_device_checksums;
 
 /* The sum of one collective. Initialize it with zeros. */
 typedef struct fc_device_sum {
-    uint64_t *at;      /* in the memory of the device; NULL: the checksum is unknown */
-    uint64_t interval; /* that contains the sum */
+    uint64_t *at; /* in the memory of the device; NULL: the checksum is unknown */
+    const fc_device_checksums *owner; /* the sum is unknown to another context */
+    uint64_t interval;                /* that contains the sum */
 } fc_device_sum;
 
 /* NULL is allowed. Checksums that were not passed are lost. */

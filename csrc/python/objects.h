@@ -166,8 +166,6 @@ typedef struct fcpy_group {
     PyObject *params;                        /* tuple of Param, in the order of core.base */
     PyObject *comm;                          /* CommContext */
     PyObject *pg_names[FCPY_PROCESS_GROUPS]; /* str or NULL; the core borrows their text */
-    /* str or NULL: the latest process groups that count this group as a user */
-    PyObject *registered_names[FCPY_PROCESS_GROUPS];
     PyObject *fqn;        /* str or NULL */
     PyObject *unit;       /* State of the fully_shard call, or NULL */
     fct_dtype orig_dtype; /* of the trainable parameters; FCT_NO_DTYPE: none or several */

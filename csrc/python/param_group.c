@@ -122,21 +122,6 @@ static int claim_params(PyObject *params, PyObject *pg_name, long long world, lo
     return 0;
 }
 
-/* Counts the group as a user of its process group at `index`, once per name. Scatters are not
- * counted: they follow gathers over another process group, which counts the group. */
-static int register_user(fcpy_group *self, int index, PyObject *name) {
-    PyObject **registered = &self->registered_names[index];
-    if (index == FCPY_PG_SCATTER || name == Py_None ||
-        (*registered != NULL && PyUnicode_Compare(*registered, name) == 0)) {
-        return 0;
-    }
-    const int failed = fct_pg_register_user(PyUnicode_AsUTF8(name));
-    if (!failed) {
-        fcpy_replace(self->mod, registered, name);
-    }
-    return failed;
-}
-
 /* Sets the process group at `index` to `group`, or to the process group named `name` if `group` is
  * None. If both are None, the group has no process group at this index. */
 static int set_process_group(fcpy_group *self, int index, PyObject *name, long long world,
@@ -146,9 +131,7 @@ static int set_process_group(fcpy_group *self, int index, PyObject *name, long l
         return -1;
     }
     fct_pg *handle = NULL;
-    if ((group != Py_None && fct_py_pg(group, &handle) != 0) ||
-        register_user(self, index, name) != 0) {
-        fct_pg_release(handle);
+    if (group != Py_None && fct_py_pg(group, &handle) != 0) {
         return -1;
     }
     fc_process_group *pg = process_group_at(&self->core.base, index);
@@ -236,7 +219,6 @@ static void group_dealloc(PyObject *obj) {
     Py_CLEAR(self->comm);
     for (int i = 0; i < FCPY_PROCESS_GROUPS; i++) {
         Py_CLEAR(self->pg_names[i]);
-        Py_CLEAR(self->registered_names[i]);
     }
     Py_CLEAR(self->fqn);
     type->tp_free(obj);
@@ -411,6 +393,16 @@ static PyObject *group_drop_sharded_grads(PyObject *obj, PyObject *unused) {
     return status == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
+/* Counts the group as a user of a process group. Scatters follow gathers over another process
+ * group, which counts the group. Python sets all process groups of a new group, so the constructor
+ * counts none. A process group that is set again is counted again, because it may be a new one of
+ * the same name. */
+static int register_user(int index, PyObject *name) {
+    return index == FCPY_PG_SCATTER || name == Py_None
+               ? 0
+               : fct_pg_register_user(PyUnicode_AsUTF8(name));
+}
+
 /* _set_process_group(kind, name, world, rank, group=None) */
 static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
     static const char *const kinds[FCPY_PROCESS_GROUPS] = {"shard", "scatter", "replicate",
@@ -427,7 +419,8 @@ static PyObject *group_set_process_group(PyObject *obj, PyObject *args) {
     for (int i = 0; i < FCPY_PROCESS_GROUPS; i++) {
         if (strcmp(kind, kinds[i]) == 0) {
             if (check_process_group(as_group(obj)->params, i, name, world, rank) != 0 ||
-                set_process_group(as_group(obj), i, name, world, rank, group) != 0) {
+                set_process_group(as_group(obj), i, name, world, rank, group) != 0 ||
+                register_user(i, name) != 0) {
                 return NULL;
             }
             Py_RETURN_NONE;

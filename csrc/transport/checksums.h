@@ -10,8 +10,9 @@
  * no agreement. The struct keeps the hashes of the latest intervals, which the stall monitors
  * compare (fsdp_c/_runtime/label_comparison.py).
  *
- * The struct belongs to the agreement of the process group, and the GIL guards it. Precondition of
- * all functions: the struct was zeroed before its first use. */
+ * The negotiation of a process group has one struct for the CPU, and one for devices with streams.
+ * The GIL guards them. Precondition of all functions: the struct was zeroed before its first use.
+ */
 #ifndef FSDP_C_TRANSPORT_CHECKSUMS_H
 #define FSDP_C_TRANSPORT_CHECKSUMS_H
 

@@ -68,8 +68,12 @@ class Labels:
         return [[*self.blocks.items()], [(n, self.labels.get(n, 0)) for n in tail]]
 
     def select_intervals(self, intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Returns those since the last call but one: a neighbor may read a key two seconds late."""
-        selected = [item for item in intervals if item[0] > self._published[0]]
+        """Returns those since the last call but one, and at least the latest 16.
+
+        A neighbor may read a key two seconds late, and may learn an interval later.
+        """
+        recent = sum(number > self._published[0] for number, _ in intervals)
+        selected = intervals[-max(recent, 16) :]
         newest = intervals[-1][0] if intervals else 0
         self._published = (self._published[1], newest)
         return selected

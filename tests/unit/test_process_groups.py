@@ -269,14 +269,7 @@ def test_parameter_group_is_counted_once_per_process_group(fake_group: int) -> N
     """gloo moves as many gathers as parameter groups are counted, before shared memory does."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
 
-    def build_and_refresh() -> None:
-        model = build(fully_shard, mesh, reshard_after_forward=2)
-        for group in param_groups_of(model):
-            smaller = group.post_forward_mesh_info
-            group.post_forward_mesh_info = None
-            group.post_forward_mesh_info = smaller
-
-    calls = list_boundary_calls(build_and_refresh)
+    calls = list_boundary_calls(lambda: build(fully_shard, mesh, reshard_after_forward=2))
     kinds, groups = 3, 2  # shard, replicate and post-forward
     assert sum("fct_pg_register_user" in call for call in calls) == kinds * groups
 
