@@ -166,8 +166,8 @@ typedef struct fcpy_group {
     PyObject *params;                        /* tuple of Param, in the order of core.base */
     PyObject *comm;                          /* CommContext */
     PyObject *pg_names[FCPY_PROCESS_GROUPS]; /* str or NULL; the core borrows their text */
-    PyObject *fqn;        /* str or NULL */
-    PyObject *unit;       /* State of the fully_shard call, or NULL */
+    PyObject *fqn;                           /* str or NULL */
+    PyObject *unit;                          /* State of the fully_shard call, or NULL */
     fct_dtype orig_dtype; /* of the trainable parameters; FCT_NO_DTYPE: none or several */
     uint32_t param_calls; /* FCPY_CALL_*: methods overridden on single Params */
     bool fallback_gather; /* Python code performs the gathers */
