@@ -148,8 +148,8 @@ MUTATIONS = {
     ),
     "interval of device checksums ends before the other streams": Mutation(
         "device_checksums",
-        "        if (streams[i].id == current.id) {\n            continue;",
-        "        if (streams[i].id != current.id) {\n            continue;",
+        "        if (streams[i].id == waiter.id) {\n            continue;",
+        "        if (streams[i].id != waiter.id) {\n            continue;",
         "test_device_checksums",
         "[  FAILED  ] interval_ends_after_additions_on_every_stream",
     ),
