@@ -436,8 +436,8 @@ MUTATIONS = {
     ),
     "reset does not wait for collectives in flight": Mutation(
         "comm_ctx",
-        "        FC_TRY(fc_comm_order_streams(c, fct_stream_current(c->device), all[i]));",
-        "        (void)all;",
+        "        FC_TRY(fc_comm_order_streams(c, current, all[i]));",
+        "        (void)current;",
         "test_comm_ctx",
         "[  FAILED  ] quiesce_orders_all_streams",
     ),
