@@ -21,6 +21,14 @@ typedef struct fct_facts {
     bool strided;    /* plain dense layout (not sparse, not a wrapper without memory) */
 } fct_facts;
 
+/* Whether the tensor has at least `bytes` bytes of contiguous memory inside its storage.
+ * Precondition: bytes >= 0. */
+static inline bool fct_facts_hold(const fct_facts *facts, int64_t bytes) {
+    return facts->strided && facts->contiguous && facts->numel * facts->itemsize >= bytes &&
+           facts->offset_bytes <= facts->storage_bytes - bytes &&
+           (bytes == 0 || facts->data != NULL);
+}
+
 void fct_tensor_retain(fct_tensor *t);
 void fct_tensor_release(fct_tensor *t); /* NULL is allowed */
 fct_device fct_tensor_device(const fct_tensor *t);

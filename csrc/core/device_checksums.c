@@ -330,30 +330,28 @@ fc_status fc_device_checksums_add(fc_device_checksums *d, fc_device_sum *sum,
     fct_device before;
     void *native = NULL;
     const char *failure = NULL;
-    if (!is_open(d, sum) || find_kernels(d->device) == NULL) {
+    const fck_backend *kernels = is_open(d, sum) ? find_kernels(d->device) : NULL;
+    if (kernels == NULL) {
         sum->at = NULL;
         return FC_OK;
     }
-    const fck_backend *kernels = find_kernels(d->device);
     const fct_stream stream = fct_stream_current(d->device);
     if (fct_launch_enter(d->device, &before, &native) != 0) {
         return FC_ERAISED;
     }
     const bool capturing = kernels->is_capturing != NULL && kernels->is_capturing(native) != 0;
-    bool ordered = false;
-    if (!capturing && add_stream(d, stream)) {
+    bool ordered = true;
+    if (capturing || !add_stream(d, stream)) {
+        sum->at = NULL;
+    } else {
         ordered = fct_event_wait(d->zeroed, stream) == 0;
         failure = ordered ? kernels->add_checksums(ranges, count, sum->at, native) : NULL;
-    } else {
-        sum->at = NULL;
-        ordered = true;
     }
     fct_launch_leave(before);
-    if (!ordered) {
-        return FC_ERAISED;
+    if (failure != NULL) {
+        return fc_error_set(err, FC_ESTATE, "a checksum kernel failed: %s", failure);
     }
-    return failure == NULL ? FC_OK
-                           : fc_error_set(err, FC_ESTATE, "a checksum kernel failed: %s", failure);
+    return ordered ? FC_OK : FC_ERAISED;
 }
 
 void fc_device_checksums_complete(fc_device_checksums **d, fct_device device,

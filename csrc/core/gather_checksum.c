@@ -29,8 +29,7 @@ static fc_status find_rows(const fct_tensor *rows, int64_t bytes, const char **d
                            fc_error *err) {
     fct_facts facts;
     fct_tensor_facts(rows, &facts);
-    if (!facts.contiguous || facts.data == NULL || facts.numel * facts.itemsize < bytes ||
-        facts.offset_bytes > facts.storage_bytes - bytes) {
+    if (!fct_facts_hold(&facts, bytes)) {
         return fc_error_set(err, FC_EASSERT, "a checksum of %lld bytes does not fit its buffer",
                             (long long)bytes);
     }

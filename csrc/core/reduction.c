@@ -345,8 +345,7 @@ static fc_status add_checksum(const fc_reduction *r) {
     fct_tensor_facts(r->output, &facts);
     const fck_backend *kernels = fck_backend_of(facts.device.type);
     const int64_t bytes = facts.numel * facts.itemsize;
-    const bool is_readable =
-        facts.data != NULL && facts.contiguous && facts.offset_bytes <= facts.storage_bytes - bytes;
+    const bool is_readable = facts.data != NULL && fct_facts_hold(&facts, bytes);
     if (c->has_streams) {
         const fck_range row = {.data = facts.data, .bytes = bytes, .factor = 1};
         fc_device_sum sum = {0};

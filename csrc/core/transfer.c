@@ -63,10 +63,7 @@ static fc_status end_launch(const launch *l, const char *failure, fc_error *err)
 
 /* Checks that the tensor has at least `bytes` bytes of contiguous memory. */
 static fc_status check_extent(const fct_facts *facts, int64_t bytes, fc_error *err) {
-    int64_t end = 0;
-    if (!facts->strided || !facts->contiguous || facts->numel * facts->itemsize < bytes ||
-        !fc_size_add(facts->offset_bytes, bytes, &end) || end > facts->storage_bytes ||
-        (bytes > 0 && facts->data == NULL)) {
+    if (!fct_facts_hold(facts, bytes)) {
         return fc_error_set(err, FC_EASSERT, "a transfer of %lld bytes does not fit its buffer",
                             (long long)bytes);
     }

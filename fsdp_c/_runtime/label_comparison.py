@@ -158,8 +158,9 @@ def _exchange(process_group: dist.ProcessGroup, labels: Labels) -> Departure | N
     if difference := labels.find_difference(labels_of_neighbor):
         number, value, count = difference
         return make_departure(process_group, number, value, label_count=count)
-    if number := find_interval(dict(intervals), intervals_of_neighbor):
-        return make_checksum_request(process_group, number, dict(intervals)[number])
+    hashes = dict(intervals)
+    if number := find_interval(hashes, intervals_of_neighbor):
+        return make_checksum_request(process_group, number, hashes[number])
     return None
 
 
