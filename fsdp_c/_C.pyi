@@ -91,6 +91,8 @@ def use_jit(
     capture: int = 0,
     bind: int = 0,
     context: int = 0,
+    many_moves: int = 0,
+    many_casts: int = 0,
 ) -> None: ...
 def kernels_of(device: torch.device, /) -> str: ...
 

@@ -6,14 +6,25 @@
 #include "index.h"
 #include "kernels.h"
 
+/* Compilers of CUDA 12 also make code for drivers and GPUs without large arguments. The host's
+ * compiler does not define the version. */
+#if !defined(__CUDACC_VER_MAJOR__) || __CUDACC_VER_MAJOR__ >= 13
+#define FCK_LARGE_ARGUMENTS
+#endif
+
 namespace fck {
 
 constexpr int THREADS = 256; /* per thread block */
 /* Thread blocks of a multiprocessor: limits a thread to 64 registers. Without a limit ptxas chooses
  * 48 for the casts on sm_90, and spills. */
 constexpr int BLOCKS = 4;
-constexpr int BATCH_JOBS = 78; /* jobs per launch: as many as fit in ARGUMENT_BYTES */
+/* Bytes of the arguments of a launch: that every driver accepts, and that the drivers of CUDA 13
+ * accept. */
 constexpr size_t ARGUMENT_BYTES = 4096;
+constexpr size_t LARGE_ARGUMENT_BYTES = 32764;
+/* Jobs per launch: as many as fit in these bytes. */
+constexpr int BATCH_JOBS = 78;
+constexpr int LARGE_BATCH_JOBS = 629;
 
 /* One copy between a buffer of rows (one row per rank) and a tensor of `blocks` contiguous blocks
  * (one block for a parameter that is sharded on dim 0; see fck_gradient). A line is the part that
@@ -21,8 +32,8 @@ constexpr size_t ARGUMENT_BYTES = 4096;
  * numel)). In row r the line has the `chunk` items from b * chunk on. Items of the row beyond the
  * end of the block are set to zero.
  *
- * Blocks are contiguous; rows are `pitch` bytes apart. line_batch.from_rows selects the source. An
- * item is one byte of a move or one element of a conversion. */
+ * Blocks are contiguous; rows are `pitch` bytes apart. line_batch_of::from_rows selects the source.
+ * An item is one byte of a move or one element of a conversion. */
 struct line_job {
     const unsigned char *src;
     unsigned char *dst;
@@ -42,18 +53,24 @@ FCK_FN int64_t tile_items(int src_shift, int dst_shift) {
 
 /* The arguments of one launch. first[i] is the first tile (tiles: index.h) of job i. Jobs without
  * tiles are not in the batch. */
-struct line_batch {
-    line_job job[BATCH_JOBS];
-    uint32_t first[BATCH_JOBS];
+template <int JOBS> struct line_batch_of {
+    line_job job[JOBS];
+    uint32_t first[JOBS];
     int64_t pitch; /* bytes from one row to the next */
     uint32_t rows;
     int32_t count;
     uint32_t tiles;
     bool from_rows;
 };
-static_assert(sizeof(line_batch) <= ARGUMENT_BYTES, "a batch must fit in the kernel arguments");
-static_assert(sizeof(line_batch) + sizeof(line_job) + sizeof(uint32_t) > ARGUMENT_BYTES,
-              "BATCH_JOBS can be larger");
+using line_batch = line_batch_of<BATCH_JOBS>;
+using large_line_batch = line_batch_of<LARGE_BATCH_JOBS>;
+
+template <class Batch, size_t BYTES> constexpr bool is_full() {
+    constexpr size_t next = sizeof(line_job) + sizeof(uint32_t);
+    return sizeof(Batch) <= BYTES && sizeof(Batch) + next > BYTES;
+}
+static_assert(is_full<line_batch, ARGUMENT_BYTES>(), "BATCH_JOBS does not fit");
+static_assert(is_full<large_line_batch, LARGE_ARGUMENT_BYTES>(), "LARGE_BATCH_JOBS does not fit");
 
 constexpr int CHECKSUM_BLOCKS = 512; /* per launch; each warp adds to the sum once */
 constexpr int WORD_BYTES = 8;

@@ -35,12 +35,20 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
     return launch(casts ? fck_cast_lines : fck_move_lines, batch, batch.tiles, stream);
 }
 
+static const char *fck::launch_lines(large_line_batch &batch, bool casts, void *stream) {
+#ifdef FCK_LARGE_ARGUMENTS
+    return launch(casts ? fck_cast_many_lines : fck_move_many_lines, batch, batch.tiles, stream);
+#else
+    return "this compiler makes no kernels with large arguments";
+#endif
+}
+
 static const char *fck::launch_checksums(checksum_batch &batch, void *stream) {
     return launch(fck_add_checksums, batch, batch.blocks, stream);
 }
 
-/* A failed query counts as a capture. Its error is cleared, but not an earlier one. */
-static int is_capturing(void *stream) {
+/* The error of a failed query is cleared, but not an earlier one. */
+static int fck::is_capturing(void *stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     const cudaError_t earlier = cudaPeekAtLastError();
     const cudaError_t failed = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
@@ -61,7 +69,7 @@ const fck_backend *fck_cuda(void) {
                                      fck::gpu_can_cast,
                                      nullptr,
                                      fck::gpu_add_checksums,
-                                     is_capturing};
+                                     fck::is_capturing};
     return &cuda;
 }
 

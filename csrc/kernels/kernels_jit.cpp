@@ -10,6 +10,8 @@
 static std::atomic<fck_launch> cu_launch_kernel;
 static std::atomic<void *> move_lines;
 static std::atomic<void *> cast_lines;
+static std::atomic<void *> move_many_lines; /* null: not compiled */
+static std::atomic<void *> cast_many_lines; /* null: not compiled */
 static std::atomic<void *> add_checksums;
 static std::atomic<fck_capture_query> cu_stream_is_capturing;
 static std::atomic<fck_bind> cu_ctx_set_current;
@@ -40,12 +42,17 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
     return launch(casts ? cast_lines.load() : move_lines.load(), &batch, batch.tiles, stream);
 }
 
+static const char *fck::launch_lines(large_line_batch &batch, bool casts, void *stream) {
+    void *kernel = casts ? cast_many_lines.load() : move_many_lines.load();
+    return kernel == nullptr ? "NVRTC has made no kernels with large arguments"
+                             : launch(kernel, &batch, batch.tiles, stream);
+}
+
 static const char *fck::launch_checksums(checksum_batch &batch, void *stream) {
     return launch(add_checksums.load(), &batch, batch.blocks, stream);
 }
 
-/* A failed query counts as a capture. */
-static int is_capturing(void *stream) {
+static int fck::is_capturing(void *stream) {
     int status = 0;
     const int failed =
         call_with_context([&] { return cu_stream_is_capturing.load()(stream, &status); });
@@ -58,10 +65,12 @@ const fck_backend *fck_jit(const fck_jit_functions *functions) {
            functions->capture != nullptr);
     static const fck_backend jit = {
         "nvrtc",           fck::gpu_pack, fck::gpu_unpack,        fck::gpu_pack_gradients,
-        fck::gpu_can_cast, nullptr,       fck::gpu_add_checksums, is_capturing};
+        fck::gpu_can_cast, nullptr,       fck::gpu_add_checksums, fck::is_capturing};
     cu_launch_kernel = functions->launch;
     move_lines = functions->moves;
     cast_lines = functions->casts;
+    move_many_lines = functions->many_moves;
+    cast_many_lines = functions->many_casts;
     add_checksums = functions->checksums;
     cu_stream_is_capturing = functions->capture;
     primary_context = functions->context;

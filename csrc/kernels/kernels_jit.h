@@ -26,6 +26,9 @@ typedef struct fck_jit_functions {
     fck_launch launch;
     void *moves; /* kernel for batches without casts */
     void *casts; /* kernel for batches with casts */
+    /* The same for large batches (batch.cuh). NULL: several batches take their place. */
+    void *many_moves;
+    void *many_casts;
     void *checksums;
     fck_capture_query capture;
     /* Makes `context` current in a thread that has no context, for example a new thread of
@@ -35,7 +38,8 @@ typedef struct fck_jit_functions {
 } fck_jit_functions;
 
 /* Returns the backend that launches the functions. Each call replaces the functions for the whole
- * process. Precondition: `context` and `bind` alone may be NULL. */
+ * process. Precondition: only `many_moves`, `many_casts`, `context` and `bind` may be
+ * NULL. */
 const fck_backend *fck_jit(const fck_jit_functions *functions);
 
 #ifdef __cplusplus

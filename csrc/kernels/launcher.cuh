@@ -1,21 +1,28 @@
 /* The host side of the GPU kernels: turns descriptors into jobs and jobs into batches. A file that
- * includes this file must define fck::launch_lines and fck::launch_checksums.
+ * includes this file must define the functions that it declares in fck.
  *
- * Each launch takes its batch by value as a kernel argument of at most 4 KB, which every driver
- * accepts. The batch is copied before the launch returns, so no staging buffer is needed and a
- * launch may be captured in a CUDA graph. Longer lists become several launches in stream order. */
+ * Each launch takes its batch by value as a kernel argument. The batch is copied before the launch
+ * returns, so no staging buffer is needed and a launch may be captured in a CUDA graph. Lists of
+ * more than BATCH_JOBS jobs are large batches. If those are rejected, and in captures (as in torch's
+ * multi-tensor kernels), the jobs become several launches in stream order. */
 #ifndef FSDP_C_KERNELS_LAUNCHER_CUH
 #define FSDP_C_KERNELS_LAUNCHER_CUH
+
+#include <atomic>
 
 #include "batch.cuh"
 
 namespace fck {
 
-/* Queues one launch of batch.tiles blocks of THREADS threads. Returns NULL, or a message with the
+/* Queue one launch of batch.tiles blocks of THREADS threads. Return NULL, or a message with the
  * reason of the failure. */
 static const char *launch_lines(line_batch &batch, bool casts, void *stream);
+static const char *launch_lines(large_line_batch &batch, bool casts, void *stream);
 /* Queues one launch of batch.blocks blocks of THREADS threads. Result as above. */
 static const char *launch_checksums(checksum_batch &batch, void *stream);
+/* Returns whether a CUDA graph captures the work of the stream. A failed query counts as a
+ * capture. */
+static int is_capturing(void *stream);
 
 namespace {
 
@@ -24,6 +31,8 @@ const char MISALIGNED[] = "a conversion needs addresses that are multiples of th
 const char TOO_MANY_TILES[] = "a single tensor has more tiles than a CUDA grid has blocks";
 const char TOO_MANY_LINES[] = "a single tensor has more lines than 32 bits count";
 const char NOT_WORDS[] = "a checksum needs an address that is a multiple of 8";
+
+std::atomic<bool> large_rejected; /* the driver or the compiler does not support large batches */
 
 /* Collects jobs and launches a batch whenever it is full. All jobs of a launcher have the same
  * number of rows, the same pitch and the same direction. */
@@ -50,7 +59,7 @@ class launcher {
         if (tiles > GRID_MAX) {
             return TOO_MANY_TILES;
         }
-        if (batch_.count == BATCH_JOBS || tiles > GRID_MAX - batch_.tiles) {
+        if (batch_.count == LARGE_BATCH_JOBS || tiles > GRID_MAX - batch_.tiles) {
             if (const char *failure = flush()) {
                 return failure;
             }
@@ -67,7 +76,7 @@ class launcher {
         if (batch_.count == 0) {
             return nullptr;
         }
-        const char *failure = launch_lines(batch_, casts_, stream_);
+        const char *failure = launch_all();
         clear();
         return failure;
     }
@@ -75,13 +84,44 @@ class launcher {
   private:
     static constexpr int64_t GRID_MAX = INT32_MAX;
 
+    const char *launch_all() {
+        if (batch_.count > BATCH_JOBS && !large_rejected.load() && is_capturing(stream_) == 0) {
+            if (launch_lines(batch_, casts_, stream_) == nullptr) {
+                return nullptr;
+            }
+            large_rejected = true;
+        }
+        for (int32_t begin = 0; begin < batch_.count; begin += BATCH_JOBS) {
+            if (const char *failure = launch_part(begin)) {
+                return failure;
+            }
+        }
+        return nullptr;
+    }
+
+    /* Launches the BATCH_JOBS jobs from `begin` on, or as many as there are. */
+    const char *launch_part(int32_t begin) {
+        const int32_t end = begin + BATCH_JOBS < batch_.count ? begin + BATCH_JOBS : batch_.count;
+        line_batch part;
+        part.pitch = batch_.pitch;
+        part.rows = batch_.rows;
+        part.from_rows = batch_.from_rows;
+        part.count = end - begin;
+        part.tiles = (end < batch_.count ? batch_.first[end] : batch_.tiles) - batch_.first[begin];
+        for (int32_t i = begin; i < end; i++) {
+            part.job[i - begin] = batch_.job[i];
+            part.first[i - begin] = batch_.first[i] - batch_.first[begin];
+        }
+        return launch_lines(part, casts_, stream_);
+    }
+
     void clear() {
         batch_.count = 0;
         batch_.tiles = 0;
         casts_ = false;
     }
 
-    line_batch batch_;
+    large_line_batch batch_;
     void *stream_;
     bool casts_;
 };

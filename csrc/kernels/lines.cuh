@@ -286,7 +286,7 @@ __device__ inline void cast_run(const void *src, fck_dtype src_dtype, void *dst,
 /* The lines of a tile are distributed over teams of threads. CASTS is false for batches that
  * contain moves only. The kernel for such batches does not need the registers of the conversions.
  */
-template <bool CASTS> __device__ inline void copy_lines(const line_batch &batch) {
+template <bool CASTS, class Batch> __device__ inline void copy_lines(const Batch &batch) {
     const int32_t job_index = fck_find_job(batch.first, batch.count, blockIdx.x);
     const line_job &job = batch.job[job_index];
     const int src_shift = CASTS ? job.src_shift : 0;
@@ -336,5 +336,17 @@ extern "C" __global__ void __launch_bounds__(fck::THREADS, fck::BLOCKS)
     fck_cast_lines(const __grid_constant__ fck::line_batch batch) {
     fck::copy_lines<true>(batch);
 }
+
+#ifdef FCK_LARGE_ARGUMENTS
+extern "C" __global__ void __launch_bounds__(fck::THREADS, fck::BLOCKS)
+    fck_move_many_lines(const __grid_constant__ fck::large_line_batch batch) {
+    fck::copy_lines<false>(batch);
+}
+
+extern "C" __global__ void __launch_bounds__(fck::THREADS, fck::BLOCKS)
+    fck_cast_many_lines(const __grid_constant__ fck::large_line_batch batch) {
+    fck::copy_lines<true>(batch);
+}
+#endif
 
 #endif

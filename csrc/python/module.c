@@ -121,12 +121,12 @@ static PyObject *module_simulate_kernels(PyObject *module, PyObject *arg) {
 
 static PyObject *module_use_jit(PyObject *module, PyObject *args, PyObject *kwargs) {
     (void)module;
-    static char *names[] = {"launch",  "moves", "casts",   "checksums",
-                            "capture", "bind",  "context", NULL};
-    unsigned long long values[7] = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$KKKKKKK:use_jit", names, &values[0],
+    static char *names[] = {"launch", "moves",   "casts",      "checksums",  "capture",
+                            "bind",   "context", "many_moves", "many_casts", NULL};
+    unsigned long long values[9] = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$KKKKKKKKK:use_jit", names, &values[0],
                                      &values[1], &values[2], &values[3], &values[4], &values[5],
-                                     &values[6])) {
+                                     &values[6], &values[7], &values[8])) {
         return NULL;
     }
     const fck_jit_functions functions = {.launch = (fck_launch)(uintptr_t)values[0],
@@ -135,7 +135,9 @@ static PyObject *module_use_jit(PyObject *module, PyObject *args, PyObject *kwar
                                          .checksums = (void *)(uintptr_t)values[3],
                                          .capture = (fck_capture_query)(uintptr_t)values[4],
                                          .bind = (fck_bind)(uintptr_t)values[5],
-                                         .context = (void *)(uintptr_t)values[6]};
+                                         .context = (void *)(uintptr_t)values[6],
+                                         .many_moves = (void *)(uintptr_t)values[7],
+                                         .many_casts = (void *)(uintptr_t)values[8]};
     if (functions.launch == NULL) {
         fck_set_cuda_backend(NULL);
     } else if (functions.moves == NULL || functions.casts == NULL || functions.checksums == NULL ||
@@ -305,11 +307,12 @@ static PyMethodDef module_methods[] = {
      "kernels_of(device): returns the name of the kernels that pack and unpack on this "
      "torch.device: 'cpu', 'cuda', 'nvrtc', or 'torch' for torch's multi-tensor operations."},
     {"use_jit", (PyCFunction)(void (*)(void))module_use_jit, METH_VARARGS | METH_KEYWORDS,
-     "use_jit(*, launch=0, moves=0, casts=0, checksums=0, capture=0, bind=0, context=0): sets the "
-     "kernels of CUDA devices. launch and capture are the addresses of cuLaunchKernel and "
-     "cuStreamIsCapturing. moves, casts and checksums are kernels that the driver has loaded. bind "
-     "is the address of cuCtxSetCurrent, which makes context current in threads without a context. "
-     "The addresses must stay valid. A launch of 0 removes the kernels."},
+     "use_jit(*, launch=0, moves=0, casts=0, checksums=0, capture=0, bind=0, context=0, "
+     "many_moves=0, many_casts=0): sets the kernels of CUDA devices. launch and capture are the "
+     "addresses of cuLaunchKernel and cuStreamIsCapturing. moves, casts and checksums are kernels "
+     "that the driver has loaded; many_moves and many_casts are those for more than 78 tensors, or "
+     "0. bind is the address of cuCtxSetCurrent, which makes context current in threads without a "
+     "context. The addresses must stay valid. A launch of 0 removes the kernels."},
     {"direct_group", module_direct_group, METH_O,
      "direct_group(group): returns the ProcessGroup whose backend moves the data of a group "
      "through shared memory. Returns None if the group's own backend moves the data. All ranks "

@@ -13,8 +13,9 @@ import torch
 import fsdp_c._C as _C
 
 from .env import is_env_enabled
-from .nvrtc import ENTRIES, Nvrtc, find_libraries
+from .nvrtc import ENTRIES, LARGE_ENTRIES, Nvrtc, find_libraries
 
+_NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 _objects_in_use: list[object] = []
 """Objects whose addresses the extension uses. This list keeps them until the process ends."""
 
@@ -46,10 +47,11 @@ def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> dict[str, int]:
         driver.cuLibraryLoadData(ctypes.byref(library), image, *no_options), "cuLibraryLoadData"
     )
     kernels = {}
-    for name in ENTRIES:
+    for name in (*ENTRIES, *LARGE_ENTRIES):
         kernel = ctypes.c_void_p()
         status = driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
-        _check_result(status, f"cuLibraryGetKernel of {name}")
+        if name not in LARGE_ENTRIES or status != _NOT_FOUND:
+            _check_result(status, f"cuLibraryGetKernel of {name}")
         kernels[name] = kernel.value or 0
     _objects_in_use[:] = [driver, library, image]
     context = ctypes.c_void_p()
@@ -65,6 +67,8 @@ def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> dict[str, int]:
         "moves": kernels["fck_move_lines"],
         "casts": kernels["fck_cast_lines"],
         "checksums": kernels["fck_add_checksums"],
+        "many_moves": kernels["fck_move_many_lines"],
+        "many_casts": kernels["fck_cast_many_lines"],
         "capture": capture,
         "bind": bind,
         "context": context.value,

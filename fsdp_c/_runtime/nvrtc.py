@@ -25,6 +25,8 @@ KERNEL_SOURCES = ("kernels.h", "index.h", "cast.h", "batch.cuh", "lines.cuh", "c
 DEVICE_CODE = ("lines.cuh", "checksums.cuh")
 """The files that define kernels."""
 ENTRIES = ("fck_move_lines", "fck_cast_lines", "fck_add_checksums")
+LARGE_ENTRIES = ("fck_move_many_lines", "fck_cast_many_lines")
+"""Kernels that only NVRTC 13 and later make (``batch.cuh``)."""
 
 
 class Nvrtc:

@@ -15,8 +15,9 @@
 #endif
 
 #ifdef FCK_TEST_CUDA_ON_HOST
-extern int fake_cuda_earlier_error, fake_cuda_rejects_launches,
-    fake_cuda_errors_read; /* fake_cuda/cuda_runtime.h */
+/* fake_cuda/cuda_runtime.h */
+extern int fake_cuda_earlier_error, fake_cuda_rejects_launches, fake_cuda_rejects_large,
+    fake_cuda_captures, fake_cuda_launches, fake_cuda_errors_read;
 #endif
 
 /* ---- pack ---- */
@@ -478,6 +479,52 @@ static void failed_query_of_a_capture_counts_as_a_capture(void **state) {
     assert_int_equal(fck_cuda()->is_capturing(NULL), 0);
 }
 
+/* ---- launches of many tensors ---- */
+
+enum { MANY = 700, LARGE = 629, SMALL = 78 }; /* jobs of a list, of a large and a small batch */
+
+/* Packs MANY segments of different sizes, checks the bytes, and returns the number of launches. */
+static int launches_of_many(void) {
+    static unsigned char from[MANY * 40], to[MANY * 40], expected[MANY * 40];
+    static fck_segment segments[MANY];
+    memset(to, 0, sizeof to);
+    memset(expected, 0, sizeof expected);
+    for (int i = 0; i < MANY; i++) {
+        const int64_t size = 1 + i % 39;
+        segments[i] = (fck_segment){from + i * 40, to + i * 40, size, 1, FCK_UINT8, FCK_UINT8};
+        memset(from + i * 40, i % 255 + 1, 40);
+        memset(expected + i * 40, i % 255 + 1, (size_t)size);
+    }
+    fake_cuda_launches = 0;
+    assert_null(fck_cuda()->pack(segments, MANY, NULL));
+    assert_memory_equal(to, expected, sizeof to);
+    return fake_cuda_launches;
+}
+
+static void many_tensors_are_one_launch_with_large_arguments(void **state) {
+    (void)state;
+    assert_int_equal(launches_of_many(), 2); /* LARGE jobs, and the rest */
+}
+
+static void captured_launches_have_small_arguments(void **state) {
+    (void)state;
+    fake_cuda_captures = 1;
+    assert_int_equal(launches_of_many(), (LARGE + SMALL - 1) / SMALL + 1);
+    fake_cuda_captures = 0;
+    assert_int_equal(launches_of_many(), 2);
+}
+
+/* The last test with large batches, because a rejection holds for the rest of the process. */
+static void rejected_large_arguments_become_small_ones(void **state) {
+    (void)state;
+    fake_cuda_rejects_large = 1;
+    assert_int_equal(launches_of_many(), (LARGE + SMALL - 1) / SMALL + 1);
+    fake_cuda_errors_read = 0;
+    assert_int_equal(launches_of_many(), (LARGE + SMALL - 1) / SMALL + 1);
+    assert_int_equal(fake_cuda_errors_read, 0); /* no large batch was launched again */
+    fake_cuda_rejects_large = 0;
+}
+
 /* ---- asynchronous errors of earlier operations ---- */
 
 static const char *pack_one(int64_t count) {
@@ -552,6 +599,9 @@ int main(void) {
         cmocka_unit_test(checksum_depends_on_the_order_of_words),
         cmocka_unit_test(launch_adds_each_range_times_its_factor),
         cmocka_unit_test(failed_query_of_a_capture_counts_as_a_capture),
+        cmocka_unit_test(many_tensors_are_one_launch_with_large_arguments),
+        cmocka_unit_test(captured_launches_have_small_arguments),
+        cmocka_unit_test(rejected_large_arguments_become_small_ones),
         cmocka_unit_test(launch_reports_earlier_asynchronous_error_as_such),
         cmocka_unit_test(launch_clears_its_own_error),
 #endif

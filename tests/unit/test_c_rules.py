@@ -170,10 +170,15 @@ GLOBALS = {
         "cu_launch_kernel": "function of the CUDA driver, set with the compiled kernels; atomic",
         "move_lines": "compiled CUDA kernel, one per process; atomic",
         "cast_lines": "compiled CUDA kernel, one per process; atomic",
+        "move_many_lines": "compiled CUDA kernel, or NULL; one per process; atomic",
+        "cast_many_lines": "compiled CUDA kernel, or NULL; one per process; atomic",
         "add_checksums": "compiled CUDA kernel, one per process; atomic",
         "cu_stream_is_capturing": "function of the CUDA driver, set with the kernels; atomic",
         "cu_ctx_set_current": "function of the CUDA driver, set with the compiled kernels; atomic",
         "primary_context": "CUDA context in which the kernels are loaded; atomic",
+    },
+    "kernels/launcher.cuh": {
+        "large_rejected": "whether the driver rejects large arguments, one per process; atomic",
     },
     "kernels/pool_cpu.c": {
         "pool": "memory pool: freed pages are reused by the whole process; guarded by its mutex",

@@ -18,6 +18,7 @@ import pytest
 import torch
 from test_launches import CASES, train_case
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 import fsdp_c
 from fsdp_c import _C
@@ -86,6 +87,31 @@ def test_shards_on_dim_1_need_as_many_kernel_launches_as_on_dim_0(
         train_case(fsdp_c.fully_shard, name)
         counts[name] = jit_driver.take_launches()
     assert counts["Shard(0)"] == counts["Shard(1)"] == 3 * 3 * 5  # steps, blocks, kernels per block
+
+
+def train_many_parameters(driver: ctypes.CDLL) -> tuple[int, torch.Tensor]:
+    """Trains a unit of 100 parameters. Returns the launches and a gradient."""
+    torch.manual_seed(1)
+    model = fsdp_c.fully_shard(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(50))))
+    driver.take_launches()
+    model(torch.ones(2, 4)).sum().backward()
+    grad = model[49].weight.grad
+    assert isinstance(grad, DTensor)
+    return driver.take_launches(), grad.to_local()
+
+
+def test_kernels_without_large_arguments_launch_in_parts(
+    fake_group: int, jit_driver: ctypes.CDLL
+) -> None:
+    launches, grad = train_many_parameters(jit_driver)
+    jit_driver.omit_large_kernels(1)
+    try:
+        _C.use_jit(**jit.load_kernels(jit_driver, CODE))
+    finally:
+        jit_driver.omit_large_kernels(0)
+    launches_in_parts, grad_of_parts = train_many_parameters(jit_driver)
+    assert launches_in_parts == 2 * launches
+    assert torch.equal(grad, grad_of_parts)
 
 
 def test_launch_that_the_driver_rejects_raises(fake_group: int, jit_driver: ctypes.CDLL) -> None:

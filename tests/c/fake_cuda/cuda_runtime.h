@@ -31,13 +31,20 @@ typedef enum {
     cudaErrorLaunchFailure = 719
 } cudaError_t;
 
-typedef enum { cudaStreamCaptureStatusNone = 0 } cudaStreamCaptureStatus;
+typedef enum {
+    cudaStreamCaptureStatusNone = 0,
+    cudaStreamCaptureStatusActive = 1
+} cudaStreamCaptureStatus;
 
 /* Test controls: an asynchronous error of an earlier operation, which every later call returns;
- * whether launches are rejected; the number of calls of cudaGetLastError(), which clears errors. */
+ * whether all launches are rejected, or those with more than 4 KB of arguments; whether streams
+ * capture; the number of launches, and of calls of cudaGetLastError(), which clears errors. */
 extern "C" {
 inline int fake_cuda_earlier_error = cudaSuccess;
 inline int fake_cuda_rejects_launches = 0;
+inline int fake_cuda_rejects_large = 0;
+inline int fake_cuda_captures = 0;
+inline int fake_cuda_launches = 0;
 inline int fake_cuda_errors_read = 0;
 }
 
@@ -52,9 +59,10 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, v
         return static_cast<cudaError_t>(fake_cuda_earlier_error);
     }
     if (fake_cuda_rejects_launches != 0 || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 ||
-        block.x > 1024 || sizeof(Arguments) > 4096) {
+        block.x > 1024 || sizeof(Arguments) > (fake_cuda_rejects_large != 0 ? 4096 : 32764)) {
         return cudaErrorInvalidConfiguration;
     }
+    fake_cuda_launches++;
     for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) {
         for (threadIdx.x = 0; threadIdx.x < block.x; threadIdx.x++) {
             kernel(*static_cast<Arguments *>(arguments[0]));
@@ -64,7 +72,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, v
 }
 
 static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
-    *status = cudaStreamCaptureStatusNone;
+    *status = fake_cuda_captures != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return static_cast<cudaError_t>(fake_cuda_earlier_error);
 }
 

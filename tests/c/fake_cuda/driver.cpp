@@ -11,6 +11,7 @@
 static int launches;
 static int refused;   /* the next launch is refused */
 static int skewed;    /* launches omit their last block */
+static int small;     /* kernels with large arguments are not found */
 static int bound = 1; /* the thread has a context */
 static int absent;    /* the process has no context */
 
@@ -32,6 +33,10 @@ extern "C" int cuLibraryGetKernel(void **kernel, void *, const char *name) {
         *kernel = reinterpret_cast<void *>(fck_move_lines);
     } else if (std::strcmp(name, "fck_cast_lines") == 0) {
         *kernel = reinterpret_cast<void *>(fck_cast_lines);
+    } else if (std::strcmp(name, "fck_move_many_lines") == 0 && small == 0) {
+        *kernel = reinterpret_cast<void *>(fck_move_many_lines);
+    } else if (std::strcmp(name, "fck_cast_many_lines") == 0 && small == 0) {
+        *kernel = reinterpret_cast<void *>(fck_cast_many_lines);
     } else if (std::strcmp(name, "fck_add_checksums") == 0) {
         *kernel = reinterpret_cast<void *>(fck_add_checksums);
     } else {
@@ -66,6 +71,11 @@ extern "C" int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, 
     if (function == reinterpret_cast<void *>(fck_add_checksums)) {
         return cudaLaunchKernel(fck_add_checksums, grid, dim3(block_x), arguments, 0, nullptr);
     }
+    if (function == reinterpret_cast<void *>(fck_move_many_lines) ||
+        function == reinterpret_cast<void *>(fck_cast_many_lines)) {
+        const auto kernel = reinterpret_cast<void (*)(const fck::large_line_batch)>(function);
+        return cudaLaunchKernel(kernel, grid, dim3(block_x), arguments, 0, nullptr);
+    }
     const auto kernel = reinterpret_cast<void (*)(const fck::line_batch)>(function);
     return cudaLaunchKernel(kernel, grid, dim3(block_x), arguments, 0, nullptr);
 }
@@ -84,6 +94,11 @@ extern "C" int take_launches() {
 
 extern "C" void skew(int on) {
     skewed = on;
+}
+
+/* Libraries that are loaded later have no kernels with large arguments. */
+extern "C" void omit_large_kernels(int on) {
+    small = on;
 }
 
 /* Ends the binding of the context, as in a new thread. */

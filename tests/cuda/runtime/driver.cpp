@@ -27,7 +27,8 @@ Kernel *kernel_of(const char *name) {
 }
 
 /* Declares the accesses of one job: blocks are contiguous, rows are `pitch` bytes apart. */
-void access_job(const sim::Operation &by, const fck::line_batch &batch, const fck::line_job &job) {
+template <class Batch>
+void access_job(const sim::Operation &by, const Batch &batch, const fck::line_job &job) {
     const int64_t blocks = job.lines / batch.rows;
     const bool from_rows = batch.from_rows;
     const int64_t row_size = int64_t{1} << (from_rows ? job.src_shift : job.dst_shift);
@@ -41,8 +42,8 @@ void access_job(const sim::Operation &by, const fck::line_batch &batch, const fc
     sim::access(by, block_data, static_cast<size_t>(blocks * job.numel * block_size), from_rows);
 }
 
-/* Declares the accesses of a launch of fck_move_lines or fck_cast_lines, and submits its work. */
-void submit_lines(const sim::Operation &by, const fck::line_batch &batch, bool casts) {
+/* Declares the accesses of a launch of copies, and submits its work. */
+template <class Batch> void submit_lines(const sim::Operation &by, const Batch &batch, bool casts) {
     for (int32_t i = 0; sim::device().settings.checks != 0 && i < batch.count; i++) {
         access_job(by, batch, batch.job[i]);
     }
@@ -91,6 +92,9 @@ int launch(CUfunction function, CUstream stream, void **arguments) {
         sim::count("launch of fsdp_c");
         if (kernel->name == "fck_add_checksums") {
             submit_checksums(by, *static_cast<const fck::checksum_batch *>(arguments[0]));
+        } else if (kernel->name == "fck_move_many_lines" || kernel->name == "fck_cast_many_lines") {
+            submit_lines(by, *static_cast<const fck::large_line_batch *>(arguments[0]),
+                         kernel->name == "fck_cast_many_lines");
         } else {
             submit_lines(by, *static_cast<const fck::line_batch *>(arguments[0]),
                          kernel->name == "fck_cast_lines");

@@ -7,16 +7,25 @@
 
 namespace sim {
 
+namespace {
+
+template <class Batch> void run(void (*kernel)(Batch), const Batch &batch, uint32_t blocks) {
+    void *arguments[] = {const_cast<Batch *>(&batch)};
+    cudaLaunchKernel(kernel, dim3(blocks), dim3(fck::THREADS), arguments, 0, nullptr);
+}
+
+} // namespace
+
 void run_lines(const fck::line_batch &batch, bool casts) {
-    void *arguments[] = {const_cast<fck::line_batch *>(&batch)};
-    const auto kernel = casts ? fck_cast_lines : fck_move_lines;
-    cudaLaunchKernel(kernel, dim3(batch.tiles), dim3(fck::THREADS), arguments, 0, nullptr);
+    run(casts ? fck_cast_lines : fck_move_lines, batch, batch.tiles);
+}
+
+void run_lines(const fck::large_line_batch &batch, bool casts) {
+    run(casts ? fck_cast_many_lines : fck_move_many_lines, batch, batch.tiles);
 }
 
 void run_checksums(const fck::checksum_batch &batch) {
-    void *arguments[] = {const_cast<fck::checksum_batch *>(&batch)};
-    cudaLaunchKernel(fck_add_checksums, dim3(batch.blocks), dim3(fck::THREADS), arguments, 0,
-                     nullptr);
+    run(fck_add_checksums, batch, batch.blocks);
 }
 
 } // namespace sim
