@@ -45,7 +45,10 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
-    """Returns milliseconds of one call by implementation, for layers of (width, width)."""
+    """Returns milliseconds of one call by implementation.
+
+    Weights are (width, width), biases (width,).
+    """
     torch.manual_seed(0)
     model = make_model(options.params, width)
     for layer in model:

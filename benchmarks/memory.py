@@ -12,9 +12,6 @@ divided by a unit. A unit is the bytes of one group's full parameters in the com
 bf16 when mixed). Sharded parameters exist before the step and are not counted. Activations are
 counted and amount to about 0.01 units. The JSON has the persistent memory, too.
 
-If the gradient shards of the group in reduction counted as persistent, the backward results would
-be lower by 1/8 unit, or 2/8 when mixed.
-
     python benchmarks/memory.py [--groups N] [--params 1 4] [--json FILE]
 """
 

@@ -209,12 +209,13 @@ def join_group() -> Any:
     def gather_object(results: list[Any], value: Any, group: Any = None) -> None:
         results[:] = [value] * len(results)
 
-    dist.all_gather_object = gather_object  # its sizes are results of kernels
+    # torch's function reads sizes that kernels compute, and no kernel runs.
+    dist.all_gather_object = gather_object
     return device
 
 
 def measure(name: str, groups: int, counts: list[int], steps: int) -> dict[str, Any]:
-    """Returns the CPU microseconds of a step by the number of parameters per unit."""
+    """Returns CPU microseconds of a step by the number of parameters per unit, and the package."""
     device = join_group()
     import torch
 
@@ -222,6 +223,7 @@ def measure(name: str, groups: int, counts: list[int], steps: int) -> dict[str, 
     times: dict[str, float] = {}
     gc.disable()
     for count in counts:
+        # Setup may read values. Steps execute no copies within device memory, and no kernels.
         device.set(copies=1)
         step = prepare(make_model(groups, count))
         device.set(copies=0)
@@ -276,29 +278,33 @@ def compute_costs(results: dict[str, dict[str, Any]], groups: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    packages = argparse.ArgumentParser(add_help=False)
+    packages.add_argument("--packages", default="")
+    parser = argparse.ArgumentParser(description=__doc__, parents=[packages])
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--params", type=int, nargs="+", default=[1, 5, 14])
-    parser.add_argument("--packages", default="")
     parser.add_argument("--only", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--json")
     parser.add_argument("--measure", choices=LIBRARIES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.packages:
         sys.path.append(given.packages)
-        index = sys.argv.index("--packages")
-        del sys.argv[index : index + 2]  # a path of this machine: not part of the results
+    _, sys.argv[1:] = packages.parse_known_args()  # the results do not name a path of this machine
     if given.measure:
         result = measure(given.measure, given.groups, given.params, given.steps)
         print(json.dumps(result), flush=True)
         os._exit(0)  # without the destructors of the process group, which wait for the device
+    if len(set(given.params)) < 2:
+        parser.error("--params: the line through the costs needs two different numbers")
     import report  # imports torch, which a measured process must not do before the device is loaded
 
     results = {}
     for name in dict.fromkeys(["bare", *given.only]):
         results[name] = run(name, given)
         print(name, results[name], flush=True)
+        if "reason" in results["bare"]:
+            raise SystemExit("the costs cannot be computed without the time of the bare model")
     costs = compute_costs(results, given.groups)
     missing = {name: r["reason"] for name, r in results.items() if "reason" in r}
     rows = [[n, *c["us_per_unit_step"].values(), c["us_per_param"]] for n, c in costs.items()]

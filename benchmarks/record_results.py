@@ -3,9 +3,9 @@
     make bench                                          # on an idle machine
     python benchmarks/record_results.py benchmarks/report/*.json
 
-copies the JSON files of a run to benchmarks/results/torch-X.Y, where X.Y is the release of torch
-that the run used. Then the script draws the picture of README.md and updates the tables of both
-documents (result_tables.py). Samples of memory over time are not recorded.
+The second command copies the JSON files of a run to benchmarks/results/torch-X.Y, where X.Y is the
+release of torch that the run used. Then it draws the picture of README.md and updates the tables of
+both documents (result_tables.py). Samples of memory over time are not recorded.
 
 ``results.json`` of the GPU check (tests/gpu/gpu_check.sh) is recorded as the benchmark ``gpu``.
 """
@@ -69,7 +69,8 @@ def convert_gpu_check(data: dict[str, Any]) -> dict[str, Any]:
         "benchmark": "gpu",
         "command": "tests/gpu/gpu_check.sh",
         "machine": machine,
-        "load": "other steps ran beside compiled and scripts, none beside the other measurements",
+        "load": "other steps ran during the steps compiled and scripts, none during the other "
+        "measurements",
         **{key: facts[key] for key in ("date", "commit", "torch", "python")},
         "steps": steps,
         "notes": facts.get("notes", []),

@@ -329,13 +329,14 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
     ),
     "clip": (
         "Clipping",
-        "`clip_grad_norm_` of 500 parameters of (width, width) on two gloo ranks: ms, minima. CPU "
-        "time excludes the wait for the other rank.",
+        "`clip_grad_norm_` of 250 weights of (width, width) and 250 biases of (width,) on two gloo "
+        "ranks: ms, minima. CPU time excludes the wait for the other rank.",
         format_calls,
     ),
     "load": (
         "Loading",
-        "`load_full_state_dict` of 500 tensors of (width, width) on two gloo ranks: ms, minima.",
+        "`load_full_state_dict` of 250 weights of (width, width) and 250 biases of (width,) on two "
+        "gloo ranks: ms, minima.",
         format_calls,
     ),
     "cold": (

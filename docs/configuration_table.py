@@ -67,8 +67,8 @@ RUN = {
     "FSDP_C_STALL_SIGNAL": Variable(
         "a name such as `SIGUSR2`",
         "none",
-        "The signal on which a rank writes its last collectives. Signals other than `SIGUSR1` and "
-        "`SIGUSR2` then have the action that they had before",
+        "The signal on which a rank writes its last collectives. The signal's previous action "
+        "follows, but `SIGUSR1` and `SIGUSR2` without a handler do not end the process",
     ),
     "FSDP_C_TRANSPORT": Variable(
         "`direct`, `gloo`",

@@ -57,7 +57,7 @@ static void release_tensor(PyObject *capsule) {
     fct_tensor_release((fct_tensor *)PyCapsule_GetPointer(capsule, "tensor"));
 }
 
-void fcpy_defer_tensor_release(fcpy_module *mod, fct_tensor *tensor) {
+void fcpy_hold_tensor(fcpy_module *mod, fct_tensor *tensor) {
     if (tensor != NULL && mod->calls > 0) {
         fct_tensor_retain(tensor);
         defer_pointer(mod, tensor, "tensor", release_tensor);

@@ -16,7 +16,7 @@ void fcpy_defer_decref(fcpy_module *mod, PyObject *obj);
 void fcpy_replace(fcpy_module *mod, PyObject **slot, PyObject *value);
 /* Holds a new reference to a tensor until no call is in progress. The caller replaces the tensor
  * next. */
-void fcpy_defer_tensor_release(fcpy_module *mod, fct_tensor *tensor);
+void fcpy_hold_tensor(fcpy_module *mod, fct_tensor *tensor);
 /* Frees a malloc'ed block when no call is in progress. */
 void fcpy_defer_free(fcpy_module *mod, void *block);
 

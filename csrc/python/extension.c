@@ -88,12 +88,12 @@ static void raise_invalid_inner(PyObject *item) {
 
 void fcpy_defer_outputs_release(fcpy_param *self) {
     const fc_extension *e = &self->core.extension;
-    fcpy_defer_tensor_release(self->mod, self->core.flat);
+    fcpy_hold_tensor(self->mod, self->core.flat);
     for (size_t i = 0; i < e->output_count; i++) {
-        fcpy_defer_tensor_release(self->mod, e->outputs[i].tensor);
+        fcpy_hold_tensor(self->mod, e->outputs[i].tensor);
     }
     for (size_t i = 0; i < e->inner_count; i++) {
-        fcpy_defer_tensor_release(self->mod, e->inner[i].tensor);
+        fcpy_hold_tensor(self->mod, e->inner[i].tensor);
     }
 }
 

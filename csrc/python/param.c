@@ -195,7 +195,7 @@ static int set_sharded_data(PyObject *obj, PyObject *value, void *closure) {
         return -1;
     }
     fcpy_param *self = (fcpy_param *)obj;
-    fcpy_defer_tensor_release(self->mod, self->core.sharded_data);
+    fcpy_hold_tensor(self->mod, self->core.sharded_data);
     fc_param_set_sharded_data(&self->core, handle);
     return 0;
 }
@@ -220,7 +220,7 @@ static int set_unsharded_param(PyObject *obj, PyObject *value, void *closure) {
         return -1;
     }
     PyObject *old = self->unsharded_param;
-    fcpy_defer_tensor_release(self->mod, self->core.unsharded);
+    fcpy_hold_tensor(self->mod, self->core.unsharded);
     fc_param_set_unsharded(&self->core, handle);
     Py_XINCREF(value);
     self->unsharded_param = value;
@@ -262,10 +262,10 @@ static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
     }
     fcpy_param *self = (fcpy_param *)obj;
     if (closure == NULL) {
-        fcpy_defer_tensor_release(self->mod, self->core.accumulated);
+        fcpy_hold_tensor(self->mod, self->core.accumulated);
         fc_param_set_accumulated(&self->core, handle);
     } else {
-        fcpy_defer_tensor_release(self->mod, self->core.partial);
+        fcpy_hold_tensor(self->mod, self->core.partial);
         fc_param_set_partial(&self->core, handle);
     }
     return 0;
@@ -415,7 +415,7 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_param *self = (fcpy_param *)obj;
     PyObject *param = self->unsharded_param;
-    fcpy_defer_tensor_release(self->mod, self->core.unsharded);
+    fcpy_hold_tensor(self->mod, self->core.unsharded);
     fcpy_defer_outputs_release(self);
     fc_param_drop_grad(&self->core);
     fc_param_forget_unsharded(&self->core);

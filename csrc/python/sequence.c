@@ -178,7 +178,9 @@ PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args) {
     return status == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-/* The handler of this process: calls wait_for_departures() of _runtime/departures.py. */
+/* The departure handler (op_departure_handler): calls wait_for_departures() of
+ * _runtime/departures.py. A returned exception is raised although all ranks issue the collective,
+ * so *is_certain is true. */
 static int wait_for_departures(fct_pg *pg, uint64_t number, uint64_t signature,
                                const op_entry *entry, bool *is_certain) {
     PyObject *module = PyImport_ImportModule("fsdp_c._runtime.departures");

@@ -131,8 +131,8 @@ size_t op_checksums_copy(const op_checksums *c, uint64_t number, op_entry *entri
 
 /* ---- the first difference ---- */
 
-/* Returns a checksum of the closed interval. `index` counts from the oldest one that an agreement
- * compares. NULL: none. */
+/* Returns checksum `index` among the last OP_CHECKSUMS checksums of the closed interval, the oldest
+ * first. Returns NULL if there is none. */
 static const op_checksum *entry_at(const op_checksum_list *list, uint64_t index) {
     const uint64_t skipped = list->closed > OP_CHECKSUMS ? list->closed - OP_CHECKSUMS : 0;
     return skipped + index < list->closed ? find(list, list->first + skipped + index) : NULL;
@@ -170,7 +170,8 @@ static bool find_rank(const int64_t *values, int64_t world, int64_t *rank, int64
     return false;
 }
 
-/* Describes the first difference. `values`: VALUES integers for each rank. */
+/* Describes the first all-gather with different checksums, or else the first such all-reduce.
+ * `values`: VALUES integers for each rank. */
 static void describe(const op_checksums *c, const int64_t *values, int64_t world, char *text,
                      size_t bytes) {
     static const char *const names[] = {"all-gather", "all-reduce"};

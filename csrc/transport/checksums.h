@@ -106,9 +106,9 @@ const op_interval *op_checksums_interval(const op_checksums *c, size_t index);
  * number, at most `capacity`; 0 without the interval. */
 size_t op_checksums_copy(const op_checksums *c, uint64_t number, op_entry *entries,
                          size_t capacity);
-/* Describes the first collective of the closed interval with different checksums. All ranks must
- * call it. The most frequent checksum counts as right. A tie favors the lower rank. Returns -1 with
- * a Python exception. */
+/* Describes the first all-gather of the closed interval with different checksums, or else the first
+ * such all-reduce. All ranks must call it. The most frequent checksum counts as right. A tie favors
+ * the lower rank. Returns -1 with a Python exception. */
 FCT_CHECK int op_checksums_describe(const op_checksums *c, fct_pg *pg, char *text, size_t bytes);
 
 #ifdef __cplusplus

@@ -1,8 +1,10 @@
 /* The shared-memory transport: see README.md.
  *
  * The bridge gives each process group a second c10d backend (bridge/shm_backend.cpp). The
- * collectives of that backend are the operations of shm_collective.h. The functions of
- * fct_shm_transport issue a collective on that backend, through the same op of namespace c10d. */
+ * collectives of that backend are the operations of shm_collective.h. all_gather, reduce_scatter
+ * and all_reduce of fct_shm_transport issue a collective on that backend, through the op of
+ * namespace c10d that the group's own backend would run. The collectives of chunks call the backend
+ * directly. */
 #include "shm.h"
 
 #include <assert.h>
@@ -92,6 +94,7 @@ static int reduce_scatter_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *
     return detach_label(fct_pg_reduce_chunks(pg, output, chunks, count, layout, op, work));
 }
 
+/* See table.h. */
 static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
     shm_negotiation *n = fct_negotiation_find(pg);
     if (n == NULL || shm_negotiation_is_paused(n)) {

@@ -102,24 +102,24 @@ static void flat_aliases_shard_on_one_rank(void **state) {
 static void drop_grad_clears_every_partial_gradient(void **state) {
     (void)state;
     fc_param p = begin(2, 0);
-    fct_tensor *row = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, (const double[10]){0});
+    fct_tensor *gradient = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, (const double[10]){0});
     fct_tensor *leaf = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, (const double[10]){0});
-    fct_tensor *grad = NULL;
-    fct_tensor_retain(row);
-    sim_grad_accumulate(leaf, row);
+    fct_tensor *taken = NULL;
+    fct_tensor_retain(gradient);
+    sim_grad_accumulate(leaf, gradient);
     fc_param_set_unsharded(&p, leaf);
-    fc_param_set_accumulated(&p, row);
-    fc_param_set_partial(&p, row);
-    fc_param_take_grad(&p, &grad);
-    assert_ptr_equal(grad, row); /* the accumulated gradient is taken first */
+    fc_param_set_accumulated(&p, gradient);
+    fc_param_set_partial(&p, gradient);
+    fc_param_take_grad(&p, &taken);
+    assert_ptr_equal(taken, gradient); /* the accumulated gradient is taken first */
     assert_true(fct_grad_has(leaf));
-    fc_param_set_accumulated(&p, grad);
-    fct_tensor_release(grad);
+    fc_param_set_accumulated(&p, taken);
+    fct_tensor_release(taken);
     fc_param_drop_grad(&p);
     assert_null(p.accumulated);
     assert_null(p.partial);
     assert_false(fct_grad_has(leaf));
-    fct_tensor_release(row);
+    fct_tensor_release(gradient);
     fct_tensor_release(leaf);
     end(&p);
 }

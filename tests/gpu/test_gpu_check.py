@@ -69,7 +69,7 @@ def complete_check(tmp_path_factory: pytest.TempPathFactory) -> CheckResult:
 
 
 @pytest.mark.xdist_group("gpu_check")
-def test_gpu_check_on_simulated_device_passes_all_steps_without_cuda(
+def test_gpu_check_on_simulated_device_passes_all_steps_that_do_not_need_cuda(
     complete_check: CheckResult,
 ) -> None:
     verdicts = {step: verdict for step, (verdict, _) in complete_check.lines.items()}

@@ -89,7 +89,7 @@ def count_collectives(call: Any) -> int:
     return len(issued.names)
 
 
-def test_context_of_unsharded_model_raises_with_its_name() -> None:
+def test_context_manager_names_itself_if_model_was_not_sharded() -> None:
     for context, caller in (
         (no_sync(make_model()), "no_sync"),
         (full_params(make_model()), "full_params"),
@@ -144,7 +144,7 @@ class TestNoSync:
 
 
 class TestFullParams:
-    def test_full_params_equal_parameters_of_unsharded_model(self, single_group: int) -> None:
+    def test_full_params_equal_parameters_of_plain_model(self, single_group: int) -> None:
         expected = dict(make_model().named_parameters())
         with full_params(make_sharded_model()) as full:
             assert set(full) == set(expected) and len(full) == len(expected)
@@ -340,7 +340,7 @@ class TestGenerateWith:
         assert len(issued.names) == 3
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
-    def test_generate_with_gives_output_of_unsharded_model(self, single_group: int) -> None:
+    def test_generate_with_gives_output_of_plain_model(self, single_group: int) -> None:
         with torch.no_grad():
             expected = make_model().generate(TOKENS, 5)
         for keep_full in (True, False):
@@ -568,7 +568,7 @@ class TestShardedEMA:
         ema.update(model)
         assert arguments == [0, 0, 1]
 
-    def test_ema_of_unsharded_model_averages_floats_and_copies_integers(self) -> None:
+    def test_ema_of_plain_model_averages_floats_and_copies_integers(self) -> None:
         model = nn.Linear(2, 2)
         model.steps = nn.Parameter(torch.tensor([1]), requires_grad=False)
         ema = ShardedEMA(model, 0.5)

@@ -145,7 +145,7 @@ def test_explain_runs_no_lazy_initialization_and_no_collective() -> None:
     assert model._get_fsdp_state()._is_root is None
 
 
-def test_explain_of_unsharded_model_raises() -> None:
+def test_explain_of_plain_model_raises() -> None:
     with pytest.raises(ValueError, match="nothing in MLPModel is sharded: call fully_shard first"):
         quiet_explain(MLPModel())
 

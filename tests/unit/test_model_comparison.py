@@ -84,7 +84,7 @@ def test_wait_for_missing_rank_raises_at_the_time_limit(missing: int) -> None:
     st.lists(st.sampled_from(["a1", "b2", OFF]), min_size=2, max_size=5),
     st.randoms(use_true_random=False),
 )
-def test_all_ranks_that_compare_have_the_same_result(plans: list[str], random: Any) -> None:
+def test_ranks_that_compare_their_models_get_the_same_result(plans: list[str], random: Any) -> None:
     results = run_ranks([*plans], delays={rank: random.choice([0, 0.003]) for rank in range(5)})
     compared = {result for rank, result in enumerate(results) if plans[rank] != OFF}
     if len(set(plans)) == 1:

@@ -91,7 +91,7 @@ class TestFrozenParameters:
         ):
             auto_shard(self.model_with_frozen_mlp())
 
-    def test_unit_with_frozen_parameters_and_frozen_error_argument_raises(
+    def test_frozen_error_raises_if_a_unit_mixes_frozen_and_trainable_parameters(
         self, fake_group: int
     ) -> None:
         model = self.model_with_frozen_mlp()
@@ -361,7 +361,7 @@ class TestTiedWeights:
 
     @settings(max_examples=200)
     @given(st.data())
-    def test_auto_shard_with_random_ties_puts_every_parameter_in_one_unit(
+    def test_auto_shard_with_random_ties_puts_each_parameter_in_exactly_one_unit(
         self, data: st.DataObject
     ) -> None:
         leaves = [nn.Linear(2, 2) for _ in range(6)]

@@ -18,7 +18,7 @@ using Number = std::atomic<uint64_t>;
 
 constexpr auto kJoinTime = std::chrono::seconds(60);
 constexpr auto kJoinPause = std::chrono::microseconds(500);
-constexpr auto kMaxPeerSilence = std::chrono::milliseconds(50); /* between two checks of a peer */
+constexpr auto kPeerCheckInterval = std::chrono::milliseconds(50); /* at least, for one peer */
 
 struct Part {
     int color;
@@ -116,7 +116,9 @@ std::shared_ptr<Communicator> Communicator::join(const std::string &name, int wo
     SharedMemory &shared = *comm->shared_;
     shared.joined[rank] = 1;
     const bool complete = wait_until([&] { return all_reached(shared.joined, world, 1); });
-    shm_unlink(name.c_str()); /* by each rank: all have mapped the file, or no rank waits longer */
+    /* Each rank removes the name. Either all ranks have mapped the file, or this rank has given up,
+     * and the others will too. */
+    shm_unlink(name.c_str());
     if (!complete) {
         fail_join(name, "a rank has not joined within a minute");
         return nullptr;
@@ -143,7 +145,7 @@ char *Communicator::message(int from, int to) const {
     return reinterpret_cast<char *>(shared_) + kHeader + index * kSlotBytes;
 }
 
-/* Sets the error. Its work then waits for ncclCommAbort, as on a device. */
+/* Sets the error. The communicator's collectives then wait for ncclCommAbort, as on a device. */
 void Communicator::fail(ncclResult_t result, const std::string &text) {
     if (error == ncclSuccess) {
         error = result;
@@ -159,7 +161,7 @@ bool Communicator::has_ended(int rank) const {
 
 void Communicator::check_peer(int rank, const Number &done, uint64_t number) {
     const auto now = std::chrono::steady_clock::now();
-    if (now - last_check_[rank] < kMaxPeerSilence) {
+    if (now - last_check_[rank] < kPeerCheckInterval) {
         return;
     }
     last_check_[rank] = now;

@@ -1,4 +1,4 @@
-"""Scenarios of bugs of torch's FSDP2 after a backward that raised, without a reset."""
+"""Scenarios of torch's bugs after a backward that raised, without ``reset_iter_state()``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One setting of the parity grid: a model, a way to wrap it, a training script and a launch.
+"""Settings of the parity grid (a model, a way to wrap it, and a training script), and launches.
 
-Every field of ``Setting`` is one dimension of the grid; its default is the plain case. The first
-part of the fields is FSDP2's core (the basic grid, grid.py), the second part the rest of its
-surface (wide.py). feature_support.py maps values to the features that they need.
+Every field of ``Setting`` but ``perturb`` is one dimension of the grid; its default is the plain
+case. The fields up to ``zero`` are FSDP2's core (the basic grid, grid.py), those from ``mesh`` on
+the rest of its surface (wide.py). feature_support.py maps values to the features that they need.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Setting:
     wrap: str = "blocks"
     """root: only the root; blocks: blocks and root; deep: leaves of blocks, blocks and root."""
     reshard: bool | str | None = None
-    """reshard_after_forward of every wrapped module. A string holds a number of ranks."""
+    """reshard_after_forward of every wrapped module. A string, such as "2", stands
+    for an integer, a number of ranks."""
     param: str | None = None
     """MixedPrecisionPolicy.param_dtype"""
     reduce: str | None = None
@@ -86,7 +87,8 @@ class Setting:
     offload: bool = False
     comm: str | None = None
     """custom: custom all-gather and reduce-scatter; memory: buffers from the process group;
-    separate: a separate group for reduce-scatters; buffers: up to three of their input buffers."""
+    separate: set_separate_reduce_scatter_group;
+    buffers: set_reduce_scatter_max_input_buffers(3)."""
     reduce_hook: bool = False
     """set_all_reduce_hook"""
     zeros: bool = False
@@ -108,7 +110,7 @@ class Setting:
     """For tests of the harness: fsdp_c's run adds this to a parameter before the last step."""
 
     def __str__(self) -> str:
-        """Returns the fields that differ from the plain case, for test names."""
+        """Returns the family and the fields that differ from the plain case, for test names."""
         parts = [self.family]
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
