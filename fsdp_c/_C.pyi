@@ -192,6 +192,7 @@ class ParamGroup:
     _partial_reduce_output: Any
     _param_group_index: int
     _bucket_bytes: int
+    _has_sole_buckets: bool
     _reduction_overlap: bool | None
     @property
     def _buckets(self) -> list[tuple[int, int]]: ...

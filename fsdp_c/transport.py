@@ -60,10 +60,11 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
     of units with more than 1 GiB of gradients, such as large embeddings and mixtures of experts.
     A parameter is never split.
 
-    By default, a unit of ``fully_shard`` has one reduce-scatter, as in torch. ``replicate`` has a
-    default of 25 MiB and reduces each bucket as soon as it is full. With several buckets, results
-    equal torch's bits on two ranks. On more ranks a backend may add in another order. Units with a
-    reduce hook and units that torch's functions reduce are not split.
+    By default, a unit has one collective, as in torch. An exception is a ``replicate`` unit that is
+    the only unit of its model: its default is 25 MiB, and it reduces each bucket as soon as it is
+    full. With several buckets, results equal torch's bits on two ranks. On more ranks a backend
+    may add in another order. Units with a reduce hook and units that torch's functions reduce are
+    not split.
 
     All ranks must call the function between steps, with the same arguments.
 

@@ -35,10 +35,21 @@ void fc_bucket_fini(fc_buckets *b) {
     memset(b, 0, sizeof *b);
 }
 
-void fc_bucket_set_limit(fc_buckets *b, int64_t limit) {
+void fc_bucket_set_limit(fc_buckets *b, int64_t limit, bool sole_only) {
     assert(limit >= 0);
     b->limit = limit;
+    b->sole_only = sole_only;
     fc_bucket_invalidate(b);
+}
+
+void fc_bucket_set_siblings(fc_buckets *b, bool has_siblings) {
+    assert(b->base != NULL);
+    b->has_siblings = has_siblings;
+    fc_bucket_invalidate(b);
+}
+
+int64_t fc_bucket_limit(const fc_buckets *b) {
+    return b->sole_only && b->has_siblings ? 0 : b->limit;
 }
 
 void fc_bucket_invalidate(fc_buckets *b) {
@@ -93,7 +104,7 @@ static size_t assign_buckets(const fc_group_base *base, int64_t limit, fc_bucket
 
 fc_status fc_bucket_cut(fc_buckets *b) {
     assert(b->mode == FC_BUCKETS_STALE || b->items != NULL);
-    if (b->mode != FC_BUCKETS_STALE || b->limit <= 0) {
+    if (b->mode != FC_BUCKETS_STALE || fc_bucket_limit(b) <= 0) {
         return FC_OK;
     }
     fc_bucket *items = (fc_bucket *)calloc(b->base->count + 1, sizeof *items);
@@ -102,7 +113,7 @@ fc_status fc_bucket_cut(fc_buckets *b) {
     }
     free(b->items);
     b->items = items;
-    b->count = assign_buckets(b->base, b->limit, items);
+    b->count = assign_buckets(b->base, fc_bucket_limit(b), items);
     for (size_t i = 0; i < b->base->count; i++) {
         b->base->params[i]->buckets = b;
     }

@@ -1,9 +1,9 @@
 /* Buckets: spans of a group's parameters with about `limit` bytes of gradients each. Cutting
  * divides the parameters into buckets. Bucket 0 has the last parameters, because backward reaches
- * these first. This module selects the next bucket, and the group reduces its gradients. A
- * replicated group has small buckets, so that reductions overlap backward. A sharded group has one
- * bucket, as in torch, unless the user sets a limit. Its buckets are then reduced one after the
- * other at the end of its backward, so the peak memory of a reduction is limited.
+ * these first. This module selects the next bucket, and the group reduces its gradients. If the
+ * only group of a root is replicated, it has small buckets, so that reductions overlap backward.
+ * Any other group has one bucket, as in torch, unless the user sets a limit. Its buckets are then
+ * reduced one after the other at the end of its backward, which limits the peak of a reduction.
  *
  *            cut                      begin(eager)
  *   STALE ----------> READY <------------------------------> EAGER
@@ -48,6 +48,8 @@ typedef struct fc_bucket {
 typedef struct fc_buckets {
     fc_group_base *base; /* borrowed */
     int64_t limit;       /* bytes of gradients at which a bucket is full; 0: one bucket */
+    bool sole_only;      /* the limit applies only if no other group has the same root */
+    bool has_siblings;   /* another group has the same root */
     fc_bucket_mode mode;
     size_t next;      /* first bucket that this backward has not reduced */
     size_t count;     /* 0 if there is no limit */
@@ -61,14 +63,18 @@ typedef struct fc_buckets {
 void fc_bucket_init(fc_buckets *b, fc_group_base *base);
 /* Removes all gradient notifications and frees the buckets. Call it before the group is freed. */
 void fc_bucket_fini(fc_buckets *b);
-/* Mark the buckets as stale. set_limit changes the limit. Call invalidate after a change of the
+/* Mark the buckets as stale. set_limit changes the limit; `sole_only` is as in the struct.
+ * set_siblings sets whether another group has the same root. Call invalidate after a change of the
  * group's parameters. */
-void fc_bucket_set_limit(fc_buckets *b, int64_t limit);
+void fc_bucket_set_limit(fc_buckets *b, int64_t limit, bool sole_only);
+void fc_bucket_set_siblings(fc_buckets *b, bool has_siblings);
 void fc_bucket_invalidate(fc_buckets *b);
 /* Sets the dtype in which the gradient of `p` is reduced. Marks the buckets of its group as stale,
  * because their sizes depend on it. */
 void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype);
 
+/* Returns the limit that applies; 0: one bucket. */
+int64_t fc_bucket_limit(const fc_buckets *b);
 /* Cuts the buckets if they are stale. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);
 /* Returns true if there are several buckets and they are not stale. */

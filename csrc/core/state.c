@@ -20,11 +20,26 @@ void fc_iteration_init(fc_iteration *it) {
     it->is_last_backward = true;
 }
 
+/* Returns true if the root has only one group. */
+static bool has_single_group(const fc_iteration *it) {
+    size_t groups = 0;
+    for (size_t i = 0; i < it->count && groups < 2; i++) {
+        groups += it->states[i]->group_count;
+    }
+    return groups == 1;
+}
+
 void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count) {
     assert(count == 0 || states != NULL);
     free((void *)it->states);
     it->states = states;
     it->count = count;
+    const bool has_siblings = !has_single_group(it);
+    for (size_t i = 0; i < count; i++) {
+        for (size_t j = 0; j < states[i]->group_count; j++) {
+            fc_bucket_set_siblings(&states[i]->groups[j]->buckets, has_siblings);
+        }
+    }
 }
 
 void fc_iteration_fini(fc_iteration *it) {
@@ -465,15 +480,6 @@ fc_status fc_state_end_forward(fc_state *s) {
     }
 done:
     return verify_state(s, status);
-}
-
-/* Returns true if the root has only one group. */
-static bool has_single_group(const fc_iteration *it) {
-    size_t groups = 0;
-    for (size_t i = 0; i < it->count && groups < 2; i++) {
-        groups += it->states[i]->group_count;
-    }
-    return groups == 1;
 }
 
 /* Sets backward_kind for a state whose only group has several buckets. Other groups do not read

@@ -3,8 +3,8 @@
  *
  * Each launch takes its batch by value as a kernel argument. The batch is copied before the launch
  * returns, so no staging buffer is needed and a launch may be captured in a CUDA graph. Lists of
- * more than BATCH_JOBS jobs are large batches. If those are rejected, and in captures (as in torch's
- * multi-tensor kernels), the jobs become several launches in stream order. */
+ * more than BATCH_JOBS jobs are large batches. If those are rejected, and in captures (as for
+ * torch's multi-tensor kernels), the jobs become several launches in stream order. */
 #ifndef FSDP_C_KERNELS_LAUNCHER_CUH
 #define FSDP_C_KERNELS_LAUNCHER_CUH
 

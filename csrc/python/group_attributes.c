@@ -236,7 +236,7 @@ static int group_set_overlap(PyObject *obj, PyObject *value, void *closure) {
 
 static PyObject *group_get_bucket_bytes(PyObject *obj, void *closure) {
     (void)closure;
-    return PyLong_FromLongLong(((fcpy_group *)obj)->core.buckets.limit);
+    return PyLong_FromLongLong(fc_bucket_limit(&((fcpy_group *)obj)->core.buckets));
 }
 
 static int group_set_bucket_bytes(PyObject *obj, PyObject *value, void *closure) {
@@ -252,7 +252,7 @@ static int group_set_bucket_bytes(PyObject *obj, PyObject *value, void *closure)
         PyErr_SetString(PyExc_ValueError, "_bucket_bytes must be an int of at least 0");
         return -1;
     }
-    fc_bucket_set_limit(&((fcpy_group *)obj)->core.buckets, limit);
+    fc_bucket_set_limit(&((fcpy_group *)obj)->core.buckets, limit, false);
     return 0;
 }
 
@@ -349,6 +349,8 @@ PyGetSetDef fcpy_group_getset[] = {
     GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether reductions call _run_reduce_hook()."),
     {"_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,
      "Bytes of gradients at which a bucket is full; 0: one bucket for all gradients.", NULL},
+    GROUP_FLAG("_has_sole_buckets", buckets.sole_only,
+               "Whether _bucket_bytes is 0 if another group has the same root."),
     {"_buckets", group_get_buckets, NULL,
      "List of (first, end) index ranges of fsdp_params, in the order of their reduction.", NULL},
     GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,

@@ -56,6 +56,22 @@ def get_groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def list_states(model: nn.Module) -> list[Any]:
+    """Returns the states of ``model``, in module order."""
+    states = (_get_module_fsdp_state(module) for module in model.modules())
+    return list(dict.fromkeys(state for state in states if state is not None))
+
+
+def get_bucket_bytes(group: Any, is_sole: bool) -> int:
+    """Returns the bytes of gradients at which a bucket is full; 0 for one bucket.
+
+    ``is_sole``: no other group has the same root.
+    """
+    if not is_sole and getattr(group, "_has_sole_buckets", False):
+        return 0
+    return int(getattr(group, "_bucket_bytes", 0))
+
+
 def reshard_all(model: nn.Module) -> None:
     """Frees all gathered parameters, and registers the sharded parameters of all units."""
     for module in list_sharded_modules(model):

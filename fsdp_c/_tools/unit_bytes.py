@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -12,7 +13,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
 from .._auto_shard.unit import Unit
@@ -195,29 +195,27 @@ class Layout:
 def make_sharded_layout(model: nn.Module) -> Layout:
     """Returns the layout of a sharded model."""
     layout = Layout()
-    states = _list_states(model)
+    states = fsdp_units.list_states(model)
     index_of = {state: index for index, state in enumerate(states)}
     for state in states:
         layout.state_modules.append(
             StateModules(tuple(state._modules), state._input_dtype, state._output_dtype)
         )
         layout.states.append(_make_state_sizes(state, layout.states, states, index_of))
-    for name, state, group in fsdp_units.iterate_groups(model):
+    units = list(fsdp_units.iterate_groups(model))
+    units_of_root = Counter(layout.states[index_of[state]].root for _, state, _ in units)
+    for name, state, group in units:
         unit_index, index = len(layout.units), index_of[state]
-        reshard = _get_reshard(state, group, is_root=layout.states[index].root == index)
-        layout.units.append(_make_unit_sizes(name, index, group, reshard))
+        root = layout.states[index].root
+        reshard = _get_reshard(state, group, is_root=root == index)
+        bucket_bytes = fsdp_units.get_bucket_bytes(group, is_sole=units_of_root[root] == 1)
+        layout.units.append(_make_unit_sizes(name, index, group, reshard, bucket_bytes))
         layout.modules.append(tuple(group.modules))
         for number, param in enumerate(group.fsdp_params):
             for registered in fsdp_units.list_registered_params(param):
                 layout.dtypes[id(registered)] = fsdp_units.get_compute_dtype(param)
                 layout.param_indices[id(registered)] = unit_index, number
     return layout
-
-
-def _list_states(model: nn.Module) -> list[Any]:
-    """Returns the states of ``model``, in module order."""
-    states = (_get_module_fsdp_state(module) for module in model.modules())
-    return list(dict.fromkeys(state for state in states if state is not None))
 
 
 def _make_state_sizes(
@@ -249,7 +247,9 @@ def _make_state_sizes(
 _SETTINGS = ("reshard_after_backward", "reduce_grads", "all_reduce_grads")
 
 
-def _make_unit_sizes(name: str, state: int, group: Any, reshard: bool | int) -> UnitSizes:
+def _make_unit_sizes(
+    name: str, state: int, group: Any, reshard: bool | int, bucket_bytes: int
+) -> UnitSizes:
     info = group.mesh_info
     offload = group.offload_policy
     offloads = isinstance(offload, CPUOffloadPolicy) and group.device.type != "cpu"
@@ -264,7 +264,7 @@ def _make_unit_sizes(name: str, state: int, group: Any, reshard: bool | int) -> 
         reshard=reshard,
         offloads=offloads,
         unshard_in_backward=group.unshard_in_backward,
-        bucket_bytes=getattr(group, "_bucket_bytes", 0),
+        bucket_bytes=bucket_bytes,
         overlaps=getattr(group, "_reduction_overlap", None) is not False,
         settings=settings | ({"pinned": bool(offload.pin_memory)} if offloads else {}),
     )

@@ -118,6 +118,23 @@ static void buckets_are_cut_from_last_parameter_to_first_at_limit(void **state) 
     expect_buckets(s, 1, (const size_t[]){0});
 }
 
+static void limit_of_a_sole_group_does_not_apply_beside_another_group(void **state) {
+    (void)state;
+    sim_scenario s = replicated;
+    for (s.layers = 0; s.layers < 2; s.layers++) {
+        sim_begin(s.device);
+        sim_model *m = sim_model_new(&s);
+        fc_buckets *b = &core(m)->buckets;
+        fc_bucket_set_limit(b, 32, true);
+        assert_int_equal(fc_bucket_limit(b), s.layers == 0 ? 32 : 0);
+        assert_int_equal(fc_bucket_cut(b), FC_OK);
+        assert_true(fc_bucket_has_several(b) == (s.layers == 0));
+        fc_bucket_set_limit(b, 32, false);
+        assert_int_equal(fc_bucket_limit(b), 32);
+        end(m);
+    }
+}
+
 static void bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype(void **state) {
     (void)state;
     sim_scenario s = replicated;
@@ -399,6 +416,7 @@ static void reset_discards_reduction_of_bucket(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(buckets_are_cut_from_last_parameter_to_first_at_limit),
+        cmocka_unit_test(limit_of_a_sole_group_does_not_apply_beside_another_group),
         cmocka_unit_test(bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype),
         cmocka_unit_test(change_of_reduce_dtype_cuts_the_buckets_again),
         cmocka_unit_test(each_bucket_is_registered_once),

@@ -1,4 +1,4 @@
-"""``replicate`` on several ranks: buckets change only the time of reductions."""
+"""``replicate`` on several ranks beside torch's, with all bucket sizes."""
 
 from __future__ import annotations
 

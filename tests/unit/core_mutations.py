@@ -41,6 +41,13 @@ MUTATIONS = {
         "test_reduce",
         "(c->oldest == NULL) == (c->reductions == 0)",
     ),
+    "buckets do not learn of other groups": Mutation(
+        "state",
+        "const bool has_siblings = !has_single_group(it);",
+        "const bool has_siblings = false;",
+        "test_bucket",
+        "limit_of_a_sole_group_does_not_apply_beside_another_group",
+    ),
     "gather plan is not invalidated": Mutation(
         "group",
         "    fc_gather_invalidate(&g->gather);\n",

@@ -29,10 +29,34 @@ def group_of(module: Any) -> Any:
     return group
 
 
-def test_bucket_size_is_25_mib_or_bucket_cap_mb(fake_group: int) -> None:
-    assert group_of(replicate(make_model()))._bucket_bytes == 25 * MIB
-    assert group_of(replicate(make_model(), bucket_cap_mb=0.5))._bucket_bytes == MIB // 2
-    assert group_of(replicate(make_model(), bucket_cap_mb=math.inf))._bucket_bytes == 0
+def test_bucket_size_is_25_mib_if_the_model_has_one_unit(fake_group: int) -> None:
+    def make_large_layers() -> nn.Sequential:
+        """Returns three layers, each with 26 MiB of gradients."""
+        return nn.Sequential(*(nn.Linear(2600, 2600, bias=False) for _ in range(3)))
+
+    x = torch.ones(1, 2600)
+    sole = replicate(make_large_layers())
+    several = make_large_layers()
+    replicate(several[0])
+    replicate(several)
+    for model, counts in (sole, [3]), (several, [1, 1]):
+        assert sorted(unit.all_reduces for unit in fsdp_c.explain(model).units) == counts
+        model(x)
+        assert sorted(unit.all_reduces for unit in fsdp_c.explain(model).units) == counts
+    assert group_of(sole)._bucket_bytes == 25 * MIB
+    assert group_of(several[0])._bucket_bytes == group_of(several)._bucket_bytes == 0
+    assert group_of(several)._buckets == [(0, 2)]
+
+
+@pytest.mark.parametrize("size", [0.5, math.inf])
+def test_bucket_cap_mb_is_the_bucket_size_of_each_unit(fake_group: int, size: float) -> None:
+    model = make_model()
+    replicate(model[0], bucket_cap_mb=size)
+    replicate(model)
+    fsdp_c.set_bucket_cap(model, size)
+    model(torch.ones(1, 4))
+    expected = MIB // 2 if size == 0.5 else 0
+    assert group_of(model[0])._bucket_bytes == group_of(model)._bucket_bytes == expected
 
 
 @pytest.mark.parametrize("size", [0, -1, math.nan])

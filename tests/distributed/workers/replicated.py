@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_c import fully_shard, replicate
+from fsdp_c import fully_shard, replicate, set_transport
 
 DIM = 6
 MIB = 2**20
@@ -310,6 +310,32 @@ def more_ranks(rank: int, world: int) -> None:
         torch.testing.assert_close(train(make_replicated(cap)()), expected)
 
 
+def units_above_25_mib(rank: int, world: int) -> None:
+    """Each of several units has one all-reduce, with torch's bits.
+
+    gloo's order of a sum depends on the position of an element in its message, so that buckets of
+    25 MiB change the bits.
+    """
+
+    def run(call: Callable[..., Any], **kwargs: Any) -> Record:
+        torch.manual_seed(0)
+        layers = [nn.Linear(1900, 1900, bias=False) for _ in range(6)]
+        model = nn.Sequential(nn.Sequential(*layers[:3]), nn.Sequential(*layers[3:]))
+        for half in model:
+            call(half, **kwargs)
+        model = call(model, **kwargs)
+        if call is replicate:
+            set_transport(model, "gloo")
+        generator = torch.Generator().manual_seed(rank)
+        model(torch.randn(2, 1900, generator=generator)).sum().backward()
+        return grads(model)
+
+    expected = run(torch_replicate)
+    assert_same(expected, run(replicate), "one all-reduce per unit")
+    bucketed = run(replicate, bucket_cap_mb=25)
+    assert not all(torch.equal(a, b) for a, b in zip(expected, bucketed, strict=True))
+
+
 SCENARIOS: dict[int, list[Callable[[int, int], None]]] = {
     2: [
         parity,
@@ -322,7 +348,7 @@ SCENARIOS: dict[int, list[Callable[[int, int], None]]] = {
         hooks_and_counts,
         failure,
     ],
-    4: [more_ranks],
+    4: [more_ranks, units_above_25_mib],
 }
 
 SINCE_TORCH_2_13 = [parameters_unused_on_one_rank]
