@@ -136,6 +136,10 @@ void Launch::access_tensor(const at::Tensor &tensor, bool write) {
     if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) {
         return;
     }
+    if (write) {
+        /* A copy of a tensor may take the GIL, so the thread must not hold the mutex. */
+        written_tensors_.push_back(tensor);
+    }
     const Lock lock(world().mutex);
     const auto size = static_cast<int64_t>(tensor.dtype().itemsize());
     const auto *const data = static_cast<const char *>(tensor.const_data_ptr());
@@ -144,9 +148,6 @@ void Launch::access_tensor(const at::Tensor &tensor, bool write) {
     for (int64_t i = 0; i < runs.count; i++) {
         const auto start = reinterpret_cast<uintptr_t>(data + runs.start(i) * size);
         record(start, start + static_cast<uintptr_t>(runs.run * size), write);
-    }
-    if (write) {
-        written_tensors_.push_back(tensor);
     }
 }
 
