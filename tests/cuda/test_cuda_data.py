@@ -36,7 +36,7 @@ def launch(run_worker: Any, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return run
 
 
-@pytest.mark.parametrize(("world", "seed", "least"), [(2, 1, 45), (4, 2, 30)])
+@pytest.mark.parametrize(("world", "seed", "least"), [(2, 1, 45), (4, 2, 30), (8, 3, 30)])
 def test_training_with_each_operation_as_late_as_possible_matches_torch_bitwise(
     launch: Launch, world: int, seed: int, least: int
 ) -> None:
