@@ -31,11 +31,9 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *
     return cudaSuccess;
 }
 
-/* The arguments of CUDA 13; CUDA 12 (the symbol with _v2) has no edge data. */
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus *status,
-                                     unsigned long long *id, cudaGraph_t *graph,
-                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
-                                     size_t *count) {
+static cudaError_t describe_capture(cudaStream_t handle, cudaStreamCaptureStatus *status,
+                                    unsigned long long *id, cudaGraph_t *graph,
+                                    const cudaGraphNode_t **nodes, size_t *count) {
     const sim::Stream &stream = sim::stream_of(handle);
     *status = status_of(stream);
     if (id != nullptr) {
@@ -49,20 +47,42 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
     if (nodes != nullptr) {
         *nodes = nullptr;
     }
-    if (edges != nullptr) {
-        *edges = nullptr;
-    }
     if (count != nullptr) {
         *count = 0;
     }
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus *status,
-                                        unsigned long long *id, cudaGraph_t *graph,
-                                        const cudaGraphNode_t **nodes, size_t *count) {
-    return cudaStreamGetCaptureInfo(stream, status, id, graph, nodes, nullptr, count);
+#if CUDART_VERSION >= 13000
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status,
+                                     unsigned long long *id, cudaGraph_t *graph,
+                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
+                                     size_t *count) {
+    if (edges != nullptr) {
+        *edges = nullptr;
+    }
+    return describe_capture(stream, status, id, graph, nodes, count);
 }
+
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t *,
+                                                const cudaGraphEdgeData *, size_t, unsigned) {
+    return cudaSuccess;
+}
+
+#else /* the functions of CUDA 12 have no edge data; its header gives the first the suffix _v2 */
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status,
+                                     unsigned long long *id, cudaGraph_t *graph,
+                                     const cudaGraphNode_t **nodes, size_t *count) {
+    return describe_capture(stream, status, id, graph, nodes, count);
+}
+
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t *, size_t, unsigned) {
+    return cudaSuccess;
+}
+
+#endif
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph,
                                  unsigned long long) {
@@ -88,11 +108,6 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
     delete reinterpret_cast<sim::Graph *>(executable);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t *,
-                                                const cudaGraphEdgeData *, size_t, unsigned) {
     return cudaSuccess;
 }
 

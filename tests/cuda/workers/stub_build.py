@@ -94,7 +94,11 @@ def _include_folders(site: Path) -> list[Path]:
     wheels = [path.parent for path in site.glob("nvidia/**/cuda_runtime_api.h")]
     if not any((path / "crt/host_defines.h").exists() for path in [*wheels, *toolkits]):
         return []
-    return [*wheels, *(path.parent for path in site.glob("nvidia/**/nccl.h")), *toolkits[:1]]
+    # The wheels of CUDA 12 have a folder for each library.
+    libraries = [
+        p.parent for name in ("nccl.h", "cublasLt.h") for p in site.glob(f"nvidia/**/{name}")
+    ]
+    return [*dict.fromkeys([*wheels, *libraries]), *toolkits[:1]]
 
 
 def build() -> Path:
