@@ -192,7 +192,7 @@ class ParamGroup:
     _partial_reduce_output: Any
     _param_group_index: int
     _bucket_bytes: int
-    _has_sole_buckets: bool
+    _sole_bucket_bytes: int
     _reduction_overlap: bool | None
     @property
     def _buckets(self) -> list[tuple[int, int]]: ...

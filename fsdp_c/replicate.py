@@ -110,10 +110,10 @@ def replicate(
 
     Every parameter below ``module`` that no earlier call converted becomes a ``DTensor`` parameter
     with placement ``Replicate()``, whose local tensor is the full parameter. Without a dtype cast,
-    computation uses this memory directly. If ``module`` is the only unit of the model, its
-    gradients are all-reduced in buckets during backward, in reverse parameter order. Otherwise
-    each unit has one all-reduce at the end of its backward, as in torch. Numbers and exceptions
-    are those of torch's ``replicate``.
+    computation uses this memory directly. If a root has several units, each unit has one all-reduce
+    at the end of its backward, as in torch. The gradients of a single unit are all-reduced in
+    buckets during backward, in reverse parameter order. Numbers and exceptions are those of torch's
+    ``replicate``.
 
     Args:
         module: A module, or a list of modules that form one group.
@@ -127,8 +127,8 @@ def replicate(
         device_id: The device of the mesh, or its index.
         ignored_modules: Modules whose parameters are ignored.
         bucket_cap_mb: MiB of gradients at which a bucket is full, as for DDP. ``inf``: one
-            all-reduce for the entire module, as in torch. ``None``: 25 if the model has no other
-            unit, else ``inf``.
+            all-reduce for the entire module, as in torch. ``None``: 25 if the root of the module
+            has no other unit, else ``inf``.
 
     Returns:
         ``module``, whose class is now ``Replicate<Class>`` with ``ReplicateModule``'s methods.
@@ -147,6 +147,7 @@ def replicate(
     if mesh is not None and device_mesh is not None and mesh is not device_mesh:
         raise ValueError("replicate got both mesh and device_mesh: give one of them")
     bucket_bytes = convert_bucket_cap(25 if bucket_cap_mb is None else bucket_cap_mb)
+    attribute = "_sole_bucket_bytes" if bucket_cap_mb is None else "_bucket_bytes"
     mesh = mesh or device_mesh or _init_default_mesh(mesh_dim_names=("replicate",))
     mesh_info = _make_replicate_mesh_info(mesh, dp_mesh_dims)
     device = _get_device_from_mesh(mesh)
@@ -161,8 +162,7 @@ def replicate(
             _API, module, meshes, device, policies, ignored or None, False, transaction
         )
         for group in state._fsdp_param_groups:
-            group._bucket_bytes = bucket_bytes
-            group._has_sole_buckets = bucket_cap_mb is None
+            setattr(group, attribute, bucket_bytes)
         return module  # inside the try: a signal handler may raise before the return
     except BaseException:
         transaction.rollback()

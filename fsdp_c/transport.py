@@ -61,7 +61,7 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
     A parameter is never split.
 
     By default, a unit has one collective, as in torch. An exception is a ``replicate`` unit that is
-    the only unit of its model: its default is 25 MiB, and it reduces each bucket as soon as it is
+    the only unit of its root: its default is 25 MiB, and it reduces each bucket as soon as it is
     full. With several buckets, results equal torch's bits on two ranks. On more ranks a backend
     may add in another order. Units with a reduce hook and units that torch's functions reduce are
     not split.

@@ -54,7 +54,7 @@ class ShardKwargs(UnitKwargs, total=False):
     """Keyword arguments for all units. ``bucket_cap_mb`` requires ``shard_fn=replicate``."""
 
     mesh: DeviceMesh | None
-    bucket_cap_mb: float
+    bucket_cap_mb: float | None
 
 
 def plan(

@@ -21,9 +21,9 @@ void fc_bucket_init(fc_buckets *b, fc_group_base *base) {
     b->base = base;
 }
 
-void fc_bucket_fini(fc_buckets *b) {
-    assert(b->count == 0 || b->items != NULL);
-    for (size_t i = 0; i < b->base->count; i++) {
+/* Removes the notifications of the group's parameters, and their links to the buckets. */
+static void unsubscribe(const fc_buckets *b) {
+    for (size_t i = 0; b->count > 0 && i < b->base->count; i++) {
         fc_param *p = b->base->params[i];
         if (p->buckets == b) {
             fct_grad_subscription_free(p->subscription);
@@ -31,6 +31,11 @@ void fc_bucket_fini(fc_buckets *b) {
             p->buckets = NULL;
         }
     }
+}
+
+void fc_bucket_fini(fc_buckets *b) {
+    assert(b->count == 0 || b->items != NULL);
+    unsubscribe(b);
     free(b->items);
     memset(b, 0, sizeof *b);
 }
@@ -104,7 +109,12 @@ static size_t assign_buckets(const fc_group_base *base, int64_t limit, fc_bucket
 
 fc_status fc_bucket_cut(fc_buckets *b) {
     assert(b->mode == FC_BUCKETS_STALE || b->items != NULL);
-    if (b->mode != FC_BUCKETS_STALE || fc_bucket_limit(b) <= 0) {
+    if (b->mode != FC_BUCKETS_STALE) {
+        return FC_OK;
+    }
+    if (fc_bucket_limit(b) <= 0) {
+        unsubscribe(b);
+        b->count = 0;
         return FC_OK;
     }
     fc_bucket *items = (fc_bucket *)calloc(b->base->count + 1, sizeof *items);

@@ -29,17 +29,22 @@ static bool has_single_group(const fc_iteration *it) {
     return groups == 1;
 }
 
+void fc_iteration_update_siblings(const fc_iteration *it) {
+    assert(it->count == 0 || it->states != NULL);
+    const bool has_siblings = !has_single_group(it);
+    for (size_t i = 0; i < it->count; i++) {
+        for (size_t j = 0; j < it->states[i]->group_count; j++) {
+            fc_bucket_set_siblings(&it->states[i]->groups[j]->buckets, has_siblings);
+        }
+    }
+}
+
 void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count) {
     assert(count == 0 || states != NULL);
     free((void *)it->states);
     it->states = states;
     it->count = count;
-    const bool has_siblings = !has_single_group(it);
-    for (size_t i = 0; i < count; i++) {
-        for (size_t j = 0; j < states[i]->group_count; j++) {
-            fc_bucket_set_siblings(&states[i]->groups[j]->buckets, has_siblings);
-        }
-    }
+    fc_iteration_update_siblings(it);
 }
 
 void fc_iteration_fini(fc_iteration *it) {

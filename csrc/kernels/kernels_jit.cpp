@@ -71,6 +71,8 @@ const fck_backend *fck_jit(const fck_jit_functions *functions) {
     cast_lines = functions->casts;
     move_many_lines = functions->many_moves;
     cast_many_lines = functions->many_casts;
+    fck::large_rejected = false;
+    fck::small_launched[0] = fck::small_launched[1] = false;
     add_checksums = functions->checksums;
     cu_stream_is_capturing = functions->capture;
     primary_context = functions->context;

@@ -32,7 +32,11 @@ const char TOO_MANY_TILES[] = "a single tensor has more tiles than a CUDA grid h
 const char TOO_MANY_LINES[] = "a single tensor has more lines than 32 bits count";
 const char NOT_WORDS[] = "a checksum needs an address that is a multiple of 8";
 
-std::atomic<bool> large_rejected; /* the driver or the compiler does not support large batches */
+/* Large batches have failed where small ones did not: they are not supported. */
+std::atomic<bool> large_rejected;
+/* Whether the kernel of small batches was launched, by `casts`. CUDA may load a kernel at its first
+ * launch, and must not do so in a capture. So the first batch of a process is never large. */
+std::atomic<bool> small_launched[2];
 
 /* Collects jobs and launches a batch whenever it is full. All jobs of a launcher have the same
  * number of rows, the same pitch and the same direction. */
@@ -84,18 +88,23 @@ class launcher {
   private:
     static constexpr int64_t GRID_MAX = INT32_MAX;
 
+    bool can_be_large() const {
+        return batch_.count > BATCH_JOBS && !large_rejected.load() &&
+               small_launched[casts_].load() && is_capturing(stream_) == 0;
+    }
+
     const char *launch_all() {
-        if (batch_.count > BATCH_JOBS && !large_rejected.load() && is_capturing(stream_) == 0) {
-            if (launch_lines(batch_, casts_, stream_) == nullptr) {
-                return nullptr;
-            }
-            large_rejected = true;
+        const bool large = can_be_large();
+        if (large && launch_lines(batch_, casts_, stream_) == nullptr) {
+            return nullptr;
         }
         for (int32_t begin = 0; begin < batch_.count; begin += BATCH_JOBS) {
             if (const char *failure = launch_part(begin)) {
                 return failure;
             }
         }
+        small_launched[casts_] = true;
+        large_rejected = large_rejected.load() || large;
         return nullptr;
     }
 

@@ -234,13 +234,17 @@ static int group_set_overlap(PyObject *obj, PyObject *value, void *closure) {
 
 /* ---- buckets ---- */
 
+/* `closure` is NULL for the limit that applies, else the limit of a group that is the only one of
+ * its root, or 0. */
 static PyObject *group_get_bucket_bytes(PyObject *obj, void *closure) {
-    (void)closure;
-    return PyLong_FromLongLong(fc_bucket_limit(&((fcpy_group *)obj)->core.buckets));
+    const fc_buckets *b = &((fcpy_group *)obj)->core.buckets;
+    if (closure != NULL) {
+        return PyLong_FromLongLong(b->sole_only ? b->limit : 0);
+    }
+    return PyLong_FromLongLong(fc_bucket_limit(b));
 }
 
 static int group_set_bucket_bytes(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
     if (!fcpy_group_check_initialized((fcpy_group *)obj)) {
         return -1;
     }
@@ -252,7 +256,7 @@ static int group_set_bucket_bytes(PyObject *obj, PyObject *value, void *closure)
         PyErr_SetString(PyExc_ValueError, "_bucket_bytes must be an int of at least 0");
         return -1;
     }
-    fc_bucket_set_limit(&((fcpy_group *)obj)->core.buckets, limit, false);
+    fc_bucket_set_limit(&((fcpy_group *)obj)->core.buckets, limit, closure != NULL);
     return 0;
 }
 
@@ -349,8 +353,9 @@ PyGetSetDef fcpy_group_getset[] = {
     GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether reductions call _run_reduce_hook()."),
     {"_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,
      "Bytes of gradients at which a bucket is full; 0: one bucket for all gradients.", NULL},
-    GROUP_FLAG("_has_sole_buckets", buckets.sole_only,
-               "Whether _bucket_bytes is 0 if another group has the same root."),
+    {"_sole_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,
+     "_bucket_bytes that apply only if no other group has the same root; 0: they always apply.",
+     (void *)"sole"},
     {"_buckets", group_get_buckets, NULL,
      "List of (first, end) index ranges of fsdp_params, in the order of their reduction.", NULL},
     GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,

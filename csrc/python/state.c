@@ -133,8 +133,14 @@ static int set_groups(PyObject *obj, PyObject *value, void *closure) {
             Py_CLEAR(new_tuple);
         }
     }
-    return replace_tuple(self, &self->groups, (void **)&self->core.groups, &self->core.group_count,
-                         new_tuple, offsetof(fcpy_group, core));
+    if (replace_tuple(self, &self->groups, (void **)&self->core.groups, &self->core.group_count,
+                      new_tuple, offsetof(fcpy_group, core)) != 0) {
+        return -1;
+    }
+    if (self->core.iteration != NULL) {
+        fc_iteration_update_siblings(self->core.iteration);
+    }
+    return 0;
 }
 
 /* `closure` is NULL for the states to prefetch in forward, else those to prefetch in backward. */

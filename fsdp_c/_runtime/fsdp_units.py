@@ -62,12 +62,24 @@ def list_states(model: nn.Module) -> list[Any]:
     return list(dict.fromkeys(state for state in states if state is not None))
 
 
-def get_bucket_bytes(group: Any, is_sole: bool) -> int:
+def is_below(state: Any, root: Any) -> bool:
+    """Whether ``state`` belongs to the root state ``root``, or will after lazy init.
+
+    A root of ``replicate`` has no units of ``fully_shard``.
+    """
+    module = state._modules[0]
+    find = getattr(root, "_get_state_for_module", _get_module_fsdp_state)
+    modules = (inner for outer in root._modules for inner in outer.modules())
+    return find(module) is state and module in modules
+
+
+def get_bucket_bytes(state: Any, group: Any, is_sole: bool) -> int:
     """Returns the bytes of gradients at which a bucket is full; 0 for one bucket.
 
-    ``is_sole``: no other group has the same root.
+    ``is_sole``: no other group will have the same root. After lazy init the group knows.
     """
-    if not is_sole and getattr(group, "_has_sole_buckets", False):
+    becomes_sibling = state._is_root is None and not is_sole
+    if becomes_sibling and getattr(group, "_sole_bucket_bytes", 0) > 0:
         return 0
     return int(getattr(group, "_bucket_bytes", 0))
 

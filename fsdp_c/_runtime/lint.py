@@ -76,7 +76,7 @@ def check_environment() -> list[str]:
 def _check_units(root: nn.Module) -> list[str]:
     groups = [(name, group) for name, _, group in iterate_groups(root)]
     if not all(isinstance(group.mesh_info, FSDPMeshInfo) for _, group in groups):
-        return []  # replicate() makes one unit
+        return []  # the checks are about sharding
     return [
         *check_blocks_in_root(root, groups),
         *check_policies(root, groups),

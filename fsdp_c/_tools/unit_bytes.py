@@ -208,7 +208,7 @@ def make_sharded_layout(model: nn.Module) -> Layout:
         unit_index, index = len(layout.units), index_of[state]
         root = layout.states[index].root
         reshard = _get_reshard(state, group, is_root=root == index)
-        bucket_bytes = fsdp_units.get_bucket_bytes(group, is_sole=units_of_root[root] == 1)
+        bucket_bytes = fsdp_units.get_bucket_bytes(state, group, units_of_root[root] == 1)
         layout.units.append(_make_unit_sizes(name, index, group, reshard, bucket_bytes))
         layout.modules.append(tuple(group.modules))
         for number, param in enumerate(group.fsdp_params):
@@ -227,8 +227,7 @@ def _make_state_sizes(
     """
     root = len(earlier)
     for index, sizes in enumerate(earlier):
-        modules = (module for outer in states[index]._modules for module in outer.modules())
-        if sizes.root == index and state._modules[0] in modules:
+        if sizes.root == index and fsdp_units.is_below(state, states[index]):
             root = index
             break
 

@@ -91,9 +91,25 @@ static int launches_of_many(void) {
     return fake_cuda_launches;
 }
 
-static void many_tensors_are_one_launch_with_large_arguments(void **state) {
+/* The first test with many tensors, because the first launch of the process loads a kernel. */
+static void many_tensors_are_one_launch_except_the_first(void **state) {
     (void)state;
+    assert_int_equal(launches_of_many(), (LARGE + SMALL - 1) / SMALL + 1);
     assert_int_equal(launches_of_many(), 2); /* LARGE jobs, and the rest */
+}
+
+/* An asynchronous error fails the large launch and the small ones. */
+static void failed_launches_do_not_end_large_batches(void **state) {
+    (void)state;
+    static unsigned char from[MANY], to[MANY];
+    fck_segment segments[MANY];
+    for (int i = 0; i < MANY; i++) {
+        segments[i] = (fck_segment){from + i, to + i, 1, 1, FCK_UINT8, FCK_UINT8};
+    }
+    fake_cuda_earlier_error = 719;
+    assert_non_null(fck_cuda()->pack(segments, MANY, NULL));
+    fake_cuda_earlier_error = 0;
+    assert_int_equal(launches_of_many(), 2);
 }
 
 static void captured_launches_have_small_arguments(void **state) {
@@ -176,7 +192,8 @@ int main(void) {
         cmocka_unit_test(checksum_depends_on_the_order_of_words),
         cmocka_unit_test(launch_adds_each_range_times_its_factor),
         cmocka_unit_test(failed_query_of_a_capture_counts_as_a_capture),
-        cmocka_unit_test(many_tensors_are_one_launch_with_large_arguments),
+        cmocka_unit_test(many_tensors_are_one_launch_except_the_first),
+        cmocka_unit_test(failed_launches_do_not_end_large_batches),
         cmocka_unit_test(captured_launches_have_small_arguments),
         cmocka_unit_test(rejected_large_arguments_become_small_ones),
         cmocka_unit_test(launch_reports_earlier_asynchronous_error_as_such),

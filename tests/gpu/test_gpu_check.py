@@ -265,7 +265,7 @@ def test_check_kernels_and_check_jit_report_differences_only_if_driver_skips_wor
         driver = ctypes.CDLL({str(tmp_path / "libcuda.so")!r})
         driver.skew({int(wrong)})
         kernels, address = kernel_library.jit(
-            *jit.load_kernels(driver, b"\x7fELF of no machine").values()
+            jit.load_kernels(driver, b"\x7fELF of no machine")
         )
         check_jit.TRAININGS = ("mixed", "uneven")
         device = start_device()

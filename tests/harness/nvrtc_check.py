@@ -24,6 +24,8 @@ def main() -> None:
         for arch in archs:
             code = nvrtc.compile(arch)
             assert all(entry.encode() in code for entry in module.ENTRIES)
+            large = [entry.encode() in code for entry in module.LARGE_ENTRIES]
+            assert large == [int(nvrtc.version.split(".")[0]) >= 13] * 2
         print(f"cuda-check: lines.cuh compiles with NVRTC {nvrtc.version} for {archs}")
 
 

@@ -50,13 +50,41 @@ def test_bucket_size_is_25_mib_if_the_model_has_one_unit(fake_group: int) -> Non
 
 @pytest.mark.parametrize("size", [0.5, math.inf])
 def test_bucket_cap_mb_is_the_bucket_size_of_each_unit(fake_group: int, size: float) -> None:
-    model = make_model()
+    model, expected = make_model(), MIB // 2 if size == 0.5 else 0
     replicate(model[0], bucket_cap_mb=size)
     replicate(model)
-    fsdp_c.set_bucket_cap(model, size)
     model(torch.ones(1, 4))
-    expected = MIB // 2 if size == 0.5 else 0
+    assert group_of(model[0])._bucket_bytes == expected
+    assert group_of(model)._bucket_bytes == 0
+    fsdp_c.set_bucket_cap(model, size)
     assert group_of(model[0])._bucket_bytes == group_of(model)._bucket_bytes == expected
+
+
+def test_units_of_fully_shard_below_replicate_leave_its_buckets(fake_group: int) -> None:
+    model = make_model()
+    fully_shard(model[0])
+    replicate(model)
+    root = group_of(model)
+    root._sole_bucket_bytes = 80
+    layouts = [make_sharded_layout(model)]
+    model(torch.ones(1, 4))
+    layouts.append(make_sharded_layout(model))
+    for layout in layouts:
+        assert [unit.bucket_bytes for unit in layout.units] == [80, 0]
+    assert root._buckets == [(2, 4), (0, 2)]
+
+
+def test_buckets_follow_the_groups_of_a_root(fake_group: int) -> None:
+    model = make_model()
+    replicate(model[0])
+    [inner] = model[0]._get_fsdp_state()._fsdp_param_groups
+    model[0](torch.ones(1, 4))  # lazy init as a root
+    assert inner._bucket_bytes == 25 * MIB
+    state = model[0]._get_fsdp_state()
+    state._fsdp_param_groups = [inner, inner]
+    assert inner._bucket_bytes == 0
+    state._fsdp_param_groups = [inner]
+    assert inner._bucket_bytes == 25 * MIB
 
 
 @pytest.mark.parametrize("size", [0, -1, math.nan])

@@ -28,10 +28,12 @@ def compile_kernels(tmp_path: Path, architecture: int, *options: str) -> str:
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_kernels_spill_no_registers(tmp_path: Path, architecture: int) -> None:
     output = compile_kernels(tmp_path, architecture, "-Xptxas", "-v", "-cubin")
+    release = subprocess.run([str(NVCC), "--version"], capture_output=True, text=True).stdout
+    count = 3 if "release 12." in release else 5  # CUDA 13 has two kernels with large arguments
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", output)
-    assert spills == [("0", "0")] * 5  # five kernels
+    assert spills == [("0", "0")] * count
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", output)]
-    assert len(registers) == 5
+    assert len(registers) == count
     assert max(registers) <= 64
 
 

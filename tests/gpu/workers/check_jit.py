@@ -30,7 +30,7 @@ def compile_kernels(device: torch.device) -> tuple[Backend, int]:
     """Compiles the kernels for this device through fsdp_c.jit."""
     from fsdp_c._runtime import jit
 
-    return kernel_library.jit(*jit.build_kernels(device).values())
+    return kernel_library.jit(jit.build_kernels(device))
 
 
 @contextlib.contextmanager

@@ -77,8 +77,11 @@ def _fill(random: Any, size: int, numbers: list[tuple[int, int, int]]) -> Any:
 
 
 def _count(random: Any) -> int:
-    """Returns the number of items of a launch. Some launches exceed one batch of the kernel."""
-    return int(random.integers(0, 200 if random.random() < 0.12 else 12))
+    """Returns the number of items: few, more than a small batch, or more than a large batch.
+
+    launcher.cuh launches batches of at most 78 and 629 items.
+    """
+    return int(random.integers(0, random.choice([12, 200, 1400], p=[0.86, 0.12, 0.02])))
 
 
 def _elements(random: Any, times: int = 1) -> int:

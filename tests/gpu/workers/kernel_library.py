@@ -181,9 +181,16 @@ def cuda() -> Backend:
     return Backend(load().fck_cuda())
 
 
-def jit(*functions: int) -> tuple[Backend, int]:
-    """Returns a Backend of kernels that NVRTC compiled, and the address of its fck_backend. The
-    arguments are those that ``fsdp_c._runtime.jit.load_kernels`` returns, in the order of
-    fck_jit_functions."""
-    address = load().fck_jit((ctypes.c_void_p * len(functions))(*functions))
+def jit(functions: dict[str, int]) -> tuple[Backend, int]:
+    """Returns a Backend of kernels that NVRTC compiled, and the address of its fck_backend.
+
+    ``functions``: the result of ``fsdp_c._runtime.jit.load_kernels``, whose keys are the fields of
+    fck_jit_functions.
+    """
+    header = (KERNELS / "kernels_jit.h").read_text()
+    text = header.partition("typedef struct fck_jit_functions {")[2].partition("}")[0]
+    fields = re.findall(r"(\w+);", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
+    assert sorted(fields) == sorted(functions), (fields, functions)
+    values = (ctypes.c_void_p * len(fields))(*(functions[field] for field in fields))
+    address = load().fck_jit(values)
     return Backend(address), address
