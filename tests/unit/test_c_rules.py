@@ -179,6 +179,7 @@ GLOBALS = {
     },
     "kernels/launcher.cuh": {
         "large_rejected": "whether the driver rejects large arguments, one per process; atomic",
+        "small_launched": "whether a kernel is loaded, one per process; atomic",
     },
     "kernels/pool_cpu.c": {
         "pool": "memory pool: freed pages are reused by the whole process; guarded by its mutex",
