@@ -99,7 +99,7 @@ TESTS = {
         ONE, "off", "The whole parity grid on the simulated accelerator"
     ),
     "FSDP_C_BENCH_ONE_PROCESS": Variable(
-        ONE, "off", "Set by `benchmarks/replicate.py` for its processes"
+        "`1`", "not set", "Set by `benchmarks/replicate.py` for its processes"
     ),
     "FSDP_C_BENCH_STORE": Variable("a path", "not set", "Set by the benchmarks for their ranks"),
     "FSDP_C_FUZZ": Variable("a number", "30", "Random programs of `tests/faults`"),
@@ -127,7 +127,10 @@ TESTS = {
     "FSDP_C_PARITY_LAUNCHES": Variable("names", "all", "Launches of the parity tests"),
     "FSDP_C_PARITY_SEED": Variable("a number", "0", "Seed of the settings"),
     "FSDP_C_PARITY_WHOLE": Variable(
-        ONE, "off", "The basic grid on two and four ranks, and all scripts"
+        ONE,
+        "off",
+        "The basic grid on two and four ranks, all scripts, and the full matrix of "
+        "`test_checkpoint_resharding.py`",
     ),
     "FSDP_C_PATCH_SWEEP": Variable(
         "`single`", "groups", "`test_patch_sweep.py` wraps each function alone"

@@ -34,14 +34,14 @@ class Checkpoints:
         self,
         args: Namespace,
         device: torch.device,
-        text: str,
+        text_digest: str,
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
         self.args, self.model, self.optimizer = args, model, optimizer
         self.folder = args.out / "checkpoints"
         arguments = {name: value for name, value in vars(args).items() if name not in NOT_RECORDED}
-        facts = {"ranks": dist.get_world_size(), "device": device.type, "text": text[:16]}
+        facts = {"ranks": dist.get_world_size(), "device": device.type, "text": text_digest[:16]}
         self.settings = arguments | facts
 
     def begin(self) -> tuple[int, History]:

@@ -2,8 +2,8 @@
  * functions issue at most the operations of torch's FSDP2. Data moves between tensor aliases, which
  * the torch boundary checks; no address is read here.
  *
- * Preconditions: the plan is valid (laid out) and packed, `world` is at least 1, and `start` is not
- * negative. */
+ * Preconditions: the plan is valid (laid out), a gather plan is not split into chunks (plan.h),
+ * `world` is at least 1, and `start` is not negative. */
 #ifndef FSDP_C_CORE_FOREACH_H
 #define FSDP_C_CORE_FOREACH_H
 
@@ -22,8 +22,9 @@ typedef struct fc_foreach {
 void fc_foreach_fini(fc_foreach *f);
 
 /* Casts the inputs and packs them into the row that starts `start` bytes into the storage of
- * `buffer`. With `buffer` NULL each input is copied to its output. One launch per pair of
- * dtypes. */
+ * `buffer`. With `buffer` NULL each input is copied to its output. One launch per pair of dtypes.
+ * One more for each input that is cast from complex to real, or to a place that is not aligned to
+ * its dtype. */
 FC_CHECK fc_status fc_foreach_pack(fc_foreach *f, const fc_gather_plan *plan,
                                    fc_param *const *params, const fct_tensor *buffer, int64_t start,
                                    fc_error *err);

@@ -32,7 +32,8 @@ typedef struct fc_param {
     fct_dtype param_dtype;  /* dtype of computation; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own dtype */
     /* grad_dtype of `unsharded`, the dtype in which backwards without reduction accumulate in .grad
-     * (torch 2.15). FCT_NO_DTYPE: not set; these backwards accumulate in `accumulated`. */
+     * (torch 2.15). FCT_NO_DTYPE: not set; these backwards accumulate in `accumulated` if
+     * reduce_dtype is set and differs from the compute dtype, else in .grad. */
     fct_dtype grad_dtype;
     /* dtype of the sharded gradient if the user has set grad_dtype of the sharded parameter (torch
      * 2.15), else unused. FCT_NO_DTYPE: that of the reduction. */
@@ -43,7 +44,7 @@ typedef struct fc_param {
     bool aliased;     /* flat shares the shard's memory: one rank, no cast, no copy, no free */
     bool extended;    /* the shard has all-gather hooks; `extension` replaces flat */
     bool unsharded_requires_grad; /* requires_grad of `unsharded` when it was created */
-    bool offloaded; /* shard and gradient are in host memory; always true without streams */
+    bool offloaded; /* shard and gradient stay in host memory; no effect without streams */
     bool pinned;    /* the host memory of shard and gradient is pinned */
     /* State whose parameter object is registered on the modules; 0: unknown after a failed swap. */
     fc_sharded_state registered_state;
@@ -53,7 +54,8 @@ typedef struct fc_param {
     fct_tensor *sharded_data; /* 1-D, padded_numel elements: sent in a gather */
     fct_tensor *staged;       /* device copy of an offloaded shard during the pack; else NULL */
     /* 1-D, padded_numel elements of post_forward_layout in the compute dtype, while the parameter
-     * is resharded to a smaller group; else NULL. */
+     * is resharded to a smaller group; else NULL. If `extended`: the rank's part of the only
+     * output, in its dtype. */
     fct_tensor *post_forward_data;
     fct_tensor *flat; /* flat_numel elements in the compute dtype; storage freed while sharded */
     /* Used if `extended`, and if the fallback gathered into outputs that are not flat tensors. */
@@ -116,8 +118,8 @@ FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fc
 FC_CHECK fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *err);
 /* Releases post_forward_data. NULL is allowed. */
 void fc_param_drop_post_forward(fc_param *p);
-/* Writes to *can whether flat may share the shard's memory. The shard must hold the whole parameter
- * in the compute dtype on `device`. */
+/* Sets *can if flat may share the shard's memory: the parameter is not extended, and the shard
+ * holds all of it, in the compute dtype, on a device of the type of `device`. */
 FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can,
                                       fc_error *err);
 /* Makes flat an alias of the shard, again if the shard was replaced. Precondition:
@@ -128,8 +130,8 @@ FC_CHECK fc_status fc_param_alias_flat(fc_param *p);
 FC_CHECK fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *gathered,
                                        fc_error *err);
 void fc_param_return_flat(fc_param *p, fct_tensor *gathered);
-/* Creates flat if it is missing or an alias, and allocates its memory. On failure flat has no
- * memory. */
+/* Creates flat if it is missing or an alias, and allocates its memory. A failure allocates
+ * none. */
 FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
                                        fc_error *err);
 /* Allocates the outputs of an extended parameter's latest inputs and its inner tensors; see
@@ -150,8 +152,8 @@ FC_CHECK fc_status fc_param_begin_grad(fc_param *p, bool reduces);
 FC_CHECK fc_status fc_param_end_grad(fc_param *p);
 /* Adds .grad of the unsharded parameter to `accumulated`, if that exists, and clears .grad. */
 FC_CHECK fc_status fc_param_accumulate_grad(fc_param *p);
-/* Moves .grad to `accumulated` and casts it to reduce_dtype, if that is set and differs. With
- * grad_dtype, .grad stays in place. */
+/* If reduce_dtype is set and differs from the compute dtype, moves .grad to `accumulated`, cast to
+ * reduce_dtype. Otherwise, and always with grad_dtype, .grad stays in place. */
 FC_CHECK fc_status fc_param_to_accumulated_grad(fc_param *p);
 /* Takes the partial gradient: `accumulated`, or .grad of the unsharded parameter. *grad is a new
  * reference, or NULL if there is no gradient. */

@@ -45,7 +45,8 @@ FC_CHECK fc_status fc_unsharded_record_requirements(fc_group_base *base);
 
 /* Returns FC_ESTATE with a message if memory exists although `unsharded` is false, or if memory is
  * missing although `unsharded` is true. Memory is not checked if `kept`, and for aliased
- * parameters. */
+ * parameters. With `unsharded`, a parameter without flat (an extended one) needs an unsharded
+ * tensor, and its memory is not checked. */
 FC_CHECK fc_status fc_unsharded_check(const fc_group_base *base, bool unsharded, bool kept);
 
 /* Drops the parameters over the smaller group's shards, and their data

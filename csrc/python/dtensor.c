@@ -62,7 +62,7 @@ PyObject *fcpy_grad_of(const fcpy_module *mod, PyObject *param) {
     return fct_py_grad(param, &grad) == 0 ? grad : NULL;
 }
 
-enum { MAX_DIMS = 8 }; /* DTensors with more dims are made by torch's function */
+enum { MAX_DIMS = 8 }; /* DTensors with more dims are made by torch's constructor */
 
 /* Converts a tuple of plain, non-negative ints. Returns their count, or -1 without an exception for
  * any other object. */
@@ -81,8 +81,8 @@ static int64_t parse_ints(PyObject *tuple, int64_t *values) {
     return PyTuple_GET_SIZE(tuple);
 }
 
-/* Calls parse_ints for the attribute `name` of obj. Never raises: torch's function reports errors.
- */
+/* Calls parse_ints for the attribute `name` of obj. Never raises: torch's constructor reports
+ * errors. */
 static int64_t parse_ints_of(PyObject *obj, PyObject *name, int64_t *values) {
     PyObject *tuple = PyObject_GetAttr(obj, name);
     const int64_t count = tuple != NULL ? parse_ints(tuple, values) : -1;
@@ -91,8 +91,8 @@ static int64_t parse_ints_of(PyObject *obj, PyObject *name, int64_t *values) {
     return count;
 }
 
-/* Does the work of torch's function without its argument parser and its attribute lookups. Leaves
- * *dtensor NULL if torch's function has to make the object. */
+/* Does the work of torch's constructor without its argument parser and its attribute lookups.
+ * Leaves *dtensor NULL if torch's constructor has to make the object. */
 static int try_make_dtensor(const fcpy_module *mod, PyObject *local, PyObject *spec,
                             PyObject **dtensor) {
     int64_t sizes[MAX_DIMS];

@@ -18,11 +18,11 @@ PyObject *fcpy_dtensor_peek(const fcpy_module *mod, PyObject *obj);
  * references, NULL with an exception. */
 PyObject *fcpy_dtensor_local(const fcpy_module *mod, PyObject *obj);
 PyObject *fcpy_dtensor_spec(const fcpy_module *mod, PyObject *obj);
-/* Returns a new DTensor of `local`, a torch.Tensor, equal to the result of torch's function. The
- * DTensor does not require grad. */
+/* Returns a new DTensor of `local`, a torch.Tensor, equal to the result of torch's constructor
+ * (bound.dtensor_new). The DTensor does not require grad. */
 PyObject *fcpy_dtensor_new(const fcpy_module *mod, PyObject *local, PyObject *spec);
-/* Makes a DTensor of `local` and `spec` in the extension and with torch's function. Returns whether
- * the two are equal. If so, the extension may make all DTensors. */
+/* Makes a DTensor of `local` and `spec` in the extension and with torch's constructor. Returns
+ * whether the two are equal. If so, the extension may make all DTensors. */
 bool fcpy_dtensor_try(const fcpy_module *mod, PyObject *local, PyObject *spec);
 /* Returns param.grad of any tensor; new reference, NULL with an exception. torch's getter checks
  * every subclass for __torch_function__. fsdp_c skips the check for DTensor, which does not define

@@ -93,7 +93,7 @@ typedef struct fcpy_module {
     PyObject *no_grad_kwnames; /* ("requires_grad",) */
     Py_ssize_t local_offset;   /* of the slot _local_tensor in a DTensor object; -1: no such slot */
     Py_ssize_t spec_offset;    /* of the slot _spec; -1: no such slot */
-    bool makes_dtensors;       /* whether the extension makes DTensors, not torch's function */
+    bool makes_dtensors;       /* whether the extension makes DTensors, not torch's constructor */
     fcpy_guard guard;
     size_t calls;               /* calls of the extension in progress, on all threads */
     PyObject *deferred_decrefs; /* list or NULL; see deferred_decref.c */

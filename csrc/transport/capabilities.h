@@ -14,7 +14,7 @@ bool fct_requests_flight_recorder(void);
 /* Whether this rank accepts shared memory. The user can veto shared memory. A debug level and a
  * requested flight recorder also veto it, because they observe gloo's own collectives. */
 bool fct_accepts_shared_memory(void);
-/* CPUs in the affinity mask of this process, or 1 if the mask is unknown. */
+/* CPUs in the affinity mask of the calling thread, or 1 if the mask is unknown. */
 int fct_available_cpus(void);
 
 #ifdef __cplusplus

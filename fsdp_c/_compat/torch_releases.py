@@ -2,8 +2,10 @@
 
 Each name is torch's object if torch defines it, else a replacement. The module detects a release by
 the names that torch defines or by the code of its modules (``originals.py``). The module does not
-read attributes of functions, because libraries replace functions before fsdp_c is imported. All of
-its functions run at import or during init.
+read attributes of functions, because libraries replace functions before fsdp_c is imported.
+
+The module detects releases at import. Its functions for meshes and parameters run during init,
+those for tensors and collectives also during steps.
 
 ``older_torch.py`` has the members of torch's classes that older releases lack, and
 ``_runtime/module_methods.py`` the methods of modules. ``_runtime/torch215_methods.py`` and

@@ -1,16 +1,19 @@
 """Compares the collectives of NCCL process groups between ranks, while they train.
 
-The host of a rank does not wait for NCCL's collectives, so a comparison must not wait either. The
-stall monitor of each rank publishes hashes of its latest labels in the store of the process group.
+The host of a rank does not wait for NCCL's collectives, so a comparison must not wait either. Each
+collective has a label, an integer: the hash of its operation, unit, parameters and sizes
+(``fct_op_label`` in ``csrc/transport/op_tag.h``). The stall monitor of each rank publishes hashes
+of its latest labels in the store of the process group.
 It compares its hashes with those of one neighbor. If hashes with the same numbers differ, the rank
 publishes a request (``departures.py``). The ranks of the process group answer it like a request of
 a departing rank: their next collective raises the first difference.
 
-With the guard mode "hash" the ranks also compare the checksums of data, by intervals that end with
-a backward (``csrc/core/device_checksums.h``).
+With the guard mode "hash" the ranks also compare the checksums of data, by intervals that usually
+end with a backward (``csrc/core/device_checksums.h``).
 
-So a difference is found after some seconds, when optimizers have used wrong gradients. Each rank
-writes one key and reads another one per ``INTERVAL``, whatever the number of ranks is.
+So a difference is found after some seconds, when optimizers have used wrong gradients. Every
+``INTERVAL`` seconds a rank writes one key per process group and reads another one, whatever the
+number of ranks is.
 """
 
 from __future__ import annotations
@@ -70,7 +73,8 @@ class Labels:
     def select_intervals(self, intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns those since the last call but one, and at least the latest 16.
 
-        A neighbor may read a key two seconds late, and may learn an interval later.
+        The neighbor may read the key two seconds late, and may have the hash of an interval of
+        checksums only after this rank.
         """
         recent = sum(number > self._published[0] for number, _ in intervals)
         selected = intervals[-max(recent, 16) :]
@@ -92,7 +96,7 @@ class Labels:
         return None
 
 
-_lock = threading.Lock()  # held while `_groups` is read or changed
+_lock = threading.Lock()  # held while `_groups` is changed or copied
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Labels] = weakref.WeakKeyDictionary()
 """The compared process groups."""
 _different: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

@@ -228,9 +228,9 @@ def _can_extend_run(run: list[UnitReport], unit: UnitReport) -> bool:
 
 
 def _merge_run(run: list[UnitReport]) -> UnitReport:
-    first, last = _split_numbers(run[0].name), _split_numbers(run[-1].name)
-    numbers = iter(f"{a}-{b}" if a != b else str(a) for a, b in zip(first[1], last[1]))
-    name = re.sub("#", lambda _: next(numbers), first[0])
+    first, last = (re.findall(r"\d+", unit.name) for unit in (run[0], run[-1]))
+    numbers = iter(a if a == b else f"{a}-{b}" for a, b in zip(first, last))
+    name = re.sub(r"\d+", lambda _: next(numbers), run[0].name)
     return replace(run[0], name=name, modules=f"{len(run)} x {run[0].modules}")
 
 

@@ -22,8 +22,9 @@ from .timeline_plot import plot_timeline
 from .trace_spans import Span
 
 DESCRIPTION = """\
-Prints what each rank does in its last collective, and the first difference between the ranks of
-each process group. The files are <port>-rank<N>.records in the folder FSDP_C_STALL_DIR.
+Prints the oldest collective that each rank has not completed, or else its last one, and the first
+difference between the ranks of each process group. The files are <port>-rank<N>.records in the
+folder FSDP_C_STALL_DIR.
 Exit code 1: the ranks differ. 2: a file cannot be read."""
 
 
@@ -77,8 +78,9 @@ def find_differences(ranks: list[RankRecords]) -> list[str]:
 def _find_difference(group: str, ranks: list[RankRecords]) -> str:
     """Compares the collectives of one process group, from the oldest that all files contain.
 
-    Two models may have equal names. A collective that each file contains once is preferred, because
-    the oldest one of a file may have an equal predecessor in other files.
+    Files contain only the latest collectives, and modules of two models may have equal names. So
+    the oldest collective of one file may be equal to an earlier one of another file. A collective
+    that each file contains exactly once is preferred.
     """
     sequences = {
         rank.rank: [record.describe() for record in rank.records if record.group == group]
@@ -176,7 +178,8 @@ def main(arguments: list[str]) -> int:
     if missing:
         print(f"no file of {format_ranks(sorted(missing))}")
     differences = find_differences(ranks)
-    print("\n".join(differences) if differences else "the ranks issued the same collectives")
+    found = "\n".join(differences)
+    print(found or "found no difference between collectives that at least two files contain")
     if (options.plot or options.trace) and any(rank.records for rank in ranks):
         spans = make_spans(ranks, max(1, options.last))
         if options.trace:

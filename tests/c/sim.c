@@ -215,12 +215,15 @@ void fct_grad_subscription_free(fct_grad_subscription *subscription) {
 }
 
 int sim_subscriptions_run(const fct_tensor *leaf) {
+    const fct_grad_subscription *found = NULL;
     for (const fct_grad_subscription *w = subscriptions; w != NULL; w = w->next) {
-        if (w->leaf == leaf) {
-            return w->hook.call(w->hook.owner);
+        if (w->leaf == leaf && found != NULL) {
+            sim_fail("a leaf has two notifications");
+        } else if (w->leaf == leaf) {
+            found = w;
         }
     }
-    return 0;
+    return found != NULL ? found->hook.call(found->hook.owner) : 0;
 }
 
 int fct_autograd_at_end(const fct_hook *hook) {

@@ -17,8 +17,9 @@
  *
  * Faults. Every call that can fail calls sim_fault() first; see sim_fault_arm().
  *
- * A failure is recorded and printed. sim_end() fails the test, so that cmocka's longjmp never
- * skips code of the core. */
+ * Failures are counted, and the text of the first is kept. sim_end() prints it and fails the test,
+ * so that cmocka's longjmp does not skip code of the core. Only a misuse of the simulation, such as
+ * a full log, fails the test at once. */
 #ifndef FSDP_C_TESTS_SIM_H
 #define FSDP_C_TESTS_SIM_H
 
@@ -54,7 +55,7 @@ typedef struct sim_config {
 /* For fc_chunks_from(): larger than every parameter, so that no plan is split. */
 #define SIM_NEVER_SPLIT ((int64_t)1 << 60)
 
-/* Starts a simulation. Each test has one, and ends it with sim_end(). */
+/* Starts a simulation. sim_end() must end it before the next one starts. */
 void sim_begin(sim_config config);
 /* Runs all queued operations, then fails the test if a failure was recorded or an object is
  * alive. */
@@ -88,8 +89,8 @@ void sim_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *sim_log_text(void);
 void sim_log_clear(void);
 
-/* Returns the names of boundary calls that can fail, in order, except for fct_tensor_alias(). The
- * text is truncated at the size of its buffer. */
+/* Returns the names of boundary calls that can fail, in order, except for fct_tensor_alias() and
+ * fct_tensor_alias_as(). Calls that do not fit into the buffer are dropped. */
 const char *sim_calls_text(void);
 void sim_calls_clear(void);
 
@@ -206,7 +207,8 @@ size_t sim_gil_releases(void);
 void sim_set_in_backward(bool value);
 /* Later backwards record a graph (create_graph). */
 void sim_set_recording(bool value);
-/* Calls the notifications of the leaf, as autograd does after it has accumulated into the leaf. */
+/* Calls the notification of the leaf, as autograd does after it has accumulated into the leaf. A
+ * second notification of the leaf is a failure. */
 int sim_subscriptions_run(const fct_tensor *leaf);
 /* sim_run_at_end() runs and removes the callback for the end of the backward. Returns 0 if there is
  * no callback. sim_drop_at_end() removes the callback without a call. */

@@ -40,8 +40,8 @@ static void trace(const char *name) {
     }
 }
 
-/* Boundary calls since sim_calls_clear(), except for fct_tensor_alias(). Calls that do not fit are
- * dropped: sweeps neither read nor clear the text. */
+/* Boundary calls since sim_calls_clear(), except for fct_tensor_alias() and fct_tensor_alias_as().
+ * Calls that do not fit are dropped: sweeps neither read nor clear the text. */
 static char calls[1024];
 static size_t calls_length;
 

@@ -73,7 +73,7 @@ static void accumulate_gradient(sim_model *m, size_t i, double value) {
     assert_int_equal(sim_subscriptions_run(p->core.unsharded), 0);
 }
 
-/* Returns the number of all-reduces since the start of the backward. */
+/* Returns the number of all-reduces since the log was cleared. */
 static size_t count_all_reduces(void) {
     size_t count = 0;
     for (const char *at = sim_log_text(); (at = strstr(at, "all-reduce:")) != NULL; at++) {
@@ -177,7 +177,8 @@ static void change_of_reduce_dtype_cuts_the_buckets_again(void **state) {
     end(m);
 }
 
-/* Two buckets: the group has registered one user, and the buckets register another. */
+/* Two buckets: the group has registered one of their all-reduces, and fc_bucket_subscribe registers
+ * the other. */
 static void each_bucket_is_registered_once(void **state) {
     (void)state;
     sim_scenario s = replicated;
@@ -185,7 +186,7 @@ static void each_bucket_is_registered_once(void **state) {
     sim_model *m = sim_model_new(&s);
     fc_buckets *buckets = &core(m)->buckets;
     const int before = sim_registered_users();
-    for (int i = 0; i < 3; i++) { /* as a read of _buckets */
+    for (int i = 0; i < 3; i++) { /* as reads of the Python attribute _buckets */
         assert_int_equal(fc_bucket_cut(buckets), FC_OK);
         fc_bucket_invalidate(buckets);
     }
@@ -335,7 +336,7 @@ static void enable_reduce_unused(fc_group *g) {
     g->reducer.reduce_unused = true;
 }
 
-static void buckets_are_reduced_at_end_if_other_collectives_may_interleave(void **state) {
+static void no_bucket_is_reduced_early_under_a_condition_that_prevents_it(void **state) {
     (void)state;
     sim_scenario s = replicated;
     expect_no_early_reduction(&s, enable_reduce_unused, 2);
@@ -426,7 +427,7 @@ int main(void) {
         cmocka_unit_test(bucket_without_gradients_is_not_reduced),
         cmocka_unit_test(second_gradient_after_reduction_is_reduced_alone_and_ends_eager_mode),
         cmocka_unit_test(second_gradient_before_reduction_is_included),
-        cmocka_unit_test(buckets_are_reduced_at_end_if_other_collectives_may_interleave),
+        cmocka_unit_test(no_bucket_is_reduced_early_under_a_condition_that_prevents_it),
         cmocka_unit_test(single_bucket_registers_no_notifications),
         cmocka_unit_test(notifications_are_renewed_when_forward_runs_on_another_stream),
         cmocka_unit_test(reset_discards_reduction_of_bucket),

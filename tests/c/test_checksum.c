@@ -33,7 +33,7 @@ static void each_flipped_bit_of_memory_changes_its_checksum(void **state) {
     }
 }
 
-/* Two flips of the highest bit, at distances that are multiples of a vector. */
+/* Two flips of the highest bit, at each distance in words: also at multiples of a vector. */
 static void two_flips_of_the_highest_bit_change_the_checksum(void **state) {
     (void)state;
     uint64_t words[200] = {0};

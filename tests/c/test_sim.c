@@ -320,6 +320,32 @@ static void sim_reports_leak(void **state) {
     sim_end();
 }
 
+static int count_call(void *owner) {
+    *(int *)owner += 1;
+    return 0;
+}
+
+static void sim_reports_two_notifications_of_a_leaf(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 7});
+    int calls = 0;
+    const fct_hook hook = {.owner = &calls, .call = count_call};
+    fct_tensor *leaf = vector_of(1.0);
+    fct_grad_subscription *first = NULL;
+    fct_grad_subscription *second = NULL;
+    assert_int_equal(fct_autograd_subscribe(leaf, &hook, &first), 0);
+    assert_int_equal(sim_subscriptions_run(leaf), 0);
+    assert_int_equal(sim_take_failures(), 0);
+    assert_int_equal(fct_autograd_subscribe(leaf, &hook, &second), 0);
+    assert_int_equal(sim_subscriptions_run(leaf), 0);
+    assert_int_equal(sim_take_failures(), 1);
+    assert_int_equal(calls, 2);
+    fct_grad_subscription_free(first);
+    fct_grad_subscription_free(second);
+    fct_tensor_release(leaf);
+    sim_end();
+}
+
 static void sim_fault_fails_only_nth_call(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 9});
@@ -355,6 +381,7 @@ int main(void) {
         cmocka_unit_test(sim_reduce_scatter_sums_multiples_of_peers),
         cmocka_unit_test(sim_freed_memory_is_reused_and_filled_with_nan),
         cmocka_unit_test(sim_reports_leak),
+        cmocka_unit_test(sim_reports_two_notifications_of_a_leaf),
         cmocka_unit_test(sim_fault_fails_only_nth_call),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -20,7 +20,7 @@ from behavior import differences
 from checkpoint_resharding import FORMATS, PRECISIONS, Checkpoint
 from launch import run_ranks
 
-FULL_MATRIX = os.environ.get("FSDP_C_PARITY_WHOLE") == "1"
+FULL_MATRIX = os.environ.get("FSDP_C_PARITY_WHOLE", "") not in ("", "0")
 IMPLEMENTATIONS = ("torch", "fsdp_c")
 MESHES = ((2,), (3,), (4,), (2, 2)) if FULL_MATRIX else ((2,), (3,), (4,))
 PAIRS = [(saved, loaded) for saved, loaded in itertools.product(MESHES, MESHES) if saved != loaded]

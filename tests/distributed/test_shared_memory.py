@@ -52,7 +52,7 @@ def test_forked_child_is_refused_and_does_not_affect_its_parent() -> None:
         assert parent_continues
 
 
-def test_reduction_larger_than_the_ring_overlaps_only_on_request() -> None:
+def test_reduction_larger_than_the_ring_overlaps_only_after_set_reduction_overlap() -> None:
     """Messages of 1 MB and 4.8 MB for both ranks. The ring has 4 MiB."""
     results, _ = run_ranks(shared_memory.record_overlap, 2)
     assert results == {

@@ -40,7 +40,7 @@ UNDER_TEST = os.environ.get("FSDP_C_PARITY_IMPLEMENTATION", "fsdp_c")
 SEED = int(os.environ.get("FSDP_C_PARITY_SEED", "0"))
 COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "140"))
 LAUNCHES = [Launch(1), Launch(2), Launch(4), Launch(8, threads=True)]
-WHOLE = os.environ.get("FSDP_C_PARITY_WHOLE", "0") != "0"
+WHOLE = os.environ.get("FSDP_C_PARITY_WHOLE", "") not in ("", "0")
 REQUESTED = os.environ.get("FSDP_C_PARITY_LAUNCHES", ",".join(map(str, LAUNCHES))).split(",")
 
 

@@ -330,7 +330,7 @@ class TestFullParams:
 
 
 class TestGenerateWith:
-    def test_generate_with_gathers_each_unit_once(self, fake_group: int) -> None:
+    def test_generation_in_generate_with_gathers_each_unit_once(self, fake_group: int) -> None:
         model = make_sharded_model()
         with RecordCollectives() as issued:
             with generate_with(model) as yielded:

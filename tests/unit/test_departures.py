@@ -1,4 +1,8 @@
-"""A rank that an exception interrupts while it waits for the departures of the other ranks."""
+"""A rank that an exception interrupts while it waits for the departures of the other ranks.
+
+A rank departs: it announces a collective that was not predicted, and waits. A rank leaves: it
+withdraws the announcement (``fsdp_c/_runtime/departures.py``).
+"""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class ForeachCalls(TorchDispatchMode):
 
 @pytest.mark.parametrize("devices", [["cuda"], ["cpu", "cuda"]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_accelerated_step_has_default_implementation_of_torch(
+def test_step_after_accelerate_uses_foreach_only_where_torch_does(
     kind: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On devices with foreach kernels, such as CUDA, these are torch's default for DTensors. Their

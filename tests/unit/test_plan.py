@@ -250,6 +250,15 @@ def test_table_merges_only_adjacent_units_of_equal_size() -> None:
     ]
 
 
+def test_merged_name_keeps_number_signs_and_leading_zeros() -> None:
+    units = [
+        report.UnitReport(name, "Block", 1, 1, "", "8", 4, 1, 1, 0, 8)
+        for name in ("a#0", "a#1", "v01.b.0", "v01.b.1")
+    ]
+    names = [merged.name for merged in report.combine_similar_units(units)]
+    assert names == ["a#0-1", "v01.b.0-1"]
+
+
 def test_plan_fits_if_peak_is_below_given_memory() -> None:
     model = meta_model()
     peak = quiet_plan(model, batch=TOKENS).peak.total

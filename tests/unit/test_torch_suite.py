@@ -65,7 +65,7 @@ def run_main(
     return compare_suite.main([str(folder)])
 
 
-def test_comparison_exits_1_only_if_a_test_passes_with_torch_alone_or_none_with_fsdp_c(
+def test_comparison_exits_1_if_a_test_passes_only_with_torch_or_no_test_passes_with_fsdp_c(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert run_main(monkeypatch, tmp_path, "passed", "") == 0

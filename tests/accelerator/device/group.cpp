@@ -1,7 +1,8 @@
 /* Collectives with NCCL's stream semantics. An asynchronous collective runs on the group's
  * stream, and `wait()` orders the current stream after it. A synchronous one runs on the current
  * stream and returns no Work. The host waits for neither. The data go through a CPU group (gloo).
- * Without a CPU group ("loop"), the result is that of ranks with equal data. */
+ * Without a CPU group ("loop"), the result is that of ranks with equal data; scatter and all-to-all
+ * raise. */
 #include "journal.h"
 #include "launch.h"
 #include "memory.h"
@@ -177,7 +178,9 @@ class Group final : public c10d::Backend {
                      [&](Tensors &, Tensors &out) {
                          c10d::BroadcastOptions plain = options;
                          plain.asyncOp = false;
-                         wait_for([&] { return inner_->broadcast(out, plain); });
+                         if (inner_) {
+                             inner_->broadcast(out, plain)->wait();
+                         }
                      });
     }
 
@@ -198,21 +201,23 @@ class Group final : public c10d::Backend {
 
     WorkPtr scatter(Tensors &outputs, std::vector<Tensors> &inputs,
                     const c10d::ScatterOptions &options) override {
+        TORCH_CHECK(inner_, "a group without a CPU group has no scatter");
         return issue("scatter", OpType::SCATTER, flat(inputs), outputs, options.asyncOp,
                      [&](Tensors &, Tensors &out) {
                          std::vector<Tensors> lists = hosts_of(inputs);
                          c10d::ScatterOptions plain = options;
                          plain.asyncOp = false;
-                         wait_for([&] { return inner_->scatter(out, lists, plain); });
+                         inner_->scatter(out, lists, plain)->wait();
                      });
     }
 
     WorkPtr alltoall_base(at::Tensor &output, at::Tensor &input, std::vector<int64_t> &to,
                           std::vector<int64_t> &from,
                           const c10d::AllToAllOptions &options) override {
+        TORCH_CHECK(inner_, "a group without a CPU group has no all-to-all");
         return issue("all_to_all", OpType::ALLTOALL_BASE, {input}, {output}, options.asyncOp,
                      [&](Tensors &in, Tensors &out) {
-                         wait_for([&] { return inner_->alltoall_base(out[0], in[0], to, from); });
+                         inner_->alltoall_base(out[0], in[0], to, from)->wait();
                      });
     }
 
@@ -260,12 +265,6 @@ class Group final : public c10d::Backend {
                                   c10d::ReduceOp &plain) {
         plain = is_premul(op) ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
         return is_premul(op) ? tensor * factor_of(op) : tensor;
-    }
-
-    template <typename Issue> void wait_for(Issue &&issue) {
-        if (inner_) {
-            issue()->wait();
-        }
     }
 
     c10::Stream own_stream(c10::DeviceIndex device) {

@@ -105,7 +105,7 @@ def run(
     try:
         record = scenarios.SCENARIOS[name](tools)
     except Exception as error:
-        record = [f"{type(error).__name__}: {error}"]
+        record = [f"raised {type(error).__name__}: {error}"]
     calls = [CallSite(kind, _function_names(frames)) for kind, _, frames in device.calls()]
     device.log_calls("", "", -1)
     return Run(record, device.findings(), calls)

@@ -26,7 +26,7 @@ from fsdp_c import _C, fully_shard, replicate
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLACES = ("forward", "backward", "user")
-STRIDE = 1 if os.environ.get("FSDP_C_ACCELERATOR_WHOLE", "0") != "0" else 3
+STRIDE = 1 if os.environ.get("FSDP_C_ACCELERATOR_WHOLE", "") not in ("", "0") else 3
 """Distance between the calls that fail. At the place "user", every call fails."""
 MAX_CALLS = 4000
 """Upper bound of the number of calls in a step."""

@@ -1,4 +1,4 @@
-"""Measures launches, events and memory per unit and step on the simulated device, torch and fsdp_c.
+"""Measures launches, events and memory of torch and fsdp_c on the simulated device.
 
 Launches are operations and kernels by which fsdp_c or torch's FSDP2 moves data; those of the model
 are subtracted. Events are all that are recorded and waited for, autograd's included. Peak memory is
@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 
 import fsdp_c
 
-UNITS = 6
+BLOCKS = 6
 WIDTH = 64
 STEPS = 2
 OFFLOAD = CPUOffloadPolicy()
@@ -36,7 +36,8 @@ OTHER_COUNTERS += ("synchronize", "group memory")
 
 
 class Measurements(NamedTuple):
-    """Averages per unit and step, and the peak of all steps."""
+    """Averages per block and step, and the peak of all steps. Except in BUCKETS, each block is a
+    unit."""
 
     launches: float
     recorded_events: float
@@ -66,7 +67,7 @@ class Block(nn.Module):
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(UNITS)))
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
 
 
 def _place_matrices_on_dim_1(param: nn.Parameter) -> Shard | None:
@@ -83,7 +84,8 @@ def _two_dtypes() -> nn.Sequential:
 
 
 def _with_extensions() -> nn.Sequential:
-    """Returns a model whose matrices send a second all-gather input and are scaled afterwards."""
+    """Returns a model whose matrices are tensor subclasses with all-gather extensions
+    (extensions.py): each gathers a second input and scales the gathered tensor."""
     model = _model()
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -137,7 +139,7 @@ def _one_unit(tools: SimTools, bucket_cap_mb: float) -> nn.Sequential:
 
 BUCKETS = {
     "one unit": lambda t: _one_unit(t, math.inf),
-    "one unit in buckets": lambda t: _one_unit(t, 4 * 12 * WIDTH**2 / 2**20),  # a block each
+    "one unit in buckets": lambda t: _one_unit(t, 4 * 12 * WIDTH**2 / 2**20),  # about a block each
 }
 """Variants for fsdp_c only: torch reduces a unit in one reduce-scatter."""
 
@@ -179,11 +181,11 @@ def measure(variant: str, implementation: str, kernels: bool) -> Measurements:
     if device.findings():
         raise AssertionError(f"{variant}, {implementation}: {device.findings()[0]}")
     return Measurements(
-        _launches(counts) / STEPS / UNITS - plain / UNITS,
-        counts.get("record", 0) / STEPS / UNITS,
-        counts.get("wait", 0) / STEPS / UNITS,
+        _launches(counts) / STEPS / BLOCKS - plain / BLOCKS,
+        counts.get("record", 0) / STEPS / BLOCKS,
+        counts.get("wait", 0) / STEPS / BLOCKS,
         (device.max_memory_allocated(0) - before) / 1024,
-        counts.get("group memory", 0) / STEPS / UNITS,
+        counts.get("group memory", 0) / STEPS / BLOCKS,
     )
 
 
@@ -216,7 +218,7 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, Measurements]]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    print(f"{UNITS} units, {sim_tools.WORLD} ranks; per unit and step, peak in KiB")
+    print(f"{BLOCKS} blocks, {sim_tools.WORLD} ranks; per block and step, peak in KiB")
     print(f"{'':24s} {'':22s} launches  recorded  waited      peak  from group")
     for variant, runs in measure_all().items():
         for name, f in runs.items():

@@ -39,7 +39,7 @@ def run_scenario(
     try:
         record = scenario(tools)
     except Exception as error:
-        record = [f"{type(error).__name__}: {error}"]
+        record = [f"raised {type(error).__name__}: {error}"]
     peak = device.max_memory_allocated(0) - start
     return ScenarioRun(record, device.findings(), device.counts(), peak)
 

@@ -151,8 +151,8 @@ def hsdp_mixed(tools: SimTools) -> Record:
 
 @scenario
 def hsdp_of_six_units(tools: SimTools) -> Record:
-    """The reduce dtype differs from the gradients' dtype, so reduced buffers are freed after a
-    cast."""
+    """Reductions are in bfloat16 and sharded gradients in float32, so reduced buffers are freed
+    after a cast."""
     model = nn.Sequential(*blocks(), *blocks(seed=1))
     return tools.train(
         tools.shard(model, mesh=tools.mesh("replicate", "shard"), mp_policy=BFLOAT16)

@@ -16,7 +16,7 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "tests/accelerator/device"
-SHARED = ROOT / "tests/harness/simulation"
+SHARED = (ROOT / "tests/harness/simulation", ROOT / "csrc/kernels")
 NAME = "simulated_device"
 FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
@@ -44,7 +44,7 @@ def _objects(folder: Path) -> list[Path]:
 
     An object's name contains a hash of its source, all headers, the flags, Python and torch.
     """
-    files = (path for folder in (SOURCES, SHARED) for path in sorted(folder.glob("*.h")))
+    files = (path for folder in (SOURCES, *SHARED) for path in sorted(folder.glob("*.h")))
     headers = "".join(path.read_text() for path in files)
     common = _digest(torch.__version__ + sys.version + " ".join(_flags()) + headers)
     object_by_source = {

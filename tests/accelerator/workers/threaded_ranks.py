@@ -84,7 +84,7 @@ def run_on_ranks(backend: str, function: Callable[[int], Any]) -> list[Any]:
             results[rank] = function(rank)
             dist.destroy_process_group()
         except Exception as error:
-            results[rank] = [f"{type(error).__name__}: {error}"]
+            results[rank] = [f"raised {type(error).__name__}: {error}"]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
