@@ -141,8 +141,7 @@ static fc_status issue_reduce_scatter(fc_reducer *reducer, fc_reduction *r,
     bool needs_own_row = r->keep_partial && base->comm->has_streams;
     if ((base->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel &&
         !needs_own_row) {
-        r->output = r->input; /* one rank: the row is the result */
-        fct_tensor_retain(r->output);
+        FC_TRY(fc_reduction_use_input(r));
         goto done;
     }
     FC_TRY(fc_group_base_buffer(base, base->reduce_memory, fc_group_base_scatter_group(base), total,

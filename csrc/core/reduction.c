@@ -212,6 +212,49 @@ done:
     return status;
 }
 
+/* Returns true if the partial gradients of all parameters are one buffer that can be the row. */
+static bool is_whole_row(const fc_reduction *r, const partial_run *run) {
+    if (run->partial == NULL || run->end != r->total || r->count != r->total) {
+        return false;
+    }
+    fct_facts partial;
+    fct_facts input;
+    fct_tensor_facts(run->partial, &partial);
+    fct_tensor_facts(r->input, &input);
+    const int64_t end = partial.offset_bytes + fc_reduction_row_numel(r) * partial.itemsize;
+    return partial.dtype == input.dtype && end <= partial.storage_bytes;
+}
+
+fc_status fc_reduction_use_input(fc_reduction *r) {
+    assert(r->output == NULL && r->count <= r->total);
+    fc_status status = FC_OK;
+    fct_tensor *part = NULL;
+    fct_tensor *partial = NULL;
+    fct_facts facts;
+    partial_run run = {.end = 0};
+    if (r->base->comm->has_streams && r->input != NULL && r->total > 0) {
+        run = find_run(r, 0, 0);
+    }
+    if (!is_whole_row(r, &run)) {
+        r->output = r->input;
+        fct_tensor_retain(r->output);
+        return FC_OK;
+    }
+    fct_tensor_facts(run.partial, &facts);
+    const int64_t offset = facts.offset_bytes / facts.itemsize;
+    FC_TRY(view_part(run.partial, offset, fc_reduction_row_numel(r), &r->output));
+    FC_TRY(view_part(run.partial, offset, run.numel, &partial));
+    FC_TRY(view_part(r->input, 0, run.numel, &part));
+    FC_TRY_RAISED(fct_tensor_add(partial, part));
+    for (size_t i = 0; i < r->total; i++) {
+        fc_param_set_partial(r->params[i], NULL);
+    }
+done:
+    fct_tensor_release(part);
+    fct_tensor_release(partial);
+    return status;
+}
+
 /* Adds the row's part to the partial gradients of the run, or these to the row's part. Without
  * gradients in the row, copies the partial gradients to it. */
 static fc_status merge_run(const fc_reduction *r, const partial_run *run) {

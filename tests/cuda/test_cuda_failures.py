@@ -68,7 +68,7 @@ def test_failure_of_nccl_has_torchs_outcome(run_worker: Any, case: str) -> None:
         assert (own["failed"], own["next"]) == (torchs["failed"], torchs["next"])
 
 
-def test_device_that_stops_raises_in_each_step(run_worker: Any) -> None:
+def test_step_on_stopped_device_and_the_next_step_raise(run_worker: Any) -> None:
     for implementation in ("torch", "fsdp_c"):
         # torch 2.14: the watchdog may end the process before the second step
         result = run_worker("watchdog", implementation, "device", signals=(signal.SIGABRT,))

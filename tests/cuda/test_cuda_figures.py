@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
-JOBS = ["fsdp", "hsdp", "hsdp, 4 microbatches without all-reduce"]
+JOBS = ["fsdp", "hsdp", "hsdp, 4 microbatches without all-reduce", "replicate"]
+JOBS += ["replicate, 4 microbatches without all-reduce"]
 CASES = [*((job, "SMALL") for job in JOBS), ("fsdp", "SMALL_MOE"), ("fsdp", "SMALL_VIT")]
 FIGURES = ["launch", "record", "wait", "collective", "memcpy", "peak MiB", "reserved MiB"]
 FIGURES += ["launch with GIL", "malloc with GIL"]

@@ -34,7 +34,7 @@ def test_graphs_replay_the_bits_of_eager_steps(run_worker: Any, implementation: 
     assert outcomes == dict.fromkeys(outcomes, "equal") and len(outcomes) == 5
 
 
-def test_trainings_of_the_races_step_have_torchs_bits(run_worker: Any, tmp_path: Path) -> None:
+def test_trainings_of_race_py_have_torchs_bits(run_worker: Any, tmp_path: Path) -> None:
     digests = {}
     for seed, implementation in enumerate(IMPLEMENTATIONS):
         file = tmp_path / implementation

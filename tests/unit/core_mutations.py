@@ -41,6 +41,13 @@ MUTATIONS = {
         "test_reduce",
         "(c->oldest == NULL) == (c->reductions == 0)",
     ),
+    "gradients of one rank are not added to partial rows that become the row": Mutation(
+        "reduction",
+        "    FC_TRY_RAISED(fct_tensor_add(partial, part));\n    for",
+        "    for",
+        "test_train",
+        "replicas of one rank each",
+    ),
     "buckets do not learn of other groups": Mutation(
         "state",
         "const bool has_siblings = !has_single_group(it);",

@@ -25,8 +25,8 @@ void scale(ncclDataType_t type, void *data, size_t count, double factor);
 void divide_integers(ncclDataType_t type, void *data, size_t count, size_t world);
 
 /* Writes the reduction of `count` elements of all ranks. The order is that of the ranks, and each
- * partial result is rounded to the type. Sum: also for ncclAvg and for PreMulSum, whose inputs are
- * scaled before. `inputs` has one address per rank; `result` may be one of them. */
+ * partial result is rounded to the type. ncclAvg and PreMulSum are reduced as ncclSum; scale() has
+ * scaled their inputs. `inputs` has one address per rank; `result` may be one of them. */
 void reduce(ncclDataType_t type, ncclRedOp_t op, const std::vector<const void *> &inputs,
             void *result, size_t count);
 
