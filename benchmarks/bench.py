@@ -1,7 +1,8 @@
 """Runs the benchmarks of ``FULL_OPTIONS`` and writes a report; ``make bench`` calls this script.
 
-These are all benchmarks but ``checksums.py`` and ``peers.py``. The benchmarks run one after the
-other, each in its own process. The report begins with machine, load, date and commands, followed by
+These are all benchmarks but ``checksums.py`` and ``peers.py``. ``cuda_steps.py`` runs if
+FSDP_C_CUDA_PYTHON names the Python of ``make cuda-sim``. The benchmarks run one after the other,
+each in its own process. The report begins with machine, load, date and commands, followed by
 tables and plots. The plots are in a folder with the report's name without its suffix. ``--quick``
 runs only ``steps``, ``host`` and ``bandwidth``, on tiny models, in a minute. Its figures are not
 meaningful.
@@ -45,6 +46,7 @@ FULL_OPTIONS: dict[str, tuple[str, ...]] = {
     "load": (),
     "cold": (),
     "plan": (),
+    "cuda_steps": (),
 }
 QUICK_OPTIONS: dict[str, tuple[str, ...]] = {
     "steps": ("--models", "tiny", "--seconds", "1"),
@@ -52,6 +54,11 @@ QUICK_OPTIONS: dict[str, tuple[str, ...]] = {
     "bandwidth": ("--most", "1", "--rounds", "2"),
 }
 """``FULL_OPTIONS`` and ``QUICK_OPTIONS`` map each benchmark to its options."""
+
+
+def find_python(name: str) -> str:
+    """Returns the Python of a benchmark; empty if it is not set."""
+    return os.environ.get("FSDP_C_CUDA_PYTHON", "") if name == "cuda_steps" else sys.executable
 
 
 class BenchmarkRun:
@@ -67,7 +74,7 @@ class BenchmarkRun:
         print(f"== {self.command}", flush=True)
         begin = time.perf_counter()
         process = subprocess.run(
-            [sys.executable, str(FOLDER / f"{name}.py"), *options, "--json", str(target)],
+            [find_python(name), str(FOLDER / f"{name}.py"), *options, "--json", str(target)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -212,8 +219,11 @@ def main() -> None:
     results = {
         name: BenchmarkRun(name, arguments, folder)
         for name, arguments in benchmarks.items()
-        if name in selected
+        if name in selected and find_python(name)
     }
+    for name in selected:
+        if not find_python(name):
+            print(f"{name}: skipped, FSDP_C_CUDA_PYTHON is not set")
     lines = [*format_header(results, (load_before, _format_load()), options.quick)]
     for name, result in results.items():
         lines += ["", *SECTIONS.get(name, format_output)(result, folder)]

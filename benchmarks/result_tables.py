@@ -26,6 +26,8 @@ MAIN = RESULTS / "torch-2.13"
 """The results of README.md and of all tables but the comparison of releases."""
 GPU = RESULTS / "torch-2.11"
 """The results of the GPU check in README.md."""
+CUDA = RESULTS / "torch-2.15"
+"""The results of cuda_steps.py in README.md."""
 DOCUMENTS = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 BEGIN, END = (
     "<!-- begin: benchmarks/result_tables.py -->",
@@ -267,6 +269,38 @@ def format_peers(data: dict[str, Any]) -> Iterator[str]:
         yield from ("", format_text(f"{name} did not run: `{reason}`."))
 
 
+def format_cuda_steps(data: dict[str, Any]) -> Iterator[str]:
+    for model, jobs in data["models"].items():
+        keys = list(next(iter(jobs.values()))["torch"])
+        rows = [
+            [name] + [" / ".join(_format_figure(job[i][key]) for i in job) for key in keys]
+            for name, job in jobs.items()
+        ]
+        yield from ("", f"{model}, torch / fsdp_c:", "")
+        yield from format_table(("job", *(CUDA_TITLES.get(key, key) for key in keys)), rows)
+
+
+CUDA_TITLES = {
+    "launch": "launches",
+    "record": "event records",
+    "wait": "event waits",
+    "collective": "NCCL calls",
+    "memcpy": "copies",
+    "malloc": "cudaMalloc",
+    "launch with GIL": "launches with GIL",
+}
+
+
+def _format_figure(value: float) -> str:
+    return (
+        str(int(value))
+        if value == int(value)
+        else f"{value:.1f}"
+        if value < 1000
+        else f"{value:.0f}"
+    )
+
+
 def format_gpu(data: dict[str, Any]) -> Iterator[str]:
     for text, titles, rows in result_gpu.make_tables(data):
         yield from ("", format_text(text))
@@ -297,6 +331,15 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
         "has `gradient_as_bucket_view=True`. DDP shards no parameters. "
         "SimpleFSDP is made for compiled models, which are not measured.",
         format_peers,
+    ),
+    "cuda_steps": (
+        "Host path of a CUDA step, on a simulated device",
+        "torch's CUDA build on a simulated device that runs no kernel, rank 0 of 8 emulated NCCL "
+        "ranks. All numbers are per step. Times are CPU times of the process above the bare "
+        "model's; minima. `CPU ms` is forward and backward. `optimizer ms` is the fused AdamW: "
+        "torch's dispatch of DTensors, which `fsdp_c.optim.accelerate` avoids. Launches with GIL "
+        "are those of a thread that holds the GIL.",
+        format_cuda_steps,
     ),
     "units": (
         "Memory of a step on real ranks",
@@ -353,7 +396,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
 }
 """Title, explanation and tables of each benchmark, in the order of the page."""
 
-ANY_RELEASE = ("gpu", "peers")
+ANY_RELEASE = ("gpu", "peers", "cuda_steps")
 """Benchmarks that need a CUDA build of torch or a GPU. Their release may differ from MAIN's."""
 
 
@@ -400,7 +443,7 @@ def _name(folder: Path) -> str:
 
 
 def format_readme() -> str:
-    """Returns the generated part of README.md: three measurements, their commands and machines."""
+    """Returns the generated part of README.md: measurements, their commands and machines."""
     results = read_results(MAIN)
     steps, host = results["steps"], results["host"]
     model = steps["models"]["medium"]
@@ -416,11 +459,17 @@ def format_readme() -> str:
     ms = gpu["gpt"]["sizes"]["1.3 B"]["ms"]
     title = "training step on a GPU (3): GPT, 1.3 B parameters in 26 blocks"
     rows.append([title, *(f"{format_number(ms[key])} ms" for key in ("torch", "fsdp_c"))])
+    cuda = read_results(CUDA)["cuda_steps"]
+    job = cuda["models"]["8 blocks of Llama 8B"]["fsdp"]
+    title = "host path of a CUDA step (4): 8 blocks of Llama 8B"
+    rows.append([title, *(f"{format_number(job[i]['CPU ms'])} ms" for i in ("torch", "fsdp_c"))])
     origin = format_text(
         f"Commands: (1) `{steps['command']}`, on two ranks; (2) `{host['command']}`; "
-        f"(3) `{gpu['command']}`, rank 0 of a simulated group of 8. "
+        f"(3) `{gpu['command']}`, rank 0 of a simulated group of 8; (4) `{cuda['command']}`, on a "
+        "simulated device, CPU time above the bare model's. "
         f"Machines: (1, 2) {steps['machine']}, no GPU; {steps['date']}, torch {steps['torch']}; "
-        f"(3) {gpu['machine']}; {gpu['date']}, torch {gpu['torch']}."
+        f"(3) {gpu['machine']}; {gpu['date']}, torch {gpu['torch']}; "
+        f"(4) {cuda['machine']}; {cuda['date']}, torch {cuda['torch']}."
     )
     return "\n".join(
         [*format_table(("measurement", "torch's FSDP2", "fsdp_c"), rows), "", origin, ""]
