@@ -28,6 +28,19 @@ def make_step_goal(
     return Goal(title, "steps", keys[0], bound, minimum, keys[1])
 
 
+def make_cuda_goals() -> Iterator[Goal]:
+    """Yields the goals for the CPU time of CUDA steps, above the bare model's."""
+    llama = ("fsdp", "hsdp", "hsdp, 4 microbatches without all-reduce", "replicate")
+    llama += ("fsdp, checkpointing", "fsdp, 4 microbatches without sync")
+    models = {"8 blocks of Llama 8B": llama, "ViT-L": ("fsdp",)}
+    models["4 blocks of Qwen3-30B-A3B"] = ("fsdp",)
+    for model, jobs in models.items():
+        for job in jobs:
+            keys = [("models", model, job, name, "CPU ms") for name in ("torch", "fsdp_c")]
+            title = f"CPU time of a CUDA step, {model}, {job}: torch / fsdp_c"
+            yield Goal(title, "cuda_steps", keys[0], 10, True, keys[1])
+
+
 HOST = ("fp32", "us_per_group_step", "9", "fsdp_c")
 PAIR = ("torch", "fsdp_c")
 DDP = ("ddp", "fsdp_c")
@@ -63,6 +76,7 @@ GOALS = (
         False,
         ("ms", "AdamW", "0"),
     ),
+    *make_cuda_goals(),
 )
 
 
