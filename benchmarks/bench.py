@@ -223,6 +223,7 @@ def main() -> None:
     }
     for name in selected:
         if not find_python(name):
+            (folder / f"{name}.json").unlink(missing_ok=True)
             print(f"{name}: skipped, FSDP_C_CUDA_PYTHON is not set")
     lines = [*format_header(results, (load_before, _format_load()), options.quick)]
     for name, result in results.items():

@@ -467,7 +467,7 @@ def format_readme() -> str:
     origin = format_text(
         f"Commands: (1) `{steps['command']}`, on two ranks; (2) `{host['command']}`; "
         f"(3) `{gpu['command']}`, rank 0 of a simulated group of 8; (4) `{cuda['command']}`, "
-        "CPU time on a simulated device. "
+        "CPU time on a simulated device, without that of the bare model. "
         f"Machines: (1, 2) {steps['machine']}, no GPU; {steps['date']}, torch {steps['torch']}; "
         f"(3) {gpu['machine']}; {gpu['date']}, torch {gpu['torch']}; "
         f"(4) {cuda['machine']}; {cuda['date']}, torch {cuda['torch']}."

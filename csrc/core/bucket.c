@@ -21,21 +21,26 @@ void fc_bucket_init(fc_buckets *b, fc_group_base *base) {
     b->base = base;
 }
 
-/* Removes the notifications of the group's parameters, and their links to the buckets. */
-static void unsubscribe(const fc_buckets *b) {
-    for (size_t i = 0; b->count > 0 && i < b->base->count; i++) {
+/* Removes the notifications of the group's parameters. */
+static void unsubscribe(fc_buckets *b) {
+    for (size_t i = 0; b->subscribed && i < b->base->count; i++) {
         fc_param *p = b->base->params[i];
         if (p->buckets == b) {
             fct_grad_subscription_free(p->subscription);
             p->subscription = NULL;
-            p->buckets = NULL;
         }
     }
+    b->subscribed = false;
 }
 
 void fc_bucket_fini(fc_buckets *b) {
     assert(b->count == 0 || b->items != NULL);
     unsubscribe(b);
+    for (size_t i = 0; i < b->base->count; i++) {
+        if (b->base->params[i]->buckets == b) {
+            b->base->params[i]->buckets = NULL;
+        }
+    }
     free(b->items);
     memset(b, 0, sizeof *b);
 }
@@ -49,8 +54,10 @@ void fc_bucket_set_limit(fc_buckets *b, int64_t limit, bool sole_only) {
 
 void fc_bucket_set_siblings(fc_buckets *b, bool has_siblings) {
     assert(b->base != NULL);
-    b->has_siblings = has_siblings;
-    fc_bucket_invalidate(b);
+    if (b->has_siblings != has_siblings) {
+        b->has_siblings = has_siblings;
+        fc_bucket_invalidate(b);
+    }
 }
 
 int64_t fc_bucket_limit(const fc_buckets *b) {
@@ -113,7 +120,6 @@ fc_status fc_bucket_cut(fc_buckets *b) {
         return FC_OK;
     }
     if (fc_bucket_limit(b) <= 0) {
-        unsubscribe(b);
         b->count = 0;
         return FC_OK;
     }
@@ -172,7 +178,11 @@ fc_status fc_bucket_subscribe(fc_buckets *b) {
     const int64_t stream = base->comm->has_streams ? fct_stream_current(base->device).id : 0;
     FC_TRY(fc_bucket_cut(b));
     FC_TRY(register_users(b));
-    for (size_t i = 0; can_reduce_early(b) && i < base->count; i++) {
+    if (!can_reduce_early(b)) {
+        unsubscribe(b);
+        goto done;
+    }
+    for (size_t i = 0; i < base->count; i++) {
         fc_param *p = base->params[i];
         drop_stale_subscription(p, stream);
         const fct_hook hook = {.owner = p->owner, .call = base->callbacks->grad_arrived};
@@ -180,6 +190,7 @@ fc_status fc_bucket_subscribe(fc_buckets *b) {
             fct_tensor_requires_grad(p->unsharded)) {
             FC_TRY_RAISED(fct_autograd_subscribe(p->unsharded, &hook, &p->subscription));
             p->subscription_stream = stream;
+            b->subscribed = true;
         }
     }
 done:

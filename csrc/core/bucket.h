@@ -53,6 +53,7 @@ typedef struct fc_buckets {
     fc_bucket_mode mode;
     size_t next;      /* first bucket that this backward has not reduced */
     size_t count;     /* 0 if there is no limit */
+    bool subscribed;  /* parameters have notifications */
     fc_bucket *items; /* [count] in the order of their reductions; owned */
     /* The process group of the all-reduces, and the users that were registered with it. */
     const char *registered_with; /* borrowed, only compared */

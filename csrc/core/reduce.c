@@ -192,7 +192,7 @@ static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fc
     fc_status status = FC_OK;
     fc_comm_ctx *c = base->comm;
     if (fc_group_base_is_replicated(base) && !r->keep_partial) {
-        /* on the reduce stream, which owns the partial rows */
+        /* on the reduce stream, which owns the partial rows that are left */
         FC_TRY(fc_reduction_merge_partials(r));
     }
     if (r->on_other_stream) {

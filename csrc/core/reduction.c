@@ -212,7 +212,7 @@ done:
     return status;
 }
 
-/* Returns true if the partial gradients of all parameters are one buffer that can be the row. */
+/* Returns true if the partial gradients of all parameters are a buffer that was an earlier row. */
 static bool is_whole_row(const fc_reduction *r, const partial_run *run) {
     if (run->partial == NULL || run->end != r->total || r->count != r->total) {
         return false;
@@ -221,8 +221,8 @@ static bool is_whole_row(const fc_reduction *r, const partial_run *run) {
     fct_facts input;
     fct_tensor_facts(run->partial, &partial);
     fct_tensor_facts(r->input, &input);
-    const int64_t end = partial.offset_bytes + fc_reduction_row_numel(r) * partial.itemsize;
-    return partial.dtype == input.dtype && end <= partial.storage_bytes;
+    return partial.dtype == input.dtype && partial.contiguous && partial.offset_bytes == 0 &&
+           partial.storage_bytes == fc_reduction_row_numel(r) * partial.itemsize;
 }
 
 fc_status fc_reduction_use_input(fc_reduction *r) {
@@ -230,7 +230,6 @@ fc_status fc_reduction_use_input(fc_reduction *r) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
     fct_tensor *partial = NULL;
-    fct_facts facts;
     partial_run run = {.end = 0};
     if (r->base->comm->has_streams && r->input != NULL && r->total > 0) {
         run = find_run(r, 0, 0);
@@ -240,10 +239,8 @@ fc_status fc_reduction_use_input(fc_reduction *r) {
         fct_tensor_retain(r->output);
         return FC_OK;
     }
-    fct_tensor_facts(run.partial, &facts);
-    const int64_t offset = facts.offset_bytes / facts.itemsize;
-    FC_TRY(view_part(run.partial, offset, fc_reduction_row_numel(r), &r->output));
-    FC_TRY(view_part(run.partial, offset, run.numel, &partial));
+    FC_TRY(view_part(run.partial, 0, fc_reduction_row_numel(r), &r->output));
+    FC_TRY(view_part(run.partial, 0, run.numel, &partial));
     FC_TRY(view_part(r->input, 0, run.numel, &part));
     FC_TRY_RAISED(fct_tensor_add(partial, part));
     for (size_t i = 0; i < r->total; i++) {

@@ -24,8 +24,8 @@ typedef struct fc_reduction {
     fct_tensor *output;      /* this rank's row */
     fct_work *work;          /* collective in flight; NULL: none */
     bool all_reducing;       /* `work` is the all-reduce */
-    /* End of the input's last use, on the reduce stream; with one rank and replicas on the
-     * all-reduce stream. */
+    /* End of the input's last use, on the reduce stream; on the all-reduce stream if the input of
+     * one rank is the row. */
     fct_event *input_done;
     double divide_after;
     bool has_hook;        /* callbacks->reduce_hook must be called */
@@ -49,7 +49,7 @@ void fc_reduction_set_label(const fc_reduction *r, size_t count, const fc_divide
  * collective. */
 FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
 /* Sets the row of a group of one rank: the input. With streams, if the partial rows of earlier
- * backwards are one buffer with the layout of the row, the row is that buffer, and the input is
+ * backwards fill a buffer that has the layout of the row, the row is that buffer, and the input is
  * added to it: the gradients then have the memory of the reduce stream, like the partial rows. */
 FC_CHECK fc_status fc_reduction_use_input(fc_reduction *r);
 /* Adds the partial rows of earlier backwards to the row and clears the partial rows. With

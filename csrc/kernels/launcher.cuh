@@ -32,7 +32,7 @@ const char TOO_MANY_TILES[] = "a single tensor has more tiles than a CUDA grid h
 const char TOO_MANY_LINES[] = "a single tensor has more lines than 32 bits count";
 const char NOT_WORDS[] = "a checksum needs an address that is a multiple of 8";
 
-/* Large batches have failed where small ones did not: they are not supported. */
+/* A large batch has failed where small ones did not. Later batches are small. */
 std::atomic<bool> large_rejected;
 /* Whether the kernel of small batches was launched, by `casts`. CUDA may load a kernel at its first
  * launch, and must not do so in a capture. So the first batch of a process is never large. */

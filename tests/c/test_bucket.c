@@ -346,6 +346,18 @@ static void no_bucket_is_reduced_early_under_a_condition_that_prevents_it(void *
     expect_no_early_reduction(&s, NULL, 2);
 }
 
+static void change_to_one_bucket_removes_the_notifications(void **state) {
+    (void)state;
+    sim_model *m = begin(&replicated);
+    assert_int_equal(sim_count_alive().hooks, 5); /* with the callback for the end of backward */
+    finish_backward(m);
+    fc_bucket_set_limit(&core(m)->buckets, 64, false);
+    start_backward(m);
+    assert_int_equal(sim_count_alive().hooks, 1);
+    finish_backward(m);
+    end(m);
+}
+
 static void single_bucket_registers_no_notifications(void **state) {
     (void)state;
     sim_scenario s = replicated;
@@ -390,6 +402,32 @@ static void notifications_are_renewed_when_forward_runs_on_another_stream(void *
     end(m);
 }
 
+/* The limit changes between a backward without an all-reduce and one with it. Partial gradients are
+ * then slices of rows with other parameters. */
+static void partial_gradients_from_other_buckets_are_added(void **state) {
+    (void)state;
+    static const int64_t limits[][2] = {{1000, 32}, {32, 1000}, {32, 32}, {1000, 1000}, {1, 32}};
+    sim_scenario s = replicated;
+    s.device.streams = true;
+    for (size_t k = 0; k < sizeof limits / sizeof limits[0]; k++) {
+        sim_begin(s.device);
+        sim_model *m = sim_model_new(&s);
+        for (size_t pass = 0; pass < 2; pass++) {
+            fc_bucket_set_limit(&core(m)->buckets, limits[k][pass], false);
+            core(m)->reducer.all_reduce_grads = pass == 1;
+            start_backward(m);
+            for (size_t i = 4; i-- > 0;) {
+                accumulate_gradient(m, i, 2.0 + (double)i);
+            }
+            finish_backward(m);
+        }
+        for (size_t i = 0; i < 4; i++) {
+            expect_grad(m, i, 1.5 * 2 * (2.0 + (double)i));
+        }
+        end(m);
+    }
+}
+
 static void reset_discards_reduction_of_bucket(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
@@ -428,8 +466,10 @@ int main(void) {
         cmocka_unit_test(second_gradient_after_reduction_is_reduced_alone_and_ends_eager_mode),
         cmocka_unit_test(second_gradient_before_reduction_is_included),
         cmocka_unit_test(no_bucket_is_reduced_early_under_a_condition_that_prevents_it),
+        cmocka_unit_test(change_to_one_bucket_removes_the_notifications),
         cmocka_unit_test(single_bucket_registers_no_notifications),
         cmocka_unit_test(notifications_are_renewed_when_forward_runs_on_another_stream),
+        cmocka_unit_test(partial_gradients_from_other_buckets_are_added),
         cmocka_unit_test(reset_discards_reduction_of_bucket),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -48,6 +48,13 @@ MUTATIONS = {
         "test_train",
         "replicas of one rank each",
     ),
+    "a slice of a larger row becomes the row": Mutation(
+        "reduction",
+        " && partial.offset_bytes == 0 &&\n           partial.storage_bytes ==",
+        " && partial.storage_bytes >=",
+        "test_bucket",
+        "partial_gradients_from_other_buckets_are_added",
+    ),
     "buckets do not learn of other groups": Mutation(
         "state",
         "const bool has_siblings = !has_single_group(it);",
@@ -352,8 +359,8 @@ MUTATIONS = {
     ),
     "chunk of a single rank is held after its reduction": Mutation(
         "reduce",
-        "        fct_tensor_retain(r->output);\n        goto done;",
-        "        fct_tensor_retain(r->output);\n        return FC_OK;",
+        "        FC_TRY(fc_reduction_use_input(r));\n        goto done;",
+        "        FC_TRY(fc_reduction_use_input(r));\n        return FC_OK;",
         "test_train",
         "chunks after its reduction",
     ),

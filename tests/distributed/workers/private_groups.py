@@ -400,18 +400,25 @@ def group_parameters_replaced(api: Api) -> list[Any]:
 def group_end_of_backward_prevented(api: Api) -> list[Any]:
     """Marks the end of backward as queued, so that backwards of microbatches do not end a step.
 
-    Gradients that a backward has reduced can be read before the program calls the callback.
+    Gradients that a backward has reduced can be read before the program calls the callback. Since
+    2.15 the program must also set whether ``finalize_backward`` ends the step.
     """
     model: Any = shard(api, blocks_and_head())
     context = model._get_fsdp_state()._state_ctx
     observed: list[Any] = []
-    for _ in range(2):
+
+    def prevent_end() -> None:
         context.post_backward_final_callback_queued = True
+        if has("2.15"):
+            context.manual_backward_finalization_active = False
+
+    for _ in range(2):
+        prevent_end()
         accumulate(model, api.rank)
         observed += [context.post_backward_final_callback_queued, kinds(model)]
         finish_called_directly(model, lambda group: None)
         observed += [context.post_backward_final_callback_queued, grads(model), kinds(model)]
-    context.post_backward_final_callback_queued = True
+    prevent_end()
     model(batch(api.rank)).square().mean().backward()
     found = [param.grad for param in model.parameters()]
     observed.append([grad.to_local() if isinstance(grad, DTensor) else grad for grad in found])
