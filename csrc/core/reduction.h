@@ -48,9 +48,9 @@ void fc_reduction_set_label(const fc_reduction *r, size_t count, const fc_divide
 /* Waits for the collective in flight. With streams, only orders the current stream after the
  * collective. */
 FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
-/* Sets the row of a group of one rank: the input. With streams, if the partial rows of earlier
- * backwards fill a buffer that has the layout of the row, the row is that buffer, and the input is
- * added to it: the gradients then have the memory of the reduce stream, like the partial rows. */
+/* Sets the row of a group of one rank: the input. With streams, the partial rows of earlier
+ * backwards may fill a buffer that has the layout of the row. Then that buffer is the row, and the
+ * input is added to it. The gradients get memory of the reduce stream, like the partial rows. */
 FC_CHECK fc_status fc_reduction_use_input(fc_reduction *r);
 /* Adds the partial rows of earlier backwards to the row and clears the partial rows. With
  * keep_partial, adds the row's parts to the partial rows instead. */
