@@ -149,7 +149,7 @@ GLOBALS = {
         "oldest": "ended intervals of all comm contexts, in the order of the process; GIL",
     },
     "core/plan.c": {
-        "owned_chunks_from": "for tests: size from which a parameter gets its own chunk",
+        "min_owned_chunk_bytes": "for tests: size from which a parameter gets its own chunk",
     },
     "core/recorder.c": {
         "records": "last collectives; a thread changes its own, a signal handler reads",
