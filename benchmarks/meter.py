@@ -106,6 +106,8 @@ def sample_memory_over_time(call: Callable[[], object]) -> list[tuple[float, flo
         sampler = subprocess.Popen(command)
         try:
             while not target.read_text():
+                if sampler.poll() is not None:
+                    raise RuntimeError(f"the sampler ended with exit code {sampler.returncode}")
                 time.sleep(0.01)
             resident_before, begin = read_resident_bytes(), time.perf_counter()
             call()

@@ -99,6 +99,7 @@ def find_commit() -> str:
 
 def format_command(script: str, options: Sequence[str]) -> str:
     """Returns the command that runs a script of this folder, without the option ``--json``."""
+    options = [word for word in options if not word.startswith("--json=")]
     words = ["python", f"benchmarks/{Path(script).name}", *options]
     if "--json" in words:
         index = words.index("--json")

@@ -24,7 +24,7 @@ def clip_scale(
     gradients: list[torch.Tensor],
     max_norm: float,
     total: float,
-    largest: int,
+    max_numel: int,
     all_or_none: bool,
     /,
 ) -> tuple[float, list[torch.Tensor]] | None: ...
@@ -109,7 +109,7 @@ class _testing:  # a module
     @staticmethod
     def hide_kernels(on: bool, /) -> None: ...
     @staticmethod
-    def chunks_from(bytes: int, /) -> None: ...
+    def set_min_owned_chunk_bytes(bytes: int, /) -> None: ...
     @staticmethod
     def overrides(group_or_state: ParamGroup | State, /) -> int: ...
 

@@ -123,11 +123,11 @@ class ShardedEMA:
         pairs = []
         for name, average in self._averages.items():
             param = params[name]
-            local_average, local_weight = _get_local(average), _get_local(param)
-            is_same_kind = isinstance(param, DTensor) == isinstance(average, DTensor)
-            if local_average.shape != local_weight.shape or not is_same_kind:
-                raise ValueError(f"ShardedEMA: '{name}' is not sharded as its average")
-            pairs.append((local_average, local_weight))
+            if not _have_equal_layouts(param, average):
+                raise ValueError(
+                    f"ShardedEMA: '{name}' has another shape or sharding than its average"
+                )
+            pairs.append((_get_local(average), _get_local(param)))
         return pairs
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -137,7 +137,8 @@ class ShardedEMA:
     def state_dict(self) -> dict[str, Any]:
         """Returns the averages by name (not copied), and the number of updates.
 
-        The averages are DTensors, so torch.distributed.checkpoint can save the state.
+        The averages of DTensor parameters are DTensors, so torch.distributed.checkpoint can save
+        the state.
         """
         return {"averages": dict(self._averages), "updates": self.updates}
 
@@ -146,15 +147,15 @@ class ShardedEMA:
         """Loads a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: Names or shapes differ. The averages have not changed.
+            ValueError: Names, shapes or shardings differ. The averages have not changed.
         """
         averages = state["averages"]
         if averages.keys() != self._averages.keys():
             differing = sorted(averages.keys() ^ self._averages.keys())
             raise ValueError(f"ShardedEMA: the state is of another model: {differing}")
         for name, average in self._averages.items():
-            if _get_local(averages[name]).shape != _get_local(average).shape:
-                raise ValueError(f"ShardedEMA: '{name}' has another shape in the state")
+            if not _have_equal_layouts(averages[name], average):
+                raise ValueError(f"ShardedEMA: '{name}' has another shape or sharding in the state")
         for name, average in self._averages.items():
             _get_local(average).copy_(_get_local(averages[name]))
         self.updates = int(state["updates"])
@@ -192,6 +193,23 @@ def _check_arithmetic(name: str, average: torch.Tensor) -> None:
 
 def _get_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _have_equal_layouts(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have equal shapes and shardings on all ranks.
+
+    Meshes of the same ranks are equal, because a loaded state may have another mesh object.
+    """
+    if tensor.shape != other.shape:
+        return False
+    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
+        return not isinstance(tensor, DTensor) and not isinstance(other, DTensor)
+    mesh, other_mesh = tensor.device_mesh, other.device_mesh
+    return (
+        tensor.placements == other.placements
+        and tensor._local_tensor.shape == other._local_tensor.shape
+        and (mesh is other_mesh or torch.equal(mesh.mesh, other_mesh.mesh))
+    )
 
 
 def _make_like(param: torch.Tensor, local_tensor: torch.Tensor) -> torch.Tensor:

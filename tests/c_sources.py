@@ -18,15 +18,17 @@ _COMMENT_OR_LITERAL = re.compile(
 )
 _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.M)
 _PROTOTYPE = re.compile(
-    r"(?:^|[;}])\s*(?P<returns>[A-Za-z_][\w \t\n*]*?[ *\n])(?P<name>\w+)\((?P<args>[^(){}]*)\)"
-    r"(?:\s*FC_PRINTF\([^)]*\))?\s*(?=;)"
+    r"(?:^|[;}])\s*(?P<returns>[A-Za-z_][\w \t\n*]*?[ *\n])(?P<name>\w+)"
+    r"\((?P<args>(?:[^(){}]|\([^(){}]*\))*)\)(?:\s*FC_PRINTF\([^)]*\))?\s*(?=;)"
 )
 _SCOPE = re.compile(r"^(?:extern \"[^\"]*\"|(?:inline )?namespace\b[\w: ]*)$")
 _TYPE = re.compile(r"\b(?:struct|class|union|enum)\b")
 _NOT_A_VARIABLE = re.compile(
     r"^(?:typedef|namespace|using|template|friend|static_assert|_Static_assert|enum\b|return\b|goto\b"
-    r"|(?:struct|class|union) \w+$|public:|private:)"
+    r"|(?:struct|class|union) \w+$)"
 )
+_ACCESS_LABELS = re.compile(r"^(?:(?:public|protected|private): ?)+")
+_FUNCTION_POINTER = re.compile(r"[^(=]*\(\*+ ?(const )?(\w+)(?:\[[^\]]*\])*\)\(")
 _VARIABLE = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)*(?:=.*|\{.*\})?$", re.S)
 
 
@@ -63,7 +65,7 @@ def list_exported(header: Path) -> dict[str, str]:
     return {
         match["name"]: " ".join(match["args"].split())
         for match in _PROTOTYPE.finditer(text)
-        if "typedef" not in match["returns"]
+        if not re.search(r"\b(?:typedef|return)\b", match["returns"])
     }
 
 
@@ -76,7 +78,7 @@ def is_mutating(parameters: str) -> bool:
 def _end_of_statement(text: str, at: int) -> int:
     """Returns the index of the ``;`` that ends a declaration whose block ended at ``at``.
 
-    Returns -1 if no declarator follows the block.
+    Returns -1 if neither ``;`` nor a declarator follows the block.
     """
     if re.match(r"\s*(?:;|\w+\s*(?:;|=|\[|\{)|,)", text[at:]) is None:
         return -1
@@ -134,12 +136,17 @@ def _first_line(text: str, start: int) -> int:
 
 
 def list_functions(path: Path) -> list[Function]:
-    """Returns the functions that a file defines, also in namespaces and classes."""
+    """Returns the functions that a file defines, also in namespaces and classes.
+
+    Functions with an empty body are omitted.
+    """
     found: list[Function] = []
 
     def visit(text: str) -> None:
         for head, start, end, body in _statements(text):
             words = " ".join(head.split())
+            words = re.sub(r"\boperator\s*(?:\(\)|[^\w\s(]+)", "operator", words)
+            words = re.sub(r"^template <[^()]*> ", "", words)
             name = re.search(r"([\w~]+)\s*\(", words)
             if not body:
                 continue
@@ -162,11 +169,29 @@ def _is_constant(declaration: str) -> bool:
     return bool(re.search(r"\bconst\b", declarator if star else specifiers))
 
 
-def _variable(statement: str) -> str | None:
-    """Returns the name of the mutable variable that a statement declares, or None."""
-    words = " ".join(statement.split())
+def _split_declarators(declaration: str) -> list[str]:
+    """Splits ``static int a = 1, *b`` into ``static int a = 1`` and ``static int *b``."""
+    parts, depth = [""], 0
+    for character in declaration:
+        depth += (character in "([{<") - (character in ")]}>")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    specifiers = re.sub(r"[\s*]*\w+\s*(?:\[[^\]]*\]\s*)*$", "", parts[0].partition("=")[0].strip())
+    return [parts[0], *(f"{specifiers} {part.strip()}" for part in parts[1:])]
+
+
+def _variable(declaration: str) -> str | None:
+    """Returns the name of the mutable variable of a declaration of one name, or None."""
+    words = " ".join(declaration.split())
     before = words.partition("=")[0].strip()
-    if not words or _NOT_A_VARIABLE.match(words) or _is_constant(words):
+    if not words or _NOT_A_VARIABLE.match(words) or re.search(r"\boperator\b", words):
+        return None
+    pointer = _FUNCTION_POINTER.match(before)
+    if pointer is not None:
+        return None if pointer[1] or "constexpr" in before else pointer[2]
+    if _is_constant(words):
         return None
     if "(" in re.sub(r"(?:_Atomic|alignas|_Alignas|__attribute__\()\([^)]*\)\)?", "", before):
         return None  # a prototype
@@ -183,7 +208,7 @@ def list_mutable_globals(path: Path) -> dict[str, str]:
 
     def visit(text: str, scope: str) -> None:
         for head, _, _, body in _statements(text):
-            words = " ".join(head.split())
+            words = _ACCESS_LABELS.sub("", " ".join(head.split()))
             is_static = re.match(r"(?:inline )?(?:static|thread_local|_Thread_local)\b", words)
             if _SCOPE.match(words) or not words:
                 visit(body, scope)
@@ -192,9 +217,10 @@ def list_mutable_globals(path: Path) -> dict[str, str]:
             if scope == "file" or is_static:
                 declared = re.sub(r"\b(?:struct|union|class)\b[^{=]*\{\}\s*", "int ", words)
                 declared = re.sub(r"\b(?:struct|union) (\w+ \w+)", r"\1", declared)
-                name = None if declared.strip() == "int" else _variable(declared)
-                if name is not None and not words.startswith("extern"):
-                    found[name] = declared.partition("=")[0].strip()
+                if declared.strip() != "int" and not words.startswith("extern"):
+                    for part in _split_declarators(declared):
+                        if (name := _variable(part)) is not None:
+                            found[name] = part.partition("=")[0].strip()
             if body:
                 visit(body, "type" if is_type else "function")
 

@@ -155,7 +155,7 @@ TESTS_OF = {
     "bindings": ("test_bind",),
     "build_info": ("test_check", "test_wheel"),
     "dtensor_specs": ("test_dtensor_construction", "test_param_template"),
-    "ema": ("test_contexts_and_ema",),
+    "ema": ("test_contexts_and_ema", "test_ema_layouts"),
     "env": ("test_install", "test_shm_collectives"),
     "extensions": ("test_behavior_extensions", "test_subclass_parameters"),
     "fake_step": EXPLAIN,

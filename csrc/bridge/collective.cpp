@@ -7,11 +7,13 @@
  *
  * Waits for gloo must be interruptible by signals, and gloo's works do not handle them. Waits for
  * works that can be polled are divided into slices. Two kinds of works make progress only inside
- * wait() and cannot be polled: gloo's reduce-scatter, and collectives larger than the ring. Such
- * works go to the progress thread of the group when they are issued. Then they progress in the
- * background, and can be polled. The thread owns a reference to its works and calls no Python. When
- * the group is released, the thread exits after its last work. A wait for a work of another backend
- * is one call: it returns at once (streams), or the work cannot be polled. */
+ * wait() and cannot be polled: gloo's reduce-scatter, and collectives larger than the ring of the
+ * shared-memory backend. Such works go to the progress thread of the group when they are issued.
+ * Then they progress in the background, and can be polled. The thread owns a reference to its works
+ * and calls no Python. When the group is released, the thread exits after its last work.
+ *
+ * Waits for works of other backends are not divided. With streams, wait() returns at once. Backends
+ * without streams may not support polling. */
 #include "collective.h"
 
 #include "context_removal.hpp"

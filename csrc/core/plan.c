@@ -16,10 +16,10 @@ enum { MAX_GAP = 16 };
 
 /* Minimum size of a parameter with its own chunk. Below this size a copy costs less than one more
  * message. */
-static int64_t owned_chunks_from = 1 << 18;
+static int64_t min_owned_chunk_bytes = 1 << 18;
 
-void fc_chunks_from(int64_t bytes) {
-    owned_chunks_from = bytes;
+void fc_set_min_owned_chunk_bytes(int64_t bytes) {
+    min_owned_chunk_bytes = bytes;
 }
 
 /* ---- chunks ---- */
@@ -102,7 +102,7 @@ static bool is_real(fct_dtype dtype) {
  * rank, and every transport can sum its dtype. */
 static bool can_own_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
     return world > 1 && layout->outer == 1 && layout->padded_numel > 0 && is_real(dtype) &&
-           layout->padded_numel * world >= owned_chunks_from / fc_dtype_size(dtype);
+           layout->padded_numel * world >= min_owned_chunk_bytes / fc_dtype_size(dtype);
 }
 
 /* ---- gather plans ---- */

@@ -121,7 +121,7 @@ FC_CHECK fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot
                                        fc_param *const *params, fct_facts *facts, fc_error *err);
 /* Sets the size in bytes from which a parameter gets its own chunk, for plans that are built later.
  * The default is 256 KiB. Only for tests; all ranks must set the same value. Process-wide. */
-void fc_chunks_from(int64_t bytes);
+void fc_set_min_owned_chunk_bytes(int64_t bytes);
 /* Return true if a split plan would give at least one parameter its own chunk. */
 bool fc_gather_plan_can_split(const fc_gather_plan *plan);
 bool fc_reduce_plan_can_split(const fc_reduce_plan *plan);

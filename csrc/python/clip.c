@@ -430,14 +430,14 @@ static bool are_floats(PyObject *tensors) {
     return true;
 }
 
-/* Scales the arrays of at most `largest` elements. Returns a new list of the other tensors. The
+/* Scales the arrays of at most `max_numel` elements. Returns a new list of the other tensors. The
  * loop starts with the last array, because the norms have left the last arrays in the cache. */
-static PyObject *scale_arrays(PyObject *tensors, float factor, int64_t largest) {
+static PyObject *scale_arrays(PyObject *tensors, float factor, int64_t max_numel) {
     PyObject *unscaled = PyList_New(0);
     for (Py_ssize_t i = PyList_GET_SIZE(tensors) - 1; unscaled != NULL && i >= 0; i--) {
         fct_tensor *tensor = fct_py_tensor(PyList_GET_ITEM(tensors, i));
         fck_floats array;
-        if (get_floats(tensor, &array) && array.count <= largest) {
+        if (get_floats(tensor, &array) && array.count <= max_numel) {
             fck_scale(&array, factor);
             fct_tensor_bump(tensor);
         } else if (PyList_Append(unscaled, PyList_GET_ITEM(tensors, i)) != 0) {
@@ -455,7 +455,7 @@ PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t na
     }
     const double max_norm = PyFloat_AsDouble(args[1]);
     const double total = PyFloat_AsDouble(args[2]);
-    const long long largest = PyLong_AsLongLong(args[3]);
+    const long long max_numel = PyLong_AsLongLong(args[3]);
     const int all_or_none = PyObject_IsTrue(args[4]);
     if (PyErr_Occurred()) {
         return NULL;
@@ -464,6 +464,6 @@ PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t na
         Py_RETURN_NONE;
     }
     const float factor = clip_factor(max_norm, (float)total);
-    PyObject *unscaled = factor != 1.0F ? scale_arrays(args[0], factor, largest) : PyList_New(0);
+    PyObject *unscaled = factor != 1.0F ? scale_arrays(args[0], factor, max_numel) : PyList_New(0);
     return unscaled == NULL ? NULL : Py_BuildValue("dN", (double)factor, unscaled);
 }

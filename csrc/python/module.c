@@ -282,9 +282,9 @@ static PyMethodDef module_methods[] = {
      "CPU. groups has (names of process groups, key) for each kind. Kinds with equal keys are "
      "reduced together."},
     {"clip_scale", (PyCFunction)(void (*)(void))fcpy_clip_scale, METH_FASTCALL,
-     "clip_scale(gradients, max_norm, total, largest, all_or_none): scales local gradients. "
+     "clip_scale(gradients, max_norm, total, max_numel, all_or_none): scales local gradients. "
      "Returns (factor, gradients that were not scaled). Gradients are not scaled if they have more "
-     "than largest elements, or are not contiguous float32 on the CPU. With all_or_none, scales "
+     "than max_numel elements, or are not contiguous float32 on the CPU. With all_or_none, scales "
      "nothing and returns None if a gradient is not contiguous float32 on the CPU."},
     {"count_step", (PyCFunction)(void (*)(void))fcpy_count_step, METH_FASTCALL,
      "count_step(optimizer, args, kwargs): post-hook of optimizer.step(); bumps the version "
@@ -372,13 +372,13 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyObject *module_chunks_from(PyObject *self, PyObject *value) {
+static PyObject *module_set_min_owned_chunk_bytes(PyObject *self, PyObject *value) {
     (void)self;
     const long long bytes = PyLong_AsLongLong(value);
     if (bytes == -1 && PyErr_Occurred() != NULL) {
         return NULL;
     }
-    fc_chunks_from(bytes);
+    fc_set_min_owned_chunk_bytes(bytes);
     Py_RETURN_NONE;
 }
 
@@ -398,9 +398,9 @@ static PyMethodDef testing_methods[] = {
     {"hide_kernels", module_hide_kernels, METH_O,
      "hide_kernels(on): sets whether torch's multi-tensor operations replace all kernels, in all "
      "threads."},
-    {"chunks_from", module_chunks_from, METH_O,
-     "chunks_from(bytes): sets the size in bytes from which a parameter is a chunk of its own, in "
-     "later plans. All ranks must use the same value."},
+    {"set_min_owned_chunk_bytes", module_set_min_owned_chunk_bytes, METH_O,
+     "set_min_owned_chunk_bytes(bytes): sets the size in bytes from which a parameter is a chunk "
+     "of its own, in later plans. All ranks must use the same value."},
     {"overrides", fcpy_guard_overrides, METH_O,
      "overrides(group_or_state): returns the bits of the patched functions and overridden methods "
      "that concern the object; 0 if there are none."},

@@ -20,7 +20,7 @@ _HAS_OVERRIDE = any(
     for field in dataclasses.fields(torch_fsdp.MixedPrecisionPolicy)
 )
 
-REDUCES_AS_STORED = hasattr(FSDPParam, "unsharded_grad_dtype")
+REDUCES_IN_PARAM_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
 """Whether gradients without ``reduce_dtype`` are reduced in the parameters' dtype (torch 2.15).
 
 Older releases reduce them in the compute dtype.
@@ -90,7 +90,7 @@ def get_compute_dtype(
 
 def has_grad_dtype(param: torch.Tensor) -> bool:
     """Whether the user has set ``param.grad_dtype``, which FSDP2 follows since torch 2.15."""
-    return REDUCES_AS_STORED and param._has_grad_dtype_override  # type: ignore[attr-defined]
+    return REDUCES_IN_PARAM_DTYPE and param._has_grad_dtype_override  # type: ignore[attr-defined]
 
 
 def check_policy(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
@@ -105,7 +105,7 @@ def check_policy(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
 
 def make_dtype_error(value: str) -> Exception:
     """Returns the exception of the installed torch for a string in place of a dtype."""
-    if REDUCES_AS_STORED:
+    if REDUCES_IN_PARAM_DTYPE:
         return AttributeError("'str' object has no attribute 'is_floating_point'")
     return RuntimeError(f"Invalid device string: '{value}'")
 
@@ -125,7 +125,7 @@ def get_reduce_dtype(
     Returns:
         The dtype, or ``None`` for the dtype of the gradients.
     """
-    if policy.reduce_dtype is not None or not REDUCES_AS_STORED:
+    if policy.reduce_dtype is not None or not REDUCES_IN_PARAM_DTYPE:
         return policy.reduce_dtype
     return (
         stored_dtype
@@ -147,7 +147,7 @@ def get_widest_stored_dtype(params: Iterable[Any]) -> torch.dtype | None:
     Applies if torch reduces in the parameters' dtypes and all of them are floating-point.
     """
     dtypes = [param._grad_dtype or param.orig_dtype for param in params]
-    if not REDUCES_AS_STORED or not all(dtype.is_floating_point for dtype in dtypes):
+    if not REDUCES_IN_PARAM_DTYPE or not all(dtype.is_floating_point for dtype in dtypes):
         return None
     return functools.reduce(torch.promote_types, dtypes)
 

@@ -1,5 +1,6 @@
-"""``Param``: the parts of a sharded parameter that do not run in each step.
+"""``Param``: the parts of a sharded parameter that do not run in the usual step.
 
+The core calls some of them in each step if there are all-gather extensions or overridden methods.
 ``param_shard.py`` has the base class that makes the shard. ``replaced_shard.py`` has the base class
 that adopts replaced or converted parameters.
 """
@@ -40,7 +41,7 @@ from .._compat.torch_releases import orig_param_uid
 from . import extensions
 from .mixed_precision import (
     APPLIED_REDUCE_DTYPE,
-    REDUCES_AS_STORED,
+    REDUCES_IN_PARAM_DTYPE,
     get_compute_dtype,
     get_reduce_dtype,
 )
@@ -224,9 +225,9 @@ class Param(ReplaceableShard):
     def sharded_state(self, value: ShardedState) -> None:
         """Does nothing: torch's functions assign a state per parameter, but the group owns it."""
 
-    # The core calls the next three methods inside its own transition, if one of them is overridden.
-    # In that case, a method registers only its own parameter. The core frees memory after all are
-    # registered.
+    # If one of the next three methods is overridden, the core calls them for each parameter during
+    # its transition (``_swapping``). Such a call registers only this parameter. The core frees
+    # memory after all are registered. Other calls start the transition of the group.
 
     def to_sharded(self) -> None:
         """Calls ``_to_sharded()`` of the group. All parameters of a group change together."""
@@ -270,7 +271,7 @@ class Param(ReplaceableShard):
         return grad
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
-        """Calls ``_set_dtypes``. A replacement is called from lazy init on, as in torch."""
+        """Calls ``_set_dtypes``. First called by lazy init, not by the constructor, as in torch."""
         self._set_dtypes(mp_policy)
 
     def _set_dtypes(self, mp_policy: MixedPrecisionPolicy) -> None:
@@ -285,24 +286,24 @@ class Param(ReplaceableShard):
             reduce_dtype = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # no cast for computation; reductions may be wider
             reduce_dtype = reduce_dtype and torch.promote_types(reduce_dtype, torch.complex32)
-        elif reduce_dtype == param_dtype and not REDUCES_AS_STORED:
+        elif reduce_dtype == param_dtype and not REDUCES_IN_PARAM_DTYPE:
             reduce_dtype = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
-        if REDUCES_AS_STORED:
+        if REDUCES_IN_PARAM_DTYPE:
             self._implied_reduce_dtype = None if mp_policy.reduce_dtype else reduce_dtype
         if previous is not None and previous != (param_dtype or self.orig_dtype):
             self._forget_unsharded()
-        if REDUCES_AS_STORED and self.orig_dtype.is_floating_point:
+        if REDUCES_IN_PARAM_DTYPE and self.orig_dtype.is_floating_point:
             self._init_grad_dtype()
 
-    if REDUCES_AS_STORED:
+    if REDUCES_IN_PARAM_DTYPE:
         _implied_reduce_dtype: torch.dtype | None = None
 
         @property
         def reduce_dtype(self) -> torch.dtype | None:
-            """The ``reduce_dtype`` of the policy. The core's value may be the stored dtype."""
+            """The ``reduce_dtype`` of the policy. The core may use the parameter's dtype."""
             dtype: torch.dtype | None = APPLIED_REDUCE_DTYPE.__get__(self)
             return None if dtype == self._implied_reduce_dtype else dtype
 

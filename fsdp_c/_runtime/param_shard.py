@@ -21,7 +21,7 @@ from .._compat.guard import is_patched
 from .._compat.older_torch import ParamOfOlderTorch
 from .._compat.torch_releases import dtensor_new
 from .dtensor_specs import get_contiguous_strides, get_shared_spec, make_parameter, make_placements
-from .mixed_precision import REDUCES_AS_STORED, has_grad_dtype
+from .mixed_precision import REDUCES_IN_PARAM_DTYPE, has_grad_dtype
 from .typed_params import IS_AVAILABLE, pause_type_check
 
 
@@ -89,7 +89,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
     @property
     def unsharded_accumulated_grad(self) -> torch.Tensor | None:
         """The gradient of backwards without reduction. torch 2.15 keeps it in ``.grad``."""
-        if self._accumulated is not None or not REDUCES_AS_STORED:
+        if self._accumulated is not None or not REDUCES_IN_PARAM_DTYPE:
             return self._accumulated
         unsharded = getattr(self, "_unsharded_param", None)
         return None if unsharded is None else unsharded.grad

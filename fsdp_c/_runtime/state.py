@@ -35,7 +35,7 @@ from .comm_context import CommContext
 from .hints import add_hint, format_names, get_class_name, with_hint
 from .kernels import log_kernels
 from .lint import check_model
-from .mixed_precision import REDUCES_AS_STORED, check_policy, make_dtype_error
+from .mixed_precision import REDUCES_IN_PARAM_DTYPE, check_policy, make_dtype_error
 from .plan_hash import set_plans
 from .serialization import refuse_deepcopy
 from .typed_params import pause_type_check
@@ -303,7 +303,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         Other roots are units that ran before this root, and ``fully_shard`` units below
         ``replicate``.
         """
-        if REDUCES_AS_STORED:
+        if REDUCES_IN_PARAM_DTYPE:
             for state in self._state_ctx.all_states:
                 for group in state._fsdp_param_groups:
                     group._drop_sharded_grads()

@@ -85,10 +85,13 @@ class SupervisorLost(RuntimeError):
 class Supervisors:
     """The ranks of this process, and the store that it shares with the other supervisors."""
 
-    def __init__(self, ranks: list[int], world_size: int, store: Any) -> None:
+    def __init__(
+        self, ranks: list[int], world_size: int, store: Any, is_torchrun: bool = False
+    ) -> None:
         self.ranks = ranks
         self.world_size = world_size
         self.store = store
+        self.is_torchrun = is_torchrun
         self.is_first = ranks[0] == 0
 
     @classmethod
@@ -100,16 +103,19 @@ class Supervisors:
         """
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             if processes is not None:
-                raise ValueError("--nproc-per-node is torchrun's here: torchrun started this rank")
+                raise ValueError(
+                    "give --nproc-per-node to torchrun, which started this rank, not to compare"
+                )
             store, rank, world = next(
                 dist.rendezvous("env://", timeout=timedelta(seconds=STORE_LIMIT))
             )
-            return cls([rank], world, dist.PrefixStore("fsdp_c_compare", store))
+            store = dist.PrefixStore("fsdp_c_compare", store)
+            return cls([rank], world, store, is_torchrun=True)
         return cls(list(range(processes or 1)), processes or 1, dist.HashStore())
 
     def environment(self, rank: int) -> dict[str, str]:
         """Returns the variables that torchrun would set for ``rank``; empty under torchrun."""
-        if "RANK" in os.environ:
+        if self.is_torchrun:
             return {}
         world = str(self.world_size)
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world}
@@ -148,8 +154,9 @@ class Supervisors:
         return json.loads(zlib.decompress(data))
 
     def finish(self, code: int | None) -> int:
-        """Ends all supervisors with the exit code of the first one, which passes it.
+        """Ends all supervisors with the exit code of the first one.
 
+        Only the first one gives ``code``; the others give None.
         torchrun stops the other ranks as soon as one has failed, so none may exit before the first
         supervisor has printed its report.
         """

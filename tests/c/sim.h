@@ -52,7 +52,7 @@ typedef struct sim_config {
     bool profile; /* a profiler is active */
 } sim_config;
 
-/* For fc_chunks_from(): larger than every parameter, so that no plan is split. */
+/* For fc_set_min_owned_chunk_bytes(): larger than every parameter, so that no plan is split. */
 #define SIM_NEVER_SPLIT ((int64_t)1 << 60)
 
 /* Starts a simulation. sim_end() must end it before the next one starts. */

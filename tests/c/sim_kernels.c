@@ -231,7 +231,9 @@ static const char *sim_add_checksums(const fck_range *ranges, size_t count, uint
         add_use(&u, ranges[i].data, ranges[i].bytes, false, what);
     }
     /* Kernels on several streams add to different sums of a table. The simulation compares whole
-     * blocks, so an addition counts as a read, which must follow the zeros and precede the end. */
+     * blocks, so it would report these additions as races. An addition therefore counts as a read.
+     * The simulation checks that it follows the zeroing of the table and precedes the reuse of the
+     * table's memory. */
     add_use(&u, sum, sizeof *sum, false, what);
     queue_launch(&u, stream, run_add_checksums, l, what);
     return NULL;

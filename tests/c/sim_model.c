@@ -353,7 +353,7 @@ sim_model *sim_model_new(const sim_scenario *scenario) {
     m->scenario = *scenario;
     m->layer_count = scenario->layers + 1;
     fc_comm_init(&m->comm, sim_device());
-    fc_chunks_from(scenario->device.chunks ? 1 : SIM_NEVER_SPLIT);
+    fc_set_min_owned_chunk_bytes(scenario->device.chunks ? 1 : SIM_NEVER_SPLIT);
     sim_ranks_agree(scenario->agrees, "");
     m->comm.checksums = scenario->checksums;
     if (scenario->max_reductions > 0) {

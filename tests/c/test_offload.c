@@ -6,8 +6,8 @@
 
 #include "sim.h"
 
-/* Rank 1 of two: shards of 4 and 2 elements. On CUDA the second starts at a multiple of 16
- * bytes. */
+/* The last of `world` ranks, with shards of 4 and 2 elements. On CUDA each shard takes a multiple
+ * of 16 bytes, so a row has 8 float32 elements. */
 typedef struct fixture {
     fc_param params[2];
     fc_param *list[2];
@@ -103,7 +103,7 @@ static void offloaded_shards_of_one_rank_fill_flat_tensors(void **state) {
     }
 }
 
-static void failed_upload_releases_staged_copies(void **state) {
+static void unstage_after_failed_upload_releases_staged_copies(void **state) {
     (void)state;
     for (int64_t n = 1;; n++) {
         fixture f;
@@ -113,6 +113,8 @@ static void failed_upload_releases_staged_copies(void **state) {
         bool fired = sim_fault_fired(NULL) != SIM_NO_FAULT;
         assert_int_equal(status, fired ? FC_ERAISED : FC_OK);
         fc_offload_unstage(&f.plan, f.list);
+        assert_null(f.params[0].staged);
+        assert_null(f.params[1].staged);
         end(&f);
         if (!fired) {
             assert_true(n > 4);
@@ -193,7 +195,7 @@ int main(void) {
         cmocka_unit_test(offloaded_shards_without_cast_are_uploaded_to_row),
         cmocka_unit_test(offloaded_shards_with_cast_are_staged_for_pack),
         cmocka_unit_test(offloaded_shards_of_one_rank_fill_flat_tensors),
-        cmocka_unit_test(failed_upload_releases_staged_copies),
+        cmocka_unit_test(unstage_after_failed_upload_releases_staged_copies),
         cmocka_unit_test(gradient_copy_is_queued_if_no_callback_reads_gradient_now),
         cmocka_unit_test(simulator_reports_early_read_of_queued_gradient),
     };

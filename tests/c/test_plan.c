@@ -225,7 +225,7 @@ static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
     fc_param *params[4] = {&a, &b, &c, &d};
     fc_error err = {""};
     fc_gather_plan plan = {.valid = false};
-    fc_chunks_from(40);
+    fc_set_min_owned_chunk_bytes(40);
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CPU, &err), FC_OK);
     for (int round = 0; round < 2; round++) {
         fc_gather_plan_set_split(&plan, false);
@@ -260,7 +260,7 @@ static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
     const fct_device cuda = {.type = FCT_DEVICE_CUDA};
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, cuda, &err), FC_OK);
     assert_false(fc_gather_plan_can_split(&plan));
-    fc_chunks_from(SIM_NEVER_SPLIT);
+    fc_set_min_owned_chunk_bytes(SIM_NEVER_SPLIT);
     fc_gather_plan_fini(&plan);
     for (size_t i = 0; i < 4; i++) {
         fc_param_fini(params[i]);

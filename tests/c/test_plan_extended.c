@@ -47,9 +47,9 @@ static void extended_parameter_has_one_slot_per_input(void **state) {
     fc_param c = vector("c", 4, FCK_BFLOAT16);
     fc_param *params[3] = {&a, &b, &c};
     extend(&b, 5, FCK_UINT8);
-    fc_chunks_from(1);
+    fc_set_min_owned_chunk_bytes(1);
     fc_gather_plan plan = plan_of(params, 3);
-    fc_chunks_from(SIM_NEVER_SPLIT);
+    fc_set_min_owned_chunk_bytes(SIM_NEVER_SPLIT);
     assert_int_equal(plan.count, 4);
     assert_true(plan.extended);
     assert_int_equal(plan.dtype, FCK_UINT8);

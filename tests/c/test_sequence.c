@@ -4,7 +4,8 @@
 
 #include "negotiation_ranks.h"
 
-/* Issues a gather of `bytes` bytes. Returns 0, or -1 with the text in `raised`. */
+/* Compares and records a gather of `bytes` bytes, or of an unknown size if `bytes` is 0. Returns 0,
+ * or -1 with the text of the error in `raised`, which is empty after an interruption. */
 static int gather(shm_negotiation *n, const char *name, uint64_t bytes) {
     fct_op_tag tag = {.kind = FCT_OP_ALL_GATHER,
                       .label = {.unit = (uint64_t)name[0], .contents = bytes, .step = 3}};
@@ -38,7 +39,9 @@ static void repeat_equal_steps(void) {
     shm_negotiation *n = begin_over_gloo();
     train(n, 2);
     const int before = rounds;
-    require(before == 1 + 3 + 2); /* the first step, and the first contexts of two values */
+    /* The plan, the first step, and 'a' and 'b' of the second step. The contexts of these two,
+     * (b, c) and (c, a), are new. */
+    require(before == 1 + 3 + 2);
     train(n, 50);
     require(rounds == before);
     end(n);
@@ -113,8 +116,9 @@ static void ranks_compare_no_sizes_after_an_unknown_one(void **state) {
     run_negotiation(gather_an_unknown_size, 2);
 }
 
-/* Rank 0 does not wait for its first gather. Both ranks begin with the second gather. */
-static void begin_after_round_1(void) {
+/* The caller of rank 0 does not wait for its first gather, so rank 0 reads round 1 later. Both
+ * ranks begin to compare sizes at the second gather. */
+static void compare_after_round_1(void) {
     require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
     shm_negotiation *n = begin();
     (void)compare(n, 7, me.rank != 0);
@@ -123,9 +127,9 @@ static void begin_after_round_1(void) {
     end(n);
 }
 
-static void ranks_begin_with_the_same_collective(void **state) {
+static void ranks_begin_to_compare_at_the_same_collective(void **state) {
     (void)state;
-    run_negotiation(begin_after_round_1, 2);
+    run_negotiation(compare_after_round_1, 2);
 }
 
 /* ---- with a prediction ---- */
@@ -195,7 +199,7 @@ static void certain_departure_belongs_to_one_collective(void **state) {
 
 static void other_size_than_predicted_is_a_departure(void **state) {
     (void)state;
-    run_negotiation(depart_from_the_prediction, 1 + 1);
+    run_negotiation(depart_from_the_prediction, 2);
 }
 
 static void stop_the_group(void) {
@@ -224,10 +228,11 @@ static void first_difference_of_two_lists_is_described(void **state) {
     const op_entry a[] = {entry(FCT_OP_ALL_GATHER, "a"), entry(FCT_OP_ALL_GATHER, "b"),
                           entry(FCT_OP_ALL_GATHER, "c")};
     const op_entry b[] = {entry(FCT_OP_ALL_GATHER, "b"), {0}, entry(OP_AGREEMENT, "")};
-    const op_entry_list first = {0, 4, 3, a};
-    op_entry_list second = {2, 5, 2, b};
+    const op_entry_list first = {.rank = 0, .first = 4, .count = 3, .entries = a};
+    op_entry_list second = {.rank = 2, .first = 5, .count = 2, .entries = b};
     fct_difference difference;
-    op_entries_describe_difference(&first, &second, &difference); /* no label equals all */
+    /* An entry without a label equals every entry. */
+    op_entries_describe_difference(&first, &second, &difference);
     assert_string_equal(difference.text, "collective mismatch: ranks 0 and 2 issued collectives of "
                                          "different sizes");
     second.count = 3;
@@ -246,7 +251,7 @@ int main(void) {
         cmocka_unit_test(other_size_raises_on_all_ranks_before_it_is_issued),
         cmocka_unit_test(interrupted_exchange_belongs_to_one_collective),
         cmocka_unit_test(ranks_compare_no_sizes_after_an_unknown_one),
-        cmocka_unit_test(ranks_begin_with_the_same_collective),
+        cmocka_unit_test(ranks_begin_to_compare_at_the_same_collective),
         cmocka_unit_test(other_size_than_predicted_is_a_departure),
         cmocka_unit_test(certain_departure_belongs_to_one_collective),
         cmocka_unit_test(collectives_of_a_stopped_group_raise),

@@ -20,8 +20,9 @@ static struct {
     void (*run)(void);
 } injected;
 
-/* A store that is not seq_cst becomes visible to peers only at its owner's next seq_cst access, as
- * the memory model allows. */
+/* Before the action has run, a store that is not seq_cst becomes visible to peers only at its
+ * owner's next store, addition or futex call. Loads, also seq_cst ones, do not publish it, as the
+ * memory model allows. */
 typedef struct delayed_store {
     _Atomic uint32_t *word; /* NULL: none is delayed */
     uint32_t value;

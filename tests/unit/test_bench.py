@@ -70,6 +70,22 @@ def test_meter_measures_memory_faults_and_time_of_allocation() -> None:
         assert cost.faults > 0
 
 
+def test_memory_sampler_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    import meter
+
+    monkeypatch.setattr(meter, "_SAMPLER", "raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match="the sampler ended with exit code 3"):
+        meter.sample_memory_over_time(lambda: None)
+
+
+@pytest.mark.parametrize("option", [["--json", "out.json"], ["--json=out.json"]])
+def test_recorded_command_omits_the_json_option(option: list[str]) -> None:
+    import report
+
+    found = report.format_command("/x/steps.py", ["--size", "8", *option, "a b"])
+    assert found == 'python benchmarks/steps.py --size 8 "a b"'
+
+
 def test_pictures_script_draws_a_pair_of_bars_per_model(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     costs = {name: {"without": {"wall": wall}} for name, wall in (("torch", 20.0), ("fsdp_c", 5.0))}

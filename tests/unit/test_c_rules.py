@@ -149,7 +149,7 @@ GLOBALS = {
         "oldest": "ended intervals of all comm contexts, in the order of the process; GIL",
     },
     "core/plan.c": {
-        "owned_chunks_from": "for tests: size from which a parameter gets its own chunk",
+        "min_owned_chunk_bytes": "for tests: size from which a parameter gets its own chunk",
     },
     "core/recorder.c": {
         "records": "last collectives; a thread changes its own, a signal handler reads",
@@ -242,12 +242,22 @@ static const row zero = {0};
 constexpr int limit = 1;
 static int declared(int x);
 static row *pointer;
+static int (*hook)(const char *text);
+static int (*const fixed_hook)(void) = run;
+static int calls_back(int (*hook_of_caller)(void), int x);
+static int one = 1, *two, three[2];
+static std::map<int, int> map;
+bool operator==(row a, row b) { return a.field == b.field; }
+template <typename T = int> T convert(int x) { return x; }
+void empty(void) {}
 static struct { int a; } pair = { .a = 1 };
 namespace fct {
 thread_local std::vector<int> handles;
 class Work {
     int field_ = 0;
     static inline int members = 0;
+  private:
+    static int labelled;
     int count() { static long calls; return ++calls; }
 };
 } // namespace fct
@@ -262,16 +272,33 @@ int run(void) {
 """)
     assert c_sources.list_mutable_globals(source).keys() == {
         "pointer",
+        "hook",
+        "one",
+        "two",
+        "three",
+        "map",
         "pair",
         "handles",
         "members",
+        "labelled",
         "calls",
         "once",
     }
     assert [(f.name, f.lines) for f in c_sources.list_functions(source)] == [
+        ("operator", 1),
+        ("convert", 1),
         ("count", 1),
         ("run", 6),
     ]
+
+
+def test_list_exported_finds_functions_with_function_pointer_parameters(tmp_path: Path) -> None:
+    header = tmp_path / "sample.h"
+    header.write_text("void attach(void *object, void (*release)(void *));\nint value(void);\n")
+    assert c_sources.list_exported(header) == {
+        "attach": "void *object, void (*release)(void *)",
+        "value": "void",
+    }
 
 
 # ---- lengths -------------------------------------------------------------------------------------

@@ -266,7 +266,18 @@ def test_torchrun_option_in_a_process_of_torchrun_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         compare.main(["--nproc-per-node", "2", str(JOB)])
-    assert "--nproc-per-node is torchrun's here" in capsys.readouterr().err
+    assert "give --nproc-per-node to torchrun" in capsys.readouterr().err
+
+
+def test_rank_without_world_size_is_not_a_process_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    supervisors = compare_runs.Supervisors.connect(2)
+    assert supervisors.ranks == [0, 1]
+    variables = supervisors.environment(1)
+    assert [variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "1", "2"]
 
 
 def test_options_after_the_script_or_module_are_its_arguments() -> None:

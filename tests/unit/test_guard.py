@@ -77,7 +77,7 @@ def test_helpers_table_lists_all_torch_patch_functions() -> None:
 
 @pytest.mark.parametrize("name", HELPERS)
 @pytest.mark.parametrize("when", ["before forward", "between forward and backward"])
-def test_patch_helper_of_torch_records_the_calls_of_torch(name: str, when: str) -> None:
+def test_patch_helper_of_torch_records_the_same_calls_as_under_torch(name: str, when: str) -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         model = model_of(shard, mesh=mesh, mp_policy=MIXED)

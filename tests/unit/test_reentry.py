@@ -81,7 +81,7 @@ def test_lists_of_states_groups_and_params_are_copies(single_group: int) -> None
 def test_reset_iter_state_drops_reduced_gradients_of_all_groups_since_torch_2_15(
     single_group: int, drops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_c._runtime.state.REDUCES_AS_STORED", drops)
+    monkeypatch.setattr("fsdp_c._runtime.state.REDUCES_IN_PARAM_DTYPE", drops)
     model = make_sharded_model()
     loss_of(model).backward()
     assert all(param.grad is not None for param in model.parameters())

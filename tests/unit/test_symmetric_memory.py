@@ -125,7 +125,9 @@ def test_patched_method_of_symmetric_memory_is_called(
     assert called
 
 
-def test_comm_with_own_attribute_uses_fallback(fake_group: int, calls: list[str]) -> None:
+def test_comm_object_with_attribute_set_by_user_uses_fallback(
+    fake_group: int, calls: list[str]
+) -> None:
     model = build(fully_shard, init_device_mesh("cpu", (8,)))
     set_symmetric_memory(model)
     for group in param_groups_of(model):

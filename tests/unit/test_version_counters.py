@@ -58,7 +58,9 @@ def test_second_step_runs_one_python_function_of_fsdp_c(fake_group: int) -> None
     assert calls == ["lint_params.py:_before_step"] and versions(model) != before
 
 
-def test_step_on_shard_created_in_inference_mode_increments_other_shards(fake_group: int) -> None:
+def test_step_on_shard_created_in_inference_mode_increments_versions_of_others(
+    fake_group: int,
+) -> None:
     model = fsdp_c.fully_shard(nn.Linear(8, 8))
     with torch.inference_mode():
         model.weight._local_tensor = model.weight._local_tensor.clone()  # type: ignore[union-attr]

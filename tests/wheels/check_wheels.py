@@ -4,7 +4,8 @@
 PYTHON that has torch. The environment has that torch, but neither fsdp_c nor a compiler, and pip
 has no network. Each environment installs the wheel for its Python version, and runs
 ``python -m fsdp_c --check`` and ``short_parity.py``. The first environment of each Python version
-then installs in the other ways of ``WAYS``. They must install the same files.
+then installs in the other ways of ``WAYS``. They must install the same files. For ``-e``, Python
+must find the files.
 
 ``--no-ways`` omits these. ``--write`` stores the results of each environment in docs/wheels.json,
 and updates their table in docs/compatibility.md. They replace earlier results with the same

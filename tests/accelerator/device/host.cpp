@@ -1,5 +1,6 @@
 /* Checks CPU operators that use pinned memory. torch's profiler callbacks report these operators.
- * The host must have waited for the device operations that use the same memory. */
+ * The host must have waited for the device operations on the same block, whichever of its bytes
+ * they use. */
 #include "journal.h"
 #include "memory.h"
 

@@ -81,6 +81,7 @@ int launch(CUfunction function, CUstream stream, void **arguments) {
     const std::lock_guard<std::recursive_mutex> lock(sim::device().mutex);
     const bool own = kernel->name.rfind("fck_", 0) == 0;
     sim::Operation by;
+    /* on_launch declares the accesses of torch's operators; own kernels declare theirs below. */
     auto *const observer =
         std::exchange(sim::device().on_launch, own ? nullptr : sim::device().on_launch);
     const int error = sim::launch(sim::stream_of(stream), kernel->name.c_str(), &by);
@@ -109,8 +110,6 @@ CUcontext primary() {
 }
 
 } // namespace
-
-#undef cuLinkCreate
 
 extern "C" {
 

@@ -34,10 +34,10 @@ void *allocate(size_t bytes, Kind kind) {
         if (all.settings.stopped != 0) {
             return nullptr;
         }
-        const bool fails = all.settings.failing_mallocs > 0;
+        const bool fails = all.settings.malloc_failures_left > 0;
         if (fails || is_due(all.settings.fail_malloc)) {
-            all.settings.failing_mallocs =
-                (fails ? all.settings.failing_mallocs : all.settings.fail_mallocs) - 1;
+            all.settings.malloc_failures_left =
+                (fails ? all.settings.malloc_failures_left : all.settings.malloc_failures) - 1;
             count("malloc failed");
             return nullptr;
         }
@@ -125,8 +125,11 @@ void copy(const Operation &by, void *dst, const void *src, size_t bytes) {
         submit_copy(by, dst, src, bytes);
         return;
     }
-    const bool captured =
-        by.stream >= 0 && device().streams[static_cast<size_t>(by.stream)]->capture != nullptr;
+    bool captured = false;
+    if (by.stream >= 0) {
+        const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+        captured = device().streams[static_cast<size_t>(by.stream)]->capture != nullptr;
+    }
     if (!captured && dst != src && (!within || device().settings.copies != 0)) {
         std::memmove(dst, src, bytes);
     }

@@ -172,17 +172,17 @@ struct Settings {
      * depend on the moment of a query. */
     long incomplete = 0;
     long memory_mib = 81920;
-    long fail_malloc = 0;     /* the n-th cudaMalloc from now on fails */
-    long fail_mallocs = 1;    /* number of successive calls that fail, including the n-th */
-    long failing_mallocs = 0; /* state: calls that still have to fail after the n-th has failed */
-    long fail_nccl = 0;       /* the n-th collective from now on fails */
-    long nccl_error = 3;      /* ncclResult_t of that collective */
-    long nccl_async = 0;      /* ncclResult_t that ncclCommGetAsyncError writes */
-    long fail_launch = 0;     /* the n-th launch of a driver kernel from now on fails */
-    long fail_operator = 0;   /* the n-th launch through the runtime from now on fails */
-    long fail_device = 0;     /* the n-th launch of any kernel from now on stops the device */
-    long stopped = 0;         /* launches, records, waits, queries and cudaMalloc fail */
-    long hang_nccl = 0;       /* the n-th collective from now on ends only if it is aborted */
+    long fail_malloc = 0;          /* the n-th cudaMalloc from now on fails */
+    long malloc_failures = 1;      /* number of successive calls that fail, including the n-th */
+    long malloc_failures_left = 0; /* state: calls that still fail after the n-th has failed */
+    long fail_nccl = 0;            /* the n-th collective from now on fails */
+    long nccl_error = 3;           /* ncclResult_t of that collective */
+    long nccl_async = 0;           /* ncclResult_t that ncclCommGetAsyncError writes */
+    long fail_launch = 0;          /* the n-th launch of a driver kernel from now on fails */
+    long fail_operator = 0;        /* the n-th launch through the runtime from now on fails */
+    long fail_device = 0;          /* the n-th launch of any kernel from now on stops the device */
+    long stopped = 0;              /* launches, records, waits, queries and cudaMalloc fail */
+    long hang_nccl = 0;            /* the n-th collective from now on ends only if it is aborted */
     /* Operations are executed: by the device's thread, in an order that streams and events allow.
      * NCCL's communicators connect processes. Set before the first use of the device. */
     long execute = 0;

@@ -35,7 +35,7 @@ CASES = (
     # these call methods that torch has since 2.15
     "fsdp, kept storage",
     "fsdp, 4 microbatches, finalize_backward",
-    "hsdp, 4 microbatches, finalize_backward",
+    "hsdp, 4 microbatches, finalize_backward, checkpointing",
 )
 
 

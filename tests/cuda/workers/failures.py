@@ -19,8 +19,8 @@ import stub_runtime
 
 KINDS: dict[str, tuple[str, dict[str, int], int]] = {
     # kind: (the setting that makes the n-th call fail, further settings, step of n)
-    "cudaMalloc": ("fail_malloc", {"fail_mallocs": 1000000}, 1),
-    "cudaMalloc, retried": ("fail_malloc", {"fail_mallocs": 1}, 1),
+    "cudaMalloc": ("fail_malloc", {"malloc_failures": 1000000}, 1),
+    "cudaMalloc, retried": ("fail_malloc", {"malloc_failures": 1}, 1),
     "collective": ("fail_nccl", {"nccl_error": 3}, 1),
     "launch of fsdp_c": ("fail_launch", {}, 1),
     "launch of torch": ("fail_operator", {}, 9),
@@ -62,7 +62,7 @@ def sweep(
         device.set(**options, **{setting: n})
         outcome: dict[str, Any] = {"failed": outcome_of(training.step)}
         reached = device.armed(setting) == 0
-        device.set(**{setting: 0}, failing_mallocs=0)
+        device.set(**{setting: 0}, malloc_failures_left=0)
         training.model.zero_grad()
         outcome["next"] = outcome_of(training.step)
         outcome["unsharded"] = states_of(training.model)

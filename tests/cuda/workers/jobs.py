@@ -83,7 +83,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block without attention: the products, norms and sizes of the model."""
+    """A transformer block with the linear layers, norms and sizes of a model, without attention."""
 
     def __init__(self, size: Size, checkpoints: bool) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of one job. The defaults are those of ``fully_shard``."""
+    """Settings of one job. Except for ``mixed``, the defaults are those of ``fully_shard``."""
 
     hsdp: bool = False
     replicate: bool = False
@@ -196,7 +196,7 @@ JOBS: dict[str, Job] = {
 if hasattr(FSDPModule, "finalize_backward"):
     JOBS["fsdp, kept storage"] = Job(kept_storage=True)
     JOBS["fsdp, 4 microbatches, finalize_backward"] = Job(microbatches=4, finalize=True)
-    JOBS["hsdp, 4 microbatches, finalize_backward"] = Job(
+    JOBS["hsdp, 4 microbatches, finalize_backward, checkpointing"] = Job(
         hsdp=True, microbatches=4, finalize=True, checkpoints=True
     )
 
@@ -213,7 +213,10 @@ def _announce_splits() -> None:
 
 
 def join_group(**options: Any) -> None:
-    """Makes this process rank 0 of an NCCL group. The emulated ranks compare no models."""
+    """Makes this process rank 0 of an NCCL group.
+
+    Turns the guard off, because the emulated ranks cannot take part in its comparisons.
+    """
     os.environ["FSDP_C_GUARD"] = "off"
     torch.cuda.set_device(0)
     _announce_splits()

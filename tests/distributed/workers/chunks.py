@@ -119,7 +119,7 @@ def differences(rank: int, world: int) -> list[str]:
     for name, (options, train) in (SETTINGS | (FOUR_RANK_SETTINGS if world == 4 else {})).items():
         results = []
         for min_bytes in (NEVER, 1):
-            _C._testing.chunks_from(min_bytes)
+            _C._testing.set_min_owned_chunk_bytes(min_bytes)
             results.append(train(_model(**options())))
         packed, split = results
         if len(packed) != len(split) or not all(map(torch.equal, packed, split)):
@@ -142,7 +142,7 @@ class RecordOps(TorchDispatchMode):
 def train_with_special_rank(rank: int, world: int) -> list[bool]:
     """Returns whether bits stay equal if rank 0 has a dispatch mode, a profiler, no kernels or
     patches."""
-    _C._testing.chunks_from(1)
+    _C._testing.set_min_owned_chunk_bytes(1)
     plain = _train(_model())
     equal = []
     for setting in ("dispatch mode", "profiles", "without kernels", "patched"):
@@ -173,7 +173,7 @@ def unshard_inside_a_gather(rank: int, world: int) -> bool:
     the unit's gather."""
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 
-    _C._testing.chunks_from(1)
+    _C._testing.set_min_owned_chunk_bytes(1)
     unit, other = _model()[0], _model(seed=1)[0]
     expected = [p.full_tensor() for p in unit.parameters()]
     gather = torch_param_group.foreach_all_gather

@@ -295,7 +295,10 @@ def hooks_called_directly(api: Api) -> list[Any]:
 
 @scenario()
 def hooks_of_state_dicts(api: Api) -> list[Any]:
-    """Records modules and names of the state-dict hooks that FSDP2 registers."""
+    """Records type, ``__module__`` and ``__qualname__`` of state-dict and backward hooks.
+
+    Records them before and after the first forward.
+    """
     model = shard(api, blocks_and_head(1))
     names = (
         "_state_dict_hooks",
@@ -323,7 +326,7 @@ def hooks_of_state_dicts(api: Api) -> list[Any]:
 
 @scenario()
 def memory_tracker(api: Api) -> list[Any]:
-    """``FSDPMemTracker`` replaces hooks and methods of groups, and restores torch's."""
+    """``FSDPMemTracker`` replaces module hooks and group methods, and restores the originals."""
     model = shard(api, blocks_and_head())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = FSDPMemTracker(model, optimizer)

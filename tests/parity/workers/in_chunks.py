@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from fsdp_c import _C, fully_shard
 
-_C._testing.chunks_from(1)
+_C._testing.set_min_owned_chunk_bytes(1)
 
 __all__ = ["fully_shard"]
