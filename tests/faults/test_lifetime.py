@@ -31,17 +31,19 @@ def test_fifty_steps_leak_no_objects_or_memory() -> None:
 
 
 @functools.cache
-def slopes() -> dict[str, dict[str, float]]:
+def slopes(implementation: str = "fsdp_c") -> dict[str, dict[str, float]]:
     """Returns the slopes of 40 repetitions. ``workers/resource_slopes.py`` has up to 2,000."""
-    return resource_slopes.find_slopes("fsdp_c", dict.fromkeys(resource_slopes.JOBS, 40))
+    return resource_slopes.find_slopes(implementation, dict.fromkeys(resource_slopes.JOBS, 40))
 
 
 @pytest.mark.parametrize("job", resource_slopes.JOBS)
 def test_repeated_job_keeps_the_number_of_objects_threads_files_and_mappings(job: str) -> None:
     print(slopes()[job])
     assert slopes()[job]["tensors"] == 0
-    # torch keeps one object of each process group. Single new objects of caches are no leak.
-    assert slopes()[job]["objects"] < (1.5 if job == "process groups" else 0.5)
+    # Single new objects of caches are no leak. torch keeps one object of each process group, and
+    # torch 2.11 keeps objects of each step.
+    objects = slopes()[job]["objects"]
+    assert objects < 0.5 or objects < slopes("torch")[job]["objects"] + 0.5
     assert max(slopes()[job][key] for key in ("threads", "files", "mappings")) < 0.5
 
 

@@ -100,6 +100,7 @@ def train_many_parameters(driver: ctypes.CDLL) -> tuple[int, torch.Tensor]:
     return driver.take_launches(), grad.to_local()
 
 
+@pytest.mark.torch("2.13")  # the fake group of older releases does not write reduced tensors
 def test_kernels_without_large_arguments_launch_in_parts(
     fake_group: int, jit_driver: ctypes.CDLL
 ) -> None:
