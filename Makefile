@@ -276,13 +276,14 @@ test-release: $(RELEASES_DIR)/torch-$(RELEASE)/.fsdp_c-env
 	{ $(RELEASE_VENV)/bin/python setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }; } && \
 	$(RELEASE_VENV)/bin/python -m pytest $(PYTEST_ARGS) --junitxml=build/tests.xml $(RELEASE_TESTS)
 
-# Builds the simulated CUDA device for the torch of CUDA_PYTHON, and fsdp_c for that torch, then runs tests/cuda.
+# Builds the simulated CUDA device for the torch of CUDA_PYTHON, and fsdp_c for that torch, then runs tests/cuda with the
+# options CUDA_ARGS.
 cuda-sim: build
 	@built=$$($(CUDA_PYTHON) tests/cuda/workers/stub_build.py); echo "$$built"; \
 	if [[ "$$built" == *skipped* ]]; then exit 0; fi; \
 	FSDP_C_NO_CUDA=1 $(CUDA_PYTHON) setup.py build --build-lib build/cuda-sim/package > build/log-cuda.txt 2>&1 \
 		|| { cat build/log-cuda.txt; exit 1; }; \
-	FSDP_C_CUDA_PYTHON=$(CUDA_PYTHON) $(PY) -m pytest tests/cuda
+	FSDP_C_CUDA_PYTHON=$(CUDA_PYTHON) $(PY) -m pytest $(CUDA_ARGS) tests/cuda
 
 # ---- style ------------------------------------------------------------------------------------------------
 
