@@ -1,4 +1,4 @@
-"""Host time of the guard: labels of collectives and agreements, per unit and operation.
+"""Host time of the guard per unit and operation: it labels collectives and compares the labels.
 
 Method. Two ranks, over shared memory and over gloo. For each transport three models take turns in
 every round. The guard (``FSDP_C_GUARD``) is on for one of them, and off for the other two. The last
@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace, transport: str) -> dict[str, float]:
 
 
 def take_turns(modes: Sequence[str], rounds: int) -> Iterator[str]:
-    """Yields the three modes once per round. Each mode follows each other mode equally often."""
+    """Yields the three modes once per round. Six successive rounds have the six possible orders."""
     for index in range(rounds):
         for position in range(len(modes)):
             yield modes[(index + position * (1 + index % 2)) % len(modes)]

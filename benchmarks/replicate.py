@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--optimizer", action="store_true", help="include AdamW's step")
-    parser.add_argument("--json", help="write the step times to this file as well")
+    parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     if ONE_PROCESS in os.environ:
         report_host_time(options)

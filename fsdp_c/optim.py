@@ -181,7 +181,10 @@ class _Acceleration:
     def _restore_state(self, optimizer: Optimizer) -> None:
         vars(optimizer).pop("_init_group", None)
         for local, param in self._sgd_params:  # SGD stores momentum under the tensors in its list
-            buffer = optimizer.state.pop(local, {}).get("momentum_buffer")
+            stored = optimizer.state.pop(local, None)
+            if stored is None:  # the step failed before torch stored the momentum
+                continue
+            buffer = stored.get("momentum_buffer")
             state = optimizer.state[param]
             momentum = state.get("momentum_buffer")
             if (

@@ -59,7 +59,7 @@ def trace(model: nn.Module) -> Iterator[StepTrace]:
     with profile(activities=_choose_activities(devices)) as profiler:
         if is_distributed:
             dist.barrier()
-        with record_function(trace_spans.BLOCK):
+        with record_function(trace_spans.TRACE_RANGE):
             try:
                 yield result
             except BaseException:

@@ -50,8 +50,9 @@ thread_local RunningNode *running_node = nullptr;
     fct::throw_python_error();
 }
 
-/* A node that calls the hook and returns its gradients unchanged. Undefined gradients become zeros,
- * like in torch.autograd.Function. */
+/* A node that calls the hook and passes its gradients through. The hook may replace them with
+ * fct_autograd_node_set_grad. Undefined gradients become zeros first, like in
+ * torch.autograd.Function. */
 struct PostBackwardNode final : autograd::Node {
     explicit PostBackwardNode(const fct_hook &h) : hook(h) {}
 

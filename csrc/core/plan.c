@@ -98,8 +98,8 @@ static bool is_real(fct_dtype dtype) {
            dtype == FCK_BFLOAT16;
 }
 
-/* Returns true if a split plan gives the parameter its own chunk: the parameter has one block per
- * rank, and every transport can sum its dtype. */
+/* Returns true if a split plan gives the parameter its own chunk: the parameter is large, all
+ * dimensions before the sharded one have size 1, and every transport can sum its dtype. */
 static bool can_own_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
     return world > 1 && layout->outer == 1 && layout->padded_numel > 0 && is_real(dtype) &&
            layout->padded_numel * world >= min_owned_chunk_bytes / fc_dtype_size(dtype);

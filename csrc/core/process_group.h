@@ -36,8 +36,8 @@ FC_CHECK fc_status fc_process_group_open(fc_process_group *pg);
 /* Registers `more` collectives that may be in flight in addition to one per parameter group. */
 FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more);
 
-/* Sets the hash of the plan, and the root. The next collective compares the plan and numbers the
- * root. */
+/* Sets the hash of the plan, and the root. The next call of fc_process_group_compare_plan numbers
+ * the root and compares the plan; the caller makes it before a collective. */
 void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan, uint64_t root);
 
 /* Numbers the root over this process group, unless that was done. All ranks must number their roots

@@ -133,8 +133,8 @@ def load_extension() -> None:
     """Loads the extension for this torch release as ``fsdp_c._C``.
 
     Raises:
-        ImportError: No extension fits, or it does not load. The message has both releases and the
-            build command.
+        ImportError: No extension fits, or it does not load. The message has the reason and the
+            command that builds a fitting extension.
     """
     builds = read_builds()
     mismatch = find_mismatch(builds)

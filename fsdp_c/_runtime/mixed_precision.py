@@ -40,9 +40,9 @@ else:
                 If the function returns ``None`` or ``param_dtype``, the parameter computes in
                 ``param_dtype``. If it returns the parameter's own dtype, there is no cast. Example:
                 ``lambda param: torch.float32 if param.ndim == 1 else None``. The results must be
-                equal on all ranks. Forward inputs are always cast to ``param_dtype``. A unit still
-                uses one gather, and one reduction in ``reduce_dtype`` or in the widest dtype of the
-                gradients.
+                equal on all ranks. The function does not affect forward inputs, which
+                ``cast_forward_inputs`` casts to ``param_dtype``. A unit still uses one gather, and
+                one reduction in ``reduce_dtype`` or in the widest dtype of the gradients.
         """
 
         param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = (
@@ -135,9 +135,10 @@ def get_reduce_dtype(
 
 
 APPLIED_REDUCE_DTYPE: Any = vars(_C.Param)["reduce_dtype"]
-"""Descriptor of the dtype in which the core reduces a parameter's gradient. None: the gradient's.
+"""The descriptor ``reduce_dtype`` of the C class: the dtype in which the core reduces a gradient.
 
-Since torch 2.15 the attribute ``reduce_dtype`` is that of the policy, which may be None.
+None stands for the gradient's own dtype. Since torch 2.15 ``Param`` hides the descriptor behind a
+property that returns the policy's ``reduce_dtype``.
 """
 
 
@@ -153,7 +154,7 @@ def get_widest_stored_dtype(params: Iterable[Any]) -> torch.dtype | None:
 
 
 class CastingParam:
-    """Proxy of a parameter that casts its reduced gradient to the parameter's dtype.
+    """Proxy of a parameter that casts its reduced gradient to ``sharded_grad_dtype``, unless None.
 
     torch's ``foreach_reduce`` gets proxies for a group with several dtypes. All other attributes
     are those of the parameter.

@@ -26,7 +26,7 @@ LANES = (HOST, COMPUTE, GATHER, REDUCE)
 
 WAITS = {GATHER: GATHER_WAIT, REDUCE: REDUCE_WAIT}
 ROOT = "(root)"
-BLOCK = "fsdp_c.trace"
+TRACE_RANGE = "fsdp_c.trace"
 """The name of the range enclosing the traced steps."""
 
 
@@ -68,9 +68,9 @@ class Span(NamedTuple):
 
 
 def make_spans(events: Iterable[Event]) -> list[Span]:
-    """Returns the spans of one rank inside the range ``BLOCK``; empty if there is none."""
+    """Returns the spans of one rank inside the range ``TRACE_RANGE``; empty if there is none."""
     events = sorted(events, key=lambda event: (event.begin, -event.end))
-    block = next((event for event in events if event.name == BLOCK), None)
+    block = next((event for event in events if event.name == TRACE_RANGE), None)
     if block is None:
         return []
     ranges = [r for r in map(_parse_range, events) if r is not None]
@@ -192,7 +192,9 @@ class _UnitStack:
 # ---- collectives ---------------------------------------------------------------------------------
 
 
-_HOST_RANGE = re.compile(r"FSDP::|Optimizer\.|ProfilerStep|##|c10d::|\w+:(?!:)|" + re.escape(BLOCK))
+_HOST_RANGE = re.compile(
+    r"FSDP::|Optimizer\.|ProfilerStep|##|c10d::|\w+:(?!:)|" + re.escape(TRACE_RANGE)
+)
 """Matches the names of host ranges that the profiler repeats among a device's events."""
 
 

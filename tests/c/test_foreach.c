@@ -114,8 +114,11 @@ static void pack_into_byte_row_copies_shards_without_cast_in_one_operation(void 
     fixture f;
     fct_tensor *floats = NULL;
     fct_tensor *halves = NULL;
+    fct_tensor *bytes = NULL;
     const int64_t one[1] = {1};
     const int64_t two[1] = {2};
+    const int64_t four[1] = {4};
+    const double twenty[4] = {0, 0, 0xa0, 0x41}; /* 20.0f, little-endian */
     begin(&f);
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
     add_param(&f, 2, 1, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
@@ -128,15 +131,19 @@ static void pack_into_byte_row_copies_shards_without_cast_in_one_operation(void 
     expect_launches("fct_tensor_cast fct_foreach_copy");
     assert_int_equal(fct_tensor_alias_as(buffer, FCK_FLOAT32, 1, two, one, 0, &floats), 0);
     assert_int_equal(fct_tensor_alias_as(buffer, FCK_BFLOAT16, 1, one, one, 4, &halves), 0);
+    assert_int_equal(fct_tensor_alias_as(buffer, FCK_UINT8, 1, four, one, 10, &bytes), 0);
     sim_tensor_expect(floats, (const double[2]){1, 2}, "the floats");
     sim_tensor_expect(halves, (const double[1]){10}, "the half");
+    sim_tensor_expect(bytes, twenty, "the cast float");
     fct_tensor_release(floats);
     fct_tensor_release(halves);
+    fct_tensor_release(bytes);
     fct_tensor_release(buffer);
     end(&f);
 }
 
-static void pack_on_one_rank_writes_flat_tensors_directly(void **state) {
+/* The caller passes no buffer for a group of one rank. */
+static void pack_without_buffer_writes_flat_tensors_directly(void **state) {
     (void)state;
     fixture f;
     fct_facts facts;
@@ -355,7 +362,7 @@ int main(void) {
         cmocka_unit_test(pack_of_one_dtype_is_one_operation),
         cmocka_unit_test(pack_with_casts_is_one_operation_per_dtype_pair),
         cmocka_unit_test(pack_into_byte_row_copies_shards_without_cast_in_one_operation),
-        cmocka_unit_test(pack_on_one_rank_writes_flat_tensors_directly),
+        cmocka_unit_test(pack_without_buffer_writes_flat_tensors_directly),
         cmocka_unit_test(unpack_of_dim_0_shards_is_one_split),
         cmocka_unit_test(unpack_copies_dim_1_shards_directly_with_one_other_parameter),
         cmocka_unit_test(unpack_uses_temporary_for_dim_1_shards_with_several_parameters),

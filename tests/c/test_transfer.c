@@ -136,7 +136,8 @@ static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
     }
 }
 
-/* On CUDA the vector starts at 16 bytes, and the kernel fills the gap before it. */
+/* On CUDA the slot of a parameter starts at a multiple of 16 bytes. In the row of each rank the
+ * kernel fills the gap between `odd` and `even`. */
 static void pack_gradients_fills_gaps_with_zeros(void **state) {
     (void)state;
     fixture f;

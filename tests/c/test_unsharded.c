@@ -1,5 +1,5 @@
-/* Unsharded parameters without their group: memory, parameter objects over it, and
- * requires_grad. */
+/* Unsharded parameters of a group: memory, parameter objects over it, and requires_grad. The tests
+ * call core/unsharded.h directly, without steps of the group. */
 #include "core/unsharded.h"
 
 #include <string.h>

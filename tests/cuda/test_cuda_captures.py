@@ -29,8 +29,9 @@ def test_graphs_hold_at_most_the_memory_of_torchs_graphs(cases: dict[str, Any]) 
 
 
 UNITS = ("roots", "roots, hsdp", "computations, never resharded")
+"""Cases of ``workers/unit_captures.py``, which describes them."""
 KEPT = ("computations", "computations, hsdp")
-"""Cases with ``set_keep_unsharded_storage``, which torch has since 2.15."""
+"""Further cases, with ``set_keep_unsharded_storage``, which torch has since 2.15."""
 
 
 def test_single_units_are_captured_as_under_torch(run_worker: Any) -> None:

@@ -1,4 +1,7 @@
-"""Ranks that diverge raise on every rank, and name both sides. Legitimate programs do not raise."""
+"""Ranks that diverge raise on every rank, and name both sides. Legitimate programs do not raise.
+
+A rank departs when it is about to issue another collective than its sequence predicts.
+"""
 
 from __future__ import annotations
 

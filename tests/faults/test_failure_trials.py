@@ -8,7 +8,7 @@ from failure_trials import Options
 
 TRIALS = 2
 SLACK = 3.0
-"""Seconds that the time limits are longer, because other tests use the processors."""
+"""Seconds that are added to each time limit, because other tests use the processors."""
 
 
 @pytest.mark.parametrize("transport", failure_trials.TRANSPORTS)

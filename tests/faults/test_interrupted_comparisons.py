@@ -1,4 +1,7 @@
-"""An exception interrupts a rank over gloo while the ranks compare their collectives."""
+"""An exception interrupts a rank over gloo while the ranks compare their collectives.
+
+A rank departs when it is about to issue another collective than its sequence predicts.
+"""
 
 from __future__ import annotations
 

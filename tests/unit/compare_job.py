@@ -120,8 +120,10 @@ class Samples(torch.utils.data.Dataset):
 
 
 def case_loader_workers_and_endless_thread() -> None:
-    """Runs loader workers and an endless thread. A ``finally`` block replaces the exception that
-    ends the script."""
+    """Runs loader workers and an endless thread.
+
+    ``compare`` ends the script with an exception, which a ``finally`` block replaces.
+    """
     threading.Thread(target=time.sleep, args=(1000,)).start()
     loader = torch.utils.data.DataLoader(Samples(), batch_size=2, num_workers=2)
     Path(sys.argv[2], f"pid-{RANK}-{UNDER_FSDP_C}").write_text(str(os.getpid()))

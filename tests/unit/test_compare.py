@@ -176,7 +176,7 @@ def test_exception_under_torch_exits_2_with_traceback_of_first_rank() -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_exception_under_fsdp_c_only_exits_3() -> None:
+def test_exception_only_under_fsdp_c_exits_with_status_3() -> None:
     completed = run("raises_under_fsdp_c")
     assert completed.returncode == 3
     assert "rank 0: " in completed.stdout and "ValueError: raised by the script" in completed.stdout

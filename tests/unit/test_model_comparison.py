@@ -49,7 +49,7 @@ def run_ranks(
 
 
 @pytest.mark.parametrize("late", range(3))
-def test_equal_plans_give_the_result_equal_on_all_ranks(late: int) -> None:
+def test_equal_plans_are_reported_as_equal_on_all_ranks(late: int) -> None:
     assert run_ranks(["a1"] * 3, delays={late: 0.1}) == [EQUAL] * 3
 
 

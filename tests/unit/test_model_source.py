@@ -117,7 +117,7 @@ def test_configuration_without_transformers_names_the_missing_library(
     assert "hf: needs transformers: pip install transformers" in capsys.readouterr().err
 
 
-def test_model_without_transformers_prefix_is_imported() -> None:
+def test_model_without_hf_prefix_is_imported() -> None:
     assert isinstance(make_model("torch.nn:Identity"), torch.nn.Identity)
     with pytest.raises(ValueError, match=r"the model is package\.module:name, or hf:path"):
         make_model("torch.nn.Identity")

@@ -508,16 +508,19 @@ def test_step_hooks_observe_same_optimizer_as_in_torch(kind: str) -> None:
     assert is_equal(*results)
 
 
-def test_state_dict_after_failed_accelerated_step_equals_torch() -> None:
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("kind", ["SGD momentum", "SGD nesterov foreach"])
+def test_state_dict_after_failed_accelerated_step_equals_torch(kind: str, steps: int) -> None:
     results = []
     for accelerated in (False, True):
         params = make_params()
-        optimizer = KINDS["SGD momentum"](params)
+        optimizer = KINDS[kind](params)
         if accelerated:
             optim.accelerate(optimizer)
-        train(optimizer, params)
+        if steps > 0:
+            train(optimizer, params)
         optimizer.param_groups[0]["lr"] = "no number"
         with pytest.raises(TypeError):
             train(optimizer, params)
-        results.append(optimizer.state_dict()["param_groups"])
+        results.append(copy.deepcopy(optimizer.state_dict()))
     assert is_equal(*results)

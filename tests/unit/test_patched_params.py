@@ -102,8 +102,9 @@ def test_param_method_patched_on_the_class_is_called_as_in_torch(name: str, when
 
     (torch_result, expected), (result, grads) = map(scenario, IMPLEMENTATIONS)
     if name == "all_gather_inputs" or (name == "unsharded_grad_data" and not releases.has("2.15")):
-        # torch reads neither property for cast shards and accumulated gradients (before 2.15).
-        assert result == {} and (torch_result == {} or releases.has("2.15"))
+        # torch does not read all_gather_inputs of cast shards, nor, before 2.15,
+        # unsharded_grad_data of accumulated gradients.
+        assert result == torch_result == {}
     else:
         assert result == torch_result and result[name] > 0
     assert all(map(torch.equal, grads, expected))
@@ -314,7 +315,7 @@ def keep_packed_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, param, *args)
         if isinstance(param, Packed):
             local = Packed(self.sharded_param._local_tensor, param.scale)
-            # Not nn.Parameter(local): it would lose the class.
+            # Not nn.Parameter(...) as in torch: its detach() would lose the class of ``local``.
             self.sharded_param = self.to_sharded_dtensor(local)
             self._setattr_on_modules(self.sharded_param)
 
@@ -393,8 +394,9 @@ def test_patch_without_effect_logs_one_warning(
 
 @pytest.mark.parametrize("name", [*METHODS, "to_sharded_post_forward", "reset_sharded_param"])
 def test_patches_that_take_effect_log_no_warning(
-    name: str, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(guard, "_warned_names", set())
     with replaced(name, lambda original: lambda param, *args: original(param, *args)):
         train(model_of(fsdp_c.fully_shard))
     assert [r.getMessage() for r in caplog.records if "FSDPParam" in r.getMessage()] == []

@@ -204,7 +204,7 @@ def test_gather_of_embedding_in_backward_is_not_needed() -> None:
         lambda: fsdp_c.auto_shard(Embedded()),
     ],
 )
-def test_units_without_a_spare_gather_get_no_advice_about_embeddings(make: Any) -> None:
+def test_units_without_a_needless_gather_get_no_advice_about_embeddings(make: Any) -> None:
     model = make()
     batch = BATCH if isinstance(model, Chain) else TOKENS
     assert not has_advice(explain(model, batch), "set_unshard_in_backward")

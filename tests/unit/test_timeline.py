@@ -17,7 +17,16 @@ import fsdp_c
 from fsdp_c import _C
 from fsdp_c._tools import timeline, trace_spans
 from fsdp_c._tools.timeline import StepTrace
-from fsdp_c._tools.trace_spans import BLOCK, COMPUTE, GATHER, HOST, REDUCE, Event, Span, make_spans
+from fsdp_c._tools.trace_spans import (
+    COMPUTE,
+    GATHER,
+    HOST,
+    REDUCE,
+    TRACE_RANGE,
+    Event,
+    Span,
+    make_spans,
+)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -34,7 +43,7 @@ def spans_in_lane(all_spans: list[Span], lane: str) -> list[tuple[str, str, int,
 # ---- spans of profiler events --------------------------------------------------------------------
 
 STEP_ON_CPU = [
-    Event(BLOCK, 0, 1000),
+    Event(TRACE_RANGE, 0, 1000),
     Event("FSDP::pre_forward (a)", 100, 200),
     Event("FSDP::all_gather (a)", 101, 120),
     Event("c10d::_allgather_base_", 105, 115, id=7),
@@ -80,7 +89,7 @@ def test_spans_of_cpu_step_cover_it_without_gaps() -> None:
 def test_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
     """On CPU torch's FSDP2 waits for a collective in the hook that issues it."""
     events = [
-        Event(BLOCK, 0, 1000),
+        Event(TRACE_RANGE, 0, 1000),
         Event("FSDP::all_gather (a)", 100, 200),
         Event("c10d::_allgather_base_", 110, 120),
         Event("gloo:all_gather", 125, 190, is_async=True),

@@ -1,7 +1,8 @@
 """Words and sentences of sources and documents: field terms, named subjects, short sentences.
 
-Checked are comments, docstrings, Markdown outside of code, file names, and names that Python and C
-sources define. A word of the tables below is not used any more; its value is the field's term.
+Checked are comments, docstrings, Markdown outside of code, file names, names that Python sources
+define, and identifiers of C sources. A word of the tables below is not used any more; its value is
+the field's term.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ FOLDERS = (".ci", "benchmarks", "build_support", "csrc", "docs", "examples", "te
 FOLDERS += ("fsdp_c", "fsdp_c_autoload")
 C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 HASH_COMMENTS = {".sh", ".toml", ".yaml", ".yml"}
+NAMES_WITH_COMMENTS = {"CMakeLists.txt", "Makefile", "run"}
 MAX_WORDS = 32
 """Words of a sentence that is not counted as long."""
 
@@ -119,14 +121,14 @@ class Finding(NamedTuple):
 def source_files() -> list[Path]:
     """Returns all files with names, comments or prose, without build products."""
     suffixes = {".py", ".pyi", ".md", *C_SUFFIXES, *HASH_COMMENTS}
-    found = [path for path in ROOT.iterdir() if path.suffix in suffixes or path.name == "Makefile"]
+    found = [path for path in ROOT.iterdir() if has_text(path, suffixes)]
     for folder in FOLDERS:
         found += [path for path in (ROOT / folder).rglob("*") if has_text(path, suffixes)]
     return sorted(found)
 
 
 def has_text(path: Path, suffixes: set[str]) -> bool:
-    return path.is_file() and (path.suffix in suffixes or path.name in ("Makefile", "run"))
+    return path.is_file() and (path.suffix in suffixes or path.name in NAMES_WITH_COMMENTS)
 
 
 def relative(path: Path) -> str:
@@ -136,6 +138,7 @@ def relative(path: Path) -> str:
 # ---- prose ---------------------------------------------------------------------------------------
 
 C_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|/\*.*?\*/|//[^\n]*', re.S)
+HASH_COMMENT = re.compile(r"(?P<code>|.*?\s)# ?(?P<comment>[^\s!].*)")
 FENCE = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$", re.M | re.S)
 CODE_SPAN = re.compile(r"(`+)(?:(?!\1).)+\1", re.S)
 LINK_TARGET = re.compile(r"\]\([^)]*\)")
@@ -157,8 +160,7 @@ def prose_of(path: Path) -> Iterator[Prose]:
     elif path.suffix in C_SUFFIXES:
         yield from c_comments(text)
     else:
-        lines = enumerate(text.split("\n"), 1)
-        yield from join_lines((n, line[2:]) for n, line in lines if re.match(r"# ?[^\s!]", line))
+        yield from hash_comments(text)
 
 
 def join_lines(lines: Iterable[tuple[int, str]]) -> Iterator[Prose]:
@@ -183,6 +185,21 @@ def python_comments(text: str) -> Iterator[Prose]:
     for token in comments:
         if token not in own_lines:
             yield Prose(token.start[0], token.string.lstrip("#: "))
+
+
+def hash_comments(text: str) -> Iterator[Prose]:
+    """Yields the comments of a shell script, Makefile, CMake, TOML or YAML file.
+
+    Lines that are indented within a comment are rows of a table, and are left out.
+    """
+    own_lines = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if match := HASH_COMMENT.match(line):
+            if match["code"].strip():
+                yield Prose(number, match["comment"])
+            else:
+                own_lines.append((number, match["comment"]))
+    yield from join_lines(own_lines)
 
 
 def docstrings(tree: ast.AST) -> Iterator[Prose]:
@@ -257,7 +274,7 @@ WORD_OF_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def names_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line, name) for the file and for the names that it defines."""
+    """Yields (line, name) for the file, names that a Python file defines, and C identifiers."""
     yield 0, path.stem
     text = path.read_text()
     if path.suffix in (".py", ".pyi"):
@@ -372,6 +389,12 @@ C = """
 static fc_host *host; // the suspicions
 int fcpy_admit(int boardings, const char *text) { return text == "office /* bell */"; }
 """
+SHELL = """#!/bin/bell
+# The letter is
+# torn.
+    # Whoever waits
+run "$#" "a#stash" # ours
+"""
 MARKDOWN = """
 # The crowd
 
@@ -414,6 +437,17 @@ def test_old_words_in_c_are_found(tmp_path: Path) -> None:
     assert words == [(2, "board"), (4, "suspicions")]
     openings = [finding.text for finding in breaks([path], "unnamed subject")]
     assert openings == ["What a rank reads is the board."]
+
+
+@pytest.mark.parametrize("name", ["x.sh", "x.toml", "x.yml", "Makefile", "CMakeLists.txt"])
+def test_old_words_in_hash_comments_are_found(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(SHELL)
+    assert has_text(path, HASH_COMMENTS)
+    words = [(finding.line, finding.word) for finding in old_words([path])]
+    assert sorted(words) == [(2, "torn"), (2, "whoever"), (5, "ours")]
+    openings = [finding.text for finding in breaks([path], "unnamed subject")]
+    assert openings == ["Whoever waits"]
 
 
 def test_old_words_in_markdown_are_found_outside_of_code(tmp_path: Path) -> None:

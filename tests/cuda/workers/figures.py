@@ -38,7 +38,7 @@ def measure(implementation: str, name: str, size: str, blocks: int, steps: int) 
     import stub_runtime
 
     device = stub_runtime.start()
-    device.set(copies=0)
+    device.set(copies=0)  # copies within the device move no data; they are still counted
     import jobs
     import torch
 

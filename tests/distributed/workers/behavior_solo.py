@@ -1,4 +1,4 @@
-"""Scenarios on one rank, compared with an unsharded model."""
+"""Scenarios on one rank. Some also return the results of an unsharded model."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def evaluation_on_one_rank(api: Api) -> dict[str, list[float]]:
 
 @solo()
 def inference_mode_on_one_rank(api: Api) -> dict[str, Any]:
-    """Evaluates first, then trains and evaluates again."""
+    """Evaluates and trains, twice. Also trains an unsharded model without evaluations."""
     model = shard(api, blocks_and_head(), reshard_after_forward=True)
     results: dict[str, Any] = {}
     for when in ("at first", "after training"):

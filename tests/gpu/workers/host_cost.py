@@ -1,8 +1,8 @@
 """Measures the host time per unit and step with benchmarks/host.py, by two clocks.
 
-The first clock is the CPU time of the process. The second is wall time that starts with an idle
-device, which is the delay of a step while the queue is empty. Both exclude the unsharded model's
-time.
+The first clock is CPU time: of the process on CUDA, of the thread on the CPU. The second clock is
+wall time. On CUDA each step begins with an idle device, so this is the time in which the host
+issues a step while the device's queue is empty. Both exclude the unsharded model's time.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ FEATURES: dict[str, Callable[[Setting], bool]] = {
     ),
     "tensor_parallel": lambda s: has_tensor_dim(s.mesh),
     "dp_mesh_dims": lambda s: is_spmd(s.mesh),
-    "reshard_int": lambda s: isinstance(s.reshard, str),
+    "reshard_int": lambda s: isinstance(s.reshard, str),  # such as "2", which stands for an integer
     "shard_placement": lambda s: s.placement in ("last", "mixed"),
     "param_meshes": lambda s: s.placement == "experts",
     "cpu_offload": lambda s: s.offload,
