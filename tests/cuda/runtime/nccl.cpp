@@ -278,7 +278,11 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     return ncclSuccess;
 }
 
+/* As in NCCL, a null communicator is no error. torch 2.14 may abort twice. */
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    if (comm == nullptr) {
+        return ncclSuccess;
+    }
     if (comm->peers != nullptr) {
         comm->peers->aborted = true;
     }
@@ -294,7 +298,9 @@ ncclResult_t ncclCommFinalize(ncclComm_t) {
 
 /* Work that is queued keeps the connection to the peers. */
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
-    comm->peers.reset();
+    if (comm != nullptr) {
+        comm->peers.reset();
+    }
     return ncclSuccess;
 }
 

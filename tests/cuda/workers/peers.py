@@ -33,7 +33,7 @@ def differ(rank: int, world: int) -> None:
 
 
 def main(case: str, rank: int, world: int, file: str) -> dict[str, Any]:
-    os.environ.update(watchdog.CLEAN_UP, TORCH_NCCL_DUMP_ON_TIMEOUT="0")
+    os.environ.update(watchdog.CLEAN_UP | watchdog.NO_DUMP)
     device = data.join(rank, world, file)
     import data_jobs
 

@@ -24,6 +24,8 @@ REMOTE_ERROR = 6
 TIMEOUT = datetime.timedelta(seconds=2)
 CLEAN_UP = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 """The watchdog aborts the communicators, and the process continues."""
+NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+"""The watchdog of torch 2.14 waits for a dump also if there is none, by default for 60 s."""
 BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """``wait()`` of a collective raises after the time-out. Before torch 2.15, FSDP2's collectives have
 no ``wait()``, and the process waits for the device."""
@@ -55,7 +57,7 @@ def main(implementation: str, case: str) -> dict[str, Any]:
     release = tuple(int(number) for number in version("torch").split(".")[:2])
     if environment is BLOCKING and release < (2, 15):
         return {"skipped": f"torch {version('torch')} does not wait in FSDP2's collectives"}
-    os.environ.update(environment, TORCH_NCCL_DUMP_ON_TIMEOUT="0")
+    os.environ.update(environment | NO_DUMP)
     device = stub_runtime.start()
     import jobs
 
