@@ -1,5 +1,6 @@
-/* Transfer plans: the memory layout of a group's transfers, computed once and reused by every step.
- * A plan holds no address. Transfers do not change a plan.
+/* Transfer plans: the memory layout of a group's transfers. A gather plan is built again only after
+ * a change of its inputs. A reduce plan is laid out in each backward and holds that backward's
+ * gradients. A transfer changes a plan only by set_split, which assigns the slots to chunks.
  *
  * A gather plan arranges the data that one rank sends: the inputs of the group's parameters, in
  * order. A parameter without extension has one input, its padded shard. An extended parameter
@@ -9,8 +10,10 @@
  *
  * Memory is a list of chunks. Each chunk is one tensor that holds a part of every rank's row, rank
  * after rank; a slot gives the chunk and the offset of an input. A packed plan has one chunk, the
- * gather buffer. A split plan (CPU only) gives every large parameter its own chunk, which becomes
- * its unsharded memory without a copy. The other inputs share one more chunk, the packed tail. The
+ * gather buffer. A split plan (CPU only) gives its own chunk to each large parameter of a real
+ * floating dtype for which all dimensions before the sharded one have size 1. The chunk becomes the
+ * parameter's unsharded memory without a copy. A gather plan is split only if its inputs have one
+ * dtype and no parameter is extended. The other inputs share one more chunk, the packed tail. The
  * runs (fct_run) of a plan list the parts of a row in order, each with its chunk and offset. The
  * transport sends the parts in this order, so ranks with packed and with split plans can take part
  * in one collective.
@@ -48,7 +51,7 @@ typedef struct fc_slot {
 /* One tensor of a transfer. */
 typedef struct fc_chunk {
     int64_t numel; /* elements of the plan's dtype in each rank's part */
-    bool owned;    /* the chunk holds exactly one parameter */
+    bool owned;    /* the chunk is one parameter's own; false for the packed chunk */
 } fc_chunk;
 
 /* The chunks of a plan and the order of a row in these chunks. Owns its arrays. */
@@ -56,7 +59,7 @@ typedef struct fc_chunk_list {
     bool split;       /* large parameters have their own chunks */
     fc_chunk *chunks; /* [capacity + 1] owned chunks in row order, then the packed chunk */
     size_t count;
-    fct_run *runs; /* [capacity] the row in order; adjacent runs of one chunk are merged */
+    fct_run *runs; /* [capacity + 1] the row in order; adjacent runs of one chunk are merged */
     size_t run_count;
     int64_t row_numel; /* elements in the row */
     size_t capacity;   /* maximal number of slots */
@@ -69,7 +72,7 @@ typedef struct fc_gather_plan {
     bool native;       /* the kernels support every cast; otherwise torch casts some inputs */
     bool casts;        /* at least one input is cast: its compute dtype differs from its dtype */
     bool extended;     /* at least one parameter is extended */
-    bool from_host;    /* at least one shard is offloaded to host memory */
+    bool from_host;    /* the device has streams, and at least one sent shard is in host memory */
     fct_dtype dtype;
     int device_type;   /* device type whose kernels cast */
     int64_t align;     /* alignment of slots and rows, in bytes */
@@ -138,8 +141,9 @@ FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity)
  * *foreign and lays out nothing if a gradient is a tensor subclass without memory, which only
  * torch's functions can read.
  *
- * `reduce_dtype` FCT_NO_DTYPE: the widest dtype of the gradients; returns FC_EASSERT if there is
- * none. For complex gradients a real reduce dtype is the dtype of their parts. */
+ * `reduce_dtype` FCT_NO_DTYPE: the widest dtype of the gradients; returns FC_EASSERT if two of
+ * their dtypes have no wider one in common (bfloat16 and float16). For complex gradients a real
+ * reduce dtype is the dtype of their parts. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);
 /* Returns the offset of the slot after a slot of `numel` elements at `offset`. */
