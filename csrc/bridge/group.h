@@ -23,7 +23,7 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device);
 int64_t fct_pg_world_size(const fct_pg *pg);
 int64_t fct_pg_rank(const fct_pg *pg);
 const char *fct_pg_name(const fct_pg *pg); /* valid while the caller owns the handle */
-/* Whether the name of the CPU backend is gloo. */
+/* Whether the name of the CPU backend is gloo. False for a group of a Python subclass. */
 bool fct_pg_is_gloo(fct_pg *pg);
 /* Whether the CPU backend is torch's gloo and not a wrapper with the same name. */
 bool fct_pg_has_plain_gloo(const fct_pg *pg);
@@ -35,8 +35,9 @@ bool fct_c10d_is_debugged(void);
 FCT_CHECK int fct_pg_stop_waits(fct_pg *pg, const char *text);
 
 /* An object of csrc/transport that the ProcessGroup keeps. A ProcessGroup may outlive its handle.
- * fct_pg_attachment returns NULL if there is none. fct_pg_attach takes ownership of `object`, and
- * calls `release` after the end of the group, with the GIL held. */
+ * fct_pg_attachment returns NULL if there is none. fct_pg_attach takes ownership of `object` and
+ * releases the former object. After the end of the group, the first look-up of the attachment of
+ * another handle releases the object. `release` is called with the GIL held. */
 void *fct_pg_attachment(fct_pg *pg);
 void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *object));
 
@@ -47,9 +48,10 @@ void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *object));
 typedef struct fct_exchange fct_exchange;
 FCT_CHECK int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count,
                                  fct_exchange **out);
-/* Like fct_exchange_start, but the messages match no messages of gathers, reduce-scatters and
- * all-reduces. If a peer issues one of these instead, both ranks wait. If the messages matched,
- * gloo would end the process that receives a message of another size. */
+/* Like fct_exchange_start, but up to 64 ranks the messages match no messages of gathers,
+ * reduce-scatters and all-reduces. If a peer issues one of these instead, both ranks wait. If the
+ * messages matched, gloo would end the process that receives a message of another size. Above 64
+ * ranks it equals fct_exchange_start. */
 FCT_CHECK int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count,
                                        fct_exchange **out);
 FCT_CHECK int fct_exchange_wait(fct_exchange *exchange, const int64_t **results);

@@ -38,7 +38,8 @@ bool op_sequence_expects(const op_sequence *s, uint64_t signature) {
 }
 
 /* Issues an exchange. gloo must not match it with a collective of another size. So after a change
- * the exchange is an all-gather if the other ranks may issue an agreement, an all-to-all. */
+ * the exchange is an all-gather if the other ranks may issue an agreement, an all-to-all (up to 64
+ * ranks). */
 static int start_exchange(op_sequence *s, fct_pg *pg, uint64_t signature) {
     const int64_t value = (int64_t)signature;
     const int status = s->changed ? fct_exchange_start(pg, &value, 1, &s->round)
