@@ -1,8 +1,9 @@
 /* The Param type: one parameter. callbacks.c has the functions that the core calls for it.
  *
  * Owns the sharded parameter (a DTensor nn.Parameter), the unsharded nn.Parameter, the sharding
- * spec and the module slots. Code that does not run in every step (sharding, DTensor specs,
- * reloading) is in the Python subclass in fsdp_c/_runtime/param.py. */
+ * spec and the module slots. Most code that does not run in every step (sharding, DTensor specs,
+ * reloading) is in Python: in the subclass in fsdp_c/_runtime/param.py and in its bases in
+ * param_shard.py and replaced_shard.py. */
 #include "param.h"
 
 #include "../bridge/pyobject.h"
@@ -211,7 +212,7 @@ static PyObject *get_unsharded_param(PyObject *obj, void *closure) {
 }
 
 /* Replaces the core's unsharded tensor by a tensor of an extension hook or of other Python code.
- * The new tensor has its own storage. */
+ * The new tensor may be a view of all_gather_outputs. */
 static int set_unsharded_param(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
