@@ -23,6 +23,9 @@ FIRST_ARCH = 70
 """The first architecture that supports ``__grid_constant__`` kernel parameters."""
 
 FAMILIES = {
+    "Volta+Tegra": "7.2",
+    "Ampere+Tegra": "8.7",
+    "Blackwell+Tegra": "11.0",
     "Volta": "7.0+PTX",
     "Turing": "7.5+PTX",
     "Ampere": "8.0;8.6+PTX",
@@ -30,7 +33,10 @@ FAMILIES = {
     "Hopper": "9.0+PTX",
     "Blackwell": "10.0;12.0+PTX",
 }
-"""Names of architectures in ``TORCH_CUDA_ARCH_LIST``. Older families have no kernels."""
+"""Names of architectures in ``TORCH_CUDA_ARCH_LIST``. Older families have no kernels.
+
+The names with ``+`` are first, because the names are replaced in this order.
+"""
 
 
 def print_banner(text: str) -> None:
@@ -51,7 +57,7 @@ def parse_arch_list(text: str) -> list[int]:
     are ignored too.
     """
     for family, archs in FAMILIES.items():
-        text = re.sub(rf"\b{family}\b", archs, text)
+        text = re.sub(rf"\b{re.escape(family)}\b", archs, text)
     return sorted({int(a + b) for a, b in re.findall(r"\b(\d+)\.(\d)[af]?(?:\+PTX)?(?!\w)", text)})
 
 
@@ -122,7 +128,10 @@ def find_nvcc(torch_cuda: str | None, home: str | None) -> str | None:
         print_banner("torch has CUDA but nvcc is not found; building without CUDA kernels")
         return None
     for nvcc in found:
-        run = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+        try:
+            run = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+        except OSError:
+            continue
         release = re.search(r"release (\d+)\.", run.stdout)
         major = release[1] if run.returncode == 0 and release is not None else ""
         if major == torch_cuda.split(".")[0]:

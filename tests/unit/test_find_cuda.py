@@ -78,6 +78,8 @@ def write_nvcc_with_archs(folder: Path, codes: str) -> str:
         ("8.0 8.6 9.0a", [80, 86, 90]),
         ("Volta;Ampere", [70, 80, 86]),
         ("Hopper 10.0f 12.0+PTX", [90, 100, 120]),
+        ("Volta+Tegra;Ampere+Tegra Blackwell+Tegra", [72, 87, 110]),
+        ("Ampere+Tegra;Ampere", [80, 86, 87]),
         ("5.2;6.1", [52, 61]),
         ("Maxwell", []),
         ("native", []),
@@ -171,6 +173,10 @@ def test_find_nvcc_accepts_only_major_release_of_torch(
     assert "is not for CUDA 13.0" in capsys.readouterr().err
     write_nvcc(tmp_path, "exit 1\n")
     assert find_cuda.find_nvcc("12.8", None) is None
+    capsys.readouterr()
+    (tmp_path / "nvcc").write_text("#!/missing/interpreter\n")
+    assert find_cuda.find_nvcc("12.8", None) is None
+    assert "is not for CUDA 12.8" in capsys.readouterr().err
     monkeypatch.setenv("FSDP_C_NO_CUDA", "1")
     assert find_cuda.find_nvcc("12.8", None) is None
 
