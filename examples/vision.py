@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/vision.py --bf16
 
 Each class has a pattern, and an image is its pattern plus noise. Replace ``ImageStream`` by your
-data. Convolutions compute in bf16 with ``--bf16``. Batch norms keep full precision: they are units
-without a policy. Their running statistics are buffers, which are neither sharded nor averaged.
+data. With ``--bf16``, all layers compute in bf16 except the batch norms. These are units of their
+own, whose policy keeps fp32 parameters. Their running statistics are buffers, which are neither
+sharded nor averaged.
 """
 
 from __future__ import annotations
