@@ -1,7 +1,10 @@
-/* Negotiations between processes, for the tests of transport/negotiation and transport/agreement.
- * An exchange of the bridge stores its integers in memory that all ranks share. */
+/* Negotiations between processes, for the tests of transport/negotiation, transport/agreement and
+ * transport/sequence. An exchange of the bridge stores its integers in memory that all ranks share.
+ */
 #ifndef FSDP_C_TESTS_NEGOTIATION_RANKS_H
 #define FSDP_C_TESTS_NEGOTIATION_RANKS_H
+
+#include "transport_ranks.h"
 
 #include "bridge/error.h"
 #include "transport/group_users.h"
@@ -59,6 +62,7 @@ int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exch
         failing_starts--;
         return -1;
     }
+    require(rounds < ROUNDS && count <= INTEGERS);
     fct_exchange *exchange = (fct_exchange *)malloc(sizeof *exchange);
     *exchange = (fct_exchange){rounds++, 1};
     live_exchanges++;

@@ -10,7 +10,7 @@
 
 static sim_model *model;
 static fc_group_base *base;
-static sim_param *params; /* of the first layer's group; the last one is the test's */
+static sim_param *params; /* of layers[1], the first after the root; the last one is the test's */
 static fc_reduce_plan plan;
 
 /* Unshards the group and sets .grad of the first two parameters, as before a post-backward. */

@@ -8,7 +8,7 @@
 
 typedef struct fixture {
     sim_model *model;
-    sim_group *group; /* of the first layer */
+    sim_group *group; /* of the first layer after the root */
     fc_group *core;
 } fixture;
 

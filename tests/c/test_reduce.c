@@ -11,7 +11,7 @@
 
 typedef struct fixture {
     sim_model *model;
-    sim_group *group; /* of the first layer */
+    sim_group *group; /* of the first layer after the root */
 } fixture;
 
 /* Runs a forward. The backward is about to reach the layer's post-backward. */

@@ -8,7 +8,8 @@
 
 enum { COUNT = 3 };
 
-/* State of the parameters that the modules hold. Bit n of `failing`: the n-th swap() fails. */
+/* State of the parameters that the modules hold. Bit n of `failing`: call n of swap(),
+ * counted from 0, fails. */
 static struct {
     fc_sharded_state held[COUNT];
     unsigned calls;
@@ -30,8 +31,7 @@ typedef struct fixture {
     bool dirty;
 } fixture;
 
-/* Returns a group whose modules hold the parameters of `own`. Bit n of `failing`: the n-th call of
- * swap() fails. */
+/* Returns a group whose modules hold the parameters of `own`. */
 static fixture *make_fixture(fc_sharded_state own, unsigned failing) {
     static fixture f;
     static fc_param *params[COUNT];
