@@ -132,8 +132,9 @@ def dropout(api: Script) -> Any:
     torch.manual_seed(0)
     linears = [nn.Linear(api.width, api.width) for _ in range(2)]
     model = api.shard(nn.Sequential(linears[0], nn.Dropout(0.5), linears[1]))
+    after_sharding = torch.rand(2)
     torch.manual_seed(api.rank)
-    return [api.train(model), torch.rand(2)]
+    return [after_sharding, api.train(model), torch.rand(2)]
 
 
 @script()
@@ -338,9 +339,12 @@ def offload_and_checkpoint_wrappers(api: Script) -> Any:
     return api.train(api.shard(model))
 
 
+# ---- unusual inputs ----
+
+
 @script()
 def nested_inputs_with_mixed_precision(api: Script) -> Any:
-    """Nested inputs have tensors that torch casts, and tensors that it does not cast."""
+    """torch casts the floating tensors in nested inputs, and no integer: 257 in bf16 is 256."""
 
     class Summed(nn.Module):
         def __init__(self, width: int) -> None:
@@ -348,14 +352,15 @@ def nested_inputs_with_mixed_precision(api: Script) -> Any:
             self.linear = nn.Linear(width, width)
 
         def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
-            return self.linear(inputs["rows"]) + inputs["list"][0].to(torch.bfloat16)
+            rows, offset = inputs["list"]
+            return self.linear(inputs["rows"]) + rows + (offset - 256)
 
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     model = api.fully_shard(Summed(api.width), mp_policy=policy)
 
     def loss(step: int) -> torch.Tensor:
-        inputs = {"rows": api.rows(step), "list": [api.rows(step + 1)]}
+        inputs = {"rows": api.rows(step), "list": [api.rows(step + 1), torch.tensor(257)]}
         return model(inputs).square().mean()
 
     return api.train(model, loss)
