@@ -1,4 +1,4 @@
-"""Scripts about optimizers: all optimizers of torch, unusual uses, and averages of weights.
+"""Scripts about optimizers: the dense optimizers of torch, unusual uses, and averages of weights.
 
 Scripts import torch.distributed.optim when they run: its import compiles TorchScript and warns.
 """
@@ -16,11 +16,12 @@ from torch.optim.swa_utils import AveragedModel
 
 
 @script(costly=True)
-def all_torch_optimizers(api: Script) -> Any:
+def every_foreach_optimizer(api: Script) -> Any:
     """Optimizers that cannot step DTensors must raise the same error under both implementations."""
     kinds = (
         torch.optim.SGD,
         torch.optim.Adam,
+        torch.optim.AdamW,
         torch.optim.NAdam,
         torch.optim.RAdam,
         torch.optim.Adagrad,
