@@ -1,5 +1,6 @@
-/* fsdp_c's kernels for the device: the CPU kernels over the same memory. All addresses in their
- * arguments are recorded as accesses of the stream. */
+/* fsdp_c's kernels for the simulated device. They run the CPU kernels, because the memory of the
+ * device is host memory. All addresses in their arguments are recorded as accesses of the stream.
+ */
 #include "../../../csrc/kernels/kernels.h"
 #include "journal.h"
 #include "launch.h"

@@ -1,5 +1,5 @@
-/* torch's operators on the device: each runs on the CPU over the same memory and records its reads
- * and writes. */
+/* torch's operators on the simulated device. Each runs on the CPU, because the memory of the device
+ * is host memory, and records its reads and writes. */
 #include "launch.h"
 #include "memory.h"
 
