@@ -50,6 +50,7 @@ def test_profiler_ranges_cover_the_whole_step() -> None:
         assert "FSDP::pre_forward (1)" in result["fp32"]
 
 
+# U: an all-gather starts. P: a reduction starts. The name of the unit follows; the root has none.
 FORWARD = "U U0 U1 U2"
 FORWARD_OF_FOUR = f"{FORWARD} U3"
 BACKWARD_OF_FOUR = "U3 U2 P3 U1 P2 U0 P1 P0 P"

@@ -1,4 +1,7 @@
-"""Scenarios of backwards that start or end elsewhere than at the outputs of the root."""
+"""Scenarios of backwards that start or end elsewhere than at the outputs of the root.
+
+In one more scenario, backward reuses the memory of a gradient.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,10 @@ def group_members_called_directly(api: Api) -> Any:
 
 @scenario()
 def opaque_root_outputs(api: Api) -> Any:
-    """The output of the root is an opaque object: backward reaches only its post-backward node."""
+    """The root's output is an opaque object, so FSDP2 can set no pre-backward hook on it.
+
+    Of the root's two backward steps only the post-backward step runs.
+    """
     results: dict[str, Any] = {}
     for blocks in (False, True):
         model = Trunk(boxed=True)
@@ -276,7 +282,7 @@ class _SharedGradientArray(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.rank == 1:
-            time.sleep(0.3)  # rank 0 is in the next backward when rank 1 sends
+            time.sleep(0.3)  # rank 0 is in the backward of the next layer when rank 1 sends
         _SharedGradientArray.array[...] = (grad.t() @ x).numpy()
         return grad @ weight, torch.from_numpy(_SharedGradientArray.array), None
 

@@ -55,7 +55,10 @@ class Checkpoint:
 
 
 class Net(nn.Module):
-    """Rows that 2, 3 and 4 ranks divide unevenly, ranks without rows, and one sharded column."""
+    """A model that 2, 3 and 4 ranks divide unevenly, so that some ranks have no rows of a weight.
+
+    One weight is sharded by columns.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Scenarios of bugs of torch's FSDP2; each returns the results found and the results expected.
+"""Scenarios of bugs of torch's FSDP2; most return the results found and the results expected.
 
 Names such as B2 are the entries of tests/TORCH_BUGS.md.
 
-The expected results are those of the unsharded model, with gradients averaged over the ranks
-(``average``).
+Unless a scenario states otherwise, the expected results are those of the unsharded model, with
+gradients averaged over the ranks (``average``).
 """
 
 from __future__ import annotations
@@ -239,7 +239,10 @@ def one_rank_with_an_extension(api: Api) -> dict[str, Any]:
 
 @scenario()
 def training_after_evaluations(api: Api) -> dict[str, Any]:
-    """B6: forwards without backward must leave no entries in the post-forward order."""
+    """B6: forwards without backward must not add gathers to later steps.
+
+    torch's post-forward order keeps an entry for each unit of such a forward.
+    """
     torch.manual_seed(7)
     model = nn.Sequential(*(api.fully_shard(ResidualBlock()) for _ in range(3)))
     api.fully_shard(model)
@@ -253,7 +256,7 @@ def training_after_evaluations(api: Api) -> dict[str, Any]:
     with torch.no_grad():
         for _ in range(3):
             model(batch(api.rank))
-    order = len(model._get_fsdp_state()._comm_ctx.post_forward_order) if not api.is_fsdp_c else 0
+    order = None if api.is_fsdp_c else len(model._get_fsdp_state()._comm_ctx.post_forward_order)
     return {"before": before, "after": gathers_of_a_step(), "order": order}
 
 
@@ -358,7 +361,8 @@ class PlainScatter:
 def waits_for_offloaded_gradients(api: Api) -> dict[str, Any]:
     """B14: one stream copies all gradients of a group, so one wait for the last copy suffices.
 
-    Copies are asynchronous only on an accelerator; numbered events replace them here.
+    Copies are asynchronous only on an accelerator, so here each recorded event is replaced by a
+    ``CountedEvent``.
     """
     model = api.fully_shard(ResidualBlock())
     model.set_custom_reduce_scatter(PlainScatter())
@@ -382,7 +386,7 @@ def waits_for_offloaded_gradients(api: Api) -> dict[str, Any]:
 # ---- dtypes ----
 
 
-def train_parts(api: Api, trainable: list[Callable[[nn.Module], bool]], seed: int = 7) -> Any:
+def train_parts(api: Api, trainable: list[Callable[[nn.Module], bool]]) -> Any:
     """Freezes different parameters in each step; returns the gradients of every step."""
     master, model = blocks_and_head(), shard(api, blocks_and_head(), mp_policy=MIXED)
     results: dict[str, Any] = {"found": [], "expected": []}
@@ -587,7 +591,10 @@ class Recomputed(nn.Sequential):
 
 @scenario()
 def reentrant_checkpoints_of_two_forwards(api: Api) -> dict[str, Any]:
-    """After two forwards, one backward and a step, the next forward must use new weights."""
+    """After two forwards, one backward and a step, the next forward must use new weights.
+
+    The expected results are those of a second sharded model that loads the new weights.
+    """
     models = [shard(api, Recomputed(*blocks_and_head())) for _ in range(2)]
     model, reloaded = models
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

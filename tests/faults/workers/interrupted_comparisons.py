@@ -85,8 +85,9 @@ def interrupt_rank_0_while_rank_1_is_late(rank: int) -> Callable[[torch.Tensor],
 
 
 def leave_departure(rank: int, world_size: int, repeats: bool) -> list[str]:
-    """An exception interrupts rank 0 in a departure, when all ranks have decided to issue.
+    """Rank 0 departs: its collective is not the predicted one.
 
+    An exception interrupts it after the ranks have decided to issue this collective.
     ``repeats``: rank 0 evaluates again, as it must. Otherwise it trains instead.
     """
     model = make_model()
@@ -128,7 +129,8 @@ def leave_exchange(rank: int, world_size: int) -> list[str]:
 def leave_agreement(rank: int, world_size: int) -> list[str]:
     """Rank 1 swaps two units of equal size. Rank 0 is interrupted while it waits for the agreement.
 
-    The ranks evaluate in no order, so rank 0 has no prediction of its next collective.
+    An evaluation follows only some steps, at varying distances. So rank 0 has no prediction of its
+    next collective.
     """
     model = make_model((2, 1, 1, 4))
     for index in range(40):

@@ -1,7 +1,7 @@
-"""Runs tests/parity/test_gpu.py with non-blocking launches, under pytest if it is installed.
+"""Runs tests/parity/test_gpu.py, under pytest if it is installed. Kernel launches do not block.
 
-On CUDA the launches are NCCL on one rank, and gloo with CUDA tensors in four processes. Without
-pytest this script compares the results itself. Without CUDA it runs two ranks on the CPU.
+On CUDA the cases run with NCCL on one rank, and with gloo and CUDA tensors in four processes.
+Without pytest this script compares the results itself. Without CUDA it runs two ranks on the CPU.
 """
 
 from __future__ import annotations
