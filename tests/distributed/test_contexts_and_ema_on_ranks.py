@@ -27,7 +27,7 @@ def test_load_and_trace_work_without_numpy() -> None:
     run_ranks(contexts_and_ema.without_numpy, 2)
 
 
-def test_auto_shard_with_separate_ends_keeps_bits() -> None:
+def test_auto_shard_with_units_of_embedding_and_head_keeps_bits() -> None:
     run_ranks(contexts_and_ema.separate_ends, 2)
 
 

@@ -79,7 +79,9 @@ def test_find_original_returns_function_in_global_variable_of_the_replacement() 
     assert own is _saved_constructor
 
 
-def test_expected_class_replaced_by_subclass_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_expected_returns_none_for_class_replaced_by_subclass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = "RegisterPostBackwardFunction"
     library = type(name, (RegisterPostBackwardFunction,), {"__module__": "library"})
     monkeypatch.setattr(param_group, name, library)

@@ -1,6 +1,6 @@
 """``build_support.torch_diff`` compares torch releases, and the record agrees with this torch.
 
-If ``test_record_agrees_with_installed_torch`` fails, follow docs/torch-releases.md.
+If ``test_torch_diff_record_agrees_with_installed_torch`` fails, follow docs/torch-releases.md.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def test_names_used_by_fsdp_c_include_imports_and_constant_names() -> None:
     assert not torch_uses.is_replaced(MODULE, "FSDPParam._init_sharding_spec_spmd")
 
 
-def test_record_agrees_with_installed_torch() -> None:
+def test_torch_diff_record_agrees_with_installed_torch() -> None:
     command = [sys.executable, "-m", "build_support.torch_diff", "--check", str(INSTALLED)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
