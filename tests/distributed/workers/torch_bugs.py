@@ -239,10 +239,7 @@ def one_rank_with_an_extension(api: Api) -> dict[str, Any]:
 
 @scenario()
 def training_after_evaluations(api: Api) -> dict[str, Any]:
-    """B6: forwards without backward must not add gathers to later steps.
-
-    torch's post-forward order keeps an entry for each unit of such a forward.
-    """
+    """B6: forwards without backward must not add gathers to later steps."""
     torch.manual_seed(7)
     model = nn.Sequential(*(api.fully_shard(ResidualBlock()) for _ in range(3)))
     api.fully_shard(model)
@@ -591,15 +588,12 @@ class Recomputed(nn.Sequential):
 
 @scenario()
 def reentrant_checkpoints_of_two_forwards(api: Api) -> dict[str, Any]:
-    """After two forwards, one backward and a step, the next forward must use new weights.
-
-    The expected results are those of a second sharded model that loads the new weights.
-    """
+    """After two forwards, one backward and a step, the next forward must use new weights."""
     models = [shard(api, Recomputed(*blocks_and_head())) for _ in range(2)]
     model, reloaded = models
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model(batch(api.rank, 0)) + model(batch(api.rank, 1))).backward()
     optimizer.step()
     results = model(batch(api.rank, 2)).detach()
-    reloaded.load_state_dict(model.state_dict())
+    reloaded.load_state_dict(model.state_dict())  # gives the expected results
     return {"found": results, "expected": reloaded(batch(api.rank, 2)).detach()}
