@@ -192,7 +192,7 @@ TRANSPORT_MUTATIONS = {
         "    return n->agrees && n->gathers >= n->fallback_gathers && get_state(n) == DECLINED;\n",
         "    return n->agrees && get_state(n) == DECLINED;\n",
         "test_sequence",
-        "[  FAILED  ] ranks_begin_with_the_same_collective",
+        "[  FAILED  ] ranks_begin_to_compare_at_the_same_collective",
     ),
     "stopped process group issues collectives": Mutation(
         "negotiation",
