@@ -212,6 +212,13 @@ done:
     return status;
 }
 
+/* Drops the partial gradients of the run, which were merged. */
+static void drop_partials(const fc_reduction *r, const partial_run *run) {
+    for (size_t i = run->first; i < run->end; i++) {
+        fc_param_set_partial(r->params[i], NULL);
+    }
+}
+
 /* Returns true if the partial gradients of all parameters are a buffer that was an earlier row. */
 static bool is_whole_row(const fc_reduction *r, const partial_run *run) {
     if (run->partial == NULL || run->end != r->total || r->count != r->total) {
@@ -243,9 +250,7 @@ fc_status fc_reduction_use_input(fc_reduction *r) {
     FC_TRY(view_part(run.partial, 0, run.numel, &partial));
     FC_TRY(view_part(r->input, 0, run.numel, &part));
     FC_TRY_RAISED(fct_tensor_add(partial, part));
-    for (size_t i = 0; i < r->total; i++) {
-        fc_param_set_partial(r->params[i], NULL);
-    }
+    drop_partials(r, &run);
 done:
     fct_tensor_release(part);
     fct_tensor_release(partial);
@@ -274,8 +279,8 @@ static fc_status merge_run(const fc_reduction *r, const partial_run *run) {
     } else {
         FC_TRY_RAISED(fct_tensor_copy(part, partial));
     }
-    for (size_t i = run->first; !r->keep_partial && i < run->end; i++) {
-        fc_param_set_partial(r->params[i], NULL);
+    if (!r->keep_partial) {
+        drop_partials(r, run);
     }
 done:
     fct_tensor_release(part);

@@ -72,42 +72,48 @@ static void failed_query_of_a_capture_counts_as_a_capture(void **state) {
 /* ---- launches of many tensors ---- */
 
 enum { MANY = 700, LARGE = 629, SMALL = 78 }; /* jobs of a list, of a large and a small batch */
+enum { SMALL_LAUNCHES = (LARGE + SMALL - 1) / SMALL + 1 }; /* of MANY jobs without large batches */
 
-/* Packs MANY segments of different sizes, checks the bytes, and returns the number of launches. */
-static int launches_of_many(void) {
-    static unsigned char from[MANY * 40], to[MANY * 40], expected[MANY * 40];
+static unsigned char many_bytes[MANY * 40];
+
+/* Packs MANY segments of different sizes. `expected` gets the right contents of `many_bytes`. */
+static const char *pack_many(unsigned char expected[MANY * 40]) {
+    static unsigned char from[MANY * 40];
     static fck_segment segments[MANY];
-    memset(to, 0, sizeof to);
-    memset(expected, 0, sizeof expected);
+    memset(many_bytes, 0, sizeof many_bytes);
+    memset(expected, 0, sizeof many_bytes);
     for (int i = 0; i < MANY; i++) {
         const int64_t size = 1 + i % 39;
-        segments[i] = (fck_segment){from + i * 40, to + i * 40, size, 1, FCK_UINT8, FCK_UINT8};
+        segments[i] =
+            (fck_segment){from + i * 40, many_bytes + i * 40, size, 1, FCK_UINT8, FCK_UINT8};
         memset(from + i * 40, i % 255 + 1, 40);
         memset(expected + i * 40, i % 255 + 1, (size_t)size);
     }
+    return fck_cuda()->pack(segments, MANY, NULL);
+}
+
+/* Packs MANY segments, checks the bytes, and returns the number of launches. */
+static int launches_of_many(void) {
+    static unsigned char expected[MANY * 40];
     fake_cuda_launches = 0;
-    assert_null(fck_cuda()->pack(segments, MANY, NULL));
-    assert_memory_equal(to, expected, sizeof to);
+    assert_null(pack_many(expected));
+    assert_memory_equal(many_bytes, expected, sizeof many_bytes);
     return fake_cuda_launches;
 }
 
 /* The first test with many tensors, because the first launch of the process loads a kernel. */
 static void many_tensors_are_one_launch_except_the_first(void **state) {
     (void)state;
-    assert_int_equal(launches_of_many(), (LARGE + SMALL - 1) / SMALL + 1);
+    assert_int_equal(launches_of_many(), SMALL_LAUNCHES);
     assert_int_equal(launches_of_many(), 2); /* LARGE jobs, and the rest */
 }
 
 /* An asynchronous error fails the large launch and the small ones. */
 static void failed_launches_do_not_end_large_batches(void **state) {
     (void)state;
-    static unsigned char from[MANY], to[MANY];
-    fck_segment segments[MANY];
-    for (int i = 0; i < MANY; i++) {
-        segments[i] = (fck_segment){from + i, to + i, 1, 1, FCK_UINT8, FCK_UINT8};
-    }
+    static unsigned char expected[MANY * 40];
     fake_cuda_earlier_error = 719;
-    assert_non_null(fck_cuda()->pack(segments, MANY, NULL));
+    assert_non_null(pack_many(expected));
     fake_cuda_earlier_error = 0;
     assert_int_equal(launches_of_many(), 2);
 }
@@ -115,7 +121,7 @@ static void failed_launches_do_not_end_large_batches(void **state) {
 static void captured_launches_have_small_arguments(void **state) {
     (void)state;
     fake_cuda_captures = 1;
-    assert_int_equal(launches_of_many(), (LARGE + SMALL - 1) / SMALL + 1);
+    assert_int_equal(launches_of_many(), SMALL_LAUNCHES);
     fake_cuda_captures = 0;
     assert_int_equal(launches_of_many(), 2);
 }
@@ -124,9 +130,9 @@ static void captured_launches_have_small_arguments(void **state) {
 static void rejected_large_arguments_become_small_ones(void **state) {
     (void)state;
     fake_cuda_rejects_large = 1;
-    assert_int_equal(launches_of_many(), (LARGE + SMALL - 1) / SMALL + 1);
+    assert_int_equal(launches_of_many(), SMALL_LAUNCHES);
     fake_cuda_errors_read = 0;
-    assert_int_equal(launches_of_many(), (LARGE + SMALL - 1) / SMALL + 1);
+    assert_int_equal(launches_of_many(), SMALL_LAUNCHES);
     assert_int_equal(fake_cuda_errors_read, 0); /* no large batch was launched again */
     fake_cuda_rejects_large = 0;
 }

@@ -43,8 +43,8 @@ MUTATIONS = {
     ),
     "gradients of one rank are not added to partial rows that become the row": Mutation(
         "reduction",
-        "    FC_TRY_RAISED(fct_tensor_add(partial, part));\n    for",
-        "    for",
+        "    FC_TRY_RAISED(fct_tensor_add(partial, part));\n    drop",
+        "    drop",
         "test_train",
         "replicas of one rank each",
     ),
