@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -11,6 +10,7 @@ import torch.nn as nn
 import fsdp_c._C as _C
 
 from ._runtime.fsdp_units import get_units
+from ._runtime.meshes import list_process_groups
 from ._runtime.param_group import ParamGroup
 from .replicate import convert_bucket_cap
 
@@ -18,7 +18,9 @@ Transport = Literal["direct", "gloo"]
 
 
 def set_transport(model: nn.Module, transport: Transport) -> None:
-    """Chooses the transport of ``model``'s all-gathers and reduce-scatters on the CPU.
+    """Chooses the transport of ``model``'s collectives on the CPU.
+
+    These collectives are all-gathers, reduce-scatters and all-reduces of gradients.
 
     All ranks must call the function at the same point of their programs. The setting belongs to the
     process groups of ``model``, so it also applies to other models over the same groups. Both
@@ -28,7 +30,8 @@ def set_transport(model: nn.Module, transport: Transport) -> None:
     (``TORCH_FR_BUFFER_SIZE``) or ``TORCH_DISTRIBUTED_DEBUG`` in its environment.
 
     Args:
-        model: The module that ``fully_shard`` was applied to, or a module that contains it.
+        model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
+            contains it.
         transport: ``"direct"``, the default, uses shared memory if all ranks of a process group
             are on one host, else gloo. ``"gloo"`` uses gloo's collectives.
 
@@ -38,17 +41,9 @@ def set_transport(model: nn.Module, transport: Transport) -> None:
     if transport not in ("direct", "gloo"):
         raise ValueError(f'transport should be "direct" or "gloo", not {transport!r}')
     for unit in get_units(model, "set_transport"):
-        for group in _iterate_process_groups(unit):
-            _C.pause_direct(group, transport == "gloo")
-
-
-def _iterate_process_groups(unit: Any) -> Iterator[dist.ProcessGroup]:
-    """Yields the process groups that a unit's collectives use."""
-    for info in (unit.mesh_info, unit.post_forward_mesh_info):
-        for name in ("shard_process_group", "reduce_scatter_process_group"):
-            group = getattr(info, name, None)
+        for group in list_process_groups(unit.mesh_info, unit.post_forward_mesh_info):
             if isinstance(group, dist.ProcessGroup):
-                yield group
+                _C.pause_direct(group, transport == "gloo")
 
 
 def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:

@@ -138,6 +138,22 @@ def _restore_class(info: DataParallelMeshInfo) -> None:
         _subscribed.pop(id(info), None)
 
 
+def list_process_groups(info: Any, post_forward: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns the groups of a unit's collectives: shard, reduce-scatter, replicate, post-forward.
+
+    Args:
+        info: The mesh info of the unit.
+        post_forward: The mesh info between forward and backward, or None. Gradients are not
+            all-reduced over its replicate group.
+    """
+    return (
+        getattr(info, "shard_process_group", None),
+        getattr(info, "reduce_scatter_process_group", None),  # not in torch 2.11
+        getattr(info, "replicate_process_group", None),
+        getattr(post_forward, "shard_process_group", None),
+    )
+
+
 def has_own_size(group: Any) -> bool:
     """Whether the class of ``group`` overrides ``size()``: the size may change in each step."""
     return getattr(type(group), "size", None) is not dist.ProcessGroup.size

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store, _resolv
 from ..version import __version__
 from . import label_comparison, plan_store
 from .env import is_env_enabled
-from .meshes import get_group_name
+from .meshes import get_group_name, list_process_groups
 
 ENVIRONMENT_SWITCH = "FSDP_C_GUARD"
 STORE_TIMEOUT = timedelta(seconds=10)
@@ -70,7 +70,7 @@ def set_plans(states: list[Any]) -> None:
 
     Compares the plans of NCCL process groups. A difference raises RuntimeError on all their ranks.
     """
-    names = {group: _list_process_groups(group) for s in states for group in s._fsdp_param_groups}
+    names = {group: _list_group_names(group) for s in states for group in s._fsdp_param_groups}
     mode = get_mode()
     if mode == "off":
         for group in names:
@@ -111,7 +111,7 @@ def _find_nccl(names: dict[Any, tuple[str | None, ...]]) -> dict[str, dist.Proce
 def announce_guard(group: Any) -> None:
     """Marks that the guard is on. The root of ``group`` has not run, so there is no plan yet."""
     if get_mode() != "off":
-        roles = _list_process_groups(group)
+        roles = _list_group_names(group)
         group._set_plans(*(_UNKNOWN if name else _OFF for name in roles), 0, False)
 
 
@@ -136,21 +136,14 @@ def raise_difference(
 # ---- description ---------------------------------------------------------------------------------
 
 
-def _list_process_groups(group: Any) -> tuple[str | None, ...]:
-    """Returns the names of the process groups for shard, scatter, replicate and post-forward.
+def _list_group_names(group: Any) -> tuple[str | None, ...]:
+    """Returns the names of the process groups of the unit's collectives.
 
     A process group of one rank has no collective and no plan.
     """
-    info, smaller = group.mesh_info, group._smaller_mesh_info
-    found = (
-        getattr(info, "shard_process_group", None),
-        getattr(info, "reduce_scatter_process_group", None),
-        getattr(info, "replicate_process_group", None),
-        getattr(smaller, "shard_process_group", None),
-    )
     return tuple(
         get_group_name(pg) if isinstance(pg, dist.ProcessGroup) and pg.size() > 1 else None
-        for pg in found
+        for pg in list_process_groups(group.mesh_info, group._smaller_mesh_info)
     )
 
 

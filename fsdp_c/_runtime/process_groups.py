@@ -29,6 +29,7 @@ from .meshes import (
     get_group_name,
     get_size_and_rank,
     has_own_size,
+    list_process_groups,
     subscribe,
     unsubscribe,
 )
@@ -220,10 +221,8 @@ class GroupCommunication(GroupCollectives):
             for param in self.fsdp_params
         )
         has_fake_params = any(has_no_values(param.sharded_param) for param in self.fsdp_params)
-        info = self._mesh_info
-        groups = [getattr(i, "shard_process_group", None) for i in (info, self._smaller_mesh_info)]
-        replicas = getattr(info, "replicate_process_group", None)
-        groups += [getattr(info, "reduce_scatter_process_group", None), replicas]
+        groups = list_process_groups(self._mesh_info, self._smaller_mesh_info)
+        replicas = groups[2]
         has_foreign_groups = any(
             g is not None and not isinstance(g, dist.ProcessGroup) for g in groups
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import shm_collectives
 import torch
@@ -77,6 +79,18 @@ def test_extra_forward_on_one_rank_raises() -> None:
 
 def test_set_transport_changes_the_transport_and_keeps_the_bits() -> None:
     assert run_ranks(shm_collectives.train_with_both_transports, 2) == [[True] * 9] * 2
+
+
+@functools.cache
+def switch_transports() -> list[dict[str, tuple[list[bool], ...]]]:
+    return run_ranks(shm_collectives.switch_transports, 4)
+
+
+@pytest.mark.parametrize("layout", shm_collectives.LAYOUTS)
+def test_set_transport_changes_the_transport_of_all_groups(layout: str) -> None:
+    count = len(shm_collectives.LAYOUTS[layout][1])
+    for results in switch_transports():
+        assert results[layout] == ([True] * count, [False] * count, [True] * count)
 
 
 def test_set_transport_with_invalid_arguments_raises() -> None:

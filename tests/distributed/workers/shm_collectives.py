@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     ReduceScatterOptions,
 )
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp_c
@@ -298,6 +300,59 @@ def train_with_both_transports(rank: int, world: int) -> list[bool]:
         optimizer.zero_grad()
     mixed = [parameter.to_local().detach().clone() for parameter in model.parameters()]
     return [*followed, _C.direct_group(group) is not None, *map(torch.equal, direct, mixed)]
+
+
+def _shard_over(model: nn.Module, **dims: int) -> nn.Module:
+    """Shards the model over a mesh of ``dims``, whose last dimension may be ``tp``."""
+    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    if "tp" in dims:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return fsdp_c.fully_shard(model, mesh=mesh[tuple(dim for dim in dims if dim != "tp")])
+
+
+def _replicate_over(model: nn.Module, *sizes: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "one")[: len(sizes)])
+    return fsdp_c.replicate(model, mesh=mesh)
+
+
+LAYOUTS: dict[str, tuple[Callable[[nn.Module], nn.Module], list[str]]] = {
+    "replicate": (fsdp_c.replicate, ["replicate"]),
+    "replicate over a mesh": (lambda m: _replicate_over(m, 4), ["replicate"]),
+    "replicate over a 2-D mesh": (lambda m: _replicate_over(m, 4, 1), ["replicate"]),
+    "HSDP": (lambda m: _shard_over(m, replicate=2, shard=2), ["shard", "replicate"]),
+    "HSDP and TP": (lambda m: _shard_over(m, replicate=2, shard=1, tp=2), ["replicate"]),
+    "smaller post-forward mesh": (
+        lambda m: fsdp_c.fully_shard(m, reshard_after_forward=2),
+        ["shard", "post-forward"],
+    ),
+}
+"""Functions that shard a model over four ranks, and the process groups of its collectives."""
+
+
+def _use_shared_memory(model: Any, names: list[str]) -> list[bool]:
+    [unit] = model._get_fsdp_state()._fsdp_param_groups
+    info, smaller = unit.mesh_info, unit.post_forward_mesh_info
+    groups = {
+        "shard": getattr(info, "shard_process_group", None),
+        "replicate": getattr(info, "replicate_process_group", None),
+        "post-forward": getattr(smaller, "shard_process_group", None),
+    }
+    return [_C.direct_group(groups[name]) is not None for name in names]
+
+
+def switch_transports(rank: int, world: int) -> dict[str, tuple[list[bool], ...]]:
+    """Returns which groups of a layout use shared memory: at first, after ``set_transport(model,
+    "gloo")``, and after ``set_transport(model, "direct")``."""
+    results = {}
+    for layout, (shard, names) in LAYOUTS.items():
+        model = shard(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+        uses = [_use_shared_memory(model, names)]
+        for transport in ("gloo", "direct"):
+            fsdp_c.set_transport(model, transport)
+            model(torch.ones(2, 32)).sum().backward()
+            uses.append(_use_shared_memory(model, names))
+        results[layout] = tuple(uses)
+    return results
 
 
 def _error_message(run: Callable[[], object]) -> str:
