@@ -38,9 +38,10 @@ class Verdict(enum.Enum):
 class Difference:
     """One value that differs between the first run under torch and another run.
 
-    ``name`` is the name of the parameter, or the number of the ``backward()`` call in the
-    step. ``expected`` and ``found`` are the values under torch and in ``run``: losses, norms of
-    this rank's gradients, or digests.
+    ``name`` is the name of the parameter, or the index of the loss among the recorded losses of the
+    step. It is empty for a different sequence of steps. ``expected`` and ``found`` describe torch
+    and ``run``: losses, norms and digests of this rank's gradients, digests of parameters, or the
+    next step.
     """
 
     step: int
@@ -176,20 +177,19 @@ class Comparison:
         first = self.torch_differences[0].step if self.torch_differences else None
         found = self._list_differences("fsdp_c")
         self.differences = [d for d in found if first is None or d.step < first]
-        self._set_verdict(found)
+        self._set_verdict()
 
     def _list_differences(self, implementation: str) -> list[Difference]:
-        names = [run.name for run in self.runs if run.implementation == implementation]
         differences = [
             Difference(**fields)
             for summary in self.summaries
-            for name in names
+            for name in self.list_run_names(implementation)
             for fields in summary["differences"][name]
         ]
         order = (LOSS, GRADIENT, PARAMETER, SEQUENCE)
         return sorted(differences, key=lambda d: (d.step, order.index(d.kind), d.rank, d.run))
 
-    def _set_verdict(self, found: list[Difference]) -> None:
+    def _set_verdict(self) -> None:
         """Sets the verdict and the notes."""
         steps = self.count_steps()
         if steps == 0:
@@ -201,10 +201,13 @@ class Comparison:
             self._set_inconclusive(
                 "the script shards with fsdp_c itself, so no run was under torch alone"
             )
-        elif not self._uses_fsdp_c("fsdp_c"):
+            return
+        has_steps = any(run["seconds"] for run in self._list_runs("fsdp_c"))
+        if has_steps and not self._uses_fsdp_c("fsdp_c"):
             self._set_inconclusive(
                 "fsdp_c ran no module: the script calls neither fully_shard nor replicate"
             )
+            return
         if self.torch_differences:
             first = self.torch_differences[0]
             self._set_inconclusive(
@@ -226,7 +229,10 @@ class Comparison:
         return any(run["uses_fsdp_c"] for run in self._list_runs(implementation))
 
     def _list_runs(self, implementation: str, skip_profiled: bool = False) -> list[dict[str, Any]]:
-        """Returns summaries of runs on all ranks. ``skip_profiled``: without round 1."""
+        """Returns summaries of runs on all ranks.
+
+        ``skip_profiled``: without round 1, unless it is the only round.
+        """
         names = self.list_run_names(implementation)
         if skip_profiled and len(names) > 1:
             names = names[1:]
@@ -283,7 +289,10 @@ class Comparison:
         return statistics.median(seconds) if seconds else None
 
     def find_peak_memory(self, implementation: str, key: str = "peak_memory") -> int:
-        """Returns the largest peak of a rank in bytes, without runs under the profiler."""
+        """Returns the largest peak of a rank in bytes.
+
+        Runs of round 1, which use the profiler, count only if there is no other round.
+        """
         return max(run[key] for run in self._list_runs(implementation, skip_profiled=True))
 
     def average_collectives(self, implementation: str) -> dict[str, float] | None:

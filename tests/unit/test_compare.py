@@ -340,7 +340,7 @@ def test_difference_of_each_kind_is_found(values: dict[str, Any], kind: str, nam
     assert list_differences(left, [make_record(1), make_record(2, **values)]) == [(2, kind, name)]
 
 
-def test_different_order_of_steps_ends_the_comparison() -> None:
+def test_missing_or_reordered_step_ends_the_comparison() -> None:
     left = [make_record(1), make_record(2), make_record(3)]
     sequence = "sequence of steps"
     assert list_differences(left, left[:2]) == [(3, sequence, "")]
@@ -395,7 +395,10 @@ def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
     assert compare_records([], []).notes == [
         "the script made no optimizer step, so nothing was compared"
     ]
-    pairs = [(Run(0, 1, "torch"), three_steps()), (Run(1, 1, "fsdp_c"), three_steps())]
+    pairs = [
+        (Run(0, 1, "torch"), three_steps()),
+        (Run(1, 1, "fsdp_c"), three_steps(s2=OTHER_LOSS)),
+    ]
     summary = compare_results.summarize_rank(0, pairs)
     result = Comparison([run_ for run_, _ in pairs], [summary], 3)
     assert result.verdict is Verdict.INCONCLUSIVE
@@ -406,6 +409,12 @@ def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
     result = Comparison([run_ for run_, _ in pairs], [summary], 3)
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.notes[0].startswith("the script shards with fsdp_c itself")
+
+
+def test_run_under_fsdp_c_without_steps_is_different() -> None:
+    result = compare_records(three_steps(), [])
+    assert result.verdict is Verdict.DIFFERENT
+    assert result.notes == ["--rounds 2 also compares torch with itself"]
 
 
 def test_plot_of_runs_without_steps_is_drawn() -> None:
