@@ -43,6 +43,7 @@ class TrainsInFinalizer:
     def __del__(self, model=model, x=x, no_grad=torch.no_grad, sys=sys):
         with no_grad():
             model(x)
+        sys.stderr.write("evaluated\\n")
         try:
             model(x).sum().backward()
         except RuntimeError as error:
@@ -56,16 +57,32 @@ def run_program(seconds: float, machine: str = "Linux") -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_exit_waits_for_running_thread() -> None:
+def test_wait_for_threads_returns_after_the_end_of_a_running_thread() -> None:
     assert run_program(0.3) == "True True"
 
 
-def test_exit_stops_waiting_for_thread_after_timeout() -> None:
+def test_wait_for_threads_returns_after_timeout() -> None:
     assert run_program(60) == "False True"
 
 
-def test_exit_without_proc_file_system_stops_waiting_after_timeout() -> None:
+def test_wait_for_threads_without_proc_file_system_returns_after_timeout() -> None:
     assert run_program(60, "no /proc") == "False True"
+
+
+def test_forward_registers_wait_for_threads_as_exit_function() -> None:
+    """gloo's threads abort a process that exits while they wait for the GIL, so exit must wait."""
+    program = (
+        "import atexit, fsdp_c._compat.shutdown; waited = []\n"
+        "fsdp_c._compat.shutdown.wait_for_threads = lambda: waited.append(1)\n"
+        "import torch, torch.nn as nn, torch.distributed as dist, fsdp_c\n"
+        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)\n"
+        "fsdp_c.fully_shard(nn.Linear(2, 2))(torch.ones(1, 2))\n"
+        "atexit._run_exitfuncs()\n"
+        "print(waited)\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert completed.stdout.endswith("[1]\n"), completed.stderr
 
 
 def test_sleeping_or_finished_threads_do_not_count_as_running(
@@ -82,10 +99,12 @@ def test_sleeping_or_finished_threads_do_not_count_as_running(
     assert fsdp_c._compat.shutdown._has_running_threads()
 
 
-def test_forward_during_interpreter_shutdown_raises() -> None:
+def test_forward_with_gradients_during_interpreter_shutdown_raises() -> None:
     """torch's FSDP2 raises, too, with another message. Training would end in SIGABRT."""
     completed = subprocess.run(
         [sys.executable, "-c", TRAINING_AT_EXIT], capture_output=True, text=True, check=False
     )
     assert completed.returncode == 0
+    assert "evaluated\n" in completed.stderr
+    assert "Exception ignored" not in completed.stderr
     assert "the root module (FSDPSequential) cannot be trained while the interp" in completed.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import subprocess
-import sys
 from abc import ABC
 from collections.abc import Callable
 from typing import Any
@@ -135,12 +133,10 @@ def track_memory(shard: Shard, **kwargs: Any) -> tuple[list[Any], int, dict[Any,
             optimizer.step()
             optimizer.zero_grad()
             tracker.reset_mod_stats()
-    for group in (module._get_fsdp_state()._fsdp_param_group for module in model):
-        assert (
-            group is None
-            or not shard.__module__.startswith("fsdp_c")
-            or not _C._testing.overrides(group)
-        )
+    # The tracker has restored the methods that it replaced, and the model still trains.
+    if shard is fsdp_c.fully_shard:
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in model]
+        assert not any(map(_C._testing.overrides, groups))
     model(x).sum().backward()
     cpu = torch.device("cpu")
     peak = tracker.get_tracker_snapshot("peak")[cpu]["Total"]
@@ -309,19 +305,3 @@ def test_backward_under_compiled_autograd_raises() -> None:
 def test_submodules_with_name_of_their_function_are_importable() -> None:
     assert importlib.import_module("fsdp_c.explain").explain is fsdp_c.explain
     assert importlib.import_module("fsdp_c.fully_shard").fully_shard is fsdp_c.fully_shard
-
-
-def test_process_exit_after_forward_waits_for_gloo_threads() -> None:
-    """gloo's threads abort a process that exits while they wait for the GIL."""
-    program = (
-        "import atexit, fsdp_c._compat.shutdown; waited = []\n"
-        "fsdp_c._compat.shutdown.wait_for_threads = lambda: waited.append(1)\n"
-        "import torch, torch.nn as nn, torch.distributed as dist, fsdp_c\n"
-        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)\n"
-        "fsdp_c.fully_shard(nn.Linear(2, 2))(torch.ones(1, 2))\n"
-        "atexit._run_exitfuncs()\n"
-        "print(waited)\n"
-    )
-    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert completed.stdout.endswith("[1]\n"), completed.stderr
