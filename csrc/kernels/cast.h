@@ -1,7 +1,7 @@
 /* Scalar conversions between float and the two 16-bit types, on bit patterns. The vector loops
  * (cast_cpu.h) must give the same results bit for bit. These functions also convert the elements
  * that remain after a vector loop, and all elements on processors without AVX2 and F16C. On a GPU
- * these functions call the hardware conversion.
+ * these functions call CUDA's conversion functions, with NVRTC those of rtc.cuh.
  *
  * Rounding is to nearest even. Subnormal values are rounded with integer arithmetic, so the result
  * does not depend on the thread's flush-to-zero setting. Conversions between 16-bit types and
@@ -9,8 +9,9 @@
  * torch.
  *
  * NaN stays NaN, with an unspecified payload: torch's own payload depends on vector width and
- * position. Here float16 keeps sign and upper payload, as F16C does. bfloat16 becomes 0xffff, as in
- * torch's vectorized float32 -> bfloat16 copy. */
+ * position. On the CPU float16 keeps sign and upper payload, as F16C does, and bfloat16 becomes
+ * 0xffff, as in torch's vectorized float32 -> bfloat16 copy. On a GPU a NaN is the one that CUDA's
+ * functions return. */
 #ifndef FSDP_C_KERNELS_CAST_H
 #define FSDP_C_KERNELS_CAST_H
 

@@ -21,7 +21,7 @@ typedef struct fcpy_hook {
     vectorcallfunc vectorcall;
     fcpy_state *state; /* owned */
     fcpy_hook_kind kind;
-    bool grouped;      /* several modules share the state; it records the modules that have run */
+    bool grouped;      /* several modules share the state; see its modules_to_run */
     PyObject *modules; /* set of those modules for grouped hooks, else None */
     PyObject *shown;   /* torch's callable; never NULL */
     PyObject *weakrefs;
@@ -179,8 +179,9 @@ static PyObject *hook_repr(PyObject *obj) {
     return PyObject_Repr(hook_shown(obj));
 }
 
-/* For copy and pickle. A method is restored as an attribute of its state, a function by its name:
- * copy.copy returns the same function, and pickle raises if the name cannot be imported. */
+/* For copy and pickle. A method is restored as an attribute of its state. For a function the result
+ * is its name: copy.copy then returns the hook itself, and pickle raises, because no module has the
+ * hook under that name. */
 static PyObject *hook_reduce_ex(PyObject *obj, PyObject *protocol) {
     PyObject *shown = hook_shown(obj);
     if (PyFunction_Check(shown)) {
