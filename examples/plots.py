@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -23,9 +23,10 @@ PHASE_COLORS = {
 TRAIN_COLOR, VALIDATION_COLOR = "#0072B2", "#D55E00"
 
 
-def compute_rolling_mean(values: Sequence[float], window: int, reduce: str = "mean") -> np.ndarray:
-    """Returns the mean or median over the last ``window`` values at each index."""
-    function = np.mean if reduce == "mean" else np.median
+def apply_to_windows(
+    function: Callable[..., float], values: Sequence[float], window: int
+) -> np.ndarray:
+    """Returns ``function`` of the last ``window`` values at each index."""
     return np.array([function(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))])
 
 
@@ -73,7 +74,7 @@ def _draw_loss(
         )
     label = "training" if window == 1 else f"training, mean of the last {window} steps"
     axes.plot(
-        steps, compute_rolling_mean(train, window), color=TRAIN_COLOR, linewidth=2, label=label
+        steps, apply_to_windows(np.mean, train, window), color=TRAIN_COLOR, linewidth=2, label=label
     )
     if validation:
         at, losses = zip(*sorted(validation.items()), strict=True)
@@ -101,7 +102,7 @@ def _draw_phases(
     total = sum(float(np.median(seconds)) for seconds in phases.values())
     for name, seconds in phases.items():
         median = float(np.median(seconds))
-        layers.append(compute_rolling_mean(seconds, window, "median") * 1e3)
+        layers.append(apply_to_windows(np.median, seconds, window) * 1e3)
         labels.append(f"{name}: {median * 1e3:.1f} ms ({median / total:.0%})")
     colors = [PHASE_COLORS[name] for name in phases]
     axes.stackplot(steps, layers, labels=labels, colors=colors, linewidth=0)
