@@ -138,7 +138,8 @@ __attribute__((unused)) static bool is_accepted(shm_negotiation *n, fct_use use)
     return accepted;
 }
 
-/* Runs gathers until one is accepted. Returns the number that the fallback moved. */
+/* Runs gathers until one is accepted. Returns the number that the fallback moved, or -1 if none of
+ * 100 gathers is accepted. */
 __attribute__((unused)) static int count_fallback_gathers(shm_negotiation *n) {
     for (int gathers = 0; gathers < 100; gathers++) {
         if (is_accepted(n, FCT_USE_GATHER)) {

@@ -43,7 +43,7 @@ int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t coun
     for (size_t i = 0; i < count; i++) {
         if (sim_view_of(dst[i], what).dtype != sim_view_of(dst[0], what).dtype ||
             sim_view_of(src[i], what).dtype != sim_view_of(src[0], what).dtype) {
-            sim_fail("%s of several dtypes is no longer one launch", what);
+            sim_fail("%s of several dtypes is not one launch", what);
         }
         sim_tensor_assign(dst[i], src[i], what);
     }
@@ -100,8 +100,8 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
         offset += chunk_rows * t.columns;
     }
     if (offset != output.columns || chunks != output.rows) {
-        sim_fail("%s into %lld of %lld columns", what, (long long)offset,
-                 (long long)output.columns);
+        sim_fail("%s into %lld x %lld of %lld x %lld elements", what, (long long)chunks,
+                 (long long)offset, (long long)output.rows, (long long)output.columns);
     }
     return 0;
 }

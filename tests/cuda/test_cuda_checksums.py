@@ -15,7 +15,10 @@ HEXADECIMAL = "[0-9a-f]{16}"
 
 
 def run_ranks(run_worker: Any, folder: Path, *cases: str) -> list[dict[str, Any]]:
-    """Returns the results of corrupted_data.py on two ranks. Their devices have found no race."""
+    """Returns the results of corrupted_data.py on two ranks.
+
+    Asserts that their devices report nothing but the end of a peer.
+    """
     with concurrent.futures.ThreadPoolExecutor(2) as executor:
         runs = [
             executor.submit(run_worker, "corrupted_data", rank, str(folder / "store"), *cases)

@@ -53,7 +53,8 @@ class Sweep:
         assert self._worker.stdin is not None and self._worker.stdout is not None
         case = {"targets": targets, "style": style, "by_fsdp_c": by_fsdp_c}
         print(json.dumps(case), file=self._worker.stdin, flush=True)
-        _, outcomes = pickle.loads(Path(self._worker.stdout.readline().strip()).read_bytes())
+        path = Path(self._worker.stdout.readline().strip())
+        outcomes: list[dict[str, Any]] = pickle.loads(path.read_bytes())
         return outcomes
 
     def problems(self, targets: list[str], style: str) -> list[str]:

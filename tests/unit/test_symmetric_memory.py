@@ -80,7 +80,11 @@ def step(model: Any) -> list[Any]:
 def test_symmetric_memory_is_used_as_by_torch(
     fake_group: int, calls: list[str], sizes: Any, policy: MixedPrecisionPolicy, reshard: Any
 ) -> None:
-    """torch allocates both buffers of a reduce-scatter before it registers them."""
+    """Compares the order of registrations, and all calls without their order.
+
+    torch allocates both buffers of a reduce-scatter before it registers them. fsdp_c registers each
+    buffer right after its allocation.
+    """
     results = []
     for shard in SHARD_FUNCTIONS:
         calls.clear()
