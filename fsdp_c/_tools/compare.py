@@ -31,15 +31,20 @@ EPILOG = """\
 exit codes:
   0  all numbers are equal
   1  numbers differ
-  2  the script fails under torch alone, or an argument is wrong
+  2  the script fails under torch alone, an argument is wrong, all numbers are equal but a file
+     cannot be written, or the supervisor of another rank is lost
   3  the script fails under fsdp_c only
   4  inconclusive: no optimizer step, no sharded module, or numbers that torch does not repeat
+  130, 143  interrupted, terminated
 torchrun itself exits with 1 for all codes but 0. Use --nproc-per-node without torchrun for the
 codes of a job on one host.
 
 The script runs 2 x ROUNDS times, and each run writes the files of the script. "{run}" in its
 arguments is replaced by the name of the run (torch-1, fsdp_c-1, torch-2, ...).
 """
+
+_FAILED = 2  # exit code of failures that are not a script's, as for wrong arguments
+_MAX_SEED = 2**32 - 1  # of PYTHONHASHSEED and numpy.random.seed
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
             return 128 + signal.SIGINT
         except SupervisorLost as error:
             print(f"compare: {error}", file=sys.stderr)
-            return Verdict.TORCH_FAILED.value
+            return _FAILED
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
@@ -90,7 +95,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--steps", type=_parse_count, default=5, help="optimizer steps per run (default 5)")
     add("--rounds", type=_parse_count, default=2, help="runs per implementation (default 2)")
     add("--nproc-per-node", type=_parse_count, metavar="N", help="ranks, without torchrun")
-    add("--seed", type=int, default=0, help="seed of random, numpy, torch and str hashes")
+    add("--seed", type=_parse_seed, default=0, help="seed of random, numpy, torch and str hashes")
     add("--timeout", type=float, default=600, metavar="S", help="seconds per run (default 600)")
     add("--json", type=Path, metavar="FILE", help="file for all results")
     add("--plot", type=Path, metavar="FILE", help="file for a picture: compare.png")
@@ -103,6 +108,12 @@ def _make_parser() -> argparse.ArgumentParser:
 def _parse_count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number from 1, not {text!r}")
+    return int(text)
+
+
+def _parse_seed(text: str) -> int:
+    if not text.isdigit() or int(text) > _MAX_SEED:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to {_MAX_SEED}, not {text!r}")
     return int(text)
 
 
@@ -119,17 +130,26 @@ def _make_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> J
 
 
 def _check_folders(options: argparse.Namespace) -> None:
-    """Raises ``ValueError`` before the runs if a file could not be written after them."""
+    """Creates the folder of logs before the runs.
+
+    Raises:
+        ValueError: The folder of a file does not exist, or the file is a folder.
+        OSError: The folder of logs cannot be created, or no file can be created in it.
+    """
     for path in (options.json, options.plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"cannot write {str(path)!r}: its folder does not exist")
+        if path is not None and path.is_dir():
+            raise ValueError(f"cannot write {str(path)!r}: it is a folder")
+    if options.logs is not None:
+        options.logs.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.logs).close()
 
 
 @contextlib.contextmanager
 def _open_folder(logs: Path | None) -> Iterator[Path]:
     """Yields the folder for records and logs. Removes a temporary folder at the end."""
     if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
         yield logs.absolute()
     else:
         with tempfile.TemporaryDirectory(prefix="fsdp_c_compare_") as name:
@@ -178,7 +198,7 @@ def _report(job: Job, options: argparse.Namespace, result: Comparison) -> int:
             compare_report.plot_comparison(options.plot, job.arguments, result)
     except (OSError, ValueError) as error:
         print(f"compare: cannot write a file: {error}", file=sys.stderr, flush=True)
-        return result.verdict.value or Verdict.TORCH_FAILED.value
+        return result.verdict.value or _FAILED
     return result.verdict.value
 
 

@@ -248,6 +248,11 @@ def test_signal_ends_all_processes(
         (["--its", "x.py"], "unrecognized arguments: --its"),
         (["--timeout", "-1", str(JOB)], "--timeout: expected seconds above 0, not -1"),
         (["--json", "/nowhere/x.json", str(JOB)], "cannot write '/nowhere/x.json': its folder"),
+        (["--plot", str(ROOT), str(JOB)], f"cannot write '{ROOT}': it is a folder"),
+        (["--logs", str(JOB), str(JOB)], f"File exists: '{JOB}'"),
+        (["--logs", "/proc", str(JOB)], "'/proc/"),
+        (["--seed", "-1", str(JOB)], "--seed: expected a number from 0 to 4294967295, not '-1'"),
+        (["--seed", "4294967296", str(JOB)], "to 4294967295, not '4294967296'"),
     ],
 )
 def test_wrong_arguments_exit_2_with_a_message(
@@ -296,7 +301,8 @@ def test_help_lists_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         compare.main(["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    assert all(re.search(rf"^  {verdict.value}  ", text, re.M) for verdict in Verdict)
+    codes = [*(verdict.value for verdict in Verdict), "130, 143"]
+    assert all(re.search(rf"^  {code}  ", text, re.M) for code in codes)
 
 
 # ---- differences between records -----------------------------------------------------------------
@@ -392,9 +398,9 @@ def test_difference_in_second_round_only_is_found() -> None:
 
 
 def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
-    assert compare_records([], []).notes == [
-        "the script made no optimizer step, so nothing was compared"
-    ]
+    result = compare_records([], [])
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.notes == ["the script made no optimizer step, so nothing was compared"]
     pairs = [
         (Run(0, 1, "torch"), three_steps()),
         (Run(1, 1, "fsdp_c"), three_steps(s2=OTHER_LOSS)),
