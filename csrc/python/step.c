@@ -30,7 +30,8 @@ static fcpy_group *group_at(const fcpy_state *self, size_t index) {
 /* ---- callbacks of autograd ---- */
 
 /* Calls `run` with dynamo disabled, because the backward may be part of a compiled function.
- * autograd calls the functions call_*, which pass the function run_* of the same name. */
+ * autograd calls the functions call_*, which pass the function run_* of the same name, and
+ * fcpy_param_grad_arrived. */
 static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) {
     PyObject *dynamo_callback = fcpy_dynamo_pause(mod);
     fcpy_calls_enter(mod);
@@ -432,10 +433,11 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
         return status == FC_OK ? cast_inputs(self, args, kwargs) : fcpy_state_raise(self, status);
     }
     bool first = self->core.training_state != FC_FORWARD;
+    self->core.training_state = FC_FORWARD;
     if (first && begin_forward(self, module, args, kwargs) != 0) {
+        self->core.training_state = FC_IDLE; /* the next forward begins again */
         return -1;
     }
-    self->core.training_state = FC_FORWARD;
     if (cast_inputs(self, args, kwargs) != 0 || enter_groups(self, module, args, kwargs) != 0) {
         return -1;
     }
@@ -519,6 +521,7 @@ static PyObject *complete_partial_forward(fcpy_state *state, PyObject *output) {
  * the end of the iteration's forward, innermost state first. Steals output. */
 static PyObject *complete_partial_forwards(fcpy_state *root, PyObject *output) {
     if ((root->replaced & FCPY_STATE_COMPLETE) != 0) {
+        root->core.training_state = FC_IDLE;
         Py_SETREF(output, PyObject_CallMethod((PyObject *)root, "_force_complete_incomplete_states",
                                               "(O)", output));
         return output;

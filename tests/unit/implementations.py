@@ -9,6 +9,7 @@ from typing import Any
 import releases
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import fsdp_c
 
@@ -34,12 +35,14 @@ def run_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
 
 
 def record_calls(events: list[Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``original``; each call appends its name, and the name and state of its group."""
+    """Wraps ``original``. Each call appends its name, its group's name, and the training state of
+    its group or FSDP state."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        group = args[0] if args and isinstance(args[0], FSDPParamGroup) else None
-        events.append((name, group and group._module_fqn, group and group._training_state.name))
+        owner = args[0] if args and isinstance(args[0], (FSDPParamGroup, FSDPState)) else None
+        group_name = owner._module_fqn if isinstance(owner, FSDPParamGroup) else None
+        events.append((name, group_name, owner and owner._training_state.name))
         return original(*args, **kwargs)
 
     return call

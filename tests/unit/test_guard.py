@@ -198,20 +198,20 @@ STATE_METHODS: list[Any] = [
 
 @pytest.mark.parametrize("name", STATE_METHODS)
 def test_state_method_patched_on_the_class_is_called_as_in_torch(name: str) -> None:
-    def scenario(shard: Callable[..., Any]) -> int:
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
         events: list[Any] = []
         original = getattr(FSDPState, name)
         with replaced(FSDPState, name, record_calls(events, name, original)):
             model = model_of(shard, mp_policy=MIXED)
             step(model)
             step(model)
-        return len(events)
+        return events
 
     torch_result, result = run_both(scenario)
     if name == "_lazy_init":  # torch calls it in every forward, fsdp_c once
-        assert 0 < result <= torch_result
-        return
-    assert result == torch_result > 0
+        torch_result = torch_result[: len(result)]
+    assert result == torch_result
+    assert result
 
 
 def test_patched_reshard_without_effect_keeps_parameters_unsharded() -> None:
@@ -389,7 +389,7 @@ def test_unpatched_step_calls_no_python_function() -> None:
             model(x).sum().backward()
         finally:
             sys.setprofile(None)
-    assert called, "the profiler recorded no call: the check above would be void"
+    assert called, "the profiler recorded no call, so the empty list before proves nothing"
 
 
 def test_override_bits_follow_patches_of_each_group_method() -> None:
