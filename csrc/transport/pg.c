@@ -10,12 +10,6 @@
 #include "../bridge/tensor.h"
 #include "group_negotiation.h"
 
-static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
-    (void)pg, (void)use;
-    *accepted = true;
-    return 0;
-}
-
 /* A collective that is about to be issued. */
 typedef struct next_op {
     shm_negotiation *negotiation; /* NULL: the ranks compare nothing */
@@ -78,19 +72,11 @@ static int all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct
     return end(&next, true, fct_pg_all_reduce(pg, false, tensor, op, factor, async_op, work));
 }
 
-static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
-    (void)pg, (void)shard_bytes;
-    return false;
-}
-
 const fct_transport fct_pg_transport = {
-    .name = "process group",
     .has_chunks = false,
-    .negotiate = negotiate,
     .all_gather = all_gather,
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,
     .all_gather_chunks = NULL,
     .reduce_scatter_chunks = NULL,
-    .is_cpu_bound = is_cpu_bound,
 };

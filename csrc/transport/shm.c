@@ -36,7 +36,8 @@ static int attach(fct_pg *pg, shm_negotiation *n, bool *attached) {
     return fct_pg_add_shm_backend(pg, &backend_methods, n, attached);
 }
 
-static int negotiate(fct_pg *pg, fct_use use, bool *accepted) {
+int fct_shm_negotiate(fct_pg *pg, fct_use use, bool *accepted) {
+    assert(pg != NULL && accepted != NULL);
     *accepted = false;
     shm_negotiation *n = fct_negotiation_open(pg);
     if (n == NULL) {
@@ -94,8 +95,8 @@ static int reduce_scatter_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *
     return detach_label(fct_pg_reduce_chunks(pg, output, chunks, count, layout, op, work));
 }
 
-/* See table.h. */
-static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
+bool fct_shm_is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
+    assert(pg != NULL);
     shm_negotiation *n = fct_negotiation_find(pg);
     if (n == NULL || shm_negotiation_is_paused(n)) {
         return false;
@@ -110,13 +111,10 @@ static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
 }
 
 const fct_transport fct_shm_transport = {
-    .name = "shared memory",
     .has_chunks = true,
-    .negotiate = negotiate,
     .all_gather = all_gather,
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,
     .all_gather_chunks = all_gather_chunks,
     .reduce_scatter_chunks = reduce_scatter_chunks,
-    .is_cpu_bound = is_cpu_bound,
 };

@@ -53,8 +53,9 @@ enum { SHM_RING_MAX_RANKS = 64 };
 shm_ring *shm_ring_create(size_t capacity);
 shm_ring_handle shm_ring_get_handle(const shm_ring *ring);
 /* Maps the rings of all peers. `handles` is in rank order, and includes this rank. Returns 0 if a
- * ring cannot be mapped or has another capacity. After a failure only shm_ring_destroy may be
- * called. */
+ * ring cannot be mapped, has another capacity or belongs to this process. Also returns 0 on a
+ * second call, and if `world_size` is not in 2 to SHM_RING_MAX_RANKS or `rank` not below it. After
+ * a failure only shm_ring_destroy may be called. */
 int shm_ring_connect(shm_ring *ring, int rank, int world_size, const shm_ring_handle *handles);
 /* Marks the ring closed: this rank commits no more messages. Wakes waiting peers. No-op in a child
  * of fork(). */

@@ -12,10 +12,7 @@ extern "C" {
 
 /* A transport. All ranks of a process group use the same transport. */
 typedef struct fct_transport {
-    const char *name;
     bool has_chunks; /* all_gather_chunks and reduce_scatter_chunks are not NULL */
-    /* Writes to *accepted whether all ranks use this transport for the next collective. */
-    int (*negotiate)(fct_pg *pg, fct_use use, bool *accepted);
     int (*all_gather)(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                       bool async_op, fct_work **work);
     int (*reduce_scatter)(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
@@ -27,9 +24,6 @@ typedef struct fct_transport {
     int (*reduce_scatter_chunks)(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                                  fct_tensor *const *chunks, size_t count,
                                  const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work);
-    /* Whether an all-gather of rank shards of `shard_bytes` bytes takes CPU time from computation.
-     */
-    bool (*is_cpu_bound)(fct_pg *pg, size_t shard_bytes);
 } fct_transport;
 
 #ifdef __cplusplus

@@ -13,7 +13,7 @@ const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use
         return &fct_pg_transport;
     }
     bool accepted = false;
-    if (fct_shm_transport.negotiate(pg, use, &accepted) != 0) {
+    if (fct_shm_negotiate(pg, use, &accepted) != 0) {
         return NULL;
     }
     return accepted ? &fct_shm_transport : &fct_pg_transport;
@@ -162,7 +162,7 @@ int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
 
 bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
     assert(pg != NULL && row_bytes >= 0);
-    return fct_shm_transport.is_cpu_bound(pg, (size_t)row_bytes);
+    return fct_shm_is_cpu_bound(pg, (size_t)row_bytes);
 }
 
 /* ---- for csrc/python ---- */
