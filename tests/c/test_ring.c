@@ -17,7 +17,8 @@ static float simulate_ring_sum(float *const *ranks, int64_t world, int64_t block
     return message;
 }
 
-/* Segment size as gloo documents it: at least two segments per rank, of at most 1 MiB. */
+/* Returns the elements per block. gloo divides the buffer into segments of at most 1 MiB, at least
+ * two per rank. A block is the segments of one rank. */
 static int64_t gloo_block_numel(int64_t total, int64_t world) {
     int64_t segments = (total * 4 + (1 << 20) - 1) / (1 << 20);
     segments = segments < 2 * world ? 2 * world : segments;
@@ -26,10 +27,13 @@ static int64_t gloo_block_numel(int64_t total, int64_t world) {
     return (bytes + 3) / 4 * (segments / world);
 }
 
+/* Returns floats with random signs and 24-bit significands, so that a third of the sums of three
+ * depend on the order. */
 static float *random_floats(int64_t count) {
     float *values = (float *)malloc(sizeof *values * (size_t)count);
     for (int64_t i = 0; i < count; i++) {
-        values[i] = ldexpf((float)(rand() % 2000 - 1000), rand() % 20 - 10);
+        const float significand = (float)((1 << 23) + rand() % (1 << 23));
+        values[i] = ldexpf(rand() % 2 == 0 ? significand : -significand, rand() % 4);
     }
     return values;
 }
@@ -61,7 +65,8 @@ static void check_all_rows(int64_t world, int64_t row) {
 
 static void ring_sum_adds_in_hop_order(void **state) {
     (void)state;
-    static const int64_t rows[] = {1, 2, 3, 7, 64, 65, 1000, 2047, 2049, 131072 + 5, 300001};
+    static const int64_t rows[] = {1,    2,    3,    7,          64,     65,
+                                   1000, 2047, 2049, 131072 + 5, 600001, 600004};
     for (int64_t world = 2; world <= 8; world++) {
         for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
             if (rows[i] < 100000 || world == 3) {
@@ -106,10 +111,10 @@ static void ring_sum_rounds_at_each_hop(void **state) {
             large[k] = cases[i].large;
             small[k] = cases[i].small;
         }
-        /* Element 0 is in block 0, which passes from rank 2 to 1 to 0. */
+        /* The elements are in block 0, which passes from rank 2 to 1 to 0. */
         const void *rows[3] = {small, small, large};
         fck_ring_sum(cases[i].dtype, out, rows, 3, 1000, 0, 4);
-        assert_int_equal(out[0], cases[i].large);
+        assert_memory_equal(out, large, sizeof out);
     }
 }
 
@@ -123,23 +128,23 @@ static void ring_sum_supports_only_floating_dtypes(void **state) {
 /* If both values are NaN, the rank's own is kept. In 16-bit dtypes the result is that of gloo. */
 static void ring_sum_nans_match_gloo(void **state) {
     (void)state;
-    const uint32_t came[2] = {0x7fc00001, 0xffc00000};
+    const uint32_t received[2] = {0x7fc00001, 0xffc00000};
     const uint32_t own[2] = {0xffc00005, 0x3f800000};
     const uint32_t expected[2] = {0xffc00005, 0xffc00000};
-    const uint16_t halves[2] = {0xfe05, 0x3c00}; /* rank 1's; the sum ends on rank 0 */
-    const uint16_t own_halves[2] = {0x3c00, 0x7e09};
-    const uint16_t expected_halves[2] = {0xfe00, 0x7e00};
-    const uint16_t brains[2] = {0xffc5, 0x3f80};
-    const uint16_t own_brains[2] = {0x3f80, 0x3f80};
-    const uint16_t expected_brains[2] = {0x7fc0, 0x4000};
+    const uint16_t float16s[2] = {0xfe05, 0x3c00}; /* rank 1's; the sum ends on rank 0 */
+    const uint16_t own_float16s[2] = {0x3c00, 0x7e09};
+    const uint16_t expected_float16s[2] = {0xfe00, 0x7e00};
+    const uint16_t bfloat16s[2] = {0xffc5, 0x3f80};
+    const uint16_t own_bfloat16s[2] = {0x3f80, 0x3f80};
+    const uint16_t expected_bfloat16s[2] = {0x7fc0, 0x4000};
     uint32_t sum[2];
     uint16_t small[2];
-    fck_ring_sum(FCK_FLOAT32, sum, (const void *const[]){own, came}, 2, 4, 0, 2);
+    fck_ring_sum(FCK_FLOAT32, sum, (const void *const[]){own, received}, 2, 4, 0, 2);
     assert_memory_equal(sum, expected, sizeof sum);
-    fck_ring_sum(FCK_FLOAT16, small, (const void *const[]){own_halves, halves}, 2, 4, 0, 2);
-    assert_memory_equal(small, expected_halves, sizeof small);
-    fck_ring_sum(FCK_BFLOAT16, small, (const void *const[]){own_brains, brains}, 2, 4, 0, 2);
-    assert_memory_equal(small, expected_brains, sizeof small);
+    fck_ring_sum(FCK_FLOAT16, small, (const void *const[]){own_float16s, float16s}, 2, 4, 0, 2);
+    assert_memory_equal(small, expected_float16s, sizeof small);
+    fck_ring_sum(FCK_BFLOAT16, small, (const void *const[]){own_bfloat16s, bfloat16s}, 2, 4, 0, 2);
+    assert_memory_equal(small, expected_bfloat16s, sizeof small);
 }
 
 int main(void) {
