@@ -142,7 +142,7 @@ def test_autograd_grad_of_sharded_parameters_raises() -> None:
 
 
 def test_penalty_without_the_loss_has_nonzero_gradients() -> None:
-    """The tests above would be void if the penalty had no gradient."""
+    """If the penalty had no gradient, the other tests would pass without double backward."""
     import double_backward
 
     model = double_backward.curved_model()

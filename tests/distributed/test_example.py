@@ -109,7 +109,7 @@ def test_example_losses_match_torch(runs: Runs, precision: str) -> None:
 
 
 def test_example_losses_differ_between_precisions(runs: Runs) -> None:
-    """The comparison above would be void if the files did not depend on the arithmetic."""
+    """If they were equal, test_example_losses_match_torch would pass with any arithmetic."""
     fp32, bf16 = (losses(runs.get("torch", precision)) for precision in PRECISIONS)
     for key in ("train", "gradient_norm", "validation", "weights_sha256"):
         assert fp32[key] != bf16[key], key

@@ -65,7 +65,7 @@ def test_example_script_trains_the_same_weights_as_torch(
 
 
 def test_digest_of_weights_depends_on_the_training() -> None:
-    """The comparison above would be void if the digests did not depend on the steps."""
+    """If it did not, test_example_script_trains_the_same_weights_as_torch would prove nothing."""
     digests = {weights(launch("lora", 2, *GPT, "--lr", rate)) for rate in ("0.01", "0.02")}
     assert len(digests) == 2
 

@@ -1,10 +1,12 @@
 """Runs models that differ between the ranks of an NCCL process group.
 
-``python divergence.py RANK FILE`` prints a JSON object. It maps each case to messages of
-exceptions, or empty strings. The first cases have three messages. ``first`` is of the first
-forward, ``repeated`` of the same forward again, if the first one raised. ``equal`` is of the first
-forward of a model that is equal on all ranks. The last two cases have one: ``raised``, by a later
-forward. FILE is the rendezvous file of two ranks.
+``python divergence.py RANK FILE`` prints a JSON object, which maps each case to messages of
+exceptions by name. A message is empty if no exception was raised. FILE is the rendezvous file of
+two ranks.
+
+The cases of ``CASES`` have three messages: ``first`` of the first forward, ``repeated`` of a second
+forward if the first one raised, ``equal`` of a forward of a model that is equal on all ranks. The
+cases "equal order" and "later order" have one message, ``raised``, of any of many forwards.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def build(case: str, rank: int) -> Any:
     class Layers(nn.Sequential):
         """Runs its layers in the order of ``order``."""
 
-        order = [0, 1, 2]
+        order: list[int]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for index in self.order:

@@ -288,7 +288,7 @@ def train_with_both_transports(rank: int, world: int) -> list[bool]:
     direct = _train(model, rank, 3)
     followed = [_C.direct_group(group) is not None]
     model = _model()
-    mixed = _train(model, rank, 1)
+    _train(model, rank, 1)
     fsdp_c.set_transport(model, "gloo")
     followed.append(_C.direct_group(group) is None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
