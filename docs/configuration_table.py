@@ -120,7 +120,11 @@ TESTS = {
     "FSDP_C_NVRTC": Variable("paths", "not set", "NVRTC libraries that compile the kernels"),
     "FSDP_C_PARITY_COUNT": Variable("a number", "140", "Settings of the parity tests"),
     "FSDP_C_PARITY_DEVICE": INTERNAL,
-    "FSDP_C_PARITY_FEATURES": Variable("names", "all", "Features that the settings include"),
+    "FSDP_C_PARITY_FEATURES": Variable(
+        "`all`, or names separated by commas",
+        "not set",
+        "Features that the wide grid tests although the installed torch does not support them",
+    ),
     "FSDP_C_PARITY_IMPLEMENTATION": Variable(
         "a module", "`fsdp_c`", "The implementation to compare"
     ),

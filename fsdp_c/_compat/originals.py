@@ -51,7 +51,10 @@ def has_parameter(module: ModuleType, function: str, parameter: str) -> bool | N
 
 
 def is_torch_function(function: Any, module: str, qualname: str) -> bool:
-    """Whether ``function`` is torch's function of that name, including torch's decorators."""
+    """Whether ``function`` is torch's function of that name.
+
+    It may have decorators of torch that are context managers, such as ``no_grad()``.
+    """
     if not isinstance(function, FunctionType):
         return False
     if (function.__module__, function.__qualname__) != (module, qualname):

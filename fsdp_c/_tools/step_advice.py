@@ -1,8 +1,8 @@
 """Finds configuration changes that avoid collectives or received bytes, one function per rule.
 
 A rule reads the facts of a model and yields changes. The saving of a change is the difference of
-two dry runs, so a change that saves nothing is not reported. ``advice.py`` finds the changes that
-lower the peak.
+two dry runs. Changes that save nothing are not reported, except that of ``find_norms_of_replicas``,
+which corrects a result. ``advice.py`` finds the changes that lower the peak.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Advice:
-    """A change of the configuration, its saving in one step, and the code to write.
+    """A change of the configuration or of a call, its saving in one step, and the code to write.
 
     Attributes:
-        finding: The units, and the reason why the change saves something.
+        finding: The units, and the reason for the change.
         code: The line to write.
         saves: The saving.
         describe: Formats the saving.
