@@ -6,10 +6,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 typedef struct fck_floats {
     float *values; /* may be NULL if count is 0 */
     int64_t count;
@@ -19,9 +15,5 @@ typedef struct fck_floats {
 void fck_norms(const fck_floats *arrays, size_t count, float *norms);
 /* Multiplies every element by `factor`. */
 void fck_scale(const fck_floats *array, float factor);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

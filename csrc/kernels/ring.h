@@ -5,10 +5,6 @@
 
 #include "kernels.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* Returns 1 if fck_ring_sum supports the type: the floating-point types of kernels.h. */
 int fck_ring_supports(fck_dtype dtype);
 
@@ -18,9 +14,5 @@ int fck_ring_supports(fck_dtype dtype);
  * Preconditions: fck_ring_supports(dtype) is 1, and the elements lie within `total`. */
 void fck_ring_sum(fck_dtype dtype, void *out, const void *const *rows, int64_t world, int64_t total,
                   int64_t first, int64_t count);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

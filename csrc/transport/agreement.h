@@ -15,10 +15,6 @@
 #include "checksums.h"
 #include "op_tag.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 enum { OP_ENTRIES = 512, FCT_DIFFERENCE_BYTES = 416 };
 
 typedef struct op_agreement {
@@ -77,9 +73,5 @@ size_t op_agreement_copy(const op_agreement *a, op_entry *entries, uint64_t *fir
 /* Describes the first collective that differs between two ranks. */
 void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b,
                                     fct_difference *difference);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

@@ -4,10 +4,6 @@
 
 #include <stdbool.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* Whether the environment sets a size of torch's flight recorder. The recorder that torch enables
  * by default does not count. */
 bool fct_requests_flight_recorder(void);
@@ -16,9 +12,5 @@ bool fct_requests_flight_recorder(void);
 bool fct_accepts_shared_memory(void);
 /* CPUs in the affinity mask of the calling thread, or 1 if the mask is unknown. */
 int fct_available_cpus(void);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

@@ -23,10 +23,6 @@
 #include "../bridge/group.h"
 #include "op_tag.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* Kinds of entries that are no fct_op_kind: exchanges of fsdp_c, collectives that functions of
  * torch issue, and data after all-gathers and all-reduces. */
 enum {
@@ -110,9 +106,5 @@ size_t op_checksums_copy(const op_checksums *c, uint64_t number, op_entry *entri
  * such all-reduce. All ranks must call it. The most frequent checksum counts as right. A tie favors
  * the lower rank. Returns -1 with a Python exception. */
 FCT_CHECK int op_checksums_describe(const op_checksums *c, fct_pg *pg, char *text, size_t bytes);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

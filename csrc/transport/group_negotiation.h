@@ -5,10 +5,6 @@
 
 #include "negotiation.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* Both functions return a borrowed reference. If there is no negotiation, find returns NULL and
  * open makes one. open returns NULL with a Python exception on failure. */
 shm_negotiation *fct_negotiation_find(fct_pg *pg);
@@ -18,9 +14,5 @@ shm_negotiation *fct_negotiation_open(fct_pg *pg);
  * collectives that a rank issues before it waits for one. Returns -1 with a Python exception on
  * failure. */
 FCT_CHECK int fct_pg_register_user(const char *name);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

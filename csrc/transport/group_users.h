@@ -6,18 +6,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* Adds one user of the process group `name`. Returns false if there is no memory. Precondition:
  * `name` is not NULL. */
 bool fct_group_users_add(const char *name);
 /* Removes the number of a process group and returns it. Returns 1 if there is no number. */
 int64_t fct_group_users_take(const char *name);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

@@ -13,10 +13,6 @@
 #include "sequence.h"
 #include "shm_transport.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* Whether the collectives of one process group use shared memory. The ranks negotiate once, in two
  * rounds. All users of the group share the object, which is reference-counted.
  *
@@ -126,9 +122,5 @@ shm_transport *shm_negotiation_active_transport(shm_negotiation *n);
 /* Called at the end of the group, by any thread. Aborts the transport. Later collectives use the
  * fallback, which reports the end. */
 void shm_negotiation_close(shm_negotiation *n);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

@@ -7,10 +7,6 @@
 
 #include "../bridge/collective.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 typedef enum fct_op_pass { FCT_PASS_FORWARD = 0, FCT_PASS_BACKWARD, FCT_PASS_OTHER } fct_op_pass;
 
 /* Returns the name of an fct_op_pass for messages. */
@@ -41,9 +37,5 @@ typedef struct fct_op_tag {
     uint64_t sequence; /* number of the caller's earlier collectives over this process group */
     fct_op_label label;
 } fct_op_tag;
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

@@ -11,10 +11,6 @@
 
 #include "../bridge/group.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* These values take the place of the hash of a plan. */
 enum {
     FCT_PLAN_OFF = 0,     /* the guard is off */
@@ -59,9 +55,5 @@ bool op_is_plan(int64_t value);
  * rank without a plan is equal to all. The negotiation uses the result only if all ranks have a
  * plan, so ranks compare nothing if one of them has none. */
 fct_plan_result op_plans_compare(const int64_t *hashes, int64_t world, int64_t stride);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

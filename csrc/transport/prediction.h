@@ -13,10 +13,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 enum { OP_CONTEXTS = 4, OP_RECENT = 512, OP_SUCCESSORS = 8192 };
 
 /* The value that followed a context. */
@@ -44,9 +40,5 @@ void op_prediction_add(op_prediction *p, uint64_t value);
 uint64_t op_prediction_next(const op_prediction *p);
 /* Returns the value with this number, from 0 on, or 0 if it is not among the last OP_RECENT. */
 uint64_t op_prediction_at(const op_prediction *p, uint64_t number);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

@@ -25,10 +25,6 @@
 #include "agreement.h"
 #include "prediction.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 typedef struct op_sequence {
     op_prediction prediction; /* of signatures */
     fct_exchange *round;      /* exchange of the next signature; NULL: none, or read */
@@ -62,9 +58,5 @@ FCT_CHECK int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature
                                   const op_entry *entry, fct_difference *difference);
 /* Adds a collective that this rank has issued, after it was expected or compared. */
 void op_sequence_add(op_sequence *s, uint64_t signature);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

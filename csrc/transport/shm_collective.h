@@ -8,10 +8,6 @@
 
 #include "../bridge/shm_methods.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* Whether the elements of a dtype can be summed in the order of gloo's ring. Required for
  * reduce-scatters and all-reduces. */
 bool shm_can_sum(int32_t dtype);
@@ -31,9 +27,5 @@ int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t max_ms,
                         char error[SHM_ERROR_BYTES]);
 /* The result of shm_transport_is_cpu_bound at shm_collective_start. */
 bool shm_collective_is_cpu_bound(const shm_collective *c);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

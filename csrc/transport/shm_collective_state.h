@@ -4,10 +4,6 @@
 
 #include "shm_transport.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* Elements [begin, end) of the tensor of an all-reduce. */
 typedef struct shm_range {
     int64_t begin, end;
@@ -35,9 +31,5 @@ struct shm_collective {
     shm_step *steps;
     bool sums_whole; /* each rank sums the whole tensor */
 };
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

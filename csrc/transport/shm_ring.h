@@ -25,10 +25,6 @@
 
 #include "op_tag.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* The address of a ring, to be sent to peers. pid 0: the rank has no ring. */
 typedef struct shm_ring_handle {
     int64_t pid;
@@ -96,9 +92,5 @@ uint32_t shm_ring_seq(const shm_ring *ring);
 /* Blocks until shm_ring_seq differs from `seen_seq`, for at most `ms` milliseconds. May return
  * early. */
 void shm_ring_wait(shm_ring *ring, uint32_t seen_seq, int64_t ms);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

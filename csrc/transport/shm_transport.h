@@ -13,10 +13,6 @@
 #include "../bridge/shm_methods.h"
 #include "shm_ring.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 enum {
     SHM_MAX_MESSAGE = 1 << 20,          /* bytes of the largest message; equal on all ranks */
     SHM_CAPACITY = 4 * SHM_MAX_MESSAGE, /* bytes of a ring for messages */
@@ -87,9 +83,5 @@ void shm_transport_progress(shm_transport *t);
 int shm_transport_wait(shm_transport *t, shm_op *op, int64_t max_ms, char error[SHM_ERROR_BYTES]);
 /* Fails all operations and every later submit, and marks the ring closed for peers. */
 void shm_transport_abort(shm_transport *t, const char *reason);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

@@ -6,10 +6,6 @@
 #include "negotiation.h"
 #include "op_tag.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* A transport. All ranks of a process group use the same transport. */
 typedef struct fct_transport {
     bool has_chunks; /* all_gather_chunks and reduce_scatter_chunks are not NULL */
@@ -25,9 +21,5 @@ typedef struct fct_transport {
                                  fct_tensor *const *chunks, size_t count,
                                  const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work);
 } fct_transport;
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif

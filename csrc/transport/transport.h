@@ -14,10 +14,6 @@
 #include "pg.h"
 #include "shm.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* Compares the hash of this rank's plan, or FCT_PLAN_*, with those of all ranks of the process
  * group; see shm_negotiation_compare_plan. `waits`: the caller waits for its collective before it
  * returns to the user. On devices other than the CPU, and if the CPU backend is not gloo, the
@@ -105,9 +101,5 @@ FCT_CHECK int fct_transport_enter(fct_pg *pg, fct_use use, int64_t bytes, void *
 /* Pauses or resumes shared memory for a group. All ranks must call the function at the same point
  * of their programs. */
 FCT_CHECK int fct_transport_pause(fct_pg *pg, bool paused);
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif
