@@ -38,18 +38,10 @@ struct progress_thread {
     task_queue *queue;     /* NULL before the first task */
 };
 
-#ifdef __APPLE__ /* has no pthread_condattr_setclock */
-enum { WAIT_CLOCK = CLOCK_REALTIME };
-#else
-enum { WAIT_CLOCK = CLOCK_MONOTONIC };
-#endif
-
 static void init_condition(pthread_cond_t *condition) {
     pthread_condattr_t attributes;
     (void)pthread_condattr_init(&attributes);
-#ifndef __APPLE__
-    (void)pthread_condattr_setclock(&attributes, WAIT_CLOCK);
-#endif
+    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     (void)pthread_cond_init(condition, &attributes);
     (void)pthread_condattr_destroy(&attributes);
 }
@@ -102,7 +94,7 @@ bool progress_task_is_done(progress_task *task) {
 bool progress_task_wait(progress_task *task, int64_t ms) {
     assert(atomic_load(&task->owners) > 0 && ms >= 0);
     struct timespec deadline;
-    (void)clock_gettime(WAIT_CLOCK, &deadline);
+    (void)clock_gettime(CLOCK_MONOTONIC, &deadline);
     deadline.tv_sec += (time_t)(ms / 1000);
     deadline.tv_nsec += (long)(ms % 1000) * 1000000;
     if (deadline.tv_nsec >= 1000000000) {

@@ -24,11 +24,9 @@ bool fct_accepts_shared_memory(void) {
 }
 
 int fct_available_cpus(void) {
-#ifdef __linux__
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0) {
         return CPU_COUNT(&set);
     }
-#endif
     return 1;
 }

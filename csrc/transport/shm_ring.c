@@ -12,16 +12,13 @@
 #include "shm_ring.h"
 
 #include <assert.h>
-#include <stdlib.h>
-
-#ifdef __linux__
-
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -454,63 +451,3 @@ void shm_ring_release(shm_ring *ring) {
     atomic_store(&own->released, ring->read_seq);
     wake_peers(ring);
 }
-
-#else /* no memfd: shm_ring_create returns NULL, so there is no ring */
-
-shm_ring *shm_ring_create(size_t capacity) {
-    (void)capacity;
-    return NULL;
-}
-shm_ring_handle shm_ring_get_handle(const shm_ring *ring) {
-    (void)ring;
-    return (shm_ring_handle){0, 0, 0};
-}
-int shm_ring_connect(shm_ring *ring, int rank, int world_size, const shm_ring_handle *handles) {
-    assert(ring == NULL);
-    (void)ring, (void)rank, (void)world_size, (void)handles;
-    return 0;
-}
-void shm_ring_mark_closed(shm_ring *ring) {
-    assert(ring == NULL);
-    (void)ring;
-}
-void shm_ring_destroy(shm_ring *ring) {
-    assert(ring == NULL);
-    (void)ring;
-}
-char *shm_ring_reserve(shm_ring *ring, size_t bytes) {
-    assert(ring == NULL);
-    (void)ring, (void)bytes;
-    return NULL;
-}
-void shm_ring_commit(shm_ring *ring, uint32_t tag, const fct_op_label *label) {
-    assert(ring == NULL);
-    (void)ring, (void)tag, (void)label;
-}
-shm_ring_peek_result shm_ring_peek(shm_ring *ring, int rank, shm_ring_message *message) {
-    assert(ring == NULL);
-    (void)ring, (void)rank, (void)message;
-    return SHM_RING_CLOSED;
-}
-void shm_ring_release(shm_ring *ring) {
-    assert(ring == NULL);
-    (void)ring;
-}
-int shm_ring_slowest_reader(const shm_ring *ring) {
-    (void)ring;
-    return -1;
-}
-int shm_ring_peer_has_ended(const shm_ring *ring, int rank) {
-    (void)ring, (void)rank;
-    return 1;
-}
-uint32_t shm_ring_seq(const shm_ring *ring) {
-    (void)ring;
-    return 0;
-}
-void shm_ring_wait(shm_ring *ring, uint32_t seen_seq, int64_t ms) {
-    assert(ring == NULL);
-    (void)ring, (void)seen_seq, (void)ms;
-}
-
-#endif
