@@ -103,6 +103,14 @@ static void *field_of(PyObject *obj, void *closure) {
     return (char *)obj + (size_t)(uintptr_t)closure;
 }
 
+PyObject *fcpy_get_object(PyObject *obj, void *closure) {
+    return fcpy_or_none(*(PyObject **)field_of(obj, closure));
+}
+
+PyObject *fcpy_get_size(PyObject *obj, void *closure) {
+    return PyLong_FromSize_t(*(size_t *)field_of(obj, closure));
+}
+
 PyObject *fcpy_get_flag(PyObject *obj, void *closure) {
     return PyBool_FromLong(*(bool *)field_of(obj, closure));
 }

@@ -19,8 +19,9 @@ PyObject *fcpy_sharded_state(const fcpy_module *mod, fc_sharded_state state);
 int fcpy_set_bool(PyObject *value, bool *target);
 PyObject *fcpy_get_dtype(fct_dtype dtype); /* None for FCT_NO_DTYPE */
 int fcpy_set_dtype(PyObject *value, fct_dtype *target);
-/* Getters and setters of a bool or an fct_dtype. `closure` is the offset of the field in the
- * object. */
+/* Getters and setters of a field. `closure` is the offset of the field in the object. */
+PyObject *fcpy_get_object(PyObject *obj, void *closure); /* None for NULL */
+PyObject *fcpy_get_size(PyObject *obj, void *closure);   /* of a size_t */
 PyObject *fcpy_get_flag(PyObject *obj, void *closure);
 int fcpy_set_flag(PyObject *obj, PyObject *value, void *closure);
 PyObject *fcpy_get_dtype_at(PyObject *obj, void *closure);

@@ -4,6 +4,7 @@
 
 #include "../bridge/pyobject.h"
 #include "../core/reduction.h"
+#include "attributes.h"
 #include "errors.h"
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -116,11 +117,6 @@ static int comm_set_order(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-static PyObject *comm_in_flight(PyObject *obj, void *closure) {
-    (void)closure;
-    return PyLong_FromSize_t(((fcpy_comm *)obj)->core.reductions);
-}
-
 static PyObject *comm_deferred(PyObject *obj, void *closure) {
     (void)closure;
     size_t count = 0;
@@ -128,11 +124,6 @@ static PyObject *comm_deferred(PyObject *obj, void *closure) {
         count++;
     }
     return PyLong_FromSize_t(count);
-}
-
-static PyObject *comm_max_buffers(PyObject *obj, void *closure) {
-    (void)closure;
-    return PyLong_FromSize_t(((fcpy_comm *)obj)->core.max_reductions);
 }
 
 static int comm_set_max_buffers(PyObject *obj, PyObject *value, void *closure) {
@@ -150,13 +141,15 @@ static int comm_set_max_buffers(PyObject *obj, PyObject *value, void *closure) {
 }
 
 static PyGetSetDef comm_getset[] = {
-    {"reductions_in_flight", comm_in_flight, NULL,
-     "Number of gradient reductions whose buffers are not released yet.", NULL},
+    {"reductions_in_flight", fcpy_get_size, NULL,
+     "Number of gradient reductions whose buffers are not released yet.",
+     (void *)offsetof(fcpy_comm, core.reductions)},
     {"deferred_collectives", comm_deferred, NULL,
      "Number of collectives that no code waits for, kept until the backend has finished them.",
      NULL},
-    {"reduce_scatter_max_input_buffers", comm_max_buffers, comm_set_max_buffers,
-     "Maximum number of reductions that keep their buffers.", NULL},
+    {"reduce_scatter_max_input_buffers", fcpy_get_size, comm_set_max_buffers,
+     "Maximum number of reductions that keep their buffers.",
+     (void *)offsetof(fcpy_comm, core.max_reductions)},
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"post_forward_order", comm_order, comm_set_order,
      "List of the groups in the order in which their forwards ended (a copy); may be set to [].",

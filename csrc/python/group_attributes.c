@@ -32,11 +32,6 @@ static int set_params(PyObject *obj, PyObject *value, void *closure) {
     return -1;
 }
 
-static PyObject *get_comm(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(as_group(obj)->comm);
-}
-
 static int set_comm(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_group *self = as_group(obj);
@@ -106,11 +101,6 @@ static int set_divide_factor(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-static PyObject *get_fqn(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(as_group(obj)->fqn);
-}
-
 static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_group *self = as_group(obj);
@@ -138,10 +128,6 @@ static PyObject *get_post_forward_indices(PyObject *obj, void *closure) {
         PyList_SET_ITEM(list, (Py_ssize_t)i, number);
     }
     return list;
-}
-
-static PyObject *get_size(PyObject *obj, void *closure) {
-    return PyLong_FromSize_t(*(size_t *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
 }
 
 static PyObject *get_partial(PyObject *obj, void *closure) {
@@ -308,7 +294,8 @@ static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
 
 PyGetSetDef fcpy_group_getset[] = {
     {"fsdp_params", get_params, set_params, "List of the group's Params (a copy).", NULL},
-    {"comm_ctx", get_comm, set_comm, "CommContext shared by the groups under one root.", NULL},
+    {"comm_ctx", fcpy_get_object, set_comm, "CommContext shared by the groups under one root.",
+     (void *)offsetof(fcpy_group, comm)},
     {"_training_state", get_training, set_training, "TrainingState of the group.", NULL},
     {"_sharded_state", get_sharded, NULL, "ShardedState of the group.", NULL},
     {"is_sharded", get_is_state, NULL, "Whether the sharded parameters are registered.",
@@ -317,8 +304,9 @@ PyGetSetDef fcpy_group_getset[] = {
      "Whether the parameters are resharded to a smaller mesh.", (void *)FC_SHARDED_POST_FORWARD},
     {"gradient_divide_factor", get_divide_factor, set_divide_factor,
      "Divisor of the sum of gradients. None: reductions compute the mean.", NULL},
-    {"_module_fqn", get_fqn, set_fqn,
-     "Fully qualified names of the group's modules, after lazy init.", NULL},
+    {"_module_fqn", fcpy_get_object, set_fqn,
+     "Fully qualified names of the group's modules, after lazy init.",
+     (void *)offsetof(fcpy_group, fqn)},
     {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "dtype of the trainable parameters, or None.", (void *)offsetof(fcpy_group, orig_dtype)},
     {"_reduce_dtype", get_reduce_dtype, set_reduce_dtype,
@@ -369,9 +357,9 @@ PyGetSetDef fcpy_group_getset[] = {
      "Indices in the post-forward order (a copy).", NULL},
     GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
                "Whether hooks unshard on the current stream."),
-    {"_param_group_index", get_size, NULL,
+    {"_param_group_index", fcpy_get_size, NULL,
      "Index of the group among the groups of the fully_shard call.", GROUP_OFFSET(place.index)},
-    {"_num_param_groups", get_size, NULL, "Number of groups of the fully_shard call.",
+    {"_num_param_groups", fcpy_get_size, NULL, "Number of groups of the fully_shard call.",
      GROUP_OFFSET(place.siblings)},
     {"_partial_reduce_output", get_partial, set_partial,
      "True while gradients are reduce-scattered but not all-reduced, else None. Setting None "

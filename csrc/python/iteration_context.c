@@ -105,11 +105,6 @@ static int set_forward_root(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-static PyObject *get_optim_event(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(((fcpy_iteration *)obj)->post_optim_event);
-}
-
 static int set_optim_event(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_iteration *self = (fcpy_iteration *)obj;
@@ -134,9 +129,9 @@ static PyGetSetDef iteration_getset[] = {
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"iter_forward_root", get_forward_root, set_forward_root,
      "State whose forward began this iteration, or None.", NULL},
-    {"post_optim_event", get_optim_event, set_optim_event,
+    {"post_optim_event", fcpy_get_object, set_optim_event,
      "Event that the next iteration's gathers wait for instead of the current stream, or None.",
-     NULL},
+     (void *)offsetof(fcpy_iteration, post_optim_event)},
     {"is_last_backward", fcpy_get_flag, fcpy_set_flag,
      "Whether the end of the next backward finalizes it.", ITERATION_OFFSET(is_last_backward)},
     {NULL, NULL, NULL, NULL, NULL},

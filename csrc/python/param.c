@@ -240,16 +240,6 @@ static PyObject *get_post_forward_data(PyObject *obj, void *closure) {
     return wrap_tensor(((fcpy_param *)obj)->core.post_forward_data);
 }
 
-static PyObject *get_is_dtensor(PyObject *obj, void *closure) {
-    (void)closure;
-    return PyBool_FromLong(((fcpy_param *)obj)->core.wrapped);
-}
-
-static int set_is_dtensor(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    return fcpy_set_bool(value, &((fcpy_param *)obj)->core.wrapped);
-}
-
 static PyObject *get_accumulated(PyObject *obj, void *closure) {
     const fc_param *p = &((fcpy_param *)obj)->core;
     return wrap_tensor(closure == NULL ? p->accumulated : p->partial);
@@ -272,27 +262,9 @@ static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-/* Getter and setter of a dtype; the closure is the field's offset. */
-static fct_dtype *dtype_field(PyObject *obj, void *closure) {
-    return (fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure);
-}
-
-static PyObject *get_dtype(PyObject *obj, void *closure) {
-    return fcpy_get_dtype(*dtype_field(obj, closure));
-}
-
-static int set_dtype(PyObject *obj, PyObject *value, void *closure) {
-    return fcpy_set_dtype(value, dtype_field(obj, closure));
-}
-
 static PyObject *get_sharded_grad_dtype(PyObject *obj, void *closure) {
     (void)closure;
     return fcpy_get_dtype(fc_param_sharded_grad_dtype(&((fcpy_param *)obj)->core));
-}
-
-static int set_sharded_grad_dtype(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    return fcpy_set_dtype(value, &((fcpy_param *)obj)->core.sharded_grad_dtype);
 }
 
 static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
@@ -305,21 +277,11 @@ static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-static PyObject *get_spec(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(((fcpy_param *)obj)->spec);
-}
-
 static int set_spec(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
     fcpy_replace(self->mod, &self->spec, value);
     return 0;
-}
-
-static PyObject *get_fqn(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(((fcpy_param *)obj)->fqn);
 }
 
 static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
@@ -350,35 +312,38 @@ static PyGetSetDef param_getset[] = {
      "Whether gathers call _extend_inputs() and _extend_unsharded().", PARAM_OFFSET(extended)},
     {"_sharded_post_forward_param", get_post_forward_param, NULL,
      "The parameter registered while resharded to a smaller mesh, or None.", NULL},
-    {"is_dtensor", get_is_dtensor, set_is_dtensor,
+    {"is_dtensor", fcpy_get_flag, fcpy_set_flag,
      "Whether the parameter was a DTensor. If so, gradients are passed to "
      "_get_grad_inner_tensor().",
-     NULL},
+     PARAM_OFFSET(wrapped)},
     {"_accumulated", get_accumulated, set_accumulated,
      "Gradient in the reduce dtype accumulated by backwards that did not reduce, or None.", NULL},
     {"_partial", get_accumulated, set_accumulated,
      "1-D tensor of padded_numel elements: gradient that is reduce-scattered but not all-reduced, "
      "or None.",
      (void *)1},
-    {"orig_dtype", get_dtype, set_dtype, "dtype of the sharded parameter.",
+    {"orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at, "dtype of the sharded parameter.",
      PARAM_OFFSET(orig_dtype)},
-    {"param_dtype", get_dtype, set_dtype, "dtype of the unsharded parameter; None: no cast.",
-     PARAM_OFFSET(param_dtype)},
-    {"reduce_dtype", get_dtype, set_reduce_dtype,
+    {"param_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
+     "dtype of the unsharded parameter; None: no cast.", PARAM_OFFSET(param_dtype)},
+    {"reduce_dtype", fcpy_get_dtype_at, set_reduce_dtype,
      "dtype of gradient reductions; None: the dtype of the gradient.", PARAM_OFFSET(reduce_dtype)},
-    {"_grad_dtype", get_dtype, set_dtype,
+    {"_grad_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "grad_dtype of the unsharded parameter outside of backward; None: not set.",
      PARAM_OFFSET(grad_dtype)},
-    {"sharded_grad_dtype", get_sharded_grad_dtype, set_sharded_grad_dtype,
-     "dtype of the sharded gradient; None: the dtype of the reduction.", NULL},
+    {"sharded_grad_dtype", get_sharded_grad_dtype, fcpy_set_dtype_at,
+     "dtype of the sharded gradient; None: the dtype of the reduction.",
+     PARAM_OFFSET(sharded_grad_dtype)},
     {"_has_sharded_grad_dtype_override", fcpy_get_flag, fcpy_set_flag,
      "Whether the user has set grad_dtype of the sharded parameter.",
      PARAM_OFFSET(overrides_grad_dtype)},
     {"_defers_cast", fcpy_get_flag, fcpy_set_flag,
      "Whether gradients may keep their own dtype during backward, although _grad_dtype is wider.",
      PARAM_OFFSET(defers_cast)},
-    {"_sharding_spec", get_spec, set_spec, "DTensorSpec of the shard and of its gradient.", NULL},
-    {"_param_fqn", get_fqn, set_fqn, "Fully qualified name, after lazy init.", NULL},
+    {"_sharding_spec", fcpy_get_object, set_spec, "DTensorSpec of the shard and of its gradient.",
+     (void *)offsetof(fcpy_param, spec)},
+    {"_param_fqn", fcpy_get_object, set_fqn, "Fully qualified name, after lazy init.",
+     (void *)offsetof(fcpy_param, fqn)},
     {"offload_to_cpu", fcpy_get_flag, fcpy_set_flag,
      "Whether CPUOffloadPolicy keeps the shard and its gradient in CPU memory.",
      PARAM_OFFSET(offloaded)},

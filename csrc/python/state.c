@@ -161,11 +161,6 @@ static int set_prefetch(PyObject *obj, PyObject *value, void *closure) {
                          &core->backward_prefetch_count, new_tuple, offsetof(fcpy_state, core));
 }
 
-static PyObject *get_iteration(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(as_state(obj)->iteration);
-}
-
 static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_state *self = as_state(obj);
@@ -181,11 +176,6 @@ static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
     self->core.iteration = &((fcpy_iteration *)value)->core;
     fcpy_replace(self->mod, &self->iteration, value);
     return 0;
-}
-
-static PyObject *get_comm(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(as_state(obj)->comm);
 }
 
 static int set_comm(PyObject *obj, PyObject *value, void *closure) {
@@ -213,11 +203,6 @@ static int set_training(PyObject *obj, PyObject *value, void *closure) {
                                      &as_state(obj)->core.training_state);
 }
 
-static PyObject *get_is_root(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(as_state(obj)->is_root);
-}
-
 static int set_is_root(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     if (value != Py_None && value != Py_True && value != Py_False) {
@@ -229,48 +214,27 @@ static int set_is_root(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-static PyObject *get_modules_to_run(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(as_state(obj)->modules_to_run);
-}
-
-/* `closure` is NULL for the dtype of inputs, else the dtype of outputs. */
-static PyObject *get_cast(PyObject *obj, void *closure) {
-    return fcpy_get_dtype(closure == NULL ? as_state(obj)->input_dtype
-                                          : as_state(obj)->output_dtype);
-}
-
-static int set_cast(PyObject *obj, PyObject *value, void *closure) {
-    return fcpy_set_dtype(value, closure == NULL ? &as_state(obj)->input_dtype
-                                                 : &as_state(obj)->output_dtype);
-}
-
-static PyObject *get_moves_inputs(PyObject *obj, void *closure) {
-    (void)closure;
-    return PyBool_FromLong(as_state(obj)->moves_inputs);
-}
-
-static int set_moves_inputs(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    return fcpy_set_bool(value, &as_state(obj)->moves_inputs);
-}
+#define STATE_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_state, field))
 
 static PyGetSetDef state_getset[] = {
     {"_fsdp_param_groups", get_groups, set_groups, "List of the state's ParamGroups (a copy).",
      NULL},
-    {"_state_ctx", get_iteration, set_iteration,
-     "IterationContext shared by the states under one root.", NULL},
-    {"_comm_ctx", get_comm, set_comm, "CommContext shared by the states under one root.", NULL},
+    {"_state_ctx", fcpy_get_object, set_iteration,
+     "IterationContext shared by the states under one root.", STATE_OFFSET(iteration)},
+    {"_comm_ctx", fcpy_get_object, set_comm, "CommContext shared by the states under one root.",
+     STATE_OFFSET(comm)},
     {"_training_state", get_training, set_training, "TrainingState of the state.", NULL},
-    {"_is_root", get_is_root, set_is_root, "Whether this is the root; None before lazy init.",
-     NULL},
-    {"_modules_to_run_forward", get_modules_to_run, NULL,
-     "Set of the modules of the state that have not run in this forward.", NULL},
-    {"_input_dtype", get_cast, set_cast, "dtype to which forward inputs are cast, or None.", NULL},
-    {"_output_dtype", get_cast, set_cast, "dtype to which forward outputs are cast, or None.",
-     (void *)1},
-    {"_moves_inputs", get_moves_inputs, set_moves_inputs,
-     "Whether a forward as the root calls _inputs_to_device().", NULL},
+    {"_is_root", fcpy_get_object, set_is_root, "Whether this is the root; None before lazy init.",
+     STATE_OFFSET(is_root)},
+    {"_modules_to_run_forward", fcpy_get_object, NULL,
+     "Set of the modules of the state that have not run in this forward.",
+     STATE_OFFSET(modules_to_run)},
+    {"_input_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
+     "dtype to which forward inputs are cast, or None.", STATE_OFFSET(input_dtype)},
+    {"_output_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
+     "dtype to which forward outputs are cast, or None.", STATE_OFFSET(output_dtype)},
+    {"_moves_inputs", fcpy_get_flag, fcpy_set_flag,
+     "Whether a forward as the root calls _inputs_to_device().", STATE_OFFSET(moves_inputs)},
     {"_states_to_forward_prefetch", get_prefetch, set_prefetch,
      "States to unshard after this state's unshard in forward.", NULL},
     {"_states_to_backward_prefetch", get_prefetch, set_prefetch,
