@@ -136,30 +136,25 @@ static uint32_t entry_bits(PyObject *entry) {
     return same ? 0 : (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(entry, 4));
 }
 
+static uint64_t place_tag(PyObject *place) {
+    return PyType_Check(place) ? type_tag((PyTypeObject *)place) : dict_tag(place);
+}
+
 static uint32_t find_patches(fcpy_guard *guard) {
     guard->bits = 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(guard->entries); i++) {
         guard->bits |= entry_bits(PyTuple_GET_ITEM(guard->entries, i));
     }
-    for (size_t i = 0; i < guard->dicts.count; i++) {
-        guard->dicts.tags[i] = dict_tag(guard->dicts.objects[i]);
-    }
-    for (size_t i = 0; i < guard->types.count; i++) {
-        guard->types.tags[i] = type_tag((PyTypeObject *)guard->types.objects[i]);
+    for (size_t i = 0; i < guard->places.count; i++) {
+        guard->places.tags[i] = place_tag(guard->places.objects[i]);
     }
     return guard->bits;
 }
 
 static uint32_t patch_bits(fcpy_guard *guard) {
-    for (size_t i = 0; i < guard->dicts.count; i++) {
-        uint64_t tag = dict_tag(guard->dicts.objects[i]);
-        if (tag != guard->dicts.tags[i] || tag == 0) {
-            return find_patches(guard);
-        }
-    }
-    for (size_t i = 0; i < guard->types.count; i++) {
-        uint64_t tag = type_tag((PyTypeObject *)guard->types.objects[i]);
-        if (tag != guard->types.tags[i] || tag == 0) {
+    for (size_t i = 0; i < guard->places.count; i++) {
+        uint64_t tag = place_tag(guard->places.objects[i]);
+        if (tag != guard->places.tags[i] || tag == 0) {
             return find_patches(guard);
         }
     }
@@ -237,7 +232,7 @@ static int add_place(fcpy_places *places, PyObject *object) {
     return 0;
 }
 
-static int collect_places(PyObject *entries, fcpy_places *dicts, fcpy_places *types) {
+static int collect_places(PyObject *entries, fcpy_places *places) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entries); i++) {
         PyObject *entry = PyTuple_GET_ITEM(entries, i);
         if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 5 ||
@@ -252,16 +247,11 @@ static int collect_places(PyObject *entries, fcpy_places *dicts, fcpy_places *ty
                             "guard_bind: a watched place must be a type or a dict");
             return -1;
         }
-        if (add_place(PyType_Check(place) ? types : dicts, place) != 0) {
+        if (add_place(places, place) != 0) {
             return -1;
         }
     }
     return 0;
-}
-
-static void set_reference(PyObject **slot, PyObject *value) {
-    Py_INCREF(value);
-    Py_XSETREF(*slot, value);
 }
 
 PyObject *fcpy_guard_bind(PyObject *module, PyObject *args) {
@@ -271,22 +261,20 @@ PyObject *fcpy_guard_bind(PyObject *module, PyObject *args) {
     PyObject *entries = NULL;
     PyObject *log_cache = NULL;
     PyObject *log_enabled = NULL;
-    fcpy_places dicts = {.count = 0};
-    fcpy_places types = {.count = 0};
+    fcpy_places places = {.count = 0};
     if (!PyArg_ParseTuple(args, "OOO!O!O", &group_methods, &state_methods, &PyTuple_Type, &entries,
                           &PyDict_Type, &log_cache, &log_enabled) ||
         check_methods(group_methods, sizeof group_table / sizeof group_table[0]) != 0 ||
         check_methods(state_methods, sizeof state_table / sizeof state_table[0]) != 0 ||
-        collect_places(entries, &dicts, &types) != 0) {
+        collect_places(entries, &places) != 0) {
         return NULL;
     }
-    set_reference(&guard->group_methods, group_methods);
-    set_reference(&guard->state_methods, state_methods);
-    set_reference(&guard->entries, entries);
-    set_reference(&guard->log_cache, log_cache);
-    set_reference(&guard->log_enabled, log_enabled);
-    guard->dicts = dicts;
-    guard->types = types;
+    Py_XSETREF(guard->group_methods, Py_NewRef(group_methods));
+    Py_XSETREF(guard->state_methods, Py_NewRef(state_methods));
+    Py_XSETREF(guard->entries, Py_NewRef(entries));
+    Py_XSETREF(guard->log_cache, Py_NewRef(log_cache));
+    Py_XSETREF(guard->log_enabled, Py_NewRef(log_enabled));
+    guard->places = places;
     guard->log_tag = 0;
     Py_RETURN_NONE;
 }
@@ -352,8 +340,7 @@ int fcpy_guard_traverse(fcpy_guard *guard, visitproc visit, void *arg) {
 }
 
 void fcpy_guard_clear(fcpy_guard *guard) {
-    guard->dicts.count = 0; /* the objects are borrowed from the entries */
-    guard->types.count = 0;
+    guard->places.count = 0; /* the objects are borrowed from the entries */
     guard->bits = 0;
     Py_CLEAR(guard->group_methods);
     Py_CLEAR(guard->state_methods);

@@ -15,10 +15,10 @@ typedef struct fcpy_version_cache {
     uint32_t bits;
 } fcpy_version_cache;
 
-enum { FCPY_MAX_PLACES = 10 };
+enum { FCPY_MAX_PLACES = 20 };
 
-/* The dicts or the types whose attributes the guard watches ("places"), and their version tags at
- * the latest read. */
+/* The dicts and types whose attributes the guard watches ("places"), and their version tags at the
+ * latest read. */
 typedef struct fcpy_places {
     PyObject *objects[FCPY_MAX_PLACES]; /* borrowed from fcpy_guard.entries */
     uint64_t tags[FCPY_MAX_PLACES];
@@ -30,8 +30,7 @@ typedef struct fcpy_guard {
     PyObject *group_methods; /* tuple of the expected methods, see guard.c */
     PyObject *state_methods;
     PyObject *entries; /* tuple of (place, name, expected, also, bits), see guard.c */
-    fcpy_places dicts;
-    fcpy_places types;
+    fcpy_places places;
     uint32_t bits;         /* FCPY_CALL_* of the entries that were patched at the latest read */
     PyObject *log_cache;   /* the logger's dict of enabled levels */
     PyObject *log_enabled; /* function: whether debug logging is enabled */
