@@ -23,16 +23,11 @@ static PyObject *call_with_tensor(PyObject *self, PyObject *name, fct_tensor *ha
     return result;
 }
 
-static int drop_result(PyObject *result) {
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
-}
-
 /* Calls self.name() in a callback that cannot fail. Reports an exception of the call with
  * sys.unraisablehook. Does not change a pending exception. */
 static void call_and_report(PyObject *self, PyObject *name) {
     void *error = fct_error_set_aside();
-    if (drop_result(PyObject_CallMethodNoArgs(self, name)) != 0) {
+    if (fcpy_drop_result(PyObject_CallMethodNoArgs(self, name)) != 0) {
         PyErr_WriteUnraisable(self);
     }
     fct_error_put_back(error);
@@ -93,7 +88,7 @@ static int callback_swap_by_override(void *owner, fc_sharded_state target) {
     self->swapping = true;
     PyObject *result = PyObject_CallMethodNoArgs((PyObject *)self, name);
     self->swapping = false;
-    return drop_result(result);
+    return fcpy_drop_result(result);
 }
 
 /* grad._local_tensor += local */
@@ -259,14 +254,14 @@ static int callback_unwrap_grad(void *owner, fct_tensor *grad, fct_tensor **loca
 
 static int callback_accumulate_grad(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
-    return drop_result(PyObject_CallMethodNoArgs(
+    return fcpy_drop_result(PyObject_CallMethodNoArgs(
         (PyObject *)self, self->mod->names.accumulate_unsharded_grad_if_needed));
 }
 
 static int callback_to_accumulated_grad(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
-    return drop_result(PyObject_CallMethodNoArgs((PyObject *)self,
-                                                 self->mod->names.to_accumulated_grad_if_needed));
+    return fcpy_drop_result(PyObject_CallMethodNoArgs(
+        (PyObject *)self, self->mod->names.to_accumulated_grad_if_needed));
 }
 
 static int callback_collect_grad(void *owner, fct_tensor **local) {
@@ -299,7 +294,8 @@ static void callback_free_unsharded(void *owner) {
 
 static int callback_reduce_hook(void *owner, fct_tensor *row) {
     fcpy_group *self = (fcpy_group *)owner;
-    return drop_result(call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, row));
+    return fcpy_drop_result(
+        call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, row));
 }
 
 /* Ranks have different plans, so the process group is not used: the method reads the plans from the
@@ -307,7 +303,7 @@ static int callback_reduce_hook(void *owner, fct_tensor *row) {
 static int callback_raise_plan_difference(void *owner, const char *process_group,
                                           const fct_plan_result *result) {
     fcpy_group *self = (fcpy_group *)owner;
-    (void)!drop_result(PyObject_CallMethod(
+    (void)!fcpy_drop_result(PyObject_CallMethod(
         (PyObject *)self, "_raise_plan_difference", "sLKK", process_group, (long long)result->rank,
         (unsigned long long)result->hashes[0], (unsigned long long)result->hashes[1]));
     return -1;
@@ -315,7 +311,7 @@ static int callback_raise_plan_difference(void *owner, const char *process_group
 
 static int callback_gather(void *owner, bool async_op, bool overlaps) {
     fcpy_group *self = (fcpy_group *)owner;
-    return drop_result(PyObject_CallMethodObjArgs(
+    return fcpy_drop_result(PyObject_CallMethodObjArgs(
         (PyObject *)self, self->mod->names._fallback_gather, async_op ? Py_True : Py_False,
         overlaps ? Py_True : Py_False, NULL));
 }
@@ -401,12 +397,12 @@ static int callback_reduce(void *owner, fc_param *const *params, fct_tensor **gr
                                    grad_list, order_compute ? Py_True : Py_False, NULL);
     Py_DECREF(param_list);
     Py_DECREF(grad_list);
-    return drop_result(result);
+    return fcpy_drop_result(result);
 }
 
 static int callback_finalize(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
-    return self->has_reduced ? drop_result(PyObject_CallMethodNoArgs(
+    return self->has_reduced ? fcpy_drop_result(PyObject_CallMethodNoArgs(
                                    (PyObject *)self, self->mod->names._fallback_finalize))
                              : 0;
 }

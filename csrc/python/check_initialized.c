@@ -45,9 +45,15 @@ bool fcpy_state_check_context(const fcpy_state *self, const char *attribute) {
     return self->is_root != Py_None;
 }
 
-int fcpy_group_raise(const fcpy_group *self, fc_status status) {
-    const fc_comm_ctx *comm = self->core.base.comm;
+static int check_status(const fc_comm_ctx *comm, fc_status status) {
+    if (status == FC_OK) {
+        return 0;
+    }
     return fcpy_raise(status, comm != NULL ? comm->error.message : NULL);
+}
+
+int fcpy_group_check_status(const fcpy_group *self, fc_status status) {
+    return check_status(self->core.base.comm, status);
 }
 
 int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device) {
@@ -67,6 +73,6 @@ bool fcpy_state_check_initialized(const fcpy_state *self) {
     return false;
 }
 
-int fcpy_state_raise(const fcpy_state *self, fc_status status) {
-    return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
+int fcpy_state_check_status(const fcpy_state *self, fc_status status) {
+    return check_status(self->core.comm, status);
 }

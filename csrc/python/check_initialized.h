@@ -11,8 +11,9 @@ bool fcpy_group_check_initialized(const fcpy_group *self);
  * attribute that they read of the context or of a parameter. If lazy init is not done, sets that
  * AttributeError. */
 bool fcpy_group_check_context(const fcpy_group *self, const char *type, const char *attribute);
-/* Sets the exception of `status`, with the message of the group's context. Returns -1. */
-int fcpy_group_raise(const fcpy_group *self, fc_status status);
+/* Returns 0 for FC_OK. Otherwise sets the exception of `status`, with the message of the group's
+ * context, and returns -1. */
+int fcpy_group_check_status(const fcpy_group *self, fc_status status);
 /* Returns 0 if the context is for the group's type of device, else -1 with ValueError. */
 int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device);
 /* Whether the state has its contexts. If not, sets RuntimeError. Uninitialized states have no
@@ -20,7 +21,7 @@ int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device);
 bool fcpy_state_check_initialized(const fcpy_state *self);
 /* fcpy_group_check_context for a state. */
 bool fcpy_state_check_context(const fcpy_state *self, const char *attribute);
-/* fcpy_group_raise for a state. */
-int fcpy_state_raise(const fcpy_state *self, fc_status status);
+/* fcpy_group_check_status for a state. */
+int fcpy_state_check_status(const fcpy_state *self, fc_status status);
 
 #endif

@@ -68,9 +68,7 @@ static int raise_interpreter_shutdown(fcpy_state *self) {
 
 /* Calls State._check_modes (fsdp_c/_runtime/state.py), which refuses tracers. */
 static int check_modes(fcpy_state *self) {
-    PyObject *none = PyObject_CallMethod((PyObject *)self, "_check_modes", NULL);
-    Py_XDECREF(none);
-    return none != NULL ? 0 : -1;
+    return fcpy_drop_result(PyObject_CallMethod((PyObject *)self, "_check_modes", NULL));
 }
 
 int fcpy_check_forward_thread(fcpy_state *self) {

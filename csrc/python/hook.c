@@ -13,16 +13,13 @@
 #include "step.h"
 #include "transitions.h"
 
-typedef enum fcpy_hook_kind { HOOK_PRE_FORWARD = 0, HOOK_POST_FORWARD = 1 } fcpy_hook_kind;
-
 /* A callable that is registered on a module. */
 typedef struct fcpy_hook {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     fcpy_state *state; /* owned */
-    fcpy_hook_kind kind;
-    bool grouped;      /* several modules share the state; see its modules_to_run */
-    PyObject *modules; /* set of those modules for grouped hooks, else None */
+    bool post;         /* a post-forward hook, else a pre-forward hook */
+    PyObject *modules; /* set of the state's modules if it has several, else None */
     PyObject *shown;   /* torch's callable; never NULL */
     PyObject *weakrefs;
 } fcpy_hook;
@@ -36,13 +33,11 @@ static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *ar
     if (fcpy_check_forward_thread(self->state) != 0) {
         return NULL;
     }
-    if (self->grouped && PySet_GET_SIZE(self->state->modules_to_run) == 0) {
-        PyObject *updated =
-            PyObject_CallMethod(self->state->modules_to_run, "update", "O", self->modules);
-        if (updated == NULL) {
+    if (self->modules != Py_None && PySet_GET_SIZE(self->state->modules_to_run) == 0) {
+        if (fcpy_drop_result(PyObject_CallMethod(self->state->modules_to_run, "update", "O",
+                                                 self->modules)) != 0) {
             return NULL;
         }
-        Py_DECREF(updated);
     }
     Py_INCREF(new_args);
     Py_INCREF(new_kwargs);
@@ -70,10 +65,10 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *i
     bool complete = true;
     /* torch also calls this hook after an exception, even if pre-forward has refused this thread.
      */
-    if (self->grouped && fcpy_check_forward_thread(self->state) != 0) {
+    if (self->modules != Py_None && fcpy_check_forward_thread(self->state) != 0) {
         return NULL;
     }
-    if (self->grouped) {
+    if (self->modules != Py_None) {
         int removed = PySet_Discard(self->state->modules_to_run, module);
         if (removed < 0) {
             return NULL;
@@ -103,9 +98,8 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
     fcpy_module *mod = self->state->mod;
     PyObject *dynamo_callback = fcpy_dynamo_pause(mod);
     fcpy_calls_enter(mod);
-    PyObject *result = self->kind == HOOK_PRE_FORWARD
-                           ? run_pre_forward(self, args[0], args[1], args[2])
-                           : run_post_forward(self, args[0], args[1], args[2]);
+    PyObject *result = self->post ? run_post_forward(self, args[0], args[1], args[2])
+                                  : run_pre_forward(self, args[0], args[1], args[2]);
     fcpy_calls_leave(mod);
     fcpy_dynamo_resume(mod, dynamo_callback);
     return result;
@@ -134,8 +128,7 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         return NULL;
     }
     self->vectorcall = hook_call;
-    self->kind = post ? HOOK_POST_FORWARD : HOOK_PRE_FORWARD;
-    self->grouped = modules != Py_None;
+    self->post = post != 0;
     Py_INCREF(state);
     self->state = (fcpy_state *)state;
     Py_INCREF(modules);

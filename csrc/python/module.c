@@ -87,12 +87,6 @@ static PyObject *module_fault_arm(PyObject *module, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-static PyObject *module_fault_left(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
-    return PyLong_FromLongLong(fct_fault_left());
-}
-
 static const char kernels_name[] = "fck_backend";
 
 static PyObject *module_kernels(PyObject *module, PyObject *args) {
@@ -387,8 +381,6 @@ static PyMethodDef testing_methods[] = {
     {"fault_arm", module_fault_arm, METH_O,
      "fault_arm(n): makes the n-th fallible call into torch from now on, on this thread, raise "
      "RuntimeError. 0 disarms the fault."},
-    {"fault_left", module_fault_left, METH_NOARGS,
-     "fault_left(): returns the remaining count of fault_arm; 0 if disarmed or fired."},
     {"kernels", module_kernels, METH_VARARGS,
      "kernels(type=0): returns a capsule with the kernels (fck_backend in kernels.h) of a device "
      "type, given by torch's number. 0 is the CPU."},

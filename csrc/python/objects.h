@@ -210,4 +210,10 @@ extern const char fcpy_module_name[];
 /* Returns the module state of a type or of one of its bases, or NULL with TypeError. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 
+/* Drops the result of a call. Returns 0, or -1 if the call raised. */
+static inline int fcpy_drop_result(PyObject *result) {
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
 #endif

@@ -27,8 +27,7 @@ static PyObject *run_transition(PyObject *obj, fc_status (*transition)(fc_group 
     }
     fcpy_group_refresh(self);
     fcpy_calls_enter(self->mod);
-    fc_status status = transition(&self->core);
-    const int failed = status != FC_OK ? fcpy_group_raise(self, status) : 0;
+    const int failed = fcpy_group_check_status(self, transition(&self->core));
     fcpy_calls_leave(self->mod);
     if (failed) {
         return NULL;
@@ -56,10 +55,10 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* Marks the Params of the tuple as members of a group, or as members of no group. */
-static void set_grouped(PyObject *params, bool grouped) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
-        ((fcpy_param *)PyTuple_GET_ITEM(params, i))->grouped = grouped;
+/* Marks the first `count` Params of the tuple as members of no group. */
+static void unmark_params(PyObject *params, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        ((fcpy_param *)PyTuple_GET_ITEM(params, i))->grouped = false;
     }
 }
 
@@ -71,9 +70,7 @@ static int mark_params(PyObject *params) {
         if (param->core.owner == NULL || param->grouped) {
             PyErr_Format(PyExc_ValueError, "parameter %zd of the group %s", i,
                          param->grouped ? "is in a group already" : "is not initialized");
-            while (i-- > 0) {
-                ((fcpy_param *)PyTuple_GET_ITEM(params, i))->grouped = false;
-            }
+            unmark_params(params, i);
             return -1;
         }
         param->grouped = true;
@@ -116,7 +113,7 @@ static int claim_params(PyObject *params, PyObject *pg_name, long long world, lo
         return -1;
     }
     if (check_process_group(params, FCPY_PG_SHARD, pg_name, world, rank) != 0) {
-        set_grouped(params, false);
+        unmark_params(params, PyTuple_GET_SIZE(params));
         return -1;
     }
     return 0;
@@ -213,7 +210,7 @@ static void group_dealloc(PyObject *obj) {
     }
     (void)group_clear(obj);
     if (self->params != NULL) {
-        set_grouped(self->params, false);
+        unmark_params(self->params, PyTuple_GET_SIZE(self->params));
     }
     Py_CLEAR(self->params);
     Py_CLEAR(self->comm);

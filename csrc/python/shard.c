@@ -22,9 +22,8 @@ int fcpy_shard_refresh(void *param) {
     if (is_shard_current(self)) {
         return 0;
     }
-    PyObject *result = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._refresh_shard);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    return fcpy_drop_result(
+        PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._refresh_shard));
 }
 
 static void record_shard_identity(fcpy_param *self) {

@@ -305,10 +305,6 @@ static PyObject *run_initialized(fcpy_state *self, int (*run)(fcpy_state *self),
     return result;
 }
 
-static int check_status(const fcpy_state *self, fc_status status) {
-    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
-}
-
 static PyObject *state_pre_backward(PyObject *obj, PyObject *grad) {
     return run_initialized(as_state(obj), fcpy_state_pre_backward, grad);
 }
@@ -322,7 +318,7 @@ static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
 
 static int run_finalize(fcpy_state *self) {
     fcpy_state_refresh_iteration(self);
-    return check_status(self, fc_iteration_finalize(self->core.iteration));
+    return fcpy_state_check_status(self, fc_iteration_finalize(self->core.iteration));
 }
 
 static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
@@ -332,7 +328,8 @@ static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
 
 static int run_complete(fcpy_state *self) {
     fcpy_state_refresh_iteration(self);
-    return check_status(self, fc_iteration_complete(self->core.iteration, self->core.comm));
+    return fcpy_state_check_status(self,
+                                   fc_iteration_complete(self->core.iteration, self->core.comm));
 }
 
 static PyObject *state_complete(PyObject *obj, PyObject *unused) {
@@ -349,9 +346,7 @@ static int run_reset(fcpy_state *self) {
     if (fcpy_state_reset(self) != 0) {
         return -1;
     }
-    PyObject *none = PyObject_CallMethod((PyObject *)self, "_complete_reset", NULL);
-    Py_XDECREF(none);
-    return none != NULL ? 0 : -1;
+    return fcpy_drop_result(PyObject_CallMethod((PyObject *)self, "_complete_reset", NULL));
 }
 
 static PyObject *state_reset(PyObject *obj, PyObject *unused) {

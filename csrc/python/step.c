@@ -17,12 +17,6 @@
 #include "transitions.h"
 #include "tree.h"
 
-/* Drops the result of a call. Returns 0, or -1 if the call raised. */
-static int drop_result(PyObject *result) {
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
-}
-
 static fcpy_group *group_at(const fcpy_state *self, size_t index) {
     return (fcpy_group *)self->core.groups[index]->base.owner;
 }
@@ -57,8 +51,7 @@ int fcpy_state_reset(fcpy_state *self) {
         return -1;
     }
     fcpy_state_refresh_iteration(self);
-    fc_status status = fc_state_reset(&self->core);
-    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+    return fcpy_state_check_status(self, fc_state_reset(&self->core));
 }
 
 int fcpy_state_end_backward(fcpy_state *self) {
@@ -71,14 +64,14 @@ int fcpy_state_end_backward(fcpy_state *self) {
     void *range = fct_profile_enter("FSDP::root_post_backward_callback");
     fc_status status = fc_iteration_end_backward(self->core.iteration, self->core.comm);
     fct_profile_exit(range);
-    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+    return fcpy_state_check_status(self, status);
 }
 
 static int run_end_backward(void *owner) {
     fcpy_state *self = (fcpy_state *)owner;
     fcpy_state_refresh(self);
     if ((self->replaced & FCPY_STATE_END) != 0) {
-        return drop_result(
+        return fcpy_drop_result(
             PyObject_CallMethod((PyObject *)owner, "_root_post_backward_final_callback", NULL));
     }
     return fcpy_state_end_backward(self);
@@ -114,14 +107,13 @@ int fcpy_state_pre_backward(fcpy_state *self) {
     fcpy_state_refresh(self);
     if ((self->replaced & FCPY_STATE_QUEUE_END) != 0) {
         self->core.training_state = FC_PRE_BACKWARD;
-        if (drop_result(PyObject_CallMethod(
+        if (fcpy_drop_result(PyObject_CallMethod(
                 (PyObject *)self, "_register_root_post_backward_final_callback", NULL)) != 0) {
             return -1;
         }
     }
     fcpy_state_refresh_pre_backward(self);
-    fc_status status = fc_state_pre_backward(&self->core, &at_end);
-    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+    return fcpy_state_check_status(self, fc_state_pre_backward(&self->core, &at_end));
 }
 
 static int run_pre_backward(void *owner) {
@@ -191,8 +183,7 @@ static int run_pre_double_backward(void *owner) {
         return -1;
     }
     fcpy_state_refresh_groups(self);
-    fc_status status = fc_state_pre_double_backward(&self->core, &at_end);
-    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+    return fcpy_state_check_status(self, fc_state_pre_double_backward(&self->core, &at_end));
 }
 
 static int call_pre_double_backward(void *owner) {
@@ -220,15 +211,14 @@ static int run_post_backward(void *owner) {
     if ((group->replaced & FCPY_CALL_NODE) != 0) {
         result = run_patched_node(group);
     } else {
-        fc_status status = fc_group_leave_backward(&group->core);
-        result = status == FC_OK ? 0 : fcpy_group_raise(group, status);
+        result = fcpy_group_check_status(group, fc_group_leave_backward(&group->core));
     }
     if (result == 0 && group->unit != NULL) {
         const fcpy_state *unit = (const fcpy_state *)group->unit;
         fc_status status = unit->core.iteration != NULL
                                ? fc_state_post_backward(&unit->core, &group->core)
                                : FC_OK;
-        result = status == FC_OK ? 0 : fcpy_group_raise(group, status);
+        result = fcpy_group_check_status(group, status);
     }
     return result == 0 && fct_grad_enabled() ? hook_recorded_grads(group) : result;
 }
@@ -240,8 +230,7 @@ static int call_post_backward(void *owner) {
 static int run_reduce_buckets(void *owner) {
     fcpy_group *group = (fcpy_group *)owner;
     fcpy_group_refresh(group);
-    fc_status status = fc_group_reduce_buckets(&group->core);
-    return status == FC_OK ? 0 : fcpy_group_raise(group, status);
+    return fcpy_group_check_status(group, fc_group_reduce_buckets(&group->core));
 }
 
 int fcpy_param_grad_arrived(void *owner) {
@@ -295,20 +284,19 @@ static int begin_iteration(fcpy_state *self) {
     fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
     bool after_compute = iteration->post_optim_event == NULL;
     if (!after_compute) {
-        if (drop_result(PyObject_CallMethodOneArg(self->comm, self->mod->names._gather_after,
-                                                  iteration->post_optim_event)) != 0) {
+        if (fcpy_drop_result(PyObject_CallMethodOneArg(self->comm, self->mod->names._gather_after,
+                                                       iteration->post_optim_event)) != 0) {
             return -1;
         }
         Py_CLEAR(iteration->post_optim_event);
     }
-    fc_status status = fc_state_begin_iteration(&self->core, after_compute);
-    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+    return fcpy_state_check_status(self, fc_state_begin_iteration(&self->core, after_compute));
 }
 
 int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwargs) {
     if (self->is_root == Py_None) {
-        if (drop_result(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._lazy_init)) !=
-            0) {
+        if (fcpy_drop_result(
+                PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._lazy_init)) != 0) {
             return -1;
         }
     }
@@ -360,9 +348,8 @@ static int insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
 
 int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs) {
     bool entering = false;
-    fc_status status = fc_group_pre_forward(&self->core, &entering);
-    if (status != FC_OK) {
-        return fcpy_group_raise(self, status);
+    if (fcpy_group_check_status(self, fc_group_pre_forward(&self->core, &entering)) != 0) {
+        return -1;
     }
     return entering ? insert_node(self, args, kwargs) : 0;
 }
@@ -412,8 +399,8 @@ static bool follows_a_lost_backward(const fcpy_state *self) {
 /* Resets the states after a backward that has raised. Without the reset, the states would treat
  * each later forward as a recomputation, and no gradients would be reduced again. */
 static int recover_from_lost_backward(fcpy_state *self) {
-    if (drop_result(PyObject_CallOneArg(self->mod->bound.warn_lost_backward, (PyObject *)self)) !=
-        0) {
+    if (fcpy_drop_result(
+            PyObject_CallOneArg(self->mod->bound.warn_lost_backward, (PyObject *)self)) != 0) {
         return -1;
     }
     return fcpy_state_reset(self);
@@ -429,8 +416,9 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
     fcpy_state_refresh(self);
     if (self->core.training_state == FC_PRE_BACKWARD) {
         fcpy_state_refresh_groups(self);
-        fc_status status = fc_state_recompute(&self->core);
-        return status == FC_OK ? cast_inputs(self, args, kwargs) : fcpy_state_raise(self, status);
+        return fcpy_state_check_status(self, fc_state_recompute(&self->core)) == 0
+                   ? cast_inputs(self, args, kwargs)
+                   : -1;
     }
     bool first = self->core.training_state != FC_FORWARD;
     self->core.training_state = FC_FORWARD;
@@ -443,8 +431,7 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
     }
     if (first && self->core.forward_prefetch_count > 0) {
         fcpy_state_refresh_forward_prefetch(self);
-        fc_status status = fc_state_forward_prefetch(&self->core);
-        return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+        return fcpy_state_check_status(self, fc_state_forward_prefetch(&self->core));
     }
     return 0;
 }
@@ -480,9 +467,7 @@ static PyObject *leave_groups(fcpy_state *self, PyObject *module, PyObject *inpu
                                                   input, output));
             continue;
         }
-        fc_status status = fc_group_post_forward(&group->core);
-        if (status != FC_OK) {
-            (void)fcpy_group_raise(group, status);
+        if (fcpy_group_check_status(group, fc_group_post_forward(&group->core)) != 0) {
             Py_CLEAR(output);
         }
     }
@@ -553,10 +538,8 @@ PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *
     if (output == NULL) {
         return NULL;
     }
-    fc_status status = fc_state_end_forward(&self->core);
-    if (status != FC_OK) {
+    if (fcpy_state_check_status(self, fc_state_end_forward(&self->core)) != 0) {
         Py_DECREF(output);
-        (void)fcpy_state_raise(self, status);
         return NULL;
     }
     Py_SETREF(output, fcpy_state_cast_output(self, output));

@@ -44,6 +44,19 @@ static bool choose_grad(PyObject *tensor, fct_dtype dtype) {
     return requires_grad(tensor);
 }
 
+/* Adds the item if it is a chosen tensor. Returns false if the item is a container, or if there are
+ * MAX_FLAT tensors already. */
+static bool collect_item(PyObject *item, choose_fn choose, fct_dtype dtype, fcpy_flat *flat) {
+    int kind = leaf_kind(item);
+    if (kind == 0 || flat->count == MAX_FLAT) {
+        return false;
+    }
+    if (kind == 2 && choose(item, dtype)) {
+        flat->tensors[flat->count++] = item;
+    }
+    return true;
+}
+
 /* Collects the chosen tensors of args, then of kwargs. Returns false if args and kwargs are not
  * flat, or if they have more than MAX_FLAT tensors. */
 static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct_dtype dtype,
@@ -53,25 +66,16 @@ static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct
         return false;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) {
-        PyObject *item = PyTuple_GET_ITEM(args, i);
-        int kind = leaf_kind(item);
-        if (kind == 0 || flat->count == MAX_FLAT) {
+        if (!collect_item(PyTuple_GET_ITEM(args, i), choose, dtype, flat)) {
             return false;
-        }
-        if (kind == 2 && choose(item, dtype)) {
-            flat->tensors[flat->count++] = item;
         }
     }
     PyObject *key = NULL;
     PyObject *item = NULL;
     Py_ssize_t position = 0;
     while (PyDict_Next(kwargs, &position, &key, &item)) {
-        int kind = leaf_kind(item);
-        if (kind == 0 || flat->count == MAX_FLAT) {
+        if (!collect_item(item, choose, dtype, flat)) {
             return false;
-        }
-        if (kind == 2 && choose(item, dtype)) {
-            flat->tensors[flat->count++] = item;
         }
     }
     return true;
