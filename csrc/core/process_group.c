@@ -115,11 +115,9 @@ typedef struct issue {
     uint64_t record;
 } issue;
 
-static issue begin_issue(fc_process_group *pg, const char *modules, fct_op_kind kind) {
-    issue next = {.tag = {.kind = kind,
-                          .group = modules != NULL ? modules : "",
-                          .sequence = pg->issued++,
-                          .label = pg->label}};
+static issue begin_issue(const fc_process_group *pg, const char *modules, fct_op_kind kind) {
+    issue next = {
+        .tag = {.kind = kind, .group = modules != NULL ? modules : "", .label = pg->label}};
     name_label(pg, next.tag.group, &next.tag.label);
     next.record = add_record(pg, modules, (fc_record_kind)kind);
     return next;

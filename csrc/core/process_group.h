@@ -15,7 +15,6 @@ typedef struct fc_process_group {
     fct_pg *handle;   /* counted; resolved at first use */
     int64_t world;
     int64_t rank;
-    uint64_t issued;    /* number of issued collectives, for operation tags */
     uint64_t plan;      /* hash of the plan of the root over this process group, or FCT_PLAN_* */
     uint64_t root;      /* identifies the root on this rank; 0: unknown */
     uint64_t number;    /* number of the root, part of the labels; 0: not numbered yet */

@@ -34,7 +34,6 @@ typedef struct fct_op_label {
 typedef struct fct_op_tag {
     fct_op_kind kind;
     const char *group; /* FQNs of the modules, "" for the root; valid during the call */
-    uint64_t sequence; /* number of the caller's earlier collectives over this process group */
     fct_op_label label;
 } fct_op_tag;
 

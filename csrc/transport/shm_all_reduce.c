@@ -17,7 +17,6 @@
 #include <string.h>
 
 #include "../kernels/ring.h"
-#include "shm_tag.h"
 
 static int64_t min_of(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -110,16 +109,11 @@ static void read_message(shm_op *op, size_t message, const char *const *peer_dat
     }
 }
 
-static void describe_tag(const shm_op *op, uint32_t tag, char *text, size_t bytes) {
-    shm_tag_describe(tag, ((const shm_collective *)op)->request.dtype_name, text, bytes);
-}
-
 static const shm_op_methods all_reduce_methods = {
     .message_bytes = message_bytes,
     .can_write = can_write,
     .write = write_message,
     .read = read_message,
-    .describe_tag = describe_tag,
 };
 
 /* ---- steps ---- */

@@ -127,16 +127,11 @@ static void read_message(shm_op *op, size_t message, const char *const *peer_dat
     }
 }
 
-static void describe_tag(const shm_op *op, uint32_t tag, char *text, size_t bytes) {
-    shm_tag_describe(tag, ((const shm_collective *)op)->request.dtype_name, text, bytes);
-}
-
 static const shm_op_methods shard_methods = {
     .message_bytes = message_bytes,
     .can_write = NULL,
     .write = write_message,
     .read = read_message,
-    .describe_tag = describe_tag,
 };
 
 /* ---- life ---- */
@@ -163,6 +158,7 @@ shm_collective *shm_collective_new(const shm_request *request) {
     }
     c->request = *request;
     c->op.tag = shm_tag_make(request->kind, request->dtype, request->bytes);
+    c->op.dtype_name = request->dtype_name;
     c->op.label = op_label_take_next();
     c->op.timeout_ms = request->timeout_ms;
     const bool planned =

@@ -229,8 +229,8 @@ static void describe_mismatch(const shm_transport *t, const shm_op *op, size_t b
                        is_first ? own_text : peer_text, is_first ? peer_text : own_text);
         return;
     }
-    op->methods->describe_tag(op, op->tag, own_text, sizeof own_text);
-    op->methods->describe_tag(op, message->tag, peer_text, sizeof peer_text);
+    shm_tag_describe(op->tag, op->dtype_name, own_text, sizeof own_text);
+    shm_tag_describe(message->tag, op->dtype_name, peer_text, sizeof peer_text);
     (void)snprintf(error, SHM_ERROR_BYTES,
                    "collective mismatch: rank %d issued %s (message of %zu bytes), rank %d issued "
                    "%s (message of %zu bytes)",

@@ -32,16 +32,15 @@ typedef struct shm_op_methods {
     /* `peer_data` has one entry for each rank, valid during the call. This rank's entry is NULL.
      * Called after write() of the same message. */
     void (*read)(shm_op *op, size_t message, const char *const *peer_data);
-    /* Writes a description of a tag to `text`, for an error message. */
-    void (*describe_tag)(const shm_op *op, uint32_t tag, char *text, size_t bytes);
 } shm_op_methods;
 
-/* The first member of a struct that implements an operation. The caller sets the first five fields
+/* The first member of a struct that implements an operation. The caller sets the first six fields
  * before shm_transport_submit, and the other fields to zero. The transport sets these. */
 struct shm_op {
     const shm_op_methods *methods;
-    uint32_t tag;       /* different tags on two ranks are a collective mismatch */
-    fct_op_label label; /* unit 0: unknown */
+    uint32_t tag; /* different tags on two ranks are a collective mismatch */
+    const char *(*dtype_name)(fct_dtype dtype); /* for shm_tag_describe */
+    fct_op_label label;                         /* unit 0: unknown */
     size_t message_count;
     int64_t timeout_ms; /* time from the issue after which an incomplete operation fails */
     shm_owner owner;
