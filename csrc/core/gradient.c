@@ -26,42 +26,37 @@ done:
     return status;
 }
 
-fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span) {
+/* Calls `function` for the parameters of `span`, or `callback` if Python code performs it. */
+static fc_status for_each_grad(const fc_group_base *base, fc_span span,
+                               int (*callback)(void *owner), fc_status (*function)(fc_param *p)) {
     fc_status status = FC_OK;
-    void *range = fc_group_base_enter_range(base, "post_backward_accumulate");
     bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_GRADS);
     if (!uses_fallback) { /* a fallback is a callback */
         fc_comm_enter_gil_scope(base->comm);
     }
     for (size_t i = span.first; i < span.end; i++) {
         if (uses_fallback) {
-            FC_TRY_RAISED(base->callbacks->accumulate_grad(base->params[i]->owner));
+            FC_TRY_RAISED(callback(base->params[i]->owner));
         } else {
-            FC_TRY(fc_param_accumulate_grad(base->params[i]));
+            FC_TRY(function(base->params[i]));
         }
     }
 done:
     fc_comm_leave_gil_scope(base->comm);
+    return status;
+}
+
+fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span) {
+    void *range = fc_group_base_enter_range(base, "post_backward_accumulate");
+    fc_status status =
+        for_each_grad(base, span, base->callbacks->accumulate_grad, fc_param_accumulate_grad);
     fct_profile_exit(range);
     return status;
 }
 
 fc_status fc_gradient_to_accumulated(const fc_group_base *base) {
-    fc_status status = FC_OK;
-    bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_GRADS);
-    if (!uses_fallback) { /* a fallback is a callback */
-        fc_comm_enter_gil_scope(base->comm);
-    }
-    for (size_t i = 0; i < base->count; i++) {
-        if (uses_fallback) {
-            FC_TRY_RAISED(base->callbacks->to_accumulated_grad(base->params[i]->owner));
-        } else {
-            FC_TRY(fc_param_to_accumulated_grad(base->params[i]));
-        }
-    }
-done:
-    fc_comm_leave_gil_scope(base->comm);
-    return status;
+    return for_each_grad(base, fc_group_base_all(base), base->callbacks->to_accumulated_grad,
+                         fc_param_to_accumulated_grad);
 }
 
 /* Creates zeros in place of a missing gradient; 1-D if the parameter was never unsharded. */
