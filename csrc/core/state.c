@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../bridge/device.h"
 #include "reduction.h"
 #include "unsharded.h"
 
@@ -373,14 +372,12 @@ done:
     return verify_iteration(it, status);
 }
 
-void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ctx *comm,
-                   fct_device device) {
+void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ctx *comm) {
     assert((iteration == NULL) == (comm == NULL));
     memset(s, 0, sizeof *s);
     s->owner = owner;
     s->iteration = iteration;
     s->comm = comm;
-    s->device = device;
     s->training_state = FC_IDLE;
 }
 
@@ -413,7 +410,7 @@ done:
 }
 
 fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
-    assert(fct_device_is_same_type(s->device, s->comm->device));
+    assert(s->iteration != NULL && s->comm != NULL);
     fc_status status = FC_OK;
     fct_event *event = NULL;
     if (s->iteration->forward_root != NULL) {
@@ -423,7 +420,7 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
         FC_TRY(fc_device_checksums_end_interval(s->comm->device_checksums));
     }
     if (s->comm->streams_ready && after_compute) {
-        FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &event));
+        FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->comm->device), &event));
         FC_TRY(make_gathers_wait(s, event));
     }
     s->iteration->forward_root = s;

@@ -9,7 +9,7 @@
 struct fc_state;
 
 /* Preconditions. Functions of fc_iteration: fc_iteration_init. Functions of fc_state that run a
- * transition: the state has an iteration and a comm context of its device type. */
+ * transition: the state has an iteration and a comm context. */
 
 /* Shared by all states under one root. Borrows the states, which their owners keep alive. */
 typedef struct fc_iteration {
@@ -33,7 +33,6 @@ typedef struct fc_state {
     void *owner;
     fc_iteration *iteration; /* borrowed */
     fc_comm_ctx *comm;       /* borrowed */
-    fct_device device;
     fc_training_state training_state;
     fc_group **groups; /* owned array of borrowed groups */
     size_t group_count;
@@ -62,8 +61,7 @@ FC_CHECK fc_status fc_iteration_finalize(fc_iteration *it);
  * next iteration. */
 FC_CHECK fc_status fc_iteration_complete(fc_iteration *it, fc_comm_ctx *c);
 
-void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ctx *comm,
-                   fct_device device);
+void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ctx *comm);
 void fc_state_fini(fc_state *s);
 
 /* Call `visit` for each group that a transition can reach. The caller of the transition sets the

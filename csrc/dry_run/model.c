@@ -196,7 +196,7 @@ fc_status fcd_model_init(fcd_model *m, const fcd_description *description, size_
             fc_comm_init(&root->comm, device);
             fc_iteration_init(&root->iteration);
         }
-        fc_state_init(&m->states[i], root, &root->iteration, &root->comm, device);
+        fc_state_init(&m->states[i], root, &root->iteration, &root->comm);
     }
     m->states_initialized = true;
     for (size_t i = 0; i < description->unit_count; i++) {

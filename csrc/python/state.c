@@ -30,8 +30,7 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL) {
         return NULL;
     }
-    const fct_device cpu = {FCT_DEVICE_CPU, -1};
-    fc_state_init(&self->core, self, NULL, NULL, cpu);
+    fc_state_init(&self->core, self, NULL, NULL);
     self->mod = mod;
     self->input_dtype = FCT_NO_DTYPE;
     self->output_dtype = FCT_NO_DTYPE;
@@ -66,9 +65,8 @@ static int state_traverse(PyObject *obj, visitproc visit, void *arg) {
  * one. */
 static int state_clear(PyObject *obj) {
     fcpy_state *self = as_state(obj);
-    const fct_device cpu = {FCT_DEVICE_CPU, -1};
     fc_state_fini(&self->core);
-    fc_state_init(&self->core, self, NULL, NULL, cpu);
+    fc_state_init(&self->core, self, NULL, NULL);
     PyObject **const tuples[] = {&self->groups, &self->forward_prefetch, &self->backward_prefetch};
     for (size_t i = 0; i < sizeof tuples / sizeof tuples[0]; i++) {
         PyObject *empty = PyTuple_New(0); /* a singleton of the interpreter, so this cannot fail */
@@ -186,7 +184,6 @@ static int set_comm(PyObject *obj, PyObject *value, void *closure) {
         return -1;
     }
     self->core.comm = &((fcpy_comm *)value)->core;
-    self->core.device = self->core.comm->device;
     fcpy_replace(self->mod, &self->comm, value);
     return 0;
 }

@@ -363,7 +363,7 @@ sim_model *sim_model_new(const sim_scenario *scenario) {
     for (size_t i = 0; i < m->layer_count; i++) {
         sim_layer *layer = &m->layers[i];
         layer->group_count = i > 0 && scenario->layer_groups > 0 ? scenario->layer_groups : 1;
-        fc_state_init(&layer->core, layer, &m->iteration, &m->comm, sim_device());
+        fc_state_init(&layer->core, layer, &m->iteration, &m->comm);
         layer->core.groups = (fc_group **)malloc(layer->group_count * sizeof *layer->core.groups);
         layer->core.group_count = layer->group_count;
         for (size_t k = 0; k < layer->group_count; k++) {
