@@ -56,6 +56,12 @@ FCT_CHECK int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device
  * storage. */
 FCT_CHECK int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
                                const int64_t *strides, int64_t offset, fct_tensor **out);
+/* fct_tensor_alias of `numel` contiguous elements, as a 1-D tensor. */
+FCT_CHECK static inline int fct_tensor_alias_1d(const fct_tensor *base, int64_t numel,
+                                                int64_t offset, fct_tensor **out) {
+    const int64_t stride = 1;
+    return fct_tensor_alias(base, 1, &numel, &stride, offset, out);
+}
 /* fct_tensor_alias with another dtype. `offset` is in elements of `dtype`. */
 FCT_CHECK int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim,
                                   const int64_t *sizes, const int64_t *strides, int64_t offset,

@@ -184,9 +184,7 @@ done:
 /* Creates a view of this rank's row in the gather buffer. */
 static fc_status view_own_row(const fc_pending_gather *pending, fct_tensor **row) {
     const int64_t numel = pending->plan->row_numel;
-    const int64_t size[1] = {numel};
-    const int64_t stride[1] = {1};
-    return fct_tensor_alias(pending->buffer, 1, size, stride, pending->pg->rank * numel, row) == 0
+    return fct_tensor_alias_1d(pending->buffer, numel, pending->pg->rank * numel, row) == 0
                ? FC_OK
                : FC_ERAISED;
 }
@@ -197,7 +195,7 @@ static fc_status view_own_row(const fc_pending_gather *pending, fct_tensor **row
 static fc_status choose_split(const fc_gather *a, fc_pending_gather *pending) {
     const fc_group_base *base = a->base;
     fc_status status = FC_OK;
-    bool packed = base->comm->has_streams || !fc_gather_plan_can_split(pending->plan) ||
+    bool packed = base->comm->has_streams || !fc_chunk_list_can_split(&pending->plan->chunks) ||
                   a->keep_storage || fck_backend_of(base->device.type) == NULL;
     pending->split = false;
     if (!packed) {
@@ -447,7 +445,7 @@ static fc_status fill_unsharded(fc_gather *a) {
         }
     }
     FC_TRY(update_plan(a, post_forward, world, extended));
-    if (a->pending.split && fc_gather_plan_can_split(plan)) {
+    if (a->pending.split && fc_chunk_list_can_split(&plan->chunks)) {
         /* update_plan may have built the plan again, packed */
         fc_gather_plan_set_split(plan, true);
     }

@@ -76,7 +76,6 @@ fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, 
     }
     result.numel = result.outer * result.rows * result.row_numel;
     result.local_rows = clamp(result.rows - rank * result.chunk_rows, 0, result.chunk_rows);
-    result.local_numel = result.outer * result.local_rows * result.row_numel;
     *layout = result;
     return FC_OK;
 }

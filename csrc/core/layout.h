@@ -21,7 +21,6 @@ typedef struct fc_layout {
     int64_t chunk_rows;   /* ceil(rows / world) */
     int64_t local_rows;   /* rows of this rank, 0 .. chunk_rows */
     int64_t numel;        /* elements of the whole tensor */
-    int64_t local_numel;  /* elements of this rank's shard, without padding */
     int64_t padded_numel; /* outer * chunk_rows * row_numel: stored and sent by every rank */
 } fc_layout;
 

@@ -232,13 +232,11 @@ fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *e
     fct_tensor *part = NULL;
     fct_tensor *copy = NULL;
     fct_facts facts;
-    int64_t size[1] = {0};
-    const int64_t stride[1] = {1};
-    FC_TRY(select_whole(p, &whole, &size[0], err));
+    int64_t numel = 0;
+    FC_TRY(select_whole(p, &whole, &numel, err));
     fct_tensor_facts(whole, &facts);
-    FC_TRY_RAISED(fct_tensor_empty(size[0], facts.dtype, device, &copy));
-    FC_TRY_RAISED(
-        fct_tensor_alias(whole, 1, size, stride, p->post_forward_layout.rank * size[0], &part));
+    FC_TRY_RAISED(fct_tensor_empty(numel, facts.dtype, device, &copy));
+    FC_TRY_RAISED(fct_tensor_alias_1d(whole, numel, p->post_forward_layout.rank * numel, &part));
     FC_TRY_RAISED(fct_tensor_copy(copy, part));
     replace(&p->post_forward_data, copy);
 done:
@@ -278,10 +276,8 @@ fc_status fc_param_alias_flat(fc_param *p) {
             return FC_OK;
         }
     }
-    const int64_t size[1] = {shard.numel};
-    const int64_t stride[1] = {1};
-    FC_TRY_RAISED(fct_tensor_alias(p->sharded_data, 1, size, stride,
-                                   shard.offset_bytes / shard.itemsize, &alias));
+    FC_TRY_RAISED(fct_tensor_alias_1d(p->sharded_data, shard.numel,
+                                      shard.offset_bytes / shard.itemsize, &alias));
     fc_param_forget_unsharded(p);
     replace(&p->flat, alias);
     p->aliased = true;

@@ -88,6 +88,10 @@ static int64_t chunk_list_append(fc_chunk_list *list, size_t chunk, bool owned, 
     return offset;
 }
 
+bool fc_chunk_list_can_split(const fc_chunk_list *list) {
+    return list->owners > 0;
+}
+
 fct_chunk_layout fc_chunk_list_layout(const fc_chunk_list *list) {
     return (fct_chunk_layout){
         .runs = list->runs, .count = list->run_count, .row_numel = list->row_numel};
@@ -217,10 +221,6 @@ static void choose_owners(fc_gather_plan *plan, fc_param *const *params) {
     }
 }
 
-bool fc_gather_plan_can_split(const fc_gather_plan *plan) {
-    return plan->chunks.owners > 0;
-}
-
 /* Computes the offsets of a packed row. lay_out_slots() has checked the sums. */
 static void pack_slots(fc_gather_plan *plan) {
     int64_t end = 0;
@@ -235,7 +235,7 @@ static void pack_slots(fc_gather_plan *plan) {
 }
 
 void fc_gather_plan_set_split(fc_gather_plan *plan, bool split) {
-    assert(plan->valid && (!split || fc_gather_plan_can_split(plan)));
+    assert(plan->valid && (!split || fc_chunk_list_can_split(&plan->chunks)));
     if (plan->chunks.split == split) {
         return;
     }
@@ -424,14 +424,10 @@ done:
     return status;
 }
 
-bool fc_reduce_plan_can_split(const fc_reduce_plan *plan) {
-    return plan->chunks.owners > 0;
-}
-
 void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split) {
     int64_t offset = 0;
     size_t owned = 0;
-    assert(!split || fc_reduce_plan_can_split(plan));
+    assert(!split || fc_chunk_list_can_split(&plan->chunks));
     if (split) {
         chunk_list_begin_split(&plan->chunks);
     } else {

@@ -125,9 +125,8 @@ FC_CHECK fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot
 /* Sets the size in bytes from which a parameter gets its own chunk, for plans that are built later.
  * The default is 256 KiB. Only for tests; all ranks must set the same value. Process-wide. */
 void fc_set_min_owned_chunk_bytes(int64_t bytes);
-/* Return true if a split plan would give at least one parameter its own chunk. */
-bool fc_gather_plan_can_split(const fc_gather_plan *plan);
-bool fc_reduce_plan_can_split(const fc_reduce_plan *plan);
+/* Returns true if a split plan would give at least one parameter its own chunk. */
+bool fc_chunk_list_can_split(const fc_chunk_list *list);
 /* Assign the slots of a valid (laid out) plan to chunks. Precondition of `split`: can_split. */
 void fc_gather_plan_set_split(fc_gather_plan *plan, bool split);
 void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split);

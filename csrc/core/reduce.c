@@ -153,9 +153,7 @@ static fc_status issue_reduce_scatter(fc_reducer *reducer, fc_reduction *r,
         part = r->output;
         fct_tensor_retain(part);
     } else {
-        const int64_t size[1] = {plan->row_numel};
-        const int64_t stride[1] = {1};
-        FC_TRY_RAISED(fct_tensor_alias(r->output, 1, size, stride, 0, &part));
+        FC_TRY_RAISED(fct_tensor_alias_1d(r->output, plan->row_numel, 0, &part));
     }
     if (base->shard.world == 1) {
         FC_TRY_RAISED(fct_tensor_copy(part, r->input));
@@ -295,8 +293,9 @@ static fc_status choose_split(fc_reducer *reducer, const fc_divide *divide) {
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &reducer->plan;
     bool split = false;
-    bool packed = !fc_reduce_plan_can_split(plan) || base->comm->has_streams || !plan->native ||
-                  divide->op == FCT_PREMUL_SUM || fck_backend_of(base->device.type) == NULL;
+    bool packed = !fc_chunk_list_can_split(&plan->chunks) || base->comm->has_streams ||
+                  !plan->native || divide->op == FCT_PREMUL_SUM ||
+                  fck_backend_of(base->device.type) == NULL;
     if (!packed) {
         FC_TRY(fc_group_base_has_memory(base, base->reduce_memory, &packed));
     }
@@ -324,12 +323,10 @@ static bool can_send_in_place(const fc_reduce_plan *plan, size_t i, const fc_div
 
 /* Creates a 1-D view of the gradient's memory as its chunk. */
 static fc_status alias_gradient(const fc_reduce_plan *plan, size_t i, fct_tensor **chunk) {
-    const int64_t size[1] = {plan->params[i]->layout.numel};
-    const int64_t stride[1] = {1};
     fct_facts facts;
     fct_tensor_facts(plan->grads[i], &facts);
-    return fct_tensor_alias(plan->grads[i], 1, size, stride, facts.offset_bytes / facts.itemsize,
-                            chunk) == 0
+    return fct_tensor_alias_1d(plan->grads[i], plan->params[i]->layout.numel,
+                               facts.offset_bytes / facts.itemsize, chunk) == 0
                ? FC_OK
                : FC_ERAISED;
 }

@@ -143,9 +143,7 @@ int64_t fc_reduction_row_numel(const fc_reduction *r) {
 
 /* Creates a view of one parameter's padded part of the row. */
 static fc_status view_part(const fct_tensor *row, int64_t offset, int64_t numel, fct_tensor **out) {
-    const int64_t size[1] = {numel};
-    const int64_t stride[1] = {1};
-    return fct_tensor_alias(row, 1, size, stride, offset, out) == 0 ? FC_OK : FC_ERAISED;
+    return fct_tensor_alias_1d(row, numel, offset, out) == 0 ? FC_OK : FC_ERAISED;
 }
 
 /* Consecutive parameters whose partial gradients are slices of one buffer, at the distances of the

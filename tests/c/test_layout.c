@@ -26,7 +26,6 @@ static void layout_of_five_rows_over_four_ranks_matches_torch_chunk(void **state
         fc_layout l = make_layout(2, sizes, 0, 4, rank);
         assert_int_equal(l.chunk_rows, 2);
         assert_int_equal(l.local_rows, rows[rank]);
-        assert_int_equal(l.local_numel, 3 * rows[rank]);
         assert_int_equal(l.padded_numel, 6);
         assert_int_equal(l.numel, 15);
         assert_int_equal(l.outer, 1);
@@ -66,7 +65,6 @@ static void layout_of_one_rank_has_no_padding(void **state) {
     (void)state;
     const int64_t sizes[3] = {5, 2, 3};
     fc_layout l = make_layout(3, sizes, 0, 1, 0);
-    assert_int_equal(l.local_numel, 30);
     assert_int_equal(l.padded_numel, 30);
 }
 
@@ -81,7 +79,6 @@ static void layout_of_nonzero_dim_splits_every_outer_block(void **state) {
     assert_int_equal(l.row_numel, 5);
     assert_int_equal(l.chunk_rows, 2);
     assert_int_equal(l.local_rows, 2);
-    assert_int_equal(l.local_numel, 60);
     assert_int_equal(l.padded_numel, 60);
     assert_int_equal(l.numel, 180);
 }
@@ -92,7 +89,6 @@ static void layout_of_last_dim_is_supported(void **state) {
     fc_layout l = make_layout(2, sizes, 1, 2, 1);
     assert_int_equal(l.outer, 3);
     assert_int_equal(l.row_numel, 1);
-    assert_int_equal(l.local_numel, 6);
 }
 
 /* ---- refused arguments ---- */

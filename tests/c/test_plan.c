@@ -234,7 +234,7 @@ static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
         assert_int_equal(layout.row_numel, 2 + 5 + 3 + 32);
         expect_run(&layout.runs[0], 0, 0, 2 + 5 + 3 + 32);
         expect_slot(&plan.slots[3], 0, (2 + 5 + 3) * 4);
-        assert_true(fc_gather_plan_can_split(&plan));
+        assert_true(fc_chunk_list_can_split(&plan.chunks));
         fc_gather_plan_set_split(&plan, true);
         layout = fc_chunk_list_layout(&plan.chunks);
         assert_int_equal(plan.chunks.count, 3);
@@ -255,11 +255,11 @@ static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
     /* Rows of several dtypes, and rows on other devices than the CPU, cannot be split. */
     b.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CPU, &err), FC_OK);
-    assert_false(fc_gather_plan_can_split(&plan));
+    assert_false(fc_chunk_list_can_split(&plan.chunks));
     b.param_dtype = FCT_NO_DTYPE;
     const fct_device cuda = {.type = FCT_DEVICE_CUDA};
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, cuda, &err), FC_OK);
-    assert_false(fc_gather_plan_can_split(&plan));
+    assert_false(fc_chunk_list_can_split(&plan.chunks));
     fc_set_min_owned_chunk_bytes(SIM_NEVER_SPLIT);
     fc_gather_plan_fini(&plan);
     for (size_t i = 0; i < 4; i++) {

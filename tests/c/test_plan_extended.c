@@ -54,7 +54,7 @@ static void extended_parameter_has_one_slot_per_input(void **state) {
     assert_true(plan.extended);
     assert_int_equal(plan.dtype, FCK_UINT8);
     assert_int_equal(plan.row_bytes, 64 + 5 + 8 + 4);
-    assert_false(fc_gather_plan_can_split(&plan));
+    assert_false(fc_chunk_list_can_split(&plan.chunks));
     const size_t owners[4] = {0, 1, 1, 2};
     for (size_t i = 0; i < 4; i++) {
         assert_int_equal(plan.slots[i].param, owners[i]);
