@@ -118,18 +118,9 @@ def plan_units(
         _find_instances(model, full_precision_classes, ignored_modules) if has_param_dtype else {}
     )
     always_selected = full_precision_classes if overridden else ()
-    selected = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always_selected)
-    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    units = [
-        Unit(modules, tuple(names[m] for m in modules), arguments)
-        for modules, arguments in selected
-    ]
-    if policy == "blocks":
-        units = [
-            _tune_embedding_or_head(unit)
-            for unit in units
-            if separate_ends or not _is_embedding_or_head(unit)
-        ]
+    units = run_policy(
+        policy, model, ignored_modules, ignored_params, kwargs, always_selected, separate_ends
+    )
     root = Unit((model,), ("",), dict(kwargs))
     for unit in units:
         if unit.modules == (model,):  # a CustomPolicy may return arguments for the root
@@ -138,6 +129,7 @@ def plan_units(
     if ranks is None:
         ranks = _count_ranks(kwargs.get("mesh"))
     if max_transient is not None:
+        names = {module: name for name, module in model.named_modules()}
         units = split_large_units(
             units, max_transient, ranks, ignored_modules, ignored_params, names
         )
@@ -177,28 +169,6 @@ def _count_ranks(mesh: DeviceMesh | None) -> int:
     if isinstance(mesh, DeviceMesh) and mesh.ndim <= 2:
         return mesh.size(mesh.ndim - 1)
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _is_embedding_or_head(unit: Unit) -> bool:
-    """Whether a unit of the policy "blocks" is an embedding or a head outside lists of layers."""
-    attribute = unit.names[0].rpartition(".")[2]
-    return isinstance(unit.modules[0], (nn.Embedding, nn.Linear)) and not attribute.isdigit()
-
-
-def _tune_embedding_or_head(unit: Unit) -> Unit:
-    """Returns the unit, with other settings if it is an embedding or a head.
-
-    Backward does not gather an embedding, whose gradient needs no weights. A head stays unsharded
-    after forward, because backward starts with it.
-    """
-    if not _is_embedding_or_head(unit):
-        return unit
-    module, kwargs = unit.modules[0], unit.kwargs
-    if isinstance(module, nn.Embedding):
-        return replace(unit, unshard_in_backward=module.max_norm is not None or module.sparse)
-    if kwargs.get("reshard_after_forward") is None:
-        kwargs = kwargs | {"reshard_after_forward": False}
-    return replace(unit, kwargs=kwargs)
 
 
 def _find_instances(
