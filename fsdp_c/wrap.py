@@ -128,14 +128,14 @@ def plan_units(
     units = [unit for unit in units if unit is not root] + [root]
     if ranks is None:
         ranks = _count_ranks(kwargs.get("mesh"))
+    if overridden:
+        warn_on_overridden_mixed_precision(set(map(type, overridden)))
+        units = _apply_full_precision(model, units, overridden)
     if max_transient is not None:
         names = {module: name for name, module in model.named_modules()}
         units = split_large_units(
             units, max_transient, ranks, ignored_modules, ignored_params, names
         )
-    if overridden:
-        warn_on_overridden_mixed_precision(set(map(type, overridden)))
-        units = _apply_full_precision(model, units, overridden)
     units = sort_units(model, merge_tied_units(model, units, ignored_params))
     if min_unit is not None:
         owned_params = list_owned_params(model, units, ignored_params)
@@ -186,18 +186,22 @@ def _apply_full_precision(
     These units compute in the dtype of their parameters. Their outputs have the compute dtype of
     the unit around them.
     """
-    outer_units = {unit.modules[0]: unit for unit in units if unit.modules[0] not in overridden}
+    unit_of = {module: unit for unit in units for module in unit.modules}
+    own_dtypes = {
+        module: next((p.dtype for p in module.parameters()), torch.float32) for module in overridden
+    }
     output_dtypes: dict[nn.Module, torch.dtype | None] = {}
-    for module, parents in iterate_enclosing_units(model, outer_units):
+    for module, parents in iterate_enclosing_units(model, unit_of):
         if module in overridden:
-            outer = outer_units[parents[-1]].kwargs.get("mp_policy") if parents else None
-            output_dtypes[module] = getattr(outer, "param_dtype", None)
+            outer_policy = unit_of[parents[-1]].kwargs.get("mp_policy")
+            outer_dtype = getattr(outer_policy, "param_dtype", None)
+            output_dtypes[module] = own_dtypes.get(parents[-1], outer_dtype)
     result = []
     for unit in units:
         if unit.modules[0] in overridden:
-            own_dtype = next((p.dtype for p in unit.modules[0].parameters()), torch.float32)
             policy = MixedPrecisionPolicy(
-                param_dtype=own_dtype, output_dtype=output_dtypes[unit.modules[0]]
+                param_dtype=own_dtypes[unit.modules[0]],
+                output_dtype=output_dtypes[unit.modules[0]],
             )
             unit = replace(unit, kwargs=unit.kwargs | {"mp_policy": policy})
         result.append(unit)
