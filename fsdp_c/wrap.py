@@ -6,6 +6,7 @@ units. Planning does not change the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -127,7 +128,7 @@ def plan_units(
             root = unit
     units = [unit for unit in units if unit is not root] + [root]
     if ranks is None:
-        ranks = _count_ranks(kwargs.get("mesh"))
+        ranks = _count_ranks(kwargs.get("mesh"), kwargs.get("dp_mesh_dims"))
     if overridden:
         warn_on_overridden_mixed_precision(set(map(type, overridden)))
         units = _apply_full_precision(model, units, overridden)
@@ -164,8 +165,11 @@ def _check_arguments(
             raise ValueError(f"{name} is a positive number of bytes, not {size}")
 
 
-def _count_ranks(mesh: DeviceMesh | None) -> int:
+def _count_ranks(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> int:
     """Returns the number of ranks that a parameter is sharded over."""
+    if isinstance(mesh, DeviceMesh) and dims is not None:
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
+        return math.prod(sizes.get(name, 1) for name in dims.shard_names)
     if isinstance(mesh, DeviceMesh) and mesh.ndim <= 2:
         return mesh.size(mesh.ndim - 1)
     return dist.get_world_size() if dist.is_initialized() else 1
