@@ -12,6 +12,7 @@ import torch.nn as nn
 from .._runtime.mixed_precision import get_reduce_dtype
 from .budget import count_padded_elements, split_unit
 from .unit import Unit
+from .unit_order import have_equal_kwargs
 
 
 def split_large_units(
@@ -162,10 +163,7 @@ def join_small_units(
 
 
 def _have_equal_arguments(a: Unit, b: Unit) -> bool:
-    """Whether both units have equal arguments."""
-    if a.unshard_in_backward != b.unshard_in_backward or a.kwargs.keys() != b.kwargs.keys():
-        return False
-    return all(a.kwargs[key] is b.kwargs[key] or a.kwargs[key] == b.kwargs[key] for key in a.kwargs)
+    return a.unshard_in_backward == b.unshard_in_backward and have_equal_kwargs(a.kwargs, b.kwargs)
 
 
 def _join_units(group: list[Unit]) -> Unit:
