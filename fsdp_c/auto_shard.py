@@ -73,7 +73,8 @@ def auto_shard(
         separate_ends: See ``"blocks"``. Pass ``False`` if forward uses the weight of an embedding
             or a head without calling the module.
         max_transient: The bytes that one unit may use temporarily beyond its shard, while it is
-            gathered or while its gradients are reduced. Larger units are split.
+            gathered or while its gradients are reduced. Larger units are split. The parts do not
+            cast their outputs to ``mp_policy.output_dtype``.
         min_unit: The bytes that a unit should at least gather. Smaller neighbors in one container
             are combined, as with ``fully_shard([a, b])``, to issue fewer collectives. Forward
             should call all combined modules. ``max_transient`` has priority.

@@ -1,12 +1,13 @@
 """Policies of ``auto_shard`` select the modules that become units, and the units' arguments.
 
-Policies do not change the model. Every policy returns a list of ``(modules, kwargs)``, one entry
-for each unit below the root, inner units before outer ones.
+Policies do not change the model. Every policy returns the units below the root, inner units before
+outer ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch.nn as nn
@@ -19,7 +20,7 @@ from ._auto_shard.module_tree import (
     is_bare_container,
     iterate_children_first,
 )
-from ._auto_shard.unit import Kwargs
+from ._auto_shard.unit import Kwargs, Unit
 
 Policy: TypeAlias = (
     Literal["blocks"]
@@ -29,7 +30,6 @@ Policy: TypeAlias = (
     | _Policy
     | Callable[..., bool]
 )
-Selection = list[tuple[tuple[nn.Module, ...], Kwargs]]
 
 
 def run_policy(
@@ -39,7 +39,8 @@ def run_policy(
     ignored_params: set[nn.Parameter],
     kwargs: Kwargs,
     always_selected: tuple[type[nn.Module], ...] = (),
-) -> Selection:
+    separate_ends: bool = True,
+) -> list[Unit]:
     """Returns the units that ``policy`` selects below ``root``.
 
     Args:
@@ -48,6 +49,7 @@ def run_policy(
         ignored_params: Parameters that sizes do not include.
         kwargs: The default arguments of units, copied for each unit.
         always_selected: Classes whose instances always become units.
+        separate_ends: Whether the policy "blocks" selects embeddings and heads.
 
     Raises:
         ValueError: The policy selects a container that cannot be a unit, or nothing.
@@ -63,19 +65,19 @@ def run_policy(
             {m for m in root.modules() if isinstance(m, always_selected)} - ignored_modules - {root}
         )
         excluded = ignored_modules | separate_modules
+        size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
+        ends: list[nn.Module] = []
         if isinstance(policy, int):
-            size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
-            units = split_by_budget(root, policy, excluded, size_of)
+            parts = split_by_budget(root, policy, excluded, size_of)
         elif policy == "blocks":
             blocks = find_repeated_blocks(root, excluded)
-            size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
-            embeddings_and_heads = find_large_ends(root, blocks, excluded, size_of)
-            return _sort_by_last_module(
-                root, [(m,) for m in (*blocks, *embeddings_and_heads, *separate_modules)], kwargs
-            )
+            if separate_ends:
+                ends = find_large_ends(root, blocks, excluded, size_of)
+            parts = [(m,) for m in (*blocks, *ends)]
         else:
             raise ValueError(f'auto_shard has one policy name, "blocks", and not {policy!r}')
-        return _sort_by_last_module(root, [*units, *((m,) for m in separate_modules)], kwargs)
+        units = _sort_by_last_module(root, [*parts, *((m,) for m in separate_modules)], kwargs)
+        return [_tune_end(unit) if unit.modules[0] in ends else unit for unit in units]
     classes = _parse_classes(policy)
     if classes is not None:
         return run_policy(
@@ -89,7 +91,31 @@ def run_policy(
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(f"auto_shard does not support the policy {policy!r}")
     selected = _run_callable(policy, root, ignored_modules, ignored_params, always_selected)
-    return [(modules, dict(kwargs)) for modules in selected]
+    return _make_units(root, ((modules, dict(kwargs)) for modules in selected))
+
+
+def _make_units(
+    root: nn.Module, selected: Iterable[tuple[tuple[nn.Module, ...], Kwargs]]
+) -> list[Unit]:
+    names = {module: name for name, module in root.named_modules()}
+    return [
+        Unit(modules, tuple(names[m] for m in modules), arguments)
+        for modules, arguments in selected
+    ]
+
+
+def _tune_end(unit: Unit) -> Unit:
+    """Returns the unit of an embedding or a head, with other settings.
+
+    Backward does not gather an embedding, whose gradient needs no weights. A head stays unsharded
+    after forward, because backward starts with it.
+    """
+    module, kwargs = unit.modules[0], unit.kwargs
+    if isinstance(module, nn.Embedding):
+        return replace(unit, unshard_in_backward=module.max_norm is not None or module.sparse)
+    if kwargs.get("reshard_after_forward") is None:
+        kwargs = kwargs | {"reshard_after_forward": False}
+    return replace(unit, kwargs=kwargs)
 
 
 def _parse_classes(policy: Any) -> list[type[nn.Module]] | None:
@@ -133,18 +159,18 @@ def _run_class_policy(
     return targets
 
 
-def _sort_in_post_order(root: nn.Module, targets: dict[nn.Module, Kwargs]) -> Selection:
+def _sort_in_post_order(root: nn.Module, targets: dict[nn.Module, Kwargs]) -> list[Unit]:
     sorted_modules = [m for m in iterate_children_first(root) if m in targets]
-    return [((module,), targets[module]) for module in sorted_modules]
+    return _make_units(root, (((module,), targets[module]) for module in sorted_modules))
 
 
 def _sort_by_last_module(
     root: nn.Module, units: list[tuple[nn.Module, ...]], kwargs: Kwargs
-) -> Selection:
+) -> list[Unit]:
     """Sorts ``units`` in post-order of their last modules, so that inner units come first."""
     position = {module: i for i, module in enumerate(iterate_children_first(root))}
     sorted_units = sorted(units, key=lambda unit: max(position[module] for module in unit))
-    return [(unit, dict(kwargs)) for unit in sorted_units]
+    return _make_units(root, ((unit, dict(kwargs)) for unit in sorted_units))
 
 
 # ---- callables

@@ -6,6 +6,7 @@ units. Planning does not change the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -118,32 +119,24 @@ def plan_units(
         _find_instances(model, full_precision_classes, ignored_modules) if has_param_dtype else {}
     )
     always_selected = full_precision_classes if overridden else ()
-    selected = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always_selected)
-    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    units = [
-        Unit(modules, tuple(names[m] for m in modules), arguments)
-        for modules, arguments in selected
-    ]
-    if policy == "blocks":
-        units = [
-            _tune_embedding_or_head(unit)
-            for unit in units
-            if separate_ends or not _is_embedding_or_head(unit)
-        ]
+    units = run_policy(
+        policy, model, ignored_modules, ignored_params, kwargs, always_selected, separate_ends
+    )
     root = Unit((model,), ("",), dict(kwargs))
     for unit in units:
         if unit.modules == (model,):  # a CustomPolicy may return arguments for the root
             root = unit
     units = [unit for unit in units if unit is not root] + [root]
     if ranks is None:
-        ranks = _count_ranks(kwargs.get("mesh"))
-    if max_transient is not None:
-        units = split_large_units(
-            units, max_transient, ranks, ignored_modules, ignored_params, names
-        )
+        ranks = _count_ranks(kwargs.get("mesh"), kwargs.get("dp_mesh_dims"))
     if overridden:
         warn_on_overridden_mixed_precision(set(map(type, overridden)))
         units = _apply_full_precision(model, units, overridden)
+    if max_transient is not None:
+        names = {module: name for name, module in model.named_modules()}
+        units = split_large_units(
+            units, max_transient, ranks, ignored_modules, ignored_params, names
+        )
     units = sort_units(model, merge_tied_units(model, units, ignored_params))
     if min_unit is not None:
         owned_params = list_owned_params(model, units, ignored_params)
@@ -172,33 +165,14 @@ def _check_arguments(
             raise ValueError(f"{name} is a positive number of bytes, not {size}")
 
 
-def _count_ranks(mesh: DeviceMesh | None) -> int:
+def _count_ranks(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> int:
     """Returns the number of ranks that a parameter is sharded over."""
+    if isinstance(mesh, DeviceMesh) and dims is not None:
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
+        return math.prod(sizes.get(name, 1) for name in dims.shard_names)
     if isinstance(mesh, DeviceMesh) and mesh.ndim <= 2:
         return mesh.size(mesh.ndim - 1)
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _is_embedding_or_head(unit: Unit) -> bool:
-    """Whether a unit of the policy "blocks" is an embedding or a head outside lists of layers."""
-    attribute = unit.names[0].rpartition(".")[2]
-    return isinstance(unit.modules[0], (nn.Embedding, nn.Linear)) and not attribute.isdigit()
-
-
-def _tune_embedding_or_head(unit: Unit) -> Unit:
-    """Returns the unit, with other settings if it is an embedding or a head.
-
-    Backward does not gather an embedding, whose gradient needs no weights. A head stays unsharded
-    after forward, because backward starts with it.
-    """
-    if not _is_embedding_or_head(unit):
-        return unit
-    module, kwargs = unit.modules[0], unit.kwargs
-    if isinstance(module, nn.Embedding):
-        return replace(unit, unshard_in_backward=module.max_norm is not None or module.sparse)
-    if kwargs.get("reshard_after_forward") is None:
-        kwargs = kwargs | {"reshard_after_forward": False}
-    return replace(unit, kwargs=kwargs)
 
 
 def _find_instances(
@@ -216,18 +190,22 @@ def _apply_full_precision(
     These units compute in the dtype of their parameters. Their outputs have the compute dtype of
     the unit around them.
     """
-    outer_units = {unit.modules[0]: unit for unit in units if unit.modules[0] not in overridden}
+    unit_of = {module: unit for unit in units for module in unit.modules}
+    own_dtypes = {
+        module: next((p.dtype for p in module.parameters()), torch.float32) for module in overridden
+    }
     output_dtypes: dict[nn.Module, torch.dtype | None] = {}
-    for module, parents in iterate_enclosing_units(model, outer_units):
+    for module, parents in iterate_enclosing_units(model, unit_of):
         if module in overridden:
-            outer = outer_units[parents[-1]].kwargs.get("mp_policy") if parents else None
-            output_dtypes[module] = getattr(outer, "param_dtype", None)
+            outer_policy = unit_of[parents[-1]].kwargs.get("mp_policy")
+            outer_dtype = getattr(outer_policy, "param_dtype", None)
+            output_dtypes[module] = own_dtypes.get(parents[-1], outer_dtype)
     result = []
     for unit in units:
         if unit.modules[0] in overridden:
-            own_dtype = next((p.dtype for p in unit.modules[0].parameters()), torch.float32)
             policy = MixedPrecisionPolicy(
-                param_dtype=own_dtype, output_dtype=output_dtypes[unit.modules[0]]
+                param_dtype=own_dtypes[unit.modules[0]],
+                output_dtype=output_dtypes[unit.modules[0]],
             )
             unit = replace(unit, kwargs=unit.kwargs | {"mp_policy": policy})
         result.append(unit)

@@ -24,8 +24,8 @@ static fcpy_group *group_at(const fcpy_state *self, size_t index) {
 /* ---- callbacks of autograd ---- */
 
 /* Calls `run` with dynamo disabled, because the backward may be part of a compiled function.
- * autograd calls the functions call_*, which pass the function run_* of the same name, and
- * fcpy_param_grad_arrived. */
+ * autograd calls fcpy_param_grad_arrived and the functions call_*. Each function call_* passes the
+ * function run_* of the same name. */
 static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) {
     PyObject *dynamo_callback = fcpy_dynamo_pause(mod);
     fcpy_calls_enter(mod);
@@ -92,7 +92,8 @@ static void retain_end_callback(void *owner) {
 
 static void release_end_callback(void *owner) {
     fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
-    /* Otherwise the iteration was replaced, or the garbage collector has cleared the state. */
+    /* The iteration is NULL after the garbage collector has cleared the state. callbacks is 0 if
+     * the iteration was replaced after retain_end_callback. */
     if (iteration != NULL && iteration->core.callbacks > 0) {
         iteration->core.callbacks--;
     }
@@ -423,7 +424,7 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
     bool first = self->core.training_state != FC_FORWARD;
     self->core.training_state = FC_FORWARD;
     if (first && begin_forward(self, module, args, kwargs) != 0) {
-        self->core.training_state = FC_IDLE; /* the next forward begins again */
+        self->core.training_state = FC_IDLE; /* as before this forward */
         return -1;
     }
     if (cast_inputs(self, args, kwargs) != 0 || enter_groups(self, module, args, kwargs) != 0) {

@@ -29,18 +29,14 @@ def check_nested_wrapping(root: nn.Module) -> None:
             )
 
 
-def warn_on_overridden_mixed_precision(classes: Collection[type[nn.Module]]) -> None:
-    """Warns that modules of ``classes`` become separate units with full precision.
-
-    Does nothing if ``classes`` is empty.
-    """
-    if classes:
-        warnings.warn(
-            "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the model "
-            f"has submodules of type:\n{set(classes)}\nThese become units of their own, with "
-            "mixed precision disabled.",
-            stacklevel=4,
-        )
+def warn_on_overridden_mixed_precision(classes: set[type[nn.Module]]) -> None:
+    """Warns that modules of ``classes`` become separate units with full precision."""
+    warnings.warn(
+        "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the model "
+        f"has submodules of type:\n{classes}\nThese become units of their own, with "
+        "mixed precision disabled.",
+        stacklevel=4,
+    )
 
 
 def find_mixed_requires_grad(

@@ -68,7 +68,7 @@ def merge_tied_units(
             f"'{first_name}' of the unit {first} and '{second_name}' of the unit {second} "
             "are one parameter"
         )
-        if not _have_equal_arguments(first.kwargs, second.kwargs):
+        if not have_equal_kwargs(first.kwargs, second.kwargs):
             raise ValueError(
                 f"{description}, and the two units have different arguments: let the policy select "
                 "neither of them, or give them the same arguments"
@@ -91,7 +91,7 @@ def merge_tied_units(
             warnings.warn(f"{description}: {outcome}", stacklevel=4)
 
 
-def _have_equal_arguments(a: Kwargs, b: Kwargs) -> bool:
+def have_equal_kwargs(a: Kwargs, b: Kwargs) -> bool:
     return a.keys() == b.keys() and all(a[key] is b[key] or a[key] == b[key] for key in a)
 
 

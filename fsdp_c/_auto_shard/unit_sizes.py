@@ -12,6 +12,7 @@ import torch.nn as nn
 from .._runtime.mixed_precision import get_reduce_dtype
 from .budget import count_padded_elements, split_unit
 from .unit import Unit
+from .unit_order import have_equal_kwargs
 
 
 def split_large_units(
@@ -24,24 +25,23 @@ def split_large_units(
 ) -> list[Unit]:
     """Returns ``units``, and splits units that would temporarily use over ``max_transient`` bytes.
 
-    A unit that cannot be split is returned unchanged.
+    A unit that cannot be split is returned unchanged. Outputs of parts are not cast: the rest of
+    the unit computes in the dtype of the parts.
     """
     result: list[Unit] = []
     unit_modules = {module for unit in units for module in unit.modules}
     for unit in units:
         inner_modules = {m for module in unit.modules for m in module.modules()}
-        policy = unit.kwargs.get("mp_policy")
+        policy: Any = unit.kwargs.get("mp_policy")
         params = {p for module in unit.modules for p in module.parameters()}
         budget = max(1, int(max_transient / _estimate_transient_per_byte(params, policy, ranks)))
         excluded = ((unit_modules - set(unit.modules)) & inner_modules) | ignored_modules
         parts = split_unit(unit.modules, budget, excluded, ignored_params, policy, ranks)
         unit_modules |= {module for part in parts for module in part}
-        result += [
-            replace(
-                unit, modules=part, names=tuple(names[m] for m in part), unshard_in_backward=True
-            )
-            for part in parts
-        ]
+        kwargs = unit.kwargs
+        if getattr(policy, "output_dtype", None) is not None:
+            kwargs = kwargs | {"mp_policy": replace(policy, output_dtype=None)}
+        result += [Unit(part, tuple(names[m] for m in part), dict(kwargs)) for part in parts]
         result.append(unit)
     return result
 
@@ -163,10 +163,7 @@ def join_small_units(
 
 
 def _have_equal_arguments(a: Unit, b: Unit) -> bool:
-    """Whether both units have equal arguments."""
-    if a.unshard_in_backward != b.unshard_in_backward or a.kwargs.keys() != b.kwargs.keys():
-        return False
-    return all(a.kwargs[key] is b.kwargs[key] or a.kwargs[key] == b.kwargs[key] for key in a.kwargs)
+    return a.unshard_in_backward == b.unshard_in_backward and have_equal_kwargs(a.kwargs, b.kwargs)
 
 
 def _join_units(group: list[Unit]) -> Unit:

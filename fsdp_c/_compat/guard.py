@@ -302,6 +302,8 @@ def run_node_backward(group: Any, grads: tuple[torch.Tensor, ...]) -> tuple[torc
     )
     changed = torch_group.RegisterPostBackwardFunction.backward(context, *grads)
     passed = changed[1:] if isinstance(changed, tuple) else ()
+    if any(extra is not None for extra in passed[len(grads) :]):
+        return passed  # autograd accepts further results if they are None; the caller raises
     return tuple(torch.zeros_like(grad) if new is None else new for grad, new in zip(grads, passed))
 
 

@@ -16,7 +16,7 @@ from .. import _C
 CAPACITY = 4096
 """Records of a process."""
 
-_RECORD = struct.Struct("<5QIHBBii24s48s")
+_RECORD = struct.Struct("<QQQQQIHBBii24s48s")
 _KINDS = (
     "all-gather",
     "reduce-scatter",

@@ -35,11 +35,16 @@ def compare_with_fallback_reasons() -> list[dict[str, tuple[int, bool]]]:
     return run_ranks(shared_memory.compare_with_fallback_reasons, 3)
 
 
-@pytest.mark.parametrize("fallback_reason", shared_memory.FALLBACK_REASONS)
+def test_ranks_without_fallback_reason_use_shared_memory() -> None:
+    assert [results["nothing"] for results in compare_with_fallback_reasons()] == [(3, True)] * 3
+
+
+@pytest.mark.parametrize(
+    "fallback_reason", [name for name in shared_memory.FALLBACK_REASONS if name != "nothing"]
+)
 def test_fallback_reason_on_one_rank_makes_all_ranks_use_gloo(fallback_reason: str) -> None:
-    mapped = 3 if fallback_reason == "nothing" else 0
     assert [results[fallback_reason] for results in compare_with_fallback_reasons()] == [
-        (mapped, True)
+        (0, True)
     ] * 3
 
 
@@ -81,12 +86,31 @@ def collect_errors() -> list[dict[str, str]]:
     return run_ranks(shared_memory.collect_errors, 2)
 
 
-@pytest.mark.parametrize(
-    "case", ["_sizes_differ", "_lengths_differ", "_one_rank_replicates", "_one_rank_evaluates"]
+MODELS_DIFFER = (
+    "rank 0 gathers '0' of another model (step 1, forward), "
+    "rank 1 gathers '0' of another model (step 1, forward)"
 )
-def test_collective_mismatch_error_names_both_collectives(case: str) -> None:
+
+
+@pytest.mark.parametrize(
+    ("case", "collectives"),
+    [
+        ("_sizes_differ", MODELS_DIFFER),
+        ("_lengths_differ", MODELS_DIFFER),
+        (
+            "_one_rank_replicates",
+            "rank 0 gathers '0' (step 1, forward), "
+            "rank 1 all-reduces the root's unit (step 1, backward)",
+        ),
+        (
+            "_one_rank_evaluates",
+            "rank 0 gathers '0' (step 2, forward), rank 1 gathers '2' (step 1, backward)",
+        ),
+    ],
+)
+def test_collective_mismatch_error_names_both_collectives(case: str, collectives: str) -> None:
     for results in collect_errors():
-        assert "collective mismatch: rank" in results[case]
+        assert results[case].endswith(f": collective mismatch: {collectives}")
 
 
 def test_wait_fails_when_a_peer_destroys_the_group() -> None:

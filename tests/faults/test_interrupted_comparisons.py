@@ -11,7 +11,9 @@ from launch import run_ranks
 GLOO = {"FSDP_C_TRANSPORT": "gloo"}
 
 
-def test_rank_that_leaves_a_departure_late_raises_instead_of_ending_the_others() -> None:
+def test_rank_that_leaves_a_departure_after_the_decision_raises_instead_of_ending_the_others() -> (
+    None
+):
     own, other = run_ranks(programs.leave_departure, 2, (False,), env=GLOO)
     assert all(text.startswith("RuntimeError") for text in own + other)
     assert "another collective than before an exception interrupted it" in own[0]

@@ -247,6 +247,29 @@ def test_patched_backward_of_the_autograd_node_changes_gradients() -> None:
     assert torch.equal(result, torch_result)
 
 
+@pytest.mark.parametrize(("extra", "raises"), [((), False), ((None,), False), ((1.0,), True)])
+def test_further_results_of_patched_node_backward_may_only_be_none(
+    extra: tuple[Any, ...], raises: bool
+) -> None:
+    def scenario(shard: Callable[..., Any]) -> bool:
+        model = model_of(shard)
+        loss = model(batch()).sum()
+        original = RegisterPostBackwardFunction.backward
+
+        def longer(ctx: Any, *grads: torch.Tensor) -> Any:
+            return (*original(ctx, *grads), *extra)
+
+        with common.patch_register_post_backward_hook_backward(longer):
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert "number of gradients" in str(error) or "one gradient for each" in str(error)
+                return True
+        return False
+
+    assert run_both(scenario) == (raises, raises)
+
+
 @pytest.mark.torch("2.13")  # older fake groups leave gathered memory unset
 def test_exception_in_a_patch_propagates_and_training_recovers_after_reset() -> None:
     def failing(*args: Any, **kwargs: Any) -> Any:

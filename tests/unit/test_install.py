@@ -330,7 +330,9 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("value", [None, "0", "", "False"])
-def test_fsdp_c_is_not_imported_without_environment_variable(probe: Any, value: str | None) -> None:
+def test_fsdp_c_is_not_imported_if_environment_variable_is_unset_or_off(
+    probe: Any, value: str | None
+) -> None:
     facts = probe(value)
     assert facts["after torch"] == facts["after fsdp"] == ["fsdp_c_autoload"]
     assert facts["finders"] == 0

@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from releases import has
+from releases import DataParallelMeshDims, has
 from test_explain import sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from toy_models import MLPBlock, MLPModel
@@ -448,6 +449,21 @@ def test_max_transient_includes_padding_of_all_ranks(fake_group: int) -> None:
     model = auto_shard(narrow_model(), 10**9, max_transient=needed)
     explanation = fsdp_c.explain(model, file=io.StringIO())
     assert max(unit.transient for unit in explanation.units) <= needed
+
+
+@pytest.mark.torch("2.12")
+@pytest.mark.parametrize(
+    ("dims", "ranks"),
+    [({"shard": "dp"}, 2), ({"shard": ("dp", "tp")}, 8), ({"replicate": "dp"}, 1)],
+)
+def test_max_transient_counts_ranks_of_shard_dims(
+    dims: dict[str, Any], ranks: int, fake_group: int
+) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    needed = 2 * 1024 + 1024 // ranks  # gradients, the input and the output of the reduce-scatter
+    with pytest.raises(ValueError, match=f"temporarily needs {needed} bytes"):
+        wrap.plan(model, max_transient=1000, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
 
 
 def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(

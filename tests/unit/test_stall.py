@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -43,12 +44,14 @@ def test_python_layout_of_a_record_equals_the_struct() -> None:
     struct = re.search(r"typedef struct fc_record \{(.*?)\} fc_record;", HEADER.read_text(), re.S)
     assert struct is not None
     sizes = dict(re.findall(r"(FC_RECORD_\w+_BYTES) = (\d+)", HEADER.read_text()))
+    fields = re.findall(r"^    (\w+) (\w+)(?:\[(\w+)\])?;", struct[1], re.M)
     codes = {"uint64_t": "Q", "uint32_t": "I", "uint16_t": "H", "uint8_t": "B", "int32_t": "i"}
-    layout = ""
-    for kind, array in re.findall(r"^    (\w+) \w+(?:\[(\w+)\])?;", struct[1], re.M):
-        layout += f"{sizes[array]}s" if array else codes[kind]
-    assert layout == "QQQQQIHBBii24s48s"
+    layout = [f"{sizes[array]}s" if array else codes[kind] for kind, _, array in fields]
+    assert records._RECORD.format == "<" + "".join(layout)
     assert records._RECORD.size == 128
+    parsed = inspect.signature(records._parse_fields).parameters
+    names = {"work": "_work", "pass": "pass_number"}
+    assert [names.get(name, name) for _, name, _ in fields] == list(parsed)
 
 
 def test_parse_skips_empty_records_and_sorts_newest_first() -> None:
@@ -78,8 +81,9 @@ def test_record_file_is_written_but_not_through_a_link(tmp_path: Path) -> None:
     assert (facts["rank"], facts["world"], facts["pid"]) == (1, 2, os.getpid())
     assert path.stat().st_mode & 0o777 == 0o600
     (tmp_path / "link").symlink_to(path)
-    with pytest.raises(OSError, match="link"):
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
         _C.recorder_write(str(tmp_path / "link"), b"")
+    assert records.read_file(str(path))[0] == facts
 
 
 def test_record_file_replaces_regular_files_of_this_user_only(tmp_path: Path) -> None:
@@ -252,11 +256,14 @@ def test_position_has_the_longest_wait_and_the_last_completed_collectives() -> N
         make_record(9, "b", state=records.WAITING, end=0),
         make_record(8, "a", state=records.WAITING, end=0, waiting=5 * SECOND),
     ]
-    done = [make_record(number, str(number)) for number in range(7, 0, -1)]
+    done = [make_record(number, str(number)) for number in range(stall_report.RECENT + 3, 0, -1)]
     position = stall_report.make_position(1, 4, 20 * SECOND, waits + done)
     assert position.waits_for == "all-gather of 'a' (step 3, forward) of process group '0'"
     assert position.waits_since == pytest.approx(time.time() - 15, abs=1)
-    assert position.completed[0] == "all-gather of '7' (step 3, forward) of process group '0'"
+    assert position.completed == [
+        f"all-gather of '{record.number}' (step 3, forward) of process group '0'"
+        for record in done[: stall_report.RECENT]
+    ]
     assert "test_position_has" in position.line
     assert Position.from_json(position.to_json()) == position
 
@@ -296,7 +303,7 @@ def test_name_of_no_signal_with_a_handler_raises(
 
 
 def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def check() -> bool:
         raise RuntimeError("failed to recv, got 0 bytes\nC++ stack")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.fsdp.wrap import (
     always_wrap_policy,
 )
 from torch.distributed.tensor.debug import CommDebugMode
+from toy_models import MLPModel
 from wrap_models import Block, Layer, Transformer, bytes_of, classes, train, trees, units_of
 
 from fsdp_c import FSDPModule, MixedPrecisionPolicy, auto_shard, fully_shard, wrap
@@ -216,6 +218,61 @@ class TestFullPrecision:
         norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
         assert all(isinstance(norm, FSDPModule) for norm in norms)
         train(model)
+
+    def test_full_precision_unit_inside_another_has_its_output_dtype(self, fake_group: int) -> None:
+        class Full(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                assert x.dtype is self.norm(x).dtype is torch.float32
+                return self.linear(self.norm(x))
+
+        model = nn.Sequential(nn.Linear(8, 8), Full())
+        with pytest.warns(UserWarning, match="Full"):
+            auto_shard(
+                model,
+                {Full},
+                mp_policy=self.POLICY,
+                full_precision_classes=(Full, nn.LayerNorm),
+            )
+        assert model(torch.ones(2, 8)).dtype is torch.bfloat16
+
+    def test_parts_of_divided_full_precision_unit_have_full_precision(
+        self, fake_group: int
+    ) -> None:
+        dtypes: list[torch.dtype] = []
+
+        class Full(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for child in self.children():
+                    dtypes.append(x.dtype)
+                    x = child(x)
+                return x
+
+        model = nn.Sequential(nn.Linear(8, 8), Full([nn.Linear(64, 64) for _ in range(4)]))
+        model[0] = nn.Linear(8, 64)
+        with pytest.warns(UserWarning, match="Full"):
+            auto_shard(
+                model,
+                {Full},
+                mp_policy=self.POLICY,
+                full_precision_classes=(Full,),
+                max_transient=40_000,
+            )
+        assert all(isinstance(part, FSDPModule) for part in list(model[1].children())[:3])
+        assert model(torch.ones(2, 8)).dtype is torch.bfloat16
+        assert dtypes == [torch.float32] * 4
+
+    def test_parts_of_divided_units_do_not_cast_their_outputs(self) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+        units = wrap.plan(MLPModel(blocks=2), max_transient=1000, ranks=8, mp_policy=policy)
+        parts = [unit for unit in units if unit.names[0].count(".") > 1]
+        assert parts and all(
+            unit.kwargs["mp_policy"] == replace(policy, output_dtype=None) for unit in parts
+        )
+        assert all(unit.kwargs["mp_policy"] is policy for unit in units if unit not in parts)
 
     def test_batch_norm_without_mixed_precision_is_not_a_unit(self) -> None:
         with warnings.catch_warnings():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -203,6 +204,37 @@ class TestBlocks:
     def test_model_without_blocks_raises(self) -> None:
         with pytest.raises(ValueError, match="finds no repeated layers in Linear"):
             wrap.plan(nn.Linear(2, 2))
+
+    @pytest.mark.parametrize("separate", [True, False])
+    def test_linear_blocks_with_names_are_not_heads(self, separate: bool) -> None:
+        layers = {"fc1": nn.Linear(8, 8), "act": nn.ReLU(), "fc2": nn.Linear(8, 8)}
+        units = wrap.plan(nn.Sequential(OrderedDict(layers)), separate_ends=separate)
+        assert units_of(units) == [("fc1",), ("fc2",), ("",)]
+        assert [unit.kwargs for unit in units] == [{}, {}, {}]
+
+    @pytest.mark.parametrize("separate", [True, False])
+    def test_linear_modules_of_full_precision_classes_are_not_heads(self, separate: bool) -> None:
+        class Router(nn.Linear):
+            pass
+
+        model = nn.Sequential(*(Block([Router(8, 8), nn.Linear(8, 8)]) for _ in range(2)))
+        with pytest.warns(UserWarning, match="Router"):
+            units = wrap.plan(
+                model,
+                separate_ends=separate,
+                mp_policy=MixedPrecisionPolicy(torch.bfloat16),
+                full_precision_classes=(Router,),
+            )
+        assert units_of(units) == [("0.part0",), ("0",), ("1.part0",), ("1",), ("",)]
+        assert all(unit.kwargs.keys() == {"mp_policy"} for unit in units)
+
+    def test_embedding_and_head_in_a_sequential_are_ends(self) -> None:
+        model = nn.Sequential(nn.Embedding(4000, 16), Layer(16), Layer(16), nn.Linear(16, 4000))
+        embed, *layers, head, root = wrap.plan(model)
+        assert units_of([embed, *layers, head]) == [("0",), ("1",), ("2",), ("3",)]
+        assert not embed.unshard_in_backward and head.kwargs == {"reshard_after_forward": False}
+        assert all(unit.unshard_in_backward and unit.kwargs == {} for unit in (*layers, root))
+        assert units_of(wrap.plan(model, separate_ends=False)) == [("1",), ("2",), ("",)]
 
 
 class TestByteBudget:

@@ -1,10 +1,10 @@
 """Fault injection into one call that orders streams, returns a stream or allocates memory.
 
 The simulated device logs calls, with the extension's functions on the stack: records of events,
-waits for events and collectives, queries of the current stream, and allocations. The device can
-inject a fault into the n-th of these calls. Every ordering point of a step can therefore become a
-seeded bug without recompiling fsdp_c. A wait is superfluous if the device reports nothing without
-this wait.
+waits for events and collectives, synchronizations, queries of the current stream, and allocations.
+The device can inject a fault into the n-th of these calls. Every ordering point of a step can
+therefore become a seeded bug without recompiling fsdp_c. A wait is superfluous if the device
+reports nothing without this wait.
 
 ``python call_faults.py [FAULT] SCENARIO...`` breaks every call of the scenarios in turn and prints
 how many the device reports.

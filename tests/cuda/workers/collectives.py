@@ -1,8 +1,9 @@
 """Calls each collective of c10d on ranks that exchange data over the simulated NCCL.
 
-``python collectives.py RANK WORLD FILE`` is one rank. It prints a JSON object: for each collective
-whether its result has the bits of the definition. This rank computes the definition from the inputs
-of all ranks, in the order of the ranks.
+``python collectives.py RANK WORLD FILE`` is one rank. It prints a JSON object. ``results``: for
+each collective whether its result has the bits of the definition. ``files``: this rank's files in
+/dev/shm. ``findings``: those of the device. This rank computes the definition from the inputs of
+all ranks, in the order of the ranks.
 """
 
 from __future__ import annotations
