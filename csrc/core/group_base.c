@@ -237,18 +237,24 @@ void fc_group_base_log(const fc_group_base *base, const char *label) {
     }
 }
 
+uint64_t fc_group_base_version_of(const fc_group_base *base, const fc_param *p) {
+    assert(base->callbacks != NULL);
+    uint64_t version = p->sharded_data != NULL ? fct_tensor_version(p->sharded_data) : 0;
+    if (base->callbacks->shard_version != NULL) {
+        version |= (uint64_t)base->callbacks->shard_version(p->owner) << 32;
+    }
+    return version;
+}
+
 /* Hashes address and versions in separate steps, so that a lower address cannot cancel a higher
  * version. */
 uint64_t fc_group_base_shard_version(const fc_group_base *base) {
     const uint64_t prime = UINT64_C(1099511628211);
     uint64_t hash = 0;
     for (size_t i = 0; i < base->count; i++) {
-        const fct_tensor *data = base->params[i]->sharded_data;
-        uint64_t versions = data != NULL ? fct_tensor_version(data) : 0;
-        if (base->callbacks->shard_version != NULL) {
-            versions |= (uint64_t)base->callbacks->shard_version(base->params[i]->owner) << 32;
-        }
-        hash = (hash * prime + (uint64_t)(uintptr_t)data) * prime + versions;
+        const fc_param *p = base->params[i];
+        const uint64_t data = (uint64_t)(uintptr_t)p->sharded_data;
+        hash = (hash * prime + data) * prime + fc_group_base_version_of(base, p);
     }
     return hash;
 }

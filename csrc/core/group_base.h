@@ -112,9 +112,10 @@ void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass);
 /* Logs the debug line "FSDP::label (modules)", if `logs` is set. */
 void fc_group_base_log(const fc_group_base *base, const char *label);
 
-/* Returns a number that changes whenever a shard is written, replaced or moved. Combines the
- * version of sharded_data (local tensor, optimizers) with the callbacks' count of writes to the
- * parameter object. */
+/* Returns a number that changes whenever the shard is written. Combines the version of sharded_data
+ * (local tensor, optimizers) with the callbacks' count of writes to the parameter object. */
+uint64_t fc_group_base_version_of(const fc_group_base *base, const fc_param *p);
+/* Returns a number that changes whenever a shard of the group is written, replaced or moved. */
 uint64_t fc_group_base_shard_version(const fc_group_base *base);
 
 #endif

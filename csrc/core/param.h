@@ -50,6 +50,7 @@ typedef struct fc_param {
     fc_sharded_state registered_state;
     /* The unsharded parameter is a DTensor; callbacks->unwrap_grad reads its gradients. */
     bool wrapped;
+    uint64_t aliased_version; /* version of the shard when flat became its alias */
     /* Counted references. */
     fct_tensor *sharded_data; /* 1-D, padded_numel elements: sent in a gather */
     fct_tensor *staged;       /* device copy of an offloaded shard during the pack; else NULL */

@@ -15,6 +15,7 @@ fc_status fc_unsharded_alias(fc_group_base *base, bool *all) {
     }
     for (size_t i = 0; *all && i < base->count; i++) {
         FC_TRY(fc_param_alias_flat(base->params[i]));
+        base->params[i]->aliased_version = fc_group_base_version_of(base, base->params[i]);
     }
 done:
     return status;
@@ -164,7 +165,7 @@ static fc_status refuse_lost_leaf(fc_group_base *base, const fc_param *p) {
     return fc_error_set(&base->comm->error, FC_ESTATE,
                         "parameter '%s' was converted or replaced between forward and backward, "
                         "so its gradient would be lost\n"
-                        "Run forward again before backward, or change the values in place.",
+                        "Run forward again before backward.",
                         p->name != NULL ? p->name : "?");
 }
 
@@ -180,10 +181,29 @@ fc_status fc_unsharded_record_leaves(fc_group_base *base) {
     return FC_OK;
 }
 
+/* Whether the values of the unsharded parameter have changed with those of its shard. */
+static bool has_changed_alias(const fc_group_base *base, const fc_param *p) {
+    fct_facts shard, flat;
+    if (!p->aliased || p->aliased_version == fc_group_base_version_of(base, p)) {
+        return false;
+    }
+    fct_tensor_facts(p->sharded_data, &shard);
+    fct_tensor_facts(p->flat, &flat);
+    return shard.data == flat.data;
+}
+
 fc_status fc_unsharded_check_leaves(fc_group_base *base) {
     assert(base->comm != NULL && (base->count == 0 || base->params != NULL));
     for (size_t i = 0; i < base->count; i++) {
         const fc_param *p = base->params[i];
+        if (has_changed_alias(base, p)) {
+            return fc_error_set(&base->comm->error, FC_ESTATE,
+                                "parameter '%s' was changed in place between forward and backward, "
+                                "for example by an optimizer's step, and its former values are "
+                                "lost\n"
+                                "Run backward before the change, or run forward again.",
+                                p->name != NULL ? p->name : "?");
+        }
         if (p->unsharded != p->leaf_before && needs_leaf(base, p)) {
             return refuse_lost_leaf(base, p);
         }

@@ -96,12 +96,31 @@ static void unsharded_alias_on_one_rank_shares_shards(void **state) {
     end();
 }
 
+static void check_leaves_detects_changed_shards_of_aliases(void **state) {
+    (void)state;
+    const double zeros[15] = {0};
+    begin(1);
+    fct_tensor *shard = base->params[0]->sharded_data;
+    bool all = false;
+    assert_int_equal(fc_unsharded_alias(base, &all), FC_OK);
+    assert_true(all);
+    assert_int_equal(fc_unsharded_check_leaves(base), FC_OK);
+    sim_tensor_write(shard, zeros, "optimizer step");
+    fct_tensor_bump(shard);
+    assert_int_equal(fc_unsharded_check_leaves(base), FC_ESTATE);
+    assert_non_null(strstr(model->comm.error.message, "parameter '0.0' was changed in place"));
+    assert_int_equal(fc_unsharded_alias(base, &all), FC_OK);
+    assert_int_equal(fc_unsharded_check_leaves(base), FC_OK);
+    end();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(unsharded_memory_exists_between_alloc_and_free),
         cmocka_unit_test(adopt_requires_memory_of_every_parameter),
         cmocka_unit_test(record_requirements_freezes_shard_of_parameter_that_the_user_froze),
         cmocka_unit_test(unsharded_alias_on_one_rank_shares_shards),
+        cmocka_unit_test(check_leaves_detects_changed_shards_of_aliases),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -34,6 +34,13 @@ MUTATIONS = {
         "test_group",
         "in a group of sharded state",
     ),
+    "shards of aliases that changed in place are accepted": Mutation(
+        "unsharded",
+        "    return shard.data == flat.data;",
+        "    return false;",
+        "test_unsharded",
+        "check_leaves_detects_changed_shards_of_aliases",
+    ),
     "reduction is not counted": Mutation(
         "reduction",
         "    c->newest = r;\n    c->reductions++;",

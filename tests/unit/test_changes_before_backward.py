@@ -2,20 +2,24 @@
 
 A conversion makes new unsharded parameters. On one rank, an unsharded parameter is an alias of its
 shard, so a replaced shard makes a new one, too. The graph accumulates into the former parameters.
+A change in place changes an alias as well, so the former values are lost.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_c
 
 LOST = r"parameter '1.bias' was converted or replaced between forward and backward"
+CHANGED = r"parameter 'weight' was changed in place between forward and backward"
 
 
 def make_model() -> Any:
@@ -110,3 +114,89 @@ def test_conversion_after_forward_without_backward_is_accepted(single_group: int
     run_forward(model).backward()
     assert has_gradients(model)
     assert model[0].weight.grad.dtype is torch.float64
+
+
+Shard = Callable[[nn.Module], Any]
+KEEP_UNSHARDED: list[Shard] = [
+    fsdp_c.replicate,
+    functools.partial(fsdp_c.fully_shard, reshard_after_forward=False),
+]
+
+
+def run_step(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = torch.ones_like(param)
+    torch.optim.SGD(params, lr=0.5).step()
+
+
+def decay(params: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.5)
+
+
+def make_layers(shard: Shard) -> tuple[Any, list[nn.Parameter]]:
+    """Returns a model of two sharded layers, and its sharded parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        shard(layer)
+    return model, list(model.parameters())
+
+
+@pytest.mark.parametrize("change", [run_step, decay])
+@pytest.mark.parametrize("shard", KEEP_UNSHARDED)
+def test_backward_after_aliased_parameters_changed_in_place_raises(
+    single_group: int, shard: Shard, change: Callable[[list[nn.Parameter]], None]
+) -> None:
+    model, params = make_layers(shard)
+    loss = run_forward(model)
+    change(params[:2])
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+    run_forward(model).backward()
+    assert has_gradients(model)
+
+
+def test_backward_after_frozen_aliased_parameter_changed_in_place_raises(single_group: int) -> None:
+    model, params = make_layers(fsdp_c.replicate)
+    params[0].requires_grad_(False)
+    loss = run_forward(model)
+    decay(params[:1])
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+
+
+@pytest.mark.parametrize("shard", KEEP_UNSHARDED)
+def test_change_in_place_after_the_backward_or_before_the_forward_is_accepted(
+    single_group: int, shard: Shard
+) -> None:
+    model, params = make_layers(shard)
+    for _ in range(3):
+        run_forward(model).backward()
+        run_step(params)
+        decay(params)
+    assert has_gradients(model)
+
+
+def test_change_in_place_of_resharded_parameters_is_accepted_as_in_torch(single_group: int) -> None:
+    """Backward gathers the parameters again."""
+    model, params = make_layers(functools.partial(fsdp_c.fully_shard, reshard_after_forward=True))
+    loss = run_forward(model)
+    decay(params)
+    loss.backward()
+    assert has_gradients(model)
+
+
+def test_cast_parameters_changed_in_place_keep_the_values_of_the_forward(single_group: int) -> None:
+    """The unsharded parameters are copies, not aliases."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    gradients = []
+    for changes in (False, True):
+        model, params = make_layers(functools.partial(fsdp_c.replicate, mp_policy=policy))
+        loss = run_forward(model)
+        if changes:
+            decay(params)
+        loss.backward()
+        gradients.append([param.grad for param in model.parameters()])
+    assert all(map(torch.equal, *gradients))
