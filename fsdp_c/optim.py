@@ -8,6 +8,7 @@ with local tensors. States stay DTensors, checkpoints are unchanged, and results
 from __future__ import annotations
 
 import functools
+import numbers
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,6 +38,8 @@ _ELEMENT_WISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
+_SWITCHES = ("amsgrad", "capturable", "centered", "foreach", "fused", "momentum")
+"""Options by whose truth ``_init_group`` branches."""
 
 
 def accelerate(optimizer: Accelerated) -> Accelerated:
@@ -305,14 +308,16 @@ def _find_key(values: list[Any], states: list[dict[str, Any]]) -> str | None:
 def _list_options(group: dict[str, Any]) -> list[Any]:
     """Returns the options that ``_init_group`` may depend on: names, flags, types and signs."""
     return [
-        (name, value if value is None or type(value) is bool else _classify_value(value))
+        (name, value if value is None or type(value) is bool else _classify_value(name, value))
         for name, value in group.items()
         if name != "params"
     ]
 
 
-def _classify_value(value: Any) -> Any:
-    return (type(value), value > 0, value < 0) if type(value) in (int, float) else type(value)
+def _classify_value(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, numbers.Real):
+        return type(value), bool(value), value < 0
+    return type(value), name in _SWITCHES and bool(value)
 
 
 def _get_bounded_cache() -> dict[int, tuple[Any, Any]]:

@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import releases
 import torch
@@ -452,6 +453,37 @@ def test_optimizer_changed_between_accelerated_steps_equals_torch(name: str) -> 
             train(optimizer, params, 3)
             raised = None
         except (KeyError, RuntimeError) as error:
+            raised = repr(error)
+        results.append([raised, params, optimizer.state_dict()])
+    assert is_equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "off", "on"),
+    [
+        ("SGD", "momentum", numpy.float64(0), numpy.float64(0.5)),
+        ("SGD", "momentum", numpy.float32(0), numpy.float32(0.5)),
+        ("SGD", "momentum", torch.tensor(0.0), torch.tensor(0.5)),
+        ("AdamW", "amsgrad", numpy.False_, numpy.True_),
+    ],
+    ids=["float64", "float32", "tensor", "bool"],
+)
+def test_option_enabled_by_value_of_same_type_between_accelerated_steps_equals_torch(
+    kind: str, name: str, off: Any, on: Any
+) -> None:
+    results = []
+    for accelerated in (False, True):
+        params = make_params()
+        optimizer = KINDS[kind](params)
+        set_option(name, off)(optimizer, params)
+        if accelerated:
+            optim.accelerate(optimizer)
+        train(optimizer, params)
+        set_option(name, on)(optimizer, params)
+        try:
+            train(optimizer, params, 3)
+            raised = None
+        except KeyError as error:  # torch does not add the state of amsgrad to existing states
             raised = repr(error)
         results.append([raised, params, optimizer.state_dict()])
     assert is_equal(*results)
