@@ -55,8 +55,8 @@ def accelerate(optimizer: Accelerated) -> Accelerated:
     or states with other placements than their parameter, ``Partial`` placements,
     ``differentiable=True``, a compiled step, and a ``GradScaler`` with DTensors.
 
-    With ``FSDP_C=1`` and after :func:`fsdp_c.install`, all optimizers are accelerated
-    automatically, unless ``FSDP_C_OPTIM=0`` is set.
+    With ``FSDP_C=1`` and after :func:`fsdp_c.install`, each supported optimizer with DTensors is
+    accelerated at its first step, unless ``FSDP_C_OPTIM=0`` is set.
 
     Args:
         optimizer: An optimizer of parameters that ``fully_shard`` sharded, or of other DTensors.
@@ -74,13 +74,15 @@ def accelerate(optimizer: Accelerated) -> Accelerated:
             f"{type(optimizer).__name__} is not one of torch's element-wise optimizers: "
             + ", ".join(supported_class.__name__ for supported_class in _ELEMENT_WISE)
         )
+    _skipped.discard(optimizer)
     if optimizer not in _accelerated:
         _accelerated[optimizer] = _Acceleration(optimizer, element_wise_class)
     return optimizer
 
 
 def restore(optimizer: Optimizer) -> None:
-    """Undoes :func:`accelerate`. The optimizer keeps its states."""
+    """Undoes :func:`accelerate`, and prevents automatic acceleration. Keeps the states."""
+    _skipped.add(optimizer)
     acceleration = _accelerated.pop(optimizer, None)
     if acceleration is not None:
         acceleration.undo(optimizer)
@@ -227,7 +229,7 @@ _accelerated: weakref.WeakKeyDictionary[Optimizer, _Acceleration] = weakref.Weak
 # ---- lists ---------------------------------------------------------------------------------------
 
 _same_layouts: dict[int, tuple[Any, Any]] = {}
-"""Maps the ``id`` of a state's spec to (this spec, the parameter's spec with an equal layout)."""
+"""Maps the ``id`` of any tensor's spec to (this spec, a parameter's spec with an equal layout)."""
 _MAX_SAME_LAYOUTS = 100_000
 
 
@@ -354,8 +356,8 @@ def _make_like(param: DTensor, local: torch.Tensor) -> DTensor:
 
 # ---- automatic acceleration ----------------------------------------------------------------------
 
-_unsupported: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that cannot be accelerated."""
+_skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Restored optimizers, and those not element-wise or without DTensors at their first step."""
 
 
 def accelerate_all() -> Callable[[], bool]:
@@ -377,20 +379,20 @@ def accelerate_all() -> Callable[[], bool]:
 
 
 def restore_all() -> None:
-    """Undoes every :func:`accelerate`."""
-    _unsupported.clear()
+    """Undoes every :func:`accelerate` and :func:`restore`."""
     for optimizer in list(_accelerated):
         restore(optimizer)
+    _skipped.clear()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # torch.compile traces hooks into a compiled step, which uses torch's code (_needs_torch).
-    if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _unsupported:
+    if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _skipped:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
     if _find_element_wise_class(optimizer) is None or not any(
         isinstance(p, DTensor) for p in params
     ):
-        _unsupported.add(optimizer)
+        _skipped.add(optimizer)
     else:
         accelerate(optimizer)

@@ -325,6 +325,24 @@ def test_install_accelerates_optimizers_of_sharded_parameters(
         assert all("_init_group" not in vars(optimizer) for optimizer in optimizers)
 
 
+def test_optimizer_restored_after_install_steps_dtensors_until_it_is_accelerated() -> None:
+    params = make_params()
+    fsdp_c.install()
+    try:
+        optimizer = torch.optim.AdamW(params)
+        train(optimizer, params)
+        optim.restore(optimizer)
+        assert dtensor_operators(optimizer, params) != []
+        optim.accelerate(optimizer)
+        assert dtensor_operators(optimizer, params) == []
+        optim.restore(optimizer)
+        fsdp_c.uninstall()
+        fsdp_c.install()
+        assert dtensor_operators(optimizer, params) == []
+    finally:
+        fsdp_c.uninstall()
+
+
 def test_scheduler_and_deepcopy_of_accelerated_optimizer_work() -> None:
     params = make_params()
     optimizer = optim.accelerate(torch.optim.AdamW(params, lr=0.1, fused=True))
