@@ -53,7 +53,8 @@ def accelerate(optimizer: Accelerated) -> Accelerated:
 
     torch's code runs for a group whose step is not element-wise on shards. Examples are gradients
     or states with other placements than their parameter, ``Partial`` placements,
-    ``differentiable=True``, a compiled step, and a ``GradScaler`` with DTensors.
+    ``differentiable=True``, a compiled step, a ``GradScaler`` with DTensors, and an ``_init_group``
+    in the attributes of the optimizer object.
 
     With ``FSDP_C=1`` and after :func:`fsdp_c.install`, each supported optimizer with DTensors is
     accelerated at its first step, unless ``FSDP_C_OPTIM=0`` is set.
@@ -173,7 +174,7 @@ class _Acceleration:
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._restore_after_step(optimizer)  # a step may have failed
         if not torch.compiler.is_compiling():
-            vars(optimizer)["_init_group"] = self._init_group_of_step
+            vars(optimizer).setdefault("_init_group", self._init_group_of_step)
 
     def _restore_after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Restores the optimizer after a step, and before a step or checkpoint if a step failed.
@@ -184,7 +185,8 @@ class _Acceleration:
             self._restore_state(optimizer)
 
     def _restore_state(self, optimizer: Optimizer) -> None:
-        vars(optimizer).pop("_init_group", None)
+        if vars(optimizer).get("_init_group") is self._init_group_of_step:
+            del vars(optimizer)["_init_group"]
         for local, param in self._sgd_params:  # SGD stores momentum under the tensors in its list
             stored = optimizer.state.pop(local, None)
             if stored is None:  # the step failed before torch stored the momentum

@@ -343,6 +343,24 @@ def test_optimizer_restored_after_install_steps_dtensors_until_it_is_accelerated
         fsdp_c.uninstall()
 
 
+def test_init_group_of_instance_is_called_in_each_accelerated_step() -> None:
+    params = make_params()
+    optimizer = optim.accelerate(torch.optim.AdamW(params))
+    train(optimizer, params)
+    init_group, calls = optimizer._init_group, []
+
+    def record_call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return init_group(*args, **kwargs)
+
+    optimizer._init_group = record_call  # type: ignore[method-assign]
+    train(optimizer, params)
+    assert len(calls) == 3
+    assert vars(optimizer)["_init_group"] is record_call
+    del optimizer._init_group
+    assert dtensor_operators(optimizer, params) == []
+
+
 def test_scheduler_and_deepcopy_of_accelerated_optimizer_work() -> None:
     params = make_params()
     optimizer = optim.accelerate(torch.optim.AdamW(params, lr=0.1, fused=True))
