@@ -8,6 +8,7 @@ with local tensors. States stay DTensors, checkpoints are unchanged, and results
 from __future__ import annotations
 
 import functools
+import numbers
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,6 +38,8 @@ _ELEMENT_WISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
+_SWITCHES = ("amsgrad", "capturable", "centered", "foreach", "fused", "momentum")
+"""Options by whose truth ``_init_group`` branches."""
 
 
 def accelerate(optimizer: Accelerated) -> Accelerated:
@@ -50,10 +53,11 @@ def accelerate(optimizer: Accelerated) -> Accelerated:
 
     torch's code runs for a group whose step is not element-wise on shards. Examples are gradients
     or states with other placements than their parameter, ``Partial`` placements,
-    ``differentiable=True``, a compiled step, and a ``GradScaler`` with DTensors.
+    ``differentiable=True``, a compiled step, a ``GradScaler`` with DTensors, and an ``_init_group``
+    in the attributes of the optimizer object.
 
-    With ``FSDP_C=1`` and after :func:`fsdp_c.install`, all optimizers are accelerated
-    automatically, unless ``FSDP_C_OPTIM=0`` is set.
+    With ``FSDP_C=1`` and after :func:`fsdp_c.install`, each supported optimizer with DTensors is
+    accelerated at its first step, unless ``FSDP_C_OPTIM=0`` is set.
 
     Args:
         optimizer: An optimizer of parameters that ``fully_shard`` sharded, or of other DTensors.
@@ -71,13 +75,15 @@ def accelerate(optimizer: Accelerated) -> Accelerated:
             f"{type(optimizer).__name__} is not one of torch's element-wise optimizers: "
             + ", ".join(supported_class.__name__ for supported_class in _ELEMENT_WISE)
         )
+    _skipped.discard(optimizer)
     if optimizer not in _accelerated:
         _accelerated[optimizer] = _Acceleration(optimizer, element_wise_class)
     return optimizer
 
 
 def restore(optimizer: Optimizer) -> None:
-    """Undoes :func:`accelerate`. The optimizer keeps its states."""
+    """Undoes :func:`accelerate`, and prevents automatic acceleration. Keeps the states."""
+    _skipped.add(optimizer)
     acceleration = _accelerated.pop(optimizer, None)
     if acceleration is not None:
         acceleration.undo(optimizer)
@@ -168,7 +174,7 @@ class _Acceleration:
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._restore_after_step(optimizer)  # a step may have failed
         if not torch.compiler.is_compiling():
-            vars(optimizer)["_init_group"] = self._init_group_of_step
+            vars(optimizer).setdefault("_init_group", self._init_group_of_step)
 
     def _restore_after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Restores the optimizer after a step, and before a step or checkpoint if a step failed.
@@ -179,7 +185,8 @@ class _Acceleration:
             self._restore_state(optimizer)
 
     def _restore_state(self, optimizer: Optimizer) -> None:
-        vars(optimizer).pop("_init_group", None)
+        if vars(optimizer).get("_init_group") is self._init_group_of_step:
+            del vars(optimizer)["_init_group"]
         for local, param in self._sgd_params:  # SGD stores momentum under the tensors in its list
             stored = optimizer.state.pop(local, None)
             if stored is None:  # the step failed before torch stored the momentum
@@ -224,7 +231,7 @@ _accelerated: weakref.WeakKeyDictionary[Optimizer, _Acceleration] = weakref.Weak
 # ---- lists ---------------------------------------------------------------------------------------
 
 _same_layouts: dict[int, tuple[Any, Any]] = {}
-"""Maps the ``id`` of a state's spec to (this spec, the parameter's spec with an equal layout)."""
+"""Maps the ``id`` of any tensor's spec to (this spec, a parameter's spec with an equal layout)."""
 _MAX_SAME_LAYOUTS = 100_000
 
 
@@ -305,14 +312,16 @@ def _find_key(values: list[Any], states: list[dict[str, Any]]) -> str | None:
 def _list_options(group: dict[str, Any]) -> list[Any]:
     """Returns the options that ``_init_group`` may depend on: names, flags, types and signs."""
     return [
-        (name, value if value is None or type(value) is bool else _classify_value(value))
+        (name, value if value is None or type(value) is bool else _classify_value(name, value))
         for name, value in group.items()
         if name != "params"
     ]
 
 
-def _classify_value(value: Any) -> Any:
-    return (type(value), value > 0, value < 0) if type(value) in (int, float) else type(value)
+def _classify_value(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, numbers.Real):
+        return type(value), bool(value), value < 0
+    return type(value), name in _SWITCHES and bool(value)
 
 
 def _get_bounded_cache() -> dict[int, tuple[Any, Any]]:
@@ -349,8 +358,8 @@ def _make_like(param: DTensor, local: torch.Tensor) -> DTensor:
 
 # ---- automatic acceleration ----------------------------------------------------------------------
 
-_unsupported: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that cannot be accelerated."""
+_skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Restored optimizers, and those not element-wise or without DTensors at their first step."""
 
 
 def accelerate_all() -> Callable[[], bool]:
@@ -372,20 +381,20 @@ def accelerate_all() -> Callable[[], bool]:
 
 
 def restore_all() -> None:
-    """Undoes every :func:`accelerate`."""
-    _unsupported.clear()
+    """Undoes every :func:`accelerate` and :func:`restore`."""
     for optimizer in list(_accelerated):
         restore(optimizer)
+    _skipped.clear()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # torch.compile traces hooks into a compiled step, which uses torch's code (_needs_torch).
-    if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _unsupported:
+    if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _skipped:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
     if _find_element_wise_class(optimizer) is None or not any(
         isinstance(p, DTensor) for p in params
     ):
-        _unsupported.add(optimizer)
+        _skipped.add(optimizer)
     else:
         accelerate(optimizer)

@@ -274,7 +274,8 @@ static int check_groups(PyObject *groups) {
         PyObject *pair = PyList_GET_ITEM(groups, i);
         if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
             !PyTuple_Check(PyTuple_GET_ITEM(pair, 0))) {
-            PyErr_SetString(PyExc_TypeError, "clip expects (names of process groups, key)");
+            PyErr_SetString(PyExc_TypeError,
+                            "clip_norm expects groups as (names of process groups, key)");
             return -1;
         }
     }

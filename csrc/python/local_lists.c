@@ -77,8 +77,10 @@ static int has_dimensions(const conversion *c, PyObject *value) {
     return has_dims;
 }
 
-/* Sets *local to the replacement of `value` (new reference) and returns 1. Returns 0 if the layouts
- * of `value` and of the parameter differ, or -1 with an exception. */
+/* Sets *local to the replacement of `value` (new reference) and returns 1. Returns -1 with an
+ * exception on failure. Returns 0 if torch's code must process the list. The reason is that layouts
+ * differ, that the local tensor is a subclass, or that only one of both is a DTensor. (A value
+ * without dimensions may be plain.) */
 static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **local) {
     bool of_dtensor = fcpy_is_dtensor(c->mod, param);
     if (!fcpy_is_dtensor(c->mod, value)) {
@@ -124,6 +126,15 @@ static int convert_list(conversion *c, PyObject *values, PyObject **converted) {
     return *converted == NULL ? -1 : result;
 }
 
+/* Returns -1 with an exception if bind() has not stored the class DTensor, else 0. */
+static int check_bound(const fcpy_module *mod) {
+    if (mod->bound.dtensor_class == NULL) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: _C.bind() has not been called");
+        return -1;
+    }
+    return 0;
+}
+
 PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 3 || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) == 0 ||
         !PyDict_Check(args[1])) {
@@ -138,8 +149,7 @@ PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t n
         }
     }
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
-    if (mod->bound.dtensor_class == NULL) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: _C.bind() has not been called");
+    if (check_bound(mod) != 0) {
         return NULL;
     }
     conversion c = {mod, PyTuple_GET_ITEM(args[0], 0), args[1], args[2], {NULL, NULL}};
@@ -191,7 +201,7 @@ static int append_converted(conversion *c, PyObject *value, PyObject *param, PyO
 static int append_states(conversion *c, PyObject *param, PyObject *states_of_params, PyObject *keys,
                          PyObject *lists) {
     PyObject *states = Py_XNewRef(PyDict_GetItemWithError(states_of_params, param));
-    int result = PyErr_Occurred() ? -1 : 1; /* a missing state is an error only if a key needs it */
+    int result = PyErr_Occurred() ? -1 : 1; /* a missing state matters only if a key needs it */
     for (Py_ssize_t i = 0; result == 1 && i < PyTuple_GET_SIZE(keys); i++) {
         PyObject *key = PyTuple_GET_ITEM(keys, i);
         if (key == Py_None) {
@@ -248,9 +258,12 @@ static PyObject *new_lists(Py_ssize_t count) {
 PyObject *fcpy_local_group(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
     if (nargs != 5 || !PyList_Check(args[0]) || !PyDict_Check(args[1]) || !PyTuple_Check(args[2]) ||
-        !PyDict_Check(args[3]) || mod->bound.dtensor_class == NULL) {
+        !PyDict_Check(args[3])) {
         PyErr_SetString(PyExc_TypeError,
                         "local_group expects (list of parameters, dict, tuple, dict, function)");
+        return NULL;
+    }
+    if (check_bound(mod) != 0) {
         return NULL;
     }
     conversion c = {mod, args[0], args[3], args[4], {NULL, NULL}};

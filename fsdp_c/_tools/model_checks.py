@@ -24,7 +24,10 @@ from ..names import COMPILED_MODULE
 def check_optimizer_params(
     model: nn.Module, groups: list[tuple[str, Any]], optimizer: torch.optim.Optimizer | None
 ) -> list[str]:
-    """Reports parameters that only one of ``optimizer`` and ``model`` has."""
+    """Reports optimizer parameters that ``model`` does not have, and missing trainable parameters.
+
+    Parameters that belong to no unit may be missing.
+    """
     if optimizer is None:
         return []
     optimizer_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -37,9 +40,9 @@ def check_optimizer_params(
     foreign_count = len(optimizer_ids - model_ids)
     if foreign_count:
         reports.append(
-            f"the optimizer holds {foreign_count} of {len(optimizer_ids)} parameters that are not "
-            "the model's: it was built before sharding, which replaces parameters, and will not "
-            "train them. Build it after the last fully_shard"
+            f"the model does not have {foreign_count} of the optimizer's {len(optimizer_ids)} "
+            "parameters. If the optimizer was built before fully_shard, which replaces parameters, "
+            "it does not train the model: build it after the last fully_shard"
         )
     names = get_param_names(model, groups)
     missing = [
@@ -47,7 +50,7 @@ def check_optimizer_params(
         for _, param in iterate_params(groups)
         if param.sharded_param.requires_grad and id(param.sharded_param) not in optimizer_ids
     ]
-    if missing and not foreign_count:
+    if missing and (not foreign_count or optimizer_ids & sharded_ids):
         reports.append(
             f"the optimizer does not hold {format_names(missing)}, which require gradients"
         )
@@ -88,8 +91,8 @@ def check_unmanaged_params(model: nn.Module, groups: list[tuple[str, Any]]) -> l
     if not names:
         return []
     return [
-        f"{format_names(names)} are in no unit (ignored, or added after fully_shard): their "
-        "gradients are not reduced over ranks"
+        f"no unit contains {format_names(names)} (ignored, added after fully_shard, or outside of "
+        "every sharded module): these gradients are not reduced over ranks"
     ]
 
 

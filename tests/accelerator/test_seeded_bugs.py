@@ -1,4 +1,7 @@
-"""The simulated device reports every bug of seeded_bugs.py, and no error without a bug."""
+"""The simulated device reports every bug of seeded_bugs.py.
+
+Delayed and early writes change bits with these bugs only.
+"""
 
 from __future__ import annotations
 

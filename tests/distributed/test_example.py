@@ -63,8 +63,10 @@ def launch(*arguments: object, ranks: int = 2, fresh: bool = False) -> RunResult
     try:
         texts = run_ranks(SCRIPT, ranks, words, timeout=240)
     except RanksFailed as failed:
-        report = failed.reports[0]
-        return RunResult(report.returncode or 0, report.output, report.output)
+        # A rank that succeeded has 0, and one that was still running has None.
+        returncode = next((report.returncode for report in failed.reports if report.returncode), 1)
+        output = "".join(report.output for report in failed.reports)
+        return RunResult(returncode, output, output)
     return RunResult(0, texts[0], "")
 
 
@@ -167,7 +169,9 @@ def test_example_without_torchrun_resumes_the_newest_checkpoint(
     uninterrupted = losses(tmp_path)
     (tmp_path / "checkpoints" / "step_000006" / "run.json").unlink()  # as if cut off while saving
     words = [*TINY, "--impl", "torch", "--out", str(tmp_path), "--resume"]
+    (tmp_path / "losses.json").unlink()
     second = fork_server.run_script(SCRIPT, *words, env=ENVIRONMENT)
+    assert second.returncode == 0, second.stderr
     assert "after step 3." in second.stdout
     assert losses(tmp_path) == uninterrupted
 

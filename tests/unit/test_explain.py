@@ -171,8 +171,8 @@ def test_optimizer_created_before_sharding_has_warning() -> None:
     model = MLPModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (warning,) = quiet_explain(sharded(model), optimizer).warnings
-    assert "the optimizer holds 15 of 15 parameters that are not the model's" in warning
-    assert "Build it after the last fully_shard" in warning
+    assert warning.startswith("the model does not have 15 of the optimizer's 15 parameters. If")
+    assert "build it after the last fully_shard" in warning
 
 
 def test_optimizer_without_some_parameters_has_warning() -> None:
@@ -180,6 +180,14 @@ def test_optimizer_without_some_parameters_has_warning() -> None:
     optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
     (warning,) = quiet_explain(model, optimizer).warnings
     assert warning.startswith("the optimizer does not hold 'embed.weight', 'embed.bias', 'head.we")
+
+
+def test_optimizer_of_two_models_without_some_parameters_has_both_warnings() -> None:
+    model, other = sharded(), sharded()
+    optimizer = torch.optim.SGD([*model.blocks.parameters(), *other.parameters()], lr=0.1)
+    foreign, missing = quiet_explain(model, optimizer).warnings
+    assert foreign.startswith("the model does not have 15 of the optimizer's 27 parameters. If")
+    assert missing.startswith("the optimizer does not hold 'embed.weight', 'embed.bias', 'head.we")
 
 
 def test_parameter_replaced_after_sharding_has_warning() -> None:
@@ -194,7 +202,16 @@ def test_parameter_added_after_sharding_has_warning() -> None:
     model = sharded()
     model.head.bias = nn.Parameter(torch.zeros(8))
     (warning,) = quiet_explain(model).warnings
-    assert warning.startswith("'head.bias' are in no unit")
+    assert warning.startswith("no unit contains 'head.bias' (ignored, added after fully_shard, or")
+
+
+def test_parameters_outside_of_every_sharded_module_have_warning() -> None:
+    model = MLPModel()
+    for block in model.blocks:
+        fully_shard(block)
+    (warning,) = quiet_explain(model).warnings
+    assert warning.startswith("no unit contains 'embed.weight', 'embed.bias', 'head.weight' (")
+    assert "or outside of every sharded module)" in warning
 
 
 def make_tied() -> Any:

@@ -103,7 +103,7 @@ def test_choose_keeps_archs_of_torch_that_nvcc_and_kernels_support() -> None:
     assert choose(cu124, parse(CUDA_13_0)) == [75, 80, 86, 90]  # CUDA 13 dropped 70
 
 
-def test_choose_without_supported_arch_returns_one_arch_per_generation() -> None:
+def test_choose_without_usable_requested_arch_returns_first_arch_of_each_generation() -> None:
     assert find_cuda.choose_archs([], find_cuda.parse_gpu_codes(CUDA_12_4)) == [70, 80, 90]
     assert find_cuda.choose_archs([50], find_cuda.parse_gpu_codes(CUDA_13_0)) == [
         75,
@@ -113,6 +113,9 @@ def test_choose_without_supported_arch_returns_one_arch_per_generation() -> None
         110,
         120,
     ]
+
+
+def test_choose_without_usable_arch_returns_none() -> None:
     assert find_cuda.choose_archs([80], [50, 60]) == []
 
 

@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import releases
 import torch
@@ -335,6 +336,42 @@ def test_install_accelerates_optimizers_of_sharded_parameters(
         assert all("_init_group" not in vars(optimizer) for optimizer in optimizers)
 
 
+def test_optimizer_restored_after_install_steps_dtensors_until_it_is_accelerated() -> None:
+    params = make_params()
+    fsdp_c.install()
+    try:
+        optimizer = torch.optim.AdamW(params)
+        train(optimizer, params)
+        optim.restore(optimizer)
+        assert dtensor_operators(optimizer, params) != []
+        optim.accelerate(optimizer)
+        assert dtensor_operators(optimizer, params) == []
+        optim.restore(optimizer)
+        fsdp_c.uninstall()
+        fsdp_c.install()
+        assert dtensor_operators(optimizer, params) == []
+    finally:
+        fsdp_c.uninstall()
+
+
+def test_init_group_of_instance_is_called_in_each_accelerated_step() -> None:
+    params = make_params()
+    optimizer = optim.accelerate(torch.optim.AdamW(params))
+    train(optimizer, params)
+    init_group, calls = optimizer._init_group, []
+
+    def record_call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return init_group(*args, **kwargs)
+
+    optimizer._init_group = record_call  # type: ignore[method-assign]
+    train(optimizer, params)
+    assert len(calls) == 3
+    assert vars(optimizer)["_init_group"] is record_call
+    del optimizer._init_group
+    assert dtensor_operators(optimizer, params) == []
+
+
 def test_scheduler_and_deepcopy_of_accelerated_optimizer_work() -> None:
     params = make_params()
     optimizer = optim.accelerate(torch.optim.AdamW(params, lr=0.1, fused=True))
@@ -463,6 +500,37 @@ def test_optimizer_changed_between_accelerated_steps_equals_torch(name: str) -> 
             train(optimizer, params, 3)
             raised = None
         except (KeyError, RuntimeError) as error:
+            raised = repr(error)
+        results.append([raised, params, optimizer.state_dict()])
+    assert is_equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "off", "on"),
+    [
+        ("SGD", "momentum", numpy.float64(0), numpy.float64(0.5)),
+        ("SGD", "momentum", numpy.float32(0), numpy.float32(0.5)),
+        ("SGD", "momentum", torch.tensor(0.0), torch.tensor(0.5)),
+        ("AdamW", "amsgrad", numpy.False_, numpy.True_),
+    ],
+    ids=["float64", "float32", "tensor", "bool"],
+)
+def test_option_enabled_by_value_of_same_type_between_accelerated_steps_equals_torch(
+    kind: str, name: str, off: Any, on: Any
+) -> None:
+    results = []
+    for accelerated in (False, True):
+        params = make_params()
+        optimizer = KINDS[kind](params)
+        set_option(name, off)(optimizer, params)
+        if accelerated:
+            optim.accelerate(optimizer)
+        train(optimizer, params)
+        set_option(name, on)(optimizer, params)
+        try:
+            train(optimizer, params, 3)
+            raised = None
+        except KeyError as error:  # torch does not add the state of amsgrad to existing states
             raised = repr(error)
         results.append([raised, params, optimizer.state_dict()])
     assert is_equal(*results)

@@ -74,10 +74,10 @@ def assert_continues(
 ) -> None:
     """Trains the remaining steps and asserts equal losses and, on rank 0, equal weights."""
     losses = train(model, optimizer, range(SAVED, STEPS))
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=0)
     full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     if weights is not None:
-        torch.testing.assert_close(full, weights)
+        torch.testing.assert_close(full, weights, rtol=0, atol=0)
 
 
 def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
