@@ -129,12 +129,20 @@ def test_finetune_hf_without_transformers_names_the_missing_library() -> None:
     assert lines == ["finetune_hf: error: transformers is not installed: pip install transformers"]
 
 
-def test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them(tmp_path: Path) -> None:
+def test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from progress import weights_digest
+
     outputs = [
         launch("finetune_hf", 2, *TEXT, "--impl", impl, "--out", tmp_path / impl)
         for impl in ("torch", "fsdp_c")
     ]
     assert weights(outputs[0]) == weights(outputs[1])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp_c")
-    assert model.config.hidden_size == 64
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    for folder in (tmp_path / "torch", tmp_path / "fsdp_c"):
+        model, report = load(folder, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert weights_digest(model)[:16] == weights(outputs[0])
