@@ -22,19 +22,17 @@ MINUTES_CPU = 1  # for all C and C++ files
 MINUTES_CUDA = 3
 
 
-def add_to_path(paths: list[str] | None = None) -> None:
+def add_to_path() -> None:
     """Makes ``import torch`` work in an isolated build.
 
-    Args:
-        paths: Folders to add to ``sys.path`` if torch is not found. ``None``: the site-packages of
-            the running Python.
+    If torch is not found, adds the site-packages of the running Python to ``sys.path``.
 
     Raises:
         SystemExit: torch is not found. The message names the remedy.
     """
     if importlib.util.find_spec("torch") is None:
         site = sysconfig.get_paths()
-        for path in paths if paths is not None else [site["purelib"], site["platlib"]]:
+        for path in (site["purelib"], site["platlib"]):
             if path not in sys.path:
                 sys.path.append(path)  # at the end, after the packages of the build environment
         importlib.invalidate_caches()

@@ -32,10 +32,11 @@ DIMENSIONS = ("replicate", "shard", "tensor")
 
 def make_mesh(shape: str, device: torch.device) -> DeviceMesh:
     """Returns the mesh of ``shape``, such as ``1x2x2``."""
-    sizes = tuple(int(size) for size in shape.split("x") if size.isdigit())
-    ranks = dist.get_world_size()
-    if len(sizes) != len(DIMENSIONS):
+    parts = shape.split("x")
+    if len(parts) != len(DIMENSIONS) or not all(part.isdecimal() for part in parts):
         raise UsageError(f"--mesh is REPLICASxSHARDSxTENSOR, such as 1x2x2, not {shape}")
+    sizes = tuple(int(part) for part in parts)
+    ranks = dist.get_world_size()
     if sizes[0] * sizes[1] * sizes[2] != ranks:
         raise UsageError(f"--mesh {shape} does not have {ranks} ranks")
     return init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
@@ -69,8 +70,11 @@ def train(args: argparse.Namespace) -> None:
     reader = mesh.get_local_rank("replicate") * shards + mesh.get_local_rank("shard")
     readers = mesh["replicate"].size() * shards
     accumulated = args.microbatches
+    # Ranks that differ only in "tensor" share the tokens of a step.
+    tokens = args.batch * args.context * accumulated / mesh["tensor"].size()
     progress = Progress(args.steps, device, "tokens")
     for step in progress.iterate_steps():
+        step_loss = torch.zeros((), device=device)
         for microbatch in range(accumulated):
             # Replicas all-reduce once per step, after the last microbatch.
             model.set_requires_all_reduce(microbatch == accumulated - 1)
@@ -78,9 +82,10 @@ def train(args: argparse.Namespace) -> None:
             inputs, targets = windows.batch(position, args.batch, device)
             loss = next_byte_loss(model(inputs), targets) / accumulated
             loss.backward()
+            step_loss += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        progress.add_loss(loss * accumulated, inputs.numel() * accumulated)
+        progress.add_loss(step_loss, tokens)
     progress.report(model)
 
 

@@ -69,7 +69,7 @@ class Progress:
         self.started = self._begin = time.perf_counter()
         self.loss = float("nan")
         self.seconds = 0.0  # from the begin of each step to its add_loss()
-        self._items = 0
+        self._items = 0.0
 
     def iterate_steps(self) -> Iterator[int]:
         """Yields the steps with a progress bar on rank 0. Call ``add_loss`` in each step."""
@@ -88,8 +88,8 @@ class Progress:
                 bar.set_postfix_str(f"loss {self.loss:.3f}", refresh=False)
                 bar.update()
 
-    def add_loss(self, loss: Tensor, items: int) -> None:
-        """Ends a step with the loss of this rank's ``items``. Every rank must call this."""
+    def add_loss(self, loss: Tensor, items: float) -> None:
+        """Ends a step with this rank's loss and share of ``items``. Every rank must call this."""
         self.loss = mean_over_ranks(loss)  # waits for the device
         self.seconds += time.perf_counter() - self._begin
         self._items += items * dist.get_world_size()

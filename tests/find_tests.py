@@ -41,13 +41,13 @@ TESTS_OF = {
     "deferred_decref": ("test_fuzz", "test_reentry"),
     "dynamo": ("test_torch_tools", "test_tracing"),
     "errors": ("test_mistakes", "test_bad_input"),
-    "extension": ("test_extension", "test_behavior_extensions", "test_subclass_parameters"),
+    "extension": ("test_behavior_extensions", "test_subclass_parameters"),
     "group_attributes": ("test_private_api", "test_private_surface"),
     "recorder": STALL,
     "records": STALL,
     "stall_monitor": STALL,
     "stall_report": STALL,
-    "sequence": ("test_sequence", "test_divergence"),
+    "sequence": ("test_divergence",),
     "departures": ("test_divergence",),
     "label_comparison": ("test_cuda_divergence", "test_cuda_checksums"),
     "group_users": ("test_negotiation",),
@@ -57,7 +57,7 @@ TESTS_OF = {
     "local_lists": ("test_launches", "test_optim"),
     "module": ("test_bind", "test_fuzz", *DRY_RUN),
     "objects": ("test_uninitialized_objects", "test_fuzz"),
-    "param": ("test_param", "test_patched_params", "test_private_surface"),
+    "param": ("test_patched_params", "test_private_surface"),
     "param_group": ("test_private_api", "test_private_surface", "test_behavior_groups"),
     "shard": ("test_replaced_shards", "test_behavior_state"),
     "slots": ("test_replaced_shards", "test_behavior_state"),
@@ -83,7 +83,6 @@ TESTS_OF = {
     "device": ("test_source_rules", "test_reduce"),
     "error": ("test_sweep", "test_bad_input"),
     "exchange": SHARED_MEMORY,
-    "agreement": ("test_agreement",),
     "gil": ("test_cuda_figures", "test_threaded_ranks", "test_train"),
     "hash": ("test_agreement", "test_label"),
     "group_negotiation": (*SHARED_MEMORY, "test_negotiation"),
@@ -93,7 +92,7 @@ TESTS_OF = {
     "pg": ("test_process_groups", "test_shm_collectives"),
     "progress": ("test_shared_memory", "test_lifetime"),
     "pyobject": ("test_torch_tools", "test_reentry"),
-    "shm": SHARED_MEMORY,
+    "shm": ("test_shared_memory",),
     "shm_all_reduce": (*SHARED_MEMORY, "test_replicate"),
     "shm_backend": SHARED_MEMORY,
     "shm_collective": SHARED_MEMORY,
@@ -155,7 +154,7 @@ TESTS_OF = {
     "bindings": ("test_bind",),
     "build_info": ("test_check", "test_wheel"),
     "dtensor_specs": ("test_dtensor_construction", "test_param_template"),
-    "ema": ("test_contexts_and_ema", "test_ema_layouts"),
+    "ema": ("test_contexts_and_ema",),
     "env": ("test_install", "test_shm_collectives"),
     "extensions": ("test_behavior_extensions", "test_subclass_parameters"),
     "fake_step": EXPLAIN,
@@ -227,11 +226,15 @@ def all_test_files() -> dict[str, list[Path]]:
     return found
 
 
+def tests_named_like(stem: str) -> list[str]:
+    """Returns the stems of test files that are named like a module."""
+    return [name for name in all_test_files() if re.fullmatch(rf"test_{stem}(?:_\w+)?", name)]
+
+
 def tests_of_module(stem: str) -> list[Path]:
     """Returns the test files of a module, first those that are named like it."""
-    named = [name for name in all_test_files() if re.fullmatch(rf"test_{stem}(?:_\w+)?", name)]
-    listed = [name for name in TESTS_OF.get(stem, ()) if name not in named]
-    return [path for name in (*named, *listed) for path in all_test_files().get(name, ())]
+    names = (*tests_named_like(stem), *TESTS_OF.get(stem, ()))
+    return [path for name in names for path in all_test_files().get(name, ())]
 
 
 @functools.cache

@@ -25,7 +25,9 @@ FCT_CHECK int fct_stream_new(fct_device device, bool high_priority, fct_stream *
 fct_stream fct_stream_set_current(fct_stream s);
 /* A scope for kernel launches on the current stream of a device. Enter makes the device current. It
  * writes the previous device to *before, and to *native the native stream handle (cudaStream_t or
- * similar). Leave makes `before` current again. Call it only after a successful enter. */
+ * similar). Leave makes `before` current again. Call it only after a successful enter.
+ * Without an active dispatch mode, enter also releases the GIL, so the scope must not use Python
+ * objects. Leave takes the GIL again, except inside a scope of gil.h. */
 FCT_CHECK int fct_launch_enter(fct_device device, fct_device *before, void **native);
 void fct_launch_leave(fct_device before);
 

@@ -29,7 +29,10 @@ fc_status fc_registration_swap(fc_group_base *base, fc_sharded_state own, fc_sha
         size_t changed = *dirty ? base->count : i + 1;
         bool restored = own != state;
         while (own != state && changed-- > 0) {
-            restored = swap_one(base, changed, own, callbacks->swap) == 0 && restored;
+            if (swap_one(base, changed, own, callbacks->swap) != 0) {
+                restored = false;
+                fct_error_put_back(NULL); /* the next swap must not run with a pending exception */
+            }
         }
         *dirty = !restored;
         fct_error_put_back(error);

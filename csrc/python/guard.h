@@ -5,7 +5,7 @@
 
 #include "objects.h"
 
-/* Replaceable methods of a group, and functions of torch's modules. */
+/* Replaceable methods of a group and of a parameter, and functions and classes of torch. */
 enum {
     FCPY_CALL_UNSHARD = 1 << 0,
     FCPY_CALL_WAIT = 1 << 1,
@@ -14,7 +14,7 @@ enum {
     FCPY_CALL_PRE_BACKWARD = 1 << 4,
     FCPY_CALL_POST_BACKWARD = 1 << 5,
     FCPY_CALL_FINALIZE = 1 << 6,
-    FCPY_CALL_PREFETCH = 1 << 7, /* of the group that backward is expected to reach next */
+    FCPY_CALL_PREFETCH = 1 << 7, /* for the group that backward is expected to reach next */
     FCPY_CALL_GATHER = 1 << 8,   /* functions that move the data of gathers */
     FCPY_CALL_REDUCE = 1 << 9,
     FCPY_CALL_MEMORY = 1 << 10, /* of a parameter: freeing the unsharded parameter */
@@ -70,8 +70,8 @@ uint32_t fcpy_state_overrides(fcpy_state *self);
 /* Returns the name of the group method with this bit, or NULL if there is no such method. */
 const char *fcpy_group_method(uint32_t bit);
 
-/* Detects patched functions of torch's modules and the level of torch's logger. Updates guard->bits
- * and guard->log. */
+/* Detects patched functions and methods of torch's modules and classes, and the level of torch's
+ * logger. Updates guard->bits and guard->log. */
 void fcpy_guard_read(fcpy_guard *guard);
 
 /* Logs "FSDP::label (modules of the group)" at debug level, if enabled. `group` may be None. Does

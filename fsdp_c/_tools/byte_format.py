@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -16,10 +17,14 @@ def parse_bytes(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", str(size).lower())
-    if match is None or match[2] not in _SIZES:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?i?)b?\s*", str(size).lower())
+    if (
+        match is None
+        or match[2] not in _SIZES
+        or math.isinf(count := float(match[1]) * _SIZES[match[2]])
+    ):
         raise ValueError(f"expected a number of bytes such as '80GiB', not {size!r}")
-    return int(float(match[1]) * _SIZES[match[2]])
+    return int(count)
 
 
 def format_bytes(count: float) -> str:

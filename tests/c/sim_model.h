@@ -74,7 +74,7 @@ typedef struct sim_scenario {
     /* Before each backward, a backward that records a graph (create_graph) runs and gives no
      * gradients. The next backward also runs through the graph that it recorded. */
     bool two_graphs;
-    bool modules_share_group; /* module_count > 1 */
+    bool modules_share_group; /* each group has two modules */
     /* No output has a hook: backward has nodes, but neither a beginning nor an end. */
     bool outputs_without_hooks;
     int64_t bucket_bytes; /* size of gradient buckets in bytes; 0: one reduction */
@@ -93,7 +93,7 @@ typedef struct sim_param {
     sim_shape shape;
     char name[48];
     int64_t numel;
-    double *full;         /* values of the unsharded parameter */
+    double *full;         /* expected values of the unsharded parameter */
     double *gradient;     /* sum of rank 0's gradients of the backwards of this step */
     size_t contributions; /* number of gradients in that sum */
     /* Sharded parameter over this rank's elements. Its .grad is the result. */
@@ -162,7 +162,8 @@ void sim_model_discard_step(sim_model *m);
 void sim_model_check(sim_model *m, const char *when);
 /* Records a failure if a sharded parameter does not have the expected values. */
 void sim_model_check_shards(sim_model *m);
-/* Returns a sum over everything that training changed, for the comparison of runs. */
+/* Returns a sum over the expected values of all parameters, for the comparison of runs.
+ * sim_model_check_shards() compares the sharded parameters with these values. */
 double sim_model_digest(sim_model *m);
 
 extern const fc_callbacks sim_callbacks;
@@ -215,7 +216,7 @@ int sim_whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **ou
 
 /* ---- sim_scenarios.c ---- */
 
-/* Calls `visit` for every scenario on every kind of device that it applies to. */
+/* Calls `visit` for every scenario on every kind of device. */
 void sim_each_scenario(void (*visit)(const sim_scenario *scenario, const char *device));
 
 #endif

@@ -8,8 +8,8 @@
 
 enum { COUNT = 3 };
 
-/* State of the parameters that the modules hold. Bit n of `failing`: call n of swap(),
- * counted from 0, fails. */
+/* State of the parameters that the modules hold. Bit n of `failing`: call n of swap(), counted from
+ * 0, sets an exception. As a module's __setattr__, swap() must not run with a pending exception. */
 static struct {
     fc_sharded_state held[COUNT];
     unsigned calls;
@@ -18,6 +18,8 @@ static struct {
 
 static int swap(void *param, fc_sharded_state state) {
     const bool fails = (modules.failing >> modules.calls++ & 1) != 0;
+    assert_false(sim_error_pending());
+    fct_error_put_back(fails ? &modules : NULL);
     *(fc_sharded_state *)param = fails ? (fc_sharded_state)0 : state;
     return fails ? -1 : 0;
 }
@@ -38,6 +40,7 @@ static fixture *make_fixture(fc_sharded_state own, unsigned failing) {
     memset(&f, 0, sizeof f);
     modules.calls = 0;
     modules.failing = failing;
+    fct_error_put_back(NULL);
     for (size_t i = 0; i < COUNT; i++) {
         modules.held[i] = own;
         f.params[i] = (fc_param){.owner = &modules.held[i], .registered_state = own};
@@ -85,6 +88,8 @@ static void failed_rollback_sets_dirty_until_next_swap(void **state) {
     assert_int_equal(fc_registration_check(&f->base, FC_SHARDED), FC_ESTATE);
     assert_string_equal(f->comm.error.message,
                         "parameter 1 has sharded state 0 in a group of sharded state 1");
+    assert_true(sim_error_pending());
+    fct_error_put_back(NULL);
     assert_int_equal(fc_registration_swap(&f->base, FC_SHARDED, FC_SHARDED, &f->dirty), FC_OK);
     expect_all(f, FC_SHARDED);
     assert_false(f->dirty);

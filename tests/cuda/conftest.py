@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).resolve().parent / "workers"
 PACKAGE = Path(os.environ.get("FSDP_C_CUDA_PACKAGE") or ROOT / "build/cuda-sim/package")
 """The folder with fsdp_c, built for that torch (``make cuda-sim``)."""
+ABORT = re.compile("watchdog thread terminated with exception|Aborting process on rank")
+"""Messages of torch's ProcessGroupNCCL before an abort: until torch 2.14, and since 2.15."""
 
 
 class Runner(Protocol):
     """Runs a worker and returns the object that its last line contains.
 
-    Returns None if a signal of ``signals`` ended the worker.
+    With ``watchdog_may_abort``, returns None if torch's watchdog ended the worker by SIGABRT.
     """
 
-    def __call__(self, worker: str, *arguments: str, signals: tuple[int, ...] = ()) -> Any: ...
+    def __call__(self, worker: str, *arguments: str, watchdog_may_abort: bool = False) -> Any: ...
 
 
 def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -57,9 +61,10 @@ def run_worker(cuda_python: str) -> Runner:
     if _run(cuda_python, "-c", code).returncode:
         pytest.skip(f"fsdp_c is not built for the torch of {cuda_python}: run make cuda-sim")
 
-    def run(worker: str, *arguments: str, signals: tuple[int, ...] = ()) -> Any:
+    def run(worker: str, *arguments: str, watchdog_may_abort: bool = False) -> Any:
         result = _run(cuda_python, str(WORKERS / f"{worker}.py"), *arguments)
-        if -result.returncode in signals:
+        if watchdog_may_abort and result.returncode == -signal.SIGABRT:
+            assert ABORT.search(result.stderr), result.stderr[-3000:]
             return None
         assert result.returncode == 0, result.stderr[-3000:]
         lines = result.stdout.splitlines()

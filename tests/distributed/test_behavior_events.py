@@ -139,9 +139,7 @@ def test_parameter_objects_and_memory_are_kept_across_steps() -> None:
         assert all(all(answers) and answers for answers in result.values())
 
 
-@pytest.mark.parametrize(
-    "name", ["removed_hooks", "slices_of_a_sequential", "user_hooks_beside_fsdp_hooks"]
-)
+@pytest.mark.parametrize("name", ["slices_of_a_sequential", "user_hooks_beside_fsdp_hooks"])
 def test_event_scenario_matches_torch(name: str) -> None:
     assert_same(name)
 

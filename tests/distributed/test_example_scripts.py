@@ -64,6 +64,33 @@ def test_example_script_trains_the_same_weights_as_torch(
     assert digests[0] == digests[1]
 
 
+def test_throughput_of_hsdp_tp_counts_tokens_of_tensor_parallel_ranks_once() -> None:
+    output = launch("hsdp_tp", 2, *GPT, "--mesh", "1x1x2", "--batch", 4, "--microbatches", 2)
+    match = re.search(r"^Throughput +([\d,]+) tokens/s on 2 ranks \((\d+) ms", output, re.M)
+    assert match is not None
+    tokens_of_step = int(match[1].replace(",", "")) * int(match[2]) / 1000
+    assert tokens_of_step == pytest.approx(16 * 4 * 2, rel=0.2)  # the duration is rounded to ms
+
+
+def test_loss_of_hsdp_tp_is_the_mean_of_its_microbatches() -> None:
+    def loss(steps: int, microbatches: int) -> float:
+        sizes = ["--steps", steps, "--microbatches", microbatches]
+        output = launch("hsdp_tp", 1, *GPT, "--mesh", "1x1x1", "--lr", 0, *sizes)
+        return float(output.split("Final loss")[1].split()[0])
+
+    first, second = loss(1, 1), loss(2, 1)
+    assert first != second
+    assert loss(1, 2) == pytest.approx((first + second) / 2, abs=1e-4)
+
+
+@pytest.mark.parametrize("mesh", ["1x1x1x", "ax1x1x1", "1x²x1", "1x1"])
+def test_hsdp_tp_with_invalid_mesh_names_the_expected_form(mesh: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        launch("hsdp_tp", 1, *GPT, "--mesh", mesh)
+    expected = f"--mesh is REPLICASxSHARDSxTENSOR, such as 1x2x2, not {mesh}"
+    assert expected in failed.value.reports[0].output
+
+
 def test_digest_of_weights_depends_on_the_training() -> None:
     """If it did not, test_example_script_trains_the_same_weights_as_torch would prove nothing."""
     digests = {weights(launch("lora", 2, *GPT, "--lr", rate)) for rate in ("0.01", "0.02")}
@@ -102,12 +129,20 @@ def test_finetune_hf_without_transformers_names_the_missing_library() -> None:
     assert lines == ["finetune_hf: error: transformers is not installed: pip install transformers"]
 
 
-def test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them(tmp_path: Path) -> None:
+def test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from progress import weights_digest
+
     outputs = [
         launch("finetune_hf", 2, *TEXT, "--impl", impl, "--out", tmp_path / impl)
         for impl in ("torch", "fsdp_c")
     ]
     assert weights(outputs[0]) == weights(outputs[1])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp_c")
-    assert model.config.hidden_size == 64
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    for folder in (tmp_path / "torch", tmp_path / "fsdp_c"):
+        model, report = load(folder, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert weights_digest(model)[:16] == weights(outputs[0])

@@ -1,7 +1,7 @@
 """Parity of other data paths of fsdp_c: a part of the basic grid, on two ranks.
 
 - without_kernels: torch's foreach operations replace fsdp_c's kernels, as on unsupported devices.
-- in_chunks: every parameter is a separate chunk of the collective, as large parameters are. The
+- in_chunks: small parameters can be separate chunks of the collective, too. The
   recording of collectives disables chunked collectives; test_chunks.py covers those.
 - in_buckets: every gradient is reduced separately. Buckets change the collectives, but no results.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(*paths: str) -> list[str]:
-    """Returns the words of the commands for files, without the programs' own options."""
-    found = find_tests.commands([ROOT / path for path in paths])
-    return [word for command in found for word in command[3:] if not word.startswith("-")]
+    """Returns the tests in the commands for files."""
+    words = itertools.chain(*find_tests.commands([ROOT / path for path in paths]))
+    return [word for word in words if word.startswith("TESTS=") or word.endswith(".py")]
 
 
 def test_each_module_has_tests() -> None:
@@ -33,24 +34,40 @@ def test_module_and_tests_in_table_of_find_tests_exist(module: str) -> None:
     assert missing == set()
 
 
-def test_module_without_tests_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(find_tests.TESTS_OF, "transitions")
-    assert find_tests.tests_of_module("transitions") == []
+@pytest.mark.parametrize("module", find_tests.TESTS_OF)
+def test_table_of_find_tests_has_only_tests_of_other_names(module: str) -> None:
+    found_by_name = find_tests.tests_named_like(module)
+    assert set(find_tests.TESTS_OF[module]).isdisjoint(found_by_name)
+
+
+def test_module_named_like_the_beginning_of_a_test_file_has_no_tests() -> None:
     assert find_tests.tests_of_module("gathe") == []
+
+
+def test_find_tests_of_module_without_tests_exits_with_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(find_tests.TESTS_OF, "transitions")
+    monkeypatch.setattr(sys, "argv", ["find_tests.py", str(ROOT / "csrc/python/transitions.c")])
+    with pytest.raises(SystemExit) as exited:
+        find_tests.main()
+    assert exited.value.code == 2
+    assert "no test is named like these files" in capsys.readouterr().err
 
 
 def test_commands_run_c_tests_and_python_tests_of_a_module() -> None:
     assert names("csrc/core/gather.c") == [
         "TESTS=test_gather test_gather_checksum test_gather_extended"
     ]
-    c_tests, *options, first, second = names("csrc/core/plan.c", "fsdp_c/explain.py")
-    assert c_tests == "TESTS=test_plan test_plan_extended"
-    assert options == ["2", "loadgroup"]
-    assert [first, second] == ["tests/unit/test_plan.py", "tests/unit/test_explain.py"]
+    assert names("csrc/core/plan.c", "fsdp_c/explain.py") == [
+        "TESTS=test_plan test_plan_extended",
+        "tests/unit/test_plan.py",
+        "tests/unit/test_explain.py",
+    ]
 
 
 def test_find_tests_of_worker_returns_tests_that_import_it() -> None:
-    assert names("tests/faults/workers/sweep.py")[2:] == [
+    assert names("tests/faults/workers/sweep.py") == [
         "tests/accelerator/test_device_faults.py",
         "tests/faults/test_sweep.py",
     ]
@@ -58,7 +75,7 @@ def test_find_tests_of_worker_returns_tests_that_import_it() -> None:
 
 def test_find_tests_of_test_file_returns_the_file() -> None:
     assert names("tests/c/test_gather.c") == ["TESTS=test_gather"]
-    assert names("tests/unit/test_names.py")[2:] == ["tests/unit/test_names.py"]
+    assert names("tests/unit/test_names.py") == ["tests/unit/test_names.py"]
 
 
 def test_find_tests_of_missing_file_exits_with_error() -> None:

@@ -312,10 +312,19 @@ def test_suggested_checkpointing_lowers_peak_by_predicted_amount() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "count"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("7", 7), (9, 9)]
+    ("size", "count"),
+    [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("7", 7), (9, 9), (".5k", 500)],
 )
 def test_parse_bytes_accepts_units_and_plain_numbers(size: Any, count: int) -> None:
     assert report.parse_bytes(size) == count
+
+
+@pytest.mark.parametrize(
+    "size", ["1.2.3GiB", ".", "80 GiBs", "9" * 310, "9" * 307 + "TiB"], ids=lambda size: size[:8]
+)
+def test_parse_bytes_of_other_text_raises(size: str) -> None:
+    with pytest.raises(ValueError, match=f"a number of bytes such as '80GiB', not {size!r}"):
+        report.parse_bytes(size)
 
 
 def test_plot_writes_png_and_svg(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def test_reset_iter_state_in_gradient_hook_lets_next_step_train(
         loss_of(model).backward()
     for handle in handles:
         handle.remove()
-    model.reset_iter_state()
+    for layer in model:
+        [group] = layer._get_fsdp_state()._fsdp_param_groups
+        assert group._training_state.name == "IDLE"
     model.zero_grad()
     reference = make_model()
     loss_of(reference).backward()

@@ -95,6 +95,10 @@ def test_record_file_replaces_regular_files_of_this_user_only(tmp_path: Path) ->
     with pytest.raises(PermissionError):
         _C.recorder_write(str(fifo), b"")
     os.close(reader)
+    other.write_bytes(bytes(2**20))
+    _C.recorder_write(str(other), b"new")
+    assert other.read_bytes()[:3] == b"new"
+    assert other.stat().st_size == 3 + records.CAPACITY * records._RECORD.size
     other.write_text("data")
     if os.geteuid() == 0:
         os.chown(other, 1, 1)

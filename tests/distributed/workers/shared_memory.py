@@ -424,9 +424,9 @@ def record_prefetches(rank: int, world: int) -> dict[int, tuple[list[bool], bool
     return results
 
 
-def count_steps_ahead(rank: int, world: int) -> int:
-    """Returns the number of steps in which rank 0 ended backward before rank 1 began backward.
-    Buckets have 4 kB, so rank 0 had issued two buckets."""
+def train_steps_ahead(rank: int, world: int) -> None:
+    """Trains 8 steps in which rank 1 begins backward after rank 0 has issued two buckets of 4 kB.
+    If issuing waited for peers, ``store.wait`` would time out."""
     store = dist.distributed_c10d._get_default_store()
     mesh = DeviceMesh.from_group(new_group(), "cpu")
     model = fsdp_c.replicate(chain([32] * 4), mesh=mesh, bucket_cap_mb=1 / 256)
@@ -438,7 +438,6 @@ def count_steps_ahead(rank: int, world: int) -> int:
     while steps < 8:
         train(model, 1)
         steps += 1
-    return steps
 
 
 # ---- errors and ends ----

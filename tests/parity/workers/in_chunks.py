@@ -1,4 +1,7 @@
-"""fsdp_c with one chunk per parameter: ``FSDP_C_PARITY_IMPLEMENTATION=in_chunks:fully_shard``."""
+"""fsdp_c without a minimum size of parameters that have their own chunk.
+
+``FSDP_C_PARITY_IMPLEMENTATION=in_chunks:fully_shard`` selects it.
+"""
 
 from __future__ import annotations
 
