@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 
 from ._runtime.fsdp_units import (
     get_units,
@@ -159,9 +160,7 @@ class FullParams(Mapping[str, torch.Tensor]):
         for unit in (*self._units, None):  # unit by unit, in the order of gathers
             self._positions |= {name: entry for name, entry in by_name.items() if entry[0] is unit}
         mesh = next((unit.mesh for unit in self._units if unit.params), None)
-        self._has_values = (
-            not rank0_only or mesh is None or dist.get_rank() == get_first_rank(mesh)
-        )
+        self._has_values = not rank0_only or mesh is None or dist.get_rank() == get_first_rank(mesh)
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -204,15 +203,23 @@ class FullParams(Mapping[str, torch.Tensor]):
         for unit in self._units:
             self._open(unit)
 
+    @torch.no_grad()
     def close(self, write: bool = True) -> None:
-        """Registers the shards of all units, and copies changes to them if ``write``.
+        """Registers the shards of all units. Then copies changes to them if ``write``.
 
-        Without writeback no changes are copied.
+        Without writeback no changes are copied. Raises the first failure, after all copies.
         """
-        failures = [unit.close(write and self._writeback) for unit in self._units]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        changes = [change for unit in self._units for change in unit.close()]
+        if not (write and self._writeback):
+            return
+        failure: Exception | None = None
+        for shard, full_param, has_new_version in changes:
+            try:
+                write_back(shard, full_param, has_new_version)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 class _Unit:
@@ -236,6 +243,7 @@ class _Unit:
         module, name = next(iterate_registrations(self.params[i]))
         return module._parameters.get(name)
 
+    @torch.inference_mode(False)  # inference tensors have no version counter
     @torch.no_grad()
     def open(self) -> None:
         """Gathers on all ranks, and registers the full parameters that this rank gets."""
@@ -246,29 +254,32 @@ class _Unit:
             if tensor is not None and self._target is not None:
                 tensor = tensor.to(self._target)
             full.append(None if tensor is None else nn.Parameter(tensor, shard.requires_grad))
+        self._full = full
+        self._versions = [0 if full_param is None else full_param._version for full_param in full]
         for param, full_param in zip(self.params, full):
             if full_param is not None:
                 _register_param(param, full_param)
-        self._full = full
-        self._versions = [0 if full_param is None else full_param._version for full_param in full]
 
-    @torch.no_grad()
-    def close(self, write: bool) -> Exception | None:
-        """Registers all shards, and copies changes to them. Returns the first failure, or None."""
-        failure: Exception | None = None
+    def close(self) -> list[tuple[DTensor, Any, bool]]:
+        """Registers all shards.
+
+        Returns the shards, the parameters that were registered before, and whether these were
+        replaced or have a new version.
+        """
+        changes = []
         for i, full_param in enumerate(self._full):
             if full_param is None:
                 continue
             param, current = self.params[i], self.get_registered(i)
             _register_param(param, param.sharded_param)
-            changed = current is not full_param or full_param._version != self._versions[i]
-            if write and changed:
-                try:
-                    write_back(param.sharded_param, current)
-                except Exception as error:
-                    failure = failure or error
+            is_new = (
+                current is not full_param
+                or full_param.is_inference()  # has no version counter
+                or full_param._version != self._versions[i]
+            )
+            changes.append((param.sharded_param, current, is_new))
         self._full = []
-        return failure
+        return changes
 
 
 def _register_param(param: Any, value: nn.Parameter) -> None:

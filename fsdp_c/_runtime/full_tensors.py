@@ -111,8 +111,12 @@ def _join_rows(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tenso
     return full_param.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def write_back(shard: DTensor, full_param: Any) -> None:
-    """Copies this rank's part of ``full_param`` to the shard."""
+def write_back(shard: DTensor, full_param: Any, has_new_version: bool) -> None:
+    """Copies this rank's part of ``full_param`` to the shard, if it may differ from the shard.
+
+    Writes through ``.data`` or numpy leave the version unchanged. Therefore plain tensors of an
+    unchanged version are compared bit by bit. An equal shard keeps its version.
+    """
     if isinstance(full_param, DTensor) or not isinstance(full_param, torch.Tensor):
         raise ValueError(
             f"full_params expects a plain tensor to write back, not {type(full_param).__name__}"
@@ -127,4 +131,17 @@ def write_back(shard: DTensor, full_param: Any) -> None:
         own_part = distribute_tensor(
             full_param.to(local.device), shard.device_mesh, shard.placements, src_data_rank=None
         )
-        local.copy_(own_part._local_tensor)
+        if has_new_version or _have_other_bits(own_part._local_tensor, local):
+            local.copy_(own_part._local_tensor)
+
+
+def _have_other_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of the same shape differ in dtype or bits. False for subclasses."""
+    if not type(tensor) is type(other) is torch.Tensor:
+        return False
+    if tensor.dtype != other.dtype:
+        return True
+    tensor_bytes, other_bytes = (
+        each.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for each in (tensor, other)
+    )
+    return not torch.equal(tensor_bytes.to(other.device), other_bytes)

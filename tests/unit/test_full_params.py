@@ -1,9 +1,14 @@
-"""``full_params``: lookups that gather nothing or raise, and parameters that a program deletes."""
+"""``full_params``: lookups, writes of all kinds, and restored shards after failures."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
-from test_contexts_and_ema import count_collectives, make_sharded_model
+import torch
+import torch.nn as nn
+from test_contexts_and_ema import TOKENS, count_collectives, make_model, make_sharded_model
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import full_params
@@ -31,4 +36,70 @@ def test_parameter_deleted_in_full_params_raises_and_is_restored(single_group: i
         with full_params(model, all_units=True):
             del model.layers[0].weight
     assert isinstance(model.layers[0].weight, DTensor)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def replace_data(param: nn.Parameter) -> None:
+    param.data = torch.full_like(param, 7)
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "data.fill_": lambda param: param.data.fill_(7),
+    "data=": replace_data,
+    "numpy": lambda param: param.detach().numpy().fill(7),
+}
+"""Writes that do not increment the version counter of the parameter."""
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("all_units", [True, False])
+def test_full_params_writes_back_changes_that_leave_version_counter_unchanged(
+    fake_group: int, write: Callable[[nn.Parameter], object], all_units: bool
+) -> None:
+    model = make_sharded_model()
+    with full_params(model, all_units=all_units) as full:
+        for param in full.values():
+            write(param)
+    for shard in model.parameters():
+        assert torch.equal(shard._local_tensor, torch.full_like(shard._local_tensor, 7))
+
+
+def test_full_params_writes_back_sign_of_zero_and_keeps_version_of_equal_nan(
+    single_group: int,
+) -> None:
+    model = make_sharded_model()
+    with torch.no_grad():
+        model.layers[0].bias._local_tensor.zero_()
+        model.layers[1].bias._local_tensor.fill_(torch.nan)
+    version = model.layers[1].bias._local_tensor._version
+    with full_params(model, all_units=True):
+        model.layers[0].bias.data.neg_()
+    assert model.layers[0].bias._local_tensor.signbit().all()
+    assert model.layers[1].bias._local_tensor._version == version
+
+
+@pytest.mark.parametrize("all_units", [True, False])
+@pytest.mark.parametrize("writeback", [True, False])
+def test_full_params_in_inference_mode_restores_shards_and_writes_back(
+    single_group: int, all_units: bool, writeback: bool
+) -> None:
+    model, reference = make_sharded_model(), make_model()
+    with torch.inference_mode():
+        with full_params(model, writeback=writeback, all_units=all_units) as full:
+            for param in full.values():
+                param.mul_(2)
+    for param, original in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param._local_tensor, original * (2 if writeback else 1))
+    model(TOKENS).sum().backward()
+
+
+def test_interrupted_write_back_of_full_params_registers_all_shards(
+    single_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    model = make_sharded_model()
+    with pytest.raises(KeyboardInterrupt), full_params(model, all_units=True):
+        monkeypatch.setattr(sys.modules["fsdp_c.full_params"], "write_back", interrupt)
     assert all(isinstance(param, DTensor) for param in model.parameters())
