@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ._checkpoint.buckets import plan_buckets
+from ._checkpoint.buckets import plan_buckets_on_all_ranks
 from ._checkpoint.destinations import (
     collect_targets,
     load_other_entries,
@@ -63,13 +63,16 @@ def load_full_state_dict(
         The names that are missing in the source, and the names that the model does not have.
 
     Raises:
-        RuntimeError: Names or shapes do not match (on all ranks, before any change), or another
-            rank failed. If the source fails after the start, the model is partly loaded. The
-            message states this.
+        RuntimeError: Names, shapes or sizes of buckets do not match (on all ranks, before any
+            change), or another rank failed. If the source fails after the start, the model is
+            partly loaded. The message states this.
         ValueError: The file is invalid, two names in the source become one, or ``bucket_bytes`` is
             not positive.
         TypeError: ``source`` is neither a mapping nor a path, has a DTensor, or has an object for
             the model that cannot be pickled.
+
+    Ranks may have different models, such as pipeline stages, with ``strict=False``. Each rank loads
+    its own names. An extra state is only sent if the model of rank ``src`` has its name.
 
     The other ranks raise a RuntimeError for each of these failures, except for a ``bucket_bytes``
     that is not positive, which each rank checks for itself.
@@ -97,7 +100,9 @@ def load_full_state_dict(
         devices = (destination.local.device for destination in destinations.values())
         device = ranks.choose_device(next(devices, torch.device("cpu")))
         bucket_limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
-        buckets = plan_buckets(tensors_to_load, destinations, bucket_limit)
+        buckets = plan_buckets_on_all_ranks(
+            header.tensors, destinations, bucket_limit, device, ranks
+        )
         with show_progress(progress, ranks, buckets) as advance:
             failure = stream_buckets(reader, destinations, buckets, ranks, device, advance)
     if failure is None:

@@ -15,10 +15,11 @@ def match_names(
     model: nn.Module, targets: dict[str, Any], header: Header, strict: bool, ranks: LoadingRanks
 ) -> _IncompatibleKeys:
     """Returns missing and unexpected names; raises the errors of ``load_state_dict``."""
-    source_names = header.tensors.keys() | header.objects.keys()
+    names_in_source = [*header.tensors, *header.objects, *header.unsent]
+    source_names = set(names_in_source)
     present_ids = {id(value) for name, value in targets.items() if name in source_names}
     missing = [n for n, v in targets.items() if n not in source_names and id(v) not in present_ids]
-    unexpected = [name for name in (*header.tensors, *header.objects) if name not in targets]
+    unexpected = [name for name in names_in_source if name not in targets]
     problems = []
     if strict and missing:
         names = ", ".join(f'"{name}"' for name in missing)
@@ -38,6 +39,12 @@ def match_names(
     for name in header.objects:
         if isinstance(targets.get(name), torch.Tensor):
             problems.append(f"{name}: a tensor in the model, none in the checkpoint.")
+    for name in header.unsent:
+        if name in targets:
+            problems.append(
+                f"{name}: rank {ranks.src} does not send this object, because its model has no "
+                "such entry."
+            )
     failure = None
     if problems:
         lines = "\n\t".join(problems)
