@@ -6,7 +6,7 @@ Forward gathers in the compute dtype. This module gathers in the dtype of the sh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ._runtime.fsdp_units import (
     reshard_all,
 )
 from ._runtime.full_tensors import gather_full, get_first_rank, write_back
+from ._runtime.param import Param
 from .names import clean_tensor_name
 
 
@@ -64,7 +65,8 @@ def full_params(
         ValueError: ``model`` has no sharded module, ``writeback`` is combined with ``rank0_only``,
             or a full parameter was replaced by a tensor of another shape.
         RuntimeError: A forward, a backward or another such block is active, a parameter is on the
-            meta device, or a unit's forward runs inside (use :func:`fsdp_c.generate_with`).
+            meta device, or a forward, backward or ``unshard()`` of a unit runs inside (use
+            :func:`fsdp_c.generate_with`).
     """
     if writeback and rank0_only:
         raise ValueError(
@@ -75,13 +77,13 @@ def full_params(
     states: dict[Any, None] = dict.fromkeys(module._get_fsdp_state() for module in modules)
     _check_idle(states, groups)
     reshard_all(model)
+    _adopt_assigned_params(groups)
     write = not rank0_only if writeback is None else writeback
     device = torch.device("cpu") if offload_to_cpu else None
     full = FullParams(model, groups, write, rank0_only, device, all_units)
     with contextlib.ExitStack() as undo:
         undo.callback(setattr, full, "_has_ended", True)
-        for module in modules:
-            undo.callback(module.register_forward_pre_hook(_refuse_forward, prepend=True).remove)
+        _refuse_gathers(modules, states, groups, undo)
         for state in states:
             undo.callback(setattr, state, "_full_params", None)
             state._full_params = full
@@ -105,7 +107,18 @@ def _check_idle(states: dict[Any, None], groups: list[Any]) -> None:
                 "full_params cannot be used during forward or backward: a unit is in state "
                 f"{holder._training_state.name}"
             )
+
+
+def _adopt_assigned_params(groups: list[Any]) -> None:
+    """Adopts sharded parameters that were assigned to modules before lazy init, as lazy init does.
+
+    Raises:
+        RuntimeError: A parameter is on the meta device.
+    """
     for group in groups:
+        if not group._reset_sharded_params:
+            for param in group.fsdp_params:
+                param.reset_sharded_param()
         for param in group.fsdp_params:
             if param.sharded_param.is_meta:
                 raise RuntimeError(
@@ -114,16 +127,44 @@ def _check_idle(states: dict[Any, None], groups: list[Any]) -> None:
                 )
 
 
-def _refuse_forward(module: nn.Module, args: Any) -> None:
-    raise RuntimeError(
-        f"forward of {type(module).__name__} inside full_params, which would gather the shards "
-        "over the full parameters; for generation use fsdp_c.generate_with(model)"
-    )
+def _refuse_gathers(
+    modules: list[Any], states: dict[Any, None], groups: list[Any], undo: contextlib.ExitStack
+) -> None:
+    """Makes forward, forward methods, backward and ``unshard()`` raise until ``undo`` runs."""
+    for module in modules:
+        refuse = _make_refusal(f"forward of {type(module).__name__}")
+        undo.callback(module.register_forward_pre_hook(refuse, prepend=True).remove)
+    for state in states:
+        _override(state, "_pre_forward", _make_refusal("forward method"), undo)
+    for group in groups:
+        refuse = _make_refusal("forward, backward or unshard() of a unit")
+        _override(group, "lazy_init", refuse, undo)
+        _override(group, "unshard", refuse, undo)
+
+
+def _make_refusal(operation: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{operation} inside full_params, which would gather the shards over the full "
+            "parameters; for generation use fsdp_c.generate_with(model)"
+        )
+
+    return refuse
+
+
+def _override(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    """Sets an attribute of the object ``owner`` until ``undo`` runs."""
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
 class FullParams(Mapping[str, torch.Tensor]):
     """Maps names to full parameters. A lookup or iteration step may gather a unit.
 
+    A tied parameter is listed under its first name. A lookup accepts each of its names.
     Parameters outside of units are returned unchanged. On ranks without full parameters
     (``rank0_only``), a lookup returns the sharded parameter. ``in`` gathers nothing.
 
@@ -151,7 +192,7 @@ class FullParams(Mapping[str, torch.Tensor]):
             for i, param in enumerate(unit.params)
         }
         by_name: dict[str, tuple[_Unit | None, int]] = {}
-        for name, param in model.named_parameters():
+        for name, param in model.named_parameters(remove_duplicate=False):
             if id(param) not in position:
                 position[id(param)] = (None, len(self._plain_params))
                 self._plain_params.append(param)
@@ -159,14 +200,18 @@ class FullParams(Mapping[str, torch.Tensor]):
         self._positions: dict[str, tuple[_Unit | None, int]] = {}
         for unit in (*self._units, None):  # unit by unit, in the order of gathers
             self._positions |= {name: entry for name, entry in by_name.items() if entry[0] is unit}
+        first_names: dict[tuple[_Unit | None, int], str] = {}
+        for name, entry in self._positions.items():
+            first_names.setdefault(entry, name)
+        self._names = list(first_names.values())
         mesh = next((unit.mesh for unit in self._units if unit.params), None)
         self._has_values = not rank0_only or mesh is None or dist.get_rank() == get_first_rank(mesh)
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._names)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._positions)
+        return iter(self._names)
 
     def __contains__(self, name: object) -> bool:
         return name in self._positions
@@ -239,9 +284,14 @@ class _Unit:
         return bool(self._full)
 
     def get_registered(self, i: int) -> Any:
-        """Returns the parameter that the module holds now; None if the program has deleted it."""
-        module, name = next(iterate_registrations(self.params[i]))
-        return module._parameters.get(name)
+        """Returns the parameter that the modules have now; None if the program has deleted it.
+
+        If the program has replaced some registrations of a tied parameter, returns the first new
+        parameter.
+        """
+        registrations = iterate_registrations(self.params[i])
+        values = [module._parameters.get(name) for module, name in registrations]
+        return next((value for value in values if value is not self._full[i]), values[0])
 
     @torch.inference_mode(False)  # inference tensors have no version counter
     @torch.no_grad()
@@ -250,10 +300,13 @@ class _Unit:
         shards = [param.sharded_param for param in self.params]
         tensors = gather_full(shards, self._device, self._rank0_only)
         full: list[nn.Parameter | None] = []
-        for tensor, shard in zip(tensors, shards):
-            if tensor is not None and self._target is not None:
-                tensor = tensor.to(self._target)
-            full.append(None if tensor is None else nn.Parameter(tensor, shard.requires_grad))
+        for tensor, param in zip(tensors, self.params):
+            if tensor is None:
+                full.append(None)
+                continue
+            tensor = tensor.to(device=self._target)
+            new_param = nn.Parameter(tensor, param.sharded_param.requires_grad)
+            full.append(param._restore_class(new_param) if isinstance(param, Param) else new_param)
         self._full = full
         self._versions = [0 if full_param is None else full_param._version for full_param in full]
         for param, full_param in zip(self.params, full):

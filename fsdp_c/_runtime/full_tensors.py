@@ -136,8 +136,8 @@ def write_back(shard: DTensor, full_param: Any, has_new_version: bool) -> None:
 
 
 def _have_other_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of the same shape differ in dtype or bits. False for subclasses."""
-    if not type(tensor) is type(other) is torch.Tensor:
+    """Whether ``tensor`` differs from a plain tensor in dtype or bits. False for subclasses."""
+    if type(other) is not torch.Tensor:
         return False
     if tensor.dtype != other.dtype:
         return True
