@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from .source import Header, LoadingRanks
+from .source import Header, LoadingRanks, is_extra_state
 
 
 def match_names(
@@ -17,8 +17,16 @@ def match_names(
     """Returns missing and unexpected names; raises the errors of ``load_state_dict``."""
     names_in_source = [*header.tensors, *header.objects, *header.unsent]
     source_names = set(names_in_source)
-    present_ids = {id(value) for name, value in targets.items() if name in source_names}
-    missing = [n for n, v in targets.items() if n not in source_names and id(v) not in present_ids]
+    tied = {  # one name of a tied parameter is sufficient
+        id(value)
+        for name, value in targets.items()
+        if name in source_names and isinstance(value, torch.Tensor) and not is_extra_state(name)
+    }
+    missing = [
+        name
+        for name, value in targets.items()
+        if name not in source_names and (is_extra_state(name) or id(value) not in tied)
+    ]
     unexpected = [name for name in names_in_source if name not in targets]
     problems = []
     if strict and missing:
@@ -34,10 +42,10 @@ def match_names(
                 f"size mismatch for {name}: copying a param with shape {shape} from checkpoint, "
                 f"the shape in current model is {value.shape}."
             )
-        elif value is not None and not isinstance(value, torch.Tensor):
+        elif name in targets and not isinstance(value, torch.Tensor):
             problems.append(f"{name}: a tensor in the checkpoint, none in the model.")
     for name in header.objects:
-        if isinstance(targets.get(name), torch.Tensor):
+        if isinstance(targets.get(name), torch.Tensor) and not is_extra_state(name):
             problems.append(f"{name}: a tensor in the model, none in the checkpoint.")
     for name in header.unsent:
         if name in targets:

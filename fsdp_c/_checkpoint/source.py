@@ -22,11 +22,17 @@ from .safetensors import open_safetensors
 Source = Mapping[str, Any] | str | os.PathLike[str] | None
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether the value of ``name`` is an extra state. It may be any object, also a tensor."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 @dataclass
 class Header:
     """The contents of the source: dtype and shape of its tensors, and its other values.
 
-    ``unsent`` has the names of other values that the model of the reading rank does not have.
+    ``objects`` has extra states and values that are not tensors. ``unsent`` has the names of those
+    that are not sent, because the model of the reading rank does not have them.
     """
 
     tensors: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
@@ -116,11 +122,14 @@ class Reader:
         header = Header()
         get_dtype_and_shape = getattr(self._source, "get_dtype_and_shape", None)
         for name, key in self._keys.items():
-            value = None if get_dtype_and_shape is not None else self._source[key]
-            if get_dtype_and_shape is not None:
+            if get_dtype_and_shape is not None and not is_extra_state(name):
                 header.tensors[name] = get_dtype_and_shape(key)
-            elif isinstance(value, DTensor):
+                continue
+            value = self._source[key]
+            if isinstance(value, DTensor):
                 raise TypeError(f"'{key}' is a DTensor; load_full_state_dict takes full tensors")
+            if isinstance(value, torch.Tensor) and is_extra_state(name):
+                header.objects[name] = value.detach().cpu().clone()  # pickled without its storage
             elif isinstance(value, torch.Tensor):
                 header.tensors[name] = (value.dtype, value.shape)
             elif name in targets:
