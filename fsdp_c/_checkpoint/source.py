@@ -112,6 +112,8 @@ class Reader:
             name = rename(key) if rename is not None else key
             if name is None:
                 continue
+            if not isinstance(name, str):
+                raise TypeError(f"load_full_state_dict: names should be strings, not {name!r}")
             name = clean_tensor_name(name)
             if name in self._keys:
                 raise ValueError(f"both '{self._keys[name]}' and '{key}' map to '{name}'")
@@ -128,6 +130,8 @@ class Reader:
             value = self._source[key]
             if isinstance(value, DTensor):
                 raise TypeError(f"'{key}' is a DTensor; load_full_state_dict takes full tensors")
+            if name in targets and isinstance(value, torch.Tensor):
+                _check_values(key, value)
             if isinstance(value, torch.Tensor) and is_extra_state(name):
                 header.objects[name] = value.detach().cpu().clone()  # pickled without its storage
             elif isinstance(value, torch.Tensor):
@@ -140,6 +144,12 @@ class Reader:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._source[self._keys[name]].detach()
+
+
+def _check_values(key: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        reason = "has no values (meta)" if tensor.is_meta else f"is sparse ({tensor.layout})"
+        raise TypeError(f"'{key}' {reason}; load_full_state_dict takes dense tensors with values")
 
 
 def open_source(
