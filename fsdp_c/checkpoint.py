@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ._checkpoint.buckets import plan_buckets
+from ._checkpoint.buckets import plan_buckets_on_all_ranks
 from ._checkpoint.destinations import (
     collect_targets,
     load_other_entries,
@@ -41,12 +41,14 @@ def load_full_state_dict(
     """Loads full tensors into the parameters and buffers of ``model``, sharded or not.
 
     Every rank must call the function. Only rank ``src`` reads ``source``. Parameters and buffers on
-    the meta device are allocated on the device of their mesh. Values are cast to the dtype of the
-    target.
+    the meta device are allocated on the device of their mesh if the source has their names. Others,
+    such as buffers that are not persistent, stay on the meta device. Values are cast to the dtype
+    of the target.
 
     Args:
         source: The full state dict on rank ``src``; other ranks may pass ``None``. Or the path of a
-            safetensors file, of an index of several files, or of a folder with either.
+            safetensors file, of an index of several files, or of a folder with either. In a folder
+            with several indexes or files, that of the name ``model`` is read.
         strict: Whether names must match exactly, as in ``nn.Module.load_state_dict``. One name of
             a tied parameter is sufficient.
         src: The rank in the default group that reads.
@@ -57,23 +59,29 @@ def load_full_state_dict(
             memory. ``None``: 4 MiB if the group sends from host memory, else 32 MiB.
         shared_file: Whether every rank reads its own rows from the file, without communication.
         progress: Whether rank ``src`` shows a progress bar (needs tqdm). ``None``: only if the rank
-            has a terminal.
+            has a terminal. With ``shared_file`` no bar is shown.
 
     Returns:
         The names that are missing in the source, and the names that the model does not have.
 
     Raises:
-        RuntimeError: Names or shapes do not match (on all ranks, before any change), or another
-            rank failed. If the source fails after the start, the model is partly loaded. The
-            message states this.
+        RuntimeError: Names, shapes or sizes of buckets do not match (on all ranks, before any
+            change), or another rank failed. If the source fails after the start, the model is
+            partly loaded. The message states this.
         ValueError: The file is invalid, two names in the source become one, or ``bucket_bytes`` is
             not positive.
-        TypeError: ``source`` is neither a mapping nor a path, has a DTensor, or has an object for
-            the model that cannot be pickled.
+        TypeError: ``source`` is neither a mapping nor a path. Or it has a name that is not a
+            string, a DTensor, a sparse or meta tensor for the model, or an object for the model
+            that cannot be pickled. Or ``bucket_bytes`` is not an integer.
 
-    The other ranks raise a RuntimeError for each of these failures, except for a ``bucket_bytes``
-    that is not positive, which each rank checks for itself.
+    Ranks may have different models, such as pipeline stages, with ``strict=False``. Each rank loads
+    its own names. An extra state is only sent if the model of rank ``src`` has its name.
+
+    The other ranks raise a RuntimeError for each of these failures, except for an invalid
+    ``bucket_bytes``, which each rank checks for itself.
     """
+    if bucket_bytes is not None and not isinstance(bucket_bytes, int):
+        raise TypeError(f"bucket_bytes should be an integer, not {bucket_bytes}")
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes should be positive, not {bucket_bytes}")
     for module in model.modules():
@@ -97,7 +105,9 @@ def load_full_state_dict(
         devices = (destination.local.device for destination in destinations.values())
         device = ranks.choose_device(next(devices, torch.device("cpu")))
         bucket_limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
-        buckets = plan_buckets(tensors_to_load, destinations, bucket_limit)
+        buckets = plan_buckets_on_all_ranks(
+            header.tensors, destinations, bucket_limit, device, ranks
+        )
         with show_progress(progress, ranks, buckets) as advance:
             failure = stream_buckets(reader, destinations, buckets, ranks, device, advance)
     if failure is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ._runtime.fsdp_units import reshard_all
 from .names import clean_tensor_name
@@ -147,18 +148,28 @@ class ShardedEMA:
         """Loads a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: Names, shapes or shardings differ. The averages have not changed.
+            ValueError: Entries are missing or malformed, or names, shapes or shardings differ. The
+                averages have not changed.
         """
-        averages = state["averages"]
+        for entry in ("averages", "updates"):
+            if entry not in state:
+                raise ValueError(f"ShardedEMA: the state has no '{entry}'")
+        averages, updates = state["averages"], state["updates"]
+        try:
+            updates = int(updates)
+        except (TypeError, ValueError):
+            raise ValueError(f"ShardedEMA: 'updates' is {updates!r}, not a number") from None
         if averages.keys() != self._averages.keys():
             differing = sorted(averages.keys() ^ self._averages.keys())
             raise ValueError(f"ShardedEMA: the state is of another model: {differing}")
         for name, average in self._averages.items():
+            if not isinstance(averages[name], torch.Tensor):
+                raise ValueError(f"ShardedEMA: '{name}' is no tensor in the state")
             if not _have_equal_layouts(averages[name], average):
                 raise ValueError(f"ShardedEMA: '{name}' has another shape or sharding in the state")
         for name, average in self._averages.items():
             _get_local(average).copy_(_get_local(averages[name]))
-        self.updates = int(state["updates"])
+        self.updates = updates
 
 
 def _list_params(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -215,11 +226,7 @@ def _have_equal_layouts(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def _make_like(param: torch.Tensor, local_tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return local_tensor
-    return DTensor.from_local(
-        local_tensor,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    # DTensor.from_local() would move the tensor to the device of the mesh.
+    meta = TensorMeta(param.shape, param.stride(), local_tensor.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, meta)
+    return DTensor(local_tensor, spec, requires_grad=False)

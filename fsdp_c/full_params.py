@@ -1,20 +1,19 @@
 """``full_params``: context with unsharded parameters to read or change, one unit at a time.
 
-Forward gathers in the compute dtype. This module gathers in the dtype of the shards, with one
-all-gather for each process group and dtype of a unit's parameters.
+Forward gathers in the compute dtype. This module gathers in the dtype of the shards.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ._runtime.fsdp_units import (
     get_units,
@@ -22,9 +21,9 @@ from ._runtime.fsdp_units import (
     list_sharded_modules,
     reshard_all,
 )
+from ._runtime.full_tensors import gather_full, get_first_rank, write_back
+from ._runtime.param import Param
 from .names import clean_tensor_name
-
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @contextlib.contextmanager
@@ -66,7 +65,8 @@ def full_params(
         ValueError: ``model`` has no sharded module, ``writeback`` is combined with ``rank0_only``,
             or a full parameter was replaced by a tensor of another shape.
         RuntimeError: A forward, a backward or another such block is active, a parameter is on the
-            meta device, or a unit's forward runs inside (use :func:`fsdp_c.generate_with`).
+            meta device, or a forward, backward or ``unshard()`` of a unit runs inside (use
+            :func:`fsdp_c.generate_with`).
     """
     if writeback and rank0_only:
         raise ValueError(
@@ -77,13 +77,13 @@ def full_params(
     states: dict[Any, None] = dict.fromkeys(module._get_fsdp_state() for module in modules)
     _check_idle(states, groups)
     reshard_all(model)
+    _adopt_assigned_params(groups)
     write = not rank0_only if writeback is None else writeback
     device = torch.device("cpu") if offload_to_cpu else None
     full = FullParams(model, groups, write, rank0_only, device, all_units)
     with contextlib.ExitStack() as undo:
         undo.callback(setattr, full, "_has_ended", True)
-        for module in modules:
-            undo.callback(module.register_forward_pre_hook(_refuse_forward, prepend=True).remove)
+        _refuse_gathers(modules, states, groups, undo)
         for state in states:
             undo.callback(setattr, state, "_full_params", None)
             state._full_params = full
@@ -107,7 +107,18 @@ def _check_idle(states: dict[Any, None], groups: list[Any]) -> None:
                 "full_params cannot be used during forward or backward: a unit is in state "
                 f"{holder._training_state.name}"
             )
+
+
+def _adopt_assigned_params(groups: list[Any]) -> None:
+    """Adopts sharded parameters that were assigned to modules before lazy init, as lazy init does.
+
+    Raises:
+        RuntimeError: A parameter is on the meta device.
+    """
     for group in groups:
+        if not group._reset_sharded_params:
+            for param in group.fsdp_params:
+                param.reset_sharded_param()
         for param in group.fsdp_params:
             if param.sharded_param.is_meta:
                 raise RuntimeError(
@@ -116,16 +127,44 @@ def _check_idle(states: dict[Any, None], groups: list[Any]) -> None:
                 )
 
 
-def _refuse_forward(module: nn.Module, args: Any) -> None:
-    raise RuntimeError(
-        f"forward of {type(module).__name__} inside full_params, which would gather the shards "
-        "over the full parameters; for generation use fsdp_c.generate_with(model)"
-    )
+def _refuse_gathers(
+    modules: list[Any], states: dict[Any, None], groups: list[Any], undo: contextlib.ExitStack
+) -> None:
+    """Makes forward, forward methods, backward and ``unshard()`` raise until ``undo`` runs."""
+    for module in modules:
+        refuse = _make_refusal(f"forward of {type(module).__name__}")
+        undo.callback(module.register_forward_pre_hook(refuse, prepend=True).remove)
+    for state in states:
+        _override(state, "_pre_forward", _make_refusal("forward method"), undo)
+    for group in groups:
+        refuse = _make_refusal("forward, backward or unshard() of a unit")
+        _override(group, "lazy_init", refuse, undo)
+        _override(group, "unshard", refuse, undo)
+
+
+def _make_refusal(operation: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{operation} inside full_params, which would gather the shards over the full "
+            "parameters; for generation use fsdp_c.generate_with(model)"
+        )
+
+    return refuse
+
+
+def _override(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    """Sets an attribute of the object ``owner`` until ``undo`` runs."""
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
 class FullParams(Mapping[str, torch.Tensor]):
     """Maps names to full parameters. A lookup or iteration step may gather a unit.
 
+    A tied parameter is listed under its first name. A lookup accepts each of its names.
     Parameters outside of units are returned unchanged. On ranks without full parameters
     (``rank0_only``), a lookup returns the sharded parameter. ``in`` gathers nothing.
 
@@ -153,7 +192,7 @@ class FullParams(Mapping[str, torch.Tensor]):
             for i, param in enumerate(unit.params)
         }
         by_name: dict[str, tuple[_Unit | None, int]] = {}
-        for name, param in model.named_parameters():
+        for name, param in model.named_parameters(remove_duplicate=False):
             if id(param) not in position:
                 position[id(param)] = (None, len(self._plain_params))
                 self._plain_params.append(param)
@@ -161,16 +200,18 @@ class FullParams(Mapping[str, torch.Tensor]):
         self._positions: dict[str, tuple[_Unit | None, int]] = {}
         for unit in (*self._units, None):  # unit by unit, in the order of gathers
             self._positions |= {name: entry for name, entry in by_name.items() if entry[0] is unit}
+        first_names: dict[tuple[_Unit | None, int], str] = {}
+        for name, entry in self._positions.items():
+            first_names.setdefault(entry, name)
+        self._names = list(first_names.values())
         mesh = next((unit.mesh for unit in self._units if unit.params), None)
-        self._has_values = (
-            not rank0_only or mesh is None or dist.get_rank() == _get_first_rank(mesh)
-        )
+        self._has_values = not rank0_only or mesh is None or dist.get_rank() == get_first_rank(mesh)
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._names)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._positions)
+        return iter(self._names)
 
     def __contains__(self, name: object) -> bool:
         return name in self._positions
@@ -207,15 +248,23 @@ class FullParams(Mapping[str, torch.Tensor]):
         for unit in self._units:
             self._open(unit)
 
+    @torch.no_grad()
     def close(self, write: bool = True) -> None:
-        """Registers the shards of all units, and copies changes to them if ``write``.
+        """Registers the shards of all units. Then copies changes to them if ``write``.
 
-        Without writeback no changes are copied.
+        Without writeback no changes are copied. Raises the first failure, after all copies.
         """
-        failures = [unit.close(write and self._writeback) for unit in self._units]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        changes = [change for unit in self._units for change in unit.close()]
+        if not (write and self._writeback):
+            return
+        failure: Exception | None = None
+        for shard, full_param, has_new_version in changes:
+            try:
+                write_back(shard, full_param, has_new_version)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 class _Unit:
@@ -235,161 +284,57 @@ class _Unit:
         return bool(self._full)
 
     def get_registered(self, i: int) -> Any:
-        """Returns the parameter that the module holds now; None if the program has deleted it."""
-        module, name = next(iterate_registrations(self.params[i]))
-        return module._parameters.get(name)
+        """Returns the parameter that the modules have now; None if the program has deleted it.
 
+        If the program has replaced some registrations of a tied parameter, returns the first new
+        parameter.
+        """
+        registrations = iterate_registrations(self.params[i])
+        values = [module._parameters.get(name) for module, name in registrations]
+        return next((value for value in values if value is not self._full[i]), values[0])
+
+    @torch.inference_mode(False)  # inference tensors have no version counter
     @torch.no_grad()
     def open(self) -> None:
         """Gathers on all ranks, and registers the full parameters that this rank gets."""
         shards = [param.sharded_param for param in self.params]
-        tensors = _gather_full(shards, self._device, self._rank0_only)
+        tensors = gather_full(shards, self._device, self._rank0_only)
         full: list[nn.Parameter | None] = []
-        for tensor, shard in zip(tensors, shards):
-            if tensor is not None and self._target is not None:
-                tensor = tensor.to(self._target)
-            full.append(None if tensor is None else nn.Parameter(tensor, shard.requires_grad))
+        for tensor, param in zip(tensors, self.params):
+            if tensor is None:
+                full.append(None)
+                continue
+            tensor = tensor.to(device=self._target)
+            new_param = nn.Parameter(tensor, param.sharded_param.requires_grad)
+            full.append(param._restore_class(new_param) if isinstance(param, Param) else new_param)
+        self._full = full
+        self._versions = [0 if full_param is None else full_param._version for full_param in full]
         for param, full_param in zip(self.params, full):
             if full_param is not None:
                 _register_param(param, full_param)
-        self._full = full
-        self._versions = [0 if full_param is None else full_param._version for full_param in full]
 
-    @torch.no_grad()
-    def close(self, write: bool) -> Exception | None:
-        """Registers all shards, and copies changes to them. Returns the first failure, or None."""
-        failure: Exception | None = None
+    def close(self) -> list[tuple[DTensor, Any, bool]]:
+        """Registers all shards.
+
+        Returns the shards, the parameters that were registered before, and whether these were
+        replaced or have a new version.
+        """
+        changes = []
         for i, full_param in enumerate(self._full):
             if full_param is None:
                 continue
             param, current = self.params[i], self.get_registered(i)
             _register_param(param, param.sharded_param)
-            changed = current is not full_param or full_param._version != self._versions[i]
-            if write and changed:
-                try:
-                    _write_back(param.sharded_param, current)
-                except Exception as error:
-                    failure = failure or error
+            is_new = (
+                current is not full_param
+                or full_param.is_inference()  # has no version counter
+                or full_param._version != self._versions[i]
+            )
+            changes.append((param.sharded_param, current, is_new))
         self._full = []
-        return failure
+        return changes
 
 
 def _register_param(param: Any, value: nn.Parameter) -> None:
     for module, name in iterate_registrations(param):
         module._parameters[name] = value
-
-
-def _get_first_rank(mesh: Any) -> int:
-    return int(mesh.mesh.flatten()[0])
-
-
-def _gather_full(
-    shards: list[DTensor], device: torch.device, rank0_only: bool
-) -> list[torch.Tensor | None]:
-    """Returns new full tensors on ``device``; None for tensors that this rank does not get."""
-    full: list[torch.Tensor | None] = [None] * len(shards)
-    indices_by_mesh: dict[Any, list[int]] = {}
-    for i, shard in enumerate(shards):
-        sharded_mesh_dim = _find_shard_dim(shard)
-        if sharded_mesh_dim is None:
-            moved: Any = shard if shard.device == device else shard.to(device)
-            full_param = moved.full_tensor()
-            if not rank0_only or dist.get_rank() == _get_first_rank(shard.device_mesh):
-                shares_memory = full_param.data_ptr() == shard._local_tensor.data_ptr()
-                full[i] = full_param.clone() if shares_memory else full_param
-        else:
-            key = (shard.device_mesh, sharded_mesh_dim, shard.dtype)
-            indices_by_mesh.setdefault(key, []).append(i)
-    for (mesh, mesh_dim, _), indices in indices_by_mesh.items():
-        parts = [_pad_shard(shards[i], mesh_dim).to(device) for i in indices]
-        rows = _gather_rows(torch.cat(parts), mesh, mesh_dim, rank0_only)
-        if rows is None:
-            continue
-        offset = 0
-        for i, part in zip(indices, parts):
-            full[i] = _join_rows(rows[:, offset : offset + part.numel()], shards[i], mesh_dim)
-            offset += part.numel()
-    return full
-
-
-def _find_shard_dim(shard: DTensor) -> int | None:
-    """Returns the mesh dimension of the only ``Shard``; None for other placements or subclasses."""
-    sharded_mesh_dims = [i for i, p in enumerate(shard.placements) if not p.is_replicate()]
-    is_plain = type(shard._local_tensor) is torch.Tensor
-    if (
-        len(sharded_mesh_dims) == 1
-        and type(shard.placements[sharded_mesh_dims[0]]) is Shard
-        and is_plain
-    ):
-        return sharded_mesh_dims[0]
-    return None
-
-
-def _get_chunk(shard: DTensor, mesh_dim: int) -> tuple[int, int]:
-    """Returns the sharded tensor dimension, and the largest shard's length there."""
-    dim: int = shard.placements[mesh_dim].dim  # type: ignore[attr-defined]
-    return dim, -(-shard.shape[dim] // shard.device_mesh.size(mesh_dim))
-
-
-def _pad_shard(shard: DTensor, mesh_dim: int) -> torch.Tensor:
-    """Returns this rank's shard as a 1-D tensor, sharded dimension first, with padding."""
-    dim, chunk = _get_chunk(shard, mesh_dim)
-    local = shard._local_tensor.detach().movedim(dim, 0)
-    if local.shape[0] == chunk:
-        return local.reshape(-1)
-    padded = local.new_zeros((chunk, *local.shape[1:]))
-    padded[: local.shape[0]] = local
-    return padded.view(-1)
-
-
-def _gather_rows(
-    part: torch.Tensor, mesh: Any, mesh_dim: int, rank0_only: bool
-) -> torch.Tensor | None:
-    """Gathers shards to (ranks, elements); returns None if this rank does not get the result.
-
-    Gathers bytes, because gloo has no collectives of some dtypes, such as float8.
-    """
-    group = mesh.get_group(mesh_dim)
-    size = mesh.size(mesh_dim)
-    sent = part.view(torch.uint8)
-    if not rank0_only:
-        received = sent.new_empty(size * sent.numel())
-        _all_gather(received, sent, group=group)
-        return received.view(part.dtype).view(size, part.numel())
-    first_rank = _get_first_rank(mesh)
-    if first_rank not in dist.get_process_group_ranks(group):
-        return None
-    if dist.get_rank() != first_rank:
-        dist.gather(sent, dst=first_rank, group=group)
-        return None
-    received = sent.new_empty(size * sent.numel())
-    dist.gather(sent, list(received.view(size, sent.numel()).unbind()), dst=first_rank, group=group)
-    return received.view(part.dtype).view(size, part.numel())
-
-
-def _join_rows(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:
-    """Returns the full tensor from gathered shards of shape (ranks, elements)."""
-    dim, chunk = _get_chunk(shard, mesh_dim)
-    other_sizes = [n for i, n in enumerate(shard.shape) if i != dim]
-    full_param = rows.reshape(rows.shape[0] * chunk, *other_sizes)[: shard.shape[dim]]
-    # A copy, so that the gathered memory of all parameters can be freed.
-    return full_param.movedim(0, dim).clone(memory_format=torch.contiguous_format)
-
-
-def _write_back(shard: DTensor, full_param: Any) -> None:
-    """Copies this rank's part of ``full_param`` to the shard."""
-    if isinstance(full_param, DTensor) or not isinstance(full_param, torch.Tensor):
-        raise ValueError(
-            f"full_params expects a plain tensor to write back, not {type(full_param).__name__}"
-        )
-    if full_param.shape != shard.shape:
-        raise ValueError(
-            f"full_params cannot write back a parameter of shape {tuple(full_param.shape)} where "
-            f"{tuple(shard.shape)} was"
-        )
-    local = shard._local_tensor
-    if local.numel() > 0:
-        own_part = distribute_tensor(
-            full_param.to(local.device), shard.device_mesh, shard.placements, src_data_rank=None
-        )
-        local.copy_(own_part._local_tensor)

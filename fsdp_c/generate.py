@@ -25,7 +25,8 @@ def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterat
     parameters of the root without a call of ``forward``. Gradients are disabled.
 
     Args:
-        model: The root of the model, an FSDP module.
+        model: The root of the model, an FSDP module. A module that has not run before becomes a
+            root. Therefore run a larger model once before you pass a part of it.
         methods: With ``keep_full=False``, the methods that gather parameters as ``forward`` does.
             Default: ``generate``.
         keep_full: ``False`` gathers each unit for each of its forwards, as in training. Use this
@@ -36,7 +37,8 @@ def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterat
     Raises:
         ValueError: ``model`` has no sharded module, or does not have one of ``methods``.
 
-    Settings and sharding are restored at the end, also after an exception.
+    Settings are restored at the end, also after an exception. All units are then sharded, also
+    those that were unsharded before. Blocks on the same units must not be nested.
     """
     groups = get_units(model, "generate_with")
     for name in methods:

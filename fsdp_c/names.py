@@ -90,8 +90,8 @@ def apply_to_modules(
     """Calls ``module_fn(module, prefix, *args, **kwargs)`` on ``root`` and every module below it.
 
     Modules are visited in pre-order, children in registration order. A module that is registered
-    several times is visited each time. ``prefix`` is the module's name as in a state dict, with a
-    dot at its end. The root's prefix is empty.
+    under several parents is visited under each, but once per parent, as in torch. ``prefix`` is the
+    module's name as in a state dict, with a dot at its end. The root's prefix is empty.
 
     Returns:
         ``return_fn(*args, **kwargs)``, called after the last module.
@@ -123,7 +123,8 @@ def param_to_fqns(
     Args:
         model: A module, wrapped or not.
         dedup_shared_params: Whether a parameter that is registered several times gets only its
-            first name. A flat parameter of FSDP1 always gets the names of all its parameters.
+            first name. A module that one parent has registered twice counts once, as in torch. A
+            flat parameter of FSDP1 always gets the names of all its parameters.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for _, prefix, module in _walk_modules(model, "", ""):

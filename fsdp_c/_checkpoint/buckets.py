@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 
 from .destinations import Destination
-from .source import Reader
+from .source import LoadingRanks, Reader
 
 _ALIGNMENT = 16
 HEADER_BYTES = 16
@@ -34,21 +34,19 @@ class Chunk:
 
 
 def plan_buckets(
-    tensors: dict[str, tuple[torch.dtype, torch.Size]],
-    destinations: dict[str, Destination],
-    limit: int,
+    tensors: dict[str, tuple[torch.dtype, torch.Size]], undivided: set[str], limit: int
 ) -> list[list[Chunk]]:
     """Returns buckets of at most ``limit`` bytes, with chunks in the order of the source.
 
-    A row of more than ``limit`` bytes gets a separate bucket. A tensor that cannot be split into
-    rows counts as one row.
+    A row of more than ``limit`` bytes gets a separate bucket. Tensors in ``undivided`` count as one
+    row.
     """
     buckets: list[list[Chunk]] = []
     used_bytes = limit
     for name, (dtype, shape) in tensors.items():
         rows = shape[0] if shape else 1
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        is_one_row = destinations[name].starts is None or not shape
+        is_one_row = name in undivided or not shape
         first_row = 0
         while first_row < rows:
             free_bytes = max(limit - used_bytes, 0)
@@ -65,6 +63,36 @@ def plan_buckets(
             used_bytes = -(-chunk.end // _ALIGNMENT) * _ALIGNMENT
             first_row += count
     return buckets
+
+
+def plan_buckets_on_all_ranks(
+    tensors: dict[str, tuple[torch.dtype, torch.Size]],
+    destinations: dict[str, Destination],
+    limit: int,
+    device: torch.device,
+    ranks: LoadingRanks,
+) -> list[list[Chunk]]:
+    """Returns equal buckets on all ranks, of the tensors that at least one rank loads.
+
+    Raises on all ranks if their limits or the types of their devices differ.
+    """
+    needs = []  # 0: not loaded, 1: loaded, 2: loaded undivided
+    for name in tensors:
+        has_block = name in destinations and destinations[name].starts is not None
+        needs.append(0 if name not in destinations else 1 if has_block else 2)
+    on_host = int(device.type == "cpu")
+    high, low, any_host, any_device, *needs = ranks.reduce_max(
+        [limit, -limit, on_host, 1 - on_host, *needs]
+    )
+    if high != -low or (any_host and any_device):
+        raise RuntimeError(
+            "load_full_state_dict: ranks broadcast different buckets. This rank has buckets of "
+            f"{limit} bytes on {device.type}, other ranks of {-low} to {high} bytes. Pass equal "
+            "bucket_bytes, or a group of ranks with the same type of device"
+        )
+    need_of = dict(zip(tensors, needs))
+    loaded = {name: entry for name, entry in tensors.items() if need_of[name]}
+    return plan_buckets(loaded, {name for name in loaded if need_of[name] == 2}, limit)
 
 
 def _view_chunk(
@@ -95,10 +123,12 @@ def pack_bucket(reader: Reader, bucket: list[Chunk], buffer: torch.Tensor) -> No
 def unpack_bucket(
     bucket: Sequence[Chunk], buffer: torch.Tensor, destinations: dict[str, Destination]
 ) -> None:
+    """Copies the rows of this rank's shards. Skips tensors without a destination on this rank."""
     buffers_by_dtype: dict[torch.dtype, torch.Tensor] = {}
     copies = [
         copy
         for chunk in bucket
+        if chunk.name in destinations
         for copy in iterate_copies(
             _view_chunk(buffers_by_dtype, buffer, chunk), chunk.first_row, destinations[chunk.name]
         )

@@ -8,17 +8,26 @@ import torch
 import torch.nn as nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from .source import Header, LoadingRanks
+from .source import Header, LoadingRanks, is_extra_state
 
 
 def match_names(
     model: nn.Module, targets: dict[str, Any], header: Header, strict: bool, ranks: LoadingRanks
 ) -> _IncompatibleKeys:
     """Returns missing and unexpected names; raises the errors of ``load_state_dict``."""
-    source_names = header.tensors.keys() | header.objects.keys()
-    present_ids = {id(value) for name, value in targets.items() if name in source_names}
-    missing = [n for n, v in targets.items() if n not in source_names and id(v) not in present_ids]
-    unexpected = [name for name in (*header.tensors, *header.objects) if name not in targets]
+    names_in_source = [*header.tensors, *header.objects, *header.unsent]
+    source_names = set(names_in_source)
+    tied = {  # one name of a tied parameter is sufficient
+        id(value)
+        for name, value in targets.items()
+        if name in source_names and isinstance(value, torch.Tensor) and not is_extra_state(name)
+    }
+    missing = [
+        name
+        for name, value in targets.items()
+        if name not in source_names and (is_extra_state(name) or id(value) not in tied)
+    ]
+    unexpected = [name for name in names_in_source if name not in targets]
     problems = []
     if strict and missing:
         names = ", ".join(f'"{name}"' for name in missing)
@@ -33,11 +42,17 @@ def match_names(
                 f"size mismatch for {name}: copying a param with shape {shape} from checkpoint, "
                 f"the shape in current model is {value.shape}."
             )
-        elif value is not None and not isinstance(value, torch.Tensor):
+        elif name in targets and not isinstance(value, torch.Tensor):
             problems.append(f"{name}: a tensor in the checkpoint, none in the model.")
     for name in header.objects:
-        if isinstance(targets.get(name), torch.Tensor):
+        if isinstance(targets.get(name), torch.Tensor) and not is_extra_state(name):
             problems.append(f"{name}: a tensor in the model, none in the checkpoint.")
+    for name in header.unsent:
+        if name in targets:
+            problems.append(
+                f"{name}: rank {ranks.src} does not send this object, because its model has no "
+                "such entry."
+            )
     failure = None
     if problems:
         lines = "\n\t".join(problems)

@@ -146,21 +146,33 @@ def _read_index(path: Path) -> dict[str, str]:
     return index
 
 
+def _choose_file(folder: Path) -> Path:
+    """Returns the index of a folder, or its file if it has no index."""
+    for suffix in (".safetensors.index.json", ".safetensors"):
+        # macOS writes files "._name" on foreign file systems.
+        paths = [path for path in sorted(folder.glob(f"*{suffix}")) if path.name[0] != "."]
+        preferred = folder / f"model{suffix}"
+        if preferred in paths:
+            return preferred
+        if len(paths) > 1:
+            names = ", ".join(path.name for path in paths)
+            raise ValueError(f"{folder} has several checkpoints: {names}; pass the path of one")
+        if paths:
+            return paths[0]
+    raise FileNotFoundError(f"no safetensors file in {folder}")
+
+
 def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | SafetensorsIndex:
     """Opens a file, the files of an index, or a folder with either.
 
     Raises:
-        FileNotFoundError: The path has no file, and no folder with such a file.
-        ValueError: The file or index is invalid.
+        FileNotFoundError: The path is empty, or has no file, and no folder with such a file.
+        ValueError: The file or index is invalid, or a folder has several, and none is ``model``.
         ImportError: The safetensors library is not installed.
     """
+    if not os.fspath(path):  # Path("") is the current folder
+        raise FileNotFoundError("the path is empty; expected a safetensors file or its folder")
     path = Path(path)
     if path.is_dir():
-        candidates = [
-            *sorted(path.glob("*.safetensors.index.json")),
-            *sorted(path.glob("*.safetensors")),
-        ]
-        if not candidates:
-            raise FileNotFoundError(f"no safetensors file in {path}")
-        path = candidates[0]
+        path = _choose_file(path)
     return SafetensorsIndex(path) if path.suffix == ".json" else SafetensorsFile(path)

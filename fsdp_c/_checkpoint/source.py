@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,15 +22,22 @@ from .safetensors import open_safetensors
 Source = Mapping[str, Any] | str | os.PathLike[str] | None
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether the value of ``name`` is an extra state. It may be any object, also a tensor."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 @dataclass
 class Header:
     """The contents of the source: dtype and shape of its tensors, and its other values.
 
-    Values under names that the model does not have are None.
+    ``objects`` has extra states and values that are not tensors. ``unsent`` has the names of those
+    that are not sent, because the model of the reading rank does not have them.
     """
 
-    tensors: dict[str, tuple[torch.dtype, torch.Size]]
-    objects: dict[str, Any]
+    tensors: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    unsent: list[str] = field(default_factory=list)
 
 
 class LoadingRanks:
@@ -66,19 +73,25 @@ class LoadingRanks:
             return message
         return object_collectives.broadcast_object(message, self.src, self.group)
 
+    def reduce_max(self, values: list[int]) -> list[int]:
+        """Returns the maximum over the ranks of each of ``values``, equally many on each rank."""
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+        tensor = tensor.to(self.choose_device(tensor.device))
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
+        return tensor.tolist()
+
     def raise_if_any_failed(self, failure: Exception | None, peer_message: str) -> None:
         """Raises on all ranks if at least one rank has failed.
 
         A rank with a ``failure`` raises this exception. Other ranks raise a ``RuntimeError`` with
         ``peer_message``.
         """
-        any_failed = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
-        if self.size > 1:
-            any_failed = any_failed.to(self.choose_device(any_failed.device))
-            dist.all_reduce(any_failed, dist.ReduceOp.MAX, self.group)
+        (any_failed,) = self.reduce_max([failure is not None])
         if failure is not None:
             raise failure
-        if any_failed.item():
+        if any_failed:
             raise RuntimeError(f"load_full_state_dict: another rank {peer_message}")
 
 
@@ -99,30 +112,44 @@ class Reader:
             name = rename(key) if rename is not None else key
             if name is None:
                 continue
+            if not isinstance(name, str):
+                raise TypeError(f"load_full_state_dict: names should be strings, not {name!r}")
             name = clean_tensor_name(name)
             if name in self._keys:
                 raise ValueError(f"both '{self._keys[name]}' and '{key}' map to '{name}'")
             self._keys[name] = key
 
     def read_header(self, targets: Collection[str]) -> Header:
-        """Returns the header, without values that are not in ``targets``, the model's names."""
-        tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
-        objects: dict[str, Any] = {}
+        """Returns the header, without objects that are not in ``targets``, the model's names."""
+        header = Header()
         get_dtype_and_shape = getattr(self._source, "get_dtype_and_shape", None)
         for name, key in self._keys.items():
-            value = None if get_dtype_and_shape is not None else self._source[key]
-            if get_dtype_and_shape is not None:
-                tensors[name] = get_dtype_and_shape(key)
-            elif isinstance(value, DTensor):
+            if get_dtype_and_shape is not None and not is_extra_state(name):
+                header.tensors[name] = get_dtype_and_shape(key)
+                continue
+            value = self._source[key]
+            if isinstance(value, DTensor):
                 raise TypeError(f"'{key}' is a DTensor; load_full_state_dict takes full tensors")
+            if name in targets and isinstance(value, torch.Tensor):
+                _check_values(key, value)
+            if isinstance(value, torch.Tensor) and is_extra_state(name):
+                header.objects[name] = value.detach().cpu().clone()  # pickled without its storage
             elif isinstance(value, torch.Tensor):
-                tensors[name] = (value.dtype, value.shape)
+                header.tensors[name] = (value.dtype, value.shape)
+            elif name in targets:
+                header.objects[name] = value
             else:
-                objects[name] = value if name in targets else None
-        return Header(tensors, objects)
+                header.unsent.append(name)
+        return header
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._source[self._keys[name]].detach()
+
+
+def _check_values(key: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        reason = "has no values (meta)" if tensor.is_meta else f"is sparse ({tensor.layout})"
+        raise TypeError(f"'{key}' {reason}; load_full_state_dict takes dense tensors with values")
 
 
 def open_source(
@@ -138,7 +165,7 @@ def open_source(
     ``prepare`` runs on the source rank. A failure on one rank raises on all ranks.
     """
     reader: Reader | None = None
-    header = Header({}, {})
+    header = Header()
     failure: Exception | None = None
     pickled_header = b""
     if ranks.is_source or shared_file:

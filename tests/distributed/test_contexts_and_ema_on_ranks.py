@@ -23,6 +23,15 @@ def test_full_state_dict_of_a_rank_or_a_file_is_loaded_on_all_ranks(
     run_ranks(contexts_and_ema.load, world, (str(tmp_path),))
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_with_different_models_load_their_own_values(world: int) -> None:
+    run_ranks(contexts_and_ema.load_stages, world)
+
+
+def test_load_with_unequal_buckets_or_without_object_raises_on_all_ranks() -> None:
+    run_ranks(contexts_and_ema.load_with_other_buckets_or_objects, 2)
+
+
 def test_load_and_trace_work_without_numpy() -> None:
     run_ranks(contexts_and_ema.without_numpy, 2)
 

@@ -1,13 +1,16 @@
-"""``ShardedEMA`` rejects models and states of other shapes or shardings."""
+"""``ShardedEMA`` on meshes of other devices, and models and states that it rejects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_c import ShardedEMA, fully_shard
 
@@ -45,3 +48,43 @@ def test_ema_of_sharded_model_rejects_plain_state(single_group: int) -> None:
     assert ema["weight"]._local_tensor.shape == plain["weight"].shape  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="'weight' has another shape or sharding in the state"):
         ema.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "meta"])
+def test_ema_device_does_not_depend_on_device_of_mesh(single_group: int, device: Any) -> None:
+    """A mesh of the type "meta" replaces one of GPUs with shards that are offloaded to the CPU."""
+    mesh, values = DeviceMesh("meta", [0]), torch.ones(4, 2)
+    spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(values.shape, values.stride(), values.dtype))
+    model: Any = nn.Module()
+    model.weight = nn.Parameter(DTensor(values, spec, requires_grad=False))
+    ema: Any = ShardedEMA(model, 0.5, dtype=torch.float64, device=device)
+    average = ema["weight"]
+    assert average._local_tensor.device == torch.device(device or "cpu")
+    assert average.dtype == average._local_tensor.dtype == torch.float64
+    assert average.shape == (4, 2) and average.placements == (Shard(0),)
+    ema.update(model)
+    ema.update(model)
+    if device != "meta":
+        assert torch.equal(average._local_tensor, values.double())
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda state: state.pop("updates"), "has no 'updates'"),
+        (lambda state: state.pop("averages"), "has no 'averages'"),
+        (lambda state: state.update(updates="many"), "'updates' is 'many', not a number"),
+        (lambda state: state["averages"].update(weight=None), "'weight' is no tensor"),
+    ],
+    ids=["no updates", "no averages", "updates", "average"],
+)
+def test_ema_rejects_malformed_state_and_keeps_averages(
+    single_group: int, change: Callable[[Any], object], match: str
+) -> None:
+    ema: Any = ShardedEMA(make_sharded_layer(4, range(1)))
+    before = ema["weight"]._local_tensor.clone()
+    state = {"averages": {"weight": ema["weight"] + 1}, "updates": 3}
+    change(state)
+    with pytest.raises(ValueError, match=match):
+        ema.load_state_dict(state)
+    assert torch.equal(ema["weight"]._local_tensor, before) and ema.updates == 0

@@ -7,6 +7,7 @@ tests/distributed tests several ranks.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -389,6 +390,22 @@ class TestSources:
             ([1], TypeError, "not list", {}),
             ("/nowhere/x.safetensors", FileNotFoundError, "nowhere", {}),
             ({}, ValueError, "bucket_bytes should be positive, not 0", {"bucket_bytes": 0}),
+            ({}, TypeError, "bucket_bytes should be an integer, not 40.0", {"bucket_bytes": 40.0}),
+            (
+                {},
+                TypeError,
+                "bucket_bytes should be an integer, not inf",
+                {"bucket_bytes": math.inf},
+            ),
+            ({1: 2}, TypeError, "names should be strings, not 1", {}),
+            ({"a": 2}, TypeError, "names should be strings, not 3", {"rename": lambda name: 3}),
+            (
+                {"head.bias": torch.ones(11, device="meta")},
+                TypeError,
+                "'head.bias' has no values",
+                {},
+            ),
+            ({"head.bias": torch.ones(11).to_sparse()}, TypeError, "'head.bias' is sparse", {}),
             ({}, TypeError, "needs the path of a file", {"shared_file": True}),
         ],
     )

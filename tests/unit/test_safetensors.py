@@ -235,3 +235,36 @@ def test_open_safetensors_of_path_without_file_raises(tmp_path: Path) -> None:
         open_safetensors(tmp_path)
     with pytest.raises(FileNotFoundError):
         open_safetensors(tmp_path / "a.safetensors")
+
+
+def test_open_safetensors_of_folder_prefers_model_to_variants(tmp_path: Path) -> None:
+    write(tmp_path / "model.fp16.safetensors", {"a": torch.ones(2, dtype=torch.float16)})
+    write(tmp_path / "model.safetensors", {"a": torch.ones(2)})
+    (tmp_path / "._model.safetensors").write_bytes(b"\0" * 64)
+    assert open_safetensors(tmp_path)["a"].dtype == torch.float32
+    index = {"weight_map": {"b": "model.safetensors"}}
+    for name in ("model.fp16.safetensors.index.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_text(json.dumps(index).replace('"b"', '"a"'))
+    assert isinstance(open_safetensors(tmp_path), SafetensorsIndex)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".safetensors.index.json"])
+def test_open_safetensors_of_folder_with_several_checkpoints_raises(
+    tmp_path: Path, suffix: str
+) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / f"{name}.safetensors", {name: torch.ones(2)})
+        text = json.dumps({"weight_map": {name: f"{name}.safetensors"}})
+        (tmp_path / f"{name}{suffix}").write_text(text) if suffix.endswith("json") else None
+    with pytest.raises(ValueError, match=f"several checkpoints: one{suffix}, two{suffix}; pass"):
+        open_safetensors(tmp_path)
+
+
+def test_open_safetensors_of_empty_path_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "model.safetensors", {"a": torch.ones(2)})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="path is empty"):
+        open_safetensors("")
+    assert list(open_safetensors(".")) == ["a"]

@@ -8,14 +8,16 @@ import unittest.mock
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_c import (
@@ -302,6 +304,63 @@ class UnpickledOnRank0Only:
 def _raise_unless_rank_0() -> None:
     if dist.get_rank() != 0:
         raise ImportError("no such class here")
+
+
+def load_stages(rank: int, world: int) -> None:
+    """Each rank's model has another layer and the same norm, as in pipeline parallelism."""
+    mesh = init_device_mesh("cpu", (world,))
+    for growth, bucket_bytes in ((0, None), (0, 40), (1, None), (1, 40)):
+        full = {"norm": torch.arange(30.0)}
+        for i in range(world):
+            full[f"layers.{i}.weight"] = torch.randn(4 + growth * i, 4, generator=seeded(i))
+            full[f"layers.{i}.bias"] = torch.randn(4 + growth * i, generator=seeded(i))
+        for src in range(world):
+            model = make_stage(rank, 4 + growth * rank)
+            if rank == 1:  # cannot be split into rows on this rank only
+                value = distribute_tensor(
+                    torch.zeros(30), mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None
+                )
+                model.norm = nn.Parameter(value)
+            source = full if rank == src else None
+            keys = load_full_state_dict(
+                model, source, src=src, bucket_bytes=bucket_bytes, strict=False
+            )
+            assert keys.missing_keys == [] and len(keys.unexpected_keys) == 2 * (world - 1)
+            for name, value in model.state_dict().items():
+                expected = full[name]
+                if isinstance(value, DTensor):  # full_tensor() would wait for the other ranks
+                    expected = distribute_tensor(
+                        expected, mesh, value.placements, src_data_rank=None
+                    )._local_tensor
+                    value = value._local_tensor
+                assert torch.equal(value, expected), name
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_stage(rank: int, width: int) -> nn.Module:
+    model = nn.Module()
+    model.norm = nn.Parameter(torch.zeros(30))
+    model.layers = nn.ModuleDict({str(rank): nn.Linear(4, width)})
+    return model
+
+
+def load_with_other_buckets_or_objects(rank: int, world: int) -> None:
+    """Raises on all ranks, before any change: buckets differ, or rank 0 lacks a module's state."""
+    full = {name: torch.ones_like(value) for name, value in make_stage(0, 4).state_dict().items()}
+    model = make_stage(0, 4)
+    with pytest.raises(RuntimeError, match=f"buckets of {60 + rank} bytes"):
+        load_full_state_dict(model, full if rank == 0 else None, bucket_bytes=60 + rank)
+    model.layers["0"].weight.detach().zero_()
+    if rank == 1:
+        model.state = LayerWithExtraState(1, 1)
+    full |= {"state._extra_state": {"step": 3}}
+    match = "state._extra_state: rank 0 does not send" if rank == 1 else "another rank refused"
+    with pytest.raises(RuntimeError, match=match):
+        load_full_state_dict(model, full if rank == 0 else None, strict=False)
+    assert not model.layers["0"].weight.any() and not model.norm.any()
 
 
 def load_and_fail_on_one_rank(
