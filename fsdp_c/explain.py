@@ -44,7 +44,8 @@ def explain(
             states.
         batch: The arguments of forward: a tensor, a tuple of arguments or a dict of keyword
             arguments. Only sizes and dtypes are used, because forward and backward run on fake
-            tensors. ``None``: the report has no activations.
+            tensors. Tensors that forward stores outside of the model's modules, for example in
+            ``functools.lru_cache``, stay fake. ``None``: the report has no activations.
         loss: Function that returns the loss of the output, for backward. ``None``: the output's
             ``loss``, or else the sum of its tensors. Pass the real loss if it needs much memory, as
             a cross entropy in float32 does.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,7 +131,9 @@ def record_events(
     """Records the events of one forward and backward of ``model``.
 
     Args:
-        model: The model, on any device, sharded or not. The function restores it at the end.
+        model: The model, on any device, sharded or not. The function restores the attributes of
+            its modules at the end. Tensors that forward stores elsewhere, for example in
+            ``functools.lru_cache``, stay fake.
         states: The modules whose forward and backward are recorded.
         dtype_of: Function that returns the compute dtype of a parameter.
         param_indices: Maps the ``id`` of a parameter to (unit, index in the unit).
@@ -211,9 +214,8 @@ def _replace_by_fake_tensors(
     """
     fakes: dict[int, Any] = {}
     params: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        undo.callback(module.__dict__["_parameters"].update, dict(module._parameters))
-        undo.callback(module.__dict__["_buffers"].update, dict(module._buffers))
+    for module in list(model.modules()):
+        _restore_attributes_at_end(module, undo)
         for name, param in list(module._parameters.items()):
             if param is None:
                 continue
@@ -226,6 +228,28 @@ def _replace_by_fake_tensors(
                 fakes.setdefault(id(buffer), _make_fake(buffer))
                 module._buffers[name] = fakes[id(buffer)]
     return list(fakes.values()), params
+
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+
+
+def _restore_attributes_at_end(module: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Restores the attributes of a module, also the elements of its dicts, lists and sets.
+
+    Forward may store tensors there, for example cached masks or new buffers.
+    """
+    attributes = vars(module)
+    containers = [value for value in attributes.values() if type(value) in _CONTAINERS]
+    for container in [*containers, attributes]:
+        undo.callback(_replace_elements, container, container.copy())
+
+
+def _replace_elements(container: Any, elements: Any) -> None:
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(elements)
+    else:
+        container.update(elements)
 
 
 @contextlib.contextmanager
