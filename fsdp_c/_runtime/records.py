@@ -98,15 +98,18 @@ def read_own_records(count: int = CAPACITY) -> tuple[int, list[Record]]:
 def make_header(rank: int, world: int) -> bytes:
     """Returns the first line of a file: facts about this process, as JSON.
 
-    ``clock_offset`` is the wall time minus the monotonic time, in nanoseconds.
+    Times are in nanoseconds. ``clock_offset`` is the wall time minus the monotonic time.
+    ``written`` is the wall time of the call. A signal handler writes a header that was made before.
     """
+    written = time.time_ns()
     facts = {
         "fsdp_c": "records",
         "rank": rank,
         "world": world,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "clock_offset": time.time_ns() - time.monotonic_ns(),
+        "clock_offset": written - time.monotonic_ns(),
+        "written": written,
     }
     return json.dumps(facts).encode() + b"\n"
 
@@ -120,6 +123,9 @@ def read_file(path: str) -> tuple[dict[str, Any], list[Record]]:
         facts = json.loads(line)
         if facts.get("fsdp_c") != "records":
             raise ValueError("the first line is not the header of such a file")
+        for name in ("rank", "world", "pid", "clock_offset", "host"):
+            if not isinstance(facts.get(name), str if name == "host" else int):
+                raise ValueError(f"its header has no '{name}'; use the fsdp_c that wrote the file")
         return facts, parse_records(rest)
     except (ValueError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} has no records of fsdp_c: {error}") from error

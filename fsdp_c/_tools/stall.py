@@ -25,7 +25,7 @@ DESCRIPTION = """\
 Prints the oldest collective that each rank has not completed, or else its last one, and the first
 difference between the ranks of each process group. The files are <port>-rank<N>.records in the
 folder FSDP_C_STALL_DIR.
-Exit code 1: the ranks differ. 2: a file cannot be read."""
+Exit code 1: the ranks differ. 2: a file cannot be read or written."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _find_difference(group: str, ranks: list[RankRecords]) -> str:
 # ---- timeline ------------------------------------------------------------------------------------
 
 
-def make_spans(ranks: list[RankRecords], last: int) -> list[list[Span]]:
-    """Returns spans of the last ``last`` collectives of each rank, in ns since the first one."""
+def make_spans(ranks: list[RankRecords], last: int) -> dict[int, list[Span]]:
+    """Returns spans of the last ``last`` collectives by rank, in ns since the first one."""
     shown = [rank.records[-last:] for rank in ranks]
     times = [
         time + rank.offset
@@ -122,19 +122,23 @@ def make_spans(ranks: list[RankRecords], last: int) -> list[list[Span]]:
         for time in (record.begin, record.waiting, record.end)
         if time
     ]
-    start, end = min(times), max(times)
-    return [
-        [
+    start = min(times)
+    end = max(start + 1, *times, *(rank.facts.get("written", 0) for rank in ranks))
+    return {
+        rank.rank: [
             span
             for record in records
             for span in _make_spans(record, rank.offset - start, end - start)
         ]
         for rank, records in zip(ranks, shown)
-    ]
+    }
 
 
 def _make_spans(record: Record, offset: int, end: int) -> list[Span]:
-    """A collective, and the wait for it. Both last to the end of the plot if they did not end."""
+    """A collective, and the wait for it.
+
+    Both last until the last file was written if they did not end.
+    """
     kind = trace_spans.GATHER if "gather" in record.kind else trace_spans.REDUCE
     unit = record.modules or trace_spans.ROOT
     until = record.end + offset if record.end else end
@@ -168,10 +172,20 @@ def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _make_parser().parse_args(arguments)
     try:
+        if options.plot:
+            require_matplotlib()
         ranks = read_ranks(options.files)
-    except (OSError, ValueError) as error:
+        differences = _print_report(ranks)
+        if options.plot or options.trace:
+            _write_timeline(ranks, differences, options)
+    except (OSError, ValueError, ImportError) as error:
         print(f"python -m fsdp_c stall: {error}", file=sys.stderr)
         return 2
+    return 1 if differences else 0
+
+
+def _print_report(ranks: list[RankRecords]) -> list[str]:
+    """Prints the last collective of each rank, and the differences. Returns the differences."""
     for rank in ranks:
         print(rank.describe())
     missing = set(range(ranks[0].facts["world"])) - {rank.rank for rank in ranks}
@@ -180,12 +194,18 @@ def main(arguments: list[str]) -> int:
     differences = find_differences(ranks)
     found = "\n".join(differences)
     print(found or "found no difference between collectives that at least two files contain")
-    if (options.plot or options.trace) and any(rank.records for rank in ranks):
-        spans = make_spans(ranks, max(1, options.last))
-        if options.trace:
-            with open(options.trace, "w") as file:
-                json.dump(make_chrome_trace(spans, "; ".join(differences)), file)
-        if options.plot:
-            require_matplotlib()
-            plot_timeline("Last collectives of each rank", spans, options.plot)
-    return 1 if differences else 0
+    return differences
+
+
+def _write_timeline(
+    ranks: list[RankRecords], differences: list[str], options: argparse.Namespace
+) -> None:
+    """Writes plot and trace. Raises ``OSError`` or ``ValueError``."""
+    if not any(rank.records for rank in ranks):
+        raise ValueError("cannot write a timeline: no file contains a collective")
+    spans = make_spans(ranks, max(1, options.last))
+    if options.trace:
+        with open(options.trace, "w") as file:
+            json.dump(make_chrome_trace(spans, "; ".join(differences)), file)
+    if options.plot:
+        plot_timeline("Last collectives of each rank", spans, options.plot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class StepTrace:
         self._require_spans()
         require_matplotlib()
         if _is_writer():
-            timeline_plot.plot_timeline(self.summary(), self.ranks, path)
+            timeline_plot.plot_timeline(self.summary(), self._number_ranks(), path)
 
     def draw(self, axes: Any, legend: bool = True) -> None:
         """Draws the timeline into axes of matplotlib, on the calling rank.
@@ -48,7 +49,7 @@ class StepTrace:
             RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
         self._require_spans()
-        timeline_plot.draw_timeline(axes, self.summary(), self.ranks, legend)
+        timeline_plot.draw_timeline(axes, self.summary(), self._number_ranks(), legend)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes Chrome's trace format (chrome://tracing, Perfetto), with ranks as processes.
@@ -61,7 +62,7 @@ class StepTrace:
         self._require_spans()
         if _is_writer():
             with open(path, "w") as file:
-                json.dump(make_chrome_trace(self.ranks, self.summary()), file)
+                json.dump(make_chrome_trace(self._number_ranks(), self.summary()), file)
 
     def summary(self) -> str:
         """Returns two sentences: the shares of the time, and how much communication is hidden.
@@ -91,6 +92,9 @@ class StepTrace:
 
     _closed = False
     _raised = False  # whether an exception left the block
+
+    def _number_ranks(self) -> dict[int, list[Span]]:
+        return dict(enumerate(self.ranks))
 
     def _has_units(self) -> bool:
         return any(span.unit for rank in self.ranks for span in rank)
@@ -200,10 +204,10 @@ def _make_sort_key(unit: str) -> list[tuple[bool, int, str]]:
 # ---- Chrome's format -----------------------------------------------------------------------------
 
 
-def make_chrome_trace(ranks: list[list[Span]], summary: str) -> dict[str, Any]:
+def make_chrome_trace(ranks: Mapping[int, list[Span]], summary: str) -> dict[str, Any]:
     """Returns complete events in microseconds, with a process per rank and a thread per lane."""
     events: list[dict[str, Any]] = []
-    for rank, rank_spans in enumerate(ranks):
+    for rank, rank_spans in ranks.items():
         process_name = {
             "name": "process_name",
             "ph": "M",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from . import trace_spans
@@ -25,41 +27,45 @@ _ROWS = {trace_spans.HOST: "host", trace_spans.COMPUTE: "compute", trace_spans.G
 _MAX_RANKS = 8
 
 
-def plot_timeline(title: str, ranks: list[list[Span]], path: str | os.PathLike[str]) -> None:
+def plot_timeline(
+    title: str, ranks: Mapping[int, list[Span]], path: str | os.PathLike[str]
+) -> None:
     """Draws the spans of the first ranks to ``path``, whose extension selects the format."""
     from matplotlib.figure import Figure
 
-    rows = len(_list_lanes(ranks)) * min(len(ranks), _MAX_RANKS)
+    rows = len(_list_lanes(ranks.values())) * min(len(ranks), _MAX_RANKS)
     figure = Figure(figsize=(15, 1.9 + 0.42 * rows), layout="constrained")
     draw_timeline(figure.add_subplot(), title, ranks)
     figure.savefig(path, dpi=120)
 
 
-def draw_timeline(axes: Any, title: str, ranks: list[list[Span]], legend: bool = True) -> None:
-    """Draws the spans of the first ranks into axes of matplotlib."""
-    drawn_ranks = ranks[:_MAX_RANKS]
+def draw_timeline(
+    axes: Any, title: str, ranks: Mapping[int, list[Span]], legend: bool = True
+) -> None:
+    """Draws the spans of the first ranks into axes of matplotlib. ``ranks``: spans by rank."""
+    drawn_ranks = dict(islice(ranks.items(), _MAX_RANKS))
     hidden_ranks = len(ranks) - len(drawn_ranks)
     suffix = f" ({hidden_ranks} more ranks are not shown)" if hidden_ranks else ""
     width = axes.figure.get_figwidth()
     full_title = (title + suffix).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
     axes.set_title("\n".join(textwrap.wrap(full_title, int(9.3 * width))), fontsize=10.5,
                    loc="left")  # fmt: skip
-    _draw_rows(axes, drawn_ranks, _list_lanes(drawn_ranks), width)
+    _draw_rows(axes, drawn_ranks, _list_lanes(drawn_ranks.values()), width)
     if legend:
-        _draw_legend(axes, [span for rank in drawn_ranks for span in rank])
+        _draw_legend(axes, [span for rank in drawn_ranks.values() for span in rank])
 
 
-def _list_lanes(ranks: list[list[Span]]) -> list[str]:
+def _list_lanes(ranks: Iterable[list[Span]]) -> list[str]:
     return [lane for lane in _ROWS if any(span.lane == lane for rank in ranks for span in rank)]
 
 
-def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: float) -> None:
+def _draw_rows(axes: Any, ranks: Mapping[int, list[Span]], lanes: list[str], width: float) -> None:
     """Draws one row per rank and lane, the first rank at the top, over milliseconds."""
-    end_ms = max(span.end for rank in ranks for span in rank) / 1e6
+    end_ms = max(span.end for rank in ranks.values() for span in rank) / 1e6
     ticks, labels = [], []
-    for number, rank in enumerate(ranks):
+    for i, (number, rank) in enumerate(ranks.items()):
         for row, lane in enumerate(lanes):
-            y = number * (len(lanes) + 0.5) + row
+            y = i * (len(lanes) + 0.5) + row
             ticks.append(y)
             labels.append(f"rank {number}  {_ROWS[lane]}" if row == 0 else _ROWS[lane])
             _draw_lane(axes, y, [span for span in rank if span.lane == lane], end_ms, width)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from fsdp_c import _C
 from fsdp_c._runtime import records, stall_monitor, stall_report
 from fsdp_c._runtime.stall_report import Position
-from fsdp_c._tools import stall
+from fsdp_c._tools import stall, timeline_plot
 
 HEADER = Path(__file__).resolve().parents[2] / "csrc/core/recorder.h"
 SECOND = 10**9
@@ -380,8 +380,11 @@ def test_roots_of_other_threads_are_added_while_roots_are_read(
 # ---- command -------------------------------------------------------------------------------------
 
 
-def write_rank(folder: Path, rank: int, modules: list[str], last_state: int = 2) -> str:
-    data = records.make_header(rank, 2)
+def write_rank(
+    folder: Path, rank: int, modules: list[str], last_state: int = 2, **facts: Any
+) -> str:
+    header = json.loads(records.make_header(rank, 2)) | {"clock_offset": 0, "written": 0} | facts
+    data = json.dumps(header).encode() + b"\n"
     for number, name in enumerate(modules, 1):
         is_last = number == len(modules)
         data += records._RECORD.pack(
@@ -452,3 +455,70 @@ def test_stall_command_refuses_other_files_and_two_files_of_a_rank(
     assert stall.main([file, file]) == 2
     assert "another file is of rank 0" in capsys.readouterr().err
     assert stall.main([str(tmp_path / "missing")]) == 2
+
+
+def test_timeline_and_trace_have_the_numbers_of_the_ranks(tmp_path: Path) -> None:
+    files = [write_rank(tmp_path, rank, ["a"], world=8) for rank in (3, 5)]
+    trace = tmp_path / "trace.json"
+    assert stall.main([*files, "--trace", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {3, 5}
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        "rank 3",
+        "rank 5",
+    ]
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.add_subplot()
+    timeline_plot.draw_timeline(axes, "", stall.make_spans(stall.read_ranks(files), 1))
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert [text for text in labels if "rank" in text] == ["rank 3  host", "rank 5  host"]
+
+
+@pytest.mark.parametrize(
+    ("option", "path"), [("--trace", "no/trace.json"), ("--plot", "no/a.png"), ("--plot", "a.foo")]
+)
+def test_stall_command_that_cannot_write_a_timeline_exits_with_status_2(
+    option: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_rank(tmp_path, 0, ["a"])
+    assert stall.main([file, option, str(tmp_path / path)]) == 2
+    assert capsys.readouterr().err.startswith("python -m fsdp_c stall: ")
+
+
+def test_stall_command_without_matplotlib_exits_with_status_2_before_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert stall.main([write_rank(tmp_path, 0, ["a"]), "--plot", str(tmp_path / "a.png")]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and "pip install matplotlib" in output.err
+
+
+def test_timeline_of_files_without_collectives_exits_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stall.main([write_rank(tmp_path, 0, []), "--trace", str(tmp_path / "trace.json")]) == 2
+    assert "cannot write a timeline: no file contains a collective" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rank", "world", "pid", "clock_offset", "host"])
+def test_file_whose_header_lacks_rank_process_or_clock_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = json.loads(records.make_header(0, 2)) | {name: None}
+    (tmp_path / "file").write_text(json.dumps(header) + "\n")
+    assert stall.main([str(tmp_path / "file")]) == 2
+    assert f"its header has no '{name}'" in capsys.readouterr().err
+
+
+def test_wait_that_did_not_end_lasts_until_the_file_was_written(tmp_path: Path) -> None:
+    """The header of a file that a signal handler writes is older than its records."""
+    plot = tmp_path / "plot.png"
+    for written, length in ((11 * SECOND, 10 * SECOND), (0, 1)):
+        file = write_rank(tmp_path, 0, ["a"], last_state=1, written=written)
+        (spans,) = stall.make_spans(stall.read_ranks([file]), 1).values()
+        assert [span.length for span in spans] == [length, length]
+        pytest.importorskip("matplotlib")
+        assert stall.main([file, "--plot", str(plot)]) == 0 and plot.stat().st_size > 1000
+    header = json.loads(records.make_header(0, 1))
+    assert abs(header["written"] - time.time_ns()) < SECOND
