@@ -154,13 +154,13 @@ def record_events(
         undo.enter_context(fake_mode)
         tensors, params = _replace_by_fake_tensors(model, dtype_of, undo)
         storages.exclude(tensors)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _make_fake, (args, dict(kwargs)))
-        storages.exclude([t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)])
         _register_state_hooks(states, trace, storages, undo)
         _register_gradient_hooks(params, param_indices, trace, storages, undo)
-        undo.enter_context(storages)
         undo.enter_context(_disable_fake_tensor_log())
         try:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _make_fake, (args, dict(kwargs)))
+            storages.exclude([t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)])
+            undo.enter_context(storages)
             output = model(*args, **kwargs)
             loss_value = (loss or _get_loss)(output)
             del output

@@ -45,7 +45,14 @@ def _find_callable(name: str) -> Callable[[], Any]:
     module, _, attribute = name.partition(":")
     if not attribute or module.startswith("."):
         raise ValueError(f"the model is package.module:name, or {USAGE}, not {name!r}")
-    make = getattr(importlib.import_module(module), attribute, None)
+    try:
+        make = getattr(importlib.import_module(module), attribute, None)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the import of {module} raises {type(error).__name__}: {error}"
+        ) from error
     if not callable(make):
         raise ValueError(f"{module} has no function or class '{attribute}'")
     found: Callable[[], Any] = make
@@ -67,8 +74,7 @@ def _find_transformers_class(name: str) -> Callable[[], Any]:
     if class_name and model_class is None:
         raise ValueError(f"transformers has no class '{class_name}'")
     if model_class is not None:
-        config = model_class.config_class.from_dict(settings)
-        return lambda: model_class(config)
+        return lambda: model_class(model_class.config_class.from_dict(settings))
     if "model_type" not in settings:
         raise ValueError(f"{text} has no 'architectures' and no 'model_type': use hf:Class:{text}")
     config = transformers.AutoConfig.for_model(**settings)

@@ -119,7 +119,10 @@ def _parse_tensor(text: str) -> torch.Tensor:
             raise ValueError
     except ValueError:
         raise ValueError(f"a batch is SHAPE[:DTYPE], as in 2x2048:int64, not {text!r}") from None
-    return torch.empty(sizes, dtype=parse_dtype(dtype or "float32"), device="meta")
+    try:
+        return torch.empty(sizes, dtype=parse_dtype(dtype or "float32"), device="meta")
+    except RuntimeError as error:  # too many elements, or a dtype without tensors on this device
+        raise ValueError(f"cannot make a tensor {text!r} of the batch: {error}") from error
 
 
 def _make_settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def test_class_with_json_text_or_folder_makes_the_same_model(tmp_path: Path) -> 
         ("hf:NoSuchModel:{}", "transformers has no class 'NoSuchModel'"),
         ("hf:{}", "has no 'architectures' and no 'model_type': use hf:Class:{}"),
         ("hf:{1}", "is not JSON"),
+        ("hf:AutoModel:{}", "hf:AutoModel:{} raises AttributeError: "),
     ],
 )
 def test_invalid_configuration_exits_with_message(

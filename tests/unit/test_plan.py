@@ -606,6 +606,8 @@ def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
         (("8", "--optimizer", "LBFGS"), "cannot measure the memory of LBFGS"),
         (("8", "--microbatches", "0"), "microbatches is positive, not 0"),
         (("8", "--batch", "tokens=2x8:int64", "2x8"), "have names or none, not '2x8'"),
+        (("8", "--batch", "99999999999x99999999:int64"), "cannot make a tensor '99999999999x9999"),
+        (("8", "--batch", "2x8:qint8"), "the batch's sizes and dtypes: NotImplementedError: "),
         (("8", "--batch", "2x-8"), "a batch is SHAPE[:DTYPE], as in 2x2048:int64, not '2x-8'"),
         (("8", "--batch", "x=2x8", "x=4x8"), "two tensors of the batch have the name 'x'"),
     ],
@@ -628,6 +630,17 @@ def test_plan_command_with_failing_constructor_exits_with_status_2(
         plan_command.main([".nn:Linear", "8"])
     assert caught.value.code == 2
     assert "torch.nn:Linear() raises TypeError: Linear.__init__()" in capsys.readouterr().err
+
+
+def test_plan_command_with_module_that_raises_exits_with_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan_raises.py").write_text("undefined")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        plan_command.main(["plan_raises:Model", "8"])
+    assert caught.value.code == 2
+    assert "the import of plan_raises raises NameError: name 'undefi" in capsys.readouterr().err
 
 
 def test_plan_command_passes_named_tensors_and_advice_settings(
