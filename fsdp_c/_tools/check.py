@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import fsdp_c._C as _C
 from .._compat.build_info import read_build
 from .._runtime import kernels
 from ..version import __version__
+from .compare_runs import name_signal
 
 TIMEOUT = 120  # seconds for the self-test
 
@@ -159,7 +159,4 @@ def _wait_for_first_failure(processes: list[subprocess.Popen[bytes]]) -> list[in
 def _describe_signal(status: int) -> str:
     """Returns ``" (SIGSEGV)"`` for the exit status of a process that this signal ended, else
     ``""``."""
-    try:
-        return f" ({signal.Signals(-status).name})" if status < 0 else ""
-    except ValueError:
-        return f" (signal {-status})"
+    return f" ({name_signal(-status)})" if status < 0 else ""

@@ -45,6 +45,7 @@ arguments is replaced by the name of the run (torch-1, fsdp_c-1, torch-2, ...).
 
 _FAILED = 2  # exit code of failures that are not a script's, as for wrong arguments
 _MAX_SEED = 2**32 - 1  # of PYTHONHASHSEED and numpy.random.seed
+_MAX_TIMEOUT = 1e9  # seconds; faulthandler and time limits of torch raise above
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -120,12 +121,17 @@ def _parse_seed(text: str) -> int:
 def _make_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
     as_module = options.module is not None
     arguments = tuple(options.module if as_module else options.script)
+    if arguments[:1] == ("--",):  # argparse.REMAINDER keeps it before Python 3.12
+        arguments = arguments[1:]
     if not arguments:
         parser.error("a script or -m module is missing")
     if not as_module and not os.path.exists(arguments[0]):
         parser.error(f"can't open file {arguments[0]!r}: no such file")
-    if not options.timeout > 0:
-        parser.error(f"--timeout: expected seconds above 0, not {options.timeout:g}")
+    if not 0 < options.timeout <= _MAX_TIMEOUT:
+        parser.error(
+            f"--timeout: expected seconds above 0 and at most {_MAX_TIMEOUT:g}, "
+            f"not {options.timeout:g}"
+        )
     return Job(arguments, as_module, options.steps, options.seed, options.timeout)
 
 

@@ -163,7 +163,7 @@ class Observer:
         with self.clock.pause():
             self._register(optimizer)
             self.gradients = []
-            if closure is None:
+            if not callable(closure):  # an argument of another optimizer's step
                 self._record_gradients(optimizer)
                 return None
         wrapped = self._wrap_closure(optimizer, closure)

@@ -260,10 +260,13 @@ class Comparison:
         return sum(count[step - 1] for count in counts if step <= len(count))
 
     def compute_mean_loss(self, name: str, step: int) -> float | None:
-        """Returns the mean loss of one step over the ranks and ``backward()`` calls."""
+        """Returns the mean loss of one step over the ranks and ``backward()`` calls.
+
+        The mean of inf and -inf is nan. ``statistics.fmean`` would raise an exception.
+        """
         losses = [s["runs"][name]["losses"] for s in self.summaries]
         losses_of_step = [loss for rank in losses if step <= len(rank) for loss in rank[step - 1]]
-        return statistics.fmean(losses_of_step) if losses_of_step else None
+        return sum(losses_of_step) / len(losses_of_step) if losses_of_step else None
 
     def compute_gradient_norm(self, name: str, step: int) -> float | None:
         """Returns the norm of all gradients over all ranks. Replicated gradients count once."""

@@ -318,8 +318,16 @@ def describe_end(child: Child) -> str:
     if code == 0 or any("stopped" in record for record in read_records(child.record)):
         return ""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {name_signal(-code)}"
     return f"exit code {code}"
+
+
+def name_signal(number: int) -> str:
+    """Returns ``SIGSEGV``, for example. Real-time signals have no names: ``signal 40``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -246,7 +247,9 @@ def test_signal_ends_all_processes(
         (["--steps", "0", "x.py"], "--steps: expected a number from 1, not '0'"),
         (["nowhere.py"], "can't open file 'nowhere.py': no such file"),
         (["--its", "x.py"], "unrecognized arguments: --its"),
-        (["--timeout", "-1", str(JOB)], "--timeout: expected seconds above 0, not -1"),
+        (["--timeout", "-1", str(JOB)], "--timeout: expected seconds above 0 and at"),
+        (["--timeout", "inf", str(JOB)], "expected seconds above 0 and at most 1e+09, not inf"),
+        (["--timeout", "1e10", str(JOB)], "at most 1e+09, not 1e+10"),
         (["--json", "/nowhere/x.json", str(JOB)], "cannot write '/nowhere/x.json': its folder"),
         (["--plot", str(ROOT), str(JOB)], f"cannot write '{ROOT}': it is a folder"),
         (["--logs", str(JOB), str(JOB)], f"File exists: '{JOB}'"),
@@ -294,6 +297,8 @@ def test_options_after_the_script_or_module_are_its_arguments() -> None:
     job = compare._make_job(parser, options)
     assert job.arguments == ("package.module", "--rounds", "1") and job.as_module
     assert options.rounds == 3
+    options = parser.parse_args(["--steps", "2", "--", str(JOB), "--", "x"])
+    assert compare._make_job(parser, options).arguments == (str(JOB), "--", "x")
 
 
 def test_help_lists_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,6 +442,20 @@ def test_nonfinite_numbers_become_strings() -> None:
         "losses": [1.5, "nan", ["inf", "-inf"]],
         "steps": 3,
     }
+
+
+def test_mean_of_losses_that_diverge_to_both_infinities_is_nan() -> None:
+    losses = {"losses": [[float("inf"), "a"], [float("-inf"), "b"]]}
+    result = compare_records(three_steps(s2=losses), three_steps(s2=losses))
+    assert math.isnan(result.compute_mean_loss("torch-1", 2))  # type: ignore[arg-type]
+    assert result.verdict is Verdict.EQUAL and compare_report.format_report((), result)
+
+
+def test_rank_that_a_real_time_signal_ended_is_described(tmp_path: Path) -> None:
+    child: Any = SimpleNamespace(process=SimpleNamespace(returncode=-40), record=tmp_path / "none")
+    assert compare_runs.describe_end(child) == "killed by signal 40"
+    child.process.returncode = -signal.SIGKILL
+    assert compare_runs.describe_end(child) == "killed by SIGKILL"
 
 
 def test_first_step_and_profiled_step_are_not_timed() -> None:

@@ -251,6 +251,20 @@ def test_gradients_that_a_closure_makes_are_recorded(observe: Any, by_keyword: b
     assert record["losses"][0][0] == float(loss.detach())
 
 
+def test_positional_argument_of_step_that_is_no_closure_is_passed_on(observe: Any) -> None:
+    class Scaled(torch.optim.SGD):
+        def step(self, scale: Any = None) -> Any:  # type: ignore[override]
+            return scale
+
+    recording = observe()
+    model = nn.Linear(2, 1)
+    optimizer = Scaled(model.parameters(), lr=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    assert optimizer.step(0.5) == 0.5
+    (record,) = recording.lines
+    assert record["gradients"][0][1] == compute_digest(model.weight.grad)
+
+
 def test_step_that_calls_the_step_of_its_base_class_counts_once(observe: Any) -> None:
     class Derived(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
