@@ -23,7 +23,8 @@ def plot_memory(
     """
     from matplotlib.figure import Figure
 
-    samples = _reduce_samples([sample for sample in timeline.samples if sample.phase != BEFORE])
+    step = [sample for sample in timeline.samples if sample.phase != BEFORE]
+    samples = _reduce_samples(step or timeline.samples)  # no unit: only the initial memory
     scale, unit = (2**30, "GiB") if timeline.peak.total >= 2**30 else (2**20, "MiB")
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes: Any = figure.add_subplot()
@@ -35,7 +36,7 @@ def plot_memory(
         axes.axhline(memory / scale, color="#b03030", linestyle="--", zorder=3)
         axes.text(0, memory / scale, " memory of the rank", color="#b03030", va="bottom")
     axes.set_xlim(0, max(len(samples) - 1, 1))
-    axes.set_ylim(0, 1.15 * timeline.peak.total / scale)
+    axes.set_ylim(0, 1.15 * max(timeline.peak.total, 1) / scale)
     axes.set_ylabel(f"{unit} on this rank")
     axes.set_title(f"{title}: memory of one step")
     handles, labels = axes.get_legend_handles_labels()

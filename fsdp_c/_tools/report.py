@@ -19,7 +19,7 @@ from .fake_step import Trace
 from .plotting import require_matplotlib
 from .step_advice import Advice, Facts, find_step_advice
 from .step_memory import KINDS, Sample, Timeline, estimate
-from .unit_bytes import Layout, ParamSize, Sharding, UnitSizes
+from .unit_bytes import Layout, ParamSize, Sharding
 
 _DESCRIPTIONS = {
     "shards": "parameters on this rank, and buffers",
@@ -62,8 +62,9 @@ class Explanation:
         units: One report for each unit.
         warnings: Likely configuration mistakes.
         timeline: Bytes by kind on this rank, over one step.
-        received: Bytes that this rank receives in a step, by process group: ``shard`` (all-gathers
-            and reduce-scatters) and ``replicate`` (all-reduces).
+        received: Bytes that this rank receives in an optimizer step with all its microbatches, by
+            process group: ``shard`` (all-gathers and reduce-scatters) and ``replicate``
+            (all-reduces).
         changes: The configuration changes that lower the peak most, with the bytes that they save.
         advice: The configuration changes that avoid collectives or received bytes.
         optimizer: The optimizer's name, or empty.
@@ -142,13 +143,13 @@ def make_explanation(
     """
     limit = None if memory is None else parse_bytes(memory)
     facts = Facts(model, layout, sharding, trace, microbatches, ranks_per_node, limit)
-    collectives = simulate_collectives(sharding)
+    cost = facts.measure()
     return Explanation(
         title=title,
-        units=list(_make_unit_reports(layout, collectives)),
+        units=list(_make_unit_reports(layout, simulate_collectives(sharding))),
         warnings=warnings,
         timeline=estimate(sharding, make_step_calls(sharding, trace)),
-        received=_count_received_bytes(sharding.units, collectives),
+        received={"shard": cost.shards, "replicate": cost.replicas},
         changes=find_changes(sharding, trace),
         advice=find_step_advice(facts),
         optimizer=optimizer,
@@ -269,30 +270,16 @@ def _format_units(units: list[UnitReport]) -> list[str]:
 def _format_memory(explanation: Explanation) -> Iterator[str]:
     peak = explanation.peak
     yield ""
-    yield "memory on this rank, in one step   at the peak   at most"
+    yield "memory on this rank, in one step   at the peak     at most"
     for kind, size in zip(KINDS, peak.bytes):
         if kind == "activations" and not explanation.knows_activations:
-            yield f"  {kind:<31}{'unknown':>13}   pass batch=..."
+            yield f"  {kind:<31}{'unknown':>13}   pass a batch"
         elif kind == "optimizer states" and not explanation.optimizer:
             yield f"  {kind:<31}{'unknown':>13}   pass the optimizer"
         else:
             maximum = format_bytes(explanation.timeline.highest(kind))
-            yield f"  {kind:<31}{format_bytes(size):>13}{maximum:>10}   {_DESCRIPTIONS[kind]}"
+            yield f"  {kind:<31}{format_bytes(size):>13}{maximum:>12}   {_DESCRIPTIONS[kind]}"
     yield f"the peak: {format_bytes(peak.total)}, in {peak}"
-
-
-def _count_received_bytes(
-    units: tuple[UnitSizes, ...], collectives: list[Collectives]
-) -> dict[str, int]:
-    shard = replicate = 0
-    for unit, unit_collectives in zip(units, collectives):
-        part = (unit.world - 1) / unit.world
-        sizes = [*unit_collectives.list_sizes("all_gather")]
-        sizes += unit_collectives.list_sizes("reduce_scatter")
-        shard += int(part * sum(sizes))
-        part = (unit.replicas - 1) / unit.replicas
-        replicate += int(2 * part * sum(unit_collectives.list_sizes("all_reduce")))
-    return {"shard": shard, "replicate": replicate}
 
 
 def _format_network(explanation: Explanation) -> Iterator[str]:

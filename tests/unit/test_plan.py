@@ -308,8 +308,14 @@ def test_plan_fits_if_peak_is_below_given_memory() -> None:
 
 def test_table_without_batch_and_optimizer_names_missing_arguments(fake_group: int) -> None:
     text = str(fsdp_c.explain(sharded(), file=io.StringIO()))
-    assert re.search(r"activations +unknown +pass batch=", text)
+    assert re.search(r"activations +unknown +pass a batch", text)
     assert re.search(r"optimizer states +unknown +pass the optimizer", text)
+
+
+def test_columns_of_sizes_with_ten_characters_are_separated() -> None:
+    model = nn.Linear(16, 16000, bias=False)
+    text = str(quiet_plan(model, 2**20, world_size=1, optimizer="SGD"))
+    assert re.search(r"shards +1000\.0 KiB  1000\.0 KiB", text)
 
 
 def test_suggested_changes_lower_peak_by_predicted_amount() -> None:
@@ -360,6 +366,12 @@ def test_parse_bytes_accepts_units_and_plain_numbers(size: Any, count: int) -> N
 def test_parse_bytes_of_other_text_raises(size: str) -> None:
     with pytest.raises(ValueError, match=f"a number of bytes such as '80GiB', not {size!r}"):
         report.parse_bytes(size)
+
+
+def test_plot_of_model_without_parameters_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    quiet_plan(nn.Identity(), 2**20).plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_plot_writes_png_and_svg(tmp_path: Path) -> None:

@@ -108,6 +108,15 @@ def assert_saves(advice: Advice, before: Cost, after: Cost) -> None:
     assert saves.received > 0
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("reshard", [True, False, 2, 4])
+def test_received_bytes_are_those_of_a_step(reshard: bool | int, microbatches: int) -> None:
+    model = shard(Chain(), reshard_after_forward=reshard)
+    received = explain(model, microbatches=microbatches).received
+    assert abs(received["shard"] - measure_step(model, of=microbatches).received) <= 1
+    assert received["replicate"] == 0
+
+
 # ---- gathers -------------------------------------------------------------------------------------
 
 
