@@ -82,13 +82,15 @@ def explain(
     ]
     layout = unit_bytes.make_sharded_layout(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
+    optimizer_cost = None if optimizer is None else _estimate_optimizer(optimizer, layout, on_cpu)
     explanation = make_explanation(
         title=fsdp_units.get_original_class(model).__name__,
         warnings=warnings,
         layout=layout,
-        sharding=_make_sharding(layout, model, optimizer, on_cpu),
+        sharding=_make_sharding(layout, model, optimizer_cost, on_cpu),
         trace=record_step(model, layout, batch, loss),
         optimizer="" if optimizer is None else type(optimizer).__name__,
+        knows_optimizer=optimizer_cost is not None,
         memory=memory,
         model=model,
         microbatches=check_positive("microbatches", microbatches),
@@ -147,13 +149,10 @@ def record_step(
 def _make_sharding(
     layout: unit_bytes.Layout,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer_cost: tuple[int, int] | None,
     on_cpu: bool,
 ) -> unit_bytes.Sharding:
-    state_bytes, step_bytes = 0, 0
-    if optimizer is not None:
-        state_bytes, step_bytes = compute_optimizer_cost(optimizer, layout, on_cpu)
-        state_bytes = count_state_bytes(optimizer) or state_bytes
+    state_bytes, step_bytes = optimizer_cost or (0, 0)
     return unit_bytes.Sharding(
         units=tuple(layout.units),
         states=tuple(layout.states),
@@ -164,11 +163,38 @@ def _make_sharding(
     )
 
 
+def _estimate_optimizer(
+    optimizer: torch.optim.Optimizer, layout: unit_bytes.Layout, on_cpu: bool
+) -> tuple[int, int] | None:
+    """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily.
+
+    Returns ``None`` if the optimizer has no states yet and its step cannot be measured.
+    """
+    states = count_state_bytes(optimizer)
+    try:
+        estimated_states, step_bytes = compute_optimizer_cost(optimizer, layout, on_cpu)
+    except ValueError:
+        return (states, 0) if states else None
+    return states or estimated_states, step_bytes
+
+
 def compute_optimizer_cost(
     optimizer: Any, layout: unit_bytes.Layout, on_cpu: bool
 ) -> tuple[int, int]:
-    """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily."""
-    trained_params = [(unit.world, param) for unit in layout.units for param in unit.trained_params]
+    """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily.
+
+    An ``Optimizer`` has states of the parameters that it holds, a class of all trained parameters.
+    """
+    positions = {(i, j) for i, unit in enumerate(layout.units) for j in range(len(unit.params))}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        held = (id(param) for group in optimizer.param_groups for param in group["params"])
+        positions = {layout.param_indices[key] for key in held if key in layout.param_indices}
+    trained_params = [
+        (unit.world, param)
+        for i, unit in enumerate(layout.units)
+        for j, param in enumerate(unit.params)
+        if param.requires_grad and (i, j) in positions
+    ]
     if not trained_params:
         return 0, 0
     shards = [

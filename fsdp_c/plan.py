@@ -113,6 +113,7 @@ def plan(
         layout=layout,
         sharding=sharding,
         trace=record_step(model, layout, batch, loss),
+        knows_optimizer=True,
         optimizer=measure_optimizer(optimizer, torch.float32, on_cpu).name,
         memory=memory_bytes,
         model=model,

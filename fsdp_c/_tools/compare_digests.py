@@ -40,6 +40,11 @@ def list_plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
+def count_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of the plain tensors of this rank inside ``tensor``."""
+    return sum(plain.numel() * plain.itemsize for plain in list_plain_tensors(tensor))
+
+
 def compute_digest(tensor: torch.Tensor | None) -> str:
     """Returns a digest of the dtypes, shapes and bits of this rank's part of ``tensor``, in hex.
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .compare_digests import count_bytes
 from .fake_step import StorageRecorder, Trace
 
 OptimizerArgument: TypeAlias = "str | Optimizer | Callable[..., Optimizer] | None"
@@ -48,10 +48,10 @@ def measure_optimizer(
         ValueError: torch has no such class, or its step requires more than gradients.
         TypeError: ``choice`` has another type.
     """
-    make = _make_constructor(choice, on_cpu)
+    make = _make_constructor(choice)
     try:
-        one_param_bytes, optimizer, parameters = _measure_step(make, 1, dtype)
-        two_param_bytes = _measure_step(make, 2, dtype)[0]
+        one_param_bytes, optimizer, parameters = _measure_step(make, 1, dtype, on_cpu)
+        two_param_bytes = _measure_step(make, 2, dtype, on_cpu)[0]
     except Exception as error:
         name = getattr(choice, "__name__", choice)
         raise ValueError(
@@ -60,7 +60,7 @@ def measure_optimizer(
         ) from error
     size = parameters[0].numel() * dtype.itemsize
     state_bytes = sum(
-        value.numel() * value.itemsize
+        count_bytes(value)
         for value in optimizer.state[parameters[0]].values()
         if isinstance(value, torch.Tensor) and value.numel() > 1
     )
@@ -74,18 +74,15 @@ def measure_optimizer(
 
 def count_state_bytes(optimizer: Optimizer) -> int:
     """Returns the bytes of the states that an optimizer has now, on this rank."""
-    total = 0
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                local = value._local_tensor if isinstance(value, DTensor) else value
-                total += local.numel() * local.itemsize
-    return total
+    return sum(
+        count_bytes(value)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
 
 
-def _make_constructor(
-    choice: OptimizerArgument, on_cpu: bool
-) -> Callable[[list[torch.Tensor]], Optimizer]:
+def _make_constructor(choice: OptimizerArgument) -> Callable[[list[torch.Tensor]], Optimizer]:
     settings: dict[str, Any] = {}
     if choice is None:
         choice = torch.optim.AdamW
@@ -99,6 +96,8 @@ def _make_constructor(
             )
             raise ValueError(f"torch.optim has no optimizer '{choice}'{suggestion}")
         choice = classes_by_name[choice.lower()]
+    while isinstance(inner := getattr(choice, "optimizer", None), Optimizer):
+        choice = inner  # a wrapper, such as accelerate's AcceleratedOptimizer
     if isinstance(choice, Optimizer):
         parameters = inspect.signature(type(choice).__init__).parameters
         settings = {key: value for key, value in choice.defaults.items() if key in parameters}
@@ -107,16 +106,21 @@ def _make_constructor(
         raise TypeError(
             f"an optimizer is a class, its name, or a function that makes one, not {choice!r}"
         )
-    if not on_cpu and isinstance(choice, type):
-        parameters = inspect.signature(choice).parameters
-        if (
-            "foreach" in parameters
-            and not settings.get("fused")
-            and settings.get("foreach") is None
-        ):
-            settings["foreach"] = True
     constructor = choice
     return lambda parameters: constructor(parameters, **settings)
+
+
+def _adapt_options(options: dict[str, Any], on_cpu: bool) -> None:
+    """Sets options so that a step on the CPU allocates what a step on the device would.
+
+    ``capturable`` needs the device, and ``differentiable`` a graph.
+    """
+    is_loop = on_cpu or options.get("fused") or options.get("differentiable")
+    if options.get("foreach", False) is None and not is_loop:
+        options["foreach"] = True
+    for name in ("capturable", "differentiable"):
+        if name in options:
+            options[name] = False
 
 
 def _is_optimizer(cls: Any) -> bool:
@@ -124,7 +128,7 @@ def _is_optimizer(cls: Any) -> bool:
 
 
 def _measure_step(
-    make: Callable[[list[torch.Tensor]], Optimizer], count: int, dtype: torch.dtype
+    make: Callable[[list[torch.Tensor]], Optimizer], count: int, dtype: torch.dtype, on_cpu: bool
 ) -> tuple[int, Optimizer, list[torch.Tensor]]:
     """Returns the peak of temporary bytes of the second step.
 
@@ -132,6 +136,8 @@ def _measure_step(
     """
     parameters = [torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype)) for _ in range(count)]
     optimizer = make([*parameters])
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        _adapt_options(options, on_cpu)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -68,6 +68,7 @@ class Explanation:
         changes: The configuration changes that lower the peak most, with the bytes that they save.
         advice: The configuration changes that avoid collectives or received bytes.
         optimizer: The optimizer's name, or empty.
+        knows_optimizer: Whether ``timeline`` includes the optimizer's states.
         memory: The rank's memory in bytes; ``None`` if the caller did not pass it.
         knows_activations: Whether ``timeline`` includes activations: the caller passed a batch.
         kernels: The implementation that packs and unpacks, by device type; empty for a plan.
@@ -83,6 +84,7 @@ class Explanation:
     changes: list[Change] = field(default_factory=list)
     advice: list[Advice] = field(default_factory=list)
     optimizer: str = ""
+    knows_optimizer: bool = False
     memory: int | None = None
     knows_activations: bool = False
     kernels: dict[str, str] = field(default_factory=dict)
@@ -132,6 +134,7 @@ def make_explanation(
     sharding: Sharding,
     trace: Trace | None,
     optimizer: str,
+    knows_optimizer: bool,
     memory: int | str | None,
     model: nn.Module,
     microbatches: int,
@@ -153,6 +156,7 @@ def make_explanation(
         changes=find_changes(sharding, trace),
         advice=find_step_advice(facts),
         optimizer=optimizer,
+        knows_optimizer=knows_optimizer,
         memory=limit,
         knows_activations=trace is not None,
     )
@@ -274,8 +278,11 @@ def _format_memory(explanation: Explanation) -> Iterator[str]:
     for kind, size in zip(KINDS, peak.bytes):
         if kind == "activations" and not explanation.knows_activations:
             yield f"  {kind:<31}{'unknown':>13}   pass a batch"
-        elif kind == "optimizer states" and not explanation.optimizer:
-            yield f"  {kind:<31}{'unknown':>13}   pass the optimizer"
+        elif kind == "optimizer states" and not explanation.knows_optimizer:
+            remedy = (
+                "call this after its first step" if explanation.optimizer else "pass the optimizer"
+            )
+            yield f"  {kind:<31}{'unknown':>13}   {remedy}"
         else:
             maximum = format_bytes(explanation.timeline.highest(kind))
             yield f"  {kind:<31}{format_bytes(size):>13}{maximum:>12}   {_DESCRIPTIONS[kind]}"

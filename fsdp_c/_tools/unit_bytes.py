@@ -13,11 +13,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
-from torch.distributed.tensor import DTensor
 
 from .._auto_shard.unit import Unit
 from .._runtime import fsdp_units
 from .._runtime.mixed_precision import APPLIED_REDUCE_DTYPE, get_compute_dtype, get_reduce_dtype
+from .compare_digests import count_bytes
 from .fake_step import StateModules
 
 
@@ -389,8 +389,4 @@ def count_bytes_outside_units(model: nn.Module, dtypes: dict[int, torch.dtype]) 
     """Returns the bytes of buffers and of parameters that belong to no unit."""
     tensors: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
     tensors |= {id(p): p for p in model.parameters() if id(p) not in dtypes}
-    total = 0
-    for tensor in tensors.values():
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        total += local.numel() * local.itemsize
-    return total
+    return sum(map(count_bytes, tensors.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from toy_models import MLPModel
 
 import fsdp_c
 from fsdp_c import Explanation, fully_shard
+from fsdp_c._tools import step_memory
+from fsdp_c._tools.optimizer_memory import count_state_bytes
+from fsdp_c._tools.unit_bytes import count_bytes_outside_units
 
 WORLD = 8
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -296,3 +300,120 @@ def test_explanation_reports_cached_buffers_until_release_memory(fake_group: int
     fsdp_c.release_memory()
     released = fsdp_c.explain(model, file=io.StringIO())
     assert released.buffers is not None and released.buffers[1] == 0
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer as accelerate's ``AcceleratedOptimizer`` does."""
+
+    def __init__(self, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+
+
+class Configured(torch.optim.SGD):
+    """An optimizer with another required argument than the parameters."""
+
+    def __init__(self, params: Any, config: dict[str, float]) -> None:
+        super().__init__(params, **config)
+
+
+def get_state_bytes(explanation: Explanation) -> int:
+    states = step_memory.KINDS.index("optimizer states")
+    return explanation.timeline.samples[0].bytes[states] or next(
+        sample.bytes[states] for sample in explanation.timeline.samples if sample.bytes[states]
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda params: Wrapper(torch.optim.AdamW(params)),
+        lambda params: torch.optim.AdamW(params, capturable=True),
+        lambda params: torch.optim.AdamW(params, differentiable=True),
+    ],
+)
+def test_states_are_estimated_before_the_first_step(make: Any) -> None:
+    model = sharded()
+    explanation = quiet_explain(model, make([*model.parameters()]))
+    shards = sum(unit.shard_bytes for unit in explanation.units)
+    assert get_state_bytes(explanation) == 2 * shards and explanation.knows_optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: Configured(params, {"momentum": 0.9}),
+        torch.optim.LBFGS,
+        torch.optim.SparseAdam,
+    ],
+)
+def test_states_that_cannot_be_estimated_are_unknown(make: Any) -> None:
+    model = sharded()
+    explanation = quiet_explain(model, make([*model.parameters()]))
+    assert re.search(r"optimizer states +unknown +call this after its first", str(explanation))
+    assert not explanation.knows_optimizer and len(explanation.units) == 4
+
+
+def test_states_of_optimizer_that_cannot_be_measured_are_counted_after_its_step() -> None:
+    model = sharded()
+    optimizer = Configured(model.parameters(), {"momentum": 0.9})
+    step(model)
+    optimizer.step()
+    explanation = quiet_explain(model, optimizer)
+    states = sum(p.to_local().nbytes for p in model.parameters())
+    assert get_state_bytes(explanation) == states and explanation.knows_optimizer
+
+
+def test_only_parameters_of_the_optimizer_have_states() -> None:
+    model = sharded()
+    model.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([*model.blocks[0].parameters(), *model.blocks[1].parameters()])
+    optimizer.defaults["momentum"] = 0.9
+    explanation = quiet_explain(model, optimizer)
+    assert get_state_bytes(explanation) == explanation.units[2].shard_bytes
+
+
+class Quantized(torch.Tensor):
+    """A tensor of int8 codes that looks like float32, as low-bit states of torchao do."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes"], []
+
+    __torch_dispatch__ = None  # type: ignore[assignment]
+
+
+class LowBit(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            codes = torch.zeros(param.shape, dtype=torch.int8)
+            self.state[param].setdefault("codes", Quantized(codes))
+
+
+def test_states_of_tensor_subclasses_count_the_bytes_of_their_inner_tensors() -> None:
+    model = sharded()
+    explanation = quiet_explain(model, LowBit(model.parameters()))
+    shards = sum(unit.shard_bytes for unit in explanation.units)
+    assert get_state_bytes(explanation) == shards // 4
+    optimizer = LowBit([torch.zeros(8, 4)])
+    optimizer.step()
+    assert count_state_bytes(optimizer) == 32
+    module = nn.Module()
+    module.register_buffer("codes", Quantized(torch.zeros(8, 4, dtype=torch.int8)))
+    assert count_bytes_outside_units(module, {}) == 32

@@ -218,6 +218,9 @@ def test_offloaded_shards_and_states_take_no_device_memory() -> None:
         ("SGD", False, 0, 0, False),
         (partial(torch.optim.SGD, lr=0.1, momentum=0.9), False, 1, 0, False),
         (partial(torch.optim.AdamW, fused=True), False, 2, 0, False),
+        (partial(torch.optim.AdamW), False, 2, 1, True),
+        (partial(torch.optim.AdamW, capturable=True), False, 2, 1, True),
+        (partial(torch.optim.AdamW, differentiable=True), True, 2, 2, False),
     ],
 )
 def test_optimizer_bytes_counts_states_and_temporaries(
