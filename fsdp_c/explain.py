@@ -58,8 +58,10 @@ def explain(
         The report as data. ``.plot("memory.png")`` draws it.
 
     Raises:
-        ValueError: ``model`` has no sharded module, forward raises on fake tensors of the batch,
-            ``microbatches`` is not positive, or ``memory`` is not a size.
+        ValueError: ``model`` has no sharded module, or torch sharded it without fsdp_c.
+        ValueError: Forward raises on fake tensors of the batch, or the model has DTensors before
+            ``fully_shard`` (tensor parallelism).
+        ValueError: ``microbatches`` is not positive, or ``memory`` is not a size.
         TypeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
     """
     require_module(model, "explain")
@@ -68,6 +70,12 @@ def explain(
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"nothing in {type(model).__name__} is sharded: call fully_shard first")
     groups = [(name, group) for name, _, group in fsdp_units.iterate_groups(model)]
+    for name, group in groups:
+        if not isinstance(group, _C.ParamGroup):
+            raise ValueError(
+                f"'{name}' is sharded by torch, not by fsdp_c: call fsdp_c.fully_shard, or "
+                "fsdp_c.install() before torch's fully_shard"
+            )
     warnings = [
         *model_checks.check_optimizer_params(model, groups, optimizer),
         *model_checks.check_replaced_params(model, groups),
@@ -94,7 +102,7 @@ def explain(
         memory=memory,
         model=model,
         microbatches=check_positive("microbatches", microbatches),
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", DEFAULT_RANKS_PER_NODE)),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE") or DEFAULT_RANKS_PER_NODE),
     )
     for _, group in groups:
         explanation.kernels[group.device.type] = kernels.describe_kernels(group.device)
@@ -128,6 +136,12 @@ def record_step(
     """Records one step of the model on fake tensors; returns ``None`` without a batch."""
     if batch is None:
         return None
+    dtensors = [p.name for unit in layout.units for p in unit.params if p.is_dtensor]
+    if dtensors:
+        raise ValueError(
+            f"cannot record the memory of {type(model).__name__}: '{dtensors[0]}' is a DTensor "
+            "before fully_shard, as with tensor parallelism. Call this function without batch="
+        )
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
     if isinstance(batch, Mapping):

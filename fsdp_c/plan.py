@@ -75,7 +75,8 @@ def plan(
 
     Raises:
         ValueError: ``world_size`` and mesh are missing, the mesh has more than two dimensions,
-            planning of ``auto_shard`` fails, or forward raises on fake tensors of the batch.
+            planning of ``auto_shard`` fails, forward raises on fake tensors of the batch, or
+            ``batch`` is passed with tensor parallelism.
         ValueError: ``reshard_after_forward`` does not divide the number of ranks.
         TypeError: An argument has another type, or ``fully_shard`` does not have it.
     """
@@ -96,8 +97,8 @@ def plan(
     )
     for unit in units:
         _check_reshard(unit.kwargs.get("reshard_after_forward"), shape[1])
-    layout = unit_bytes.make_planned_layout(model, units, shape)
     on_cpu = _parse_device_type(device) == "cpu"
+    layout = unit_bytes.make_planned_layout(model, units, shape, on_cpu)
     state_bytes, step_bytes = compute_optimizer_cost(optimizer, layout, on_cpu)
     sharding = unit_bytes.Sharding(
         units=tuple(layout.units),

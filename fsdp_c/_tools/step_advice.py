@@ -359,13 +359,12 @@ def find_smaller_mesh(facts: Facts) -> Iterator[_Change]:
     if len(worlds) != 1 or world <= node or world % node or not all(map(_can_replicate, units)):
         return
     nodes = world // node
-    after = _map_units(facts, lambda unit: replace(unit, world=node, replicas=nodes))
     sharding = replace(
-        after.sharding,
+        _map_units(facts, lambda unit: replace(unit, world=node, replicas=nodes)).sharding,
         optimizer_bytes=facts.sharding.optimizer_bytes * nodes,
         step_bytes=facts.sharding.step_bytes * nodes,
     )
-    after = replace(after, sharding=sharding)
+    after = replace(facts, sharding=sharding)
     before, peak = (
         estimate(f.sharding, make_step_calls(f.sharding, f.trace)).peak.total
         for f in (facts, after)
@@ -384,8 +383,9 @@ def find_smaller_mesh(facts: Facts) -> Iterator[_Change]:
 
 
 def _can_replicate(unit: UnitSizes) -> bool:
-    """Whether a unit has no replicas, and no smaller group to reshard to after forward."""
-    return unit.replicas == 1 and isinstance(unit.reshard, bool)
+    """Whether a unit has no replicas, no DTensors, and no smaller group to reshard to."""
+    dtensors = any(param.is_dtensor for param in unit.params)  # ranks of nodes share a tensor
+    return unit.replicas == 1 and isinstance(unit.reshard, bool) and not dtensors
 
 
 _RULES: tuple[Callable[[Facts], Iterator[_Change]], ...] = (

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.tensor import DTensor
 
 from .._auto_shard.unit import Unit
 from .._runtime import fsdp_units
@@ -22,7 +23,10 @@ from .fake_step import StateModules
 
 
 class ParamSize(NamedTuple):
-    """One parameter. ``sizes`` are those of the unsharded parameter, ``dim`` is the sharded dim."""
+    """One parameter. ``sizes`` are those of the unsharded local tensor, ``dim`` is the sharded dim.
+
+    ``is_dtensor``: the parameter was a DTensor before ``fully_shard`` (tensor parallelism).
+    """
 
     name: str
     sizes: tuple[int, ...]
@@ -31,6 +35,7 @@ class ParamSize(NamedTuple):
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     requires_grad: bool
+    is_dtensor: bool = False
 
     @property
     def numel(self) -> int:
@@ -279,6 +284,7 @@ def _make_param_sizes(param: Any) -> ParamSize:
         compute_dtype=compute_dtype,
         reduce_dtype=APPLIED_REDUCE_DTYPE.__get__(param) or compute_dtype,
         requires_grad=param.sharded_param.requires_grad,
+        is_dtensor=param.is_dtensor,
     )
 
 
@@ -298,7 +304,9 @@ def _get_reshard(state: Any, group: Any, is_root: bool) -> bool | int:
 # ---- layout of a planned model -------------------------------------------------------------------
 
 
-def make_planned_layout(model: nn.Module, units: list[Unit], mesh: tuple[int, int]) -> Layout:
+def make_planned_layout(
+    model: nn.Module, units: list[Unit], mesh: tuple[int, int], on_cpu: bool
+) -> Layout:
     """Returns the layout of planned units on a mesh of (replicas, ranks to shard over)."""
     layout = Layout()
     position = {module: index for index, module in enumerate(model.modules())}
@@ -322,7 +330,7 @@ def make_planned_layout(model: nn.Module, units: list[Unit], mesh: tuple[int, in
         for index, (param, size) in enumerate(zip(params[unit], sizes)):
             layout.dtypes[id(param)] = size.compute_dtype
             layout.param_indices[id(param)] = len(layout.units), index
-        layout.units.append(_make_planned_unit_sizes(unit, state, sizes, mesh))
+        layout.units.append(_make_planned_unit_sizes(unit, state, sizes, mesh, on_cpu))
         layout.modules.append(unit.modules)
     return layout
 
@@ -352,15 +360,15 @@ def _assign_params(model: nn.Module, units: list[Unit]) -> dict[Unit, dict[nn.Pa
 
 
 def _make_planned_unit_sizes(
-    unit: Unit, state: int, params: Iterable[ParamSize], mesh: tuple[int, int]
+    unit: Unit, state: int, params: Iterable[ParamSize], mesh: tuple[int, int], on_cpu: bool
 ) -> UnitSizes:
     reshard = unit.kwargs.get("reshard_after_forward")
     if reshard is None:
         reshard = state != 0
     if reshard is not True and reshard in (1, mesh[1]):
         reshard = reshard != 1
-    offload = unit.kwargs.get("offload_policy")
-    offloads = isinstance(offload, CPUOffloadPolicy)
+    offload: Any = unit.kwargs.get("offload_policy")
+    offloads = isinstance(offload, CPUOffloadPolicy) and not on_cpu
     return UnitSizes(
         name=", ".join(fqn or "(root)" for fqn in unit.names),
         state=state,
@@ -370,7 +378,7 @@ def _make_planned_unit_sizes(
         reshard=reshard,
         offloads=offloads,
         unshard_in_backward=unit.unshard_in_backward,
-        settings={"pinned": offload.pin_memory} if isinstance(offload, CPUOffloadPolicy) else {},
+        settings={"pinned": bool(offload.pin_memory)} if offloads else {},
     )
 
 
@@ -379,7 +387,8 @@ def _make_planned_param_sizes(name: str, param: nn.Parameter, policy: Any) -> Pa
     compute_dtype = dtype if dtype is not None and param.is_floating_point() else param.dtype
     reduce_dtype = None if policy is None else get_reduce_dtype(policy, param.dtype, compute_dtype)
     dtypes = (param.dtype, compute_dtype, reduce_dtype or compute_dtype)
-    return ParamSize(name, tuple(param.shape) or (1,), 0, *dtypes, param.requires_grad)
+    sizes = tuple(getattr(param, "_local_tensor", param).shape) or (1,)
+    return ParamSize(name, sizes, 0, *dtypes, param.requires_grad, isinstance(param, DTensor))
 
 
 # ---- tensors outside of units --------------------------------------------------------------------
@@ -387,6 +396,5 @@ def _make_planned_param_sizes(name: str, param: nn.Parameter, policy: Any) -> Pa
 
 def count_bytes_outside_units(model: nn.Module, dtypes: dict[int, torch.dtype]) -> int:
     """Returns the bytes of buffers and of parameters that belong to no unit."""
-    tensors: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
-    tensors |= {id(p): p for p in model.parameters() if id(p) not in dtypes}
-    return sum(map(count_bytes, tensors.values()))
+    params = (param for param in model.parameters() if id(param) not in dtypes)
+    return sum(map(count_bytes, (*model.buffers(), *params)))

@@ -302,6 +302,25 @@ def test_explanation_reports_cached_buffers_until_release_memory(fake_group: int
     assert released.buffers is not None and released.buffers[1] == 0
 
 
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_explain_of_model_sharded_by_torch_raises(trained_before: bool) -> None:
+    model = MLPModel()
+    torch.distributed.fsdp.fully_shard(model)
+    if trained_before:
+        step(model)
+    with pytest.raises(ValueError, match=r"'\(root\)' is sharded by torch, not by fsdp_c: call fs"):
+        quiet_explain(model)
+
+
+@pytest.mark.parametrize(("variable", "count"), [("", 8), ("4", 4)])
+def test_ranks_of_a_node_are_read_from_the_environment(
+    variable: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
+    advice = fsdp_c.explain(sharded(), memory="1GiB", file=io.StringIO()).advice
+    assert any("2 nodes of 4 ranks" in str(line) for line in advice) is (count == 4)
+
+
 # ---- optimizers ----------------------------------------------------------------------------------
 
 

@@ -22,6 +22,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from toy_models import MLPBlock, MLPModel
 from wrap_models import Transformer, bytes_of, units_of
 
@@ -80,6 +85,47 @@ def test_plan_equals_explain_of_sharded_model(fake_group: int) -> None:
         assert after.units == before.units
         assert after.peak == before.peak
         assert after.received == before.received
+
+
+def test_plan_of_offloading_on_the_cpu_equals_explain(fake_group: int) -> None:
+    kwargs: Any = {"offload_policy": fsdp_c.CPUOffloadPolicy()}
+    before = quiet_plan(LargeVocabulary(), batch=TOKENS, device="cpu", **kwargs)
+    model = auto_shard(LargeVocabulary(), **kwargs)
+    optimizer = torch.optim.AdamW(model.parameters())
+    after = fsdp_c.explain(model, optimizer, batch=TOKENS, file=io.StringIO())
+    assert before.peak == after.peak
+    assert before.peak == quiet_plan(LargeVocabulary(), batch=TOKENS, device="cpu").peak
+
+
+def parallelize(mesh: Any) -> MLPModel:
+    model = MLPModel()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], plan)  # type: ignore[arg-type]
+    return model
+
+
+def test_plan_of_tensor_parallel_model_equals_explain(fake_group: int) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    settings: dict[str, Any] = {"ranks_per_node": 2, "memory": "1 GiB"}
+    before = quiet_plan(parallelize(mesh), world_size=4, device="cpu", **settings)
+    model = auto_shard(parallelize(mesh), mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    after = fsdp_c.explain(model, optimizer, file=io.StringIO())
+    assert before.units == after.units and before.peak == after.peak
+    blocks = [unit for unit in before.units if unit.name.startswith("blocks")]
+    assert {unit.elements for unit in blocks} == {(2 * 128 + 16) // 2 + 8}
+    assert not any("init_device_mesh" in str(advice) for advice in before.advice)
+
+
+def test_batch_of_tensor_parallel_model_is_refused(fake_group: int) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    batch, match = torch.ones(2, 8), "is a DTensor before fully_shard.* without batch="
+    with pytest.raises(ValueError, match=match):
+        quiet_plan(parallelize(mesh), batch=batch)
+    with pytest.raises(ValueError, match=match):
+        model = auto_shard(parallelize(mesh), mesh=mesh["dp"])
+        fsdp_c.explain(model, batch=batch, file=io.StringIO())
 
 
 def test_explain_leaves_hooks_and_parameters_unchanged(fake_group: int) -> None:

@@ -502,7 +502,7 @@ def test_timeline_of_files_without_collectives_exits_with_status_2(
 
 
 @pytest.mark.parametrize("name", ["rank", "world", "pid", "clock_offset", "host"])
-def test_file_whose_header_lacks_rank_process_or_clock_is_refused(
+def test_file_with_incomplete_header_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     header = json.loads(records.make_header(0, 2)) | {name: None}
