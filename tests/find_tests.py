@@ -180,7 +180,6 @@ TESTS_OF = {
     "compare_report": ("test_compare",),
     "compare_results": ("test_compare",),
     "compare_runs": ("test_compare",),
-    "plan_command": ("test_plan",),
     "plotting": ("test_timeline", "test_explain"),
     "policies": ("test_wrap_policy", "test_wrap"),
     "report": EXPLAIN,

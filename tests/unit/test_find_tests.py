@@ -62,6 +62,7 @@ def test_commands_run_c_tests_and_python_tests_of_a_module() -> None:
     assert names("csrc/core/plan.c", "fsdp_c/explain.py") == [
         "TESTS=test_plan test_plan_extended",
         "tests/unit/test_plan.py",
+        "tests/unit/test_plan_command.py",
         "tests/unit/test_explain.py",
     ]
 

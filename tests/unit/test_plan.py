@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from releases import DataParallelMeshDims, has
+from releases import DataParallelMeshDims
 from test_explain import sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +31,7 @@ from wrap_models import Transformer, bytes_of, units_of
 
 import fsdp_c
 from fsdp_c import Explanation, auto_shard, wrap
-from fsdp_c._tools import plan_command, report, step_memory
+from fsdp_c._tools import report, step_memory
 from fsdp_c._tools.optimizer_memory import measure_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,41 +140,6 @@ def test_explain_leaves_hooks_and_parameters_unchanged(fake_group: int) -> None:
     assert all(param.grad is None for param in now.values())
     model(TOKENS).sum().backward()
     assert all(param.grad is not None for param in now.values())
-
-
-class StoresTensors(LargeVocabulary):
-    """Forward stores tensors in an attribute, a buffer, a list and a dict of the module."""
-
-    mask: Any = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[torch.Tensor] = []
-        self.cache: dict[int, torch.Tensor] = {}
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.mask is None:
-            self.mask = torch.ones(tokens.shape[1], 1)
-            self.register_buffer("positions", torch.zeros(tokens.shape[1], 1))
-            self.cache[0] = torch.zeros(1)
-        out = super().forward(tokens) * self.mask + self.positions + self.cache[0]
-        self.losses.append(out.sum())
-        return out
-
-
-@pytest.mark.parametrize("report", ["plan", "explain"])
-def test_tensors_that_forward_stores_are_removed_after_the_dry_run(
-    report: str, fake_group: int
-) -> None:
-    model = StoresTensors()
-    buffers = dict(model.named_buffers())
-    if report == "plan":
-        quiet_plan(model, batch=TOKENS)
-    else:
-        fsdp_c.explain(auto_shard(model), batch=TOKENS, file=io.StringIO())
-    assert model.mask is None and model.losses == [] and model.cache == {}
-    assert dict(model.named_buffers()) == buffers
-    assert type(model(TOKENS)) is torch.Tensor
 
 
 def test_plan_of_forward_that_reads_values_raises_with_model_name() -> None:
@@ -433,36 +397,6 @@ def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
     assert text.count("<path") > len(step_memory.KINDS)
 
 
-# ---- python -m fsdp_c plan -----------------------------------------------------------------------
-
-
-def run_plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return fork_server.run_module("fsdp_c", "plan", *arguments, cwd=cwd)
-
-
-def test_plan_command_prints_table_and_sets_exit_status(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (tmp_path / "user.py").write_text(
-        "import torch.nn as nn\n"
-        "def model():\n"
-        "    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(4)))\n"
-    )
-    completed = run_plan(
-        "user:model", "2x4", "--batch", "2x64", "--memory", "1GiB", "--param-dtype", "bfloat16",
-        "--plot", "memory.png", cwd=tmp_path,
-    )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
-    # From 2.15 on, gradients are reduced in the dtype of the sharded parameter.
-    reduced = "float32" if has("2.15") else "bfloat16"
-    assert re.search(
-        rf"^0-3 +4 x Sequential .*float32/bfloat16/{reduced} +2x4 ", completed.stdout, re.M
-    )
-    assert "it fits into 1.0 GiB" in completed.stdout and (tmp_path / "memory.png").exists()
-    assert run_plan("user:model", "8", "--memory", "1KiB", cwd=tmp_path).returncode == 1
-    failed = run_plan("user:nothing", "8", cwd=tmp_path)
-    assert failed.returncode == 2 and "user has no function or class 'nothing'" in failed.stderr
-
-
 # ---- auto_shard ----------------------------------------------------------------------------------
 
 
@@ -656,62 +590,3 @@ def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
     ):
         quiet_plan(MLPModel(), batch=torch.ones(2, 9))
     assert caplog.messages == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (("eight",), "ranks are a number, 8, or replicas by ranks to shard over, 2x4, not 'eight'"),
-        (("8", "--param-dtype", "bf17"), "argument --param-dtype: torch has no dtype 'bf17'"),
-        (("8", "--device", "gpu"), "device is a torch.device or its name"),
-        (("8", "--optimizer", "LBFGS"), "cannot measure the memory of LBFGS"),
-        (("8", "--microbatches", "0"), "microbatches is positive, not 0"),
-        (("8", "--batch", "tokens=2x8:int64", "2x8"), "have names or none, not '2x8'"),
-        (("8", "--batch", "99999999999x99999999:int64"), "cannot make a tensor '99999999999x9999"),
-        (("8", "--batch", "2x8:qint8"), "the batch's sizes and dtypes: NotImplementedError: "),
-        (("8", "--batch", "2x-8"), "a batch is SHAPE[:DTYPE], as in 2x2048:int64, not '2x-8'"),
-        (("8", "--batch", "x=2x8", "x=4x8"), "two tensors of the batch have the name 'x'"),
-    ],
-)
-def test_plan_command_with_invalid_argument_exits_with_message(
-    arguments: tuple[str, ...], match: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        plan_command.main(["test_plan:LargeVocabulary", *arguments])
-    assert caught.value.code == 2 and match in capsys.readouterr().err
-
-
-def test_plan_command_with_failing_constructor_exits_with_status_2(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        plan_command.main(["torch.nn:Linear", "8"])
-    assert caught.value.code == 2
-    with pytest.raises(SystemExit) as caught:
-        plan_command.main([".nn:Linear", "8"])
-    assert caught.value.code == 2
-    assert "torch.nn:Linear() raises TypeError: Linear.__init__()" in capsys.readouterr().err
-
-
-def test_plan_command_with_module_that_raises_exits_with_status_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "plan_raises.py").write_text("undefined")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        plan_command.main(["plan_raises:Model", "8"])
-    assert caught.value.code == 2
-    assert "the import of plan_raises raises NameError: name 'undefi" in capsys.readouterr().err
-
-
-def test_plan_command_passes_named_tensors_and_advice_settings(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments = ["8", "--batch", "tokens=2x8:int64", "--ranks-per-node", "4", "--memory", "1GiB"]
-    assert plan_command.main(["test_plan:LargeVocabulary", *arguments]) == 0
-    output = capsys.readouterr().out
-    assert "activations" in output and "unknown" not in output
-    assert "the model is sharded over 2 nodes of 4 ranks" in output
-    arguments = ["2x4", "--microbatches", "3"]
-    assert plan_command.main(["test_plan:LargeVocabulary", *arguments]) == 0
-    assert "all-reduce gradients after each of 3 microbatches" in capsys.readouterr().out
