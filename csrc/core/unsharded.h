@@ -32,9 +32,9 @@ FC_CHECK fc_status fc_unsharded_adopt(fc_group_base *base);
  * forward has another leaf than `unsharded`, because gradients of that leaf would be lost.
  * record_leaves detects a conversion to another dtype since forward. check_leaves detects a
  * replaced shard of which the unsharded parameter is an alias. Frozen parameters and parameters
- * with all-gather hooks are not checked. check_leaves also returns FC_ESTATE if an unsharded
- * parameter, frozen or not, is an alias of a shard that was changed in place since the gather,
- * because gradients would then depend on new parameters and old activations. */
+ * with all-gather hooks are not checked. check_leaves also returns FC_ESTATE if the
+ * shard of an alias, frozen or not, was changed in place since the gather. Gradients would then
+ * depend on new parameters and old activations. */
 FC_CHECK fc_status fc_unsharded_record_leaves(fc_group_base *base);
 FC_CHECK fc_status fc_unsharded_check_leaves(fc_group_base *base);
 /* Returns FC_ESTATE with torch's message if the memory of a parameter cannot be freed. Call it

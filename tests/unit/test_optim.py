@@ -7,6 +7,7 @@ import importlib
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -358,16 +359,11 @@ def test_init_group_of_instance_is_called_in_each_accelerated_step() -> None:
     params = make_params()
     optimizer = optim.accelerate(torch.optim.AdamW(params))
     train(optimizer, params)
-    init_group, calls = optimizer._init_group, []
-
-    def record_call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return init_group(*args, **kwargs)
-
-    optimizer._init_group = record_call  # type: ignore[method-assign]
+    wrapper = Mock(wraps=optimizer._init_group)
+    optimizer._init_group = wrapper  # type: ignore[method-assign]
     train(optimizer, params)
-    assert len(calls) == 3
-    assert vars(optimizer)["_init_group"] is record_call
+    assert wrapper.call_count == 3
+    assert vars(optimizer)["_init_group"] is wrapper
     del optimizer._init_group
     assert dtensor_operators(optimizer, params) == []
 
@@ -509,11 +505,10 @@ def test_optimizer_changed_between_accelerated_steps_equals_torch(name: str) -> 
     ("kind", "name", "off", "on"),
     [
         ("SGD", "momentum", numpy.float64(0), numpy.float64(0.5)),
-        ("SGD", "momentum", numpy.float32(0), numpy.float32(0.5)),
         ("SGD", "momentum", torch.tensor(0.0), torch.tensor(0.5)),
         ("AdamW", "amsgrad", numpy.False_, numpy.True_),
     ],
-    ids=["float64", "float32", "tensor", "bool"],
+    ids=["float64", "tensor", "bool"],
 )
 def test_option_enabled_by_value_of_same_type_between_accelerated_steps_equals_torch(
     kind: str, name: str, off: Any, on: Any
@@ -527,9 +522,9 @@ def test_option_enabled_by_value_of_same_type_between_accelerated_steps_equals_t
             optim.accelerate(optimizer)
         train(optimizer, params)
         set_option(name, on)(optimizer, params)
+        raised = None
         try:
             train(optimizer, params, 3)
-            raised = None
         except KeyError as error:  # torch does not add the state of amsgrad to existing states
             raised = repr(error)
         results.append([raised, params, optimizer.state_dict()])
