@@ -7,6 +7,7 @@ exception that torch or pickle would raise, with a note.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import re
@@ -24,11 +25,10 @@ from .._compat import patches
 from .hints import add_hint, format_names, get_class_name, with_hint
 
 
-def _find_overridden_method(module: nn.Module, name: str, method: Any) -> Any:
-    """Returns the method that ``method`` overrides in the module's class hierarchy."""
-    mro = type(module).__mro__
-    index = next(i for i, cls in enumerate(mro) if vars(cls).get(name) is method)
-    return next(vars(cls)[name] for cls in mro[index + 1 :] if name in vars(cls))
+def _get_overridden_method(module: nn.Module, name: str, method: Any) -> Any:
+    """Returns the bound method that ``method`` overrides in the module's class hierarchy."""
+    cls = next(cls for cls in type(module).__mro__ if vars(cls).get(name) is method)
+    return getattr(super(cls, module), name)
 
 
 def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
@@ -61,20 +61,19 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
             "torch.distributed.checkpoint.save({'model': model.state_dict()}, "
             "checkpoint_id=folder) on all ranks.",
         )
-    return _find_overridden_method(self, "__reduce_ex__", _reduce_ex)(self, protocol)
+    return _get_overridden_method(self, "__reduce_ex__", _reduce_ex)(protocol)
 
 
 @functools.wraps(nn.Module.load_state_dict)
 def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        return _find_overridden_method(self, "load_state_dict", _load_state_dict)(
-            self, *args, **kwargs
-        )
+        return _get_overridden_method(self, "load_state_dict", _load_state_dict)(*args, **kwargs)
     except RuntimeError as error:
         state = args[0] if args else kwargs.get("state_dict")
-        note = _find_loading_hint(self, state) if isinstance(state, Mapping) else None
-        if note is not None:
-            add_hint(error, note)
+        with contextlib.suppress(Exception):  # state_dict() may be overridden, and raise as well
+            note = _find_loading_hint(self, state) if isinstance(state, Mapping) else None
+            if note is not None:
+                add_hint(error, note)
         raise
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import traceback
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import releases
@@ -106,6 +108,51 @@ def test_overridden_load_state_dict_and_reduce_ex_of_module_are_called(fake_grou
     module: Any = fsdp_c.fully_shard(OverridingLinear(8, 8))
     assert module.load_state_dict(state=module.state_dict())[0] == "overridden"
     assert pickle.loads(pickle.dumps(module)) == 7
+
+
+@pytest.mark.parametrize("name", ["__reduce_ex__", "load_state_dict"])
+@pytest.mark.parametrize("wrap", [classmethod, staticmethod, functools.partialmethod])
+def test_descriptor_overriding_load_state_dict_or_reduce_ex_is_bound(
+    fake_group: int, wrap: Any, name: str
+) -> None:
+    cls = type("DescribedLinear", (nn.Linear,), {name: wrap(lambda *args: args)})
+    module: Any = fsdp_c.fully_shard(cls(8, 8))
+    bound: Any = {classmethod: (type(module),), staticmethod: (), functools.partialmethod: (module,)}
+    assert getattr(module, name)(2) == (*bound[wrap], 2)
+
+
+STATE_NOT_READY = ValueError("the extra state is not ready")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"state_dict": lambda self: {}},
+        {"state_dict": lambda self, **kwargs: []},
+        {"get_extra_state": Mock(side_effect=STATE_NOT_READY), "set_extra_state": None},
+    ],
+    ids=["without_keep_vars", "list", "raising_extra_state"],
+)
+def test_load_into_module_with_failing_state_dict_keeps_torch_exception(
+    fake_group: int, overrides: dict[str, Any]
+) -> None:
+    def load(shard: Any) -> Exception:
+        module = shard(type("OverridingLinear", (nn.Linear,), overrides)(8, 8))
+        with pytest.raises(RuntimeError) as caught:
+            module.load_state_dict({"unknown": torch.ones(1)})
+        return caught.value
+
+    assert str(load(fsdp_c.fully_shard)) == str(load(torch_fully_shard))
+
+
+def test_load_of_invalid_keys_keeps_exception_of_module(fake_group: int) -> None:
+    class RefusingLinear(nn.Linear):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("the state is of version 1")
+
+    module: Any = fsdp_c.fully_shard(RefusingLinear(8, 8))
+    with pytest.raises(RuntimeError, match="the state is of version 1"):
+        module.load_state_dict({1: torch.ones(1)})
 
 
 def test_note_before_python_3_11_is_appended_to_message() -> None:
