@@ -26,7 +26,7 @@ from .._compat.older_torch import GroupOfOlderTorch
 from .._compat.torch_releases import make_orig_dtype_argument
 from .extensions import leave_inference_mode
 from .fallback_transport import exclude_user_collectives, use_all_reduce_transport, use_transport
-from .mixed_precision import CastingParam
+from .mixed_precision import CastingParam, can_reduce_in
 from .param import Param
 
 
@@ -222,6 +222,8 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             grads += [self._make_zeros(param) for param in with_partials]
         dtypes = {grad.dtype for grad in grads}
         reduce_dtype = self._reduce_dtype or functools.reduce(torch.promote_types, dtypes)
+        if not can_reduce_in(reduce_dtype):
+            return reduce_dtype  # foreach_reduce raises
         if any(dtype.is_complex for dtype in dtypes):
             reduce_dtype = torch.promote_types(reduce_dtype, torch.complex32)
         for index, (param, grad) in enumerate(zip(params, grads)):

@@ -134,6 +134,11 @@ def get_reduce_dtype(
     )
 
 
+def can_reduce_in(dtype: torch.dtype | None) -> bool:
+    """Whether gradients can be cast to ``dtype``. Integers would truncate them."""
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
+
+
 APPLIED_REDUCE_DTYPE: Any = vars(_C.Param)["reduce_dtype"]
 """The descriptor ``reduce_dtype`` of the C class: the dtype in which the core reduces a gradient.
 

@@ -42,6 +42,7 @@ from . import extensions
 from .mixed_precision import (
     APPLIED_REDUCE_DTYPE,
     REDUCES_IN_PARAM_DTYPE,
+    can_reduce_in,
     get_compute_dtype,
     get_reduce_dtype,
 )
@@ -285,7 +286,8 @@ class Param(ReplaceableShard):
         if not self._has_sharded_grad_dtype_override:
             reduce_dtype = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # no cast for computation; reductions may be wider
-            reduce_dtype = reduce_dtype and torch.promote_types(reduce_dtype, torch.complex32)
+            if reduce_dtype is not None and can_reduce_in(reduce_dtype):
+                reduce_dtype = torch.promote_types(reduce_dtype, torch.complex32)
         elif reduce_dtype == param_dtype and not REDUCES_IN_PARAM_DTYPE:
             reduce_dtype = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:

@@ -33,6 +33,7 @@ from .meshes import (
     subscribe,
     unsubscribe,
 )
+from .mixed_precision import can_reduce_in
 from .param import Param
 
 
@@ -251,6 +252,7 @@ class GroupCommunication(GroupCollectives):
         self._uses_fallback_reduce = (
             needs_fallback
             or has_variable_size
+            or not all(can_reduce_in(param.reduce_dtype) for param in self.fsdp_params)
             or self._param_calls & _C.CALL_REDUCE != 0
             or not (
                 allocators[1] or type(self._reduce_scatter_comm) is torch_group.DefaultReduceScatter

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 
 import fsdp_c
 
@@ -41,6 +44,29 @@ def test_policy_is_instance_of_torch_policy_and_supports_replace() -> None:
     replaced = dataclasses.replace(policy, reduce_dtype=None)
     assert replaced.param_dtype_override_fn is keep_dtype
     assert replaced.reduce_dtype is None
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("name", ["fully_shard", "replicate"])
+def test_reduce_dtype_that_is_not_floating_raises_as_in_torch(
+    single_group: int, name: str, accumulates: bool, param_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    def train(shard: Callable[..., Any]) -> str:
+        model = nn.Linear(4, 4, dtype=param_dtype)
+        module = shard(model, mp_policy=torch_fsdp.MixedPrecisionPolicy(reduce_dtype=dtype))
+        x = torch.ones(2, 4, dtype=param_dtype)
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            module.set_requires_gradient_sync(not accumulates)
+            module(x).abs().sum().backward()
+            module.set_requires_gradient_sync(True)
+            module(x).abs().sum().backward()
+        return repr(caught.value)
+
+    torch_shard = {"fully_shard": torch_fsdp.fully_shard, "replicate": torch_replicate}[name]
+    assert train(getattr(fsdp_c, name)) == train(torch_shard)
 
 
 # ---- torch 2.15's grad_dtype ---------------------------------------------------------------------
