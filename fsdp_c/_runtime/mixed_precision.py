@@ -139,6 +139,16 @@ def can_reduce_in(dtype: torch.dtype | None) -> bool:
     return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
+def widen_to_complex(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns the complex dtype for gradients whose ``reduce_dtype`` is ``dtype``.
+
+    ``None`` and integers, in which no gradient can be reduced, are returned unchanged.
+    """
+    if dtype is None or not can_reduce_in(dtype):
+        return dtype
+    return torch.promote_types(dtype, torch.complex32)
+
+
 APPLIED_REDUCE_DTYPE: Any = vars(_C.Param)["reduce_dtype"]
 """The descriptor ``reduce_dtype`` of the C class: the dtype in which the core reduces a gradient.
 

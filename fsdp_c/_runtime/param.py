@@ -7,6 +7,7 @@ that adopts replaced or converted parameters.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -42,9 +43,9 @@ from . import extensions
 from .mixed_precision import (
     APPLIED_REDUCE_DTYPE,
     REDUCES_IN_PARAM_DTYPE,
-    can_reduce_in,
     get_compute_dtype,
     get_reduce_dtype,
+    widen_to_complex,
 )
 from .param_shard import copy_user_attributes
 from .replaced_shard import GroupOfParam, ReplaceableShard
@@ -286,8 +287,7 @@ class Param(ReplaceableShard):
         if not self._has_sharded_grad_dtype_override:
             reduce_dtype = get_reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # no cast for computation; reductions may be wider
-            if reduce_dtype is not None and can_reduce_in(reduce_dtype):
-                reduce_dtype = torch.promote_types(reduce_dtype, torch.complex32)
+            reduce_dtype = widen_to_complex(reduce_dtype)
         elif reduce_dtype == param_dtype and not REDUCES_IN_PARAM_DTYPE:
             reduce_dtype = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
@@ -331,9 +331,9 @@ class Param(ReplaceableShard):
 
     def _restore_class(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns ``parameter`` with the original's class (if a plain subclass) and attributes."""
-        original = self._orig_class
-        if type(parameter) is nn.Parameter and issubclass(original, nn.Parameter):
-            parameter.__class__ = original
+        if type(parameter) is nn.Parameter and issubclass(self._orig_class, nn.Parameter):
+            with contextlib.suppress(TypeError):  # __slots__ change the layout of objects
+                parameter.__class__ = self._orig_class
         self._copy_attributes(parameter)
         return parameter
 

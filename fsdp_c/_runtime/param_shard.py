@@ -42,10 +42,13 @@ _PLAIN_TYPES = (NoneType, bool, int, float, complex, str, bytes, Enum, torch.dty
 
 def _is_plain(value: Any) -> bool:
     """Whether ``value`` is data that refers to no tensor, module or other object."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
+    try:
+        if isinstance(value, dict):
+            return all(map(_is_plain, (*value, *value.values())))
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return all(map(_is_plain, value))
+    except RecursionError:  # the container contains itself
+        return False
     return isinstance(value, _PLAIN_TYPES)
 
 
@@ -58,9 +61,10 @@ def copy_user_attributes(param: nn.Parameter) -> dict[str, Any]:
 
     A plain parameter passes on only plain data: other attributes would keep memory allocated, or
     prevent the copy of an optimizer. A tensor subclass passes on all attributes except its inner
-    tensors, because its methods may need them.
+    tensors, because its methods may need them. No parameter passes on the uid that it has from an
+    earlier ``fully_shard`` call, because the uid marks originals.
     """
-    attributes = vars(param)
+    attributes = {name: value for name, value in vars(param).items() if name != "_fsdp_orig_uid"}
     if type(param) in (nn.Parameter, DTensor):
         return {name: value for name, value in attributes.items() if _is_plain(value)}
     has_inner_tensors = not isinstance(param, DTensor) and is_wrapper(param)

@@ -5,6 +5,7 @@ Each message is logged once, with the name of the module, and is never raised as
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 import weakref
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from test_explain import sharded, step
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -184,6 +186,32 @@ def test_optimizer_after_failed_fully_shard_logs_nothing(logged: Logged) -> None
     with pytest.raises(ValueError, match="scalar"):
         fully_shard(model)
     train(model, optimizer)
+    assert logged() == []
+
+
+def test_optimizer_of_parameter_that_three_sharded_models_share_logs_nothing(
+    logged: Logged,
+) -> None:
+    models: list[Any] = [nn.Sequential(nn.Linear(8, 8)) for _ in range(3)]
+    for model in models:
+        model[0].weight = models[0][0].weight
+    for model in models:
+        fully_shard(model)
+    train(models[1], torch.optim.SGD(models[1].parameters(), lr=0.1))
+    assert logged() == []
+
+
+def test_optimizer_of_copied_parameter_after_failed_fully_shard_logs_nothing(
+    logged: Logged,
+) -> None:
+    model: Any = nn.Linear(8, 8)
+    with pytest.raises(AssertionError, match="Shard dim 1 is invalid"):
+        fully_shard(model, shard_placement_fn=lambda param: Shard(1))
+    fully_shard(model)
+    step(model)
+    copied = copy.deepcopy(model.weight)
+    copied.grad = model.weight.grad
+    torch.optim.SGD([copied], lr=0.1).step()
     assert logged() == []
 
 

@@ -87,7 +87,7 @@ def facts(param: Any) -> dict[str, Any]:
     own |= {name: getattr(param, name) for name in CORE}
     local, shard_data = param.sharded_param._local_tensor, param._sharded_param_data
     shares = (local.untyped_storage()._cdata == shard_data.untyped_storage()._cdata, local._version)
-    attributes = {k: v for k, v in vars(param.sharded_param).items() if k != "_fsdp_orig_uid"}
+    attributes = dict(vars(param.sharded_param))
     tensors = (tensor_facts(param.sharded_param), tensor_facts(shard_data))
     return own | {"shares": shares, "tensors": tensors, "attributes": attributes}
 

@@ -61,6 +61,33 @@ def test_tensor_inside_wrapper_subclass_is_freed_after_sharding(fake_group: int)
     assert reference() is None
 
 
+def test_parameter_with_attribute_that_contains_itself_trains(fake_group: int) -> None:
+    module = nn.Linear(4, 16)
+    cycle: dict[str, Any] = {}
+    cycle["cycle"] = cycle
+    module.weight.cycle = cycle
+    fsdp_c.fully_shard(module)(torch.ones(3, 4)).sum().backward()
+    assert not hasattr(module.weight, "cycle")
+
+
+class SlottedParameter(nn.Parameter):
+    """A subclass whose objects have another memory layout than those of nn.Parameter."""
+
+    __slots__ = ("slot",)
+
+
+def test_class_of_parameter_with_slots_is_dropped_as_in_torch(fake_group: int) -> None:
+    module = nn.Linear(4, 16)
+    module.weight = SlottedParameter(module.weight.detach())
+    module.weight.decays = False
+    fsdp_c.fully_shard(module)
+    classes: list[Any] = []
+    module.register_forward_pre_hook(lambda *args: classes.append(type(module.weight)))
+    module(torch.ones(3, 4)).sum().backward()
+    assert classes == [nn.Parameter]
+    assert module.weight.decays is False
+
+
 @pytest.mark.parametrize("shard", [public.fully_shard, fsdp_c.fully_shard])
 def test_attributes_and_class_of_parameter_are_kept_unlike_in_torch(
     fake_group: int, shard: Callable[..., Any]
