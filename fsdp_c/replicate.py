@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch
 import torch.distributed._composable.replicate_with_fsdp as torch_replicate
@@ -117,7 +117,7 @@ def replicate(
 
     Args:
         module: A module, or a list of modules that form one group.
-        mesh: A 1-D device mesh, or a 2-D mesh of shape (N, 1). ``None``: all ranks.
+        mesh: A 1-D device mesh, or a 2-D mesh of shape (N, 1) with named dims. ``None``: all ranks.
         mp_policy: Dtypes of computation, reduction, inputs and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters and gradients in CPU memory.
         ignored_params: Parameters that are neither replicated nor moved.
@@ -137,13 +137,13 @@ def replicate(
         RuntimeError: ``fully_shard`` manages the module, or ``device_id`` is not a device.
         ValueError: A container has no forward, the mesh has another shape, arguments contradict
             each other, or the bucket size is not positive.
-        AssertionError: ``replicate`` was already applied to a module.
+        AssertionError: ``replicate`` was already applied to a module, or ``fully_shard`` to one
+            module of a list.
 
     A call that raises restores the module.
     """
     torch._C._log_api_usage_once("fsdp_c.replicate")
-    for root in (module,) if isinstance(module, nn.Module) else module:
-        torch_replicate._validate_module(root)
+    torch_replicate._validate_module(module)  # type: ignore[arg-type]  # lists are fine
     if mesh is not None and device_mesh is not None and mesh is not device_mesh:
         raise ValueError("replicate got both mesh and device_mesh: give one of them")
     bucket_bytes = convert_bucket_cap(25 if bucket_cap_mb is None else bucket_cap_mb)
@@ -177,7 +177,8 @@ def convert_bucket_cap(bucket_cap_mb: float) -> int:
     """
     if not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
-    return 0 if math.isinf(bucket_cap_mb) else math.ceil(bucket_cap_mb * 2**20)
+    bucket_bytes = bucket_cap_mb * 2**20
+    return math.ceil(bucket_bytes) if bucket_bytes < 2**63 else 0
 
 
 def _make_replicate_mesh_info(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParallelMeshInfo:
@@ -199,7 +200,7 @@ def _make_replicate_mesh_info(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParall
 def _check_device_id(device_id: int | torch.device | None, device: torch.device) -> None:
     if device_id is None:
         return
-    if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
+    if isinstance(device_id, bool) or not isinstance(device_id, (SupportsIndex, torch.device)):
         raise RuntimeError(
             f"Expected device_id to be int or torch.device, but got {type(device_id)}"
         )

@@ -93,6 +93,11 @@ class _FailedCall:
         """The distinct class names of the modules."""
         return ", ".join(dict.fromkeys(map(get_class_name, self.modules)))
 
+    @property
+    def is_spmd(self) -> bool:
+        """Whether ``mesh`` is a full SPMD mesh, of which other arguments name the dimensions."""
+        return self.kwargs.get("dp_mesh_dims") is not None
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for module in self.modules:
             yield from module.named_parameters()
@@ -164,9 +169,10 @@ def _hint_on_module(call: _FailedCall) -> str | None:
 def _hint_on_container(call: _FailedCall) -> str | None:
     if "do not implement forward" not in str(call.error):
         return None
+    blocks = "blocks.values()" if isinstance(call.module, nn.ModuleDict) else "blocks"
     return (
-        f"A {call.classes} has no forward. Shard each element, for block in blocks: "
-        f"{call.name}(block), or all elements as one unit, {call.name}([*blocks])."
+        f"A {call.classes} has no forward. Shard each element, for block in {blocks}: "
+        f"{call.name}(block), or all elements as one unit, {call.name}([*{blocks}])."
     )
 
 
@@ -195,7 +201,15 @@ def _hint_on_mesh(call: _FailedCall) -> str | None:
             f"mesh: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: call "
             f"{call.name} on the ranks of the mesh only."
         )
+    if call.is_spmd:
+        return None
     names = mesh.mesh_dim_names
+    if call.name == "replicate" and (mesh.ndim > 2 or (mesh.ndim == 2 and mesh.size(1) > 1)):
+        return (
+            f"mesh: pass the dimension to replicate over, such as mesh['{names[0]}']"
+            if names
+            else "mesh: pass a 1-D submesh"
+        ) + f"; the mesh has {mesh.ndim} dimensions, and replicate uses one."
     if mesh.ndim > 2:
         return (
             f"mesh: pass the dimensions to shard over, such as mesh['{names[-1]}']"
@@ -240,7 +254,7 @@ def _hint_on_ignored(call: _FailedCall) -> str | None:
 
 
 def _hint_on_reshard(call: _FailedCall) -> str | None:
-    if "reshard_after_forward" not in str(call.error):
+    if "reshard_after_forward" not in str(call.error) or call.is_spmd:
         return None
     mesh = call.kwargs.get("mesh")  # the last dimension is the one to shard over
     size = mesh.size(mesh.ndim - 1) if isinstance(mesh, DeviceMesh) else dist.get_world_size()
@@ -253,7 +267,7 @@ def _hint_on_reshard(call: _FailedCall) -> str | None:
 
 def _hint_on_placement(call: _FailedCall) -> str | None:
     function = call.kwargs.get("shard_placement_fn")
-    if function is None:
+    if function is None or call.is_spmd:
         return None
     if not callable(function):
         return (
@@ -284,6 +298,8 @@ def _hint_on_placement(call: _FailedCall) -> str | None:
 
 def _hint_on_second_call(call: _FailedCall) -> str | None:
     text = str(call.error)
+    if len({*map(id, call.modules)}) < len(call.modules):
+        return "The list of modules contains a module twice: pass each module once."
     if "can only be applied to a module once" in text:
         return (
             f"{call.classes} is already sharded: remove the second call of {call.name}, or the "
@@ -298,7 +314,7 @@ def _hint_on_second_call(call: _FailedCall) -> str | None:
 
 
 def _hint_on_order(call: _FailedCall) -> str | None:
-    if call.kwargs.get("dp_mesh_dims") is not None:
+    if call.is_spmd:
         return None
     names = [name for name, param in call.parameters() if isinstance(param, DTensor)]
     managed_modules = [m for m in call.modules if hasattr(m, "_is_fsdp_managed_module")]

@@ -205,9 +205,9 @@ def _make_group(
 
 
 def _check_not_applied(api: WrapperApi, modules: tuple[nn.Module, ...]) -> None:
-    for module in modules:
+    for index, module in enumerate(modules):
         registry = module.__dict__.get(REGISTRY_KEY) or {}
-        if api.name in registry:
+        if api.name in registry or any(module is previous for previous in modules[:index]):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"{api.name} has already been applied to the following module:\n{module}"

@@ -137,9 +137,17 @@ def module_list(api: Api) -> None:
     api.shard(api.Model().blocks)
 
 
-@mistake("ValueError: fully_shard does not support containers", "A ModuleDict has no forward")
+@mistake(
+    "ValueError: fully_shard does not support containers", "unit, fully_shard([*blocks.values()])"
+)
 def module_dict(api: Api) -> None:
     api.shard(nn.ModuleDict({"a": nn.Linear(2, 2)}))
+
+
+@mistake("AssertionError: Each distinct composable distributed API", "contains a module twice")
+def module_twice_in_list(api: Api) -> None:
+    layer = api.Linear(8, 8)
+    api.shard([api.Linear(4, 4), layer, layer])
 
 
 @mistake("AssertionError: Each distinct composable distributed API", "Model is already sharded")
@@ -210,6 +218,19 @@ def mesh_of_three_dimensions(api: Api) -> None:
 )
 def two_dimensional_mesh_without_names(api: Api) -> None:
     api.shard(api.Model(), mesh=init_device_mesh("cpu", (2, 4)))
+
+
+@mistake("ValueError: replicate expects a 1D DeviceMesh but got", "such as mesh['a']")
+def two_dimensional_mesh_for_replicate(api: Api) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
+    api.replicate(api.Model(), mesh=mesh)
+
+
+@mistake(
+    "ValueError: replicate expects a 1D DeviceMesh but got", "pass a 1-D submesh; the mesh has"
+)
+def two_dimensional_mesh_without_names_for_replicate(api: Api) -> None:
+    api.replicate(api.Model(), mesh=init_device_mesh("cpu", (2, 4)))
 
 
 @mistake("IndexError: list index out of range", "rank 0 is not in the mesh [1, 2]")

@@ -187,6 +187,42 @@ def test_dp_mesh_dims_with_plain_parameters_raise(fake_group: int) -> None:
     assert_raises_unchanged(nn.Linear(8, 8), ValueError, match, mesh=mesh, dp_mesh_dims=dims)
 
 
+@pytest.mark.torch("2.12")
+def test_errors_of_calls_with_dp_mesh_dims_have_no_notes_about_plain_meshes(
+    fake_group: int,
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    dims = DataParallelMeshDims(shard="shard", replicate="replicate")
+    for kwargs in ({}, {"reshard_after_forward": 2}):
+        with pytest.raises((ValueError, NotImplementedError), match=r"DTensors|as int") as caught:
+            fully_shard(nn.Linear(8, 8), mesh=mesh, dp_mesh_dims=dims, **kwargs)
+        assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("function", [torch_replicate, replicate])
+def test_replicate_of_container_in_list_replicates_its_elements(
+    fake_group: int, function: Any
+) -> None:
+    container = nn.ModuleList([nn.Linear(4, 4)])
+    function([container])
+    assert all(isinstance(param, DTensor) for param in container.parameters())
+
+
+@pytest.mark.parametrize("function", [torch_replicate, replicate])
+def test_replicate_of_sharded_module_in_list_raises(fake_group: int, function: Any) -> None:
+    module = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(AssertionError, match="Inserting FSDPLinear"):
+        function([module])
+
+
+def test_device_id_of_numpy_is_accepted_and_checked(fake_group: int) -> None:
+    numpy = pytest.importorskip("numpy")
+    replicate(nn.Linear(4, 4), device_id=numpy.int64(0))
+    for invalid in ("cpu", numpy.bool_(True)):
+        with pytest.raises(RuntimeError, match="Expected device_id to be int"):
+            replicate(nn.Linear(4, 4), device_id=invalid)
+
+
 def test_string_for_reshard_after_forward_raises(fake_group: int) -> None:
     assert_raises_unchanged(
         nn.Linear(4, 4), ValueError, "should be a bool or an int", reshard_after_forward="yes"

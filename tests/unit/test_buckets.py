@@ -48,7 +48,8 @@ def test_bucket_size_is_25_mib_if_the_model_has_one_unit(fake_group: int) -> Non
     assert group_of(several)._buckets == [(0, 2)]
 
 
-@pytest.mark.parametrize("size", [0.5, math.inf])
+# 2**43 MiB are 2**63 bytes, more than the core can count.
+@pytest.mark.parametrize("size", [0.5, 2**43, 1e30, math.inf])
 def test_bucket_cap_mb_is_the_bucket_size_of_each_unit(fake_group: int, size: float) -> None:
     model, expected = make_model(), MIB // 2 if size == 0.5 else 0
     replicate(model[0], bucket_cap_mb=size)

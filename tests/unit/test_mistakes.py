@@ -117,7 +117,11 @@ def test_descriptor_overriding_load_state_dict_or_reduce_ex_is_bound(
 ) -> None:
     cls = type("DescribedLinear", (nn.Linear,), {name: wrap(lambda *args: args)})
     module: Any = fsdp_c.fully_shard(cls(8, 8))
-    bound: Any = {classmethod: (type(module),), staticmethod: (), functools.partialmethod: (module,)}
+    bound: Any = {
+        classmethod: (type(module),),
+        staticmethod: (),
+        functools.partialmethod: (module,),
+    }
     assert getattr(module, name)(2) == (*bound[wrap], 2)
 
 
