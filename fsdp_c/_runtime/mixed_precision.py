@@ -103,10 +103,12 @@ def check_policy(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
         dataclasses.replace(policy, param_dtype_override_fn=None)  # type: ignore[call-arg]
 
 
-def make_dtype_error(value: str) -> Exception:
-    """Returns the exception of the installed torch for a string in place of a dtype."""
-    if REDUCES_IN_PARAM_DTYPE:
+def make_dtype_error(value: str, field: str = "param_dtype") -> Exception:
+    """Returns the exception of the installed torch for a policy with a string as ``field``."""
+    if REDUCES_IN_PARAM_DTYPE and field != "output_dtype":
         return AttributeError("'str' object has no attribute 'is_floating_point'")
+    if field == "reduce_dtype":
+        return TypeError("empty(): argument 'dtype' must be torch.dtype, not str")
     return RuntimeError(f"Invalid device string: '{value}'")
 
 

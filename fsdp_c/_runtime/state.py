@@ -155,9 +155,9 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
 
     @_mp_policy.setter
     def _mp_policy(self, value: MixedPrecisionPolicy) -> None:
-        for dtype in (value.param_dtype, value.reduce_dtype):
-            if isinstance(dtype, str):
-                raise make_dtype_error(dtype)
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if isinstance(dtype := getattr(value, field), str):
+                raise make_dtype_error(dtype, field)
         self._policy = value
         self._input_dtype = value.param_dtype if value.cast_forward_inputs else None
         self._output_dtype = value.output_dtype

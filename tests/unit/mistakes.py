@@ -284,6 +284,18 @@ def dtype_name_in_policy(api: Api) -> None:
     api.train(api.shard(api.Model(), mp_policy=MixedPrecisionPolicy(param_dtype="bfloat16")))  # type: ignore[arg-type]
 
 
+@mistake(
+    "TypeError: empty(): argument 'dtype' must be torch.dtype, not str", "mp_policy.reduce_dtype: a"
+)
+def reduce_dtype_name_in_policy(api: Api) -> None:
+    api.train(api.shard(api.Model(), mp_policy=MixedPrecisionPolicy(reduce_dtype="float32")))  # type: ignore[arg-type]
+
+
+@mistake("RuntimeError: Invalid device string: 'bf16'", "mp_policy.output_dtype: a torch.dtype, n")
+def output_dtype_name_in_policy(api: Api) -> None:
+    api.train(api.shard(api.Model(), mp_policy=MixedPrecisionPolicy(output_dtype="bf16")))  # type: ignore[arg-type]
+
+
 # ---- ignored parameters --------------------------------------------------------------------------
 
 

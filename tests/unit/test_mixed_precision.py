@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 
 import fsdp_c
+from fsdp_c._runtime.mixed_precision import REDUCES_IN_PARAM_DTYPE
 
 FIELDS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -67,6 +68,16 @@ def test_reduce_dtype_that_is_not_floating_raises_as_in_torch(
 
     torch_shard = {"fully_shard": torch_fsdp.fully_shard, "replicate": torch_replicate}[name]
     assert train(getattr(fsdp_c, name)) == train(torch_shard)
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+def test_python_type_in_place_of_dtype_raises_unlike_in_torch(fake_group: int, field: str) -> None:
+    policy = torch_fsdp.MixedPrecisionPolicy(**{field: float})
+    with pytest.raises(TypeError, match=r"expected torch\.dtype or None, not type"):
+        fsdp_c.fully_shard(nn.Linear(4, 4), mp_policy=policy)
+    if REDUCES_IN_PARAM_DTYPE and field != "output_dtype":
+        return
+    torch_fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy)(torch.ones(2, 4)).sum().backward()
 
 
 # ---- torch 2.15's grad_dtype ---------------------------------------------------------------------
