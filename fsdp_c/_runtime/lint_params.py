@@ -47,8 +47,11 @@ def _record_registration(module: nn.Module, name: str, parameter: nn.Parameter) 
     fsdp_param = (
         params_by_name[name]() if params_by_name is not None and name in params_by_name else None
     )
-    if fsdp_param is not None and all(
-        registered is not parameter for registered in list_registered_params(fsdp_param)
+    if (
+        fsdp_param is not None
+        # The entry may be that of an equal module, because classes may define __eq__.
+        and any(owner is module for owner, _ in iterate_registrations(fsdp_param))
+        and all(registered is not parameter for registered in list_registered_params(fsdp_param))
     ):
         _replaced_registrations[id(module), name] = (weakref.ref(fsdp_param), id(parameter))
 

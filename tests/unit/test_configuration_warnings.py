@@ -249,6 +249,22 @@ def test_parameter_replaced_outside_model_logs_nothing(logged: Logged) -> None:
     assert logged() == []
 
 
+class LinearComparedBySize(nn.Linear):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, nn.Linear) and self.in_features == other.in_features
+
+    def __hash__(self) -> int:
+        return self.in_features
+
+
+def test_parameter_replaced_in_module_that_compares_equal_logs_nothing(logged: Logged) -> None:
+    layer: Any = fully_shard(LinearComparedBySize(8, 8))
+    other = LinearComparedBySize(8, 8)
+    other.weight = nn.Parameter(torch.zeros(8, 8))
+    train(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    assert logged() == []
+
+
 # ---- units ---------------------------------------------------------------------------------------
 
 
