@@ -33,8 +33,7 @@ A model is alive while one of its states or parameter groups exists: each holds 
 may stay alive until the next collection.
 
 The last lease can end at any point of the program, also while torch iterates over a dict of hooks.
-The undo of a hook would change this dict. All undos therefore wait for the end of the next garbage
-collection.
+The undo of a hook would change this dict. All undos therefore wait for the next garbage collection.
 
 Objects of a sharded model itself (its class, hooks and attributes, its process groups' backends)
 are not registered: they are freed with the model, as under torch's ``fully_shard``.
@@ -43,7 +42,6 @@ are not registered: they are freed with the model, as under torch's ``fully_shar
 from __future__ import annotations
 
 import enum
-import gc
 import os
 import sys
 import threading
@@ -78,6 +76,7 @@ _lock = threading.Lock()  # held while changes are made or undone
 _changes: dict[Hashable, tuple[Scope, Undo]] = {}  # in the order of application
 _model_changes: dict[Hashable, Change] = {}
 _lease: weakref.ref[_Lease] | None = None
+_cycle: weakref.ref[_Cycle] | None = None
 _is_installed = False
 _is_exit_needed = True
 _is_check_due = False  # a lease has ended since the last check
@@ -218,8 +217,8 @@ def _hold_lock() -> Iterator[None]:
         _check_if_due()
 
 
-def _on_lease_end(_ended_lease: weakref.ref[_Lease]) -> None:
-    """Runs at the end of a lease, in any thread and at any point of the program."""
+def _on_lease_end(_ended: weakref.ref[Any]) -> None:
+    """Runs at the end of a lease or cycle, in any thread and at any point of the program."""
     global _is_check_due
     if sys.is_finalizing():
         return
@@ -282,14 +281,20 @@ def _is_within_iteration(frame: FrameType | None) -> bool:
     return False
 
 
+class _Cycle:
+    """An object that only a garbage collection frees."""
+
+    __slots__ = ("__weakref__", "itself")
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
 def _check_after_garbage_collection() -> None:
-    if _on_garbage_collection not in gc.callbacks:
-        gc.callbacks.append(_on_garbage_collection)
+    """Runs the check at the next garbage collection. Caller holds ``_lock``.
 
-
-def _on_garbage_collection(phase: str, info: dict[str, int]) -> None:
-    global _is_check_due
-    if phase == "stop":
-        gc.callbacks.remove(_on_garbage_collection)
-        _is_check_due = True
-        _check_if_due()
+    ``gc.callbacks`` is not used: a callback that removes itself makes Python skip the next one.
+    """
+    global _cycle
+    if _cycle is None or _cycle() is None:
+        _cycle = weakref.ref(_Cycle(), _on_lease_end)

@@ -515,6 +515,22 @@ def test_change_of_lease_that_ends_during_apply_is_undone_afterwards(registry: A
     assert vars(owner) == {"exit": 1}
 
 
+def test_undo_at_garbage_collection_leaves_gc_callbacks_of_others(
+    registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, phases = SimpleNamespace(), []
+    registry.apply_with_first_model("model", lambda: registry.set_attribute(owner, "model", 1))
+    lease = registry.lease()
+    monkeypatch.setattr(registry, "_is_iterating_over_hooks", lambda: True)
+    del lease
+    monkeypatch.setattr(registry, "_is_iterating_over_hooks", lambda: False)
+    assert vars(owner) == {"model": 1}
+    gc.callbacks.append(lambda phase, info: phases.append(phase))
+    gc.collect()
+    gc.callbacks.pop()
+    assert vars(owner) == {} and phases == ["start", "stop"]
+
+
 def test_failed_change_undoes_the_changes_before_it(registry: Any) -> None:
     owner = SimpleNamespace()
 
