@@ -8,6 +8,7 @@ at debug level and never stops training.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
@@ -58,9 +59,22 @@ def check_model(root: nn.Module) -> None:
     The mistakes: repeated layers in the root unit, mixed-precision policies on blocks only, units
     much larger than the median, ``DistributedDataParallel`` inside. Never raises.
     """
-    try:
-        for text in (*check_environment(), *_check_units(root)):
+    with _log_failure():
+        for text in check_environment():
             warn_once(text)
+        groups = [(name, group) for name, _, group in iterate_groups(root)]
+        if not all(isinstance(group.mesh_info, FSDPMeshInfo) for _, group in groups):
+            return  # the checks are about sharding
+        for check in (check_blocks_in_root, check_policies, check_large_units, check_data_parallel):
+            with _log_failure():
+                for text in check(root, groups):
+                    warn_once(text)
+
+
+@contextlib.contextmanager
+def _log_failure() -> Iterator[None]:
+    try:
+        yield
     except Exception:
         logger.debug("fsdp_c: a check of the model failed", exc_info=True)
 
@@ -71,18 +85,6 @@ def check_environment() -> list[str]:
     if choice in ("", "direct", "gloo"):
         return []
     return [f'FSDP_C_TRANSPORT={choice} has no effect: the values are "direct" and "gloo"']
-
-
-def _check_units(root: nn.Module) -> list[str]:
-    groups = [(name, group) for name, _, group in iterate_groups(root)]
-    if not all(isinstance(group.mesh_info, FSDPMeshInfo) for _, group in groups):
-        return []  # the checks are about sharding
-    return [
-        *check_blocks_in_root(root, groups),
-        *check_policies(root, groups),
-        *check_large_units(root, groups),
-        *check_data_parallel(root, groups),
-    ]
 
 
 def check_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
@@ -174,8 +176,11 @@ def check_policies(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
 
 
 def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
-    """Reports units that gather over four times as many bytes as the median unit."""
-    sizes = {name: count_gathered_bytes(group) for name, group in groups}
+    """Reports units that gather over four times as many bytes as the median unit.
+
+    Units without elements do not count.
+    """
+    sizes = {name: size for name, group in groups if (size := count_gathered_bytes(group)) > 0}
     if len(sizes) < 3:
         return []
     import statistics  # imported here to keep `import fsdp_c` fast
@@ -183,7 +188,7 @@ def check_large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[s
     median = statistics.median(sizes.values())
     reports = []
     for name, group in groups:
-        size = sizes[name]
+        size = sizes.get(name, 0)
         if size < _LARGE_BYTES or size <= _LARGE_FACTOR * median or len(group.fsdp_params) < 2:
             continue
         names = get_param_names(model, groups)

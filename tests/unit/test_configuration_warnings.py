@@ -321,6 +321,18 @@ def test_unit_much_larger_than_median_logs_warning(
     )
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_median_of_unit_sizes_ignores_units_without_elements(
+    fake_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lint, "_LARGE_BYTES", 0)
+    model = nn.Sequential(*(nn.Linear(8, size) for size in (0, 0, 0, 0, 8, 8, 8, 80)))
+    for layer in model:
+        fully_shard(layer)
+    (warning,) = fsdp_c.explain(fully_shard(model)).warnings  # type: ignore[arg-type]
+    assert "the unit '7' gathers 0 MiB, 10.0 times what the median unit does" in warning
+
+
 def test_ddp_inside_sharded_model_logs_warning(logged: Logged) -> None:
     model = MLPModel()
     model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
@@ -388,8 +400,9 @@ def test_failing_configuration_check_does_not_stop_training(
         raise OSError("the check fails")
 
     monkeypatch.setattr(lint, "check_blocks_in_root", raise_os_error)
+    monkeypatch.setattr(lint, "check_data_parallel", lambda root, groups: ["a later warning"])
     step(fully_shard(MLPModel()))  # type: ignore[arg-type]
-    assert logged() == []
+    assert logged() == ["fsdp_c: a later warning"]
 
 
 def test_checked_models_and_optimizers_are_freed(logged: Logged) -> None:
