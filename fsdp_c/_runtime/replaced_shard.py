@@ -83,12 +83,14 @@ class ReplaceableShard(ParamShard):
                 error = AttributeError(
                     f"'{type(new_param).__name__}' object has no attribute '_local_tensor'"
                 )
-                name = self._param_fqn or info.param_name
+                name = f"'{self._param_fqn or info.param_name}' of {get_class_name(info.module)}"
+                if new_param is None:
+                    raise with_hint(error, f"{name} was set to None: do this before fully_shard.")
                 raise with_hint(
                     error,
-                    f"'{name}' of {get_class_name(info.module)} was replaced by a parameter that "
-                    "is not sharded: change its values in place, under torch.no_grad(), or load "
-                    "whole weights with fsdp_c.load_full_state_dict(model, state).",
+                    f"{name} was replaced by a parameter that is not sharded: change its values in "
+                    "place, under torch.no_grad(), or load whole weights with "
+                    "fsdp_c.load_full_state_dict(model, state).",
                 )
             try:
                 self._check_local_tensor(new_param)

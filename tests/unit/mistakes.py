@@ -452,6 +452,15 @@ def parameter_replaced_after_sharding(api: Api) -> None:
     api.train(model)
 
 
+@mistake(
+    "AttributeError: 'NoneType' object has no attribute '_local_tensor'", "'bias' of Linear was set"
+)
+def parameter_set_to_none_after_sharding(api: Api) -> None:
+    model = api.sharded()
+    model.embed.bias = None
+    api.train(model)
+
+
 # ---- forward and backward ------------------------------------------------------------------------
 
 
