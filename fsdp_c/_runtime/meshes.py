@@ -80,17 +80,29 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
 
 @functools.cache
 def _make_notifying_class(cls: type) -> type:
-    """Returns a subclass of ``cls`` whose ``__setattr__`` notifies.
+    """Returns a subclass of ``cls`` whose ``__setattr__`` notifies."""
 
-    Instances of the two classes are unequal, because dataclasses compare the classes.
-    """
+    def as_base(value: Any) -> Any:
+        if type(value) is not notifying_class:
+            return value
+        copy: Any = object.__new__(cls)
+        vars(copy).update(vars(value))
+        return copy
+
+    def is_equal(self: Any, other: object) -> bool:
+        """Compares as ``cls`` does. Dataclasses are unequal if their classes differ."""
+        return bool(as_base(self) == as_base(other))
+
     namespace = {
         "__setattr__": _set_and_notify,
+        "__eq__": is_equal,
+        "__hash__": cls.__hash__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    return type(cls.__name__, (cls,), namespace)
+    notifying_class = type(cls.__name__, (cls,), namespace)
+    return notifying_class
 
 
 _subscribed: dict[int, weakref.ref[Any]] = {}

@@ -15,11 +15,8 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from fsdp_c._compat import patches
-from fsdp_c._runtime import meshes
 from fsdp_c_autoload import redirect
 
 pytestmark = pytest.mark.xdist_group("undo")  # the tests share one process
@@ -582,35 +579,3 @@ def test_repeated_redirection_uses_the_same_code_object() -> None:
         redirection.undo()
         assert function() == "torch's"
     assert all(code is codes[0] for code in codes) and len(redirect.active) == size
-
-
-# ---- mesh infos ----------------------------------------------------------------------------------
-
-
-def test_mesh_info_class_is_restored_when_no_group_uses_it(fake_group: int) -> None:
-    class Follower:
-        calls = 0
-
-        def _refresh_process_groups(self) -> None:
-            self.calls += 1
-
-    info = FSDPMeshInfo(init_device_mesh("cpu", (fake_group,)), shard_mesh_dim=0)
-    before = dict(vars(info))
-    first, second = Follower(), Follower()
-    lease = patches.lease()
-    for follower in (first, second, first):
-        meshes.subscribe(info, follower)
-    info.shard_mesh_size = 7
-    assert (first.calls, second.calls) == (1, 1)
-    assert type(info) is not FSDPMeshInfo and isinstance(info, FSDPMeshInfo)
-    meshes.unsubscribe(info, first)
-    assert type(info) is not FSDPMeshInfo
-    meshes.unsubscribe(info, second)
-    assert type(info) is FSDPMeshInfo
-    assert vars(info) == {**before, "shard_mesh_size": 7}
-    meshes.subscribe(info, first)
-    del first, follower
-    meshes._restore_unused_classes()
-    assert type(info) is FSDPMeshInfo
-    assert vars(info) == {**before, "shard_mesh_size": 7}
-    del lease
