@@ -91,10 +91,12 @@ def auto_shard(
     list. If one unit is inside the other, only the outer unit is made.
 
     Raises:
-        ValueError: FSDP was already applied to a part of the model; the policy selects nothing or
-            a container without forward; tied weights are in units with different arguments (the
-            message names both); ``frozen="error"`` and a unit has trainable and frozen parameters;
-            a unit exceeds ``max_transient`` and cannot be split; a bound is not positive.
+        ValueError: FSDP was already applied to a part of the model; the policy selects a container
+            without forward; ``"blocks"`` finds no layers, or no module is an instance of a class
+            (other policies may select nothing, and the model is one unit); tied weights are in
+            units with different arguments (the message names both); ``frozen="error"`` and a unit
+            has trainable and frozen parameters; a unit exceeds ``max_transient`` and cannot be
+            split; a bound is not positive.
         TypeError: ``model`` is not a module, ``policy`` not a policy, or a bound not a number.
 
     An exception, of the policy or of ``fully_shard``, leaves the model unchanged. Rank 0 logs the

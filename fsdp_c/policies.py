@@ -6,9 +6,10 @@ outer ones.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, _Policy
@@ -24,7 +25,7 @@ from ._auto_shard.unit import Kwargs, Unit
 
 Policy: TypeAlias = (
     Literal["blocks"]
-    | int
+    | SupportsIndex
     | type[nn.Module]
     | Iterable[type[nn.Module]]
     | _Policy
@@ -52,7 +53,8 @@ def run_policy(
         separate_ends: Whether the policy "blocks" selects embeddings and heads.
 
     Raises:
-        ValueError: The policy selects a container that cannot be a unit, or nothing.
+        ValueError: The policy selects a container that cannot be a unit, "blocks" finds no repeated
+            layers, or no module is an instance of the classes. Other policies may select nothing.
         TypeError: ``policy`` is not a policy.
     """
     if isinstance(policy, _Policy):
@@ -60,15 +62,15 @@ def run_policy(
         return _sort_in_post_order(root, class_units)
     if isinstance(policy, bool) or policy is None:
         raise TypeError(f"auto_shard does not support the policy {policy!r}")
-    if isinstance(policy, (int, str)):
+    if isinstance(policy, (SupportsIndex, str)):
         separate_modules = (
             {m for m in root.modules() if isinstance(m, always_selected)} - ignored_modules - {root}
         )
         excluded = ignored_modules | separate_modules
         size_of = SizeCounter(ignored_params, kwargs.get("mp_policy"))
         ends: list[nn.Module] = []
-        if isinstance(policy, int):
-            parts = split_by_budget(root, policy, excluded, size_of)
+        if isinstance(policy, SupportsIndex):
+            parts = split_by_budget(root, operator.index(policy), excluded, size_of)
         elif policy == "blocks":
             blocks = find_repeated_blocks(root, excluded)
             if separate_ends:
@@ -80,6 +82,12 @@ def run_policy(
         return [_tune_end(unit) if unit.modules[0] in ends else unit for unit in units]
     classes = _parse_classes(policy)
     if classes is not None:
+        if not any(isinstance(module, classes) for module in root.modules()):
+            names = ", ".join(cls.__name__ for cls in classes)
+            raise ValueError(
+                f"no module of {type(root).__name__} is an instance of the classes [{names}]: pass "
+                "classes of its modules, or call fully_shard for one unit"
+            )
         return run_policy(
             ModuleWrapPolicy(classes),
             root,
@@ -118,7 +126,7 @@ def _tune_end(unit: Unit) -> Unit:
     return replace(unit, kwargs=kwargs)
 
 
-def _parse_classes(policy: Any) -> list[type[nn.Module]] | None:
+def _parse_classes(policy: Any) -> tuple[type[nn.Module], ...] | None:
     """Returns the classes of a policy that is one or several module classes; else None.
 
     Raises:
@@ -126,12 +134,13 @@ def _parse_classes(policy: Any) -> list[type[nn.Module]] | None:
     """
     if isinstance(policy, type):
         policy = (policy,)
-    if not isinstance(policy, (list, tuple, set, frozenset)):
+    if callable(policy) or not isinstance(policy, Iterable):
         return None
+    policy = tuple(policy)
     for item in policy:
         if not (isinstance(item, type) and issubclass(item, nn.Module)):
             raise TypeError(f"auto_shard expects classes of modules, not {item!r}")
-    return list(policy)
+    return policy
 
 
 # ---- torch's policy objects

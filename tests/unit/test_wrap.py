@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _wrap_utils
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
+    ModuleWrapPolicy,
     always_wrap_policy,
 )
 from torch.distributed.tensor.debug import CommDebugMode
@@ -71,7 +72,7 @@ class TestFrozenParameters:
     ) -> None:
         for i, param in enumerate(tree.parameters()):
             param.requires_grad_(bool(bits >> i & 1))
-        units = wrap.plan(tree, kinds)[:-1]
+        units = wrap.plan(tree, ModuleWrapPolicy(kinds))[:-1]
         messages = checks.find_mixed_requires_grad(tree, units, ())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

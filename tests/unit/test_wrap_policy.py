@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.fsdp import _wrap_utils
 from torch.distributed.fsdp.wrap import (
@@ -79,10 +79,22 @@ class TestPoliciesOfTorch:
     def test_set_of_classes_gives_units_of_module_wrap_policy(
         self, tree: nn.Module, kinds: set[Any], skip: int
     ) -> None:
+        assume(any(isinstance(module, tuple(kinds)) for module in tree.modules()))
         modules = list(tree.modules())[1:]
         ignored = set(modules[skip].modules()) if skip < len(modules) else set()
         expected = units_by_torch(tree, ModuleWrapPolicy(kinds), ignored, self.KWARGS)
         assert units_by_fsdp_c(tree, kinds, ignored, self.KWARGS) == expected
+
+    @pytest.mark.parametrize("kinds", [nn.Conv2d, [], {nn.Conv1d, nn.Conv2d}])
+    def test_classes_without_instance_in_model_raise(self, kinds: Any) -> None:
+        with pytest.raises(ValueError, match="no module of Transformer is an instance of"):
+            wrap.plan(Transformer(), kinds)
+
+    @pytest.mark.parametrize("wrap_classes", [iter, dict.fromkeys, lambda kinds: {*kinds}])
+    def test_iterable_of_classes_gives_units_of_list(self, wrap_classes: Any) -> None:
+        model = Transformer()
+        expected = units_of(wrap.plan(model, [Layer]))
+        assert units_of(wrap.plan(model, wrap_classes([Layer]))) == expected
 
     @given(trees, st.integers(0, 10))
     def test_custom_policy_gives_units_of_torch(self, tree: nn.Module, skip: int) -> None:
@@ -293,6 +305,11 @@ class TestByteBudget:
         root = nn.ModuleList(Block([shared, nn.Linear(4, 4)]) for _ in range(2))
         modules = [m for unit in split_by_budget(root, 1, set(), bytes_of) for m in unit]
         assert modules.count(shared) == 1 and len(modules) == len(set(modules)) == 3
+
+    def test_budget_of_numpy_gives_units_of_int(self) -> None:
+        numpy = pytest.importorskip("numpy")
+        model = Transformer()
+        assert units_of(wrap.plan(model, numpy.int64(2000))) == units_of(wrap.plan(model, 2000))
 
     @pytest.mark.parametrize("budget", [0, -1])
     def test_budget_that_is_not_positive_raises(self, budget: int) -> None:
