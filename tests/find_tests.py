@@ -160,7 +160,7 @@ TESTS_OF = {
     "fake_step": EXPLAIN,
     "fallback_transport": SHARED_MEMORY,
     "fsdp_units": ("test_names", "test_contexts_and_ema"),
-    "full_params": ("test_full_params", "test_contexts_and_ema"),
+    "full_params": ("test_contexts_and_ema",),
     "full_tensors": ("test_full_params", "test_contexts_and_ema"),
     "fully_shard": ("test_bad_input", "test_mistakes", *STEPS),
     "generate": ("test_contexts_and_ema",),
