@@ -450,8 +450,8 @@ MUTATIONS = {
     ),
     "optimizer step does not change the version of a group": Mutation(
         "group_base",
-        "(uint64_t)(uintptr_t)data) * prime + versions;",
-        "(uint64_t)(uintptr_t)data) * prime;",
+        "(hash * prime + data) * prime + fc_group_base_version_of(base, p);",
+        "(hash * prime + data) * prime;",
         "test_group",
         "[  FAILED  ] unshard_between_steps_gathers_written_shards_again",
     ),
