@@ -81,6 +81,10 @@ bool fct_py_is_tensor(PyObject *obj) {
             PyType_IsSubtype(Py_TYPE(obj), reinterpret_cast<PyTypeObject *>(THPVariableClass)));
 }
 
+bool fct_py_is_plain(PyObject *obj) {
+    return THPVariable_CheckExact(obj);
+}
+
 fct_tensor *fct_py_tensor(PyObject *obj) {
     if (!fct_py_is_tensor(obj)) {
         return nullptr;

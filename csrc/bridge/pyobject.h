@@ -13,6 +13,7 @@ extern "C" {
 struct _object; /* CPython's PyObject */
 
 bool fct_py_is_tensor(struct _object *obj); /* type(obj) is torch.Tensor or a subclass */
+bool fct_py_is_plain(struct _object *obj);  /* type(obj) is torch.Tensor or torch.nn.Parameter */
 /* The tensor of a torch.Tensor object, borrowed from obj. Returns NULL without an exception if obj
  * is not a tensor. */
 fct_tensor *fct_py_tensor(struct _object *obj);

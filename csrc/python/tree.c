@@ -1,6 +1,7 @@
 /* Traversal of forward arguments and outputs. C code traverses the common structures: a tensor, or
  * a tuple or dict of tensors and plain scalars. Bound Python functions traverse nested structures,
- * and also support namedtuples, dataclasses and other containers. */
+ * and also support namedtuples, dataclasses and other containers. They also cast tensor subclasses.
+ */
 #include "tree.h"
 
 #include "../bridge/pyobject.h"
@@ -177,10 +178,19 @@ static PyObject *cast_with_python(fcpy_module *mod, fct_dtype dtype, PyObject *o
     return result;
 }
 
+/* Whether all chosen tensors are plain. A cast of a subclass must call its Tensor.to(). */
+static bool all_plain(const fcpy_flat *flat) {
+    Py_ssize_t i = 0;
+    while (i < flat->count && fct_py_is_plain(flat->tensors[i])) {
+        i++;
+    }
+    return i == flat->count;
+}
+
 int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObject **kwargs) {
     fcpy_flat flat;
     PyObject *replacements[MAX_FLAT] = {NULL};
-    if (!collect_flat(*args, *kwargs, is_floating, dtype, &flat)) {
+    if (!collect_flat(*args, *kwargs, is_floating, dtype, &flat) || !all_plain(&flat)) {
         PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
         PyObject *cast = pair != NULL ? cast_with_python(mod, dtype, pair) : NULL;
         Py_XDECREF(pair);
@@ -203,11 +213,12 @@ done:
 }
 
 PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) {
-    int kind = leaf_kind(output);
-    if (kind == 0) {
+    const int kind = leaf_kind(output);
+    const bool casts = kind == 2 && is_floating(output, dtype);
+    if (kind == 0 || (casts && !fct_py_is_plain(output))) {
         return cast_with_python(mod, dtype, output);
     }
-    if (kind == 2 && is_floating(output, dtype)) {
+    if (casts) {
         return cast_tensor(output, dtype);
     }
     Py_INCREF(output);

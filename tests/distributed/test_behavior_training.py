@@ -149,6 +149,15 @@ def test_containers_as_inputs_and_outputs_match_torch() -> None:
             assert all(gradient is not None for gradient in case["grads"].values())
 
 
+def test_casts_of_inputs_and_outputs_keep_tensor_subclasses_as_in_torch() -> None:
+    for result in assert_same("tensor_subclasses_as_inputs_and_outputs"):
+        assert len(result) == 16
+        for case, (seen, output, _, calls, *_) in result.items():
+            kind, *_ = case.split()
+            assert kind in dict(seen) and output == kind
+            assert bool(calls) == (kind == "Recorded" and "None, None" not in case)
+
+
 @pytest.mark.torch("2.13")
 def test_view_outputs_warn_as_in_torch() -> None:
     for first, second, unwanted, _ in assert_same("views_as_outputs"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -102,6 +103,56 @@ def containers(api: Api) -> dict[str, Any]:
                 "input gradient": x.grad,
                 "grads": grads(model),
             }
+    return results
+
+
+class Marked(torch.Tensor):
+    """A plain subclass."""
+
+
+class Recorded(torch.Tensor):
+    """Records the calls of ``Tensor.to``."""
+
+    calls: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            cls.calls.append((args[1:], kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Types(nn.Module):
+    """Records the types of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor, *, bias: torch.Tensor) -> torch.Tensor:
+        self.seen += [(type(t).__name__, t.dtype) for t in (x, bias)]
+        return self.linear(x) + bias
+
+
+@scenario()
+def tensor_subclasses_as_inputs_and_outputs(api: Api) -> dict[str, Any]:
+    """Casts inputs and outputs of tensor subclasses, as positional and as keyword arguments."""
+    results: dict[str, Any] = {}
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for kind, dtypes, subclass_first in itertools.product(
+        (Marked, Recorded), ((None, None), (bf16, None), (bf16, fp32), (None, bf16)), (True, False)
+    ):
+        model = Types()
+        policy = MixedPrecisionPolicy(param_dtype=dtypes[0], output_dtype=dtypes[1])
+        api.fully_shard(model, mp_policy=policy)
+        plain, subclass = with_grad(api), with_grad(api, 1).detach().as_subclass(kind)
+        Recorded.calls.clear()
+        x, bias = (subclass, plain) if subclass_first else (plain, subclass)
+        output = model(x, bias=bias)
+        record = [model.seen, type(output).__name__, output.dtype, list(Recorded.calls)]
+        output.square().mean().backward()
+        results[f"{kind.__name__} {dtypes} {subclass_first}"] = [*record, plain.grad, grads(model)]
     return results
 
 
