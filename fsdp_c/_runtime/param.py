@@ -131,7 +131,7 @@ class Param(ReplaceableShard):
         _C.Param.__init__(self, tuple(local.size()), dim, world, rank, smaller_mesh)
         self._policy_dtype = get_compute_dtype(mp_policy, param)
         self._group: weakref.ref[GroupOfParam] | None = None
-        self._orig_class: type = type(param)
+        self._orig_class = type(param)
         self._orig_attributes = copy_user_attributes(param)
         self._orig_param_uid = orig_param_uid(param)  # torch 2.11 does not set it
         if has_custom_constructor(type(self), Param):

@@ -85,6 +85,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
     mesh_info: Any  # one of torch's classes of mesh infos
     _unsharded_dtensor_spec: DTensorSpec | None
     _orig_attributes: dict[str, Any]
+    _orig_class: type
 
     # Properties of torch's class since 2.15.
     unsharded_grad_dtype: torch.dtype | None
@@ -171,10 +172,13 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
 
         A sharded parameter gets plain data, so that it can be copied and pickled as under torch. An
         unsharded parameter gets no attribute that refers to a module, because the garbage collector
-        does not traverse the core's reference to this parameter.
+        does not traverse the core's reference to this parameter. No attribute hides one that
+        ``DTensor`` defines, such as ``placements``.
         """
         is_sharded = to is self.sharded_param
         for name, value in self._orig_attributes.items():
+            if hasattr(type(to), name) and not hasattr(self._orig_class, name):
+                continue
             if _is_plain(value) or not (is_sharded or _refers_to_module(value)):
                 to.__dict__.setdefault(name, value)
 

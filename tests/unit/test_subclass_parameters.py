@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.fsdp as public
 import torch.nn as nn
 from extensions import OneArgument
+from torch.distributed.tensor import DTensor, Shard
 from wrapping import Wrapping
 
 import fsdp_c
@@ -19,6 +21,8 @@ import fsdp_c
 
 class MarkedParameter(nn.Parameter):
     """A plain subclass of nn.Parameter."""
+
+    mark = "default"
 
 
 class OnlyChunks(OneArgument):
@@ -107,3 +111,28 @@ def test_attributes_and_class_of_parameter_are_kept_unlike_in_torch(
     assert found == [(keeps, keeps)]  # unsharded
     assert hasattr(module.weight, "decays") == keeps  # sharded, with the class DTensor
     assert not hasattr(module.bias, "decays")
+
+
+@pytest.mark.parametrize("shard", [public.fully_shard, fsdp_c.fully_shard])
+def test_attributes_with_names_of_dtensor_do_not_hide_those_of_sharded_parameter(
+    fake_group: int, shard: Callable[..., Any]
+) -> None:
+    module = nn.Linear(4, 16)
+    module.weight.placements, module.weight.full_tensor = ("tp",), False
+    shard(module)
+    assert module.weight.placements == (Shard(0),)
+    assert module.weight.full_tensor().shape == (16, 4)
+    memory = io.BytesIO()
+    torch.save(list(module.parameters()), memory)
+    memory.seek(0)
+    assert [type(p) for p in torch.load(memory, weights_only=False)] == [DTensor, DTensor]
+
+
+def test_attribute_with_default_of_parameter_class_is_kept(fake_group: int) -> None:
+    module = nn.Linear(4, 16)
+    module.weight = MarkedParameter(module.weight.detach())
+    module.weight.mark = "set"
+    fsdp_c.fully_shard(module)
+    assert module.weight.mark == "set"
+    module.unshard()
+    assert module.weight.mark == "set"
