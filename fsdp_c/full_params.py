@@ -23,6 +23,7 @@ from ._runtime.fsdp_units import (
 )
 from ._runtime.full_tensors import gather_full, get_first_rank, write_back
 from ._runtime.param import Param
+from ._runtime.transaction import restore_attribute_at_end
 from .names import clean_tensor_name
 
 
@@ -154,10 +155,7 @@ def _make_refusal(operation: str) -> Callable[..., Any]:
 
 def _override(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
     """Sets an attribute of the object ``owner`` until ``undo`` runs."""
-    if name in vars(owner):
-        undo.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        undo.callback(delattr, owner, name)
+    restore_attribute_at_end(owner, name, undo)
     setattr(owner, name, value)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from ._runtime.fsdp_units import get_units, list_sharded_modules
+from ._runtime.transaction import restore_attribute_at_end
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -83,9 +84,5 @@ def _gather_all(model: nn.Module, groups: list[Any], undo: contextlib.ExitStack)
 def _register_method(model: nn.Module, name: str, undo: contextlib.ExitStack) -> None:
     if not isinstance(model, FSDPModule) or not callable(getattr(model, name, None)):
         return
-    previous = model.__dict__.get(name)
+    restore_attribute_at_end(model, name, undo)
     register_fsdp_forward_method(model, name)
-    if previous is not None:
-        undo.callback(setattr, model, name, previous)
-    else:
-        undo.callback(delattr, model, name)

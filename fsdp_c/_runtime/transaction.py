@@ -1,4 +1,4 @@
-"""Rollback for calls that change several modules.
+"""Rollback for calls that change several modules, and for attributes that a context changes.
 
 KeyboardInterrupt can be raised at any line. Therefore a call takes a snapshot before its first
 change, and ``restore`` does not depend on the progress of the call. The outermost function returns
@@ -93,3 +93,15 @@ class _Attributes:
             _module_state_mapping.pop(module, None)
         else:
             _module_state_mapping[module] = self.state
+
+
+def restore_attribute_at_end(owner: Any, name: str, undo: contextlib.ExitStack) -> None:
+    """Restores an attribute of the object ``owner`` when ``undo`` ends. Call it before a change.
+
+    An attribute that the object itself does not have now is deleted, which reveals that of its
+    class.
+    """
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
