@@ -11,7 +11,7 @@
 #   make docs           the documentation site in build/docs
 #   make model          all searches of the models of the transport (needs spin)
 #   make simulate       a million random schedules of several ranks, with faults
-#   make mutate         seeded bugs of csrc, each of which a test must detect
+#   make mutate         seeded bugs, each of which a test must detect
 #   make accelerator    all tests on the simulated accelerator, then its measurements
 #   make torch-diff OLD=2.14.1 NEW=2.15.0    changes of torch in the names that fsdp_c uses
 #   make test-release RELEASE=2.15.0         the tests with another torch release
@@ -177,9 +177,9 @@ simulate:
 model: env
 	FSDP_C_MODEL_WHOLE=1 $(PY) -m pytest -rP tests/model
 
-# Builds and runs every mutation of tests/unit/*_mutations.py and prints the score. `make test` runs a fifth of them.
+# Runs every seeded bug of tests/unit/*_mutations.py. `make test` runs a part of them.
 mutate: env
-	FSDP_C_MUTATIONS_WHOLE=1 $(PY) -m pytest -s -q tests/unit/test_mutations.py
+	FSDP_C_MUTATIONS_WHOLE=1 $(PY) -m pytest -s -q tests/unit/test_mutations.py tests/unit/test_python_mutations.py
 
 # Runs the tests that cover the files in FILE: make test-for FILE="csrc/core/gather.c fsdp_c/plan.py"
 test-for: build

@@ -116,7 +116,7 @@ TESTS = {
         "Folder with fsdp_c, built for the torch of `FSDP_C_CUDA_PYTHON`",
     ),
     "FSDP_C_MODEL_WHOLE": Variable("`1`", "off", "All searches of `tests/model` (`make model`)"),
-    "FSDP_C_MUTATIONS_WHOLE": Variable("`1`", "off", "All seeded bugs of csrc (`make mutate`)"),
+    "FSDP_C_MUTATIONS_WHOLE": Variable("`1`", "off", "All seeded bugs (`make mutate`)"),
     "FSDP_C_NVRTC": Variable("paths", "not set", "NVRTC libraries that compile the kernels"),
     "FSDP_C_PARITY_COUNT": Variable("a number", "140", "Settings of the parity tests"),
     "FSDP_C_PARITY_DEVICE": INTERNAL,

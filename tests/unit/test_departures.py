@@ -6,6 +6,7 @@ withdraws the announcement (``fsdp_c/_runtime/departures.py``).
 
 from __future__ import annotations
 
+import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,3 +75,16 @@ def test_interrupted_rank_leaves_unless_the_other_rank_issues_the_collective(
     assert leaves != store.other_issues
     count = next(int(v) for k, v in store.values.items() if not k.endswith("/decision"))
     assert count == (0 if call == 9 else 1 if leaves else WORLD)
+
+
+def test_rank_decides_before_it_issues_so_that_no_other_rank_can_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(departures, "get_timeout", lambda *args: datetime.timedelta(minutes=1))
+    store: Any = SharedStore(arrives_at_call=9)
+    own: Any = SimpleNamespace(_decide=lambda *args: departures.Departures._decide(own, *args))
+    group: Any = SimpleNamespace(size=lambda: WORLD)
+    departure = departures.Departure("group", [0, 1], 0, 7, 1, 0, "")
+    store.add("key", WORLD)
+    departures.Departures._wait(own, departure, store, "key", group, False)
+    assert store.values["key/decision"] == "issue"

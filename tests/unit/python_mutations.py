@@ -1,0 +1,133 @@
+"""Seeded bugs of the Python package, each with the test that must detect it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PythonMutation(NamedTuple):
+    file: str
+    """The mutated file, relative to the package ``fsdp_c``."""
+    original: str
+    """The original text; it occurs once in the file."""
+    replacement: str
+    test: str
+    """The test that must fail: a file of ``tests`` and, after ``::``, a part of the name."""
+    message: str
+    """Text in the output of the failed test."""
+
+
+PYTHON_MUTATIONS = {
+    "step of an accelerated optimizer does not change version counters": PythonMutation(
+        "optim.py",
+        "        torch.autograd.graph.increment_version(params)\n",
+        "",
+        "unit/test_optim.py::test_backward_of_graph_from_before_a_step_raises",
+        "DID NOT RAISE",
+    ),
+    "recipe of an optimizer ignores that an option became zero": PythonMutation(
+        "optim.py",
+        "return type(value), bool(value), value < 0",
+        "return (type(value),)",
+        "unit/test_optim.py::test_option_enabled_by_value_of_same_type",
+        "IndexError: list index out of range",
+    ),
+    "momentum stays under the local tensor": PythonMutation(
+        "optim.py",
+        "stored = optimizer.state.pop(local, None)",
+        "stored = optimizer.state.get(local)",
+        "unit/test_optim.py::test_checkpoint_moves_between_accelerated_and_torch_optimizer",
+        "KeyError",
+    ),
+    "moving average uses the decay as the weight of the new value": PythonMutation(
+        "ema.py",
+        "_foreach_lerp_(averages, weights, 1 - decay)",
+        "_foreach_lerp_(averages, weights, decay)",
+        "unit/test_contexts_and_ema.py::test_ema_is_bit_equal_to_averaged_model_of_torch",
+        "torch.equal",
+    ),
+    "no_sync leaves all-reduces off": PythonMutation(
+        "no_sync.py",
+        "            group.all_reduce_grads = all_reduce_grads\n",
+        "",
+        "unit/test_contexts_and_ema.py::test_nested_no_sync_restores_settings_after_exception",
+        "At index 0 diff: (True, False) != (True, True)",
+    ),
+    "infinity norm of an empty shard is infinite": PythonMutation(
+        "_runtime/grad_norm.py",
+        "neutral_norm = 0.0 if norm_type > 0 else math.inf",
+        "neutral_norm = math.inf",
+        "unit/test_clip.py::test_clip_of_empty_shards_by_infinity_norm_succeeds",
+        "assert tensor(inf) == 0.0",
+    ),
+    "shard of a rank begins at a multiple of its own rows": PythonMutation(
+        "_runtime/param_shard.py",
+        "start = self._shard_rank * self.chunk_rows",
+        "start = self._shard_rank * self.local_rows",
+        "unit/test_param_template.py::test_shards_of_uneven_rows",
+        "torch.equal",
+    ),
+    "every bucket of a load has the first rows of the tensor": PythonMutation(
+        "_checkpoint/buckets.py",
+        "tensor.narrow(0, chunk.first_row, chunk.sizes[0])",
+        "tensor.narrow(0, 0, chunk.sizes[0])",
+        "unit/test_load.py::test_load_with_random_shapes_placements_and_bucket_sizes_fills_own",
+        "AssertionError: p0",
+    ),
+    "failed call does not restore hooks and parameters": PythonMutation(
+        "_runtime/transaction.py",
+        "            self.values[name].update(content)\n",
+        "",
+        "unit/test_keyboard_interrupt.py::test_sharding_call_interrupted_at_sampled_lines",
+        "== []",
+    ),
+    "failed assignment to a mesh info keeps the new value": PythonMutation(
+        "_runtime/meshes.py",
+        "            object.__setattr__(self, name, previous)\n",
+        "            pass\n",
+        "unit/test_process_groups.py",
+        "shard_process_group",
+    ),
+    "padding of all ranks is not counted": PythonMutation(
+        "_auto_shard/budget.py",
+        "return -(-rows // ranks) * ranks * ",
+        "return rows * ",
+        "unit/test_plan.py::test_max_transient_includes_padding_of_all_ranks",
+        "DID NOT RAISE",
+    ),
+    "frozen parameter is not part of the plan": PythonMutation(
+        "_runtime/plan_hash.py",
+        'frozen = "" if param.sharded_param.requires_grad else ", frozen"',
+        'frozen = ""',
+        "distributed/test_divergence.py::test_different_plan",
+        "ranks have different messages",
+    ),
+    "rank that leaves does not decrement the counter": PythonMutation(
+        "_runtime/departures.py",
+        "            store.add(key, -1)\n",
+        "",
+        "unit/test_departures.py",
+        "assert 2 == 1",
+    ),
+    "rank issues the collective although another rank leaves": PythonMutation(
+        "_runtime/departures.py",
+        "or not self._decide(store, key)",
+        "",
+        "unit/test_departures.py::test_rank_decides_before_it_issues",
+        "KeyError: 'key/decision'",
+    ),
+    "report names the rank that waited last": PythonMutation(
+        "_runtime/stall_report.py",
+        "return min(waits,",
+        "return max(waits,",
+        "unit/test_stall.py::test_position_has_the_longest_wait",
+        "all-gather of 'a'",
+    ),
+    "message swaps the values of the ranks": PythonMutation(
+        "_runtime/plan_hash.py",
+        "rank 0 has {value}; rank {rank} has {other_value}",
+        "rank 0 has {other_value}; rank {rank} has {value}",
+        "distributed/test_divergence.py::test_different_plan",
+        "reduce_dtype of unit 'blocks.0': rank 0 has",
+    ),
+}
