@@ -102,9 +102,12 @@ size_t fc_recorder_copy(fc_record *copies, size_t count) {
     assert(copies != NULL);
     const uint64_t newest = last_number;
     size_t copied = 0;
-    while (copied < count && copied < FC_RECORDS && copied < newest) {
-        copies[copied] = *slot_of(newest - copied);
-        copied++;
+    for (size_t age = 0; age < FC_RECORDS && age < newest; age++) {
+        const fc_record *record = slot_of(newest - age);
+        if (age < count || record->state == FC_RECORD_WAITING) {
+            copies[copied] = *record;
+            copied++;
+        }
     }
     return copied;
 }

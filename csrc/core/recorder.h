@@ -66,8 +66,9 @@ void fc_recorder_end(uint64_t number, fc_record_state state);
 /* Copies a record. Returns false, and writes nothing, if the record is overwritten. */
 bool fc_recorder_read(uint64_t number, fc_record *copy);
 
-/* Copies up to `count` records, newest first. Returns the number of copies. If another
- * thread changes a record during the copy, this copy may be inconsistent. */
+/* Copies the `count` newest records, and older ones in state FC_RECORD_WAITING, newest first.
+ * `records` has space for FC_RECORDS. Returns the number of copies. If another thread changes a
+ * record during the copy, this copy may be inconsistent. */
 size_t fc_recorder_copy(fc_record *records, size_t count);
 /* Returns the time of the records' clock. */
 uint64_t fc_recorder_now(void);

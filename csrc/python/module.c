@@ -334,7 +334,8 @@ static PyMethodDef module_methods[] = {
      "function. Returns whether they are equal. If so, the extension makes all later DTensors."},
     {"recorder_read", fcpy_recorder_read, METH_O,
      "recorder_read(count): returns the time in nanoseconds, and the records of the last "
-     "collectives as bytes, newest first; see core/recorder.h."},
+     "collectives and of older ones that a thread waits for, as bytes, newest first; see "
+     "core/recorder.h."},
     {"recorder_write", fcpy_recorder_write, METH_VARARGS,
      "recorder_write(path, header): writes header and records to a file."},
     {"recorder_write_on_signal", fcpy_recorder_write_on_signal, METH_VARARGS,

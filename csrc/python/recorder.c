@@ -18,6 +18,7 @@ typedef struct signal_file {
     char *path;
     char *header;
     size_t header_bytes;
+    pid_t pid; /* the process that writes it; a forked child inherits the handler */
     struct sigaction previous;
 } signal_file;
 
@@ -33,7 +34,7 @@ PyObject *fcpy_recorder_read(PyObject *module, PyObject *count) {
         PyErr_Format(PyExc_ValueError, "count must be 1 to %d, got %ld", FC_RECORDS, wanted);
         return NULL;
     }
-    fc_record *records = (fc_record *)calloc((size_t)wanted, sizeof *records);
+    fc_record *records = (fc_record *)malloc(FC_RECORDS * sizeof *records);
     if (records == NULL) {
         return PyErr_NoMemory();
     }
@@ -114,12 +115,15 @@ static void run_default_action(int signum, const struct sigaction *action) {
     (void)sigaction(signum, &handler, NULL);
 }
 
-/* Writes the file. Then the previous action of the signal runs. SIG_DFL and SIG_IGN are tested
- * first, because an action may have them together with SA_SIGINFO. */
+/* Writes the file, but not in a forked child, because it is the file of the parent. Then the
+ * previous action of the signal runs. SIG_DFL and SIG_IGN are tested first, because an action may
+ * have them together with SA_SIGINFO. */
 static void handle_signal(int signum, siginfo_t *info, void *context) {
     const int error = errno;
     signal_file *file = signal_files[signum];
-    (void)write_file(file->path, file->header, file->header_bytes);
+    if (getpid() == file->pid) {
+        (void)write_file(file->path, file->header, file->header_bytes);
+    }
     if (file->previous.sa_handler == SIG_DFL) {
         if (needs_default_action(signum)) {
             run_default_action(signum, &file->previous);
@@ -150,6 +154,7 @@ static signal_file *new_signal_file(const char *path, const char *header, size_t
     file->path = strdup(path);
     file->header = (char *)malloc(bytes > 0 ? bytes : 1);
     file->header_bytes = bytes;
+    file->pid = getpid();
     if (file->path == NULL || file->header == NULL) {
         free_signal_file(file);
         return NULL;

@@ -15,10 +15,11 @@ static uint64_t add(const char *modules) {
     return fc_recorder_add(&facts, "7", modules);
 }
 
+static fc_record all[FC_RECORDS];
+
 static fc_record newest(void) {
-    fc_record record;
-    assert_int_equal(fc_recorder_copy(&record, 1), 1);
-    return record;
+    assert_in_range(fc_recorder_copy(all, 1), 1, FC_RECORDS);
+    return all[0];
 }
 
 static void record_has_the_facts_and_the_end_of_long_names(void **state) {
@@ -78,12 +79,28 @@ static void overwritten_record_does_not_change(void **state) {
     fc_record unchanged = {.number = 1};
     assert_false(fc_recorder_read(number, &unchanged) || fc_recorder_read(0, &unchanged));
     assert_int_equal(unchanged.number, 1);
-    static fc_record all[FC_RECORDS];
     assert_int_equal(fc_recorder_copy(all, FC_RECORDS), FC_RECORDS);
     for (int i = 0; i < FC_RECORDS; i++) {
         assert_int_equal(all[i].number, number + (uint64_t)(FC_RECORDS - i));
         assert_int_equal(all[i].state, FC_RECORD_COMPLETE);
     }
+}
+
+static void copy_has_older_records_that_a_thread_waits_for(void **state) {
+    (void)state;
+    for (int i = 0; i < FC_RECORDS; i++) {
+        fc_recorder_issued(add("complete"), NULL);
+    }
+    assert_int_equal(fc_recorder_copy(all, 2), 2);
+    const uint64_t waiting = add("waiting");
+    for (int i = 0; i < 300; i++) {
+        fc_recorder_issued(add("issued"), &works[0]);
+    }
+    assert_int_equal(fc_recorder_copy(all, 2), 3);
+    assert_int_equal(all[1].number, waiting + 299);
+    assert_int_equal(all[2].number, waiting);
+    fc_recorder_end(waiting, FC_RECORD_COMPLETE);
+    assert_int_equal(fc_recorder_copy(all, 2), 2);
 }
 
 static void file_has_every_record(void **state) {
@@ -103,6 +120,7 @@ int main(void) {
         cmocka_unit_test(states_follow_issue_wait_and_end),
         cmocka_unit_test(oldest_of_two_records_with_one_address_is_not_found),
         cmocka_unit_test(overwritten_record_does_not_change),
+        cmocka_unit_test(copy_has_older_records_that_a_thread_waits_for),
         cmocka_unit_test(file_has_every_record),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
