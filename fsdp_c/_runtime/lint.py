@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.nn.parallel import DistributedDataParallel
 
+from .env import OFF
 from .fsdp_units import (
     count_gathered_bytes,
     get_compute_dtype,
@@ -59,20 +60,21 @@ def check_model(root: nn.Module) -> None:
     The mistakes: repeated layers in the root unit, mixed-precision policies on blocks only, units
     much larger than the median, ``DistributedDataParallel`` inside. Never raises.
     """
-    with _log_failure():
+    with log_failure():
         for text in check_environment():
             warn_once(text)
         groups = [(name, group) for name, _, group in iterate_groups(root)]
         if not all(isinstance(group.mesh_info, FSDPMeshInfo) for _, group in groups):
             return  # the checks are about sharding
         for check in (check_blocks_in_root, check_policies, check_large_units, check_data_parallel):
-            with _log_failure():
+            with log_failure():
                 for text in check(root, groups):
                     warn_once(text)
 
 
 @contextlib.contextmanager
-def _log_failure() -> Iterator[None]:
+def log_failure() -> Iterator[None]:
+    """Logs an exception of a check at level DEBUG instead of raising it."""
     try:
         yield
     except Exception:
@@ -80,11 +82,19 @@ def _log_failure() -> Iterator[None]:
 
 
 def check_environment() -> list[str]:
-    """Returns a warning if ``FSDP_C_TRANSPORT`` has a value that ``negotiation.c`` ignores."""
-    choice = os.environ.get("FSDP_C_TRANSPORT", "")
-    if choice in ("", "direct", "gloo"):
-        return []
-    return [f'FSDP_C_TRANSPORT={choice} has no effect: the values are "direct" and "gloo"']
+    """Returns warnings about values of ``FSDP_C_TRANSPORT`` and ``FSDP_C_GUARD`` without effect."""
+    warnings = []
+    transport = os.environ.get("FSDP_C_TRANSPORT", "")
+    if transport not in ("", "direct", "gloo"):
+        warnings.append(
+            f'FSDP_C_TRANSPORT={transport} has no effect: the values are "direct" and "gloo"'
+        )
+    guard = os.environ.get("FSDP_C_GUARD", "")
+    if guard.strip().lower() not in (*OFF, "hash", "on", "1", "yes", "true"):
+        warnings.append(
+            f'FSDP_C_GUARD={guard} has no effect: the values are "on", "off" and "hash"'
+        )
+    return warnings
 
 
 def check_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
@@ -140,10 +150,12 @@ def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
     ]
     if not unsharded_layers:
         return []
+    is_single = len(unsharded_layers) == 1
+    role = "is a repeated layer but no unit: its" if is_single else (
+        "are repeated layers but no units: their")  # fmt: skip
     return [
-        f"{format_names(unsharded_layers)} are repeated layers but no units: their parameters "
-        "are gathered with the root's and stay unsharded through forward and backward. Call "
-        "fully_shard on each before the root"
+        f"{format_names(unsharded_layers)} {role} parameters are gathered with the root's and stay "
+        "unsharded through forward and backward. Call fully_shard on each before the root"
     ]
 
 
@@ -212,8 +224,9 @@ def check_data_parallel(model: nn.Module, groups: list[tuple[str, Any]]) -> list
     ]
     if not ddp_names:
         return []
+    verb = "is" if len(ddp_names) == 1 else "are"
     return [
-        f"{format_names([name or type(model).__name__ for name in ddp_names])} are "
-        "DistributedDataParallel, whose gradients are reduced twice or not at all: shard "
-        "model.module instead"
+        f"{format_names([name or type(model).__name__ for name in ddp_names])} {verb} "
+        "DistributedDataParallel around sharded parameters: their gradients are reduced twice or "
+        "not at all. Shard model.module instead"
     ]

@@ -19,51 +19,52 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._compat import patches
 from .fsdp_units import iterate_registrations, list_registered_params
 from .hints import format_names
-from .lint import warn_once
+from .lint import log_failure, warn_once
 
 # No weak references to parameters: torch.utils.swap_tensors refuses tensors that have one.
 _params_by_uid: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Maps torch's uid of an original parameter to the ``FSDPParam`` that replaced it."""
-_params_by_registration: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
-    weakref.WeakKeyDictionary()
+_params_by_registration: weakref.WeakValueDictionary[tuple[int, str], Any] = (
+    weakref.WeakValueDictionary()
 )
-"""Maps a module to its sharded parameters: name to weak reference to the ``FSDPParam``."""
+"""Maps (id of module, name) to the ``FSDPParam``. Modules may have ``__eq__`` and no hash."""
 _replaced_registrations: dict[tuple[int, str], tuple[Any, int]] = {}
 """Maps (id of module, name) to the ``FSDPParam`` and the ``id`` of the replacement."""
-_checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_checked_optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
+    weakref.WeakValueDictionary()
+)
+"""Maps the id of an optimizer to the optimizer. Optimizers may have ``__eq__`` and no hash."""
 
 
 def record_sharded_params(fsdp_params: Iterable[Any]) -> None:
     """Records the ``FSDPParam`` objects that replaced parameters, for the later checks."""
     for fsdp_param in fsdp_params:
-        reference = weakref.ref(fsdp_param)
         _params_by_uid[fsdp_param._orig_param_uid] = fsdp_param
         for module, name in iterate_registrations(fsdp_param):
-            _params_by_registration.setdefault(module, {})[name] = reference
+            _params_by_registration[id(module), name] = fsdp_param
 
 
 def _record_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    params_by_name = _params_by_registration.get(module)
-    fsdp_param = (
-        params_by_name[name]() if params_by_name is not None and name in params_by_name else None
-    )
-    if (
-        fsdp_param is not None
-        # The entry may be that of an equal module, because classes may define __eq__.
-        and any(owner is module for owner, _ in iterate_registrations(fsdp_param))
-        and all(registered is not parameter for registered in list_registered_params(fsdp_param))
-    ):
-        _replaced_registrations[id(module), name] = (weakref.ref(fsdp_param), id(parameter))
+    fsdp_param = _params_by_registration.get((id(module), name))
+    if fsdp_param is None:
+        return
+    with log_failure():
+        # The entry may be that of a freed module with the same id.
+        if any(owner is module for owner, _ in iterate_registrations(fsdp_param)) and all(
+            registered is not parameter for registered in list_registered_params(fsdp_param)
+        ):
+            _replaced_registrations[id(module), name] = (weakref.ref(fsdp_param), id(parameter))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # a compiled step inlines its hooks, and this code would break the graph
-    if _replaced_registrations:
-        _check_replaced_registrations()
-    if optimizer not in _checked_optimizers:
-        _checked_optimizers.add(optimizer)
-        _check_optimizer(optimizer)
+    with log_failure():
+        if _replaced_registrations:
+            _check_replaced_registrations()
+        if _checked_optimizers.get(id(optimizer)) is not optimizer:
+            _checked_optimizers[id(optimizer)] = optimizer
+            _check_optimizer(optimizer)
 
 
 # Compiled code calls the hook without tracing it.

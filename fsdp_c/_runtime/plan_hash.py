@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store, _resolv
 
 from ..version import __version__
 from . import label_comparison, plan_store
-from .env import is_env_enabled
+from .env import OFF
 from .meshes import get_group_name, list_process_groups
 
 ENVIRONMENT_SWITCH = "FSDP_C_GUARD"
@@ -60,9 +60,10 @@ def get_mode() -> GuardMode:
     """Returns ``"on"`` if ranks compare plans and collectives, ``"hash"`` if also data."""
     if _mode:
         return _mode[0]
-    if os.environ.get(ENVIRONMENT_SWITCH, "").lower() == "hash":
+    text = os.environ.get(ENVIRONMENT_SWITCH, "on").strip().lower()
+    if text == "hash":
         return "hash"
-    return "on" if is_env_enabled(ENVIRONMENT_SWITCH, unset="on") else "off"
+    return "off" if text in OFF else "on"
 
 
 def set_plans(states: list[Any]) -> None:
@@ -158,14 +159,14 @@ def _describe_plan(states: list[Any], names: dict[Any, Any], name: str) -> Itera
         if name in names[group]
     ]
     for i, (state, group) in enumerate(units):
-        unit = f"unit '{group._module_fqn}'"
+        unit = f"unit {group._module_fqn!r}"  # names may contain tabs and line breaks
         roles = [
             role
             for role, own_name in zip(("shard", "scatter", "replicate", "smaller"), names[group])
             if own_name == name
         ]
         params = group.fsdp_params
-        yield f"unit {i}\t'{group._module_fqn}' with {len(params)} parameters ({', '.join(roles)})"
+        yield f"unit {i}\t{group._module_fqn!r} with {len(params)} parameters ({', '.join(roles)})"
         for setting in _SETTINGS:
             yield f"{setting.lstrip('_')} of {unit}\t{getattr(group, setting)}"
         for field in _POLICY_FIELDS:
@@ -187,7 +188,7 @@ def _describe_param(param: Any) -> str:
     meta = param._sharding_spec.tensor_meta
     frozen = "" if param.sharded_param.requires_grad else ", frozen"
     return (
-        f"'{param._param_fqn}' {list(meta.shape)} {meta.dtype} strides {list(meta.stride)}, "
+        f"{param._param_fqn!r} {list(meta.shape)} {meta.dtype} strides {list(meta.stride)}, "
         f"{param._spmd_placements}, param_dtype {param.param_dtype}, "
         f"reduce_dtype {param.reduce_dtype}{frozen}"
     )

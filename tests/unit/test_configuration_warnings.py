@@ -27,7 +27,7 @@ from toy_models import MLPBlock, MLPModel
 
 import fsdp_c
 from fsdp_c import fully_shard
-from fsdp_c._runtime import lint, lint_params
+from fsdp_c._runtime import lint, lint_params, plan_hash
 
 LOGGER = "torch.distributed.fsdp.fully_shard"
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -79,6 +79,24 @@ def test_unknown_transport_logs_valid_names(
     step(sharded())
     (line,) = logged()
     assert "FSDP_C_TRANSPORT=sockets" in line and '"direct"' in line and '"gloo"' in line
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [("off ", "off"), (" Hash", "hash"), ("", "off"), ("1", "on"), ("disabled", "on")],
+)
+def test_guard_mode_of_the_environment_is_read(
+    value: str, mode: str, logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_hash, "_mode", [])
+    monkeypatch.setenv("FSDP_C_GUARD", value)
+    assert plan_hash.get_mode() == mode
+    step(sharded())
+    assert logged() == (
+        ['fsdp_c: FSDP_C_GUARD=disabled has no effect: the values are "on", "off" and "hash"']
+        if value == "disabled"
+        else []
+    )
 
 
 # ---- backwards that raise ------------------------------------------------------------------------
@@ -265,6 +283,29 @@ def test_parameter_replaced_in_module_that_compares_equal_logs_nothing(logged: L
     assert logged() == []
 
 
+def test_classes_without_hash_train(logged: Logged) -> None:
+    class UnhashableModule(nn.Module):
+        __hash__ = None  # type: ignore[assignment]
+
+    class UnhashableSGD(torch.optim.SGD):
+        __hash__ = None  # type: ignore[assignment]
+
+    UnhashableModule().weight = nn.Parameter(torch.zeros(8))
+    model = sharded()
+    train(model, UnhashableSGD(model.parameters(), lr=0.1))
+    assert logged() == []
+
+
+def test_failing_checks_of_parameters_do_not_raise(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sharded()
+    monkeypatch.setattr(lint_params, "_check_optimizer", lambda *_: 1 / 0)
+    monkeypatch.setattr(lint_params, "iterate_registrations", lambda *_: 1 / 0)
+    model.head.weight = nn.Parameter(model.head.weight.detach())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 # ---- units ---------------------------------------------------------------------------------------
 
 
@@ -337,7 +378,7 @@ def test_ddp_inside_sharded_model_logs_warning(logged: Logged) -> None:
     model = MLPModel()
     model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
     step(sharded(model))
-    assert logged()[0].startswith("fsdp_c: 'head' are DistributedDataParallel")
+    assert logged()[0].startswith("fsdp_c: 'head' is DistributedDataParallel around ")
 
 
 def test_ddp_of_ignored_parameters_logs_nothing(logged: Logged) -> None:
