@@ -51,6 +51,8 @@ def uses_nccl(process_group: dist.ProcessGroup) -> bool:
 def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int, int]] | None:
     """Compares the hash of this rank's plan, in hexadecimal digits, with those of all ranks.
 
+    A rank that another exception interrupts repeats the comparison at its next call.
+
     With ``OFF`` this rank does not wait. The other ranks then find no difference, unless they have
     found one before.
 
@@ -58,12 +60,13 @@ def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int
         None if no difference was found. Otherwise the first rank of the process group that was
         found to differ from rank 0, and the hashes of both.
     """
-    number = _comparisons[process_group] = _comparisons.get(process_group, 0) + 1
+    number = _comparisons.get(process_group, 0) + 1
     prefix = f"fsdp_c/plans/{number}"
     store = dist.PrefixStore(prefix, _get_process_group_store(process_group))
     deadline = time.monotonic() + get_timeout(process_group, "cuda").total_seconds()
     try:
         result = exchange(store, process_group.rank(), process_group.size(), plan, deadline)
+        _comparisons[process_group] = number
         difference = None
         if result not in (_EQUAL, OFF):
             rank, hash_of_rank = result.split()
@@ -73,6 +76,7 @@ def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int
                 store.delete_key(key)
         return difference
     except (RuntimeError, TimeoutError) as error:  # the store has ended, or a rank does not write
+        _comparisons[process_group] = number
         _logger.warning(
             "fsdp_c: the models of the ranks of process group '%s' are not compared: %s",
             process_group.group_name,

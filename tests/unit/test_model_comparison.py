@@ -11,11 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_c._runtime import plan_store
+from fsdp_c import fully_shard
+from fsdp_c._runtime import plan_hash, plan_store
 from fsdp_c._runtime.plan_store import OFF, exchange
 
 EQUAL = "equal"
@@ -173,6 +177,37 @@ def test_failed_comparison_logs_a_warning_and_finds_no_difference(
     fail(store, monkeypatch)
     assert plan_store.compare(Group(), "a1") is None  # type: ignore[arg-type]
     assert f"process group '7' are not compared: {reason}" in caplog.text
+
+
+def test_rank_that_an_exception_interrupts_repeats_the_comparison(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*unused: Any) -> str:
+        raise KeyboardInterrupt
+
+    group: Any = Group()
+    exchange(dist.PrefixStore("fsdp_c/plans/1", store), 0, 2, OFF, 0)
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(plan_store, "exchange", interrupt)
+        plan_store.compare(group, "a1")
+    assert plan_store.compare(group, "a1") is None
+    assert plan_store._comparisons[group] == 1
+
+
+@pytest.mark.parametrize("name", ["a\tb", "a\nb", "a'b"])
+def test_difference_of_units_with_any_name_is_found(name: str, fake_group: int) -> None:
+    def describe(dtype: torch.dtype) -> list[str]:
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        layer: Any = fully_shard(nn.Linear(8, 8), mp_policy=policy)
+        state = layer._get_fsdp_state()
+        (group,) = state._fsdp_param_groups
+        group._module_fqn = name
+        return list(plan_hash._describe_plan([state], {group: ("0",)}, "0"))
+
+    first, second = describe(torch.bfloat16), describe(torch.float16)
+    assert plan_hash.find_difference(first, second, 1) == (
+        f"param_dtype of unit {name!r}: rank 0 has torch.bfloat16; rank 1 has torch.float16"
+    )
 
 
 def test_process_group_that_torch_does_not_know_has_no_nccl() -> None:
