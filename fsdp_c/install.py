@@ -141,7 +141,7 @@ def _get_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isdigit() else 0
+    return int(rank) if rank.isdecimal() else 0
 
 
 def _log_installation() -> None:

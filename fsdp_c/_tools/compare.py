@@ -107,13 +107,13 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _parse_count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number from 1, not {text!r}")
     return int(text)
 
 
 def _parse_seed(text: str) -> int:
-    if not text.isdigit() or int(text) > _MAX_SEED:
+    if not text.isdecimal() or int(text) > _MAX_SEED:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to {_MAX_SEED}, not {text!r}")
     return int(text)
 

@@ -198,7 +198,9 @@ def _make_sort_key(unit: str) -> list[tuple[bool, int, str]]:
     """Returns a sort key that orders blocks.2 before blocks.10, and time outside of units last."""
     if not unit:
         return [(True, 1, "")]
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in unit.split(".")]
+    return [
+        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in unit.split(".")
+    ]
 
 
 # ---- Chrome's format -----------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def draw_timeline(
     width = axes.figure.get_figwidth()
     full_title = (title + suffix).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
     axes.set_title("\n".join(textwrap.wrap(full_title, int(9.3 * width))), fontsize=10.5,
-                   loc="left")  # fmt: skip
+                   loc="left", parse_math=False)  # fmt: skip
     _draw_rows(axes, drawn_ranks, _list_lanes(drawn_ranks.values()), width)
     if legend:
         _draw_legend(axes, [span for rank in drawn_ranks.values() for span in rank])
@@ -94,6 +94,7 @@ def _draw_lane(axes: Any, y: float, spans: list[Span], end_ms: float, width: flo
             axes.text(
                 begin + length / 2, bottom + height / 2, label, ha="center", va="center",
                 fontsize=7, color="black" if span.kind in _LIGHT_KINDS else "white",
+                parse_math=False,
             )  # fmt: skip
 
 

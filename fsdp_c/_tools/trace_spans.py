@@ -8,10 +8,10 @@ step.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -266,17 +266,47 @@ def _replace_waits(
     segments: Iterable[tuple[_Range | None, Span]], collectives: list[Span]
 ) -> Iterator[Span]:
     """Yields the segments. Segments that wait are split at the completion of their collectives."""
+    lanes: dict[str, _SortedSpans] = {}
+    units: dict[tuple[str, str], _SortedSpans] = {}
+    for kind in WAITS:
+        in_lane = [c for c in collectives if c.lane == kind]
+        lanes[kind] = _SortedSpans(in_lane)
+        by_unit: dict[str, list[Span]] = {}
+        for collective in in_lane:
+            by_unit.setdefault(collective.unit, []).append(collective)
+        units.update({(kind, unit): _SortedSpans(own) for unit, own in by_unit.items()})
     for fsdp_range, span in segments:
         lane = _LANE_OF_WAIT.get(fsdp_range.label) if fsdp_range is not None else None
         if lane is None:
             yield span
             continue
-        candidates = [c for c in collectives if c.lane == lane and c.begin < span.end]
         if fsdp_range is not None and fsdp_range.label in _OWN_COLLECTIVE:
-            candidates = [c for c in candidates if c.unit == fsdp_range.unit][-1:]
+            own = units.get((lane, fsdp_range.unit))
+            candidates = own.find_last(span.end) if own is not None else []
+        else:
+            candidates = lanes[lane].find_overlaps(span.begin, span.end)
         if fsdp_range is not None and fsdp_range.label in _ISSUES_COLLECTIVE:
             candidates = [c for c in candidates if c.end <= fsdp_range.end]
         yield from _split_span(span, candidates, WAITS[lane])
+
+
+class _SortedSpans:
+    """Spans in the order of their begins. A search does not read all spans."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._spans = sorted(spans, key=lambda span: span.begin)
+        self._begins = [span.begin for span in self._spans]
+        self._last_ends = list(accumulate((span.end for span in self._spans), max))
+
+    def find_overlaps(self, begin: int, end: int) -> list[Span]:
+        """Returns at least the spans that overlap with the interval."""
+        first = bisect_right(self._last_ends, begin)
+        return self._spans[first : bisect_left(self._begins, end)]
+
+    def find_last(self, end: int) -> list[Span]:
+        """Returns the last span that begins before ``end``, if there is one."""
+        count = bisect_left(self._begins, end)
+        return self._spans[max(0, count - 1) : count]
 
 
 def _split_span(span: Span, collectives: list[Span], kind: str) -> Iterator[Span]:
@@ -332,11 +362,12 @@ def _make_device_spans(
 
 def _find_device_waits(compute: list[Span], collectives: list[Span]) -> Iterator[Span]:
     """Yields the parts of the pauses between kernels in which a collective runs."""
-    collectives = sorted(collectives, key=lambda collective: collective.begin)
+    sorted_collectives = _SortedSpans(collectives)
     for kernel, next_kernel in pairwise(compute):
         pause = kernel._replace(kind="", begin=kernel.end, end=next_kernel.begin)
         parts = (
-            _split_span(pause, [collective], WAITS[collective.lane]) for collective in collectives
+            _split_span(pause, [collective], WAITS[collective.lane])
+            for collective in sorted_collectives.find_overlaps(pause.begin, pause.end)
         )
         covered_end = pause.begin
         for part in chain.from_iterable(parts):

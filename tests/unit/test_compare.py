@@ -301,6 +301,15 @@ def test_options_after_the_script_or_module_are_its_arguments() -> None:
     assert compare._make_job(parser, options).arguments == (str(JOB), "--", "x")
 
 
+@pytest.mark.parametrize("option", ["--steps", "--seed"])
+def test_digit_that_is_no_decimal_number_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare._make_parser().parse_args([option, "²", str(JOB)])
+    assert "expected a number" in capsys.readouterr().err
+
+
 def test_help_lists_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         compare.main(["--help"])

@@ -15,7 +15,7 @@ from test_explain import sharded
 
 import fsdp_c
 from fsdp_c import _C
-from fsdp_c._tools import timeline, trace_spans
+from fsdp_c._tools import timeline, timeline_plot, trace_spans
 from fsdp_c._tools.timeline import StepTrace
 from fsdp_c._tools.trace_spans import (
     COMPUTE,
@@ -128,6 +128,48 @@ def test_spans_of_cuda_step_have_times_of_kernels() -> None:
         (trace_spans.BACKWARD, "a", 200_000, 200_100),
     ]
     assert (trace_spans.FORWARD, "a", 200, 300) in spans_in_lane(all_spans, HOST)
+
+
+def test_spans_of_many_layers_need_time_in_proportion_to_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counts the collectives that waits and pauses between kernels are compared with."""
+    split_span, compared = trace_spans._split_span, 0
+
+    def count(span: Span, collectives: list[Span], kind: str) -> Any:
+        nonlocal compared
+        compared += len(collectives)
+        return split_span(span, collectives, kind)
+
+    monkeypatch.setattr(trace_spans, "_split_span", count)
+    events = [Event(TRACE_RANGE, 0, 10**9)]
+    for i in range(300):
+        begin = 50_000 * i
+        events += [
+            Event(f"FSDP::all_gather (l.{i})", begin, begin + 100),
+            Event("c10d::_allgather_base_", begin + 10, begin + 50, id=i),
+            Event("ncclDevKernel_AllGather", begin + 60, begin + 20_000, on_device=True, id=i),
+            Event("gemm", begin + 30_000, begin + 30_010, on_device=True),
+            Event("FSDP::root_post_backward_callback", begin + 40_000, begin + 40_100),
+        ]
+    spans = make_spans(events)
+    assert len(spans_in_lane(spans, GATHER)) == 300
+    assert (trace_spans.GATHER_WAIT, "l.299") in [span[1:3] for span in spans]
+    assert compared < 2000
+
+
+@pytest.mark.parametrize("part", ["²", "x", "-1"])
+def test_sort_key_accepts_any_name(part: str) -> None:
+    units = [f"blocks.{part}", "blocks.10", "blocks.2"]
+    assert sorted(units, key=timeline._make_sort_key)[1:] == ["blocks.2", "blocks.10"]
+
+
+def test_plot_draws_names_with_dollar_signs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    name = "a$\\unknown$"
+    spans = [Span(COMPUTE, trace_spans.FORWARD, name, 0, 10**6)]
+    timeline_plot.plot_timeline(name, {0: spans}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_summary_states_shares_of_time_and_longest_wait() -> None:
