@@ -90,7 +90,10 @@ class Nvrtc:
         """
         texts = [(KERNELS / name).read_bytes() for name in ("rtc.cuh", *KERNEL_SOURCES)]
         key = hashlib.sha256(b"\0".join([*texts, f"{self.version} {arch}".encode()])).hexdigest()
-        path = cache_folder() / f"sm_{arch}-{key[:32]}.cubin"
+        folder = cache_folder()
+        if folder is None:
+            return self.compile(arch)
+        path = folder / f"sm_{arch}-{key[:32]}.cubin"
         try:
             digest, code = path.read_bytes().split(b"\n", 1)
             if digest == hashlib.sha256(code).hexdigest().encode():
@@ -116,10 +119,13 @@ class Nvrtc:
         return self._get_output(program, "ProgramLog").rstrip(b"\0").decode()
 
 
-def cache_folder() -> Path:
-    """Returns the folder of compiled kernels: fsdp_c in XDG_CACHE_HOME or in ~/.cache."""
+def cache_folder() -> Path | None:
+    """Returns the folder of compiled kernels: fsdp_c in XDG_CACHE_HOME or in ~/.cache.
+
+    Returns None for a user without a home.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "fsdp_c"
+    return Path(base) / "fsdp_c" if not base.startswith("~") else None
 
 
 def find_libraries() -> list[Path]:

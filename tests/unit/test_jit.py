@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_c
 from fsdp_c import _C
 from fsdp_c._runtime import jit, kernels
-from fsdp_c._runtime.nvrtc import Nvrtc, find_libraries
+from fsdp_c._runtime.nvrtc import Nvrtc, cache_folder, find_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = b"\x7fELF placeholder"  # the fake driver checks only the first four bytes
@@ -176,6 +176,16 @@ def test_cache_that_cannot_be_written_is_not_used(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert CompilerStub().compile_cached(90) == b"code 90\nfor 13.0"
+
+
+def test_user_without_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cache_folder() is None
+    compiler = CompilerStub()
+    for _ in range(2):
+        assert compiler.compile_cached(90) == b"code 90\nfor 13.0"
+    assert compiler.compilations == 2
 
 
 def test_nvrtc_of_torchs_cuda_release_comes_first(
