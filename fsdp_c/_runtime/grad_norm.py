@@ -175,7 +175,7 @@ def _choose_foreach(
 def _reduce_norms(
     norms: torch.Tensor, groups: list[_Groups], kind_of: list[int], norm_type: float
 ) -> torch.Tensor:
-    """Reduces norms of local shards to norms of full tensors: (n,) -> (n,), in place."""
+    """Reduces norms of shards to norms of full tensors: (n,) -> (n,). May change ``norms``."""
     if all(group == groups[0] for group in groups):
         return _all_reduce_norms(norms, groups[0], norm_type)
     for shard_groups in dict.fromkeys(groups):
