@@ -1,11 +1,14 @@
-"""Reads the records of collectives, from this process or from a file (``csrc/core/recorder.h``)."""
+"""Records of collectives (``csrc/core/recorder.h``): of this process, and in files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +18,8 @@ from .. import _C
 
 CAPACITY = 4096
 """Records of a process."""
+FORMAT = 1
+"""Number of the format of files. Files of another number are refused."""
 
 _RECORD = struct.Struct("<QQQQQIHBBii24s48s")
 _KINDS = (
@@ -73,8 +78,8 @@ def _parse_fields(
             end,
             step,
             _PASSES[min(pass_number, len(_PASSES) - 1)],
-            _KINDS[kind],
-            _STATES[state],
+            _get_name(_KINDS, kind, "kind"),
+            _get_name(_STATES, state, "state"),
             rank,
             world,
             _decode(group),
@@ -82,17 +87,66 @@ def _parse_fields(
         )
 
 
+def _get_name(names: tuple[str, ...], value: int, field: str) -> str:
+    if value >= len(names):
+        raise ValueError(f"a record has the unknown {field} {value}")
+    return names[value]
+
+
 def _decode(text: bytes) -> str:
     return text.split(b"\0", 1)[0].decode(errors="replace")
 
 
 def read_own_records(count: int = CAPACITY) -> tuple[int, list[Record]]:
-    """Returns the time of the records' clock, and up to ``count`` records, newest first."""
+    """Returns the time of the records' clock, and records, newest first.
+
+    The records are the ``count`` newest ones, and older ones that a thread waits for.
+    """
     now, data = _C.recorder_read(count)
     return now, parse_records(data)
 
 
 # ---- files ---------------------------------------------------------------------------------------
+
+_signal_files: set[tuple[int, int, str, int]] = set()
+"""Process, signal, path and world size of the files to write. The extension never frees them, so
+later monitors of this process use the same."""
+
+
+def make_path(rank: int) -> str:
+    """Returns the absolute path of the file of a rank."""
+    folder = os.environ.get("FSDP_C_STALL_DIR") or os.path.join(
+        tempfile.gettempdir(), f"fsdp_c-{os.getuid()}"
+    )
+    name = f"{os.environ.get('MASTER_PORT', 'job')}-rank{rank}.records"
+    return os.path.join(os.path.abspath(folder), name)
+
+
+def write_own_records(path: str, rank: int, world: int) -> None:
+    """Writes the file, and creates its folder. Raises ``OSError``."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    _C.recorder_write(path, make_header(rank, world))
+
+
+def write_on_signals(path: str, rank: int, world: int) -> None:
+    """Writes the file on SIGABRT, and on the signal that FSDP_C_STALL_SIGNAL names.
+
+    Raises:
+        ValueError: FSDP_C_STALL_SIGNAL is not the name of a signal with a handler.
+    """
+    names = ["SIGABRT", *filter(None, [os.environ.get("FSDP_C_STALL_SIGNAL")])]
+    for name in names:
+        number = signal.Signals.__members__.get(name)
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(
+                f"FSDP_C_STALL_SIGNAL must be the name of a signal with a handler, got {name}"
+            )
+        file = (os.getpid(), number, path, world)
+        if file not in _signal_files:
+            with contextlib.suppress(OSError):  # the folder cannot be created
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                _C.recorder_write_on_signal(number, path, make_header(rank, world))
+                _signal_files.add(file)
 
 
 def make_header(rank: int, world: int) -> bytes:
@@ -104,6 +158,7 @@ def make_header(rank: int, world: int) -> bytes:
     written = time.time_ns()
     facts = {
         "fsdp_c": "records",
+        "format": FORMAT,
         "rank": rank,
         "world": world,
         "host": socket.gethostname(),
@@ -123,9 +178,17 @@ def read_file(path: str) -> tuple[dict[str, Any], list[Record]]:
         facts = json.loads(line)
         if facts.get("fsdp_c") != "records":
             raise ValueError("the first line is not the header of such a file")
-        for name in ("rank", "world", "pid", "clock_offset", "host"):
+        if facts.get("format") != FORMAT:
+            raise ValueError(
+                f"its format is {facts.get('format')}, expected {FORMAT}; use the fsdp_c that "
+                "wrote the file"
+            )
+        for name in ("rank", "world", "pid", "clock_offset", "written", "host"):
             if not isinstance(facts.get(name), str if name == "host" else int):
                 raise ValueError(f"its header has no '{name}'; use the fsdp_c that wrote the file")
+        size = CAPACITY * _RECORD.size
+        if len(rest) != size:
+            raise ValueError(f"it has {len(rest)} bytes of records, expected {size}")
         return facts, parse_records(rest)
-    except (ValueError, AttributeError, IndexError) as error:
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} has no records of fsdp_c: {error}") from error

@@ -54,11 +54,17 @@ class RankRecords:
 
 
 def read_ranks(paths: list[str]) -> list[RankRecords]:
-    """Reads one file per rank and sorts them by rank. Raises ``OSError`` or ``ValueError``."""
+    """Reads one file per rank of a job and sorts them. Raises ``OSError`` or ``ValueError``."""
     ranks: dict[int, RankRecords] = {}
+    world = 0
     for path in paths:
         facts, records = read_file(path)
-        rank = int(facts["rank"])
+        rank, world = int(facts["rank"]), world or int(facts["world"])
+        if not 0 <= rank < facts["world"] or facts["world"] != world:
+            raise ValueError(
+                f"{path} is of another job: it is of rank {rank} of {facts['world']} ranks, and "
+                f"{paths[0]} is of a job with {world} ranks. Pass the files of one job"
+            )
         if rank in ranks:
             raise ValueError(f"{path}: another file is of rank {rank}, too")
         ranks[rank] = RankRecords(rank, facts, records[::-1])
