@@ -138,6 +138,11 @@ def _make_request(
     )
 
 
+def read_count(store: dist.Store, key: str) -> int:
+    """Returns the value of a counter. ``add(key, 0)`` would make the file of a FileStore longer."""
+    return int(store.compare_set(key, "", "0"))
+
+
 class Departures:
     """This process's own departures, and the open requests of other ranks."""
 
@@ -149,7 +154,7 @@ class Departures:
         self._own_departures: dict[str, Departure] = {}  # by process group
         self._differences: dict[str, str] = {}  # of own departures, by process group
         # Later requests are new. The store may have requests of an earlier job.
-        self._newest_read = self._store.add(_REQUESTS, 0)
+        self._newest_read = read_count(self._store, _REQUESTS)
         self._unset_requests: dict[int, float] = {}  # number -> end of the wait for the key
         self._open_requests: dict[int, Departure] = {}  # by number; not closed, without difference
         self._logged: set[str] = set()  # process groups whose difference was logged
@@ -227,7 +232,7 @@ class Departures:
         begin = time.monotonic()
         request = ""
         try:
-            while (count := store.add(key, 0)) < size or not self._decide(store, key):
+            while (count := read_count(store, key)) < size or not self._decide(store, key):
                 seconds = time.monotonic() - begin
                 if seconds > PATIENCE:
                     if is_first and not request:
@@ -278,12 +283,12 @@ class Departures:
             for number, departure in list(self._open_requests.items()):
                 text = self._find_difference(number, departure)
                 if text:
-                    del self._open_requests[number]
+                    self._open_requests.pop(number, None)  # a signal handler may have answered
                 if text and text != _CLOSED:
                     self._stop(departure, text)
 
     def _read_requests(self) -> None:
-        newest, now = self._store.add(_REQUESTS, 0), time.monotonic()
+        newest, now = read_count(self._store, _REQUESTS), time.monotonic()
         for number in range(self._newest_read + 1, newest + 1):
             self._unset_requests[number] = now + _UNSET_LIMIT
         self._newest_read = newest
@@ -296,7 +301,7 @@ class Departures:
                     self._open_requests[number] = departure
             elif now < give_up:
                 continue
-            del self._unset_requests[number]
+            self._unset_requests.pop(number, None)  # a signal handler may have read it
 
     def _find_difference(self, number: int, departure: Departure) -> str:
         """Returns the published difference, or finds and publishes it.

@@ -9,11 +9,12 @@ job's store:
   and writes its records to a file.
 - At the limit, the first waiting rank formats a report and publishes it. Every waiting rank logs
   the report. The next limit is twice as long.
-- If an exception ends a wait, the rank makes a request at once. The first rank that fails in a
-  collective formats the report, and every rank that fails in it logs the report.
+- If an exception ends a wait, the first rank that fails in the collective makes a request at its
+  next check, and formats the report. Every rank that fails in it logs the report.
 
-The thread only reads: training does not change. It ends with its process group, with the last root,
-and when the store fails.
+The thread only reads: training does not change. It ends with its process group and with the last
+root. If the process with the store ends, the thread logs the first long or failed wait, without the
+other ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ import contextlib
 import logging
 import math
 import os
-import signal
-import tempfile
 import threading
 import time
 import weakref
@@ -35,10 +34,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from .. import _C
 from . import label_comparison
-from .departures import PATIENCE, get_departures
-from .records import COMPLETE, Record, make_header, read_own_records
+from .departures import PATIENCE, get_departures, read_count
+from .records import (
+    COMPLETE,
+    Record,
+    make_path,
+    read_own_records,
+    write_on_signals,
+    write_own_records,
+)
 from .stall_report import (
     Position,
     can_answer,
@@ -55,21 +60,21 @@ logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 DEFAULT_LIMIT = 10.0
 INTERVAL = 0.5
 """Seconds between two checks of a process in which no thread waits."""
-STEP = 0.2
+WAIT_INTERVAL = 0.2
 """Seconds between two checks of a process that waits."""
 ANSWER_TIME = 0.5
 """Seconds for which a report waits for ranks that have not answered an earlier request."""
-EXIT_TIME = 0.9
+EXIT_LIMIT = 0.9
 """Seconds for which a process that ends waits for the report of another rank."""
-PAUSE = 0.05
+FIRST_POLL_PAUSE = 0.05
 """Seconds between the first two readings of the store while a rank waits for answers or a report.
-Later pauses are longer, up to STEP."""
-READING = 0.8
+Later pauses are longer, up to WAIT_INTERVAL."""
+REQUEST_READ_INTERVAL = 0.8
 """Longest time between two readings of the requests of departing ranks, while a thread waits."""
 ANSWER_LIMIT = 2.5
 """Seconds before a report at which the other ranks are requested to publish their positions."""
 READ_COUNT = 256
-"""Number of records that the thread reads. Fewer collectives are in flight."""
+"""Number of the newest records that the thread reads. It also reads all that a thread waits for."""
 
 _PREFIX = "fsdp_c/stall"
 _REQUESTS = f"{_PREFIX}/requests"
@@ -80,11 +85,9 @@ BACKENDS_WITHOUT_WAITS = ("fake", "threaded")
 """Backends of tests: collectives that move no data, and ranks that are threads of one process."""
 
 _lock = threading.Lock()  # held while `_roots` is read or extended
+_start_lock = threading.RLock()  # held while a thread is started; a signal handler may run a model
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()
 _monitor: list[StallMonitor] = []
-_signal_files: set[tuple[int, int, str, int]] = set()
-"""Process, signal, path and world size of the files to write. The extension never frees them, so
-later monitors of this process use the same."""
 
 
 def get_limit() -> float:
@@ -103,15 +106,6 @@ def get_limit() -> float:
     return limit
 
 
-def get_file(rank: int) -> str:
-    """Returns the path to which this rank writes its records, and creates the folder."""
-    folder = os.environ.get("FSDP_C_STALL_DIR") or os.path.join(
-        tempfile.gettempdir(), f"fsdp_c-{os.getuid()}"
-    )
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    return os.path.join(folder, f"{os.environ.get('MASTER_PORT', 'job')}-rank{rank}.records")
-
-
 def watch(root: Any) -> None:
     """Starts the thread, if the job has several ranks. ``root``: the state of a root."""
     limit = get_limit() or math.inf
@@ -120,15 +114,17 @@ def watch(root: Any) -> None:
     weakref.finalize(root, _wake_without_roots).atexit = False
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
-    if dist.get_backend() in BACKENDS_WITHOUT_WAITS or (_monitor and _monitor[0].is_watching()):
+    if dist.get_backend() in BACKENDS_WITHOUT_WAITS:
         return
-    stop()
-    monitor = StallMonitor(limit)
-    _monitor.append(monitor)
-    monitor.write_on_signals()
-    monitor.publish_start()
-    monitor.start()
-    atexit.register(stop)
+    with _start_lock:
+        if not (_monitor and _monitor[0].is_watching()):
+            stop()
+            monitor = StallMonitor(limit)
+            _monitor.append(monitor)
+            write_on_signals(monitor.path, dist.get_rank(), dist.get_world_size())
+            monitor.publish_start()
+            monitor.start()
+            atexit.register(stop)
 
 
 def _wake_without_roots() -> None:
@@ -164,9 +160,15 @@ class StallMonitor(threading.Thread):
         self._next_limit = limit
         self._newest = 0  # number of the newest record at the last check
         self._last_failed = 0
+        self._logged_loss = False
         self._compared = 0.0  # time of the last comparison of collectives
         self._read_at = 0.0  # time of the last reading of requests of departing ranks
-        get_departures()  # counts the requests of earlier jobs before this job's first request
+        self._lost = ""  # the error by which the process with the store was found to have ended
+        try:
+            get_departures()  # counts the requests of earlier jobs before this job's first request
+        except RuntimeError as error:
+            self._lost = str(error).partition("\n")[0]
+        self.path = make_path(self._rank)
         self._file = ""  # path of the latest file, or the reason why there is none
 
     def is_watching(self) -> bool:
@@ -176,36 +178,20 @@ class StallMonitor(threading.Thread):
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
     def wake(self) -> None:
-        self._woken.set()
+        if os.getpid() == self._pid:  # in a forked child, the lock of the event may be held forever
+            self._woken.set()
 
     def finish(self) -> None:
         """Stops the thread. No thread inside of C++ may wait for the GIL when the process ends."""
-        self._stopped = True
-        self.wake()
         if os.getpid() != self._pid:  # a forked child has neither the thread nor the collectives
             return
+        self._stopped = True
+        self.wake()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(1.0)
         _, records = read_own_records(READ_COUNT)
         if find_interrupted_pass() or any(record.state != COMPLETE for record in records[:4]):
             self._write_records()
-
-    def write_on_signals(self) -> None:
-        """Writes the file on SIGABRT, and on the signal that FSDP_C_STALL_SIGNAL names."""
-        names = ["SIGABRT", *filter(None, [os.environ.get("FSDP_C_STALL_SIGNAL")])]
-        for name in names:
-            number = signal.Signals.__members__.get(name)
-            if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
-                raise ValueError(
-                    f"FSDP_C_STALL_SIGNAL must be the name of a signal with a handler, got {name}"
-                )
-            with contextlib.suppress(OSError):  # the folder cannot be created
-                path = get_file(self._rank)
-                file = (os.getpid(), number, path, self._world)
-                if file not in _signal_files:
-                    header = make_header(self._rank, self._world)
-                    _C.recorder_write_on_signal(number, path, header)
-                    _signal_files.add(file)
 
     def publish_start(self) -> None:
         """Publishes host and process before the first collective: the rank may end in it.
@@ -213,33 +199,49 @@ class StallMonitor(threading.Thread):
         Does not read the frames of the main thread, which calls this method. The frame of this
         method would refer to itself, and keep the model until a garbage collection.
         """
-        with contextlib.suppress(RuntimeError):  # the store has ended, so the thread will end
+        with contextlib.suppress(RuntimeError):  # the store has ended; the next check finds this
             self._store.set(f"{_PREFIX}/{self._rank}", Position(self._rank).to_json())
             if self._has_extended_api:
                 self._store.append(_PUBLISHED, f"{self._rank} ")  # type: ignore[attr-defined]
 
     def run(self) -> None:
-        try:
-            while True:
-                self._woken.clear()  # before the conditions, so that no later wake-up is lost
-                if self._stopped or not self._is_current() or len(_roots) == 0:
-                    break
-                waits = self._check()
-                self._woken.wait(min(STEP, self._interval) if waits else self._interval)
-            self._check_end()
-        except (RuntimeError, ValueError) as error:  # the store has ended
-            self._report_lost_store(error)
+        while True:
+            self._woken.clear()  # before the conditions, so that no later wake-up is lost
+            if self._stopped or not self._is_current() or len(_roots) == 0:
+                break
+            waits = self._run_check(self._check)
+            self._woken.wait(min(WAIT_INTERVAL, self._interval) if waits else self._interval)
+        self._run_check(self._check_end)
 
-    def _report_lost_store(self, error: Exception) -> None:
-        """Logs that there will be no report, if this rank waits or has failed."""
-        _, records = read_own_records(READ_COUNT)
-        record = find_wait(records) or find_failure(records)
-        if record is not None:
+    def _run_check(self, check: Callable[[], Any]) -> Any:
+        """Returns the result of a check. Without the store, logs the first long or failed wait."""
+        least_seconds = self._limit if self._lost else 0.0
+        if not self._lost:
+            try:
+                return check()
+            except RuntimeError as error:
+                self._lost = str(error).partition("\n")[0]
+            except ValueError:
+                if self._is_current():
+                    raise
+                return False  # the process group was destroyed during the check
+        self._report_lost_store(least_seconds)
+        return False
+
+    def _report_lost_store(self, least_seconds: float) -> None:
+        """Logs, once, that there will be no report, if this rank has waited so long or failed."""
+        now, records = read_own_records(READ_COUNT)
+        record, failure = find_wait(records), find_failure(records)
+        if record is not None and (now - record.waiting) / 1e9 < least_seconds:
+            record = None
+        if record is None and failure is not None and failure.number > self._last_failed:
+            record = failure
+        if record is not None and not self._logged_loss:
+            self._logged_loss = True
             logger.warning(
                 "fsdp_c: rank %d waits, or failed, in %s, and cannot read where the other ranks "
                 "are: the process with the store of the job has ended (%s)\n  records: %s",
-                self._rank, describe_wait(record), str(error).partition("\n")[0],
-                self._write_records(),
+                self._rank, describe_wait(record), self._lost, self._write_records(),
             )  # fmt: skip
 
     def _check(self) -> bool:
@@ -256,7 +258,7 @@ class StallMonitor(threading.Thread):
             return False
         if wait is not None:
             self._request_if_due(wait, seconds)
-        request = self._store.add(_REQUESTS, 0)
+        request = read_count(self._store, _REQUESTS)
         if request != self._answered:
             self._publish(request, now, records)
         if wait is not None and seconds >= self._next_limit:
@@ -270,7 +272,7 @@ class StallMonitor(threading.Thread):
         if label_comparison.has_groups() and now - self._compared >= label_comparison.INTERVAL:
             self._compared = now
             label_comparison.compare()
-        elif seconds >= PATIENCE and now - self._read_at >= min(READING, seconds / 2):
+        elif seconds >= PATIENCE and now - self._read_at >= min(REQUEST_READ_INTERVAL, seconds / 2):
             self._read_at = now
             get_departures().answer()
 
@@ -279,7 +281,7 @@ class StallMonitor(threading.Thread):
         now, records = read_own_records(READ_COUNT)
         self._report_new_failure(now, records)
         if find_interrupted_pass():
-            self._publish(self._store.add(_REQUESTS, 0), now, records)
+            self._publish(read_count(self._store, _REQUESTS), now, records)
 
     def _request_if_due(self, wait: Record, seconds: float) -> None:
         if wait.number != self._requested_for[0]:
@@ -311,9 +313,9 @@ class StallMonitor(threading.Thread):
         failure = find_failure(records)
         if failure is None or failure.number <= self._last_failed:
             return
-        self._last_failed = failure.number
         self._file = self._write_records()
-        key = f"{_PREFIX}/report/{describe_wait(failure)}"
+        # The text of a later failure may be equal. Ranks that fail together have equal numbers.
+        key = f"{_PREFIX}/report/{describe_wait(failure)}/{failure.number}"
         is_writer = self._store.add(f"{key}/writers", 1) == 1
         request = self._store.add(_REQUESTS, int(is_writer))
         self._publish(request, now, records)
@@ -323,6 +325,7 @@ class StallMonitor(threading.Thread):
             "fsdp_c: rank %d left the wait for %s by an exception. The ranks of the job:\n%s\n"
             "  records: %s", self._rank, describe_wait(failure), report, self._file,
         )  # fmt: skip
+        self._last_failed = failure.number
 
     def _share_report(self, key: str, is_writer: bool, request: int, seconds: float) -> str:
         """Returns a report that one rank writes: only this rank reads the positions of all ranks.
@@ -332,7 +335,7 @@ class StallMonitor(threading.Thread):
         for _ in range(2):
             if is_writer:
                 return self._write_report(key, request, seconds)
-            if self._poll(lambda: self._store.check([key]), seconds + 1.5, EXIT_TIME):
+            if self._poll(lambda: self._store.check([key]), seconds + 1.5, EXIT_LIMIT):
                 return str(self._store.get(key).decode())
             if self._stopped:
                 break
@@ -355,13 +358,13 @@ class StallMonitor(threading.Thread):
 
     def _poll(self, condition: Callable[[], bool], seconds: float, at_exit: float) -> bool:
         """Returns False after ``seconds``, or after ``at_exit`` seconds if the process ends."""
-        begin, pause = time.monotonic(), PAUSE
+        begin, pause = time.monotonic(), FIRST_POLL_PAUSE
         while not condition():
             left = (min(seconds, at_exit) if self._stopped else seconds) + begin - time.monotonic()
             if left <= 0:
                 return False
             time.sleep(min(pause, left))
-            pause = min(2 * pause, STEP)
+            pause = min(2 * pause, WAIT_INTERVAL)
         return True
 
     def _read_positions(self) -> dict[int, Position]:
@@ -378,11 +381,10 @@ class StallMonitor(threading.Thread):
     def _write_records(self) -> str:
         """Writes the file. Returns its path, or the error."""
         try:
-            path = get_file(self._rank)
-            _C.recorder_write(path, make_header(self._rank, self._world))
+            write_own_records(self.path, self._rank, self._world)
         except OSError as error:
             return f"not written ({error})"
-        return path
+        return self.path
 
 
 def find_interrupted_pass() -> str:

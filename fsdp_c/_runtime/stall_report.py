@@ -24,10 +24,22 @@ RECENT = 16
 _ENDED, _STOPPED = ("", "Z", "X"), ("T", "t")
 """States of ``read_process_state``."""
 
+_GROUP = " of process group '"
+"""Text between a collective and the name of its process group."""
+
 _PLURAL_VERBS = {"waits": "wait", "has": "have"}
 """First word of a place, as written for one rank -> for several ranks."""
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parents[1])
+
+
+def read_system() -> str:
+    """Returns the boot and the PID namespace in which process numbers are valid."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 @dataclass
@@ -39,6 +51,8 @@ class Position:
 
     rank: int
     host: str = field(default_factory=socket.gethostname)
+    system: str = field(default_factory=read_system)
+    """Boot and PID namespace. Hosts and containers may have equal names."""
     pid: int = field(default_factory=os.getpid)
     request: int = 0
     """Number of the latest request that the rank has answered."""
@@ -76,7 +90,7 @@ def find_failure(records: Iterable[Record]) -> Record | None:
 
 
 def describe_wait(record: Record) -> str:
-    return f"{record.describe()} of process group '{record.group}'"
+    return f"{record.describe()}{_GROUP}{record.group}'"
 
 
 def make_position(rank: int, request: int, now: int, records: list[Record]) -> Position:
@@ -195,10 +209,14 @@ def _format_age(at: float | None) -> str:
     return f", {max(0.0, time.time() - at):.0f} s ago" if at is not None else ""
 
 
+def _is_local(position: Position) -> bool:
+    return (position.host, position.system) == (socket.gethostname(), read_system())
+
+
 def _describe_silence(position: Position) -> str:
     """Describes a rank that has not answered, with the process state if it runs on this host."""
     process = f"process {position.pid} on {position.host}"
-    if position.host != socket.gethostname():
+    if not _is_local(position):
         return (
             f"{process} does not answer: it has ended, is stopped, answers late, or cannot be "
             "reached"
@@ -216,23 +234,27 @@ def _describe_silence(position: Position) -> str:
 
 def can_answer(position: Position) -> bool:
     """Whether the process of the rank may run. Processes of other hosts count as running."""
-    is_local = position.host == socket.gethostname()
-    return not is_local or read_process_state(position.pid) not in _ENDED + _STOPPED
+    return not _is_local(position) or read_process_state(position.pid) not in _ENDED + _STOPPED
 
 
 def read_process_state(pid: int) -> str:
     """Returns the state of proc(5), one character, or "" if the process has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # it has the process's name
+        return text.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
 
 
 def _describe_common(positions: list[Position]) -> str:
-    """Names the newest collective that all these ranks completed."""
-    if positions:
-        common: Any = set(positions[0].completed).intersection(*(p.completed for p in positions))
-        newest = next((text for text in positions[0].completed if text in common), None)
+    """Names the newest collective that all these ranks completed.
+
+    The name of the process group is left out: with HSDP, ranks use different process groups.
+    """
+    completed = [[text.rpartition(_GROUP)[0] for text in p.completed] for p in positions]
+    if completed:
+        common: Any = set(completed[0]).intersection(*completed)
+        newest = next((text for text in completed[0] if text in common), None)
         if newest is not None:
             return f"last collective that all answering ranks completed: {newest}"
     return f"the answering ranks have no common collective among their last {RECENT}"

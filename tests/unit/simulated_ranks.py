@@ -108,6 +108,13 @@ class Store:
         self.server.values[key] = str(value).encode()
         return value
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._send("compare_set")
+        value = self.server.values.get(key, b"")
+        if value == expected.encode():
+            self.server.values[key] = value = desired.encode()
+        return value
+
     def get(self, key: str) -> bytes:
         return self._read("get", [key])[0]
 

@@ -31,7 +31,7 @@ class SharedStore:
         return count
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        value = self._compare_set(key, desired)
+        value = self._compare_set(key, expected, desired)
         self._count_call(key.removesuffix("/decision"))
         return value
 
@@ -42,13 +42,15 @@ class SharedStore:
         self.values[key] = str(int(self.values.get(key, "0")) + amount)
         return int(self.values[key])
 
-    def _compare_set(self, key: str, desired: str) -> bytes:
-        return self.values.setdefault(key, desired).encode()
+    def _compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self.values.get(key, "") == expected:
+            self.values[key] = desired
+        return self.values.get(key, expected).encode()
 
     def _count_call(self, key: str) -> None:
         self._calls_until_arrival -= 1
         if self._calls_until_arrival == 0 and self._add(key, 1) == WORLD:
-            decision = self._compare_set(f"{key}/decision", "issue")
+            decision = self._compare_set(f"{key}/decision", "", "issue")
             self.other_issues = decision == b"issue"
 
 

@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +65,13 @@ def test_parse_skips_empty_records_and_sorts_newest_first() -> None:
     assert newest.state == records.WAITING
     with pytest.raises(ValueError, match="multiple of a record's 128 bytes"):
         records.parse_records(bytes(127))
+
+
+@pytest.mark.parametrize(("kind", "state", "text"), [(5, 2, "kind 5"), (0, 9, "state 9")])
+def test_unknown_kind_or_state_of_a_record_raises(kind: int, state: int, text: str) -> None:
+    data = records._RECORD.pack(1, 1, 1, 1, 0, 1, 0, kind, state, 0, 2, b"", b"")
+    with pytest.raises(ValueError, match=f"a record has the unknown {text}"):
+        records.parse_records(data)
 
 
 def test_count_of_records_is_checked() -> None:
@@ -181,6 +187,27 @@ def test_signal_that_stops_the_process_writes_the_file_each_time(tmp_path: Path)
     assert process.wait(60) == 0
 
 
+FORKED_CHILD = """
+import os, signal, sys
+from fsdp_c import _C
+calls = []
+signal.signal(signal.SIGUSR2, lambda *unused: calls.append(1))
+_C.recorder_write_on_signal(signal.SIGUSR2, sys.argv[1], b"header")
+pid = os.fork()
+if pid == 0:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os._exit(0 if calls and not os.path.exists(sys.argv[1]) else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_signal_in_a_forked_child_leaves_the_file_and_runs_the_previous_action(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", FORKED_CHILD, str(tmp_path / "file")]
+    assert subprocess.run(command, timeout=60).returncode == 0
+
+
 ACTION_WITH_SIGINFO = """
 import ctypes, os, signal, sys
 from fsdp_c import _C
@@ -230,7 +257,8 @@ def test_report_groups_ranks_by_place() -> None:
         f"  rank 8: left the wait for {waits} by an exception",
         f"  rank 9: left the wait for {waits} by an exception; process 8 on elsewhere does not "
         "answer: it has ended, is stopped, answers late, or cannot be reached",
-        f"  last collective that all answering ranks completed: {done[0]}",
+        "  last collective that all answering ranks completed: "
+        "all-gather of 'b.2' (step 2, forward)",
     ]
 
 
@@ -301,30 +329,8 @@ def test_name_of_no_signal_with_a_handler_raises(
 ) -> None:
     monkeypatch.setenv("FSDP_C_STALL_SIGNAL", name)
     monkeypatch.setattr(_C, "recorder_write_on_signal", lambda *_: None)
-    monitor: Any = SimpleNamespace(_rank=0, _world=2)
     with pytest.raises(ValueError, match=f"name of a signal with a handler, got {name}"):
-        stall_monitor.StallMonitor.write_on_signals(monitor)
-
-
-def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def check() -> bool:
-        raise RuntimeError("failed to recv, got 0 bytes\nC++ stack")
-
-    monkeypatch.setattr(stall_monitor, "_roots", [1])
-    for state in (records.COMPLETE, records.WAITING, records.FAILED):
-        own = [make_record(3, "a", state=state)]
-        monkeypatch.setattr(stall_monitor, "read_own_records", lambda _, own=own: (0, own))
-        monitor = object.__new__(stall_monitor.StallMonitor)
-        vars(monitor).update(_rank=1, _stopped=False, _woken=threading.Event(), _check=check)
-        vars(monitor).update(_is_current=lambda: True, _write_records=lambda: "file")
-        monitor.run()
-        texts = [record.getMessage() for record in caplog.records]
-        assert len(texts) == (state != records.COMPLETE)
-        caplog.clear()
-    assert texts[0].startswith("fsdp_c: rank 1 waits, or failed, in all-gather of 'a' (step 3, ")
-    assert texts[0].endswith("has ended (failed to recv, got 0 bytes)\n  records: file")
+        records.write_on_signals(records.make_path(0), 0, 2)
 
 
 def test_later_monitor_of_a_process_registers_no_second_file(
@@ -334,8 +340,7 @@ def test_later_monitor_of_a_process_registers_no_second_file(
     monkeypatch.setenv("FSDP_C_STALL_DIR", str(tmp_path))
     monkeypatch.setattr(_C, "recorder_write_on_signal", lambda _, path, header: paths.append(path))
     for rank in (0, 0, 1, 0):
-        monitor: Any = SimpleNamespace(_rank=rank, _world=2)
-        stall_monitor.StallMonitor.write_on_signals(monitor)
+        records.write_on_signals(records.make_path(rank), rank, 2)
     assert [Path(path).name[-len("rank0.records") :] for path in paths] == [
         "rank0.records",
         "rank1.records",
@@ -393,7 +398,7 @@ def write_rank(
             b"0".ljust(24, b"\0"), name.encode().ljust(48, b"\0"),
         )  # fmt: skip
     path = folder / f"rank{rank}.records"
-    path.write_bytes(data)
+    path.write_bytes(data + bytes(128 * (records.CAPACITY - len(modules))))
     return str(path)
 
 
@@ -457,6 +462,18 @@ def test_stall_command_refuses_other_files_and_two_files_of_a_rank(
     assert stall.main([str(tmp_path / "missing")]) == 2
 
 
+def test_stall_command_refuses_files_of_different_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, other = write_rank(tmp_path, 0, ["a"]), write_rank(tmp_path, 1, ["a"], world=4)
+    assert stall.main([file, other]) == 2
+    error = capsys.readouterr().err
+    assert f"{other} is of another job: it is of rank 1 of 4 ranks, and {file} is of" in error
+    other = write_rank(tmp_path, 2, ["a"])
+    assert stall.main([file, other]) == 2
+    assert f"{other} is of another job: it is of rank 2 of 2 ranks" in capsys.readouterr().err
+
+
 def test_timeline_and_trace_have_the_numbers_of_the_ranks(tmp_path: Path) -> None:
     files = [write_rank(tmp_path, rank, ["a"], world=8) for rank in (3, 5)]
     trace = tmp_path / "trace.json"
@@ -501,7 +518,7 @@ def test_timeline_of_files_without_collectives_exits_with_status_2(
     assert "cannot write a timeline: no file contains a collective" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["rank", "world", "pid", "clock_offset", "host"])
+@pytest.mark.parametrize("name", ["rank", "world", "pid", "clock_offset", "written", "host"])
 def test_file_with_incomplete_header_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -509,6 +526,17 @@ def test_file_with_incomplete_header_is_refused(
     (tmp_path / "file").write_text(json.dumps(header) + "\n")
     assert stall.main([str(tmp_path / "file")]) == 2
     assert f"its header has no '{name}'" in capsys.readouterr().err
+
+
+def test_file_with_missing_records_or_of_another_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(write_rank(tmp_path, 0, ["a", "b"]))
+    file.write_bytes(file.read_bytes()[:-128])
+    assert stall.main([str(file)]) == 2
+    assert "it has 524160 bytes of records, expected 524288" in capsys.readouterr().err
+    assert stall.main([write_rank(tmp_path, 0, ["a"], format=2)]) == 2
+    assert "its format is 2, expected 1; use the fsdp_c that wrote the" in capsys.readouterr().err
 
 
 def test_wait_that_did_not_end_lasts_until_the_file_was_written(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ class Job:
             waits = monitor._check()
             if rank in self.result.reports:
                 break
-            seconds = stall_monitor.STEP if waits else monitor._interval
+            seconds = stall_monitor.WAIT_INTERVAL if waits else monitor._interval
             exit_at = self.find_exit(chance)
             self.clock.wait(max(0.0, min(seconds, exit_at - self.clock.now)))
             if self.clock.now >= exit_at:

@@ -1,0 +1,193 @@
+"""The thread that reports waits: failures, a store that has ended, forked children, settings."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from simulated_ranks import Clock, Server, Store
+
+from fsdp_c._runtime import records, stall_monitor, stall_report
+from fsdp_c._runtime.departures import read_count
+from fsdp_c._runtime.stall_report import Position
+
+SECOND = 10**9
+LIMIT = 10.0
+PR_SET_NAME = 15
+
+
+def make_record(number: int, state: str) -> records.Record:
+    return records.Record(
+        number=number, begin=SECOND, waiting=SECOND, end=0, step=3, pass_name="forward",
+        kind="all-gather", state=state, rank=0, world=1, group="0", modules="a",
+    )  # fmt: skip
+
+
+def make_monitor(**attributes: Any) -> Any:
+    """Returns a monitor of a job of one rank, without a thread."""
+    monitor = object.__new__(stall_monitor.StallMonitor)
+    values: dict[str, Any] = {
+        "_rank": 0, "_world": 1, "_limit": LIMIT, "_interval": 0.5, "_pid": os.getpid(),
+        "_stopped": False, "_woken": threading.Event(), "_last_failed": 0, "_logged_loss": False,
+        "_lost": "", "_file": "file", "_answered": -1, "_has_extended_api": True,
+        "_store": Store(Server(Clock())), "_is_current": lambda: True,
+        "_write_records": lambda: "file",
+    }  # fmt: skip
+    vars(monitor).update({**values, **attributes})
+    return monitor
+
+
+def set_records(monkeypatch: pytest.MonkeyPatch, now: int, own: list[records.Record]) -> None:
+    monkeypatch.setattr(stall_monitor, "read_own_records", lambda count: (now, own))
+
+
+def test_later_failure_with_equal_text_has_a_report_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stall_monitor, "find_interrupted_pass", lambda: "")
+    monitor = make_monitor()
+    monitor.publish_start()
+    for number in (3, 9):
+        line = f"train.py:{number}"
+        monkeypatch.setattr(stall_monitor, "format_report", lambda *_, line=line: line)
+        monitor._report_new_failure(SECOND, [make_record(number, records.FAILED)])
+        assert line in caplog.messages[-1]
+    assert len(caplog.messages) == 2
+
+
+# ---- a store that has ended ----------------------------------------------------------------------
+
+
+def fail() -> bool:
+    raise RuntimeError("failed to recv, got 0 bytes\nC++ stack")
+
+
+@pytest.mark.parametrize("state", [records.COMPLETE, records.WAITING, records.FAILED])
+def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
+    state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_records(monkeypatch, 2 * SECOND, [make_record(3, state)])
+    make_monitor()._run_check(fail)
+    if state == records.COMPLETE:
+        assert caplog.messages == []
+        return
+    (text,) = caplog.messages
+    assert text.startswith("fsdp_c: rank 0 waits, or failed, in all-gather of 'a' (step 3, ")
+    assert text.endswith("has ended (failed to recv, got 0 bytes)\n  records: file")
+
+
+@pytest.mark.parametrize("state", [records.WAITING, records.FAILED])
+def test_first_long_or_failed_wait_after_the_loss_of_the_store_is_logged_once(
+    state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = make_monitor()
+    set_records(monkeypatch, SECOND, [])
+    monitor._run_check(fail)
+    set_records(monkeypatch, 2 * SECOND, [make_record(3, records.WAITING)])
+    monitor._run_check(fail)
+    assert caplog.messages == []
+    set_records(monkeypatch, 12 * SECOND, [make_record(3, state)])
+    for _ in range(2):
+        monitor._run_check(fail)
+    assert len(caplog.messages) == 1
+
+
+def test_failure_that_the_store_cannot_report_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = [make_record(3, records.FAILED)]
+    set_records(monkeypatch, SECOND, failed)
+    monitor = make_monitor(_store=None)
+    monitor._store = type("EndedStore", (), {"add": lambda *unused: fail()})()
+    monitor._run_check(lambda: monitor._report_new_failure(SECOND, failed))
+    assert len(caplog.messages) == 1
+
+
+def test_thread_starts_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall_monitor, "get_departures", fail)
+    monkeypatch.setattr(stall_monitor, "_get_default_group", threading.Event)
+    monkeypatch.setattr(stall_monitor, "_get_default_store", lambda: Store(Server(Clock())))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    assert stall_monitor.StallMonitor(LIMIT)._lost == "failed to recv, got 0 bytes"
+
+
+def test_other_exception_of_a_check_is_not_taken_for_a_lost_store(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def check() -> None:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monitor = make_monitor()
+    with pytest.raises(UnicodeDecodeError):
+        monitor._run_check(check)
+    monitor._is_current = lambda: False  # functions of c10d raise ValueError after the destruction
+    assert monitor._run_check(check) is False
+    assert monitor._lost == "" and caplog.messages == []
+
+
+def test_read_of_a_counter_leaves_the_file_of_a_file_store(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = dist.FileStore(str(path), 1)
+    assert read_count(store, "a") == 0
+    assert store.add("a", 2) == 2
+    size = path.stat().st_size
+    assert [read_count(store, "a") for _ in range(3)] == [2, 2, 2]
+    assert path.stat().st_size == size
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def test_monitor_in_a_forked_child_leaves_the_lock_of_the_event() -> None:
+    """Another thread of the parent may hold the lock during the fork."""
+    monitor = make_monitor(_pid=os.getpid() + 1)
+    monitor.finish()
+    monitor.wake()
+    assert not monitor._woken.is_set()
+
+
+def test_state_of_a_process_with_any_name_is_read() -> None:
+    libc = ctypes.CDLL(None)
+    name = Path("/proc/self/comm").read_bytes().strip()
+    libc.prctl(PR_SET_NAME, b"\xe8\xae) T", 0, 0, 0)
+    try:
+        assert stall_report.read_process_state(os.getpid()) in ("R", "S", "D")
+    finally:
+        libc.prctl(PR_SET_NAME, name, 0, 0, 0)
+
+
+def test_process_of_another_boot_or_container_counts_as_running() -> None:
+    ended = Position(0, pid=2**22 + 1)
+    assert not stall_report.can_answer(ended)
+    assert "has ended" in stall_report.format_report({0: ended}, 1, 1)
+    ended.system = "other"
+    assert stall_report.can_answer(ended)
+    assert "or cannot be reached" in stall_report.format_report({0: ended}, 1, 1)
+
+
+def test_last_common_collective_of_ranks_in_different_process_groups_is_named() -> None:
+    text = "reduce-scatter of 'a' (step 2, backward)"
+    positions = {
+        rank: Position(rank, request=1, completed=[f"{text} of process group '{rank % 2}'"])
+        for rank in range(4)
+    }
+    last = stall_report.format_report(positions, 4, 1).splitlines()[-1]
+    assert last == f"  last collective that all answering ranks completed: {text}"
+
+
+def test_folder_of_records_does_not_depend_on_later_working_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FSDP_C_STALL_DIR", "stalls")
+    path = records.make_path(0)
+    monkeypatch.chdir("/")
+    records.write_own_records(path, 0, 1)
+    assert os.listdir(tmp_path) == ["stalls"]
+    assert records.read_file(path)[0]["world"] == 1
