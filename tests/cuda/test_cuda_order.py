@@ -24,7 +24,7 @@ def test_step_under_torch_and_fsdp_c_has_no_race_on_device_memory(
     run_worker: Any, implementation: str
 ) -> None:
     jobs = run_worker("ordering", implementation)
-    assert len(jobs) in (17, 20)  # torch 2.15 has more methods
+    assert len(jobs) in (19, 22)  # torch 2.15 has more methods
     findings = {name: job["findings"] for name, job in jobs.items() if job["findings"]}
     # torch frees the buffers of all-reduces without a wait of the stream that owns their memory
     torchs_race = {"hsdp, stream shared with other code"} if implementation == "torch" else set()
@@ -42,3 +42,23 @@ def test_every_seeded_bug_of_a_step_is_reported(run_worker: Any) -> None:
     assert len(findings) in (25, 26)  # torch 2.15 has one more method
     missed = {name: text for name, text in findings.items() if not RACE.fullmatch(text)}
     assert not missed
+
+
+def test_default_streams_are_ordered_by_the_cuda_manual(run_worker: Any) -> None:
+    result = run_worker("stream_rules")
+    findings = result["findings"]
+    races = {
+        "legacy, non-blocking",
+        "non-blocking, legacy",
+        "blocking, another blocking",
+        "low and high priority",
+        "per thread, non-blocking",
+        "per thread, per thread in another thread",
+    }
+    assert {name for name, texts in findings.items() if texts} == races
+    assert len(findings) == 13
+    for name in races:
+        (text,) = findings[name]
+        assert RACE.fullmatch(text)
+    assert result["range"] == [0, -5]
+    assert result["priorities"] == {"0": 0, "-1": -1, "-5": -5}

@@ -1,12 +1,13 @@
 """Checks that every access of a training step is ordered after the last conflicting access.
 
 ``python ordering.py IMPLEMENTATION`` prints a JSON object: for each job of ``jobs.py`` the findings
-of the device, the number of operators' launches and fsdp_c's launches that were observed, and
-fsdp_c's calls that order streams and that ``cuda_bugs.py`` does not break.
+of the device, and the number of operators' launches and fsdp_c's launches that were observed. It
+also has the calls of fsdp_c that order streams and that ``cuda_bugs.py`` does not break.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -34,6 +35,7 @@ def check(implementation: str) -> dict[str, Any]:
     for name, job in (jobs.JOBS | jobs.FURTHER_JOBS).items():
         training = jobs.Training(implementation, job)
         training.step()
+        gc.collect()  # the calls of the next steps do not free the previous job's memory
         device.reset()
         if library:
             device.log_calls(library)
