@@ -196,6 +196,8 @@ JOBS: dict[str, Job] = {
         replicate=True, microbatches=4, all_reduce_last=True
     ),
     "fsdp, with the optimizer": Job(capturable=True),
+    "fsdp, resharded after forward": Job(reshard=True),
+    "hsdp, resharded after forward": Job(hsdp=True, reshard=True),
 }
 # Jobs with methods that torch has since 2.15.
 if hasattr(FSDPModule, "finalize_backward"):
