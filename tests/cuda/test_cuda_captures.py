@@ -27,7 +27,16 @@ def test_graphs_hold_at_most_the_memory_of_torchs_graphs(cases: dict[str, Any]) 
         assert case["pool MiB"] <= cases["torch"][name]["pool MiB"], name
 
 
-UNITS = ("roots", "roots, hsdp", "computations, never resharded")
+UNITS = (
+    "roots",
+    "roots, hsdp",
+    "roots, replicate",
+    "roots, checkpointing",
+    "computations, never resharded",
+    "computations, replicate",
+    "computations, checkpointing",
+    "computations, grouped head",
+)
 """Cases of ``workers/unit_captures.py``, which describes them."""
 KEPT = ("computations", "computations, hsdp")
 """Further cases, with ``set_keep_unsharded_storage``, which torch has since 2.15."""

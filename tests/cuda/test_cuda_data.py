@@ -64,6 +64,17 @@ def test_faults_of_data_and_dropped_waits_change_the_bits(launch: Launch) -> Non
         assert [fault for fault, number in trainings_until_found.items() if not number] == []
 
 
+def test_step_after_failed_allocation_has_torchs_bits(launch: Launch) -> None:
+    torchs, own = (launch("failed_steps", 2, (name,)) for name in ("torch", "fsdp_c"))
+    for expected, actual in zip(torchs, own, strict=True):
+        assert expected["findings"] == actual["findings"] == []
+        assert set(actual["steps"]) == {"fsdp", "replicate", "offload"}
+        for job, steps in actual["steps"].items():
+            assert len(steps) >= (1 if job == "replicate" else 2), job
+            for step in steps:
+                assert step == ["OutOfMemoryError", expected["steps"][job]], job
+
+
 def test_collectives_reduce_in_the_order_of_the_ranks(launch: Launch) -> None:
     for result in launch("collectives", 3):
         assert len(result["results"]) == 30

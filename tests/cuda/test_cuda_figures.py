@@ -9,15 +9,13 @@ import pytest
 pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
 JOBS = ["fsdp", "hsdp", "hsdp, 4 microbatches without all-reduce", "replicate"]
 JOBS += ["replicate, 4 microbatches without all-reduce"]
+JOBS += ["fsdp, checkpointing", "fsdp, 4 microbatches without sync"]
 CASES = [*((job, "SMALL") for job in JOBS), ("fsdp", "SMALL_MOE"), ("fsdp", "SMALL_VIT")]
 FIGURES = ["launch", "record", "wait", "collective", "memcpy", "peak MiB", "reserved MiB"]
-FIGURES += ["launch with GIL", "malloc with GIL"]
+FIGURES += ["launch with GIL", "malloc with GIL", "allocations"]
 
 
-@pytest.mark.parametrize(
-    ("job", "size"),
-    [*((job, "SMALL") for job in JOBS), ("fsdp", "SMALL_MOE"), ("fsdp", "SMALL_VIT")],
-)
+@pytest.mark.parametrize(("job", "size"), CASES)
 def test_step_needs_at_most_torchs_launches_events_and_memory(
     run_worker: Any, job: str, size: str
 ) -> None:

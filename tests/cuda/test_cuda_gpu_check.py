@@ -31,7 +31,7 @@ def test_facts_describe_the_device(run_worker: Any) -> None:
 def test_graphs_replay_the_bits_of_eager_steps(run_worker: Any, implementation: str) -> None:
     lines = run_step(run_worker, 1, "graphs.py", implementation)
     outcomes = json.loads(lines[-1])
-    assert outcomes == dict.fromkeys(outcomes, "equal") and len(outcomes) == 5
+    assert outcomes == dict.fromkeys(outcomes, "equal") and len(outcomes) == 6
 
 
 def test_trainings_of_race_py_have_torchs_bits(run_worker: Any, tmp_path: Path) -> None:

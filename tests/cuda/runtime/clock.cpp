@@ -9,8 +9,11 @@ namespace sim {
 
 std::string describe(const Operation &operation) {
     std::ostringstream text;
-    text << operation.name << " (operation " << operation.serial << ", stream " << operation.stream
-         << ")";
+    text << operation.name << " (operation " << operation.serial;
+    if (operation.stream >= 0) {
+        text << ", stream " << operation.stream;
+    }
+    text << ")";
     return text.str();
 }
 

@@ -195,6 +195,11 @@ int sim_call(size_t index, const char **kind, uintptr_t *frames, int capacity) {
     return count;
 }
 
+/* Checks an access of the host, if the memory is pinned. */
+void sim_access_on_host(const void *data, size_t bytes, int write) {
+    sim::access_on_host(data, bytes, write != 0);
+}
+
 /* Called by the generated functions, which replace those that are not simulated. The first returns
  * cudaErrorNotSupported. */
 int sim_not_supported(const char *name) {

@@ -130,6 +130,8 @@ int begin(Stream &stream, const char *name, Operation *out);
 /* Starts a kernel. Its accesses follow as calls of access(), or through Device::on_launch. */
 int launch(Stream &stream, const char *name, Operation *out);
 void access(const Operation &by, const void *data, size_t bytes, bool write);
+/* An access of the host to pinned memory. */
+void access_on_host(const void *data, size_t bytes, bool write);
 int record(Event &event, Stream &stream, bool external);
 int wait(Stream &stream, const Event &event, bool external);
 /* The host waits for the stream, the event, or all streams. Returns an error number. */

@@ -175,6 +175,17 @@ void access(const Operation &by, const void *data, size_t bytes, bool write) {
     }
 }
 
+void access_on_host(const void *data, size_t bytes, bool write) {
+    const std::lock_guard<std::recursive_mutex> lock(device().mutex);
+    Device &all = device();
+    if (all.settings.checks != 0 && bytes > 0 && kind_of(data) == Kind::kPinned) {
+        /* a later operation of a stream is ordered after it: its tick is 0 */
+        const Operation by{-1, 0, "the host", ++all.serial};
+        const auto from = reinterpret_cast<uintptr_t>(data);
+        all.accesses.add(Access{from, from + bytes, write}, by, all.host);
+    }
+}
+
 int record(Event &event, Stream &stream, bool external) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     count("record");

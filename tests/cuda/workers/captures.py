@@ -32,6 +32,8 @@ CASES = (
     "hsdp, checkpointing",
     "replicate, 4 microbatches without all-reduce",
     "fsdp, with the optimizer",
+    "fsdp, resharded after forward",
+    "hsdp, resharded after forward",
     # these call methods that torch has since 2.15
     "fsdp, kept storage",
     "fsdp, 4 microbatches, finalize_backward",

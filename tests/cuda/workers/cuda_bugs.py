@@ -19,13 +19,14 @@ LIBRARY = "fsdp_c/_C."
 
 class Bug(NamedTuple):
     job: str
-    """Name in ``jobs.JOBS``."""
+    """Name in ``jobs.JOBS`` or ``jobs.FURTHER_JOBS``."""
     kind: str
     """Kind of the calls to break: "wait", "record" or "synchronize"."""
     path: tuple[str, ...]
     """Functions that the stack contains in this order, innermost first."""
-    expected: str = "race"
-    """Text that the finding contains."""
+    expected: str = ""
+    """An access that the finding names."""
+    blocks: int = 4
 
 
 _PACK = ("fc_comm_order_streams", "issue_gather")
@@ -81,6 +82,40 @@ BUGS = {
     "the replicas' all-reduce does not wait for the gradients": Bug(
         "replicate", "wait", _REDUCE, "ncclAllReduce"
     ),
+    "the optimizer does not wait for finalize_backward": Bug(
+        "fsdp, 4 microbatches, finalize_backward",
+        "wait",
+        ("fc_reduce_settle", "fc_iteration_complete"),
+    ),
+    "a smaller group's gather does not wait for the copy of its shards": Bug(
+        "fsdp, smaller group after forward",
+        "wait",
+        ("fc_comm_gather_streams_wait", "fc_gather_start"),
+    ),
+    "the end of a copy-out is recorded on another stream": Bug(
+        "fsdp", "record", ("fc_comm_record", "fc_gather_end_copy_out"), "ncclAllGather"
+    ),
+    "the last gather buffer of a forward is released before its copy-out": Bug(
+        "fsdp", "wait", ("fc_comm_release_kept", "fc_state_end_forward"), blocks=3
+    ),
+    "a row is released before its all-reduce is done": Bug(
+        "hsdp, 4 microbatches", "wait", ("release_oldest_row", "fc_comm_keep_row"), "ncclAllReduce"
+    ),
+    "the last rows are released before their all-reduce is done": Bug(
+        "hsdp, stream shared with other code",
+        "wait",
+        ("release_oldest_row", "fc_comm_release_rows"),
+        "ncclAllReduce",
+    ),
+    "a gradient is added to before the previous microbatch's hook is done": Bug(
+        "fsdp, 2 microbatches, a hook for the first",
+        "wait",
+        ("fc_comm_wait_and_put", "fc_reduce_run"),
+        "aten::mul_",
+    ),
+    "the optimizer on the host does not wait for offloaded gradients": Bug(
+        "offload", "synchronize", ("wait_on_host", "fc_reduce_settle"), "the host"
+    ),
 }
 
 
@@ -91,27 +126,35 @@ def matches(call: stub_runtime.CallSite, bug: Bug) -> bool:
     )
 
 
+def is_covered(call: stub_runtime.CallSite) -> bool:
+    """Returns true if a bug of :data:`BUGS` breaks this call, or if c10d makes the call."""
+    is_in_c10d = any(name.startswith("fc_process_group_") for name in call.stack)
+    return is_in_c10d or any(matches(call, bug) for bug in BUGS.values())
+
+
 class Trainings:
-    """One training per job, whose steps run with or without a broken call."""
+    """One training per job and number of blocks. Its steps run with or without a broken call."""
 
     def __init__(self) -> None:
         self.device = stub_runtime.start()
-        self._by_job: dict[str, Any] = {}
+        self._by_job: dict[tuple[str, int], Any] = {}
 
     def run(self, bug: Bug, at: int) -> list[str]:
         """Runs one step in which call ``at`` is broken, and the next. Returns the findings."""
         import jobs
         import torch
 
-        if bug.job not in self._by_job:
-            self._by_job[bug.job] = jobs.Training("fsdp_c", jobs.JOBS[bug.job], blocks=4)
-            self._by_job[bug.job].step()
+        key = (bug.job, bug.blocks)
+        if key not in self._by_job:
+            job = (jobs.JOBS | jobs.FURTHER_JOBS)[bug.job]
+            self._by_job[key] = jobs.Training("fsdp_c", job, blocks=bug.blocks)
+            self._by_job[key].step()
         torch.cuda.synchronize()
         self.device.reset()
         self.device.observe()
         self.device.log_calls(LIBRARY, bug.kind, at)
-        self._by_job[bug.job].step()
-        self._by_job[bug.job].step()
+        self._by_job[key].step()
+        self._by_job[key].step()
         findings = self.device.findings()
         self.device.observe(False)
         return findings
@@ -142,5 +185,7 @@ if __name__ == "__main__":
     import jobs
 
     jobs.join_group()
-    print(json.dumps({n: expected_finding(all_trainings, b) for n, b in BUGS.items()}), flush=True)
+    names = jobs.JOBS | jobs.FURTHER_JOBS  # some need torch 2.15
+    known = {name: bug for name, bug in BUGS.items() if bug.job in names}
+    print(json.dumps({n: expected_finding(all_trainings, b) for n, b in known.items()}), flush=True)
     os._exit(0)

@@ -156,6 +156,11 @@ class Job:
     """Only the last microbatch reduces (``set_requires_gradient_sync``)."""
     all_reduce_last: bool = False
     """Only the last microbatch all-reduces (``set_requires_all_reduce``)."""
+    hook_first: bool = False
+    """A hook of the user all-reduces the first microbatch only (``set_all_reduce_hook``)."""
+    shared_stream: bool = False
+    """After each backward, other code allocates memory on the stream of the reduce-scatters.
+    torch's pool gives each stream to several users."""
     offload: bool = False
     grouped_head: bool = False
     """``fully_shard([norm, head])``."""
@@ -191,6 +196,8 @@ JOBS: dict[str, Job] = {
         replicate=True, microbatches=4, all_reduce_last=True
     ),
     "fsdp, with the optimizer": Job(capturable=True),
+    "fsdp, resharded after forward": Job(reshard=True),
+    "hsdp, resharded after forward": Job(hsdp=True, reshard=True),
 }
 # Jobs with methods that torch has since 2.15.
 if hasattr(FSDPModule, "finalize_backward"):
@@ -199,6 +206,13 @@ if hasattr(FSDPModule, "finalize_backward"):
     JOBS["hsdp, 4 microbatches, finalize_backward, checkpointing"] = Job(
         hsdp=True, microbatches=4, finalize=True, checkpoints=True
     )
+
+FURTHER_JOBS: dict[str, Job] = {
+    "hsdp, 4 microbatches": Job(hsdp=True, microbatches=4),
+    "fsdp, 2 microbatches, a hook for the first": Job(microbatches=2, hook_first=True),
+    "hsdp, stream shared with other code": Job(hsdp=True, microbatches=2, shared_stream=True),
+}
+"""Jobs for the check of accesses only."""
 
 
 def _announce_splits() -> None:
@@ -297,17 +311,45 @@ class Training:
             if sharded and job.all_reduce_last:
                 self.model.set_requires_all_reduce(last)
                 self.model.set_is_last_backward(last)
+            if sharded and job.hook_first:
+                self._set_hook(index == 0)
+                self.model.set_is_last_backward(last)
             self.model(self.tokens).float().sum().backward()
+            if sharded and job.shared_stream:
+                self._use_stream_of_reductions()
         if sharded and job.finalize:
             self.model.set_requires_gradient_sync(True)
             self.model.finalize_backward()
+
+    def _set_hook(self, is_set: bool) -> None:
+        for block in self.model.blocks:
+            block.set_all_reduce_hook((lambda gradient: gradient.mul_(1)) if is_set else None)
+
+    def _use_stream_of_reductions(self) -> None:
+        """Allocates and writes memory of the sizes of the reduced gradients."""
+        stream = self.model._get_fsdp_state()._comm_ctx.reduce_scatter_stream
+        with torch.cuda.stream(stream):
+            units = [*self.model.blocks, self.model]
+            parts = [[p.to_local().numel() for p in unit.parameters()] for unit in units]
+            kept = [torch.zeros(sum(numbers), device="cuda") for numbers in parts]
+            del kept
 
     def optimize(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def declare_accesses_of_host(self) -> None:
+        """Declares the accesses of an optimizer on the CPU."""
+        device = stub_runtime.start()
+        for p in self.model.parameters():
+            local, grad = p.to_local(), p.grad.to_local()
+            device.access_on_host(grad.data_ptr(), grad.nbytes)
+            device.access_on_host(local.data_ptr(), local.nbytes, write=True)
+
     def step(self) -> None:
         self.accumulate()
+        if self.job.offload:
+            self.declare_accesses_of_host()
         self.optimize()
 
 

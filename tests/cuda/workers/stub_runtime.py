@@ -75,6 +75,10 @@ class Device:
             yield text.decode()
             index += 1
 
+    def access_on_host(self, address: int, size: int, write: bool = False) -> None:
+        """Checks an access of the host to ``size`` bytes, if the memory is pinned."""
+        self.lib.sim_access_on_host(ctypes.c_void_p(address), ctypes.c_size_t(size), int(write))
+
     def reset(self) -> None:
         """Drops findings, counts and recorded accesses."""
         self.lib.sim_reset()

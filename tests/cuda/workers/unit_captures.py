@@ -153,12 +153,23 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None]]] = {
     # name: (settings of the job, function)
     "roots": ({"roots": True}, capture_roots),
     "roots, hsdp": ({"roots": True, "hsdp": True}, capture_roots),
+    "roots, replicate": ({"roots": True, "replicate": True}, capture_roots),
+    "roots, checkpointing": ({"roots": True, "checkpoints": True}, capture_roots),
     "computations": ({"kept_storage": True, "inner": True}, capture_computations),
     "computations, hsdp": (
         {"kept_storage": True, "inner": True, "hsdp": True},
         capture_computations,
     ),
     "computations, never resharded": ({"reshard": False, "inner": True}, capture_computations),
+    "computations, replicate": ({"replicate": True, "inner": True}, capture_computations),
+    "computations, checkpointing": (
+        {"reshard": False, "inner": True, "checkpoints": True},
+        capture_computations,
+    ),
+    "computations, grouped head": (
+        {"reshard": False, "inner": True, "grouped_head": True},
+        capture_computations,
+    ),
 }
 # Captures that raise AcceleratorError: their all-gathers run on streams that do not join the
 # capture. Each case runs only by name, in its own process: torch's watchdog may end the process.
