@@ -102,6 +102,7 @@ TESTS = {
         "`1`", "not set", "Set by `benchmarks/replicate.py` for its processes"
     ),
     "FSDP_C_BENCH_STORE": Variable("a path", "not set", "Set by the benchmarks for their ranks"),
+    "FSDP_C_FLIPS": Variable("a number", "100", "Flipped bits per case of `test_checksums.py`"),
     "FSDP_C_FUZZ": Variable("a number", "30", "Random programs of `tests/faults`"),
     "FSDP_C_GPU_JOBS_DEVICE": Variable(
         "a device", "`cuda`", "Device of the scripts of `test_gpu.py`"

@@ -15,7 +15,7 @@ typedef struct shm_negotiation shm_negotiation; /* the decision of one process g
 typedef struct shm_transport shm_transport;     /* the operations of one process group */
 typedef struct shm_collective shm_collective;   /* one operation */
 
-enum { SHM_ERROR_BYTES = 512 /* size of the buffer for an error message */ };
+enum { SHM_ERROR_BYTES = 640 /* size of the buffer for an error message */ };
 
 /* Consecutive bytes of a rank shard, and their place in this rank's memory. A rank shard is the
  * elements that belong to one rank. */

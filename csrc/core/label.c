@@ -12,7 +12,7 @@ static uint64_t bits_of(double value) {
 
 static void set_position(fct_op_label *label, const fc_comm_ctx *comm, fct_op_pass pass) {
     label->step = comm->step;
-    label->pass = pass;
+    label->pass = (uint16_t)pass;
 }
 
 void fc_label_set_gather(fct_op_label *label, const fc_comm_ctx *comm, fct_op_pass pass,
@@ -21,7 +21,8 @@ void fc_label_set_gather(fct_op_label *label, const fc_comm_ctx *comm, fct_op_pa
     set_position(label, comm, pass);
     label->params = 0;
     label->divisor = 0;
-    label->contents = (uint64_t)row_bytes;
+    label->contents = label->size = (uint64_t)row_bytes;
+    label->reduce_op = 0;
 }
 
 /* Both arrays usually have the same order, so the search continues behind the last match. */
@@ -42,6 +43,8 @@ void fc_label_set_reduction(fct_op_label *label, const fc_comm_ctx *comm, fc_lab
     hash = fct_hash_add(hash, bits_of(divide->before));
     hash = fct_hash_add(hash, bits_of(divide->after));
     hash = fct_hash_add(hash, bits_of(divide->premultiply));
+    label->size = (uint64_t)row_numel;
+    label->reduce_op = (uint16_t)divide->op;
     label->divisor = divide->total;
     label->contents = hash;
 }

@@ -102,7 +102,7 @@ static void name_label(const fc_process_group *pg, const char *modules, fct_op_l
 /* Adds a record of an operation that this rank begins. */
 static uint64_t add_record(const fc_process_group *pg, const char *modules, fc_record_kind kind) {
     const fc_record facts = {.step = pg->label.step,
-                             .pass = (uint16_t)pg->label.pass,
+                             .pass = pg->label.pass,
                              .kind = (uint8_t)kind,
                              .rank = (int32_t)pg->rank,
                              .world = (int32_t)pg->world};

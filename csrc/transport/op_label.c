@@ -54,6 +54,7 @@ static void list_params(uint64_t params, int first, char *text, size_t bytes) {
 /* Writes how two labels differ; "" if their names or kinds differ, which the caller writes. */
 static void describe_difference(const fct_op_label *label, const fct_op_label *peer, char *text,
                                 size_t bytes) {
+    static const char *const reduce_ops[] = {"sum", "average", "scaled sum"};
     char params[96];
     text[0] = '\0';
     if (strncmp(label->name, peer->name, sizeof label->name) != 0 ||
@@ -71,8 +72,14 @@ static void describe_difference(const fct_op_label *label, const fct_op_label *p
         (void)snprintf(text, bytes, " with the gradients of parameters %s", params);
     } else if (label->divisor != peer->divisor) {
         (void)snprintf(text, bytes, " with divisor %g", label->divisor);
+    } else if (label->size != peer->size) {
+        (void)snprintf(text, bytes, " of %llu %s per rank", (unsigned long long)label->size,
+                       label->divisor == 0 ? "bytes" : "elements");
+    } else if (label->reduce_op != peer->reduce_op) {
+        (void)snprintf(text, bytes, " by %s",
+                       reduce_ops[label->reduce_op <= FCT_PREMUL_SUM ? label->reduce_op : 0]);
     } else if (label->contents != peer->contents) {
-        (void)snprintf(text, bytes, " with other sizes or parameters");
+        (void)snprintf(text, bytes, " with other parameters or factors");
     }
 }
 

@@ -20,12 +20,14 @@ enum { FCT_LABEL_NAME_BYTES = 48 };
 /* The part of a tag that ranks compare: `unit`, `params` and `contents`. The other fields are for
  * messages. Step and pass may differ: a rank may call unshard() where another rank runs forward. */
 typedef struct fct_op_label {
-    uint64_t unit;     /* hash of plan, root number, unit's name; 0: unknown, equal to all */
-    uint64_t params;   /* bit i: the gradient of the unit's parameter i is included; 64 bits */
-    uint64_t contents; /* hash of sizes and, for reductions, of factors and of all parameters */
-    double divisor;    /* of the sum of gradients; 0: no reduction */
-    uint32_t step;     /* forwards of the root so far */
-    uint32_t pass;     /* fct_op_pass */
+    uint64_t unit;      /* hash of plan, root number, unit's name; 0: unknown, equal to all */
+    uint64_t params;    /* bit i: the gradient of the unit's parameter i is included; 64 bits */
+    uint64_t contents;  /* hash of sizes and, for reductions, of factors and of all parameters */
+    uint64_t size;      /* of a rank: bytes of an all-gather, elements of a reduction */
+    double divisor;     /* of the sum of gradients; 0: no reduction */
+    uint32_t step;      /* forwards of the root so far */
+    uint16_t pass;      /* fct_op_pass */
+    uint16_t reduce_op; /* fct_reduce_op of a reduction */
     char name[FCT_LABEL_NAME_BYTES]; /* end of the unit's name; terminated */
 } fct_op_label;
 

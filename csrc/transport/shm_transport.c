@@ -216,6 +216,10 @@ shm_submit_result shm_transport_submit(shm_transport *t, shm_op *op, shm_owner o
 
 enum { NO_PEER = -1, FAILED = -2 };
 
+#define REMEDY                                                                                     \
+    "The process group cannot be used any more: restart the ranks, or shard the model over a new " \
+    "process group"
+
 static void describe_mismatch(const shm_transport *t, const shm_op *op, size_t bytes, int rank,
                               const shm_ring_message *message, char error[SHM_ERROR_BYTES]) {
     char own_text[176], peer_text[176];
@@ -225,16 +229,16 @@ static void describe_mismatch(const shm_transport *t, const shm_op *op, size_t b
         op_label_describe(message->label, &op->label, shm_tag_kind(message->tag), rank, peer_text,
                           sizeof peer_text);
         const bool is_first = t->rank < rank;
-        (void)snprintf(error, SHM_ERROR_BYTES, "collective mismatch: %s, %s",
-                       is_first ? own_text : peer_text, is_first ? peer_text : own_text);
+        (void)snprintf(error, SHM_ERROR_BYTES, "collective mismatch: %s, %s. %s",
+                       is_first ? own_text : peer_text, is_first ? peer_text : own_text, REMEDY);
         return;
     }
     shm_tag_describe(op->tag, op->dtype_name, own_text, sizeof own_text);
     shm_tag_describe(message->tag, op->dtype_name, peer_text, sizeof peer_text);
     (void)snprintf(error, SHM_ERROR_BYTES,
                    "collective mismatch: rank %d issued %s (message of %zu bytes), rank %d issued "
-                   "%s (message of %zu bytes)",
-                   t->rank, own_text, bytes, rank, peer_text, message->bytes);
+                   "%s (message of %zu bytes). %s",
+                   t->rank, own_text, bytes, rank, peer_text, message->bytes, REMEDY);
 }
 
 /* Returns the first rank after this one whose next message is not committed, or NO_PEER. Writes the

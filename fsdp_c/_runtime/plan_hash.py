@@ -158,6 +158,7 @@ def _describe_plan(states: list[Any], names: dict[Any, Any], name: str) -> Itera
         for group in state._fsdp_param_groups
         if name in names[group]
     ]
+    module_names = {id(module): fqn for fqn, module in states[0]._modules[0].named_modules()}
     for i, (state, group) in enumerate(units):
         unit = f"unit {group._module_fqn!r}"  # names may contain tabs and line breaks
         roles = [
@@ -181,14 +182,17 @@ def _describe_plan(states: list[Any], names: dict[Any, Any], name: str) -> Itera
             ]
             yield f"{kind} prefetch of {unit}\t{prefetched}"
         for k, param in enumerate(params):
-            yield f"parameter {k} of {unit}\t{_describe_param(param)}"
+            yield f"parameter {k} of {unit}\t{_describe_param(param, module_names)}"
 
 
-def _describe_param(param: Any) -> str:
+def _describe_param(param: Any, module_names: dict[int, str]) -> str:
+    """``module_names``: by identity. A parameter that was replaced on one rank has no FQN there."""
+    module = module_names.get(id(param._module_info.module), "")
+    name = f"{module}.{param._module_info.param_name}".lstrip(".")
     meta = param._sharding_spec.tensor_meta
     frozen = "" if param.sharded_param.requires_grad else ", frozen"
     return (
-        f"{param._param_fqn!r} {list(meta.shape)} {meta.dtype} strides {list(meta.stride)}, "
+        f"{name!r} {list(meta.shape)} {meta.dtype} strides {list(meta.stride)}, "
         f"{param._spmd_placements}, param_dtype {param.param_dtype}, "
         f"reduce_dtype {param.reduce_dtype}{frozen}"
     )

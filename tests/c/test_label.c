@@ -22,13 +22,15 @@ static fct_op_label label_reduction(size_t count, fc_param *const *reduced, int6
 
 static void label_of_gather_has_size_step_and_pass(void **state) {
     (void)state;
-    fct_op_label label = {.params = 7, .divisor = 2};
+    fct_op_label label = {.params = 7, .divisor = 2, .reduce_op = 1};
     fc_label_set_gather(&label, &comm, FCT_PASS_FORWARD, 64);
     assert_int_equal(label.contents, 64);
+    assert_int_equal(label.size, 64);
     assert_int_equal(label.step, 3);
     assert_int_equal(label.pass, FCT_PASS_FORWARD);
     assert_int_equal(label.params, 0);
     assert_true(label.divisor == 0);
+    assert_int_equal(label.reduce_op, 0);
 }
 
 static void label_of_reduction_depends_on_each_property(void **state) {
@@ -38,6 +40,8 @@ static void label_of_reduction_depends_on_each_property(void **state) {
     const fct_op_label label = label_reduction(3, some, 8, mean);
     assert_int_equal(label.params, 5); /* 64 bits: parameter 66 is only in the hash */
     assert_int_equal(label.pass, FCT_PASS_BACKWARD);
+    assert_int_equal(label.size, 8);
+    assert_int_equal(label.reduce_op, FCT_AVG);
     const fct_op_label same = label_reduction(3, some, 8, mean);
     assert_int_equal(label.contents, same.contents);
     fc_param *const others[] = {&params[2], &params[0], &params[67]};

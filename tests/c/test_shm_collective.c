@@ -174,6 +174,10 @@ static void wait_with_a_limit_leaves_the_operation_pending(void **state) {
 
 /* ---- failures ---- */
 
+#define REMEDY                                                                                     \
+    ". The process group cannot be used any more: restart the ranks, or shard the model over a "   \
+    "new process group"
+
 static void issue_different_collectives(void) {
     float values[2] = {0};
     const shm_segment segment = {(char *)values, sizeof(float), 0, sizeof(float)};
@@ -188,7 +192,7 @@ static void issue_different_collectives(void) {
         require(strcmp(op.work.error,
                        "collective mismatch: rank 0 issued all_gather of Float, up to 64 bytes per "
                        "rank (message of 4 bytes), rank 1 issued all_reduce of Float, up to 64 "
-                       "bytes per rank (message of 4 bytes)") == 0);
+                       "bytes per rank (message of 4 bytes)" REMEDY) == 0);
     } else {
         require(op.work.error[0] != '\0');
     }
@@ -219,11 +223,11 @@ static void issue_different_units(void) {
     require(wait_for(&op, 0) == 1);
     const char *expected[] = {"collective mismatch: rank 0 all-reduces 'blocks.3' (step 17, "
                               "backward), rank 1 all-reduces "
-                              "'blocks.4' (step 17, backward)",
+                              "'blocks.4' (step 17, backward)" REMEDY,
                               "", /* rank 0 or rank 2 */
                               "collective mismatch: rank 1 all-reduces 'blocks.4' (step 17, "
                               "backward), rank 2 all-reduces "
-                              "'blocks.3' (step 17, backward)"};
+                              "'blocks.3' (step 17, backward)" REMEDY};
     require(strncmp(op.work.error, "collective mismatch: rank ", 26) == 0);
     require(me.rank == 1 || strcmp(op.work.error, expected[me.rank]) == 0);
     shm_collective_free(op.collective);
@@ -278,7 +282,18 @@ static void label_text_names_the_difference(void **state) {
     assert_non_null(strstr(text, " with divisor 7 "));
     b.divisor = 2;
     op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
-    assert_non_null(strstr(text, " with other sizes or parameters "));
+    assert_non_null(strstr(text, " with other parameters or factors "));
+    a.reduce_op = FCT_AVG, b.reduce_op = 77; /* of a peer: any number */
+    op_label_describe(&a, &b, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
+    assert_non_null(strstr(text, " by average "));
+    op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
+    assert_non_null(strstr(text, " by sum "));
+    b.size = 12;
+    op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
+    assert_non_null(strstr(text, " of 12 elements per rank "));
+    fct_op_label gather = {.unit = 5, .contents = 64, .size = 64}, other = {.unit = 5};
+    op_label_describe(&gather, &other, FCT_OP_ALL_GATHER, 3, text, sizeof text);
+    assert_non_null(strstr(text, " of 64 bytes per rank "));
     b.unit = 6;
     op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
     assert_non_null(strstr(text, " of another model "));

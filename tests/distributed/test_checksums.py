@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import corrupted_data
 import pytest
 from launch import run_ranks
 
-FLIPS = 100
+FLIPS = int(os.environ.get("FSDP_C_FLIPS") or 100)
+"""Flipped bits per transport and number of ranks."""
 HASH = {"FSDP_C_GUARD": "hash"}
 
 
@@ -16,7 +19,7 @@ def test_each_flipped_bit_raises_in_its_step_and_training_continues(
     transport: str, world: int
 ) -> None:
     env = {**HASH, "FSDP_C_TRANSPORT": transport}
-    results = run_ranks(corrupted_data.flip_bits, world, (FLIPS,), env=env, timeout=300)
+    results = run_ranks(corrupted_data.flip_bits, world, (FLIPS,), env=env, timeout=200 + FLIPS)
     for flips in zip(*(outcomes for outcomes, _ in results)):
         place, _ = flips[0]
         operation, changed = place.split(" of rank ")

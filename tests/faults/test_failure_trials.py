@@ -1,7 +1,8 @@
-"""Trials of failing ranks; ``workers/failure_trials.py`` runs more of them."""
+"""Trials of failing and of different ranks; scripts of ``workers`` run more of them."""
 
 from __future__ import annotations
 
+import divergence_trials
 import failure_trials
 import pytest
 from failure_trials import Options
@@ -20,3 +21,14 @@ def test_survivors_of_a_failing_rank_raise_name_the_rank_and_exit(
     row, misses = failure_trials.run_trials(options, TRIALS)
     print(f"{failure_trials.HEADER}\n{row}")
     assert misses == []
+
+
+@pytest.mark.parametrize("begin", divergence_trials.KINDS)
+@pytest.mark.parametrize("transport", divergence_trials.TRANSPORTS)
+def test_ranks_of_a_random_model_raise_and_name_the_rank_that_differs(
+    transport: str, begin: str
+) -> None:
+    options = divergence_trials.Options(transport, 3, begin)
+    score = divergence_trials.run_trials(options, range(1, 2))
+    print(f"{divergence_trials.HEADER}\n{score.format(options)}")
+    assert score.misses == []

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import ending_ranks
 import pytest
 import stalled_ranks
 from launch import run_ranks
 
+from fsdp_c._runtime.records import FAILED, read_file
 from fsdp_c._tools.stall import main as compare_records
 
 PLACES = {
@@ -32,7 +37,7 @@ def test_waiting_ranks_report_the_place_of_every_rank(
     sums = run_ranks(stalled_ranks.run_case, 3, (str(tmp_path), case), env=env)
     assert len(set(sums)) == 1  # training continues
     for rank in stalled_ranks.WAITING:
-        report = (tmp_path / f"report{rank}").read_text()
+        report = (tmp_path / f"report{rank}-1").read_text()
         first, *lines = report.splitlines()
         assert re.match(rf"fsdp_c: rank {rank} has waited [1-9]\.\d s for all-gather of ", first)
         assert ", forward) of process group '0'. The ranks of the job:" in first
@@ -40,6 +45,11 @@ def test_waiting_ranks_report_the_place_of_every_rank(
         place = next(line for line in lines if PLACES[case] in line)
         assert ("main thread: stalled_ranks.py:" in place) == (case != "stopped")
         assert any("answering ranks completed: " in line for line in lines)
+        if case == "sleeps":  # the limit is twice the first one
+            second = (tmp_path / f"report{rank}-2").read_text()
+            assert re.match(
+                rf"fsdp_c: rank {rank} has waited [2-9]\.\d s for all-gather of ", second
+            )
     files = sorted(map(str, records.iterdir()))
     assert len(files) == 3 or case == "stopped"
     result = compare_records(files)
@@ -48,3 +58,32 @@ def test_waiting_ranks_report_the_place_of_every_rank(
     if case != "stopped":  # a stopped rank writes no file
         assert result == 1
         assert "  rank 1: no further collective\n  rank 2: all-gather of '2' (" in output
+
+
+@pytest.mark.parametrize("case", ending_ranks.CASES)
+def test_rank_that_ends_by_an_exception_writes_its_records(case: str, tmp_path: Path) -> None:
+    """Both ranks are new interpreters: an exception that no code catches ends them."""
+    files = tmp_path / "records"
+    env = os.environ | {"FSDP_C_STALL_DIR": str(files), "FSDP_C_STALL_SECONDS": "60"}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, ending_ranks.__file__, str(rank), str(tmp_path), case],
+            env=env, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    culprit = ending_ranks.CASES[case]
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1 if case == "raises" else 0], errors
+    header, own = read_file(str(next(files.glob(f"*rank{culprit}.records"))))
+    assert header["rank"] == culprit
+    gathers = [record for record in own if record.kind == "all-gather"]
+    assert len(gathers) > 4
+    newest = max(own, key=lambda record: record.number)
+    if case == "raises":
+        assert "ValueError: raised in forward" in errors[1]
+        assert (newest.step, newest.pass_name) == (2, "forward")
+    else:
+        assert "Timed out waiting" in errors[0]
+        assert any(record.state == FAILED for record in own)

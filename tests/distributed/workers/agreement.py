@@ -12,9 +12,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import divergence
 import torch
 import torch.distributed as dist
+from consistent_programs import run_programs
 from divergence import LIMIT_SECONDS, SIZE, Block, Model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -286,7 +286,7 @@ LEGITIMATE: tuple[Callable[[int, Any], None], ...] = (
 
 def run_legitimate(rank: int, world_size: int) -> dict[str, str]:
     """Returns the exception of each program, or ""."""
-    return divergence.run_programs(rank, LEGITIMATE)
+    return run_programs(rank, LEGITIMATE)
 
 
 def run_hsdp(rank: int, world_size: int, diverges: bool) -> str:

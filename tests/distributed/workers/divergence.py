@@ -1,15 +1,17 @@
 """Ranks that diverge: each case makes one rank's program differ from those of the other ranks.
 
 Every case has its own process group, because a process group is not used after a mismatch. A case
-of DYNAMIC runs ``steps`` equal steps, then ``diverge`` on the last rank, then two steps. In a case
-of STATIC, the last rank makes another model.
+of DYNAMIC runs equal steps, then ``diverge`` on one rank, then two steps. In a case of STATIC, one
+rank makes another model.
 """
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 LIMIT_SECONDS = 6.0
-SIZE = 8
+SIZE = 12
 
 
 class Block(nn.Module):
@@ -53,136 +56,6 @@ class Model(nn.Module):
         return x
 
 
-class Case:
-    """The program of one rank.
-
-    ``other``: whether this rank differs. ``distinct``: whether no two blocks have equal sizes.
-    """
-
-    def __init__(
-        self, api: Any, mesh: DeviceMesh, other: bool, name: str, distinct: bool = False
-    ) -> None:
-        self.api, self.mesh, self.name = api, mesh, name
-        self.other, self.distinct = other, distinct
-        self.backward = True
-        self.evaluations = 0
-
-    def is_case(self, name: str) -> bool:
-        return self.other and self.name == name
-
-    def make(self) -> nn.Module:
-        torch.manual_seed(0)
-        wider = 16 if self.is_case("another shape") else SIZE
-        factors = (2, 1, 3, 4) if self.distinct else (1, 1, 1, 1)
-        blocks: list[nn.Module] = [Block(SIZE * factor) for factor in factors]
-        if self.is_case("another shape"):
-            blocks[1] = Block(wider)
-        if self.is_case("another order of parameters"):
-            blocks[1] = Block(swapped=True)
-        if self.is_case("another name"):
-            blocks[1] = Block(name="other")
-        if self.is_case("another number of units"):
-            blocks.append(Block())
-        if self.is_case("another dtype"):
-            blocks[1] = blocks[1].to(torch.bfloat16)
-        if self.is_case("another shape of equal size"):
-            blocks[1].first = nn.Linear(4, 16, bias=False)
-        elif self.name == "another shape of equal size":
-            blocks[1].first = nn.Linear(8, 8, bias=False)
-        model = Model(blocks)
-        if self.is_case("another frozen parameter"):
-            model.blocks[1].first.weight.requires_grad_(False)
-        policy = {"mp_policy": self.api.policy(reduce_dtype=torch.float32)}
-        if self.is_case("another reduce dtype"):
-            policy = {"mp_policy": self.api.policy(reduce_dtype=torch.bfloat16)}
-        if self.is_case("another param dtype"):
-            policy = {"mp_policy": self.api.policy(param_dtype=torch.bfloat16)}
-        for i, block in enumerate(model.blocks):
-            if self.is_case("another unit") and i == 1:
-                continue  # its parameters belong to the root
-            reshard = not (self.is_case("another reshard_after_forward") and i == 1)
-            self.api.fully_shard(block, mesh=self.mesh, reshard_after_forward=reshard, **policy)
-        self.api.fully_shard(model, mesh=self.mesh, **policy)
-        if self.is_case("another divide factor"):
-            model.blocks[1].set_gradient_divide_factor(7.0)
-        if self.is_case("another prefetch"):
-            model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
-        return model
-
-    def diverge(self, model: Any) -> None:
-        """Changes the program of this rank after the first steps."""
-        if self.name == "another order of blocks":
-            model.order = [0, 2, 1, 3]
-        elif self.name == "a block skipped":
-            model.order = [0, 1, 3]
-        elif self.name == "a block twice":
-            model.order = [0, 1, 1, 2, 3]
-        elif self.name == "a conditional parameter":
-            model.blocks[1].uses_second = False
-        elif self.name == "frozen later":
-            model.blocks[1].first.weight.requires_grad_(False)
-        elif self.name == "divide factor later":
-            model.blocks[1].set_gradient_divide_factor(7.0)
-        elif self.name == "prefetch later":
-            model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
-        elif self.name == "reshard later":
-            model.blocks[1].set_reshard_after_forward(False)
-        elif self.name == "no gradient sync":
-            model.set_requires_gradient_sync(False)
-        elif self.name == "no backward":
-            self.backward = False
-        elif self.name == "an evaluation":
-            self.evaluations = 1
-        elif self.name == "explicit unshard":
-            model.blocks[3].unshard()
-        else:
-            raise AssertionError(self.name)
-
-    def step(self, model: nn.Module, optimizer: Any) -> None:
-        for _ in range(self.evaluations):
-            with torch.no_grad():
-                model(torch.ones(2, SIZE))
-        loss = model(torch.full((2, SIZE), 0.5)).sum()
-        if self.backward:
-            loss.backward()
-            optimizer.step()
-        optimizer.zero_grad()
-
-
-STATIC = (
-    "another shape",
-    "another shape of equal size",
-    "another dtype",
-    "another order of parameters",
-    "another name",
-    "another number of units",
-    "another unit",
-    "another frozen parameter",
-    "another reduce dtype",
-    "another param dtype",
-    "another reshard_after_forward",
-    "another divide factor",
-    "another prefetch",
-)
-"""Kinds of divergence that the comparison of plans finds before the first gather."""
-
-DYNAMIC = (
-    "another order of blocks",
-    "a block skipped",
-    "a block twice",
-    "a conditional parameter",
-    "frozen later",
-    "divide factor later",
-    "prefetch later",
-    "reshard later",
-    "no gradient sync",
-    "no backward",
-    "an evaluation",
-    "explicit unshard",
-)
-"""Kinds of divergence that the labels of collectives find."""
-
-
 class Api:
     """The functions of one implementation."""
 
@@ -195,18 +68,226 @@ class Api:
         self.policy: Callable[..., Any] = MixedPrecisionPolicy
 
 
-def run_case(
-    api: Api, name: str, other: bool, steps: int, distinct: bool = False
-) -> tuple[str, float]:
+@dataclass
+class Variation:
+    """How one trial of a case differs from others.
+
+    ``factors``: multiples of SIZE of the blocks' hidden layers. ``culprit``: the rank that differs.
+    ``at``: the block that differs; never the first or the last one. ``steps``: the number of equal
+    steps of a case of DYNAMIC.
+    """
+
+    factors: tuple[int, ...] = (1, 1, 1, 1)
+    culprit: int = -1
+    at: int = 1
+    steps: int = 0
+
+    @classmethod
+    def choose(cls, seed: int, world: int, first_step: bool) -> Variation:
+        """The differences begin in the first step, or after five or more steps."""
+        chance = random.Random(f"{seed} {world} {first_step}")
+        others = (chance.choice((1, 1, 2, 3, 5)) for _ in range(chance.randint(3, 6)))
+        factors = (1, *others)  # the conditional parameter needs a factor of 1
+        steps = 0 if first_step else chance.randint(5, 9)
+        return cls(factors, chance.randrange(world), chance.randrange(1, len(factors) - 2), steps)
+
+
+class Case:
+    """The program of one rank. ``other``: whether this rank differs."""
+
+    def __init__(
+        self, api: Any, mesh: DeviceMesh, other: bool, name: str, variation: Variation
+    ) -> None:
+        self.api, self.mesh, self.name = api, mesh, name
+        self.other, self.variation = other, variation
+        self.backward = True
+        self.evaluations = 0
+
+    def is_case(self, name: str) -> bool:
+        return self.other and self.name == name
+
+    def make(self) -> nn.Module:
+        torch.manual_seed(0)
+        at = self.variation.at
+        model = Model(self.make_blocks())
+        if self.is_case("another frozen parameter"):
+            model.blocks[at].first.weight.requires_grad_(False)
+        arguments = self.choose_arguments()
+        blocks: list[Any] = list(model.blocks)
+        if self.is_case("another list of modules"):
+            blocks[at : at + 2] = [blocks[at : at + 2]]
+        for i, block in enumerate(blocks):
+            if self.is_case("another unit") and i == at:
+                continue  # its parameters belong to the root
+            reshard = not (self.is_case("another reshard_after_forward") and i == at)
+            self.api.fully_shard(block, reshard_after_forward=reshard, **arguments)
+        self.api.fully_shard(model, **arguments)
+        if self.other and self.name in SETTINGS:
+            SETTINGS[self.name](model, at)
+        return model
+
+    def make_blocks(self) -> list[nn.Module]:
+        at = self.variation.at
+        rows = SIZE * self.variation.factors[at]
+        blocks: list[nn.Module] = [Block(SIZE * factor) for factor in self.variation.factors]
+        if self.is_case("another shape"):
+            blocks[at] = Block(rows + SIZE)
+        if self.is_case("another order of parameters"):
+            blocks[at] = Block(rows, swapped=True)
+        if self.is_case("another name"):
+            blocks[at] = Block(rows, name="other")
+        if self.is_case("another number of units"):
+            blocks.append(Block())
+        if self.is_case("another dtype"):
+            blocks[at].to(torch.bfloat16)
+        if self.name == "another shape of equal size":
+            blocks[at] = Block()
+            shape = (SIZE // 2, 2 * SIZE) if self.other else (SIZE, SIZE)
+            blocks[at].first = nn.Linear(*shape, bias=False)
+        return blocks
+
+    def choose_arguments(self) -> dict[str, Any]:
+        policy: dict[str, Any] = {"reduce_dtype": torch.float32}
+        if self.other:
+            policy = POLICIES.get(self.name, policy)
+        arguments = {"mesh": self.mesh, "mp_policy": self.api.policy(**policy)}
+        if self.is_case("another placement"):
+            arguments["shard_placement_fn"] = lambda param: Shard(param.ndim - 1)
+        return arguments
+
+    def diverge(self, model: Any) -> None:
+        """Changes the program of this rank after the first steps."""
+        at = self.variation.at
+        if self.name == "another order of blocks":
+            model.order[at : at + 2] = [at + 1, at]
+        elif self.name == "a block skipped":
+            model.order.remove(at + 1)
+        elif self.name == "a block twice":
+            model.order.insert(at, at)
+        elif self.name == "a conditional parameter":
+            self.find_square(model).uses_second = False
+        elif self.name == "no backward":
+            self.backward = False
+        elif self.name == "an evaluation":
+            self.evaluations = 1
+        else:
+            LATER[self.name](model, at)
+
+    def find_square(self, model: Any) -> Any:
+        """Returns a block whose output has the same shape without its second layer."""
+        return next(block for block in model.blocks if block.first.weight.shape == (SIZE, SIZE))
+
+    def step(self, model: nn.Module, optimizer: Any) -> None:
+        for _ in range(self.evaluations):
+            with torch.no_grad():
+                model(torch.ones(2, SIZE))
+        loss = model(torch.full((2, SIZE), 0.5)).sum()
+        if self.backward:
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "another reduce dtype": {"reduce_dtype": torch.bfloat16},
+    "another param dtype": {"param_dtype": torch.bfloat16},
+    "another output dtype": {"reduce_dtype": torch.float32, "output_dtype": torch.bfloat16},
+    "another cast of inputs": {"reduce_dtype": torch.float32, "cast_forward_inputs": False},
+}
+"""The mixed precision of the rank that differs."""
+
+
+def set_bucket_cap(model: Any, at: int) -> None:
+    from fsdp_c import set_bucket_cap
+
+    set_bucket_cap(model, 1)
+
+
+def set_version(model: Any, at: int) -> None:
+    from fsdp_c._runtime import plan_hash
+
+    plan_hash.__version__ = "0.0.0"
+
+
+SETTINGS: dict[str, Callable[[Any, int], Any]] = {
+    "another divide factor": lambda model, at: model.blocks[at].set_gradient_divide_factor(7.0),
+    "another prefetch": lambda model, at: model.blocks[at - 1].set_modules_to_forward_prefetch(
+        [model.blocks[at + 1]]
+    ),
+    "another backward prefetch": lambda model, at: model.blocks[
+        at + 1
+    ].set_modules_to_backward_prefetch([model.blocks[at - 1]]),
+    "another reduction": lambda model, at: model.blocks[at].set_force_sum_reduction_for_comms(True),
+    "another unshard_in_backward": lambda model, at: model.blocks[at].set_unshard_in_backward(
+        False
+    ),
+    "another reduction of unused parameters": lambda model, at: model.blocks[
+        at
+    ].set_reduce_scatter_unused_params(True),
+    "another bucket size": set_bucket_cap,
+    "another version": set_version,
+}
+"""Settings that a rank changes before the first forward; ``at``: the block that differs."""
+
+LATER: dict[str, Callable[[Any, int], Any]] = {
+    "frozen later": lambda model, at: model.blocks[at].first.weight.requires_grad_(False),
+    "divide factor later": SETTINGS["another divide factor"],
+    "prefetch later": SETTINGS["another prefetch"],
+    "reshard later": lambda model, at: model.blocks[at].set_reshard_after_forward(False),
+    "reduction later": SETTINGS["another reduction"],
+    "unshard_in_backward later": SETTINGS["another unshard_in_backward"],
+    "dtype later": lambda model, at: model.blocks[at].first.to(torch.bfloat16),
+    "no gradient sync": lambda model, at: model.set_requires_gradient_sync(False),
+    "explicit unshard": lambda model, at: model.blocks[at + 2].unshard(),
+}
+"""Settings that a rank changes after the first steps."""
+
+OWN_ERROR = "setStorage: "
+"""A part of the exception of a rank that reads the parameters that it has not gathered again."""
+
+STATIC = (
+    "another shape",
+    "another shape of equal size",
+    "another dtype",
+    "another order of parameters",
+    "another name",
+    "another number of units",
+    "another unit",
+    "another list of modules",
+    "another frozen parameter",
+    "another placement",
+    "another reshard_after_forward",
+    *POLICIES,
+    *SETTINGS,
+)
+"""Kinds of divergence that the comparison of plans finds before the first gather."""
+
+DYNAMIC = (
+    "another order of blocks",
+    "a block skipped",
+    "a block twice",
+    "a conditional parameter",
+    "no backward",
+    "an evaluation",
+    *LATER,
+)
+"""Kinds of divergence that the labels of collectives find."""
+
+
+def run_case(api: Api, name: str, rank: int, variation: Variation) -> tuple[str, float]:
     """Returns the exception's text, or "silent", and the seconds since the divergence."""
+    from fsdp_c._runtime import plan_hash
+
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
     mesh = DeviceMesh.from_group(group, "cpu")
-    case = Case(api, mesh, other, name, distinct)
-    model = case.make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = rank == variation.culprit % group.size()
+    case = Case(api, mesh, other, name, variation)
+    version = plan_hash.__version__
     begin = time.monotonic()
     try:
-        for _ in range(steps if name in DYNAMIC else 0):
+        model = case.make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(variation.steps if name in DYNAMIC else 0):
             case.step(model, optimizer)
         begin = time.monotonic()
         if other and name in DYNAMIC:
@@ -216,30 +297,26 @@ def run_case(
         outcome = "silent"
     except RuntimeError as error:
         outcome = f"{type(error).__name__}: {error}"
+    plan_hash.__version__ = version
     return outcome, time.monotonic() - begin
 
 
 def run(
-    rank: int,
-    world_size: int,
-    implementation: str,
-    names: tuple[str, ...],
-    steps: int,
-    distinct: bool = False,
+    rank: int, world_size: int, implementation: str, names: tuple[str, ...], variation: Variation
 ) -> dict[str, tuple[str, float]]:
-    """Runs the cases one after the other. The last rank differs."""
+    """Runs the cases one after the other."""
     api = Api(implementation)
     results = {}
     for name in names:
-        results[name] = run_case(api, name, rank == world_size - 1, steps, distinct)
+        results[name] = run_case(api, name, rank, variation)
         dist.barrier()
     return results
 
 
-# ---- legitimate programs -------------------------------------------------------------------------
+# ---- departures ----------------------------------------------------------------------------------
 
 
-def _make_model(group: Any, count: int = 3) -> Any:
+def make_model(group: Any, count: int = 3) -> Any:
     import fsdp_c
 
     torch.manual_seed(0)
@@ -250,218 +327,17 @@ def _make_model(group: Any, count: int = 3) -> Any:
     return fsdp_c.fully_shard(model, mesh=mesh)
 
 
-def _train(model: Any, steps: int = 3) -> None:
+def train(model: Any, steps: int = 3) -> None:
     for _ in range(steps):
         model(torch.ones(2, SIZE)).sum().backward()
-
-
-def unused_units(rank: int, group: Any) -> None:
-    """A unit and a parameter that no rank uses."""
-    model = _make_model(group)
-    model.order = [0, 2]
-    model.blocks[0].uses_second = False
-    _train(model)
-
-
-def no_sync_on_all(rank: int, group: Any) -> None:
-    import fsdp_c
-
-    model = _make_model(group)
-    for _ in range(2):
-        with fsdp_c.no_sync(model):
-            _train(model, 1)
-        _train(model, 1)
-
-
-def several_roots(rank: int, group: Any) -> None:
-    """Roots over one process group. The second root runs first after three steps of the first."""
-    first, second = _make_model(group), _make_model(group, 2)
-    _train(first)
-    for _ in range(2):
-        _train(second, 1)
-        _train(first, 1)
-
-
-def explicit_unshard_on_one_rank(rank: int, group: Any) -> None:
-    """The collectives are equal: one rank issues them before its forward."""
-    model = _make_model(group)
-    _train(model, 1)
-    for _ in range(2):
-        if rank == 0:
-            model.unshard()
-            handle = model.blocks[0].unshard(async_op=True)
-            handle.wait()
-        _train(model, 1)
-
-
-def unshard_before_the_first_forward(rank: int, group: Any) -> None:
-    """A unit that is unsharded before its root has run has no plan."""
-    model = _make_model(group)
-    model.blocks[1].unshard()
-    model.blocks[1].reshard()
-    with torch.no_grad():
-        handle = model.blocks[2].unshard(async_op=True)
-    if handle is not None:
-        handle.wait()
-    model.blocks[2].reshard()
-
-
-def async_first_gather_on_one_rank(rank: int, group: Any) -> None:
-    model = _make_model(group)
-    if rank == 0:
-        handle = model.blocks[0].unshard(async_op=True)
-        handle.wait()
-    else:
-        model.blocks[0].unshard()
-    for block in model.blocks:
-        block.reshard()
-
-
-def recomputation(rank: int, group: Any) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    model = _make_model(group)
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-    _train(model)
-
-
-def reset_after_an_exception(rank: int, group: Any) -> None:
-    """A backward raises on all ranks. The next forward resets the units."""
-    model = _make_model(group)
-    _train(model, 1)
-    for _ in range(2):
-        try:
-            loss = model(torch.ones(2, SIZE))
-            loss.register_hook(_raise)
-            loss.sum().backward()
-        except ZeroDivisionError:
-            pass
-        _train(model, 1)
-
-
-def _raise(grad: torch.Tensor) -> None:
-    raise ZeroDivisionError
-
-
-def evaluation_between_steps(rank: int, group: Any) -> None:
-    model = _make_model(group)
-    for _ in range(3):
-        _train(model, 2)
-        with torch.no_grad():
-            model(torch.ones(2, SIZE))
-            model.blocks[1](torch.ones(2, SIZE))
-
-
-def gradient_accumulation(rank: int, group: Any) -> None:
-    model = _make_model(group)
-    for microbatches in (3, 3, 2, 4, 4):
-        for i in range(microbatches):
-            model.set_requires_gradient_sync(i == microbatches - 1)
-            _train(model, 1)
-
-
-def other_units_in_each_step(rank: int, group: Any) -> None:
-    """The same units on all ranks, selected at random."""
-    model = _make_model(group, 4)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(12):
-        count = int(torch.randint(1, 5, (), generator=generator))
-        model.order = torch.randperm(4, generator=generator)[:count].tolist()
-        _train(model, 1)
-
-
-def one_rank_is_late(rank: int, group: Any) -> None:
-    """Rank 0 starts an evaluation 0.7 s after the other ranks."""
-    model = _make_model(group)
-    _train(model, 3)
-    if rank == 0:
-        time.sleep(0.7)
-    with torch.no_grad():
-        model(torch.ones(2, SIZE))
-    _train(model, 1)
-
-
-def settings_changed_on_all(rank: int, group: Any) -> None:
-    model = _make_model(group)
-    _train(model, 2)
-    model.blocks[1].set_gradient_divide_factor(7.0)
-    model.blocks[1].first.weight.requires_grad_(False)
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
-    model.set_reshard_after_forward(False)
-    _train(model, 2)
-
-
-def one_rank_per_model(rank: int, group: Any) -> None:
-    """Each rank has its own model on a process group of one rank. Ranks run different numbers of
-    evaluations and steps."""
-    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    model = _make_model(groups[rank], 2 + rank)
-    for _ in range(1 + rank):
-        with torch.no_grad():
-            model(torch.ones(2, SIZE))
-    _train(model, 1 + rank)
-
-
-def one_sided_evaluation_of_replicas(rank: int, group: Any) -> None:
-    """Replicated parameters need no gather, so one rank may evaluate first and alone."""
-    import fsdp_c
-
-    torch.manual_seed(0)
-    model = Model([Block() for _ in range(2)])
-    fsdp_c.replicate(model, mesh=DeviceMesh.from_group(group, "cpu"))
-    if rank == 0:
-        with torch.no_grad():
-            model(torch.ones(2, SIZE))
-    _train(model)
-
-
-LEGITIMATE = (
-    unused_units,
-    no_sync_on_all,
-    several_roots,
-    explicit_unshard_on_one_rank,
-    unshard_before_the_first_forward,
-    async_first_gather_on_one_rank,
-    recomputation,
-    evaluation_between_steps,
-    gradient_accumulation,
-    other_units_in_each_step,
-    one_rank_is_late,
-    reset_after_an_exception,
-    settings_changed_on_all,
-    one_rank_per_model,
-    one_sided_evaluation_of_replicas,
-)
-"""Programs that must not raise."""
-
-
-def run_legitimate(rank: int, world_size: int) -> dict[str, str]:
-    """Runs all programs that must not raise; see ``run_programs``."""
-    return run_programs(rank, LEGITIMATE)
-
-
-def run_programs(rank: int, programs: tuple[Callable[[int, Any], None], ...]) -> dict[str, str]:
-    """Returns the exception of each program, or "". Each program has its own process group."""
-    results = {}
-    for program in programs:
-        group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
-        try:
-            program(rank, group)
-            results[program.__name__] = ""
-        except RuntimeError as error:
-            results[program.__name__] = f"{type(error).__name__}: {error}"
-        dist.barrier()
-    return results
 
 
 def depart_alone(rank: int, world_size: int) -> str:
     """After three equal steps, rank 0 issues a gather of block 2 that the training steps do not
     issue at this point. The other ranks issue nothing."""
     group = dist.new_group(timeout=timedelta(seconds=2.0))
-    model = _make_model(group)
-    _train(model)
+    model = make_model(group)
+    train(model)
     message = ""
     if rank == 0:
         try:
@@ -480,8 +356,8 @@ def depart_after_an_interruption(rank: int, world_size: int) -> tuple[bool, str]
     Returns whether the interruption was raised, and the message of the exception.
     """
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
-    model = _make_model(group)
-    _train(model)
+    model = make_model(group)
+    train(model)
     interrupted = False
     if rank == 0:
         signal.signal(signal.SIGALRM, _raise_interrupt)
@@ -496,7 +372,7 @@ def depart_after_an_interruption(rank: int, world_size: int) -> tuple[bool, str]
         if rank == 0:
             model.blocks[2](torch.ones(2, SIZE))
         else:
-            _train(model)
+            train(model)
     except RuntimeError as error:
         return interrupted, str(error)
     return interrupted, ""
@@ -504,21 +380,3 @@ def depart_after_an_interruption(rank: int, world_size: int) -> tuple[bool, str]
 
 def _raise_interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
-
-
-def run_stages(rank: int, world_size: int) -> str:
-    """Two pipeline stages with two ranks each. The stages have different models and issue different
-    collectives."""
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    stage = rank // 2
-    model = _make_model(groups[stage], 2 + stage)
-    for _ in range(2):
-        for _ in range(2):
-            x = torch.ones(2, SIZE)
-            if stage == 1:
-                dist.recv(x, rank - 2)
-            output = model(x)
-            if stage == 0:
-                dist.send(output.detach(), rank + 2)
-            output.sum().backward()
-    return ""

@@ -169,6 +169,23 @@ USAGES: dict[str, Callable[[nn.Sequential], Any]] = {
 }
 
 
+def delete_without_collection(rank: int, world: int) -> dict[str, list[bool]]:
+    """Returns whether a trained model is freed by `del`, and by a collection, by implementation."""
+    results = {}
+    for implementation in ("torch", "fsdp_c"):
+        model: Any = shard(Api(implementation, rank, world, Path()), blocks_and_head())
+        train(model, rank, 1)
+        reference = weakref.ref(model)
+        gc.collect()
+        gc.disable()
+        del model
+        freed = [reference() is None]
+        gc.enable()
+        gc.collect()
+        results[implementation] = [*freed, reference() is None]
+    return results
+
+
 def wait_for_threads(limit: int) -> int:
     """Waits up to 2 s until at most ``limit`` threads run. Returns the number of threads."""
     deadline = time.monotonic() + 2

@@ -22,32 +22,37 @@ CULPRIT, WAITING = 1, (0, 2)
 
 
 class ReportFile(logging.Handler):
-    """Writes the first report of this rank to a file, and then ends the wait."""
+    """Writes the first reports of this rank to files, and then ends the wait."""
 
     def __init__(self, folder: Path, rank: int, culprit: int) -> None:
         super().__init__()
         self.folder, self.rank, self.culprit = folder, rank, culprit
+        self.count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if "has waited" not in text or (self.folder / f"report{self.rank}").exists():
+        if "has waited" not in text:
             return
+        self.count += 1
         (self.folder / "part").with_suffix(f".{self.rank}").write_text(text)
-        (self.folder / f"part.{self.rank}").rename(self.folder / f"report{self.rank}")
-        if all((self.folder / f"report{rank}").exists() for rank in WAITING):
+        report = self.folder / f"report{self.rank}-{self.count}"
+        (self.folder / f"part.{self.rank}").rename(report)
+        if all((self.folder / f"report{rank}-1").exists() for rank in WAITING):
             os.kill(self.culprit, signal.SIGCONT)
 
 
-def wait_for_reports(folder: Path) -> None:
+def wait_for_reports(folder: Path, count: int = 1) -> None:
     # os.access of a str has no Python frame, so reports show this file as the place of the thread
-    reports = [str(folder / f"report{rank}") for rank in WAITING]
+    reports = [str(folder / f"report{rank}-{count}") for rank in WAITING]
     while not all(os.access(report, os.F_OK) for report in reports):
         time.sleep(0.01)
 
 
 def sleep_in_forward(model: nn.Module, folder: Path) -> None:
+    """Sleeps until the second reports."""
+
     def hook(*unused: Any) -> None:
-        wait_for_reports(folder)
+        wait_for_reports(folder, 2)
 
     model.get_submodule("1").register_forward_pre_hook(hook)
 

@@ -1,0 +1,163 @@
+"""Trials of ranks that diverge: each kind of difference of ``divergence.py``, with random models.
+
+    python tests/faults/workers/divergence_trials.py [--seeds 20] [--ranks 3] [--transport gloo]
+
+Needs ``tests/harness`` and ``tests/distributed/workers`` in PYTHONPATH. The seed of a trial chooses
+the number and the sizes of the blocks, the rank and the block that differ, and the step. A
+difference begins in the first step, or after five to nine equal steps. Requirements for each trial:
+
+- Every rank raises a Python exception. No process ends by a signal.
+- Each message names the rank that differs and another rank. Exception: with another
+  ``unshard_in_backward``, that rank may read freed parameters first, and raises torch's exception.
+
+Prints a table. The exit status is 1 if a trial misses a requirement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from dataclasses import dataclass, field
+
+import divergence
+from divergence import DYNAMIC, OWN_ERROR, STATIC, Variation
+from launch import RanksFailed, run_ranks
+
+TRANSPORTS = {"shared memory": "direct", "gloo": "gloo"}
+"""Name -> value of FSDP_C_TRANSPORT."""
+FIRST, LATER = "the first step", "a later step"
+KINDS = {FIRST: (*STATIC, *DYNAMIC), LATER: DYNAMIC}
+"""Begin of the difference -> kinds. A model differs before the first step only."""
+NAMED = (
+    re.compile(r"ranks (\d+) and (\d+) of process group '.*' have different models: "),
+    re.compile(r"collective mismatch: rank (\d+) .*, rank (\d+) "),
+)
+"""The two ranks that a message names."""
+
+Results = list[dict[str, tuple[str, float]]]
+"""Exception and seconds of each kind, by rank."""
+
+
+@dataclass
+class Options:
+    transport: str
+    world: int
+    begin: str
+
+
+@dataclass
+class Score:
+    """The outcomes of trials."""
+
+    trials: int = 0
+    silent: int = 0
+    signals: int = 0
+    unnamed: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """Time until the last rank raised, by trial."""
+    misses: list[str] = field(default_factory=list)
+
+    def add(self, trial: str, outcomes: list[tuple[str, float]], culprit: int) -> None:
+        self.trials += 1
+        texts = [text for text, _ in outcomes if OWN_ERROR not in text]
+        if "silent" in texts:
+            self.silent += 1
+        elif not all(names_both(text, culprit) for text in texts):
+            self.unnamed += 1
+        else:
+            self.seconds.append(max(seconds for _, seconds in outcomes))
+            return
+        self.misses.append(f"{trial}: rank {culprit} differs: {texts}")
+
+    def format(self, options: Options) -> str:
+        late = sum(seconds > 1 for seconds in self.seconds)
+        cells = [options.transport, options.world, options.begin, self.trials, self.silent]
+        cells += [self.signals, self.unnamed, late]
+        cells += [f"{f(self.seconds):.2f}" if self.seconds else "-" for f in TIMES]
+        return "| " + " | ".join(map(str, cells)) + " |"
+
+
+TIMES = (statistics.median, max)
+COLUMNS = (
+    "transport",
+    "ranks",
+    "begin",
+    "trials",
+    "silent",
+    "signals",
+    "not naming both",
+    "later than 1 s",
+    "median, s",
+    "maximum, s",
+)
+HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
+
+
+def names_both(text: str, culprit: int) -> bool:
+    """Whether the message names the rank that differs, and another rank."""
+    pairs = [match.groups() for pattern in NAMED if (match := pattern.search(text))]
+    return any(str(culprit) in pair and pair[0] != pair[1] for pair in pairs)
+
+
+def run(options: Options, seed: int, kinds: tuple[str, ...]) -> Results:
+    variation = Variation.choose(seed, options.world, options.begin == FIRST)
+    return run_ranks(
+        divergence.run,
+        options.world,
+        ("fsdp_c", kinds, variation),
+        env={"FSDP_C_TRANSPORT": TRANSPORTS[options.transport]},
+        timeout=20 + 15 * len(kinds),
+    )
+
+
+def run_seed(options: Options, seed: int, kinds: tuple[str, ...], score: Score) -> None:
+    """Runs all kinds in the same processes. If a process dies, each kind has its own processes."""
+    try:
+        results = run(options, seed, kinds)
+    except RanksFailed as error:
+        if len(kinds) > 1:
+            for kind in kinds:
+                run_seed(options, seed, (kind,), score)
+        else:
+            score.trials += 1
+            score.signals += 1
+            score.misses.append(f"{options}, seed {seed}, {kinds[0]}: {error}")
+        return
+    culprit = Variation.choose(seed, options.world, options.begin == FIRST).culprit
+    for kind in kinds:
+        outcomes = [of_rank[kind] for of_rank in results]
+        score.add(f"{options}, seed {seed}, {kind}", outcomes, culprit)
+
+
+def run_trials(options: Options, seeds: range) -> Score:
+    score = Score()
+    for seed in seeds:
+        run_seed(options, seed, KINDS[options.begin], score)
+    return score
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trials of ranks that diverge.")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, choices=(2, 3, 4), action="append")
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append")
+    arguments = parser.parse_args()
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    print(f"{len(STATIC) + len(DYNAMIC)} kinds, seeds {seeds}\n\n{HEADER}", flush=True)
+    failed = False
+    for transport in arguments.transport or TRANSPORTS:
+        for world in arguments.ranks or (2, 3, 4):
+            for begin in KINDS:
+                options = Options(transport, world, begin)
+                score = run_trials(options, seeds)
+                print(score.format(options), flush=True)
+                print(*score.misses, sep="\n", file=sys.stderr, flush=True)
+                failed = failed or bool(score.misses)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
