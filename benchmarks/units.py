@@ -4,10 +4,12 @@ Method. ``--ranks`` gloo processes train a model with ``--groups`` equal groups 
 below a root without parameters, resharded after forward. The input has ``--rows`` rows, so that
 activations are small compared with parameters. The result is the peak of resident memory above the
 value at the beginning of the step. The peak is ``VmHWM``, which the script resets at the beginning
-of each group's forward and backward. Gradient shards that exist when the peak is read are
-subtracted, since they are persistent. A unit is a group's full parameters in the compute dtype.
+of each group's forward and backward, and between a group's backward and its reduction. Gradient
+shards that existed at the reset are subtracted, since they are persistent. A unit is a group's full
+parameters in the compute dtype.
 
-After two warm-up steps, the script reports the minimum of three steps. Before each step, the C
+After two warm-up steps, the script reports the minimum of three steps. The garbage collector is off
+during steps, because memory that it frees in a step would hide a peak. Before each step, the C
 library and fsdp_c return their free memory to the kernel. fsdp_c is measured twice, the second time
 with reductions that overlap with backward (``set_reduction_overlap``). ``memory.py`` instead counts
 allocations, on a fake group that needs no memory itself.
@@ -18,6 +20,8 @@ allocations, on a fake group that needs no memory itself.
 from __future__ import annotations
 
 import argparse
+import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +32,7 @@ from meter import read_peak_bytes, read_resident_bytes, release_free_memory, res
 from ranks import start_ranks
 from report import POLICIES, FullyShard, format_table, get_implementations, write_json
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import fsdp_c
 
@@ -47,27 +52,41 @@ class MeasuredModel:
         for group in self.model:
             group.register_forward_pre_hook(self._update_peak)
             group.register_full_backward_pre_hook(self._update_peak)
+            group.register_full_backward_hook(self._update_peak)
             shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         shard(self.model, mesh=mesh, mp_policy=policy)
         self.x = torch.randn(rows, side, requires_grad=True)
         self.unit = side * side * (policy.param_dtype or torch.float32).itemsize
-        self.bytes_before_step = self.max_bytes = 0
+        self.bytes_before_step = self.gradient_bytes = 0
+        self.max_bytes = -math.inf
 
     def _update_peak(self, *_: object) -> None:
-        gradients = sum(
+        transient = read_peak_bytes() - self.bytes_before_step - self.gradient_bytes
+        self.max_bytes = max(self.max_bytes, transient)
+        self._start_interval()
+
+    def _start_interval(self) -> None:
+        self.gradient_bytes = sum(
             p.grad.to_local().untyped_storage().nbytes()
             for p in self.model.parameters()
-            if p.grad is not None
+            if isinstance(p.grad, DTensor)  # not an unsharded gradient
         )
-        self.max_bytes = max(self.max_bytes, read_peak_bytes() - self.bytes_before_step - gradients)
         reset_peak()
 
     def _measure_peak(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Returns the peak during a call in units, and the call's result."""
-        self.max_bytes = 0
-        reset_peak()
+        """Returns the peak during a call in units, and the call's result.
+
+        Raises SystemExit if the peak is not positive.
+        """
+        self.max_bytes = -math.inf
+        self._start_interval()
         result = call()
         self._update_peak()
+        if self.max_bytes <= 0:
+            raise SystemExit(
+                f"units.py: the peak is {self.max_bytes} bytes above the start, expected more than "
+                "0: memory from before the step was freed in it; measure again"
+            )
         return self.max_bytes / self.unit, result
 
     def step(self) -> tuple[float, float]:
@@ -105,9 +124,12 @@ def main() -> None:
             )
             if name == OVERLAP:
                 fsdp_c.set_reduction_overlap(measured_model.model, overlap=True)
+            gc.disable()
             steps = [measured_model.step() for _ in range(2 + STEPS)][2:]
+            gc.enable()
             peaks[name] = dict(zip(("forward", "backward"), map(min, zip(*steps))))
             del measured_model
+            gc.collect()  # the hooks make a reference cycle
         results[precision] = peaks
         for phase in ("forward", "backward"):
             torch_value, fsdp_c_value = peaks["torch"][phase], peaks["fsdp_c"][phase]

@@ -78,6 +78,18 @@ def test_memory_sampler_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> No
         meter.sample_memory_over_time(lambda: None)
 
 
+def test_units_peak_that_is_not_positive_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn as nn
+    import units
+
+    measured = units.MeasuredModel.__new__(units.MeasuredModel)
+    measured.model, measured.unit = nn.Sequential(nn.Linear(2, 2)), 16
+    measured.bytes_before_step = 2**60  # as if the step freed memory of an earlier model
+    monkeypatch.setattr(units, "reset_peak", lambda: True)
+    with pytest.raises(SystemExit, match="the peak is -"):
+        measured._measure_peak(lambda: None)
+
+
 @pytest.mark.parametrize("option", [["--json", "out.json"], ["--json=out.json"]])
 def test_recorded_command_omits_the_json_option(option: list[str]) -> None:
     import report
