@@ -42,6 +42,11 @@ def select_fully_shard(impl: str) -> Callable[..., Any]:
     if impl == "torch":
         from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+        redirect = sys.modules.get("fsdp_c_autoload.redirect")
+        is_redirected = redirect is not None and redirect.is_redirected(torch_fully_shard)
+        # `python -m fsdp_c compare` runs a script under both implementations.
+        if is_redirected and "_fsdp_c_compare_observer" not in sys.modules:
+            raise UsageError("--impl torch: fsdp_c replaces torch's fully_shard: unset FSDP_C")
         return torch_fully_shard
     try:
         from fsdp_c import fully_shard

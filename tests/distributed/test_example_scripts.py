@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,24 @@ def test_checkpoint_of_four_ranks_resumes_on_two_with_the_same_weights(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000006"]
     with pytest.raises(RanksFailed, match="has 6 steps already: increase --steps"):
         launch("resume", 1, *GPT, "--out", tmp_path, "--steps", 6)
+
+
+def test_example_with_impl_torch_refuses_a_redirected_fully_shard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import fsdp_c
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import job
+
+    fsdp_c.install()
+    try:
+        with pytest.raises(job.UsageError, match="unset FSDP_C"):
+            job.select_fully_shard("torch")
+        monkeypatch.setitem(sys.modules, "_fsdp_c_compare_observer", sys)
+        assert job.select_fully_shard("torch")
+    finally:
+        fsdp_c.uninstall()
 
 
 @pytest.mark.skipif(
