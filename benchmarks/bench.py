@@ -156,7 +156,7 @@ def format_host(result: BenchmarkRun, folder: Path) -> Iterator[str]:
         rows = [
             [
                 count,
-                *(row.get(column) for column in ("bare", "torch", "fsdp_c")),
+                *(row[column] for column in ("bare", "torch", "fsdp_c")),
                 job["ratio"][count],
             ]
             for count, row in job["us_per_group_step"].items()

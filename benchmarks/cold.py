@@ -29,8 +29,6 @@ from report import format_table, write_json
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from fsdp_c import fully_shard
 
 _IMPORT = """

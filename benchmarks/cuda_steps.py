@@ -71,7 +71,7 @@ def main() -> None:
     paths = [str(ROOT / "build/cuda-sim/package"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.path.append(str(ROOT / "tests/cuda/workers"))
-    import report
+    import report  # raises under FSDP_C=1
 
     models = measure(given.rounds, given.steps)
     report.write_json(given.json, "cuda_steps", {"models": models})

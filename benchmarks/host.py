@@ -178,9 +178,9 @@ def fit_line(points: dict[int, float]) -> tuple[float, float]:
     return mean_y - slope * mean_x, slope
 
 
-def compute_ratio(row: dict[str, float]) -> float | None:
-    """Returns torch's cost divided by fsdp_c's, None if fsdp_c was not measured."""
-    return row["torch"] / row["fsdp_c"] if "fsdp_c" in row else None
+def compute_ratio(row: dict[str, float]) -> float:
+    """Returns torch's cost divided by fsdp_c's."""
+    return row["torch"] / row["fsdp_c"]
 
 
 def main() -> None:
@@ -217,7 +217,7 @@ def main() -> None:
             for params in counts
         }
         results[name] = print_results(name, rows, list(shards))
-    if GUARD in options.jobs and options.device == "cpu" and "fsdp_c" in shards:
+    if GUARD in options.jobs and options.device == "cpu":
         results[GUARD] = run_guard(options.groups, options.rounds)
     write_json(options.json, "host", results)
 
@@ -242,7 +242,7 @@ def print_results(
     lines = [
         [
             params,
-            *(rows[params].get(k) for k in ("bare", "torch", "fsdp_c")),
+            *(rows[params][k] for k in ("bare", "torch", "fsdp_c")),
             compute_ratio(rows[params]),
         ]
         for params in shown

@@ -150,11 +150,8 @@ def main() -> None:
             }
             results[f"{precision}_{params}"] = peaks
             for phase in ("forward", "backward"):
-                torch_value, fsdp_c_value = (
-                    peaks["torch"][phase],
-                    peaks.get("fsdp_c", {}).get(phase),
-                )
-                quotient = torch_value / fsdp_c_value if fsdp_c_value else None
+                torch_value, fsdp_c_value = (peaks[name][phase] for name in ("torch", "fsdp_c"))
+                quotient = torch_value / fsdp_c_value
                 lines.append([precision, str(params), phase, torch_value, fsdp_c_value, quotient])
     print("peak transient memory, in units of one group's full parameters")
     print(

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import report  # noqa: F401  it puts this checkout on sys.path
+
 import fsdp_c
 
 PAGE = resource.getpagesize()

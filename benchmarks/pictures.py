@@ -101,9 +101,8 @@ def draw_host(data: dict[str, Any], path: Path) -> None:
     for axes, (title, job) in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs.items()):
         rows = {int(count): row for count, row in job["us_per_group_step"].items()}
         for name in ("torch", "fsdp_c"):
-            if all(name in row for row in rows.values()):
-                axes.plot(list(rows), [row[name] for row in rows.values()], "o-", label=name,
-                          color=COLORS[name])  # fmt: skip
+            axes.plot(list(rows), [row[name] for row in rows.values()], "o-", label=name,
+                      color=COLORS[name])  # fmt: skip
         axes.set_title(title, fontsize=11)
         axes.set_xticks(list(rows))
         axes.set_xlabel("parameters per group")

@@ -9,15 +9,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from report import format_table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 STORE = "FSDP_C_BENCH_STORE"
 

@@ -23,6 +23,21 @@ ROOT = Path(__file__).resolve().parents[1]
 # Import fsdp_c from this checkout, even if another version is installed.
 sys.path.insert(0, str(ROOT))
 
+from fsdp_c_autoload import redirect  # noqa: E402
+
+if redirect.is_redirected(torch_fully_shard):
+    raise SystemExit(
+        f"{Path(sys.argv[0]).name}: FSDP_C=1 replaces torch's fully_shard by fsdp_c, "
+        "so torch cannot be measured: unset FSDP_C"
+    )
+
+VARIABLES = " ".join(
+    f"{name}={value}"
+    for name, value in sorted(os.environ.items())
+    if name.startswith("FSDP_C_") and not name.startswith(("FSDP_C_BENCH_", "FSDP_C_CUDA_"))
+)
+"""The settings of fsdp_c in the environment, before a benchmark changes them."""
+
 FullyShard = Callable[..., Any]
 
 POLICIES: dict[str, MixedPrecisionPolicy] = {
@@ -45,15 +60,10 @@ def make_fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
 
 
 def get_implementations() -> dict[str, FullyShard]:
-    """Returns ``fully_shard`` of torch and, if it can be imported, of fsdp_c."""
-    functions: dict[str, FullyShard] = {"torch": torch_fully_shard}
-    try:
-        from fsdp_c import fully_shard
-    except ImportError as error:
-        print(f"note: fsdp_c cannot be imported ({error}); measuring only torch's FSDP2\n")
-    else:
-        functions["fsdp_c"] = fully_shard
-    return functions
+    """Returns ``fully_shard`` of torch and of fsdp_c."""
+    from fsdp_c import fully_shard  # cuda_steps.py has no fsdp_c for the torch of its processes
+
+    return {"torch": torch_fully_shard, "fsdp_c": fully_shard}
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -108,12 +118,15 @@ def format_command(script: str, options: Sequence[str]) -> str:
 
 
 def write_json(path: str | None, benchmark: str, results: dict[str, Any]) -> None:
-    """Writes results with command, machine and date. Does nothing if ``path`` is None."""
+    """Writes results with command, machine and date. Does nothing if ``path`` is None.
+
+    The command begins with ``VARIABLES``.
+    """
     if path is None:
         return
     environment = {
         "benchmark": benchmark,
-        "command": format_command(sys.argv[0], sys.argv[1:]),
+        "command": f"{VARIABLES} {format_command(sys.argv[0], sys.argv[1:])}".lstrip(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": find_commit(),
         "machine": describe_machine(),

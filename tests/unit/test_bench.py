@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -96,6 +97,25 @@ def test_recorded_command_omits_the_json_option(option: list[str]) -> None:
 
     found = report.format_command("/x/steps.py", ["--size", "8", *option, "a b"])
     assert found == 'python benchmarks/steps.py --size 8 "a b"'
+
+
+def test_recorded_command_names_variables_of_fsdp_c(tmp_path: Path) -> None:
+    code = "import report; report.write_json('out.json', 'x', {})"
+    variables = {"FSDP_C_GUARD": "off", "FSDP_C_BENCH_STORE": "/tmp/store"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FSDP_C")}
+    env = kept | variables | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, timeout=200)
+    command = json.loads((tmp_path / "out.json").read_text())["command"]
+    assert command.startswith("FSDP_C_GUARD=off python ")
+
+
+def test_benchmark_with_redirected_torch_exits_with_error() -> None:
+    code = "import fsdp_c; fsdp_c.install(); import report"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+    command = [sys.executable, "-c", code]
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert completed.returncode == 1
+    assert completed.stderr.endswith("so torch cannot be measured: unset FSDP_C\n")
 
 
 def test_pictures_script_draws_a_pair_of_bars_per_model(tmp_path: Path) -> None:
