@@ -5,15 +5,17 @@
 
 The second command copies the JSON files of a run to benchmarks/results/torch-X.Y, where X.Y is the
 release of torch that the run used. Then it draws the picture of README.md and updates the tables of
-both documents (result_tables.py). Samples of memory over time are not recorded.
+both documents (result_tables.py). Samples of memory over time are not recorded. The script writes
+nothing if a file is incomplete, or is of ``bench.py --quick``.
 
 ``results.json`` of the GPU check (tests/gpu/gpu_check.sh) is recorded as the benchmark ``gpu``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -83,23 +85,41 @@ def find_folder(data: dict[str, Any]) -> Path:
     return result_tables.RESULTS / f"torch-{'.'.join(data['torch'].split('.')[:2])}"
 
 
+def read_source(source: Path) -> dict[str, Any]:
+    """Returns the data to record of a JSON file.
+
+    Raises:
+        SystemExit: The file does not exist, is incomplete, or is of ``bench.py --quick``.
+    """
+    if not source.is_file():
+        raise SystemExit(f"{source} does not exist: run make bench first")
+    data = json.loads(source.read_text())
+    if "facts" in data:
+        data = convert_gpu_check(data)
+    missing = [key for key in REQUIRED if key not in data]
+    if missing:
+        raise SystemExit(f"{source} has no {', '.join(missing)}: measure again with this tree")
+    if data.get("quick"):
+        raise SystemExit(f"{source} is of bench.py --quick: run make bench without --quick")
+    return shorten(data)  # type: ignore[no-any-return]
+
+
 def main() -> None:
-    for source in map(Path, sys.argv[1:]):
-        data = json.loads(source.read_text())
-        if "facts" in data:
-            data = convert_gpu_check(data)
-        missing = [key for key in REQUIRED if key not in data]
-        if missing:
-            raise SystemExit(f"{source} has no {', '.join(missing)}: measure again with this tree")
-        folder = find_folder(data)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(shorten(data), separators=(",", ": "), indent=1) + "\n"
-        (folder / f"{data['benchmark']}.json").write_text(text)
-        print(f"recorded: {folder.relative_to(result_tables.ROOT)}/{data['benchmark']}.json")
-    PICTURE.parent.mkdir(exist_ok=True)
-    pictures.draw_overview(json.loads((result_tables.MAIN / "steps.json").read_text()), PICTURE)
-    for path in result_tables.DOCUMENTS:
-        path.write_text(result_tables.update(path))
+    parser = argparse.ArgumentParser(description="Records results of benchmarks.")
+    parser.add_argument("sources", nargs="+", type=Path, metavar="FILE", help="JSON of a benchmark")
+    for data in map(read_source, parser.parse_args().sources):
+        result_tables.pending[find_folder(data) / f"{data['benchmark']}.json"] = data
+    texts = {path: result_tables.update(path) for path in result_tables.DOCUMENTS}
+    for path, data in result_tables.pending.items():
+        texts[path] = json.dumps(data, separators=(",", ": "), indent=1) + "\n"
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder, PICTURE.name)
+        pictures.draw_overview(result_tables.read_results(result_tables.MAIN)["steps"], picture)
+        texts[PICTURE] = picture.read_text()
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -87,14 +87,16 @@ def find_value(data: Any, keys: tuple[str, ...]) -> float:
 
 
 def make_rows(results: dict[str, dict[str, Any]]) -> Iterator[list[Any]]:
-    """Yields a row of ``TITLES`` for each goal whose benchmark, and part of it, was recorded."""
+    """Yields a row of ``TITLES`` for each goal. A goal without a recorded value is not measured."""
     for goal in GOALS:
+        bound = f"{'at least' if goal.is_minimum else 'at most'} {goal.bound:g}"
         data = results.get(goal.benchmark, {})
-        if goal.keys[0] not in data:
+        try:
+            value = find_value(data, goal.keys)
+            if goal.divisor:
+                value /= find_value(data, goal.divisor)
+        except (KeyError, IndexError, TypeError):  # TypeError: the value is None
+            yield [goal.title, bound, "not measured", "-"]
             continue
-        value = find_value(data, goal.keys)
-        if goal.divisor:
-            value /= find_value(data, goal.divisor)
         met = value >= goal.bound if goal.is_minimum else value <= goal.bound
-        relation = "at least" if goal.is_minimum else "at most"
-        yield [goal.title, f"{relation} {goal.bound:g}", value, "yes" if met else "no"]
+        yield [goal.title, bound, value, "yes" if met else "no"]

@@ -4,11 +4,12 @@
     python benchmarks/result_tables.py --check    # fails if a document is out of date
 
 ``record_results.py`` records the files in benchmarks/results, one folder per torch release. Each
-table is made from one file, so its values are from one run. Needs only the standard library.
+table of a benchmark is made from one file. Needs only the standard library.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import textwrap
@@ -38,15 +39,36 @@ Results = dict[str, dict[str, Any]]
 """The data of each benchmark by its name."""
 
 
+pending: dict[Path, dict[str, Any]] = {}
+"""The files that ``record_results.py`` is about to write. They replace the recorded ones."""
+
+
 def read_results(folder: Path) -> Results:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    recorded = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return recorded | {path.stem: data for path, data in pending.items() if path.parent == folder}
+
+
+def list_folders() -> list[Path]:
+    """Returns the folders with results, in the order of torch's releases."""
+    return sorted({*RESULTS.iterdir(), *(path.parent for path in pending)})
+
+
+def select_results() -> Results:
+    """Returns the results of the page: those of ``MAIN``, and others of ``ANY_RELEASE``.
+
+    If ``MAIN`` lacks one of ``ANY_RELEASE``, its result is that of the last release that has it.
+    """
+    selected: Results = {}
+    for folder in list_folders():
+        selected |= {k: v for k, v in read_results(folder).items() if k in ANY_RELEASE}
+    return selected | read_results(MAIN)
 
 
 # ---- parts of a page -----------------------------------------------------------------------------
 
 
 def format_number(value: float | None) -> str:
-    """Formats a number with three significant digits, and None as "-"."""
+    """Formats a float with two decimals, one from 10 on and none from 100 on; None as "-"."""
     if value is None or isinstance(value, int):
         return "-" if value is None else str(value)
     decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
@@ -405,29 +427,20 @@ ANY_RELEASE = ("gpu", "peers", "cuda_steps")
 
 def format_page() -> str:
     """Returns the generated part of docs/benchmarks.md."""
-    results = read_results(MAIN)
-    others = [read_results(folder) for folder in sorted(RESULTS.iterdir(), reverse=True)]
-    any_release = {name: f[name] for f in reversed(others) for name in ANY_RELEASE if name in f}
+    results = select_results()
     lines = []
     for name, (title, explanation, format_tables) in SECTIONS.items():
-        recorded = [found[name] for found in (results, *others) if name in found]
-        if name in results or (name in ANY_RELEASE and recorded):
-            lines += [
-                f"## {title}",
-                "",
-                format_text(explanation),
-                *format_tables(recorded[0]),
-                "",
-            ]
-            lines += [format_origin(recorded[0]), ""]
+        if name in results:
+            lines += [f"## {title}", "", format_text(explanation), *format_tables(results[name])]
+            lines += ["", format_origin(results[name]), ""]
     lines += [
         "## Goals",
         "",
-        *format_table(result_goals.TITLES, [*result_goals.make_rows(results | any_release)]),
+        *format_table(result_goals.TITLES, [*result_goals.make_rows(results)]),
         "",
     ]
-    for folder in sorted(RESULTS.iterdir()):
-        titles, rows, origin = result_releases.make_table(results, read_results(folder))
+    for folder in list_folders():
+        titles, rows, origin = result_releases.make_table(read_results(MAIN), read_results(folder))
         if folder != MAIN and rows:
             lines += [
                 f"## {_name(MAIN)} beside {_name(folder)}",
@@ -489,8 +502,11 @@ def update(path: Path) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Updates the tables of recorded results.")
+    parser.add_argument("--check", action="store_true", help="only check the documents")
+    check = parser.parse_args().check
     stale = [path for path in DOCUMENTS if update(path) != path.read_text()]
-    if sys.argv[1:] == ["--check"]:
+    if check:
         for path in stale:
             print(f"{path.name} is out of date: run python benchmarks/result_tables.py")
         return int(bool(stale))

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import result_goals  # noqa: E402
 import result_releases  # noqa: E402
 import result_tables  # noqa: E402
 
@@ -31,6 +32,7 @@ def copy_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     main = tmp_path / "results" / result_tables.MAIN.name
     monkeypatch.setattr(result_tables, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(result_tables, "MAIN", main)
+    monkeypatch.setattr(result_tables, "pending", {})
     return main
 
 
@@ -114,6 +116,88 @@ def test_file_without_machine_and_date_is_not_recorded(
     monkeypatch.setattr(sys, "argv", ["record_results.py", str(source)])
     with pytest.raises(SystemExit, match="has no command, date, commit, machine, load, python: "):
         record_results.main()
+
+
+def test_results_of_a_quick_run_are_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    import record_results
+
+    source = tmp_path / "steps.json"
+    source.write_text(json.dumps(read_main()["steps"] | {"quick": True}))
+    monkeypatch.setattr(sys, "argv", ["record_results.py", str(source)])
+    with pytest.raises(SystemExit, match=r"is of bench\.py --quick"):
+        record_results.main()
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        (["steps.json"], "one machine, day and torch release"),
+        (["steps.json", "missing.json"], "missing.json does not exist: run make bench first"),
+    ],
+    ids=["host.json is older", "a file is missing"],
+)
+def test_recording_that_fails_writes_nothing(
+    sources: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    import record_results
+
+    main = copy_results(tmp_path, monkeypatch)
+    before = (main / "steps.json").read_text()
+    (tmp_path / "steps.json").write_text(json.dumps(json.loads(before) | {"date": "2099-01-01"}))
+    monkeypatch.setattr(sys, "argv", ["record_results.py", *(str(tmp_path / s) for s in sources)])
+    with pytest.raises(SystemExit, match=message):
+        record_results.main()
+    assert (main / "steps.json").read_text() == before
+
+
+def test_recording_writes_results_picture_and_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    import record_results
+
+    copy_results(tmp_path, monkeypatch)
+    page = tmp_path / "benchmarks.md"
+    page.write_text(PAGE.read_text())
+    monkeypatch.setattr(result_tables, "DOCUMENTS", (page,))
+    monkeypatch.setattr(record_results, "PICTURE", tmp_path / "images" / "steps.svg")
+    source = tmp_path / "host.json"
+    source.write_text(json.dumps(read_main()["host"] | {"torch": "2.99.0", "commit": "0123abc"}))
+    monkeypatch.setattr(sys, "argv", ["record_results.py", str(source)])
+    record_results.main()
+    assert (
+        json.loads((tmp_path / "results/torch-2.99/host.json").read_text())["commit"] == "0123abc"
+    )
+    assert "## torch 2.13 beside torch 2.99" in page.read_text()
+    assert (tmp_path / "images" / "steps.svg").is_file()
+
+
+def test_goal_without_a_recorded_value_is_not_measured() -> None:
+    rows = {row[0]: row[2:] for row in result_goals.make_rows({})}
+    assert len(rows) == len(result_goals.GOALS)
+    assert set(map(tuple, rows.values())) == {("not measured", "-")}
+
+
+def test_page_prefers_the_results_of_the_main_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = copy_results(tmp_path, monkeypatch)
+    other = tmp_path / "results" / result_tables.CUDA.name / "cuda_steps.json"
+    assert result_tables.select_results()["cuda_steps"] == json.loads(other.read_text())
+    shutil.copy(other, main / "cuda_steps.json")
+    edit(main / "cuda_steps.json", commit="0123abc")
+    assert result_tables.select_results()["cuda_steps"]["commit"] == "0123abc"
+
+
+def test_result_tables_rejects_unknown_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["result_tables.py", "--chek"])
+    with pytest.raises(SystemExit) as failed:
+        result_tables.main()
+    assert failed.value.code == 2
 
 
 def test_results_of_gpu_check_become_tables() -> None:
