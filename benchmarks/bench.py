@@ -3,9 +3,9 @@
 These are all benchmarks but ``checksums.py`` and ``peers.py``. ``cuda_steps.py`` runs if
 FSDP_C_CUDA_PYTHON names the Python of ``make cuda-sim``. The benchmarks run one after the other,
 each in its own process. The report begins with machine, load, date and commands, followed by
-tables and plots. The plots are in a folder with the report's name without its suffix. ``--quick``
-runs only ``steps``, ``host`` and ``bandwidth``, on tiny models, in a minute. Its figures are not
-meaningful.
+tables and plots. The plots are in a folder with the report's name without its suffix. If a
+benchmark fails, the others still run, and the exit status is 1. ``--quick`` runs only ``steps``,
+``host`` and ``bandwidth``, on tiny models. Its figures are not meaningful.
 
 The label ``torch`` in tables and JSON is torch's FSDP2.
 
@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -62,10 +63,7 @@ def find_python(name: str) -> str:
 
 
 class BenchmarkRun:
-    """Runs one benchmark. Holds its command, duration, printed output and JSON data.
-
-    Raises SystemExit if the benchmark fails.
-    """
+    """Runs one benchmark. Holds its command, duration, printed output, failure and JSON data."""
 
     def __init__(self, name: str, options: Sequence[str], folder: Path) -> None:
         target = folder / f"{name}.json"
@@ -80,10 +78,9 @@ class BenchmarkRun:
         )
         self.output = process.stdout.strip()
         print(self.output, flush=True)
-        if process.returncode != 0:
-            raise SystemExit(f"{self.command}: exit status {process.returncode}")
         self.seconds = time.perf_counter() - begin
-        self.data: dict[str, Any] = json.loads(target.read_text())
+        self.failure = f"exit status {process.returncode}" if process.returncode else ""
+        self.data: dict[str, Any] = {} if self.failure else json.loads(target.read_text())
 
 
 # ---- header --------------------------------------------------------------------------------------
@@ -192,6 +189,10 @@ def format_output(result: BenchmarkRun, _: Path) -> Iterator[str]:
     yield f"```\n{result.output}\n```"
 
 
+def format_failure(result: BenchmarkRun, _: Path) -> Iterator[str]:
+    yield from (f"## {result.name}", "", f"The benchmark failed: {result.failure}.")
+
+
 SECTIONS = {"steps": format_steps, "host": format_host, "bandwidth": format_bandwidth}
 
 
@@ -204,17 +205,23 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=FULL_OPTIONS, metavar="NAME", help="run only these benchmarks"
     )
-    parser.add_argument("--out", type=Path, default=FOLDER / "report.md")
+    parser.add_argument("--out", type=Path, help="default: report.md, report-quick.md with --quick")
     options = parser.parse_args()
+    out = options.out or FOLDER / ("report-quick.md" if options.quick else "report.md")
     benchmarks = QUICK_OPTIONS if options.quick else FULL_OPTIONS
     selected = options.only or list(benchmarks)
     excluded = [name for name in selected if name not in benchmarks]
     if excluded:
         parser.error(f"--quick does not run {', '.join(excluded)}, only {', '.join(benchmarks)}")
-    folder = options.out.with_suffix("")
-    if folder == options.out:
-        parser.error(f"--out {options.out} needs a suffix: {options.out}.md")
+    folder = out.with_suffix("")
+    if folder == out:
+        parser.error(f"--out {out} needs a suffix: {out}.md")
+    for name in selected:
+        if find_python(name) and shutil.which(find_python(name)) is None:
+            parser.error(f"FSDP_C_CUDA_PYTHON={find_python(name)} is not a program")
     folder.mkdir(parents=True, exist_ok=True)
+    for name in selected:
+        (folder / f"{name}.json").unlink(missing_ok=True)
     load_before = _format_load()
     results = {
         name: BenchmarkRun(name, arguments, folder)
@@ -223,13 +230,18 @@ def main() -> None:
     }
     for name in selected:
         if not find_python(name):
-            (folder / f"{name}.json").unlink(missing_ok=True)
             print(f"{name}: skipped, FSDP_C_CUDA_PYTHON is not set")
     lines = [*format_header(results, (load_before, _format_load()), options.quick)]
     for name, result in results.items():
-        lines += ["", *SECTIONS.get(name, format_output)(result, folder)]
-    options.out.write_text("\n".join(lines) + "\n")
-    print(f"written: {options.out}")
+        format_section = SECTIONS.get(name, format_output)
+        lines += ["", *(format_failure if result.failure else format_section)(result, folder)]
+        if options.quick and not result.failure:
+            (folder / f"{name}.json").write_text(json.dumps(result.data | {"quick": True}))
+    out.write_text("\n".join(lines) + "\n")
+    print(f"written: {out}")
+    failures = [f"{name}: {result.failure}" for name, result in results.items() if result.failure]
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 def _format_load() -> str:

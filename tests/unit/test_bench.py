@@ -23,6 +23,7 @@ def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
     completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert completed.returncode == 0, (completed.stdout + completed.stderr)[-3000:]
     text = out.read_text()
+    assert json.loads((tmp_path / "report" / "host.json").read_text())["quick"] is True
     for line in ("- machine: ", "- load (", "- date: ", "python benchmarks/steps.py"):
         assert line in text
     pictures = re.findall(r"!\[.+\]\((.+)\)", text)
@@ -44,6 +45,7 @@ def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
             "--quick does not run memory, only",
         ),
         (["--quick", "--out", "report"], "--out report needs a suffix: report.md"),
+        (["--out", "report.md"], "FSDP_C_CUDA_PYTHON=/missing/python is not a program"),
     ],
 )
 def test_bench_rejects_wrong_options_before_it_writes(
@@ -51,10 +53,36 @@ def test_bench_rejects_wrong_options_before_it_writes(
 ) -> None:
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(ROOT / "benchmarks/bench.py"), *arguments]
-    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    env = os.environ | {"FSDP_C_CUDA_PYTHON": "/missing/python"}
+    completed = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
     assert completed.returncode == 2
     assert message in completed.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_report_of_a_run_with_a_failed_benchmark_has_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    import bench
+
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "clip.py").write_text("raise SystemExit(3)")
+    (tmp_path / "scripts" / "load.py").write_text(
+        "import sys; print('a table'); open(sys.argv[2], 'w').write('{}')"
+    )
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "clip.json").write_text("{}")
+    out = tmp_path / "report.md"
+    monkeypatch.setattr(bench, "FOLDER", tmp_path / "scripts")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--only", "clip", "load", "--out", str(out)])
+    with pytest.raises(SystemExit, match="clip: exit status 3"):
+        bench.main()
+    assert "The benchmark failed: exit status 3." in out.read_text()
+    assert "a table" in out.read_text()
+    assert [path.name for path in (tmp_path / "report").iterdir()] == ["load.json"]
 
 
 def test_meter_measures_memory_faults_and_time_of_allocation() -> None:
