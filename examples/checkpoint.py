@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from history import History
-from job import RANK, UsageError, print_on_rank_0
+from job import RANK, UsageError, find_newest, print_on_rank_0
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
@@ -46,22 +46,22 @@ class Checkpoints:
 
     def begin(self) -> tuple[int, History]:
         """Returns the number of steps made and their history: those of the resumed checkpoint.
-        Without ``--resume``, deletes the checkpoints of earlier runs.
 
         Raises:
-            UsageError: The checkpoint does not exist, has other settings, or is of the last step.
+            UsageError: The checkpoint does not exist, has other settings, or is of the last step;
+                or without ``--resume``, there are checkpoints of an earlier run.
         """
-        if not self.args.resume:
-            if RANK == 0:
-                for path in self.folder.glob("step_*"):
-                    shutil.rmtree(path)
-            return 0, History()
+        newest = find_newest(file.parent for file in self.folder.glob(f"step_*/{RUN_FILE}"))
         path = self.args.resume
+        if not path:
+            if newest:
+                out = self.args.out
+                raise UsageError(f"{out} has checkpoints: pass --resume or another --out")
+            return 0, History()
         if path == Path("newest"):
-            complete = [file.parent for file in self.folder.glob(f"step_*[0-9]/{RUN_FILE}")]
-            if not complete:
+            path = newest
+            if path is None:
                 raise UsageError(f"no checkpoint to resume from in {self.folder}")
-            path = max(complete)
         history = self._read_run(path)
         state = self._get_state()
         dcp.load(state, checkpoint_id=path)

@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 from arguments import make_parser, positive
 from gpt import VOCABULARY
-from job import RANK, UsageError, init_processes, print_on_rank_0, run, select_fully_shard
+from job import (
+    RANK,
+    UsageError,
+    init_processes,
+    prepare_out,
+    print_on_rank_0,
+    run,
+    select_fully_shard,
+)
 from progress import Progress
 from text import Windows, load_corpus
 from torch import nn
@@ -66,8 +74,10 @@ def save(model: Any, folder: Path) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Trains, reports and saves."""
+    """Trains, saves and reports."""
     device = init_processes(args.device)
+    if args.out is not None:
+        prepare_out(args.out)
     torch.manual_seed(args.seed)
     model = make_model(args.model, args.width).to(device)
     model.config.use_cache = False  # generation needs the cache, training does not
@@ -87,9 +97,9 @@ def train(args: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         progress.add_loss(loss, tokens.numel())
-    progress.report(model)
     if args.out is not None:
         save(model, args.out)
+    progress.report(model)
 
 
 if __name__ == "__main__":

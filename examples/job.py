@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,6 +77,31 @@ def init_processes(device_option: str) -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def prepare_out(folder: Path, file: str = "") -> None:
+    """Creates the folder of ``--out``. Every rank must call this, before it trains.
+
+    Raises:
+        UsageError: The folder, or ``file`` in it, cannot be written.
+    """
+    errors = [""]
+    if RANK == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK) or (file and (folder / file).is_dir()):
+                errors = ["cannot be written"]
+        except OSError as error:
+            errors = [error.strerror or str(error)]
+    dist.broadcast_object_list(errors)
+    if errors[0]:
+        raise UsageError(f"--out {folder / file}: {errors[0]}")
+
+
+def find_newest(folders: Iterable[Path]) -> Path | None:
+    """Returns the folder ``step_N`` with the largest number N; None if there is none."""
+    numbers = {int(f.name[5:]): f for f in folders if f.name[5:].isdecimal()}
+    return numbers[max(numbers)] if numbers else None
 
 
 def run(train: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from arguments import make_gpt, make_gpt_parser, positive
 from gpt import GPT, next_byte_loss
-from job import RANK, init_processes, print_on_rank_0, run, select_fully_shard
+from job import RANK, init_processes, prepare_out, print_on_rank_0, run, select_fully_shard
 from progress import Progress, gather_full_tensor
 from text import Windows, load_corpus
 from torch import Tensor, nn
@@ -59,8 +59,10 @@ def save_adapters(model: nn.Module, path: Path) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Trains the adapters and reports."""
+    """Trains the adapters, saves and reports."""
     device = init_processes(args.device)
+    if args.out is not None:
+        prepare_out(args.out.parent, args.out.name)
     fully_shard = select_fully_shard(args.impl)
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
@@ -85,9 +87,9 @@ def train(args: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         progress.add_loss(loss, inputs.numel())
-    progress.report(model)
     if args.out is not None:
         save_adapters(model, args.out)
+    progress.report(model)
 
 
 if __name__ == "__main__":

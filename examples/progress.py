@@ -36,7 +36,8 @@ def weights_digest(model: nn.Module) -> str:
     # forward without backward. state_dict() always returns the sharded parameters.
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(gather_full_tensor(value).cpu().numpy().tobytes())
+        full = gather_full_tensor(value).cpu().flatten()
+        digest.update(full.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
 
 

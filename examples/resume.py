@@ -11,6 +11,7 @@ ranks, so the losses of a resumed run differ only by rounding.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from arguments import make_gpt, make_gpt_parser, positive
 from gpt import next_byte_loss
-from job import RANK, UsageError, init_processes, print_on_rank_0, run, select_fully_shard
+from job import (
+    RANK,
+    UsageError,
+    find_newest,
+    init_processes,
+    prepare_out,
+    print_on_rank_0,
+    run,
+    select_fully_shard,
+)
 from progress import Progress, weights_digest
 from text import Windows, load_corpus
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+SETTINGS_FILE = "settings.json"
+NOT_RECORDED = ("impl", "device", "out", "steps")  # a resumed run may have other values
 
 
 def get_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
@@ -32,16 +45,20 @@ def get_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> 
     return {"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(step)}
 
 
-def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Loads the newest checkpoint below ``out``, if there is one. Returns the step of its save.
+def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Loads the newest checkpoint below ``--out``, if there is one. Returns the step of its save.
 
     Every rank must call this.
     """
-    complete = [path.parent for path in out.glob("step_*/.metadata")]  # DCP writes this file last
-    if not complete:
+    newest = find_newest(path.parent for path in args.out.glob("step_*/.metadata"))  # the last file
+    if newest is None:
         return 0
+    for name, value in json.loads((newest / SETTINGS_FILE).read_text()).items():
+        if value != getattr(args, name):
+            option = f"--{name.replace('_', '-')} {value}"
+            raise UsageError(f"{newest} is of a run with {option}: pass it, or another --out")
     state = get_state(model, optimizer, 0)
-    dcp.load(state, checkpoint_id=max(complete))
+    dcp.load(state, checkpoint_id=newest)
     set_state_dict(
         model,
         optimizer,
@@ -57,6 +74,7 @@ def train(args: argparse.Namespace) -> None:
     ranks = dist.get_world_size()
     if args.batch % ranks:
         raise UsageError(f"--batch {args.batch} cannot be divided by {ranks} ranks")
+    prepare_out(args.out)
     fully_shard = select_fully_shard(args.impl)
     torch.manual_seed(args.seed)
     model = make_gpt(args).to(device)
@@ -65,7 +83,7 @@ def train(args: argparse.Namespace) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
-    begin = load(args.out, model, optimizer)
+    begin = load(args, model, optimizer)
     if begin > 0:
         digest = weights_digest(model)[:16]
         print_on_rank_0(f"Resumed on {ranks} ranks after step {begin}: weights sha256 {digest}")
@@ -85,6 +103,10 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         progress.add_loss(loss, inputs.numel())
     folder = args.out / f"step_{args.steps:06d}"
+    if RANK == 0:
+        folder.mkdir(exist_ok=True)
+        settings = {name: value for name, value in vars(args).items() if name not in NOT_RECORDED}
+        (folder / SETTINGS_FILE).write_text(json.dumps(settings))
     dcp.save(get_state(model, optimizer, args.steps), checkpoint_id=folder)
     progress.report(model)
     print_on_rank_0(f"Written to        {folder}")

@@ -74,6 +74,7 @@ def validate(model: GPT, batches: list[tuple[Tensor, Tensor]]) -> float:
 def train(args: argparse.Namespace) -> None:
     """Trains, with validations and checkpoints; then samples, reports and compares."""
     device, ranks = job.init_processes(args.device), dist.get_world_size()
+    job.prepare_out(args.out)
     corpus = load_corpus(args.text_bytes)
     windows = Windows(corpus.train, args.context, args.seed)
     held_out = Windows(corpus.validation, args.context, args.seed)

@@ -197,6 +197,14 @@ def test_example_with_invalid_arguments_prints_one_error_line(
     assert result.stderr.count("\n") == 1
 
 
+def test_example_keeps_the_checkpoints_of_an_earlier_run(runs: Runs) -> None:
+    out = runs.get("torch", "fp32")
+    result = launch("--impl", "torch", "--out", out, ranks=1)
+    assert result.returncode == 2
+    assert f"{out} has checkpoints: pass --resume or another --out" in result.stderr
+    assert (out / "checkpoints" / "step_000006" / "run.json").is_file()
+
+
 def test_example_resumed_with_other_settings_reports_the_differences(
     runs: Runs, tmp_path: Path
 ) -> None:

@@ -138,6 +138,46 @@ def test_example_with_impl_torch_refuses_a_redirected_fully_shard(
         fsdp_c.uninstall()
 
 
+def test_resume_with_other_settings_names_the_recorded_ones(tmp_path: Path) -> None:
+    launch("resume", 1, *GPT, "--out", tmp_path, "--steps", 1)
+    with pytest.raises(RanksFailed, match="is of a run with --width 24: pass it, or another --out"):
+        launch("resume", 1, *GPT, "--out", tmp_path, "--width", 32)
+
+
+@pytest.mark.parametrize("script", ["lora", "resume", "train_gpt"])
+def test_example_with_an_invalid_out_fails_before_training(script: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    if script == "lora":
+        out.mkdir()
+    else:
+        out.touch()
+    with pytest.raises(RanksFailed) as failed:
+        launch(script, 2, *GPT, "--out", out)
+    output = failed.value.reports[0].output
+    assert f"{script}: error: --out {out}: " in output
+    assert "Training" not in output
+
+
+def test_newest_checkpoint_has_the_largest_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import job
+
+    names = ("step_999999", "step_1000000", "step_2000000.unfinished")
+    assert job.find_newest(map(Path, names)) == Path("step_1000000")
+    assert job.find_newest([]) is None
+
+
+def test_digest_of_weights_accepts_bfloat16_and_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn as nn
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from progress import weights_digest
+
+    model = nn.BatchNorm1d(2)  # with a scalar, the number of batches
+    full = weights_digest(model)
+    assert weights_digest(model.bfloat16()) != full
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
 )
