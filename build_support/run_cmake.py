@@ -95,8 +95,8 @@ def find_launcher(variable: str, compiler: str) -> str:
 def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> None:
     """Runs CMake, which writes build files for ninja, or for make if ninja is not installed.
 
-    Deletes ``directory`` first if the compilers, their flags or the generator have changed, or if
-    the last run of CMake failed.
+    Deletes ``directory`` first if the compilers, their flags, the generator or the path of the
+    checkout have changed, or if the last run of CMake failed.
 
     Raises:
         SystemExit: CMake failed and has printed the reason.
@@ -106,7 +106,8 @@ def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> 
     program = find_program("ninja", "make")
     generator = "Ninja" if Path(program).name == "ninja" else "Unix Makefiles"
     cached = {name: environment.get(name) for name in CACHED_VARIABLES}
-    compiler_settings = json.dumps({**cached, "generator": generator})
+    paths = {"source": str(source.resolve()), "directory": str(directory.resolve())}
+    compiler_settings = json.dumps({**cached, **paths, "generator": generator})
     record = directory / "compilers.json"
     if not record.is_file() or record.read_text() != compiler_settings:
         shutil.rmtree(directory, ignore_errors=True)

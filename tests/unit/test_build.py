@@ -302,6 +302,16 @@ def test_changed_compiler_recompiles_everything(tree: Tree) -> None:
     assert "core/core.c" in (tree.root / "runs").read_text()
 
 
+def test_moved_checkout_is_configured_again(tmp_path: Path) -> None:
+    first, moved = tmp_path / "first", tmp_path / "moved"
+    first.mkdir()
+    (first / "CMakeLists.txt").write_text("cmake_minimum_required(VERSION 3.21)\nproject(x NONE)\n")
+    run_cmake.configure(first, first / "build", {})
+    first.rename(moved)
+    run_cmake.configure(moved, moved / "build", {})
+    assert f"HOME_DIRECTORY:INTERNAL={moved}" in (moved / "build" / "CMakeCache.txt").read_text()
+
+
 def test_missing_compiler_is_reported_with_remedy(tree: Tree) -> None:
     output = tree.build(fails=True, CXX="no-such-compiler -m64")
     assert "the C++ compiler 'no-such-compiler -m64' is not found: install gcc and g++" in output
