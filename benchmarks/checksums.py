@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from guard import TRANSPORTS, WORLD_SIZE, take_turns
+from guard import TRANSPORTS, WORLD_SIZE
 from meter import Cost, Meter
-from ranks import start_ranks
+from ranks import start_ranks, take_turns
 from report import format_table, write_json
 from steps import JOBS, GPTConfig, make_gpt_job
 from torch.distributed.device_mesh import DeviceMesh

@@ -28,12 +28,11 @@ import argparse
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from host import Job, TimedModel, build_model
-from ranks import start_ranks
+from ranks import start_ranks, take_turns
 from report import format_table, write_json
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -129,13 +128,6 @@ def measure(options: argparse.Namespace, transport: str) -> dict[str, float]:
         "step: guard": step["on"] - step["off"],
         "step: control": step["control"] - step["off"],
     }
-
-
-def take_turns(modes: Sequence[str], rounds: int) -> Iterator[str]:
-    """Yields the three modes once per round. Six successive rounds have the six possible orders."""
-    for index in range(rounds):
-        for position in range(len(modes)):
-            yield modes[(index + position * (1 + index % 2)) % len(modes)]
 
 
 def find_percentile(times: list[int]) -> float:

@@ -3,8 +3,8 @@
 Method. One process with a fake process group of 8 ranks, whose collectives complete immediately.
 The model has ``--groups`` equal groups of tiny parameters below a root without parameters,
 resharded after forward. A group's forward multiplies its input by each of its parameters, so the
-model itself costs little. Three copies of the model take turns within every round: bare, under
-torch and under fsdp_c. A step is one forward and one backward.
+model itself costs little. Three copies of the model take turns within every round, in changing
+order: bare, under torch and under fsdp_c. A step is one forward and one backward.
 
 On the CPU, the time of a step is the CPU time of the calling thread, which also runs backward. With
 another ``--device``, autograd runs backward in its own threads. The time is then the CPU time of
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from ranks import take_turns
 from report import (
     POLICIES,
     FullyShard,
@@ -159,23 +161,13 @@ def measure(
     gc.collect()
     gc.disable()
     try:
-        for _ in range(rounds):
-            for run in models.values():
-                for _ in range(STEPS_PER_TURN):
-                    run.step()
+        for name in take_turns(list(models), rounds):
+            for _ in range(STEPS_PER_TURN):
+                models[name].step()
     finally:
         gc.enable()
     best = {name: min(run.times) / 1000 / groups for name, run in models.items()}
     return {name: us if name == "bare" else us - best["bare"] for name, us in best.items()}
-
-
-def fit_line(points: dict[int, float]) -> tuple[float, float]:
-    """Returns intercept and slope of the least-squares line through (parameters per group, us)."""
-    count = len(points)
-    mean_x, mean_y = sum(points) / count, sum(points.values()) / count
-    spread = sum((x - mean_x) ** 2 for x in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points.items()) / spread if spread else 0.0
-    return mean_y - slope * mean_x, slope
 
 
 def compute_ratio(row: dict[str, float]) -> float:
@@ -236,7 +228,10 @@ def run_guard(groups: int, rounds: int) -> dict[str, dict[str, float]]:
 def print_results(
     title: str, rows: dict[int, dict[str, float]], implementations: list[str]
 ) -> dict[str, Any]:
-    """Prints one job's table and fitted lines. Returns them for the JSON file."""
+    """Prints one job's table and fitted lines. Returns them for the JSON file.
+
+    There are no lines through the costs of a single number of parameters.
+    """
     print(f"{title}: us of CPU time per group and step above the bare model")
     shown = [params for params in rows if params in PRINTED_COUNTS] or list(rows)
     lines = [
@@ -248,14 +243,16 @@ def print_results(
         for params in shown
     ]
     print(format_table(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], lines))
-    fits = {name: fit_line({n: row[name] for n, row in rows.items()}) for name in implementations}
-    for name, (intercept, slope) in fits.items():
-        print(f"{name}: {intercept:.1f} us per group + {slope:.2f} us per parameter")
+    fits = {}
+    for name in implementations if len(rows) > 1 else ():
+        line = statistics.linear_regression(list(rows), [row[name] for row in rows.values()])
+        fits[name] = {"fixed_us": line.intercept, "us_per_param": line.slope}
+        print(f"{name}: {line.intercept:.1f} us per group + {line.slope:.2f} us per parameter")
     print()
     return {
         "us_per_group_step": rows,
         "ratio": {params: compute_ratio(row) for params, row in rows.items()},
-        "fit": {name: {"fixed_us": f, "us_per_param": s} for name, (f, s) in fits.items()},
+        "fit": fits,
     }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ def start_ranks(world_size: int) -> bool:
     """In the launching process, runs the script on ``world_size`` ranks and returns False.
 
     In a rank, joins the default process group and returns True. Raises SystemExit if a rank fails.
+    If a rank fails, or the launching process gets SIGTERM, the other ranks are terminated.
     """
     if STORE in os.environ:
         torch.set_num_threads(1)
@@ -33,16 +35,38 @@ def start_ranks(world_size: int) -> bool:
         return True
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {STORE: f"{folder}/store", "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, *sys.argv], env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            )
-            for rank in range(world_size)
-        ]
-        codes = [rank.wait() for rank in ranks]
+        signal.signal(signal.SIGTERM, _exit_by_signal)
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world_size):
+                names = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=env | names))
+            while None in [rank.poll() for rank in ranks]:
+                if any(rank.returncode for rank in ranks):
+                    break
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # blocks until a rank ends
+        finally:
+            for process in ranks:
+                process.terminate()  # no effect on a rank that has ended
+            codes = [process.wait() for process in ranks]
     if any(codes):
         raise SystemExit(1)
     return False
+
+
+def _exit_by_signal(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def take_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Yields each name once per round. Each pair of rounds has an order and the reverse order.
+
+    The first name changes from pair to pair, so no name always follows the same one.
+    """
+    for index in range(rounds):
+        first = index // 2 % len(names)
+        order = [*names[first:], *names[:first]]
+        yield from reversed(order) if index % 2 else order
 
 
 class Times(NamedTuple):

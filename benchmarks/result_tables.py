@@ -336,8 +336,10 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
     "steps": (
         "Whole steps",
         "Two gloo ranks with one thread each; medians. Page faults are those of one step. The peak "
-        "is resident memory above the beginning of the step. `shared` is fsdp_c with four shared "
-        "units (`min_unit=2**14`).",
+        "is resident memory above the beginning of the step, without memory that an implementation "
+        "keeps between steps (DDP's buckets). The optimizer of `fsdp_c` and `shared` is changed by "
+        "`fsdp_c.optim.accelerate`, as under `FSDP_C=1`, and that of `torch` is not. `shared` is "
+        "fsdp_c with four shared units (`min_unit=2**14`).",
         format_steps,
     ),
     "host": (

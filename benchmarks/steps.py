@@ -1,9 +1,9 @@
 """Whole training steps on real ranks: the bare model, DDP, torch's FSDP2 and fsdp_c.
 
 Method. ``--ranks`` gloo processes with one thread each train four models. In every round, each
-implementation runs one step after a barrier. The script measures two intervals: from the barrier
-to the end of backward, and from the barrier to the end of the optimizer's step. It reports over the
-rounds on rank 0
+implementation runs one step after a barrier. The order changes from round to round. The script
+measures two intervals: from the barrier to the end of backward, and from the barrier to the end of
+the optimizer's step. It reports over the rounds on rank 0
 
 - medians of wall and CPU milliseconds (of all threads of the process),
 - the minimum of the wall milliseconds,
@@ -43,7 +43,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from host import WIDTH, Group
 from meter import Cost, Meter, release_free_memory, sample_memory_over_time
-from ranks import start_ranks
+from ranks import start_ranks, take_turns
 from report import format_table, get_implementations, write_json
 from torch.nn.parallel import DistributedDataParallel
 
@@ -190,9 +190,8 @@ def measure(model_name: str, seconds: float) -> dict[str, Any]:
     rounds = _broadcast_from_rank_0(
         min(MAX_ROUNDS, max(3, int(seconds / (time.perf_counter() - begin))))
     )
-    for _ in range(rounds):
-        for run in runs.values():
-            run.run_step(run.costs)
+    for name in take_turns(names, rounds):
+        runs[name].run_step(runs[name].costs)
     for run in runs.values():
         run.measure_peaks()
     gc.enable()

@@ -146,6 +146,47 @@ def test_benchmark_with_redirected_torch_exits_with_error() -> None:
     assert completed.stderr.endswith("so torch cannot be measured: unset FSDP_C\n")
 
 
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_each_name_begins_and_ends_equally_many_rounds(count: int) -> None:
+    import ranks
+
+    names = "abcde"[:count]
+    turns = "".join(ranks.take_turns(names, 2 * count))
+    rounds = [turns[i : i + count] for i in range(0, len(turns), count)]
+    assert len(rounds) == 2 * count and all(sorted(r) == list(names) for r in rounds)
+    assert sorted(r[0] for r in rounds) == sorted(r[-1] for r in rounds) == sorted(2 * names)
+
+
+RANK_SCRIPT = """
+import os, signal, sys
+import ranks
+if ranks.start_ranks(2):
+    print("started", flush=True)
+    ranks.dist.barrier()
+    if os.environ["RANK"] == "1" and sys.argv[1:] == ["fail"]:
+        os._exit(3)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["fail"], []], ids=["rank fails", "SIGTERM"])
+def test_ranks_end_with_a_failed_rank_and_with_their_launcher(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RANK_SCRIPT)
+    env = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    command = [sys.executable, str(script), *arguments]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+        if not arguments:
+            launcher.terminate()
+        # Ends when all ranks have closed their output. The limit of collectives is 120 seconds.
+        assert launcher.communicate(timeout=90)[0] == ""
+    assert launcher.returncode == (1 if arguments else 143)
+
+
 def test_pictures_script_draws_a_pair_of_bars_per_model(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     costs = {name: {"without": {"wall": wall}} for name, wall in (("torch", 20.0), ("fsdp_c", 5.0))}
