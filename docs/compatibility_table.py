@@ -8,6 +8,7 @@ The results are in docs/test_runs, one file per torch release. ``tests/record_ru
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -151,8 +152,11 @@ def update_pages() -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Updates the tables of tested releases.")
+    parser.add_argument("--check", action="store_true", help="only check the documents")
+    check = parser.parse_args().check
     stale = [path.name for path in (PAGE, README) if update(path) != path.read_text()]
-    if sys.argv[1:] != ["--check"]:
+    if not check:
         update_pages()
         return 0
     for name in stale:

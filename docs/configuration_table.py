@@ -9,6 +9,7 @@ a variable without a description, and for a description without a variable.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -109,7 +110,9 @@ TESTS = {
     ),
     "FSDP_C_INTERRUPTS": Variable("a number, 0: all", "40", "Lines at which a call is interrupted"),
     "FSDP_C_CUDA_PYTHON": Variable(
-        "path", "this Python", "Python with a CUDA build of torch (`make cuda-sim`)"
+        "path",
+        "`tests/cuda`: this Python; `make bench`: no `cuda_steps`",
+        "Python with a CUDA build of torch (`make cuda-sim`)",
     ),
     "FSDP_C_CUDA_PACKAGE": Variable(
         "path",
@@ -213,15 +216,20 @@ def format_tables() -> str:
 
 def update(text: str) -> str:
     """Returns the page's text with current tables."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{PAGE.name} lacks {BEGIN} or {END}")
     return f"{before}{BEGIN}\n\n{format_tables()}\n{END}{after}"
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Updates the tables of environment variables.")
+    parser.add_argument("--check", action="store_true", help="only check the page")
+    check = parser.parse_args().check
     mistakes = list(find_mistakes())
     text = PAGE.read_text()
-    if sys.argv[1:] == ["--check"]:
+    if check:
         if update(text) != text:
             mistakes.append(f"{PAGE.name} is out of date: run python docs/configuration_table.py")
     else:

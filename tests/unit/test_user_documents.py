@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -61,6 +63,19 @@ def load_configuration_table() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_page_without_the_end_of_the_tables_is_refused() -> None:
+    table = load_configuration_table()
+    with pytest.raises(SystemExit, match=r"configuration\.md lacks"):
+        table.update(f"# Page\n{table.BEGIN}\nthe rest of the page\n")
+
+
+@pytest.mark.parametrize("name", ["configuration_table", "compatibility_table"])
+def test_script_of_tables_rejects_unknown_options(name: str) -> None:
+    command = [sys.executable, str(ROOT / "docs" / f"{name}.py"), "--chek"]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 2 and "--chek" in completed.stderr
 
 
 def test_readme_has_at_most_150_lines() -> None:
