@@ -16,7 +16,7 @@ Environment:
                           architectures of torch)
     FSDP_C_CUDA_ARCH      nvcc's -arch; replaces TORCH_CUDA_ARCH_LIST
     CC, CXX               the compilers (default: gcc and g++; with ccache, if it is on the PATH)
-    MAX_JOBS=n            parallel compilers (default: the number of processors)
+    MAX_JOBS=n            parallel compilers (default: the processors that the build may use)
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BuildWithCMake(build_ext):
         sanitize, debug = is_on("FSDP_C_SANITIZE"), is_on("FSDP_C_DEBUG")
         build_type = "Sanitize" if sanitize else "Debug" if debug else "Release"
         variant = "_assert" if is_on("FSDP_C_ASSERT") and build_type == "Release" else ""
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        jobs = run_cmake.count_jobs()
         cuda = find_cuda.find()
         release = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
         directory = BUILD / f"{release}-{build_type.lower()}-{'cuda' if cuda else 'nocuda'}"

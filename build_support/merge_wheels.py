@@ -116,6 +116,8 @@ def merge(wheels: Sequence[Path], out: Path) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Merges the wheels of each Python version."""
+    if len(arguments) < 2:
+        raise SystemExit("usage: python -m build_support.merge_wheels OUT WHEEL...")
     out, *names = map(Path, arguments)
     by_name: dict[str, list[Path]] = {}
     for path in names:

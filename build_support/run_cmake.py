@@ -30,6 +30,22 @@ OWN_SYMBOL = re.compile(
 )
 
 
+def count_jobs() -> int:
+    """Returns ``MAX_JOBS``, or else the number of processors that this process may use.
+
+    Raises:
+        SystemExit: ``MAX_JOBS`` is not a positive number.
+    """
+    text = os.environ.get("MAX_JOBS")
+    if text:
+        if not text.isdecimal() or int(text) == 0:
+            raise SystemExit(f"fsdp_c: MAX_JOBS={text} is not a positive number")
+        return int(text)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @contextmanager
 def lock_build(build: Path) -> Iterator[None]:
     """Locks the folder ``build`` against a second build of the same tree."""

@@ -312,6 +312,17 @@ def test_moved_checkout_is_configured_again(tmp_path: Path) -> None:
     assert f"HOME_DIRECTORY:INTERNAL={moved}" in (moved / "build" / "CMakeCache.txt").read_text()
 
 
+def test_build_jobs_are_max_jobs_or_the_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7})
+    for value, count in (("", 3), ("2", 2)):
+        monkeypatch.setenv("MAX_JOBS", value)
+        assert run_cmake.count_jobs() == count
+    for value in ("auto", "0", "-1"):
+        monkeypatch.setenv("MAX_JOBS", value)
+        with pytest.raises(SystemExit, match=f"MAX_JOBS={value} is not a positive number"):
+            run_cmake.count_jobs()
+
+
 def test_missing_compiler_is_reported_with_remedy(tree: Tree) -> None:
     output = tree.build(fails=True, CXX="no-such-compiler -m64")
     assert "the C++ compiler 'no-such-compiler -m64' is not found: install gcc and g++" in output

@@ -96,6 +96,11 @@ def test_wheels_of_different_sources_are_not_merged(tmp_path: Path) -> None:
         merge_wheels.merge(wheels, tmp_path / "out")
 
 
+def test_merge_without_wheels_prints_its_usage(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="usage: python -m build_support"):
+        merge_wheels.main([str(tmp_path)])
+
+
 def test_wheels_for_one_torch_release_are_not_merged(tmp_path: Path) -> None:
     wheels = [make_wheel(tmp_path / version, version) for version in ("2.13.0+cpu", "2.13.1")]
     with pytest.raises(SystemExit, match=r"two wheels for one torch release: 2.13.0\+cpu, 2.13.1"):
