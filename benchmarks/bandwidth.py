@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from ranks import start_ranks
-from report import format_table, get_implementations, write_json
+from report import format_table, get_implementations, parse_positive, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/gpu/workers"))
 
@@ -175,8 +175,8 @@ def format_size(size: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes per second against size.")
-    parser.add_argument("--most", type=int, default=64, help="largest size in MiB")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--most", type=parse_positive, default=64, help="largest size in MiB")
+    parser.add_argument("--rounds", type=parse_positive, default=30)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     if not start_ranks(RANKS):

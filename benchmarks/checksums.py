@@ -22,7 +22,7 @@ import torch.distributed as dist
 from guard import TRANSPORTS, WORLD_SIZE
 from meter import Cost, Meter
 from ranks import start_ranks, take_turns
-from report import format_table, write_json
+from report import format_table, parse_positive, write_json
 from steps import JOBS, GPTConfig, make_gpt_job
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -93,7 +93,7 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description='Costs of the guard mode "hash".')
     parser.add_argument("--models", nargs="+", choices=list(ALL_JOBS), default=DEFAULT)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=parse_positive, default=60)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     if not start_ranks(WORLD_SIZE):

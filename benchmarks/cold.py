@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from report import format_table, write_json
+from report import format_table, parse_positive, write_json
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -48,8 +48,8 @@ PACKAGES = {"torch": "torch.distributed.fsdp", "fsdp_c": "fsdp_c"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Start-up cost of torch and fsdp_c.")
-    parser.add_argument("--params", type=int, nargs="+", default=[216, 2000])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--params", type=parse_positive, nargs="+", default=[216, 2000])
+    parser.add_argument("--rounds", type=parse_positive, default=7)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)

@@ -33,7 +33,7 @@ from typing import Any
 import torch.distributed as dist
 from host import Job, TimedModel, build_model
 from ranks import start_ranks, take_turns
-from report import format_table, write_json
+from report import format_table, parse_positive, write_json
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c import fully_shard, set_guard
@@ -85,9 +85,9 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host time of the guard per unit and operation.")
-    parser.add_argument("--rounds", type=int, default=120)
-    parser.add_argument("--groups", type=int, default=16)
-    parser.add_argument("--params", type=int, default=1)
+    parser.add_argument("--rounds", type=parse_positive, default=120)
+    parser.add_argument("--groups", type=parse_positive, default=16)
+    parser.add_argument("--params", type=parse_positive, default=1)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     if not start_ranks(WORLD_SIZE):

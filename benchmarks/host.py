@@ -47,6 +47,7 @@ from report import (
     format_table,
     get_implementations,
     make_fake_mesh,
+    parse_positive,
     write_json,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -178,10 +179,10 @@ def compute_ratio(row: dict[str, float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host cost per group and parameter.")
     parser.add_argument(
-        "--rounds", type=int, default=30, help="rounds in which each model takes a turn"
+        "--rounds", type=parse_positive, default=30, help="rounds in which each model takes a turn"
     )
-    parser.add_argument("--groups", type=int, default=16)
-    parser.add_argument("--params", type=int, nargs="+", default=[1, 2, 5, 9, 14, 20])
+    parser.add_argument("--groups", type=parse_positive, default=16)
+    parser.add_argument("--params", type=parse_positive, nargs="+", default=[1, 2, 5, 9, 14, 20])
     jobs = [*JOBS, GUARD]
     parser.add_argument("--jobs", nargs="+", choices=jobs, default=jobs, metavar="JOB")
     parser.add_argument(

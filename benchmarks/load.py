@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import Times, format_times, make_model, measure_in_turns, start_ranks
-from report import write_json
+from ranks import Times, format_times, make_model, measure_in_turns, parse_tens, start_ranks
+from report import parse_positive, write_json
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fsdp_c import fully_shard, load_full_state_dict
@@ -25,10 +25,10 @@ from fsdp_c import fully_shard, load_full_state_dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Loading a full state dict, torch and fsdp_c.")
-    parser.add_argument("--params", type=int, default=500)
-    parser.add_argument("--width", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--params", type=parse_tens, default=500)
+    parser.add_argument("--width", type=parse_positive, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--ranks", type=parse_positive, default=2)
+    parser.add_argument("--rounds", type=parse_positive, default=5)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     if not start_ranks(options.ranks):

@@ -29,6 +29,7 @@ from report import (
     format_table,
     get_implementations,
     make_fake_mesh,
+    parse_positive,
     write_json,
 )
 from torch._C._profiler import _EventType
@@ -134,8 +135,8 @@ def _find_freed(events: list[Any]) -> list[bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Transient memory in units of a group.")
-    parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--params", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--groups", type=parse_positive, default=8)
+    parser.add_argument("--params", type=parse_positive, nargs="+", default=[1, 4])
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     mesh = make_fake_mesh(WORLD_SIZE)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from report import format_table, make_fake_mesh, write_json
+from report import format_table, make_fake_mesh, parse_positive, write_json
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
@@ -69,8 +69,8 @@ def measure(make: Callable[[Any], torch.optim.Optimizer], count: int, rounds: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Optimizer steps over sharded parameters.")
-    parser.add_argument("--params", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--params", type=parse_positive, default=500)
+    parser.add_argument("--rounds", type=parse_positive, default=20)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     make_fake_mesh(WORLD_SIZE)

@@ -7,8 +7,8 @@ draws an overview of the data of ``steps.py``. ``record_results.py`` draws that 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,9 @@ def draw_overview(data: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draw_overview(json.loads(source.read_text()), target)
+    parser = argparse.ArgumentParser(description="Draws an overview of the data of steps.py.")
+    parser.add_argument("source", type=Path, help="JSON of steps.py")
+    parser.add_argument("target", type=Path, help="picture")
+    options = parser.parse_args()
+    options.target.parent.mkdir(parents=True, exist_ok=True)
+    draw_overview(json.loads(options.source.read_text()), options.target)

@@ -275,12 +275,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run only jobs whose name contains this")
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
+    jobs = [job for job in list_jobs() if options.only in job.name]
+    if not jobs:
+        parser.error(f"--only {options.only}: no job has a name that contains this")
     flat_mesh = make_fake_mesh(8)
     hybrid_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     rows, errors = [], []
-    for job in list_jobs():
-        if options.only not in job.name:
-            continue
+    for job in jobs:
         measurement = measure_job(job, flat_mesh, hybrid_mesh)
         error = measurement.estimated / measurement.measured - 1
         errors.append(error)

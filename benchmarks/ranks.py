@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from report import format_table
+from report import format_table, parse_positive
 
 STORE = "FSDP_C_BENCH_STORE"
 
@@ -113,6 +114,14 @@ def format_times(title: str, results: dict[Any, dict[str, Times]]) -> str:
         f"{clock} {column}" for clock in ("wall", "cpu") for column in ("torch", "fsdp_c", "ratio")
     ]
     return format_table([title, *clocks], rows)
+
+
+def parse_tens(text: str) -> int:
+    """Parses the number of parameters of ``make_model`` for argparse."""
+    number = parse_positive(text)
+    if number % 10:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 10, a layer's parameters")
+    return number
 
 
 class Layer(nn.Module):

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from memory import BACKWARD, FORWARD, measure_peaks
 from ranks import STORE, make_model, start_ranks
-from report import format_table, make_fake_mesh, write_json
+from report import format_table, make_fake_mesh, parse_positive, write_json
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -191,11 +191,11 @@ def report_host_time(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="fsdp_c's replicate, torch's replicate and DDP.")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=parse_positive, default=12)
+    parser.add_argument("--ranks", type=parse_positive, default=2)
+    parser.add_argument("--layers", type=parse_positive, default=8)
+    parser.add_argument("--width", type=parse_positive, default=512)
+    parser.add_argument("--batch", type=parse_positive, default=1)
     parser.add_argument("--optimizer", action="store_true", help="include AdamW's step")
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()

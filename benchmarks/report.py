@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -87,14 +88,22 @@ def format_cell(value: object) -> str:
 
 
 def describe_machine() -> str:
-    """Describes processor, cores and memory."""
+    """Describes processor, cores that this process may use, and memory."""
     cpuinfo, meminfo = (Path("/proc", name) for name in ("cpuinfo", "meminfo"))
     if not cpuinfo.exists():
         return f"{platform.machine()}, {os.cpu_count()} cores"
+    cores = len(os.sched_getaffinity(0))
     model = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
     memory = re.search(r"MemTotal:\s*(\d+)", meminfo.read_text())
     name = model[1] if model else platform.machine()
-    return f"{name}, {os.cpu_count()} cores, {int(memory[1]) / 2**20 if memory else 0:.0f} GiB"
+    return f"{name}, {cores} cores, {int(memory[1]) / 2**20 if memory else 0:.0f} GiB"
+
+
+def parse_positive(text: str) -> int:
+    """Parses an integer above zero for argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return int(text)
 
 
 def find_commit() -> str:

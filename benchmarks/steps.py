@@ -44,7 +44,7 @@ import torch.nn as nn
 from host import WIDTH, Group
 from meter import Cost, Meter, release_free_memory, sample_memory_over_time
 from ranks import start_ranks, take_turns
-from report import format_table, get_implementations, write_json
+from report import format_table, get_implementations, parse_positive, write_json
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -235,7 +235,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=JOBS, default=[*JOBS][:4], metavar="MODEL")
     parser.add_argument("--seconds", type=float, default=60, help="approximate time per model")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=parse_positive, default=2)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     if not start_ranks(options.ranks):

@@ -30,7 +30,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from meter import read_peak_bytes, read_resident_bytes, release_free_memory, reset_peak
 from ranks import start_ranks
-from report import POLICIES, FullyShard, format_table, get_implementations, write_json
+from report import (
+    POLICIES,
+    FullyShard,
+    format_table,
+    get_implementations,
+    parse_positive,
+    write_json,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -102,10 +109,12 @@ class MeasuredModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory of a step on real ranks, in units.")
-    parser.add_argument("--groups", type=int, default=5)
-    parser.add_argument("--side", type=int, default=4096, help="rows and columns of a weight")
-    parser.add_argument("--rows", type=int, default=16, help="rows of the input")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--groups", type=parse_positive, default=5)
+    parser.add_argument(
+        "--side", type=parse_positive, default=4096, help="rows and columns of a weight"
+    )
+    parser.add_argument("--rows", type=parse_positive, default=16, help="rows of the input")
+    parser.add_argument("--ranks", type=parse_positive, default=2)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     if not start_ranks(options.ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
-@pytest.mark.timeout(1500)  # one minute on two idle cores; other tests may use the cores, too
+@pytest.mark.timeout(1500)  # other tests may use the cores, too
 def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "report.md"
@@ -185,6 +186,27 @@ def test_ranks_end_with_a_failed_rank_and_with_their_launcher(
         # Ends when all ranks have closed their output. The limit of collectives is 120 seconds.
         assert launcher.communicate(timeout=90)[0] == ""
     assert launcher.returncode == (1 if arguments else 143)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5"])
+def test_number_that_is_not_a_positive_integer_is_refused(text: str) -> None:
+    import ranks
+
+    for parse in (ranks.parse_positive, ranks.parse_tens):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a positive integer"):
+            parse(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="15 is not a multiple of 10"):
+        ranks.parse_tens("15")
+    assert ranks.parse_tens("20") == 20
+
+
+def test_plan_without_a_matching_job_exits_with_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import plan
+
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--only", "nosuch"])
+    with pytest.raises(SystemExit) as failed:
+        plan.main()
+    assert failed.value.code == 2
 
 
 def test_pictures_script_draws_a_pair_of_bars_per_model(tmp_path: Path) -> None:
