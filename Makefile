@@ -238,7 +238,7 @@ gpu:
 RELEASE_ENVS = $(RELEASES:%=$(RELEASES_DIR)/torch-%/.fsdp_c-env)
 RELEASE_VENV = $(abspath $(RELEASES_DIR))/torch-$(RELEASE)
 RELEASE_TREE = $(abspath $(RELEASES_DIR))/source-$(RELEASE)
-# The packages of the extras `test` and `demo`, each in quotes.
+# The packages of the extras `test` and `demo`, one per line.
 TEST_PACKAGES = $$($(PYTHON) -c "import importlib, sys; \
 	toml = importlib.import_module('tomllib' if sys.version_info >= (3, 11) else 'pip._vendor.tomli'); \
 	extras = toml.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
