@@ -383,8 +383,15 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     fcpy_param *self = (fcpy_param *)obj;
     PyObject *param = self->unsharded_param;
     fcpy_hold_tensor(self->mod, self->core.unsharded);
-    fcpy_defer_outputs_release(self);
+/* Another call that is in progress, also of another thread, may use the gradients. */
+static void drop_held_grads(fcpy_param *self) {
+    fcpy_hold_tensor(self->mod, self->core.accumulated);
+    fcpy_hold_tensor(self->mod, self->core.partial);
     fc_param_drop_grad(&self->core);
+}
+
+    fcpy_defer_outputs_release(self);
+    drop_held_grads(self);
     fc_param_forget_unsharded(&self->core);
     self->unsharded_param = NULL;
     fcpy_defer_decref(self->mod, param);
@@ -393,7 +400,7 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
 
 static PyObject *drop_grad(PyObject *obj, PyObject *unused) {
     (void)unused;
-    fc_param_drop_grad(&((fcpy_param *)obj)->core);
+    drop_held_grads((fcpy_param *)obj);
     Py_RETURN_NONE;
 }
 

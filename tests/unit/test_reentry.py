@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_c import fully_shard
+from fsdp_c import MixedPrecisionPolicy, fully_shard
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class StepSkipped(Exception):
@@ -132,3 +141,41 @@ def test_reset_iter_state_resets_nested_units_that_are_roots(single_group: int, 
     root.reset_iter_state()
     assert group.is_sharded
     assert inner._get_fsdp_state()._state_ctx.iter_forward_root is None
+
+
+# zero_grad() runs inside of the addition to an accumulated gradient. malloc fills new memory.
+ZERO_GRAD_IN_ADDITION = """
+import torch, torch.distributed as dist, torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from fsdp_c import MixedPrecisionPolicy, fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+model = fully_shard(nn.Linear(64, 64), mp_policy=policy)
+model.set_requires_gradient_sync(False)
+x = torch.ones(2, 64)
+model(x).sum().backward()
+class ZeroGradAfterAddition(TorchDispatchMode):
+    additions = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.add_.Tensor:
+            self.additions += 1
+            model.zero_grad()
+            reuses_freed_memory = [torch.zeros(3) for _ in range(200)]
+        return result
+loss = model(x).sum()
+with ZeroGradAfterAddition() as mode:
+    loss.backward()
+assert mode.additions > 0
+"""
+
+
+def test_zero_grad_during_addition_to_accumulated_gradient_does_not_crash() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", ZERO_GRAD_IN_ADDITION],
+        env={**os.environ, "MALLOC_PERTURB_": "165", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
