@@ -179,3 +179,84 @@ def test_zero_grad_during_addition_to_accumulated_gradient_does_not_crash() -> N
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+class AddsInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.linear(x) + sum(others.values())
+        return total
+
+
+def hand_over_kwargs(module: nn.Module, kwargs: dict[str, torch.Tensor]) -> None:
+    """The hooks of ``fully_shard`` receive ``kwargs``, which the test can change."""
+
+    def replace(unused: nn.Module, args: Any, forward_kwargs: Any) -> Any:
+        kwargs.update(forward_kwargs)
+        return args, kwargs
+
+    module.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
+
+
+class CallsOnView(TorchFunctionMode):
+    """Calls ``action`` once, in the second view of a forward's inputs."""
+
+    def __init__(self, action: Any) -> None:
+        super().__init__()
+        self.action, self.views = action, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.view_as:
+            self.views += 1
+            if self.views == 2:
+                self.action()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("change", ["off", "on", "clear"])
+def test_inputs_changed_during_insertion_of_the_backward_node_stay_in_place(
+    single_group: int, change: str
+) -> None:
+    """torch chooses the inputs once, and replaces them by their position."""
+    module, kwargs = AddsInputs(), dict[str, torch.Tensor]()
+    reference = copy.deepcopy(module.linear)
+    fully_shard(module)
+    hand_over_kwargs(module, kwargs)
+    x = torch.ones(2, 4, requires_grad=True)
+    b = torch.full((2, 4), 2.0, requires_grad=True)
+    plain = torch.full((2, 4), 4.0)
+    actions = {
+        "off": lambda: x.requires_grad_(False),
+        "on": lambda: plain.requires_grad_(True),
+        "clear": kwargs.clear,
+    }
+    with CallsOnView(actions[change]) as mode:
+        output = module(x, plain=plain, b=b)
+    assert mode.views == 2
+    assert torch.equal(output, reference(x) + plain + b)
+
+
+@pytest.mark.parametrize("change", ["floating", "clear"])
+def test_inputs_changed_during_casts_stay_in_place(single_group: int, change: str) -> None:
+    module, kwargs = AddsInputs(), dict[str, torch.Tensor]()
+
+    class ChangesInput(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            if kwargs and change == "clear":
+                kwargs.clear()
+            elif kwargs and x.dtype == torch.float32:
+                x.data = x.data.to(torch.bfloat16)
+            return func(*args, **(kw or {}))
+
+    nn.init.zeros_(module.linear.weight)
+    nn.init.zeros_(module.linear.bias)
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    hand_over_kwargs(module, kwargs)
+    x, b = torch.ones(2, 4), torch.full((2, 4), 2.0)
+    module(x)
+    with ChangesInput():
+        output = module(x, b=b)
+    assert torch.equal(output, b.to(torch.bfloat16))
