@@ -260,3 +260,23 @@ def test_inputs_changed_during_casts_stay_in_place(single_group: int, change: st
     with ChangesInput():
         output = module(x, b=b)
     assert torch.equal(output, b.to(torch.bfloat16))
+
+
+def test_groups_replaced_in_a_gradient_hook_are_not_visited(single_group: int) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer)
+    root: Any = fully_shard(model)
+    loss_of(root).backward()
+    states = [layer._get_fsdp_state() for layer in model]  # type: ignore[operator]
+    groups = [state._fsdp_param_groups[0] for state in states]
+    for state in states:
+        state._fsdp_param_groups = []
+    root._get_fsdp_state()._fsdp_param_groups = groups
+
+    def replace(unused: nn.Parameter) -> None:
+        root._get_fsdp_state()._fsdp_param_groups = groups[:1]
+
+    groups[3].fsdp_params[0].sharded_param.register_post_accumulate_grad_hook(replace)
+    loss_of(root).backward()
+    assert root._get_fsdp_state()._fsdp_param_groups == groups[:1]
