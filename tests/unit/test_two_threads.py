@@ -196,6 +196,23 @@ def test_step_after_reset_iter_state_in_another_thread_trains(
     assert_gradients_of_steps(model, 1)
 
 
+def test_step_after_failed_backward_of_another_thread_trains(
+    single_group: int, pool: ThreadPoolExecutor
+) -> None:
+    model = make_sharded_model(backward=True)
+
+    def fail(unused: Any) -> None:
+        raise ValueError
+
+    model[1].block_if_armed = fail
+    with pytest.raises(ValueError):
+        pool.submit(step, model).result(TIMEOUT)
+    del model[1].block_if_armed
+    model.zero_grad()
+    step(model)
+    assert_gradients_of_steps(model, 1)
+
+
 class RunsUnitsInThreads(nn.Module):
     """Calls each of its units in a new thread, one after the other."""
 
