@@ -280,3 +280,25 @@ def test_groups_replaced_in_a_gradient_hook_are_not_visited(single_group: int) -
     groups[3].fsdp_params[0].sharded_param.register_post_accumulate_grad_hook(replace)
     loss_of(root).backward()
     assert root._get_fsdp_state()._fsdp_param_groups == groups[:1]
+
+
+def test_forward_after_failed_move_of_inputs_moves_inputs(
+    single_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_sharded_model()
+    loss_of(model).backward()
+    state = model._get_fsdp_state()
+    state._moves_inputs = True
+    monkeypatch.setattr(type(state), "_inputs_to_device", raise_step_skipped)
+    with pytest.raises(StepSkipped):
+        loss_of(model)
+    assert state._state_ctx.iter_forward_root is None
+    calls = []
+
+    def move(self: Any, args: Any, kwargs: Any) -> Any:
+        calls.append(args)
+        return args, kwargs
+
+    monkeypatch.setattr(type(state), "_inputs_to_device", move)
+    loss_of(model).backward()
+    assert len(calls) == 1
