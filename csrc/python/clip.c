@@ -152,6 +152,9 @@ PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    if (fcpy_check_bound(mod) != 0) {
+        return NULL;
+    }
     PyObject *locals = PyList_New(0), *kinds = PyList_New(0), *indices = PyList_New(0);
     PyObject *result = NULL;
     if (locals != NULL && kinds != NULL && indices != NULL &&

@@ -210,6 +210,9 @@ extern const char fcpy_module_name[];
 /* Returns the module state of a type or of one of its bases, or NULL with TypeError. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 
+/* Returns 0 if bind() has stored torch's classes in the module state, else -1 with SystemError. */
+int fcpy_check_bound(const fcpy_module *mod);
+
 /* Drops the result of a call. Returns 0, or -1 if the call raised. */
 static inline int fcpy_drop_result(PyObject *result) {
     Py_XDECREF(result);

@@ -6,6 +6,8 @@ Random programs (``tests/faults/workers/fuzz.py``) found these cases.
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -65,6 +67,24 @@ def test_use_of_uninitialized_group_raises() -> None:
     with pytest.raises(RuntimeError, match="not initialized"):
         state._fsdp_param_groups = [uninitialized]
     assert state._fsdp_param_groups == []
+
+
+def test_function_of_module_without_bind_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second import of the extension makes a module of its own."""
+    monkeypatch.delitem(sys.modules, "fsdp_c._C")
+    unbound = importlib.import_module("fsdp_c._C")
+    monkeypatch.undo()
+    assert unbound is not _C
+    param: Any = unbound.Param((4,), 0, 1, 0)
+    param._sharding_spec = 1
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1)
+    for function, *args in (
+        (unbound.clip_collect, [torch.zeros(2)], False),
+        (unbound.count_step, optimizer),
+        (param._cut, torch.zeros(4), 0),
+    ):
+        with pytest.raises(SystemError, match=r"bind\(\) has not been called"):
+            function(*args)
 
 
 def test_group_of_uninitialized_or_foreign_parameters_raises() -> None:
