@@ -87,6 +87,33 @@ def test_function_of_module_without_bind_raises(monkeypatch: pytest.MonkeyPatch)
             function(*args)
 
 
+class Index:
+    """Calls ``action`` where an index is expected."""
+
+    def __init__(self, action: Any) -> None:
+        self.action = action
+
+    def __index__(self) -> int:
+        self.action()
+        return 2
+
+
+def raise_key_error() -> None:
+    raise KeyError
+
+
+def test_sizes_that_raise_or_change_their_list_do_not_crash() -> None:
+    calls: list[int] = []
+    with pytest.raises(KeyError):
+        _C.Param([Index(raise_key_error), Index(lambda: calls.append(1))], 0, 1, 0)
+    assert calls == []
+    sizes: list[Any] = [2] * 40
+    sizes[0] = Index(sizes.clear)
+    assert _C.Param(sizes, 0, 1, 0).rows == 2
+    with pytest.raises(TypeError, match="forward must be a tuple"):
+        _C.Param([4], 0, 1, 0, [1, 0])
+
+
 def test_group_of_uninitialized_or_foreign_parameters_raises() -> None:
     param: Any = _C.Param((4, 4), 0, 1, 0)
     with pytest.raises(ValueError, match="parameter 1 of the group is not initialized"):
