@@ -302,3 +302,28 @@ def test_forward_after_failed_move_of_inputs_moves_inputs(
     monkeypatch.setattr(type(state), "_inputs_to_device", move)
     loss_of(model).backward()
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("owner", ["group", "state"])
+def test_attribute_name_that_cannot_be_compared_does_not_fail_the_step(
+    single_group: int, owner: str
+) -> None:
+    """The name has the hash of a method, so each lookup of the method compares them."""
+
+    class Incomparable:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __hash__(self) -> int:
+            return hash(self.name)
+
+        def __eq__(self, other: object) -> bool:
+            raise StepSkipped
+
+    model = make_sharded_model()
+    state = model[0]._get_fsdp_state()
+    [group] = state._fsdp_param_groups
+    obj, name = (group, "unshard") if owner == "group" else (state, "_pre_backward")
+    vars(obj)[Incomparable(name)] = 1
+    loss_of(model).backward()
+    assert all(param.grad is not None for param in model.parameters())
