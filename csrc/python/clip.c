@@ -458,10 +458,10 @@ PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t na
         return NULL;
     }
     const double max_norm = PyFloat_AsDouble(args[1]);
-    const double total = PyFloat_AsDouble(args[2]);
-    const long long max_numel = PyLong_AsLongLong(args[3]);
-    const int all_or_none = PyObject_IsTrue(args[4]);
-    if (PyErr_Occurred()) {
+    const double total = PyErr_Occurred() ? 0.0 : PyFloat_AsDouble(args[2]);
+    const long long max_numel = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[3]);
+    const int all_or_none = PyErr_Occurred() ? -1 : PyObject_IsTrue(args[4]);
+    if (all_or_none < 0) {
         return NULL;
     }
     if (all_or_none && !are_floats(args[0])) {

@@ -114,6 +114,19 @@ def test_sizes_that_raise_or_change_their_list_do_not_crash() -> None:
         _C.Param([4], 0, 1, 0, [1, 0])
 
 
+def test_clip_scale_stops_at_the_first_argument_that_raises() -> None:
+    calls: list[int] = []
+
+    class Number:
+        def __float__(self) -> float:
+            calls.append(1)
+            return 1.0
+
+    with pytest.raises(TypeError):
+        _C.clip_scale([], "x", Number(), 1, False)
+    assert calls == []
+
+
 def test_group_of_uninitialized_or_foreign_parameters_raises() -> None:
     param: Any = _C.Param((4, 4), 0, 1, 0)
     with pytest.raises(ValueError, match="parameter 1 of the group is not initialized"):
