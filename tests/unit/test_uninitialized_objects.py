@@ -127,6 +127,14 @@ def test_clip_scale_stops_at_the_first_argument_that_raises() -> None:
     assert calls == []
 
 
+def test_hook_with_a_tuple_of_modules_adds_the_modules_to_the_state() -> None:
+    state = _C.State()
+    hook = _C.Hook(state, False, print, ("first", "second"))
+    with pytest.raises(RuntimeError, match="the FSDP state is not initialized"):
+        hook(None, (), {})
+    assert state._modules_to_run_forward == {"first", "second"}
+
+
 def test_group_of_uninitialized_or_foreign_parameters_raises() -> None:
     param: Any = _C.Param((4, 4), 0, 1, 0)
     with pytest.raises(ValueError, match="parameter 1 of the group is not initialized"):
