@@ -99,10 +99,13 @@ static int add_to_grad(fcpy_param *self, const fct_tensor *local) {
     if (grad == NULL) {
         return -1;
     }
-    if (!PyObject_IsInstance(grad, self->mod->bound.dtensor_class)) {
-        PyErr_Format(PyExc_AssertionError,
-                     "Expected fsdp_param.sharded_param.grad to be DTensor, got %R",
-                     (PyObject *)Py_TYPE(grad));
+    const int is_dtensor = PyObject_IsInstance(grad, self->mod->bound.dtensor_class);
+    if (is_dtensor <= 0) {
+        if (is_dtensor == 0) {
+            PyErr_Format(PyExc_AssertionError,
+                         "Expected fsdp_param.sharded_param.grad to be DTensor, got %R",
+                         (PyObject *)Py_TYPE(grad));
+        }
         goto done;
     }
     target = PyObject_GetAttr(grad, self->mod->names._local_tensor);
