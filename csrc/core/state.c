@@ -97,7 +97,7 @@ static fc_status verify_iteration(const fc_iteration *it, fc_status status) {
 #ifndef NDEBUG
     for (size_t i = 0; i < it->count; i++) {
         if (it->states[i]->comm != NULL) {
-            (void)!verify_state(it->states[i], FC_OK);
+            FC_IGNORE(verify_state(it->states[i], FC_OK));
         }
     }
 #else

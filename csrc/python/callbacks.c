@@ -306,7 +306,7 @@ static int callback_reduce_hook(void *owner, fct_tensor *row) {
 static int callback_raise_plan_difference(void *owner, const char *process_group,
                                           const fct_plan_result *result) {
     fcpy_group *self = (fcpy_group *)owner;
-    (void)!fcpy_drop_result(PyObject_CallMethod(
+    (void)fcpy_drop_result(PyObject_CallMethod(
         (PyObject *)self, "_raise_plan_difference", "sLKK", process_group, (long long)result->rank,
         (unsigned long long)result->hashes[0], (unsigned long long)result->hashes[1]));
     return -1;

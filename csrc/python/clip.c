@@ -362,8 +362,8 @@ static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
     return failed;
 }
 
-/* Computes the total norm over all ranks. Requires a successful call of store_addresses()
- * immediately before. */
+/* Computes the total norm over all ranks. Requires a successful call of store_addresses() before,
+ * and that no Python code runs in between, because such code may free the tensors. */
 static int compute_total_norm(const gradients *g, float *total) {
     fct_tensor *buffer = NULL;
     fck_floats norms;

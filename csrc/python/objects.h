@@ -1,10 +1,10 @@
 /* The structs of the Python-visible types, which wrap the core's structs, and the lookup of a
  * type's module state.
  *
- * Each object embeds its core struct and owns the Python references that the core borrows. A
- * ParamGroup keeps its Params and CommContext alive, a State its groups, prefetch targets and
- * contexts. The garbage collector breaks cycles. Every object points to its module state, and types
- * keep the module alive. So there is no static PyObject. */
+ * Each object except a Hook embeds its core struct, and owns the Python references that the core
+ * borrows. A ParamGroup keeps its Params and CommContext alive, a State its groups, prefetch
+ * targets and contexts. The garbage collector breaks cycles. Every object points to its module
+ * state, and types keep the module alive. So there is no static PyObject. */
 #ifndef FSDP_C_PYTHON_OBJECTS_H
 #define FSDP_C_PYTHON_OBJECTS_H
 
