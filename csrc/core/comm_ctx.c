@@ -174,7 +174,7 @@ done:
 void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other) {
     assert(c->has_streams);
     void *error = fct_error_set_aside();
-    (void)!fc_comm_order_streams(c, waiter, other);
+    FC_IGNORE(fc_comm_order_streams(c, waiter, other));
     fct_error_put_back(error);
 }
 

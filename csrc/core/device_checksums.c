@@ -97,7 +97,7 @@ static bool reserve_entry(entry_list *list) {
 static void free_ended(ended_interval *ended) {
     if (ended->copied != NULL) {
         void *error = fct_error_set_aside();
-        (void)!fct_event_wait(ended->copied, ended->home);
+        FC_IGNORE(fct_event_wait(ended->copied, ended->home));
         fct_error_put_back(error);
     }
     release_entries(&ended->entries);
@@ -208,7 +208,7 @@ void fc_device_checksums_free(fc_device_checksums *d) {
     }
     release_entries(&d->entries);
     void *error = fct_error_set_aside();
-    (void)!join_streams(d->home, d->streams, d->stream_count);
+    FC_IGNORE(join_streams(d->home, d->streams, d->stream_count));
     fct_error_put_back(error);
     fct_tensor_release(d->table);
     fct_event_free(d->zeroed);

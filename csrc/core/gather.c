@@ -323,7 +323,7 @@ static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,
     const fc_group_base *base = a->base;
     const fc_process_group *pg = select_process_group(a, post_forward);
     if (pg->world > 1 && !any_extended(base)) {
-        (void)!update_plan(a, post_forward, pg->world, false);
+        FC_IGNORE(update_plan(a, post_forward, pg->world, false));
     }
     return base->callbacks->gather(base->owner, async_op, mode != FC_STREAM_DIRECT) == 0
                ? FC_OK

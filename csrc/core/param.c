@@ -403,13 +403,16 @@ fc_status fc_param_accumulate_grad(fc_param *p) {
     assert(p->layout.world > 0);
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
-    if (p->accumulated == NULL || p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
+    fct_tensor *accumulated = p->accumulated;
+    if (accumulated == NULL || p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
         return FC_OK;
     }
+    fct_tensor_retain(accumulated); /* other code may drop the gradients during the addition */
     fct_grad_take(p->unsharded, &grad);
-    FC_TRY_RAISED(fct_tensor_add(p->accumulated, grad));
+    FC_TRY_RAISED(fct_tensor_add(accumulated, grad));
 done:
     fct_tensor_release(grad);
+    fct_tensor_release(accumulated);
     return status;
 }
 

@@ -210,7 +210,7 @@ done:
  * these copies. */
 static void record_sent(fc_reducer *reducer, fct_stream stream) {
     void *error = fct_error_set_aside();
-    (void)!fc_comm_record_into(reducer->base->comm, stream, &reducer->sent);
+    FC_IGNORE(fc_comm_record_into(reducer->base->comm, stream, &reducer->sent));
     fct_error_put_back(error);
 }
 

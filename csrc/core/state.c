@@ -97,7 +97,7 @@ static fc_status verify_iteration(const fc_iteration *it, fc_status status) {
 #ifndef NDEBUG
     for (size_t i = 0; i < it->count; i++) {
         if (it->states[i]->comm != NULL) {
-            (void)!verify_state(it->states[i], FC_OK);
+            FC_IGNORE(verify_state(it->states[i], FC_OK));
         }
     }
 #else
@@ -114,9 +114,11 @@ static fc_status visit_states(struct fc_state *const *states, size_t count, bool
                               fc_visit visit) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < count; i++) {
-        const size_t groups = states[i]->group_count;
-        for (size_t j = 0; j < groups; j++) {
-            FC_TRY(visit(states[i]->groups[reverse ? groups - 1 - j : j]));
+        /* A visit may replace the array. The former array is freed later. */
+        fc_group *const *groups = states[i]->groups;
+        const size_t group_count = states[i]->group_count;
+        for (size_t j = 0; j < group_count; j++) {
+            FC_TRY(visit(groups[reverse ? group_count - 1 - j : j]));
         }
     }
 done:
@@ -190,8 +192,9 @@ static fc_status finish_group(fc_group *g, bool records) {
 
 static fc_status finish_groups(fc_state *s) {
     fc_status status = FC_OK;
+    fc_group *const *groups = s->groups; /* a hook of a gradient may replace the array */
     for (size_t i = s->group_count; i-- > 0;) {
-        fc_group *g = s->groups[i];
+        fc_group *g = groups[i];
         if (g->training_state != FC_POST_BACKWARD) {
             FC_TRY(finish_group(g, s->iteration->records));
         }
@@ -339,9 +342,9 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
     assert(it->count == 0 || it->states != NULL);
     fc_status status = FC_OK;
     for (size_t i = 0; i < it->count; i++) {
-        fc_state *s = it->states[i];
-        for (size_t j = s->group_count; j-- > 0;) {
-            fc_group *g = s->groups[j];
+        fc_group *const *groups = it->states[i]->groups;
+        for (size_t j = it->states[i]->group_count; j-- > 0;) {
+            fc_group *g = groups[j];
             if (!g->deferred || !g->settings.reduce_grads) {
                 continue;
             }

@@ -49,6 +49,9 @@ typedef enum fc_status {
         }                                                                                          \
     } while (0)
 
+/* Drops the status of a call that cannot fail, or that may fail without an effect on the caller. */
+#define FC_IGNORE(call) ((void)!(call))
+
 /* Storage for the message of a failure. The caller owns the storage. Each comm context has one
  * fc_error for all of its groups. */
 typedef struct fc_error {

@@ -99,10 +99,13 @@ static int add_to_grad(fcpy_param *self, const fct_tensor *local) {
     if (grad == NULL) {
         return -1;
     }
-    if (!PyObject_IsInstance(grad, self->mod->bound.dtensor_class)) {
-        PyErr_Format(PyExc_AssertionError,
-                     "Expected fsdp_param.sharded_param.grad to be DTensor, got %R",
-                     (PyObject *)Py_TYPE(grad));
+    const int is_dtensor = PyObject_IsInstance(grad, self->mod->bound.dtensor_class);
+    if (is_dtensor <= 0) {
+        if (is_dtensor == 0) {
+            PyErr_Format(PyExc_AssertionError,
+                         "Expected fsdp_param.sharded_param.grad to be DTensor, got %R",
+                         (PyObject *)Py_TYPE(grad));
+        }
         goto done;
     }
     target = PyObject_GetAttr(grad, self->mod->names._local_tensor);
@@ -303,7 +306,7 @@ static int callback_reduce_hook(void *owner, fct_tensor *row) {
 static int callback_raise_plan_difference(void *owner, const char *process_group,
                                           const fct_plan_result *result) {
     fcpy_group *self = (fcpy_group *)owner;
-    (void)!fcpy_drop_result(PyObject_CallMethod(
+    (void)fcpy_drop_result(PyObject_CallMethod(
         (PyObject *)self, "_raise_plan_difference", "sLKK", process_group, (long long)result->rank,
         (unsigned long long)result->hashes[0], (unsigned long long)result->hashes[1]));
     return -1;

@@ -5,8 +5,9 @@
  * may use a state one after the other, and a forward may call other sharded modules from threads
  * that it starts. A call is refused only if the other thread uses the same state, or runs a
  * backward under the same root. Autograd's device threads recompute forwards and run hooks for the
- * thread that called backward. A backward runs while autograd holds its end-of-backward callback
- * (callback_counted). Pipeline schedules set callback_queued themselves, to prevent that callback.
+ * thread that called backward. A backward runs while autograd holds its end-of-backward callback:
+ * callback_counted is true, and the backward is not lost. Pipeline schedules set callback_queued
+ * themselves, to prevent that callback.
  *
  * Tracers that run the model on tensors without memory are refused too, because the group would
  * keep the gathered fake tensors. All checks come before the state changes, so a refused call does
@@ -78,9 +79,10 @@ int fcpy_check_forward_thread(fcpy_state *self) {
     if (in_forward && self->thread != this_thread && !fct_in_backward()) {
         return raise_concurrent_use(self, "forward");
     }
-    if (iteration != NULL && iteration->core.callback_counted &&
-        iteration->backward_thread != this_thread && iteration->forward_thread != this_thread &&
-        !fct_in_backward()) {
+    const bool in_backward = iteration != NULL && iteration->core.callback_counted &&
+                             !fc_iteration_is_lost(&iteration->core);
+    if (in_backward && iteration->backward_thread != this_thread &&
+        iteration->forward_thread != this_thread && !fct_in_backward()) {
         return raise_concurrent_use(self, "backward");
     }
     const bool begins_iteration = iteration != NULL && iteration->core.forward_root == NULL;

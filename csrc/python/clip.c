@@ -152,6 +152,9 @@ PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    if (fcpy_check_bound(mod) != 0) {
+        return NULL;
+    }
     PyObject *locals = PyList_New(0), *kinds = PyList_New(0), *indices = PyList_New(0);
     PyObject *result = NULL;
     if (locals != NULL && kinds != NULL && indices != NULL &&
@@ -359,8 +362,8 @@ static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
     return failed;
 }
 
-/* Computes the total norm over all ranks. Requires a successful call of store_addresses()
- * immediately before. */
+/* Computes the total norm over all ranks. Requires a successful call of store_addresses() before,
+ * and that no Python code runs in between, because such code may free the tensors. */
 static int compute_total_norm(const gradients *g, float *total) {
     fct_tensor *buffer = NULL;
     fck_floats norms;
@@ -455,10 +458,10 @@ PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t na
         return NULL;
     }
     const double max_norm = PyFloat_AsDouble(args[1]);
-    const double total = PyFloat_AsDouble(args[2]);
-    const long long max_numel = PyLong_AsLongLong(args[3]);
-    const int all_or_none = PyObject_IsTrue(args[4]);
-    if (PyErr_Occurred()) {
+    const double total = PyErr_Occurred() ? 0.0 : PyFloat_AsDouble(args[2]);
+    const long long max_numel = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[3]);
+    const int all_or_none = PyErr_Occurred() ? -1 : PyObject_IsTrue(args[4]);
+    if (all_or_none < 0) {
         return NULL;
     }
     if (all_or_none && !are_floats(args[0])) {

@@ -64,8 +64,8 @@ static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* _stream_numbers(index): 0 copy-in, 1 gather, 2 reduce, 3 all-reduce stream. Returns None before
- * lazy_init(). */
+/* _stream_numbers(index): returns (stream id, device index, device type) of a stream. 0 is the
+ * copy-in, 1 the gather, 2 the reduce, 3 the all-reduce stream. Returns None before lazy_init(). */
 static PyObject *comm_stream_numbers(PyObject *obj, PyObject *arg) {
     const fc_comm_ctx *c = &((fcpy_comm *)obj)->core;
     long index = PyLong_AsLong(arg);

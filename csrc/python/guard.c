@@ -78,6 +78,16 @@ static bool type_has(PyTypeObject *type, PyObject *name, PyObject *expected) {
     return value == expected || (value == NULL && expected == Py_None);
 }
 
+/* Returns the item of a dict, borrowed, or NULL. `dict` may be NULL. A user's key may raise when it
+ * is compared with the name: the exception is dropped. */
+static PyObject *find_item(PyObject *dict, PyObject *name) {
+    PyObject *item = dict != NULL ? PyDict_GetItemWithError(dict, name) : NULL;
+    if (item == NULL) {
+        PyErr_Clear();
+    }
+    return item;
+}
+
 /* Returns the bits of the methods that are replaced on the object, on its type or on torch's class.
  * `expected` is (torch's class, (name, descriptor, function), ...) in the order of the table. The
  * type should have the descriptor (fsdp_c/_compat/guard.py), torch's class the function. None
@@ -90,7 +100,7 @@ static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method 
         PyObject *method = PyTuple_GET_ITEM(expected, i);
         PyObject *name = PyTuple_GET_ITEM(method, 0);
         PyObject *function = PyTuple_GET_ITEM(method, 2);
-        PyObject *attribute = dict != NULL ? PyDict_GetItemWithError(dict, name) : NULL;
+        PyObject *attribute = find_item(dict, name);
         bool same = attribute != NULL ? is_own_method(attribute, obj, function)
                                       : type_has(Py_TYPE(obj), name, PyTuple_GET_ITEM(method, 1)) &&
                                             type_has(torch_class, name, function);
@@ -130,8 +140,8 @@ uint32_t fcpy_state_overrides(fcpy_state *self) {
 static uint32_t entry_bits(PyObject *entry) {
     PyObject *place = PyTuple_GET_ITEM(entry, 0);
     PyObject *name = PyTuple_GET_ITEM(entry, 1);
-    PyObject *value = PyType_Check(place) ? _PyType_Lookup((PyTypeObject *)place, name)
-                                          : PyDict_GetItemWithError(place, name);
+    PyObject *value =
+        PyType_Check(place) ? _PyType_Lookup((PyTypeObject *)place, name) : find_item(place, name);
     bool same = value == PyTuple_GET_ITEM(entry, 2) || value == PyTuple_GET_ITEM(entry, 3);
     return same ? 0 : (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(entry, 4));
 }

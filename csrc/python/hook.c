@@ -34,7 +34,7 @@ static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *ar
         return NULL;
     }
     if (self->modules != Py_None && PySet_GET_SIZE(self->state->modules_to_run) == 0) {
-        if (fcpy_drop_result(PyObject_CallMethod(self->state->modules_to_run, "update", "O",
+        if (fcpy_drop_result(PyObject_CallMethod(self->state->modules_to_run, "update", "(O)",
                                                  self->modules)) != 0) {
             return NULL;
         }

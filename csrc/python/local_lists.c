@@ -126,15 +126,6 @@ static int convert_list(conversion *c, PyObject *values, PyObject **converted) {
     return *converted == NULL ? -1 : result;
 }
 
-/* Returns -1 with an exception if bind() has not stored the class DTensor, else 0. */
-static int check_bound(const fcpy_module *mod) {
-    if (mod->bound.dtensor_class == NULL) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: _C.bind() has not been called");
-        return -1;
-    }
-    return 0;
-}
-
 PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 3 || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) == 0 ||
         !PyDict_Check(args[1])) {
@@ -149,7 +140,7 @@ PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t n
         }
     }
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
-    if (check_bound(mod) != 0) {
+    if (fcpy_check_bound(mod) != 0) {
         return NULL;
     }
     conversion c = {mod, PyTuple_GET_ITEM(args[0], 0), args[1], args[2], {NULL, NULL}};
@@ -263,7 +254,7 @@ PyObject *fcpy_local_group(PyObject *module, PyObject *const *args, Py_ssize_t n
                         "local_group expects (list of parameters, dict, tuple, dict, function)");
         return NULL;
     }
-    if (check_bound(mod) != 0) {
+    if (fcpy_check_bound(mod) != 0) {
         return NULL;
     }
     conversion c = {mod, args[0], args[3], args[4], {NULL, NULL}};

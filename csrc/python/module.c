@@ -1,5 +1,6 @@
 /* The extension module: its functions and its state (types, interned names, bound Python
- * functions). It has no global state. */
+ * functions). Each import of the extension creates a module state. The records of collectives, the
+ * files of signals (recorder.c) and the pool of buffers exist once per process. */
 #include "../bridge/error.h"
 #include "../bridge/pyobject.h"
 #include "../core/plan.h"

@@ -1,4 +1,4 @@
-/* Finds the module state of a type. */
+/* Finds the module state of a type, and checks whether it is bound. */
 #include "objects.h"
 
 const char fcpy_module_name[] = "fsdp_c._C";
@@ -18,4 +18,12 @@ fcpy_module *fcpy_module_of(PyTypeObject *type) {
     }
     PyErr_SetString(PyExc_TypeError, "the type must derive from a type of fsdp_c._C");
     return NULL;
+}
+
+int fcpy_check_bound(const fcpy_module *mod) {
+    if (mod->bound.dtensor_class == NULL) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: _C.bind() has not been called");
+        return -1;
+    }
+    return 0;
 }

@@ -1,10 +1,10 @@
 /* The structs of the Python-visible types, which wrap the core's structs, and the lookup of a
  * type's module state.
  *
- * Each object embeds its core struct and owns the Python references that the core borrows. A
- * ParamGroup keeps its Params and CommContext alive, a State its groups, prefetch targets and
- * contexts. The garbage collector breaks cycles. Every object points to its module state, and types
- * keep the module alive. So there is no static PyObject. */
+ * Each object except a Hook embeds its core struct, and owns the Python references that the core
+ * borrows. A ParamGroup keeps its Params and CommContext alive, a State its groups, prefetch
+ * targets and contexts. The garbage collector breaks cycles. Every object points to its module
+ * state, and types keep the module alive. So there is no static PyObject. */
 #ifndef FSDP_C_PYTHON_OBJECTS_H
 #define FSDP_C_PYTHON_OBJECTS_H
 
@@ -209,6 +209,9 @@ typedef struct fcpy_state {
 extern const char fcpy_module_name[];
 /* Returns the module state of a type or of one of its bases, or NULL with TypeError. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
+
+/* Returns 0 if bind() has stored torch's classes in the module state, else -1 with SystemError. */
+int fcpy_check_bound(const fcpy_module *mod);
 
 /* Drops the result of a call. Returns 0, or -1 if the call raised. */
 static inline int fcpy_drop_result(PyObject *result) {

@@ -36,13 +36,13 @@ static PyObject *param_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 /* Stores a sequence of integers in `shape`. Returns its length, or -1 with an exception. */
 static int parse_sizes(PyObject *sizes, int64_t shape[64]) {
-    PyObject *items = PySequence_Fast(sizes, "sizes must be a sequence of integers");
+    PyObject *items = PySequence_Tuple(sizes); /* __index__ of an item may change a list */
     if (items == NULL) {
         return -1;
     }
-    Py_ssize_t ndim = PySequence_Fast_GET_SIZE(items);
-    for (Py_ssize_t i = 0; i < ndim && ndim <= 64; i++) {
-        shape[i] = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items, i));
+    Py_ssize_t ndim = PyTuple_GET_SIZE(items);
+    for (Py_ssize_t i = 0; i < ndim && ndim <= 64 && !PyErr_Occurred(); i++) {
+        shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(items, i));
     }
     Py_DECREF(items);
     if (PyErr_Occurred()) {
@@ -69,6 +69,11 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     long long post_forward_rank = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OiLL|O", keywords, &sizes, &dim, &world, &rank,
                                      &forward)) {
+        return -1;
+    }
+    if (forward != Py_None && !PyTuple_Check(forward)) {
+        PyErr_Format(PyExc_TypeError, "forward must be a tuple (world, rank), not %s",
+                     Py_TYPE(forward)->tp_name);
         return -1;
     }
     if (forward != Py_None &&
@@ -378,13 +383,20 @@ static PyObject *register_sharded(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+/* Another call that is in progress, also of another thread, may use the gradients. */
+static void drop_held_grads(fcpy_param *self) {
+    fcpy_hold_tensor(self->mod, self->core.accumulated);
+    fcpy_hold_tensor(self->mod, self->core.partial);
+    fc_param_drop_grad(&self->core);
+}
+
 static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_param *self = (fcpy_param *)obj;
     PyObject *param = self->unsharded_param;
     fcpy_hold_tensor(self->mod, self->core.unsharded);
     fcpy_defer_outputs_release(self);
-    fc_param_drop_grad(&self->core);
+    drop_held_grads(self);
     fc_param_forget_unsharded(&self->core);
     self->unsharded_param = NULL;
     fcpy_defer_decref(self->mod, param);
@@ -393,7 +405,7 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
 
 static PyObject *drop_grad(PyObject *obj, PyObject *unused) {
     (void)unused;
-    fc_param_drop_grad(&((fcpy_param *)obj)->core);
+    drop_held_grads((fcpy_param *)obj);
     Py_RETURN_NONE;
 }
 

@@ -168,20 +168,22 @@ static int install_handler(int signum, signal_file *file) {
     struct sigaction action = {.sa_flags = SA_SIGINFO | SA_RESTART};
     action.sa_sigaction = handle_signal;
     (void)sigemptyset(&action.sa_mask);
-    signal_file *former = signal_files[signum];
+    if (signal_files[signum] != NULL) {
+        /* An action that was installed since then stays, and may call this handler. The former file
+         * is kept, because the handler may run on another thread. */
+        file->previous = signal_files[signum]->previous;
+        signal_files[signum] = file;
+        return 0;
+    }
     if (sigaction(signum, NULL, &file->previous) != 0) {
         return -1;
     }
-    if (former != NULL) {
-        /* Drops an action that was installed since then: it may call this handler. */
-        file->previous = former->previous;
-    }
     signal_files[signum] = file;
     if (sigaction(signum, &action, NULL) != 0) {
-        signal_files[signum] = former;
+        signal_files[signum] = NULL;
         return -1;
     }
-    return 0; /* `former` is kept: the handler may run on another thread */
+    return 0;
 }
 
 PyObject *fcpy_recorder_write_on_signal(PyObject *module, PyObject *args) {

@@ -72,7 +72,7 @@ PyObject *fcpy_shard_cut(PyObject *param, PyObject *args) {
     PyObject *local = NULL;
     int dim = 0;
     fct_tensor *handles[2] = {NULL, NULL};
-    if (!PyArg_ParseTuple(args, "Oi", &whole, &dim)) {
+    if (fcpy_check_bound(self->mod) != 0 || !PyArg_ParseTuple(args, "Oi", &whole, &dim)) {
         return NULL;
     }
     fct_tensor *tensor = fct_py_tensor(whole);
@@ -134,6 +134,9 @@ static int bump_group(const fcpy_module *mod, PyObject *group) {
 
 PyObject *fcpy_count_step(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    if (fcpy_check_bound(mod) != 0) {
+        return NULL;
+    }
     if (count < 1) {
         PyErr_SetString(PyExc_TypeError, "count_step: an optimizer was expected");
         return NULL;

@@ -195,9 +195,12 @@ static PyObject *get_training(PyObject *obj, void *closure) {
 
 static int set_training(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
-    as_state(obj)->thread = PyThread_get_thread_ident();
-    return fcpy_parse_training_state(as_state(obj)->mod, value,
-                                     &as_state(obj)->core.training_state);
+    fcpy_state *self = as_state(obj);
+    if (fcpy_parse_training_state(self->mod, value, &self->core.training_state) != 0) {
+        return -1;
+    }
+    self->thread = PyThread_get_thread_ident();
+    return 0;
 }
 
 static int set_is_root(PyObject *obj, PyObject *value, void *closure) {

@@ -313,6 +313,9 @@ int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwarg
                                                              *args, *kwargs, NULL),
                                   args, kwargs);
     }
+    if (result != 0 && self->core.iteration->forward_root == &self->core) {
+        self->core.iteration->forward_root = NULL; /* the next forward moves its inputs */
+    }
     fct_profile_exit(range);
     return result;
 }

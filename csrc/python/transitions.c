@@ -120,12 +120,12 @@ static fc_status refresh(fc_group *g) {
 void fcpy_group_refresh(fcpy_group *self) {
     if (self->core.base.callbacks != NULL) {
         fcpy_guard_read(&self->mod->guard);
-        (void)!refresh(&self->core);
+        FC_IGNORE(refresh(&self->core));
     }
 }
 
 void fcpy_group_refresh_targets(const fcpy_group *self) {
-    (void)!fc_group_visit_targets(&self->core, refresh);
+    FC_IGNORE(fc_group_visit_targets(&self->core, refresh));
 }
 
 void fcpy_state_refresh(fcpy_state *self) {
@@ -134,22 +134,22 @@ void fcpy_state_refresh(fcpy_state *self) {
 
 void fcpy_state_refresh_groups(fcpy_state *self) {
     fcpy_guard_read(&self->mod->guard);
-    (void)!fc_state_visit_groups(&self->core, refresh);
+    FC_IGNORE(fc_state_visit_groups(&self->core, refresh));
 }
 
 void fcpy_state_refresh_forward_prefetch(fcpy_state *self) {
     fcpy_guard_read(&self->mod->guard);
-    (void)!fc_state_visit_forward_prefetch(&self->core, refresh);
+    FC_IGNORE(fc_state_visit_forward_prefetch(&self->core, refresh));
 }
 
 void fcpy_state_refresh_pre_backward(fcpy_state *self) {
     fcpy_guard_read(&self->mod->guard);
-    (void)!fc_state_visit_pre_backward(&self->core, refresh);
+    FC_IGNORE(fc_state_visit_pre_backward(&self->core, refresh));
 }
 
 void fcpy_state_refresh_iteration(fcpy_state *self) {
     fcpy_guard_read(&self->mod->guard);
-    (void)!fc_iteration_visit_groups(self->core.iteration, refresh);
+    FC_IGNORE(fc_iteration_visit_groups(self->core.iteration, refresh));
 }
 
 /* ---- log ---- */

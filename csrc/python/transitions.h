@@ -10,7 +10,7 @@
 
 /* Reads the guard and the group's settings. Sets fcpy_group.replaced, and in the core the table of
  * transitions, `fallbacks` and `logs`. No-op before initialization. The functions of this header
- * cannot fail. The caller has no pending exception. */
+ * set no exception. The caller has no pending exception. */
 void fcpy_group_refresh(fcpy_group *self);
 /* Refreshes the groups that the group's backward prefetches. Requires a call of
  * fcpy_group_refresh() before, which reads the guard. */

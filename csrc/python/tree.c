@@ -9,9 +9,12 @@
 
 enum { MAX_FLAT = 64 }; /* tensors in args and kwargs */
 
-/* The chosen tensors of flat args and kwargs: none of their items is a container. */
+/* The chosen tensors of flat args and kwargs: none of their items is a container. All references
+ * are borrowed from args and kwargs. */
 typedef struct fcpy_flat {
-    PyObject *tensors[MAX_FLAT]; /* borrowed */
+    PyObject *tensors[MAX_FLAT];
+    PyObject *keys[MAX_FLAT];       /* keys in kwargs; NULL for tensors of args */
+    Py_ssize_t positions[MAX_FLAT]; /* positions in args */
     Py_ssize_t count;
 } fcpy_flat;
 
@@ -47,13 +50,16 @@ static bool choose_grad(PyObject *tensor, fct_dtype dtype) {
 
 /* Adds the item if it is a chosen tensor. Returns false if the item is a container, or if there are
  * MAX_FLAT tensors already. */
-static bool collect_item(PyObject *item, choose_fn choose, fct_dtype dtype, fcpy_flat *flat) {
+static bool collect_item(PyObject *item, PyObject *key, Py_ssize_t position, choose_fn choose,
+                         fct_dtype dtype, fcpy_flat *flat) {
     int kind = leaf_kind(item);
     if (kind == 0 || flat->count == MAX_FLAT) {
         return false;
     }
     if (kind == 2 && choose(item, dtype)) {
-        flat->tensors[flat->count++] = item;
+        flat->tensors[flat->count] = item;
+        flat->keys[flat->count] = key;
+        flat->positions[flat->count++] = position;
     }
     return true;
 }
@@ -67,7 +73,7 @@ static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct
         return false;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) {
-        if (!collect_item(PyTuple_GET_ITEM(args, i), choose, dtype, flat)) {
+        if (!collect_item(PyTuple_GET_ITEM(args, i), NULL, i, choose, dtype, flat)) {
             return false;
         }
     }
@@ -75,48 +81,48 @@ static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct
     PyObject *item = NULL;
     Py_ssize_t position = 0;
     while (PyDict_Next(kwargs, &position, &key, &item)) {
-        if (!collect_item(item, choose, dtype, flat)) {
+        if (!collect_item(item, key, 0, choose, dtype, flat)) {
             return false;
         }
     }
     return true;
 }
 
-/* Makes new args and kwargs in which the tensors of `replacements` (borrowed) replace the chosen
- * tensors, in the order of collect_flat. */
-static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fct_dtype dtype,
-                        PyObject *const *replacements) {
-    Py_ssize_t next = 0;
-    Py_ssize_t count = PyTuple_GET_SIZE(*args);
+/* Replaces args and kwargs by copies. Python code that runs before replace_flat() may change the
+ * caller's kwargs, but not the copies. */
+static int copy_flat(PyObject **args, PyObject **kwargs) {
+    const Py_ssize_t count = PyTuple_GET_SIZE(*args);
     PyObject *new_args = PyTuple_New(count);
-    PyObject *new_kwargs = NULL;
-    if (new_args == NULL) {
+    PyObject *new_kwargs = new_args != NULL ? PyDict_Copy(*kwargs) : NULL;
+    if (new_kwargs == NULL) {
+        Py_XDECREF(new_args);
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PyTuple_GET_ITEM(*args, i);
-        if (leaf_kind(item) == 2 && choose(item, dtype)) {
-            item = replacements[next++];
-        }
-        Py_INCREF(item);
-        PyTuple_SET_ITEM(new_args, i, item);
-    }
-    new_kwargs = PyDict_Copy(*kwargs);
-    PyObject *key = NULL;
-    PyObject *item = NULL;
-    Py_ssize_t position = 0;
-    while (new_kwargs != NULL && PyDict_Next(*kwargs, &position, &key, &item)) {
-        if (leaf_kind(item) == 2 && choose(item, dtype) &&
-            PyDict_SetItem(new_kwargs, key, replacements[next++]) != 0) {
-            Py_CLEAR(new_kwargs);
-        }
-    }
-    if (new_kwargs == NULL) {
-        Py_DECREF(new_args);
-        return -1;
+        PyTuple_SET_ITEM(new_args, i, Py_NewRef(PyTuple_GET_ITEM(*args, i)));
     }
     Py_SETREF(*args, new_args);
     Py_SETREF(*kwargs, new_kwargs);
+    return 0;
+}
+
+/* Replaces the chosen tensors in the copies of copy_flat() by `replacements` (borrowed). */
+static int replace_flat(PyObject *args, PyObject *kwargs, const fcpy_flat *flat,
+                        PyObject *const *replacements) {
+    for (Py_ssize_t i = 0; i < flat->count; i++) {
+        PyObject *new_item = Py_NewRef(replacements[i]);
+        if (flat->keys[i] == NULL) {
+            PyObject *old_item = PyTuple_GET_ITEM(args, flat->positions[i]);
+            PyTuple_SET_ITEM(args, flat->positions[i], new_item);
+            Py_DECREF(old_item);
+            continue;
+        }
+        const int failed = PyDict_SetItem(kwargs, flat->keys[i], new_item);
+        Py_DECREF(new_item);
+        if (failed) {
+            return -1;
+        }
+    }
     return 0;
 }
 
@@ -199,6 +205,9 @@ int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObjec
     if (flat.count == 0) {
         return 0;
     }
+    if (copy_flat(args, kwargs) != 0) {
+        return -1;
+    }
     int result = -1;
     for (Py_ssize_t i = 0; i < flat.count; i++) {
         replacements[i] = cast_tensor(flat.tensors[i], dtype);
@@ -206,7 +215,7 @@ int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObjec
             goto done;
         }
     }
-    result = replace_flat(args, kwargs, is_floating, dtype, replacements);
+    result = replace_flat(*args, *kwargs, &flat, replacements);
 done:
     clear_all(replacements, flat.count);
     return result;
@@ -315,10 +324,11 @@ int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, Py
     if (flat.count == 0) {
         return 0;
     }
-    if (pass_through_node(hook, flat.tensors, flat.count, replacements) != 0) {
+    if (copy_flat(args, kwargs) != 0 ||
+        pass_through_node(hook, flat.tensors, flat.count, replacements) != 0) {
         return -1;
     }
-    int result = replace_flat(args, kwargs, choose_grad, FCT_NO_DTYPE, replacements);
+    int result = replace_flat(*args, *kwargs, &flat, replacements);
     clear_all(replacements, flat.count);
     return result;
 }

@@ -132,6 +132,11 @@ while not calls:
     time.sleep(0.01)
 assert not os.path.exists(sys.argv[1] + "/a")
 assert os.path.getsize(sys.argv[1] + "/b") == 6 + 4096 * 128
+_C.recorder_write_on_signal(signal.SIGUSR1, sys.argv[1] + "/a", b"header")
+signal.signal(signal.SIGUSR1, lambda *unused: calls.append(2))  # replaces the handler
+_C.recorder_write_on_signal(signal.SIGUSR1, sys.argv[1] + "/b", b"header")
+signal.raise_signal(signal.SIGUSR1)
+assert calls == [1, 2]
 _C.recorder_write_on_signal(signal.SIGABRT, sys.argv[1] + "/c", b"header")
 os.abort()
 """

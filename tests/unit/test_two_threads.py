@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import fully_shard
@@ -194,6 +195,36 @@ def test_step_after_reset_iter_state_in_another_thread_trains(
     model.reset_iter_state()
     step(model)
     assert_gradients_of_steps(model, 1)
+
+
+def test_step_after_failed_backward_of_another_thread_trains(
+    single_group: int, pool: ThreadPoolExecutor
+) -> None:
+    model = make_sharded_model(backward=True)
+
+    def fail(unused: Any) -> None:
+        raise ValueError
+
+    model[1].block_if_armed = fail
+    with pytest.raises(ValueError):
+        pool.submit(step, model).result(TIMEOUT)
+    del model[1].block_if_armed
+    model.zero_grad()
+    step(model)
+    assert_gradients_of_steps(model, 1)
+
+
+def test_wrong_training_state_from_another_thread_changes_nothing(
+    single_group: int, pool: ThreadPoolExecutor
+) -> None:
+    model = make_sharded_model()
+    step(model)
+    state = model._get_fsdp_state()
+    state._training_state = TrainingState.FORWARD
+    with pytest.raises(TypeError, match="expected a TrainingState"):
+        pool.submit(setattr, state, "_training_state", 1).result(TIMEOUT)
+    with pytest.raises(RuntimeError, match="another thread is in the forward"):
+        pool.submit(loss_of, model).result(TIMEOUT)
 
 
 class RunsUnitsInThreads(nn.Module):

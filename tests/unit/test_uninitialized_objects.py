@@ -6,6 +6,8 @@ Random programs (``tests/faults/workers/fuzz.py``) found these cases.
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -65,6 +67,72 @@ def test_use_of_uninitialized_group_raises() -> None:
     with pytest.raises(RuntimeError, match="not initialized"):
         state._fsdp_param_groups = [uninitialized]
     assert state._fsdp_param_groups == []
+
+
+def test_function_of_module_without_bind_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second import of the extension makes a module of its own."""
+    monkeypatch.delitem(sys.modules, "fsdp_c._C")
+    unbound = importlib.import_module("fsdp_c._C")
+    monkeypatch.undo()
+    assert unbound is not _C
+    param: Any = unbound.Param((4,), 0, 1, 0)
+    param._sharding_spec = 1
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1)
+    for function, *args in (
+        (unbound.clip_collect, [torch.zeros(2)], False),
+        (unbound.count_step, optimizer),
+        (param._cut, torch.zeros(4), 0),
+    ):
+        with pytest.raises(SystemError, match=r"bind\(\) has not been called"):
+            function(*args)
+
+
+class Index:
+    """Calls ``action`` where an index is expected."""
+
+    def __init__(self, action: Any) -> None:
+        self.action = action
+
+    def __index__(self) -> int:
+        self.action()
+        return 2
+
+
+def raise_key_error() -> None:
+    raise KeyError
+
+
+def test_sizes_that_raise_or_change_their_list_do_not_crash() -> None:
+    calls: list[int] = []
+    with pytest.raises(KeyError):
+        _C.Param([Index(raise_key_error), Index(lambda: calls.append(1))], 0, 1, 0)
+    assert calls == []
+    sizes: list[Any] = [2] * 40
+    sizes[0] = Index(sizes.clear)
+    assert _C.Param(sizes, 0, 1, 0).rows == 2
+    with pytest.raises(TypeError, match="forward must be a tuple"):
+        _C.Param([4], 0, 1, 0, [1, 0])
+
+
+def test_clip_scale_stops_at_the_first_argument_that_raises() -> None:
+    calls: list[int] = []
+
+    class Number:
+        def __float__(self) -> float:
+            calls.append(1)
+            return 1.0
+
+    with pytest.raises(TypeError):
+        _C.clip_scale([], "x", Number(), 1, False)
+    assert calls == []
+
+
+def test_hook_with_a_tuple_of_modules_adds_the_modules_to_the_state() -> None:
+    state = _C.State()
+    hook = _C.Hook(state, False, print, ("first", "second"))
+    with pytest.raises(RuntimeError, match="the FSDP state is not initialized"):
+        hook(None, (), {})
+    assert state._modules_to_run_forward == {"first", "second"}
 
 
 def test_group_of_uninitialized_or_foreign_parameters_raises() -> None:
