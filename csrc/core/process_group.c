@@ -81,9 +81,10 @@ static fc_status add_context(const fc_process_group *pg, const char *modules, in
 }
 
 /* Sets unit and name of the label. The unit is a hash of the plan, the number of the root and the
- * name. Without a plan the function returns early, and the label stays unknown. */
+ * name. Without a root there is no name. If the guard is off, the label stays unknown. */
 static void name_label(const fc_process_group *pg, const char *modules, fct_op_label *label) {
-    label->unit = 0;
+    label->unit = pg->plan == FCT_PLAN_UNKNOWN ? FCT_LABEL_NO_ROOT : 0;
+    label->name[0] = '\0';
     if (pg->plan <= FCT_PLAN_UNKNOWN) {
         return;
     }
@@ -92,7 +93,7 @@ static void name_label(const fc_process_group *pg, const char *modules, fct_op_l
     for (; *end != '\0'; end++) {
         hash = fct_hash_add(hash, (uint8_t)*end);
     }
-    label->unit = hash != 0 ? hash : 1;
+    label->unit = hash > FCT_LABEL_NO_ROOT ? hash : FCT_LABEL_NO_ROOT + 1;
     const size_t length = (size_t)(end - modules);
     const size_t kept = length < sizeof label->name ? length : sizeof label->name - 1;
     memcpy(label->name, end - kept, kept);

@@ -58,6 +58,7 @@ static void describe_difference(const fct_op_label *label, const fct_op_label *p
     char params[96];
     text[0] = '\0';
     if (strncmp(label->name, peer->name, sizeof label->name) != 0 ||
+        (label->unit == FCT_LABEL_NO_ROOT) != (peer->unit == FCT_LABEL_NO_ROOT) ||
         (label->divisor == 0) != (peer->divisor == 0)) {
         return; /* other units, or a gather and a reduction */
     }
@@ -91,8 +92,11 @@ void op_label_describe(const fct_op_label *label, const fct_op_label *peer, fct_
     assert(kind <= FCT_OP_ALL_REDUCE);
     own.name[sizeof own.name - 1] = other.name[sizeof other.name - 1] = '\0';
     describe_difference(&own, &other, difference, sizeof difference);
-    const bool is_root = own.name[0] == '\0';
+    const bool is_named = own.name[0] != '\0';
+    const char *unnamed = own.unit == FCT_LABEL_NO_ROOT
+                              ? "a unit before the first forward of its root"
+                              : "the root's unit";
     (void)snprintf(text, bytes, "rank %d %s %s%s%s%s (step %u, %s)", rank, verbs[kind],
-                   is_root ? "the root's unit" : "'", own.name, is_root ? "" : "'", difference,
+                   is_named ? "'" : unnamed, own.name, is_named ? "'" : "", difference,
                    (unsigned)own.step, fct_pass_name(own.pass));
 }

@@ -17,6 +17,10 @@ static inline const char *fct_pass_name(uint32_t pass) {
 
 enum { FCT_LABEL_NAME_BYTES = 48 };
 
+/* The value of `unit` in a label of a unit that is gathered before the first forward of its root.
+ * It has no name yet. */
+enum { FCT_LABEL_NO_ROOT = 1 };
+
 /* The part of a tag that ranks compare: `unit`, `params` and `contents`. The other fields are for
  * messages. Step and pass may differ: a rank may call unshard() where another rank runs forward. */
 typedef struct fct_op_label {

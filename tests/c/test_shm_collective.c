@@ -297,6 +297,10 @@ static void label_text_names_the_difference(void **state) {
     b.unit = 6;
     op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
     assert_non_null(strstr(text, " of another model "));
+    other.unit = FCT_LABEL_NO_ROOT;
+    op_label_describe(&other, &gather, FCT_OP_ALL_GATHER, 3, text, sizeof text);
+    assert_string_equal(text, "rank 3 gathers a unit before the first forward of its root (step 0, "
+                              "forward)");
     memset(b.name, 'x', sizeof b.name); /* not terminated: memory of a peer */
     b.params = UINT64_MAX;
     op_label_describe(&b, &a, FCT_OP_ALL_GATHER, 3, text, sizeof text);

@@ -44,8 +44,6 @@ def collect(steps: int, world: int) -> list[dict[str, tuple[str, int, float]]]:
         for name in agreement.KINDS
         for steps in (0, 5)
         for world in (2, 3)
-        # A unit that is unsharded before its root has run has no plan.
-        if steps > 0 or name != "explicit unshard"
     ],
 )
 def test_other_collective_of_equal_size_raises_on_all_ranks_before_the_optimizer_step(
@@ -60,6 +58,8 @@ def test_other_collective_of_equal_size_raises_on_all_ranks_before_the_optimizer
             continue
         first, _, second = text.partition(f", rank {world - 1} ")
         assert first.startswith("collective mismatch: rank 0 ")
+        if steps == 0 and name == "explicit unshard":
+            assert "gathers a unit before the first forward of its root" in second
         if steps > 0:
             own, other = NAMED[name]
             assert own in first
