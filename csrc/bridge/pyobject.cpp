@@ -33,6 +33,13 @@ bool is_plain_local(const at::Tensor &local) {
            !local.is_neg();
 }
 
+/* Whether torch's setter of `.grad` refuses `grad` for its dtype. A `grad_dtype` of None accepts
+ * all dtypes. */
+bool refuses_grad_dtype(const at::Tensor &tensor, const at::Tensor &grad) {
+    const c10::ScalarType dtype = grad.scalar_type();
+    return tensor.grad_dtype().value_or(dtype) != dtype;
+}
+
 /* A tensor like `local` whose storage has a size but no memory. torch distinguishes aliases of such
  * tensors by their storages. */
 at::Tensor tensor_without_memory(const at::Tensor &local, c10::IntArrayRef sizes,
@@ -152,8 +159,10 @@ int fct_py_set_grad(PyObject *param, PyObject *grad) {
             if (tensor.grad().defined()) {
                 old = std::exchange(tensor.mutable_grad(), at::Tensor());
             }
-        } else {
+        } else if (!refuses_grad_dtype(tensor, THPVariable_Unpack(grad))) {
             old = std::exchange(tensor.mutable_grad(), THPVariable_Unpack(grad));
+        } else if (PyObject_SetAttrString(param, "grad", grad) != 0) {
+            fct::throw_python_error();
         }
     });
 }

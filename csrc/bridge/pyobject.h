@@ -31,8 +31,8 @@ FCT_CHECK int fct_py_wrapper(const fct_tensor *local, struct _object *type, cons
 /* torch.Tensor.grad of param, even if the class of param overrides `grad`. New reference; None if
  * there is no gradient. */
 FCT_CHECK int fct_py_grad(struct _object *param, struct _object **out);
-/* param.grad = grad without the checks of the Python setter. Both are torch.Tensor objects. A NULL
- * `grad` sets None. */
+/* param.grad = grad. Both are torch.Tensor objects. A NULL `grad` sets None. Of the checks of the
+ * Python setter, only that of param.grad_dtype is made: it raises torch's RuntimeError. */
 FCT_CHECK int fct_py_set_grad(struct _object *param, struct _object *grad);
 /* Borrows the dict of param's post-accumulate-grad hooks. Returns NULL without an exception if
  * param has no hooks. Does not call __torch_function__. */

@@ -183,6 +183,12 @@ void fct_tensor_bump(fct_tensor *t) {
     }
 }
 
+void fct_tensor_share_version(fct_tensor *t, const fct_tensor *other) {
+    if (!impl(t)->is_inference() && !impl(other)->is_inference()) {
+        impl(t)->set_version_counter(impl(other)->version_counter());
+    }
+}
+
 bool fct_tensor_is_view(const fct_tensor *t) {
     try {
         return Borrowed(t)->is_view();
@@ -284,11 +290,11 @@ int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length, in
         sizes.at(static_cast<size_t>(dim)) = padded;
         const at::Tensor memory =
             length == padded ? source.new_empty(sizes) : source.new_zeros(sizes);
-        at::Tensor unpadded = memory.narrow(dim, 0, length);
+        at::Tensor unpadded = memory.narrow(dim, 0, length).detach(); /* detach returns no view */
         if (source.numel() > 0) {
             unpadded.copy_(source);
         }
-        at::Tensor flat = unpadded.as_strided({memory.numel()}, {1}, unpadded.storage_offset());
+        at::Tensor flat = memory.view({memory.numel()});
         *local = new_handle(std::move(unpadded));
         *row = new_handle(std::move(flat));
     });

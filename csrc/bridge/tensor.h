@@ -43,6 +43,8 @@ bool fct_tensor_is_view(const fct_tensor *t);
 uint32_t fct_tensor_version(const fct_tensor *t);
 /* Bumps the version after a write through a raw pointer. No-op for inference tensors. */
 void fct_tensor_bump(fct_tensor *t);
+/* Makes `t` use the version counter of `other`. No-op if one of them is an inference tensor. */
+void fct_tensor_share_version(fct_tensor *t, const fct_tensor *other);
 
 /* Whether two tensors have equal sizes, strides, offset, dtype, device, dispatch keys and storage
  * size. */
@@ -74,9 +76,9 @@ FCT_CHECK int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 /* New tensor of zeros, like t in shape, dtype and device. */
 FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
 /* Copies t.narrow(dim, start, length) to new memory, padded with zeros to `padded` along `dim`.
- * *local: new, the copy without padding. *row: new, the whole memory, 1-D. The two tensors are
- * views that share one version counter. Unlike the functions above, the call runs through all
- * dispatch keys, with grad mode off. */
+ * *local: new, the copy without padding; no view, so that it can be changed in place like other
+ * leaves. *row: new, the whole memory, 1-D. The two tensors share one version counter. Unlike the
+ * functions above, the call runs through all dispatch keys, with grad mode off. */
 FCT_CHECK int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length,
                              int64_t padded, fct_tensor **local, fct_tensor **row);
 /* dst.copy_(src). Casts. */

@@ -6,13 +6,21 @@
 
 /* ---- memory ---- */
 
+fc_status fc_unsharded_can_alias(const fc_group_base *base, bool *can) {
+    assert(base->comm != NULL);
+    fc_status status = FC_OK;
+    *can = base->shard.world == 1 && !fc_group_base_uses_fallback(base, FC_FALLBACK_GATHER);
+    for (size_t i = 0; *can && i < base->count; i++) {
+        FC_TRY(fc_param_can_alias(base->params[i], base->device, can, &base->comm->error));
+    }
+done:
+    return status;
+}
+
 fc_status fc_unsharded_alias(fc_group_base *base, bool *all) {
     assert(base->shard.world == 1);
     fc_status status = FC_OK;
-    *all = true;
-    for (size_t i = 0; *all && i < base->count; i++) {
-        FC_TRY(fc_param_can_alias(base->params[i], base->device, all, &base->comm->error));
-    }
+    FC_TRY(fc_unsharded_can_alias(base, all));
     for (size_t i = 0; *all && i < base->count; i++) {
         FC_TRY(fc_param_alias_flat(base->params[i]));
         base->params[i]->aliased_version = fc_group_base_version_of(base, base->params[i]);

@@ -10,6 +10,9 @@
 #include "group_base.h"
 #include "plan.h"
 
+/* Sets *can if the next gather makes the unsharded parameters aliases of their shards: the group
+ * has one rank and no fallback, and every parameter can be an alias. */
+FC_CHECK fc_status fc_unsharded_can_alias(const fc_group_base *base, bool *can);
 /* Makes the unsharded parameters of a group of one rank aliases of their shards. Sets *all to
  * false and creates no alias if a parameter cannot be an alias. The check runs first, because
  * creating and discarding an alias would replace the parameter's autograd leaf. */

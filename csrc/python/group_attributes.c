@@ -2,6 +2,7 @@
 #include "group_attributes.h"
 
 #include "../core/bucket.h"
+#include "../core/unsharded.h"
 #include "attributes.h"
 #include "check_initialized.h"
 #include "deferred_decref.h"
@@ -166,6 +167,22 @@ static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
+/* Adopts replaced shards first, as a gather does. */
+static PyObject *get_aliases_shards(PyObject *obj, void *closure) {
+    (void)closure;
+    fc_group_base *base = &as_group(obj)->core.base;
+    bool can = false;
+    if (!fcpy_group_check_initialized(as_group(obj))) {
+        return NULL;
+    }
+    fcpy_group_refresh(as_group(obj));
+    fc_status status = fc_group_base_adopt_replaced_shards(base);
+    if (status == FC_OK) {
+        status = fc_unsharded_can_alias(base, &can);
+    }
+    return fcpy_group_check_status(as_group(obj), status) != 0 ? NULL : PyBool_FromLong(can);
+}
+
 /* ---- settings that select what Python code performs ---- */
 
 static int set_uses_fallback(PyObject *obj, PyObject *value, void *closure) {
@@ -326,6 +343,8 @@ PyGetSetDef fcpy_group_getset[] = {
                "Whether parameters without gradient are reduced as zeros."),
     {"_keep_unsharded_storage", fcpy_get_flag, set_keep_storage,
      "Whether resharding keeps the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
+    {"_aliases_shards", get_aliases_shards, NULL,
+     "Whether the next unshard makes the unsharded parameters aliases of the shards.", NULL},
     {"_deferred", fcpy_get_flag, NULL,
      "Whether a backward has left gradients for a later reduction.", GROUP_OFFSET(deferred)},
     {"_uses_fallback_gather", fcpy_get_flag, set_uses_fallback,

@@ -423,7 +423,7 @@ static PyMethodDef param_methods[] = {
      "plain tensor. Returns the local tensor. May be called once."},
     {"_note_shard", fcpy_shard_note, METH_NOARGS,
      "Records that _sharded_param_data is the shard in sharded_param, until that tensor is "
-     "replaced."},
+     "replaced. The two then share one version counter."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -4,7 +4,8 @@
  * Users may replace the local tensor of the sharded parameter: through `_local_tensor`, `.data` or
  * swap_tensors. Therefore the Param records pointers to the tensors (fcpy_param.shard_identity)
  * when the core receives the shard. Each gather compares the pointers first. Version counters
- * detect changed values. Optimizers do not bump version counters, so count_step does. */
+ * detect changed values: the core's tensor shares the counter of the local tensor. Optimizers do
+ * not bump version counters, so count_step does. */
 #include "shard.h"
 
 #include "../bridge/pyobject.h"
@@ -35,6 +36,10 @@ static void record_shard_identity(fcpy_param *self) {
     Py_XSETREF(self->shard_identity.local, local);
     self->shard_identity.storage = local != NULL ? fct_py_storage(local) : NULL;
     self->shard_identity.wrapper = local != NULL ? fct_py_storage(self->sharded_param) : NULL;
+    const fct_tensor *handle = local != NULL ? fct_py_tensor(local) : NULL;
+    if (handle != NULL && self->core.sharded_data != NULL) {
+        fct_tensor_share_version(self->core.sharded_data, handle);
+    }
 }
 
 PyObject *fcpy_shard_note(PyObject *param, PyObject *unused) {

@@ -116,7 +116,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         if self.offload_to_cpu and not padded.is_meta:
             padded = padded.cpu()
             padded = padded.pin_memory() if self.pin_memory else padded
-        local = padded.narrow(dim, 0, self.local_rows)
+        local = padded.narrow(dim, 0, self.local_rows).detach()  # detach() returns no view
         self.sharded_param = make_parameter(
             self.to_sharded_dtensor(local), local, param.requires_grad
         )
@@ -125,7 +125,7 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
         if self._has_sharded_grad_dtype_override:
             self.sharded_param.grad_dtype = self.sharded_grad_dtype
         self._adopted_tensor = self.sharded_param._local_tensor
-        self._sharded_param_data = self._view_with_padding(padded, self._adopted_tensor)
+        self._sharded_param_data = padded.view(-1)
         self._note_shard()
 
     def _read_grad_dtype(self, param: nn.Parameter) -> None:
@@ -204,12 +204,6 @@ class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
             dim = self.fsdp_placement.dim
             padded.narrow(dim, 0, shard.size(dim)).copy_(shard)
         return padded
-
-    def _view_with_padding(self, padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Returns a 1-D view of ``local`` with its padding and its version counter."""
-        if is_wrapper(local):
-            return padded.view(-1)
-        return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
 
     if IS_AVAILABLE:
 

@@ -157,7 +157,8 @@ class ReplaceableShard(ParamShard):
         if local is self._adopted_tensor and is_wrapper(local):
             return
         if self._is_current(local):
-            self._sharded_param_data = self._view_with_padding(self._sharded_param_data, local)
+            # A new tensor, because gathers compare its address and its version counter.
+            self._sharded_param_data = self._sharded_param_data.view(-1)
             return
         dim = self.fsdp_placement.dim
         padded, needs_pinning = local, self.pin_memory and not local.is_pinned()

@@ -242,13 +242,12 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         """Raises under ``allow_mutation_on_saved_tensors`` if parameters are freed after forward.
 
         The context identifies saved tensors by address, and clones a saved tensor when its address
-        is written. A clone of freed memory crashes the process.
+        is written. A clone of freed memory crashes the process. Aliases of shards are not freed.
         """
+        self._lazy_init()  # sets dtypes, and the root's groups to stay unsharded
         for state in self._list_all_states():
-            stays_unsharded = state is self and state._auto_reshard_after_forward
-            if not stays_unsharded and any(
-                g._reshard_after_forward for g in state._fsdp_param_groups
-            ):
+            groups = state._fsdp_param_groups
+            if any(g._reshard_after_forward and not g._aliases_shards for g in groups):
                 raise RuntimeError(
                     f"{get_class_name(state._modules[0])} is resharded after forward, and "
                     "allow_mutation_on_saved_tensors() would clone parameters that were freed\n"

@@ -96,6 +96,27 @@ static void unsharded_alias_on_one_rank_shares_shards(void **state) {
     end();
 }
 
+static void can_alias_requires_one_rank_without_fallback_and_cast(void **state) {
+    (void)state;
+    bool can = true;
+    begin(2);
+    assert_int_equal(fc_unsharded_can_alias(base, &can), FC_OK);
+    assert_false(can);
+    end();
+    begin(1);
+    assert_int_equal(fc_unsharded_can_alias(base, &can), FC_OK);
+    assert_true(can);
+    base->fallbacks = FC_FALLBACK_GATHER;
+    assert_int_equal(fc_unsharded_can_alias(base, &can), FC_OK);
+    assert_false(can);
+    base->fallbacks = 0;
+    base->params[1]->param_dtype = FCK_BFLOAT16;
+    assert_int_equal(fc_unsharded_can_alias(base, &can), FC_OK);
+    assert_false(can);
+    assert_null(base->params[0]->flat);
+    end();
+}
+
 static void check_leaves_detects_changed_shards_of_aliases(void **state) {
     (void)state;
     const double zeros[15] = {0};
@@ -120,6 +141,7 @@ int main(void) {
         cmocka_unit_test(adopt_requires_memory_of_every_parameter),
         cmocka_unit_test(record_requirements_freezes_shard_of_parameter_that_the_user_froze),
         cmocka_unit_test(unsharded_alias_on_one_rank_shares_shards),
+        cmocka_unit_test(can_alias_requires_one_rank_without_fallback_and_cast),
         cmocka_unit_test(check_leaves_detects_changed_shards_of_aliases),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

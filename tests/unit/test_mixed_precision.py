@@ -80,7 +80,7 @@ def test_python_type_in_place_of_dtype_raises_unlike_in_torch(fake_group: int, f
     torch_fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy)(torch.ones(2, 4)).sum().backward()
 
 
-# ---- torch 2.15's grad_dtype ---------------------------------------------------------------------
+# ---- grad_dtype, which FSDP2 follows since torch 2.15 --------------------------------------------
 
 
 @pytest.mark.torch("2.15")
@@ -121,3 +121,29 @@ def test_grad_dtype_equal_to_dtype_of_parameter_trains(fake_group: int) -> None:
     layer.weight.grad_dtype = torch.float32
     fsdp_c.fully_shard(layer)(torch.ones(2, 4)).sum().backward()
     assert layer.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.torch("2.13")
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float64, torch.float32, None])
+@pytest.mark.parametrize("policy", [{}, FIELDS], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["fully_shard", "replicate"])
+def test_grad_dtype_set_on_sharded_parameter_refuses_gradients_as_in_torch(
+    single_group: int, name: str, policy: dict[str, Any], grad_dtype: torch.dtype | None
+) -> None:
+    def train(shard: Callable[..., Any]) -> list[Any]:
+        layer = shard(nn.Linear(4, 4), mp_policy=torch_fsdp.MixedPrecisionPolicy(**policy))
+        layer(torch.ones(2, 4)).sum().backward()
+        layer.zero_grad()
+        layer.weight.grad_dtype = grad_dtype
+        result: list[Any] = []
+        try:
+            layer(torch.ones(2, 4)).sum().backward()
+        except RuntimeError as error:
+            result = str(error).splitlines()[:1]
+        weight = next(iter(layer.parameters()))
+        return [*result, weight.grad is not None and weight.grad.dtype]
+
+    torch_shard = {"fully_shard": torch_fsdp.fully_shard, "replicate": torch_replicate}[name]
+    result = train(getattr(fsdp_c, name))
+    assert result == train(torch_shard)
+    assert len(result) == (2 if grad_dtype in (torch.bfloat16, torch.float64) else 1)

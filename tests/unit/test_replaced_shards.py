@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from wrapping import Wrapping
@@ -246,3 +247,68 @@ def test_shards_replaced_by_module_methods_are_not_refreshed_again(
         tested.load_state_dict(tested.state_dict(), assign=True)
         train_step(tested)
     assert calls == []
+
+
+def equal_layers(shard: Callable[..., Any], **kwargs: Any) -> Any:
+    """Returns sharded layers of equal size. The shards of the second one are made in C."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(2)))
+    for layer in model:
+        shard(layer, **kwargs)
+    return shard(model, **kwargs)
+
+
+def run_layers(model: Any) -> list[float]:
+    with torch.no_grad():
+        return [layer(torch.ones(2, 5)).sum().item() for layer in model]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
+def test_local_tensors_are_no_views_as_in_torch(policy: OffloadPolicy, trained: bool) -> None:
+    def change(shard: Callable[..., Any]) -> list[Any]:
+        model = equal_layers(shard, offload_policy=policy)
+        x = torch.ones(2, 5)
+        if trained:
+            model(x).sum().backward()
+        results: list[Any] = []
+        for layer in model:
+            local = layer.weight._local_tensor
+            results += [local._is_view(), local.is_leaf, local._base is None]
+            local.detach_().t_().t_()
+            local.mul_(torch.ones((), requires_grad=True)).detach_()
+        results += model(x).flatten().tolist()
+        for layer in model:
+            local = layer.weight._local_tensor
+            torch.utils.swap_tensors(local, local.detach().clone())
+        return results
+
+    assert change(fsdp_c.fully_shard) == change(fully_shard)
+
+
+@pytest.mark.parametrize("constructor", ["of fsdp_c", "of torch"])
+@pytest.mark.parametrize("change", ["in place", "by an optimizer", "of a new tensor in place"])
+def test_changed_values_of_shards_are_gathered_while_units_are_unsharded(
+    monkeypatch: pytest.MonkeyPatch, constructor: str, change: str
+) -> None:
+    init = FSDPParam._init_sharded_param
+    if constructor == "of torch":
+        monkeypatch.setattr(FSDPParam, "_init_sharded_param", lambda self, *args: init(self, *args))
+    model = equal_layers(fsdp_c.fully_shard, reshard_after_forward=False)
+    params = [layer._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0] for layer in model]
+    for factor in (1, 3, 3):
+        before = run_layers(model)
+        assert not any(param._group().is_sharded for param in params)
+        for param in params:
+            sharded = param.sharded_param
+            if change == "by an optimizer":
+                sharded.grad = DTensor(
+                    sharded._local_tensor * (1 - factor), sharded._spec, requires_grad=False
+                )
+                torch.optim.SGD([sharded], lr=1.0).step()
+                continue
+            with torch.no_grad():
+                if change == "of a new tensor in place":
+                    sharded._local_tensor = sharded._local_tensor.data
+                sharded._local_tensor.mul_(factor)
+        assert run_layers(model) == pytest.approx([factor * value for value in before])

@@ -12,10 +12,11 @@ import torch.nn as nn
 from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.proxy import TraceError
 
-from fsdp_c import fully_shard
+from fsdp_c import MixedPrecisionPolicy, fully_shard
 
 X = torch.ones(2, 4)
 
@@ -147,3 +148,41 @@ def test_allow_mutation_on_saved_tensors_without_reshard_trains(fake_group: int)
     fully_shard(blocks[0], reshard_after_forward=False)
     fully_shard(blocks)
     train_with_mutation_allowed(blocks)
+
+
+@pytest.mark.parametrize("has_replicas", [False, True])
+def test_allow_mutation_on_saved_tensors_trains_shards_of_one_rank_as_in_torch(
+    fake_group: int, has_replicas: bool
+) -> None:
+    """The unsharded parameters are the memory of the shards, which is not freed."""
+    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if has_replicas else mesh["shard"]
+
+    def train(shard: Callable[..., Any]) -> list[torch.Tensor]:
+        model = make_model()
+        for module in (model[0], model[2], model):
+            shard(module, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            for _ in range(3):
+                model(X).square().sum().backward()
+                optimizer.step()
+        return [param.full_tensor() for param in model.parameters()]
+
+    for weight, expected in zip(train(fully_shard), train(torch_fully_shard), strict=True):
+        assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float32])
+def test_allow_mutation_on_saved_tensors_with_cast_of_shard_of_one_rank_raises(
+    single_group: int, param_dtype: torch.dtype
+) -> None:
+    blocks = make_model()
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    for module in (blocks[0], blocks):
+        fully_shard(module, mp_policy=policy)
+    if param_dtype == torch.float32:
+        state = {name: value.bfloat16() for name, value in blocks.state_dict().items()}
+        blocks.load_state_dict(state, assign=True)
+    with pytest.raises(RuntimeError, match="Linear is resharded after forward"):
+        train_with_mutation_allowed(blocks)
