@@ -59,10 +59,13 @@ def _record_registration(module: nn.Module, name: str, parameter: nn.Parameter) 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # a compiled step inlines its hooks, and this code would break the graph
+    is_checked = _checked_optimizers.get(id(optimizer)) is optimizer
+    if is_checked and not _replaced_registrations:
+        return
     with log_failure():
         if _replaced_registrations:
             _check_replaced_registrations()
-        if _checked_optimizers.get(id(optimizer)) is not optimizer:
+        if not is_checked:
             _checked_optimizers[id(optimizer)] = optimizer
             _check_optimizer(optimizer)
 

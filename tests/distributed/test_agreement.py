@@ -39,12 +39,7 @@ def collect(steps: int, world: int) -> list[dict[str, tuple[str, int, float]]]:
 
 @pytest.mark.parametrize(
     ("name", "steps", "world"),
-    [
-        (name, steps, world)
-        for name in agreement.KINDS
-        for steps in (0, 5)
-        for world in (2, 3)
-    ],
+    [(name, steps, world) for name in agreement.KINDS for steps in (0, 5) for world in (2, 3)],
 )
 def test_other_collective_of_equal_size_raises_on_all_ranks_before_the_optimizer_step(
     name: str, steps: int, world: int
