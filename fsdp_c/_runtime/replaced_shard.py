@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 from torch.distributed.tensor import DTensor
 
 from .hints import get_class_name, with_hint
-from .mixed_precision import has_grad_dtype
+from .mixed_precision import REDUCES_IN_PARAM_DTYPE, has_grad_dtype
 from .param_shard import ParamShard, is_wrapper
 
 
@@ -80,8 +80,11 @@ class ReplaceableShard(ParamShard):
                 )
             if not isinstance(new_param, DTensor):
                 _refuse_proxy(new_param)
+                # torch 2.15 reads the property of tensors first, which None does not have.
+                is_none = new_param is None and REDUCES_IN_PARAM_DTYPE
+                attribute = "_has_grad_dtype_override" if is_none else "_local_tensor"
                 error = AttributeError(
-                    f"'{type(new_param).__name__}' object has no attribute '_local_tensor'"
+                    f"'{type(new_param).__name__}' object has no attribute '{attribute}'"
                 )
                 name = f"'{self._param_fqn or info.param_name}' of {get_class_name(info.module)}"
                 if new_param is None:

@@ -67,7 +67,10 @@ def test_reduce_dtype_that_is_not_floating_raises_as_in_torch(
         return repr(caught.value)
 
     torch_shard = {"fully_shard": torch_fsdp.fully_shard, "replicate": torch_replicate}[name]
-    assert train(getattr(fsdp_c, name)) == train(torch_shard)
+    expected = train(torch_shard)
+    error = train(getattr(fsdp_c, name))
+    # torch 2.15 has an internal error for complex parameters.
+    assert error == expected or ("INTERNAL ASSERT FAILED" in expected and param_dtype.is_complex)
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
