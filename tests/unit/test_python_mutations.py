@@ -24,9 +24,9 @@ STRIDE = 1 if os.environ.get("FSDP_C_MUTATIONS_WHOLE") == "1" else 6
 
 @pytest.fixture(scope="module")
 def copied_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with copies of the package, its tests and the settings of pytest."""
+    """Returns a folder with copies of the packages, the tests and the settings of pytest."""
     copy = tmp_path_factory.mktemp("copied_root")
-    for folder in ("fsdp_c", "tests"):
+    for folder in ("fsdp_c", "fsdp_c_autoload", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", copy)
