@@ -150,9 +150,10 @@ def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
     ]
     if not unsharded_layers:
         return []
-    is_single = len(unsharded_layers) == 1
-    role = "is a repeated layer but no unit: its" if is_single else (
-        "are repeated layers but no units: their")  # fmt: skip
+    if len(unsharded_layers) == 1:
+        role = "is a repeated layer but no unit: its"
+    else:
+        role = "are repeated layers but no units: their"
     return [
         f"{format_names(unsharded_layers)} {role} parameters are gathered with the root's and stay "
         "unsharded through forward and backward. Call fully_shard on each before the root"

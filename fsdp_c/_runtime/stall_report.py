@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -33,6 +34,7 @@ _PLURAL_VERBS = {"waits": "wait", "has": "have"}
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parents[1])
 
 
+@functools.cache  # a report compares it with the system of each rank
 def read_system() -> str:
     """Returns the boot and the PID namespace in which process numbers are valid."""
     try:
