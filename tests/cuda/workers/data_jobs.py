@@ -150,11 +150,17 @@ NEED_FOUR_RANKS = ("hsdp", "smaller_group")
 
 
 def variant_tools(
-    implementation: str, rank: int, world: int, *, layers: int = 2, steps: int = 2
+    implementation: str,
+    rank: int,
+    world: int,
+    *,
+    width: int = 16,
+    layers: int = 2,
+    steps: int = 2,
 ) -> VariantTools:
     variants.WORLD = world
     device = torch.device("cuda", 0)
-    tools = VariantTools(implementation, device, width=16, layers=layers, rows=4, steps=steps)
+    tools = VariantTools(implementation, device, width, layers, rows=4, steps=steps)
     tools.rank = rank
     return tools
 
