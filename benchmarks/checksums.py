@@ -1,10 +1,10 @@
-"""Costs of the guard mode "hash": checksums of gathered parameters and all-reduced gradients.
+"""Costs of the guard in whole steps: modes "off", "on" and "hash".
 
-Method. Two ranks train one model of ``steps.py`` three times, in turns: with the guard mode "on",
-with "hash", and with "on" again. The last one is the control. Each model has a process group of its
-own, because the mode is that of the first collective of a process group. The first rank measures
-forward and backward of each step: CPU time of all threads of the process, and wall time. The value
-of a mode is the median, over all rounds, of its cost divided by the cost of "on" in the same round.
+Method. Two ranks train one model of ``steps.py`` four times, in turns: with each mode of the guard,
+and with "on" again. The last one is the control. Each model has a process group of its own, because
+the mode is that of the first collective of a process group. The first rank measures forward and
+backward of each step: CPU time of all threads of the process, and wall time. A value is the median,
+over all rounds, of the cost of one mode divided by the cost of another in the same round.
 
     python benchmarks/checksums.py [--models small ...] [--rounds N] [--json FILE]
 """
@@ -35,7 +35,8 @@ ALL_JOBS = JOBS | {
 }
 """The cost depends on the time of a step per parameter: ``medium`` has one sequence."""
 DEFAULT = ["small", "medium", "medium, 8 sequences"]
-MODES: dict[str, GuardMode] = {"on": "on", "hash": "hash", "control": "on"}
+MODES: dict[str, GuardMode] = {"off": "off", "on": "on", "hash": "hash", "control": "on"}
+RATIOS = (("on", "off"), ("hash", "on"), ("control", "on"))
 
 
 class Run:
@@ -61,7 +62,7 @@ class Run:
 
 
 def measure(model_name: str, transport: str, rounds: int) -> list[Any]:
-    """Returns a row: cost of "hash" and of the control, relative to "on"."""
+    """Returns a row of the table: the time of a step, and the ratios of ``RATIOS``."""
     os.environ["FSDP_C_TRANSPORT"] = TRANSPORTS[transport]
     runs: dict[str, Run] = {}
     for name, mode in MODES.items():
@@ -72,9 +73,9 @@ def measure(model_name: str, transport: str, rounds: int) -> list[Any]:
     for name in take_turns(list(runs), rounds):
         runs[name].step()
     row: list[Any] = [model_name, transport, statistics.median(c.wall for c in runs["on"].costs)]
-    for name in ("hash", "control"):
+    for numerator, denominator in RATIOS:
         for field in ("cpu", "wall"):
-            pairs = zip(runs[name].costs, runs["on"].costs)
+            pairs = zip(runs[numerator].costs, runs[denominator].costs)
             row.append(statistics.median(getattr(a, field) / getattr(b, field) for a, b in pairs))
     return row
 
@@ -83,15 +84,12 @@ COLUMNS = (
     "model",
     "transport",
     "step, ms",
-    "CPU: hash/on",
-    "wall: hash/on",
-    "CPU: control/on",
-    "wall: control/on",
+    *(f"{clock}: {a}/{b}" for a, b in RATIOS for clock in ("CPU", "wall")),
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description='Costs of the guard mode "hash".')
+    parser = argparse.ArgumentParser(description="Costs of the guard in whole steps.")
     parser.add_argument("--models", nargs="+", choices=list(ALL_JOBS), default=DEFAULT)
     parser.add_argument("--rounds", type=parse_positive, default=60)
     parser.add_argument("--json", help="write the results to this file as well")
