@@ -103,6 +103,8 @@ INCLUDES = {
         "bridge/group.h",
         "bridge/shm_methods.h",
         "bridge/tensor.h",
+        "kernels/checksum.h",
+        "kernels/kernels.h",
         "kernels/ring.h",
     ),
     "bridge": ("kernels/pool.h",),

@@ -54,6 +54,7 @@ typedef struct fct_chunk_layout {
     const fct_run *runs;
     size_t count;
     int64_t row_numel;
+    bool checksums; /* of a gather: compute a checksum of each run of each rank */
 } fct_chunk_layout;
 
 /* Whether collectives of the group may take separate chunks. Writes false if the group is a Python
@@ -78,6 +79,11 @@ bool fct_work_done(fct_work *work);
  * through shared memory, its data is larger than the ring, and the ranks have fewer than two CPUs
  * each. */
 bool fct_work_is_cpu_bound(const fct_work *work);
+/* Writes the checksum of a rank's elements of a run: a hash (transport/hash.h) of the checksums of
+ * its pieces (FCK_CHECKSUM_PIECE in kernels/kernels.h). A piece of this rank is read when it is
+ * sent, a piece of another rank after it is received. Returns false unless `work` is a completed
+ * gather of chunks with `checksums`. */
+bool fct_work_row_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum);
 void fct_work_release(fct_work *work); /* NULL is allowed */
 /* Sets whether all-reduces of this thread reduce buffers of gradients. The shared-memory backend
  * forwards all other all-reduces to gloo. Returns the previous value. */

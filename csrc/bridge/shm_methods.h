@@ -35,7 +35,8 @@ typedef struct shm_request {
     /* All-gather and reduce-scatter: a rank shard, as segments in order. All-reduce: unused. */
     const shm_segment *segments;
     size_t segment_count;
-    size_t bytes; /* of a rank shard; of the whole tensor for an all-reduce */
+    size_t bytes;   /* of a rank shard; of the whole tensor for an all-reduce */
+    bool checksums; /* of an all-gather: compute a checksum of each segment of each rank */
     /* Reduce-scatter: one contiguous rank shard. All-reduce: the contiguous tensor. */
     char *output;
     int64_t timeout_ms;
@@ -75,6 +76,7 @@ typedef struct fct_shm_methods {
                                char error[SHM_ERROR_BYTES]);
     int (*wait)(shm_collective *c, shm_transport *t, int64_t max_ms, char error[SHM_ERROR_BYTES]);
     bool (*is_cpu_bound)(const shm_collective *c);
+    bool (*row_checksum)(const shm_collective *c, size_t segment, int64_t rank, uint64_t *checksum);
 } fct_shm_methods;
 
 /* Adds the shared-memory backend to the group, under a backend type that the group does not use.

@@ -31,6 +31,7 @@ RankShards RankShards::of_chunks(const std::vector<at::Tensor> &chunks,
                                  const fct_chunk_layout &layout) {
     RankShards shards;
     shards.type = chunks.at(0).scalar_type();
+    shards.checksums = layout.checksums;
     std::vector<int64_t> filled(chunks.size(), 0);
     for (size_t i = 0; i < layout.count; i++) {
         const fct_run &run = layout.runs[i];
@@ -92,6 +93,7 @@ void ShmWork::start(ShmTransportPtr transport, shm_request request, const RankSh
     request.segments = shards.segments.data();
     request.segment_count = shards.segments.size();
     request.bytes = kind_ == FCT_OP_ALL_REDUCE ? first.nbytes() : shards.bytes;
+    request.checksums = shards.checksums;
     request.output = static_cast<char *>(first.mutable_data_ptr());
     request.dtype_name = &dtype_name;
     world_ = request.world;
@@ -116,6 +118,10 @@ void ShmWork::start(ShmTransportPtr transport, shm_request request, const RankSh
 
 bool ShmWork::is_cpu_bound() const {
     return methods_.is_cpu_bound(collective_);
+}
+
+bool ShmWork::row_checksum(size_t segment, int64_t rank, uint64_t *checksum) const {
+    return methods_.row_checksum(collective_, segment, rank, checksum);
 }
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {

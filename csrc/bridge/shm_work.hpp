@@ -25,7 +25,8 @@ struct RankShards {
 
     std::vector<shm_segment> segments;
     at::ScalarType type = at::ScalarType::Undefined;
-    size_t bytes = 0; /* of one rank shard */
+    size_t bytes = 0;       /* of one rank shard */
+    bool checksums = false; /* of each segment of each rank */
 };
 
 /* One collective and the tensors that it uses. If all its messages fit into the ring at issue, the
@@ -56,6 +57,8 @@ class ShmWork : public c10d::Work {
     bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
     bool isCompleted() override;
     bool is_cpu_bound() const;
+    /* See fct_work_row_checksum. */
+    bool row_checksum(size_t segment, int64_t rank, uint64_t *checksum) const;
 
   private:
     static void complete(void *self, const char *error);

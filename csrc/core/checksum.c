@@ -6,14 +6,12 @@
 #include "../transport/transport.h"
 #include "dtype.h"
 
-/* Bytes of a piece: a multiple of the size of each dtype, and less than a processor's L2 cache. */
-enum { PIECE = 1 << 16 };
-
 static int64_t piece_bytes(int64_t remaining) {
-    return remaining < PIECE ? remaining : PIECE;
+    return remaining < FCK_CHECKSUM_PIECE ? remaining : FCK_CHECKSUM_PIECE;
 }
 
-static void add_slot(fc_checksum *c, size_t slot, fc_checksum_row row, uint64_t sum) {
+void fc_checksum_add_sum(fc_checksum *c, size_t slot, fc_checksum_row row, uint64_t sum) {
+    assert(c != NULL && row.row >= 0);
     const uint64_t of_slot = fct_hash_add(sum, slot + 1);
     c->rows += fct_hash_add(of_slot, (uint64_t)row.row + 1);
     c->own += row.is_own ? of_slot : 0;
@@ -37,7 +35,7 @@ const char *fc_checksum_pack(fc_checksum *c, size_t slot, const fck_segment *seg
         }
         sum = fct_hash_add(sum, kernels->checksum(piece.dst, (size_t)bytes));
     }
-    add_slot(c, slot, (fc_checksum_row){.is_own = true}, sum);
+    fc_checksum_add_sum(c, slot, (fc_checksum_row){.is_own = true}, sum);
     return NULL;
 }
 
@@ -45,7 +43,7 @@ const char *fc_checksum_add(fc_checksum *c, size_t slot, fc_checksum_row row, co
                             int64_t bytes, void *to, const fck_backend *kernels) {
     assert(kernels->checksum != NULL && c != NULL);
     uint64_t sum = FCT_HASH_EMPTY;
-    for (int64_t done = 0; done < bytes; done += PIECE) {
+    for (int64_t done = 0; done < bytes; done += FCK_CHECKSUM_PIECE) {
         const int64_t piece = piece_bytes(bytes - done);
         const char *from = (const char *)data + done;
         if (to != NULL) {
@@ -57,7 +55,7 @@ const char *fc_checksum_add(fc_checksum *c, size_t slot, fc_checksum_row row, co
         }
         sum = fct_hash_add(sum, kernels->checksum(from, (size_t)piece));
     }
-    add_slot(c, slot, row, sum);
+    fc_checksum_add_sum(c, slot, row, sum);
     return NULL;
 }
 

@@ -2,7 +2,8 @@
  *
  * The checksum of gathered rows is a sum over all slots of all rows. So it depends neither on the
  * order of the slots nor on the chunks that hold them, which may differ between ranks. Slots are
- * read in pieces that fit in the processor's cache, directly after or before they are copied. */
+ * read in pieces that fit in the processor's cache, directly after or before they are copied. The
+ * shared-memory transport copies chunks that become parameters, and computes their checksums. */
 #ifndef FSDP_C_CORE_CHECKSUM_H
 #define FSDP_C_CORE_CHECKSUM_H
 
@@ -32,6 +33,9 @@ const char *fc_checksum_pack(fc_checksum *c, size_t slot, const fck_segment *seg
  * result as above. */
 const char *fc_checksum_add(fc_checksum *c, size_t slot, fc_checksum_row row, const void *data,
                             int64_t bytes, void *to, const fck_backend *kernels);
+/* Adds the checksum of a slot of a row: a hash of the checksums of its pieces
+ * (FCK_CHECKSUM_PIECE). */
+void fc_checksum_add_sum(fc_checksum *c, size_t slot, fc_checksum_row row, uint64_t sum);
 /* Returns the checksum of gathered rows. If this rank's row has changed since `packed`, the result
  * differs from those of the other ranks. 0: unknown. */
 uint64_t fc_checksum_of_rows(const fc_checksum *gathered, const fc_checksum *packed);

@@ -278,8 +278,9 @@ static fc_status all_gather(fc_gather *a, fc_pending_gather *pending, bool async
     const fc_group_base *base = a->base;
     fc_status status = FC_OK;
     fct_tensor *input = NULL;
-    const fct_chunk_layout layout = fc_chunk_list_layout(&pending->plan->chunks);
     if (pending->split) {
+        fct_chunk_layout layout = fc_chunk_list_layout(&pending->plan->chunks);
+        layout.checksums = fc_gather_checksum_of_chunks(base);
         return fc_process_group_gather_chunks(pending->pg, base->name, a->chunks.tensors,
                                               a->chunks.count, &layout, &pending->work);
     }
@@ -411,11 +412,17 @@ fc_status fc_gather_await(fc_gather *a) {
     if (a->pending.done != NULL) {
         FC_TRY_RAISED(fct_event_wait(a->pending.done, fct_stream_current(base->device)));
     }
-    FC_TRY(fc_process_group_wait(a->pending.pg, base->name, FC_ALL_GATHER, &a->pending.work));
+    FC_TRY(fc_process_group_complete(a->pending.pg, base->name, FC_ALL_GATHER, a->pending.work));
     if (!a->pending.active) { /* a signal handler has reset the group */
         return fc_error_set(&base->comm->error, FC_ESTATE,
                             "the group was reset while its all-gather was waited for");
     }
+    if (a->pending.split && a->pending.work != NULL) { /* NULL: a second call */
+        fc_gather_checksum_take_owned(&a->pending.checksum, base, a->pending.plan,
+                                      a->pending.pg->rank, a->pending.work);
+    }
+    fct_work_release(a->pending.work);
+    a->pending.work = NULL;
 done:
     return status;
 }
@@ -458,10 +465,6 @@ static fc_status fill_unsharded(fc_gather *a) {
     fc_checksum *checksum =
         has_rows ? fc_gather_checksum_of_rows(&a->pending.checksum, base) : NULL;
     fc_comm_enter_gil_scope(base->comm);
-    if (checksum != NULL) {
-        FC_TRY(fc_transfer_checksum_owned(plan, a->chunks.tensors, a->pending.pg->rank, checksum,
-                                          &base->comm->error));
-    }
     FC_TRY(fc_unsharded_alloc(base, plan, &a->chunks));
     if (world == 1) {
         FC_TRY(

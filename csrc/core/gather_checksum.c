@@ -20,8 +20,36 @@ fc_checksum *fc_gather_checksum_of_pack(fc_gather_checksum *c, const fc_group_ba
 
 fc_checksum *fc_gather_checksum_of_rows(fc_gather_checksum *c, const fc_group_base *base) {
     assert(base->comm != NULL);
-    c->gathered = (fc_checksum){0};
+    c->gathered = c->owned;
     return is_used(base, false) ? &c->gathered : NULL;
+}
+
+bool fc_gather_checksum_of_chunks(const fc_group_base *base) {
+    return is_used(base, false);
+}
+
+void fc_gather_checksum_take_owned(fc_gather_checksum *c, const fc_group_base *base,
+                                   const fc_gather_plan *plan, int64_t rank, const fct_work *work) {
+    assert(plan->chunks.split && work != NULL);
+    size_t run = 0; /* slots and runs are in the order of a row */
+    for (size_t i = 0; is_used(base, false) && i < plan->count; i++) {
+        const fc_slot *slot = &plan->slots[i];
+        if (!plan->chunks.chunks[slot->chunk].owned) {
+            continue;
+        }
+        while (run < plan->chunks.run_count && plan->chunks.runs[run].chunk != slot->chunk) {
+            run++;
+        }
+        for (int64_t row = 0; row < plan->world; row++) {
+            const fc_checksum_row of = {row, row == rank};
+            uint64_t sum = 0;
+            if (fct_work_row_checksum(work, run, row, &sum)) {
+                fc_checksum_add_sum(&c->owned, i, of, sum);
+            } else {
+                c->owned.unknown = true;
+            }
+        }
+    }
 }
 
 /* Writes the address of the rows, and checks that the buffer contains them. */

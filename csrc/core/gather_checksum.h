@@ -13,15 +13,21 @@
  * its group has a comm context. Without the guard mode "hash" no function has an effect. */
 typedef struct fc_gather_checksum {
     fc_checksum packed;   /* on the host: of this rank's packed row */
+    fc_checksum owned;    /* on the host: of chunks that become parameters, of all rows */
     fc_checksum gathered; /* on the host: of all rows */
     fc_device_sum sum;    /* on devices with streams */
     bool added;           /* the checksum was passed on; a repeated copy-out adds nothing */
 } fc_gather_checksum;
 
 /* Return the checksum that the pack or the copy-out adds to; NULL: none. The second function
- * empties it first. */
+ * sets it to that of the owned chunks first. */
 fc_checksum *fc_gather_checksum_of_pack(fc_gather_checksum *c, const fc_group_base *base);
 fc_checksum *fc_gather_checksum_of_rows(fc_gather_checksum *c, const fc_group_base *base);
+/* Whether the transport computes the checksums of chunks. */
+bool fc_gather_checksum_of_chunks(const fc_group_base *base);
+/* Takes the checksums of the owned chunks from `work`, a completed gather of chunks. */
+void fc_gather_checksum_take_owned(fc_gather_checksum *c, const fc_group_base *base,
+                                   const fc_gather_plan *plan, int64_t rank, const fct_work *work);
 /* On devices with streams: reads this rank's packed row in `rows`, before the all-gather. NULL: no
  * rows. Runs on the current stream. */
 FC_CHECK fc_status fc_gather_checksum_read_packed(fc_gather_checksum *c, const fc_group_base *base,

@@ -303,18 +303,23 @@ fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const char *modul
     return end_issue(pg, &next, result, *work);
 }
 
-fc_status fc_process_group_wait(const fc_process_group *pg, const char *modules,
-                                fc_operation operation, fct_work **work) {
-    if (*work == NULL) {
+fc_status fc_process_group_complete(const fc_process_group *pg, const char *modules,
+                                    fc_operation operation, fct_work *work) {
+    if (work == NULL) {
         return FC_OK;
     }
-    const uint64_t record = fc_recorder_wait(*work);
-    const bool failed = fct_work_wait(*work) != 0;
+    const uint64_t record = fc_recorder_wait(work);
+    const bool failed = fct_work_wait(work) != 0;
     fc_recorder_end(record, failed ? FC_RECORD_FAILED : FC_RECORD_COMPLETE);
-    if (failed) {
-        return add_context(pg, modules, operation, record);
-    }
+    return failed ? add_context(pg, modules, operation, record) : FC_OK;
+}
+
+fc_status fc_process_group_wait(const fc_process_group *pg, const char *modules,
+                                fc_operation operation, fct_work **work) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_process_group_complete(pg, modules, operation, *work));
     fct_work_release(*work);
     *work = NULL;
-    return FC_OK;
+done:
+    return status;
 }

@@ -93,8 +93,10 @@ FC_CHECK fc_status fc_process_group_reduce_chunks(fc_process_group *pg, const ch
                                                   fct_tensor *output, fct_tensor *const *chunks,
                                                   size_t count, const fct_chunk_layout *layout,
                                                   fct_reduce_op op, fct_work **work);
-/* Waits for *work, releases it and sets it to NULL. Does nothing if *work is NULL. After a failure
- * *work is unchanged. */
+/* Waits for `work`. Does nothing if it is NULL. */
+FC_CHECK fc_status fc_process_group_complete(const fc_process_group *pg, const char *modules,
+                                             fc_operation operation, fct_work *work);
+/* Waits for *work, releases it and sets it to NULL. After a failure *work is unchanged. */
 FC_CHECK fc_status fc_process_group_wait(const fc_process_group *pg, const char *modules,
                                          fc_operation operation, fct_work **work);
 

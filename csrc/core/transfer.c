@@ -295,30 +295,6 @@ static const char *checksum_slot(const fc_gather_plan *plan, size_t slot, const 
     return failure;
 }
 
-fc_status fc_transfer_checksum_owned(const fc_gather_plan *plan, fct_tensor *const *chunks,
-                                     int64_t rank, fc_checksum *checksum, fc_error *err) {
-    fc_status status = FC_OK;
-    fct_facts facts;
-    for (size_t i = 0; i < plan->count; i++) {
-        const fc_slot *slot = &plan->slots[i];
-        const fc_chunk *chunk = &plan->chunks.chunks[slot->chunk];
-        const int64_t part = chunk->numel * fc_dtype_size(plan->dtype);
-        if (!chunk->owned) {
-            continue;
-        }
-        FC_TRY(read_buffer_facts(chunks[slot->chunk], plan->world * part, &facts, err));
-        const fck_backend *kernels = fck_backend_of(facts.device.type);
-        for (int64_t row = 0; readable(checksum, kernels) != NULL && row < plan->world; row++) {
-            const fc_checksum_row of = {row, row == rank};
-            const char *data = (const char *)facts.data + row * part + slot->offset;
-            const int64_t bytes = slot->numel * fc_dtype_size(slot->compute);
-            (void)fc_checksum_add(checksum, i, of, data, bytes, NULL, kernels); /* no copy fails */
-        }
-    }
-done:
-    return status;
-}
-
 fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
                              size_t chunk, const fct_tensor *buffer, int64_t rank,
                              fc_checksum *checksum, fc_error *err) {

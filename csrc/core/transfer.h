@@ -33,9 +33,6 @@ FC_CHECK fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan
                                       fc_param *const *params, size_t chunk,
                                       const fct_tensor *buffer, int64_t rank, fc_checksum *checksum,
                                       fc_error *err);
-/* Adds the chunks that are not unpacked, because each of them is the memory of one parameter. */
-FC_CHECK fc_status fc_transfer_checksum_owned(const fc_gather_plan *plan, fct_tensor *const *chunks,
-                                              int64_t rank, fc_checksum *checksum, fc_error *err);
 
 /* Casts the gradients of a chunk and packs them into `buffer`, which holds `world` parts of the
  * chunk's elements. */

@@ -76,6 +76,10 @@ typedef struct fck_range {
 
 enum { FCK_RANGES = 2 }; /* per launch */
 
+/* Callers read long memory of the host in pieces of this size, which fit in a processor's L2 cache.
+ * It is a multiple of the size of each dtype. The last piece may be shorter. */
+enum { FCK_CHECKSUM_PIECE = 1 << 16 };
+
 /* The kernels of one device type. Every function returns NULL on success, else a static message
  * with the reason of the failure. */
 typedef struct fck_backend {

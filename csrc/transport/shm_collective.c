@@ -9,7 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../kernels/checksum.h"
+#include "../kernels/kernels.h"
 #include "../kernels/ring.h"
+#include "hash.h"
 #include "op_label.h"
 #include "shm_all_reduce.h"
 #include "shm_collective_state.h"
@@ -55,12 +58,43 @@ static overlap find_overlap(const shm_collective *c, const shm_segment *segment,
                        : (overlap){0, 0, 0};
 }
 
+/* Adds the piece that ends at byte `end` of the rank's segment, if a piece ends there. A piece that
+ * two messages carry is read after the second one. */
+static void add_piece(const shm_collective *c, size_t segment, size_t rank, size_t end) {
+    const shm_segment *s = &c->segments[segment];
+    shm_row_checksum *sum = &c->checksums[segment * (size_t)c->request.world + rank];
+    if (end % FCK_CHECKSUM_PIECE == 0 || end == s->bytes) {
+        const size_t begin = (end - 1) / FCK_CHECKSUM_PIECE * FCK_CHECKSUM_PIECE;
+        const char *data = s->data + rank * s->stride + begin;
+        sum->hash = fct_hash_add(sum->hash, fck_checksum(data, end - begin));
+        sum->complete = end == s->bytes;
+    }
+}
+
+/* Copies bytes of a rank's segment from or to a message. Adds each piece to the checksum when it is
+ * copied, while it is in the processor's cache. */
+static void copy_bytes(const shm_collective *c, size_t segment, size_t rank, overlap o, char *to,
+                       const char *from) {
+    if (c->checksums == NULL) {
+        memcpy(to, from, o.bytes);
+        return;
+    }
+    for (size_t done = 0, bytes = 0; done < o.bytes; done += bytes) {
+        const size_t begin = o.in_segment + done;
+        const size_t in_piece = FCK_CHECKSUM_PIECE - begin % FCK_CHECKSUM_PIECE;
+        bytes = in_piece < o.bytes - done ? in_piece : o.bytes - done;
+        memcpy(to + done, from + done, bytes);
+        add_piece(c, segment, rank, begin + bytes);
+    }
+}
+
 static void copy_shard(const shm_collective *c, size_t message, size_t shard, char *to) {
     for (size_t i = 0; i < c->request.segment_count; i++) {
         const shm_segment *segment = &c->segments[i];
         const overlap o = find_overlap(c, segment, message);
         if (o.bytes > 0) {
-            memcpy(to + o.in_part, segment->data + shard * segment->stride + o.in_segment, o.bytes);
+            copy_bytes(c, i, shard, o, to + o.in_part,
+                       segment->data + shard * segment->stride + o.in_segment);
         }
     }
 }
@@ -81,12 +115,12 @@ static void write_message(shm_op *op, size_t message, char *buffer) {
 }
 
 /* Copies the peers' data of a segment. `parts` has one entry for each rank. */
-static void gather_segment(const shm_collective *c, const shm_segment *segment, overlap o,
+static void gather_segment(const shm_collective *c, size_t segment, overlap o,
                            const char *const *parts) {
-    for (int rank = 0; rank < c->request.world; rank++) {
+    const shm_segment *s = &c->segments[segment];
+    for (size_t rank = 0; rank < (size_t)c->request.world; rank++) {
         if (parts[rank] != NULL) {
-            memcpy(segment->data + (size_t)rank * segment->stride + o.in_segment, parts[rank],
-                   o.bytes);
+            copy_bytes(c, segment, rank, o, s->data + rank * s->stride + o.in_segment, parts[rank]);
         }
     }
 }
@@ -122,7 +156,7 @@ static void read_message(shm_op *op, size_t message, const char *const *peer_dat
         if (sums) {
             sum_segment(c, &c->segments[i], o, parts);
         } else {
-            gather_segment(c, &c->segments[i], o, parts);
+            gather_segment(c, i, o, parts);
         }
     }
 }
@@ -136,6 +170,20 @@ static const shm_op_methods shard_methods = {
 
 /* ---- life ---- */
 
+/* Returns false if there is no memory. */
+static bool begin_checksums(shm_collective *c) {
+    const size_t count = c->request.segment_count * (size_t)c->request.world;
+    c->checksums = (shm_row_checksum *)calloc(count, sizeof *c->checksums);
+    if (c->checksums == NULL) {
+        return false;
+    }
+    for (size_t i = 0; i < count; i++) {
+        c->checksums[i].hash = FCT_HASH_EMPTY;
+    }
+    c->checksum_rows = c->request.segment_count;
+    return true;
+}
+
 static bool plan_shards(shm_collective *c) {
     const shm_request *r = &c->request;
     c->segments = (shm_segment *)malloc(r->segment_count * sizeof *c->segments);
@@ -143,6 +191,9 @@ static bool plan_shards(shm_collective *c) {
         return false;
     }
     memcpy(c->segments, r->segments, r->segment_count * sizeof *c->segments);
+    if (r->kind == FCT_OP_ALL_GATHER && r->checksums && !begin_checksums(c)) {
+        return false;
+    }
     c->part_bytes = SHM_MAX_MESSAGE / shards_in_message(c) / CACHE_LINE * CACHE_LINE;
     c->op.methods = &shard_methods;
     c->op.message_count = (r->bytes + c->part_bytes - 1) / c->part_bytes;
@@ -175,6 +226,7 @@ void shm_collective_free(shm_collective *c) {
     assert(c == NULL || c->op.start_ns == 0 || __atomic_load_n(&c->op.done, __ATOMIC_ACQUIRE) != 0);
     if (c != NULL) {
         free(c->segments);
+        free(c->checksums);
         free(c->steps);
         free(c);
     }
@@ -206,4 +258,14 @@ int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t max_ms,
 
 bool shm_collective_is_cpu_bound(const shm_collective *c) {
     return c->cpu_bound;
+}
+
+bool shm_collective_row_checksum(const shm_collective *c, size_t segment, int64_t rank,
+                                 uint64_t *checksum) {
+    if (c == NULL || segment >= c->checksum_rows || rank < 0 || rank >= c->request.world) {
+        return false;
+    }
+    const shm_row_checksum *sum = &c->checksums[segment * (size_t)c->request.world + (size_t)rank];
+    *checksum = sum->hash;
+    return sum->complete;
 }

@@ -19,6 +19,13 @@ typedef struct shm_step {
     size_t after;
 } shm_step;
 
+/* The checksum of the first bytes of one rank's segment: whole pieces (FCK_CHECKSUM_PIECE), or all
+ * bytes. */
+typedef struct shm_row_checksum {
+    uint64_t hash; /* of the checksums of the pieces */
+    bool complete;
+} shm_row_checksum;
+
 struct shm_collective {
     shm_op op; /* must be the first member */
     shm_request request;
@@ -27,6 +34,9 @@ struct shm_collective {
     shm_segment *segments;
     /* Bytes of each rank shard that one message carries. The last message may carry fewer. */
     size_t part_bytes;
+    /* [checksum_rows * world] of an all-gather with checksums; NULL: none */
+    shm_row_checksum *checksums;
+    size_t checksum_rows; /* number of segments at the start */
     /* All-reduce. */
     shm_step *steps;
     bool sums_whole; /* each rank sums the whole tensor */

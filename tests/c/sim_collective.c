@@ -29,6 +29,7 @@ struct fct_pg {
 
 struct fct_work {
     sim_point end;
+    sim_row_places *places; /* NULL: the work computes no checksums */
 };
 
 static fct_pg groups[GROUPS_MAX];
@@ -200,6 +201,13 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
 
 /* ---- issuing ---- */
 
+static fct_work *new_work(sim_point end) {
+    fct_work *work = (fct_work *)sim_alloc(sizeof *work);
+    work->end = end;
+    sim_living.works++;
+    return work;
+}
+
 /* Queues a collective that reads `input` and writes `output` (the same tensor: in place). */
 static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
                        sim_op op) {
@@ -223,9 +231,9 @@ static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, 
         op.held[0] = output;
         op.held[1] = input;
     }
-    fct_work *work = (fct_work *)sim_alloc(sizeof *work);
-    sim_stream_push(stream, &op, &work->end);
-    sim_living.works++;
+    sim_point end;
+    sim_stream_push(stream, &op, &end);
+    fct_work *work = new_work(end);
     if (here ? sim_random() % 2 == 0 : !sim_now.streams && sim_random() % 8 == 0) {
         /* No work is returned: the current stream is ordered, and on the CPU the collective is
          * complete. */
@@ -259,6 +267,10 @@ void sim_collectives_are_cpu_bound(bool are) {
     are_cpu_bound = are;
 }
 
+bool fct_work_row_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum) {
+    return sim_point_passed(&work->end) && sim_row_checksum(work->places, run, rank, checksum);
+}
+
 bool fct_work_done(fct_work *work) {
     sim_tick();
     if (!sim_point_passed(&work->end)) {
@@ -271,6 +283,7 @@ bool fct_work_done(fct_work *work) {
 void fct_work_release(fct_work *work) {
     if (work != NULL) {
         sim_living.works--;
+        free(work->places);
         free(work);
     }
 }
@@ -442,6 +455,10 @@ int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chun
         fct_work_release(*work);
         *work = issue(pg, chunks[k], chunks[k], true,
                       (sim_op){.what = "a gather of chunks", .run = run_all_gather, .args = g});
+    }
+    if (layout->checksums) {
+        *work = *work != NULL ? *work : new_work(sim_stream_now(sim_stream_current()));
+        (*work)->places = sim_row_places_new(chunks, layout, pg->world);
     }
     sim_log("gather:%s", pg->name);
     return 0;

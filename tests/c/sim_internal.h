@@ -126,6 +126,16 @@ sim_point sim_tensor_cross(fct_tensor *to, const fct_tensor *from, const char *w
 /* Queued on the current stream: copies `from` to `to`, or writes zeros if `from` is NULL. */
 void sim_tensor_assign(fct_tensor *to, const fct_tensor *from, const char *what);
 
+/* ---- checksums of gathered chunks (sim_checksum.c) ---- */
+
+/* The places of the runs of a gather in its chunks. Freed with free(). Borrows the memory of the
+ * chunks. */
+typedef struct sim_row_places sim_row_places;
+sim_row_places *sim_row_places_new(fct_tensor *const *chunks, const fct_chunk_layout *layout,
+                                   int64_t world);
+/* See fct_work_row_checksum. `places` may be NULL. */
+bool sim_row_checksum(const sim_row_places *places, size_t run, int64_t rank, uint64_t *checksum);
+
 /* ---- other files ---- */
 
 extern sim_config sim_now;   /* configuration of the running simulation */

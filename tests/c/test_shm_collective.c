@@ -1,5 +1,7 @@
 /* Collectives over shared memory, between processes: data, errors, and the life of operations. */
 #define _GNU_SOURCE 1
+#include "kernels/checksum.h"
+#include "transport/hash.h"
 #include "transport_ranks.h"
 
 /* ---- data ---- */
@@ -62,6 +64,95 @@ static void gather_once(int64_t numel) {
     }
     free(first);
     free(second);
+}
+
+/* The checksum that fct_work_row_checksum describes. */
+static uint64_t checksum_of(const char *data, size_t bytes) {
+    uint64_t hash = FCT_HASH_EMPTY;
+    for (size_t at = 0; at < bytes; at += FCK_CHECKSUM_PIECE) {
+        const size_t rest = bytes - at;
+        const size_t piece = rest < FCK_CHECKSUM_PIECE ? rest : FCK_CHECKSUM_PIECE;
+        hash = fct_hash_add(hash, fck_checksum(data + at, piece));
+    }
+    return hash;
+}
+
+static void gather_with_checksums(int64_t numel) {
+    const size_t all = (size_t)numel * (size_t)me.world;
+    float *first = (float *)calloc(all, sizeof *first),
+          *second = (float *)calloc(all, sizeof *second);
+    shm_segment segments[2];
+    uint64_t checksum = 0;
+    issued op;
+    split(segments, first, second, numel);
+    for (int64_t i = 0; i < numel; i++) {
+        *element_of(segments, me.rank, i) = value_of(me.rank, i);
+    }
+    shm_request request = request_of(FCT_OP_ALL_GATHER, numel);
+    request.segments = segments;
+    request.segment_count = 2;
+    request.checksums = true;
+    require(start(&op, &request) != SHM_SUBMIT_FAILED);
+    require(wait_for(&op, 0) == 1 && op.work.error[0] == '\0');
+    shm_collective_drop_segments(op.collective);
+    for (size_t k = 0; k < 2; k++) {
+        for (int rank = 0; rank < me.world; rank++) {
+            const char *row = segments[k].data + (size_t)rank * segments[k].stride;
+            require(shm_collective_row_checksum(op.collective, k, rank, &checksum));
+            require(checksum == checksum_of(row, segments[k].bytes));
+        }
+    }
+    require(!shm_collective_row_checksum(op.collective, 2, 0, &checksum));
+    require(!shm_collective_row_checksum(op.collective, 0, me.world, &checksum));
+    require(!shm_collective_row_checksum(op.collective, 0, -1, &checksum));
+    shm_collective_free(op.collective);
+    free(first);
+    free(second);
+}
+
+/* Rows of a message, of several messages, and of more than the ring. Pieces of the second segment
+ * are in two messages. */
+static void gather_all_sizes_with_checksums(void) {
+    static const int64_t sizes[] = {3, 100003, 300001, 1500000};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        gather_with_checksums(sizes[i]);
+    }
+}
+
+static void gathered_rows_have_the_checksums_of_their_bytes(void **state) {
+    (void)state;
+    run_ranks(gather_all_sizes_with_checksums, 2);
+    run_ranks(gather_all_sizes_with_checksums, 3);
+}
+
+/* The first message of rank 0 has a part of its row only. */
+static void read_checksums_too_early(void) {
+    static float rows[2 * 1500000];
+    const size_t bytes = sizeof rows / 2;
+    const shm_segment segment = {(char *)rows, bytes, 0, bytes};
+    uint64_t checksum = 0;
+    issued op;
+    shm_request request = request_of(FCT_OP_ALL_GATHER, 1500000);
+    request.segments = &segment;
+    request.segment_count = 1;
+    request.checksums = true;
+    if (me.rank == 1) {
+        barrier();
+    }
+    require(start(&op, &request) != SHM_SUBMIT_FAILED);
+    if (me.rank == 0) {
+        require(!shm_collective_row_checksum(op.collective, 0, 0, &checksum));
+        require(!shm_collective_row_checksum(op.collective, 0, 1, &checksum));
+        barrier();
+    }
+    require(wait_for(&op, 0) == 1);
+    require(shm_collective_row_checksum(op.collective, 0, 1, &checksum));
+    shm_collective_free(op.collective);
+}
+
+static void rows_that_are_not_complete_have_no_checksum(void **state) {
+    (void)state;
+    run_ranks(read_checksums_too_early, 2);
 }
 
 static void reduce_scatter_once(int64_t numel) {
@@ -460,6 +551,8 @@ static void two_threads_of_a_rank_complete_operations_of_one_transport(void **st
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(collectives_of_all_sizes_have_the_expected_values),
+        cmocka_unit_test(gathered_rows_have_the_checksums_of_their_bytes),
+        cmocka_unit_test(rows_that_are_not_complete_have_no_checksum),
         cmocka_unit_test(operations_complete_in_order_of_issue_and_once),
         cmocka_unit_test(wait_with_a_limit_leaves_the_operation_pending),
         cmocka_unit_test(different_collectives_fail_on_all_ranks_and_later_ones_too),

@@ -34,6 +34,14 @@ def test_each_flipped_bit_raises_in_its_step_and_training_continues(
     assert all(is_equal for _, is_equal in results)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_corrupted_message_of_a_chunk_raises_and_training_continues(world: int) -> None:
+    env = {**HASH, "FSDP_C_TRANSPORT": "direct"}
+    for texts in run_ranks(corrupted_data.corrupt_message, world, env=env):
+        assert "different data after the all-gather of '0' (step 2, outside of a pass)" in texts[0]
+        assert texts[1] == ""
+
+
 def test_mode_on_has_no_checksums() -> None:
     for outcomes, _ in run_ranks(corrupted_data.flip_bits, 2, (5,), env={"FSDP_C_GUARD": "on"}):
         assert [text for _, text in outcomes] == [""] * 5

@@ -147,9 +147,9 @@ MUTATIONS = {
         "[  FAILED  ] each_flipped_bit_of_a_gathered_row_changes_the_checksum",
     ),
     "checksum omits the chunks that belong to one parameter": Mutation(
-        "transfer",
-        "        if (!chunk->owned) {\n            continue;",
-        "        if (chunk->numel > 0) {\n            continue;",
+        "gather_checksum",
+        "                fc_checksum_add_sum(&c->owned, i, of, sum);",
+        "                fc_checksum_add_sum(&c->owned, i, of, 1);",
         "test_gather_checksum",
         "[  FAILED  ] checksum_depends_on_neither_chunks_nor_blocks",
     ),

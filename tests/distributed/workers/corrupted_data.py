@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +98,57 @@ def flip_bits(rank: int, world_size: int, flips: int) -> tuple[list[tuple[str, s
     text = run_step(model)
     equal = [torch.equal(a, b) for a, b in zip(read_gradients(model), expected)]
     return outcomes, text == "" and all(equal)
+
+
+def flip_bit_of_message(data: bytes) -> None:
+    """Flips a bit of a message with these bytes, in the shared memory of this rank."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            is_ring = "memfd:" in os.readlink(link)
+        except FileNotFoundError:
+            continue
+        if not is_ring:
+            continue
+        with mmap.mmap(int(link.name), 0) as memory:
+            at = memory.find(data)
+            if at >= 0:
+                memory[at + len(data) // 2] ^= 4
+                found += 1
+    assert found == 1
+
+
+def corrupt_message(rank: int, world_size: int) -> list[str]:
+    """Rank 1 corrupts a message after it has sent it. The parameter has its own chunk.
+
+    Returns the exceptions of this step and of the next one.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    mesh = init_device_mesh("cpu", (world_size,))
+    fsdp_c.fully_shard(model[0], mesh=mesh)
+    fsdp_c.fully_shard(model, mesh=mesh)
+    x = torch.ones(2, 512)
+    texts = []
+    for step in range(4):
+        if step == 2:
+            shard = model[0].weight.to_local().detach()
+            if rank != 1:
+                dist.barrier()
+            model[0].unshard(async_op=True)
+            if rank == 1:
+                flip_bit_of_message(shard.numpy().tobytes())
+                dist.barrier()
+        try:
+            model(x).sum().backward()
+            texts.append("")
+        except RuntimeError as error:
+            texts.append(str(error))
+            model.reset_iter_state()
+        model.zero_grad()
+        dist.barrier()
+    assert texts[:2] == ["", ""]
+    return texts[2:]
 
 
 def train_with_modes(rank: int, world_size: int, modes: tuple[Any, ...]) -> str:
