@@ -1,7 +1,8 @@
-"""Trials of failing ranks: one of three ranks is killed, is stopped or raises at a random point.
+"""Trials of failing ranks: one of three ranks is killed, is stopped, raises or sleeps at a random
+point.
 
     python tests/faults/workers/failure_trials.py [--trials 100] [--seed 0] [--fault kill] \
-        [--transport gloo] [--fresh]
+        [--transport gloo] [--stall-seconds 1] [--fresh]
 
 Needs ``tests/harness`` in PYTHONPATH. Each trial trains a small model until the fault. Requirements
 for each survivor:
@@ -13,6 +14,8 @@ for each survivor:
 - Its process ends by itself.
 - If it waits, it logs a report within FSDP_C_STALL_SECONDS and 1 s.
 - Each report names the failing rank as such, and no other rank.
+
+If the rank only sleeps, no rank raises, and all of them train on.
 
 Prints a table. The exit status is 1 if a trial misses a requirement.
 """
@@ -40,10 +43,11 @@ from trial_rank import BLOCKS, Plan
 
 SCRIPT = Path(__file__).with_name("trial_rank.py")
 WORLD = 3
-GROUP_LIMIT = 2.5
-"""Time limit of the process group in seconds."""
 STALL_LIMIT = 1.0
-"""FSDP_C_STALL_SECONDS."""
+"""Default of FSDP_C_STALL_SECONDS in the trials."""
+GROUP_LIMIT, SLEEP, SLEEPER_LIMIT = 1.5, 0.9, 9.0
+"""Seconds after FSDP_C_STALL_SECONDS: time limit of the process group, end of a sleep, and time
+limit of the process group if a rank sleeps."""
 MARGIN, DEATH_MARGIN, REPORT_MARGIN, EXIT_MARGIN = 0.5, 1.0, 1.0, 10.0
 """Seconds after the group's limit, after a death, after the limit of the report, and after the
 exception of a survivor."""
@@ -66,7 +70,9 @@ class Fault:
     """The signal that the rank gets, 0: it raises."""
     raises_in: str = ""
     ends: bool = True
-    """Whether the process ends."""
+    """Whether the process ends by the fault."""
+    sleeps: bool = False
+    """The rank sleeps in forward, then trains on."""
 
 
 FAULTS = {
@@ -74,6 +80,7 @@ FAULTS = {
     "stop": Fault("is stopped by a signal", signal.SIGSTOP, ends=False),
     "raise": Fault("left the forward by an exception|has ended", raises_in="ends"),
     "raise, caught": Fault("left the forward by an exception", raises_in="stays", ends=False),
+    "sleep": Fault("waits for no collective of fsdp_c.* in fail$", ends=False, sleeps=True),
 }
 
 
@@ -85,6 +92,8 @@ class Survivor:
     raised: float | None = None
     text: str = ""
     exited: float | None = None
+    finished: bool = False
+    """Whether it trained on after the fault, and ended without an exception."""
     reports: list[tuple[float, str]] = field(default_factory=list)
 
     @property
@@ -117,6 +126,12 @@ class Options:
     """Whether ranks are new interpreters. Otherwise a process that has imported torch is forked."""
     slack: float = 0.0
     """Seconds that are added to each time limit, for machines with other load."""
+    stall_seconds: float = STALL_LIMIT
+
+    @property
+    def group_limit(self) -> float:
+        """Time limit of the process group in seconds."""
+        return self.stall_seconds + (SLEEPER_LIMIT if FAULTS[self.fault].sleeps else GROUP_LIMIT)
 
 
 # ---- a trial ----
@@ -131,7 +146,7 @@ class Rank:
         self.output = folder / f"output{plan.rank}"
         env = os.environ | {
             "FSDP_C_TRANSPORT": TRANSPORTS[options.transport],
-            "FSDP_C_STALL_SECONDS": str(STALL_LIMIT),
+            "FSDP_C_STALL_SECONDS": str(options.stall_seconds),
             "FSDP_C_STALL_DIR": str(folder / "records"),
             "OMP_NUM_THREADS": "1",
             "RANK": str(plan.rank),
@@ -181,14 +196,17 @@ def run_trial(number: int, options: Options, port: int) -> Trial:
         ranks = []
         for rank in range(WORLD):
             events = f"{name}/events{rank}"
-            plan = Plan(rank, WORLD, port, f"{options} {number}", GROUP_LIMIT, events)
+            plan = Plan(rank, WORLD, port, f"{options} {number}", options.group_limit, events)
             if rank == culprit:
-                plan.raises_in, plan.step, plan.block = fault.raises_in, step, block
+                plan.raises_in, plan.block = fault.raises_in, block
+                plan.sleep = (options.stall_seconds + SLEEP) if fault.sleeps else 0.0
+            plan.step, plan.ends = step, fault.sleeps
             ranks.append(Rank(plan, folder, options))
         try:
             begin = at = cause_fault(ranks, culprit, fault, delay)
             others = [rank for rank in ranks if rank is not ranks[culprit]]
-            if not wait_for([*others, *([ranks[culprit]] if fault.ends else [])], Rank.poll, HANG):
+            ending = ranks if fault.ends or fault.sleeps else others
+            if not wait_for(ending, Rank.poll, HANG + options.group_limit):
                 print_stacks(ranks)
         finally:
             for rank in ranks:
@@ -215,7 +233,7 @@ def cause_fault(ranks: list[Rank], culprit: int, fault: Fault, delay: float) -> 
         os.kill(ranks[culprit].process.pid, fault.number)
         return at
     if not wait_for([ranks[culprit]], lambda rank: rank.find_event("fault"), 60):
-        raise RuntimeError("a rank did not raise: " + ranks[culprit].output.read_text())
+        raise RuntimeError("a rank did not fail: " + ranks[culprit].output.read_text())
     return ranks[culprit].find_event("fault") or 0.0
 
 
@@ -234,6 +252,7 @@ def observe(index: int, rank: Rank, begin: float, at: float) -> Survivor:
         survivor.raised, survivor.text = event["at"] - at, event["text"]
         if rank.process.poll() != -signal.SIGKILL:
             survivor.exited = (rank.exited or 0.0) - event["at"]
+    survivor.finished = rank.process.poll() == 0
     # A rank that a busy machine delays may have caused a report before.
     reports = [event for event in rank.read_events("report") if event["at"] >= begin]
     survivor.reports = [(event["at"] - at, event["text"]) for event in reports]
@@ -243,25 +262,35 @@ def observe(index: int, rank: Rank, begin: float, at: float) -> Survivor:
 # ---- requirements ----
 
 
-def find_misses(trial: Trial, slack: float) -> list[str]:
-    """Returns the requirements that the trial misses. ``slack``: added to each time limit."""
+def find_misses(trial: Trial, options: Options) -> list[str]:
+    """Returns the requirements that the trial misses."""
     return [
         f"rank {survivor.rank}: {miss}"
         for survivor in trial.survivors
-        for miss in find_misses_of(survivor, trial, slack)
+        for miss in find_misses_of(survivor, trial, options)
     ]
 
 
-def find_misses_of(survivor: Survivor, trial: Trial, slack: float) -> list[str]:
+def find_misses_of(survivor: Survivor, trial: Trial, options: Options) -> list[str]:
     fault, culprit, place = FAULTS[trial.fault], trial.culprit, trial.place
-    if survivor.raised is None:
-        return ["did not raise"]
+    slack = options.slack
     misses = []
+    if not fault.ends:
+        at = survivor.reports[0][0] if survivor.reports else HANG
+        if at - survivor.waited_from > options.stall_seconds + REPORT_MARGIN + slack:
+            misses.append(f"reported {at:.2f} s after the fault")
+    misses += {
+        miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, place)
+    }
+    if fault.sleeps:
+        return misses if survivor.finished else [*misses, f"did not train on: {survivor.text}"]
+    if survivor.raised is None:
+        return [*misses, "did not raise"]
     detects_death = fault.ends and trial.transport == "shared memory"
-    last = slack + (DEATH_MARGIN if detects_death else GROUP_LIMIT + MARGIN)
+    last = slack + (DEATH_MARGIN if detects_death else options.group_limit + MARGIN)
     if survivor.raised - survivor.waited_from > last:
         misses.append(f"raised {survivor.raised:.2f} s after the fault")
-    if not fault.ends and survivor.raised < GROUP_LIMIT - MARGIN:
+    if not fault.ends and survivor.raised < options.group_limit - MARGIN:
         misses.append(f"raised early, {survivor.raised:.2f} s after the fault")
     if survivor.exited is None:
         misses.append("did not exit")
@@ -269,13 +298,6 @@ def find_misses_of(survivor: Survivor, trial: Trial, slack: float) -> list[str]:
         misses.append(f"exited {survivor.exited:.2f} s after its exception")
     texts = [survivor.text, *(text for _, text in survivor.reports)]
     misses += [f"does not name the {name}" for name in find_unnamed(texts, culprit, place)]
-    if not fault.ends:
-        at = survivor.reports[0][0] if survivor.reports else HANG
-        if at - survivor.waited_from > STALL_LIMIT + REPORT_MARGIN + slack:
-            misses.append(f"reported {at:.2f} s after the fault")
-    misses += {
-        miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, place)
-    }
     return misses + find_wrong_ranks(survivor.text, culprit)
 
 
@@ -318,7 +340,7 @@ def format_row(options: Options, trials: list[Trial], missed: int) -> str:
     raised = [s.raised for s in survivors if s.raised is not None]
     exited = [s.exited for s in survivors if s.exited is not None]
     first = [s.reports[0][0] for s in survivors if s.reports]
-    hangs = sum(s.raised is None or s.exited is None for s in survivors)
+    hangs = sum(not s.finished and (s.raised is None or s.exited is None) for s in survivors)
     late = sum(time > DEATH_MARGIN for time in raised) if FAULTS[options.fault].ends else "-"
     cells = [options.transport, options.fault, len(trials), hangs, _format_times(raised), late]
     cells += [_format_times(exited), f"{len(first)} of {len(survivors)}", _format_times(first)]
@@ -352,7 +374,7 @@ def run_trials(options: Options, count: int, verbose: bool = True) -> tuple[str,
     for number in range(count):
         trial = run_trial(number, options, store.port)
         trials.append(trial)
-        found = find_misses(trial, options.slack)
+        found = find_misses(trial, options)
         missed += bool(found)
         for miss in found:
             misses.append(f"{options.transport}, {options.fault}, trial {number}: {miss}")
@@ -370,13 +392,21 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS, action="append")
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
     parser.add_argument("--slack", type=float, default=0.0, help="seconds added to each limit")
+    parser.add_argument("--stall-seconds", type=float, default=STALL_LIMIT)
     parser.add_argument("--fresh", action="store_true", help="start new interpreters, no forks")
     arguments = parser.parse_args()
     print("Times are medians and maxima over the survivors.\n\n" + HEADER, flush=True)
     failed = False
     for transport in arguments.transport or TRANSPORTS:
         for fault in arguments.fault or FAULTS:
-            options = Options(transport, fault, arguments.seed, arguments.fresh, arguments.slack)
+            options = Options(
+                transport,
+                fault,
+                arguments.seed,
+                arguments.fresh,
+                arguments.slack,
+                arguments.stall_seconds,
+            )
             row, misses = run_trials(options, arguments.trials)
             print(row, flush=True)
             failed = failed or bool(misses)

@@ -39,9 +39,13 @@ class Plan:
     raises_in: str = ""
     """"ends": the rank raises and its process ends. "stays": the process catches the exception and
     then waits. "": the rank does not raise."""
+    sleep: float = 0.0
+    """Seconds that the rank sleeps."""
     step: int = 0
     block: int = 0
-    """Step and block in whose forward the rank raises."""
+    """Step and block in the forward of which the rank raises or sleeps."""
+    ends: bool = False
+    """Whether the rank ends three steps after ``step``. Otherwise it trains until it fails."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -101,19 +105,21 @@ def main(plan: Plan) -> None:
     def fail(*unused: Any) -> None:
         if step == plan.step:
             events.write("fault")
-            raise UserError
+            if not plan.sleep:
+                raise UserError
+            time.sleep(plan.sleep)
 
     def begin(*unused: Any) -> None:
         if step == 0:
             events.write("began")
 
     model.register_forward_pre_hook(begin)
-    if plan.raises_in:
+    if plan.raises_in or plan.sleep:
         blocks[plan.block][0].register_forward_hook(fail)
     events.write("ready")
     try:
         with contextlib.suppress(*((UserError,) if plan.raises_in == "stays" else ())):
-            while True:
+            while not plan.ends or step <= plan.step + 3:
                 model(torch.ones(2, 8)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -122,6 +128,9 @@ def main(plan: Plan) -> None:
         events.write("raised", f"{type(error).__name__}: {error}")
         traceback.print_exc()
         sys.exit(1)
+    if plan.ends:
+        dist.destroy_process_group()
+        return
     while True:
         time.sleep(1)
 
