@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import os
 import re
-import socket
+import tempfile
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ class Nvrtc:
     def compile_cached(self, arch: int) -> bytes:
         """Returns the cubin for sm_``arch`` from the user's cache, or compiles and stores it.
 
-        Several processes may call it at once: each writes a file of its own and renames it.
+        Several processes and threads may call it at once.
         """
         texts = [(KERNELS / name).read_bytes() for name in ("rtc.cuh", *KERNEL_SOURCES)]
         key = hashlib.sha256(b"\0".join([*texts, f"{self.version} {arch}".encode()])).hexdigest()
@@ -102,10 +102,7 @@ class Nvrtc:
             pass  # the file is missing or incomplete
         code = self.compile(arch)
         with contextlib.suppress(OSError):  # a cache that cannot be written is not used
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}")
-            partial.write_bytes(hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
-            partial.replace(path)
+            _write_file(path, hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
         return code
 
     def _get_output(self, program: ctypes.c_void_p, output: str) -> bytes:
@@ -117,6 +114,23 @@ class Nvrtc:
 
     def _get_log(self, program: ctypes.c_void_p) -> str:
         return self._get_output(program, "ProgramLog").rstrip(b"\0").decode()
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Writes a temporary file with a random name, then renames it to ``path``.
+
+    Readers therefore find a complete file. Processes in containers that share the folder may have
+    equal process ids and host names.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def cache_folder() -> Path | None:

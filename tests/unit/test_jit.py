@@ -7,9 +7,12 @@ counts launches.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_c
 from fsdp_c import _C
-from fsdp_c._runtime import jit, kernels
+from fsdp_c._runtime import jit, kernels, nvrtc
 from fsdp_c._runtime.nvrtc import Nvrtc, cache_folder, find_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,6 +189,68 @@ def test_user_without_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(2):
         assert compiler.compile_cached(90) == b"code 90\nfor 13.0"
     assert compiler.compilations == 2
+
+
+def start_cache_jobs(count: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Starts processes that get kernels from the cache at the same time."""
+    script = Path(__file__).with_name("cache_job.py")
+    command = [sys.executable, str(script), str(nvrtc.__file__), *arguments]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    jobs = [subprocess.Popen(command, **pipes) for _ in range(count)]
+    for job in jobs:
+        assert job.stdout is not None and job.stdout.readline() == "ready\n"
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.write("start\n")
+        job.stdin.flush()
+    return jobs
+
+
+def read_cached(path: Path) -> bytes:
+    """Returns the SHA-256 of the kernels in a file of the cache, which must be complete."""
+    digest, code = path.read_bytes().split(b"\n", 1)
+    assert hashlib.sha256(code).hexdigest().encode() == digest
+    return digest
+
+
+def test_processes_that_compile_at_once_get_and_store_complete_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, seen = tmp_path / "fsdp_c", set()
+    jobs = start_cache_jobs(4)
+    while any(job.poll() is None for job in jobs):
+        seen.update(map(read_cached, folder.glob("*.cubin")))
+    [path] = folder.iterdir()
+    results = {job.communicate()[0].strip().encode() for job in jobs}
+    assert seen <= results == {read_cached(path)}
+    assert all(job.returncode == 0 for job in jobs)
+
+
+def test_process_killed_before_it_stores_kernels_does_not_affect_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for killed in start_cache_jobs(2, "--die"):
+        assert killed.communicate()[0] == "" and killed.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "fsdp_c").iterdir())) == 2  # each wrote a file of its own
+    assert not list(tmp_path.glob("fsdp_c/*.cubin"))
+    [job] = start_cache_jobs(1)
+    result = job.communicate()[0].strip().encode()
+    [path] = tmp_path.glob("fsdp_c/*.cubin")
+    assert read_cached(path) == result
+
+
+def test_file_of_kernels_that_cannot_be_renamed_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "replace", fail)
+    assert CompilerStub().compile_cached(90) == b"code 90\nfor 13.0"
+    assert not list((tmp_path / "fsdp_c").iterdir())
 
 
 def test_nvrtc_of_torchs_cuda_release_comes_first(

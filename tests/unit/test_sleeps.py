@@ -16,6 +16,7 @@ POINT = "a fault comes at a random time"
 VIRTUAL = "the clock is simulated"
 PEER = "a process that ends would end the other one before its result"
 STEP = "a step takes so long that monitors, which run at intervals, read it"
+WORK = "a stand-in takes as long as the work that it replaces"
 STACKS = "a process that hangs gets this time to write its stacks, and is killed then"
 
 SLEEPS = {
@@ -29,6 +30,7 @@ SLEEPS = {
     "faults/workers/stalled_ranks.py": [POLL],
     "faults/workers/trial_rank.py": [HANG],
     "parity/workers/program_ranks.py": [STACKS],
+    "unit/cache_job.py": [WORK],
     "unit/compare_job.py": [HANG, HANG],
     "unit/test_check.py": [HANG],
     "unit/test_compare.py": [POLL, POLL],
