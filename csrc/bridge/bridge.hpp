@@ -62,6 +62,11 @@ class Borrowed {
     at::Tensor tensor_;
 };
 
+/* A ComplexHalf tensor as real pairs, because the CPU has no arithmetic for ComplexHalf. */
+inline at::Tensor view_half_as_real(const at::Tensor &t) {
+    return t.scalar_type() == c10::ScalarType::ComplexHalf ? at::view_as_real(t) : t;
+}
+
 /* A scope in which calls of at:: run below autograd. They record no history and bump no version
  * counter. */
 struct BelowAutograd {

@@ -1,6 +1,7 @@
-/* torch's foreach operations, for devices without kernels in csrc/kernels. An operation is one
- * kernel launch if torch has a kernel for the list, like on CUDA. Otherwise it is one launch for
- * each tensor. torch's FSDP2 uses the same operations. */
+/* torch's foreach operations: additions of partial gradients, and transfers on devices without
+ * kernels in csrc/kernels. An operation is one kernel launch if torch has a kernel for the list,
+ * like on CUDA. Otherwise it is one launch for each tensor. torch's FSDP2 uses the same
+ * transfers. */
 #include "gil.hpp"
 #include "tensor.h"
 
@@ -10,6 +11,7 @@ using fct::BelowAutograd;
 using fct::Borrowed;
 using fct::DeviceCall;
 using fct::guarded;
+using fct::view_half_as_real;
 
 namespace {
 
@@ -50,6 +52,20 @@ int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t coun
         const BorrowedList from(src, count);
         const DeviceCall call(fct::impl(dst[0])->device_type());
         at::_foreach_copy_(*to, *from);
+    });
+}
+
+int fct_foreach_add(fct_tensor *const *dst, fct_tensor *const *src, size_t count) {
+    return guarded("fct_foreach_add", [&] {
+        const BelowAutograd below_autograd;
+        std::vector<at::Tensor> to;
+        std::vector<at::Tensor> from;
+        for (size_t i = 0; i < count; i++) {
+            to.push_back(view_half_as_real(*Borrowed(dst[i])));
+            from.push_back(view_half_as_real(*Borrowed(src[i])));
+        }
+        const DeviceCall call(fct::impl(dst[0])->device_type());
+        at::_foreach_add_(to, from);
     });
 }
 

@@ -22,6 +22,7 @@ using fct::DeviceCall;
 using fct::guarded;
 using fct::impl;
 using fct::new_handle;
+using fct::view_half_as_real;
 
 namespace {
 
@@ -35,11 +36,6 @@ void *first_element(const c10::TensorImpl *t, int64_t offset_bytes) {
 bool is_lazy(const c10::TensorImpl *t) {
     return t->key_set().has_any(
         c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}));
-}
-
-/* A ComplexHalf tensor as real pairs, because the CPU has no arithmetic for ComplexHalf. */
-at::Tensor view_half_as_real(const at::Tensor &t) {
-    return t.scalar_type() == c10::ScalarType::ComplexHalf ? at::view_as_real(t) : t;
 }
 
 void read_facts(const c10::TensorImpl *t, fct_facts *out) {

@@ -102,6 +102,9 @@ FCT_CHECK int fct_tensor_set_grad_dtype(fct_tensor *t, fct_dtype dtype);
 /* dst[i].copy_(src[i]) for all i. Launches one kernel if the device has a kernel for the list. That
  * requires one source dtype, one destination dtype, and equal shapes and strides. */
 FCT_CHECK int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t count);
+/* dst[i].add_(src[i]) for all i. Bumps no version. Launches one kernel if the device has a kernel
+ * for the list and all tensors have one dtype. */
+FCT_CHECK int fct_foreach_add(fct_tensor *const *dst, fct_tensor *const *src, size_t count);
 /* Splits a 2-D tensor along dim 1 into parts of `sizes` and copies them to out[i]. Each out[i] is
  * [rows, sizes[i]], contiguous, of the same dtype. */
 FCT_CHECK int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,

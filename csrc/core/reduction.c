@@ -15,11 +15,13 @@
 
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total) {
     assert(base->comm != NULL);
-    fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + total * sizeof *r->params);
+    fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + 3 * total * sizeof *r->params);
     if (r != NULL) {
         r->base = base;
         r->align = 1;
         r->params = (fc_param **)(void *)(r + 1);
+        r->sums = (fct_tensor **)(void *)(r->params + total);
+        r->addends = r->sums + total;
         if (base->comm->has_streams) {
             r->input_stream = fct_stream_current(base->device);
         }
@@ -146,8 +148,8 @@ static fc_status view_part(const fct_tensor *row, int64_t offset, int64_t numel,
     return fct_tensor_alias_1d(row, numel, offset, out) == 0 ? FC_OK : FC_ERAISED;
 }
 
-/* Consecutive parameters whose partial gradients are slices of one buffer, at the distances of the
- * row: one operation merges all of them. */
+/* Consecutive parameters with partial gradients that are slices of one buffer, at the distances of
+ * the row. Two views, one of the buffer and one of the row, cover all of them. */
 typedef struct partial_run {
     size_t first, end;   /* parameters; without partial gradients if `partial` is NULL */
     fct_tensor *partial; /* partial gradient of parameter `first`; borrowed */
@@ -210,9 +212,9 @@ done:
     return status;
 }
 
-/* Drops the partial gradients of the run, which were merged. */
-static void drop_partials(const fc_reduction *r, const partial_run *run) {
-    for (size_t i = run->first; i < run->end; i++) {
+/* Drops the partial gradients, which were merged. */
+static void drop_partials(const fc_reduction *r) {
+    for (size_t i = 0; i < r->total; i++) {
         fc_param_set_partial(r->params[i], NULL);
     }
 }
@@ -248,16 +250,16 @@ fc_status fc_reduction_use_input(fc_reduction *r) {
     FC_TRY(view_part(run.partial, 0, run.numel, &partial));
     FC_TRY(view_part(r->input, 0, run.numel, &part));
     FC_TRY_RAISED(fct_tensor_add(partial, part));
-    drop_partials(r, &run);
+    drop_partials(r);
 done:
     fct_tensor_release(part);
     fct_tensor_release(partial);
     return status;
 }
 
-/* Adds the row's part to the partial gradients of the run, or these to the row's part. Without
- * gradients in the row, copies the partial gradients to it. */
-static fc_status merge_run(const fc_reduction *r, const partial_run *run) {
+/* Appends the addition of the row's part to the partial gradients of the run, or of these to the
+ * row's part. Without gradients in the row, copies the partial gradients to it. */
+static fc_status merge_run(const fc_reduction *r, const partial_run *run, size_t *count) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
     fct_tensor *partial = NULL;
@@ -270,19 +272,27 @@ static fc_status merge_run(const fc_reduction *r, const partial_run *run) {
         fct_tensor_facts(run->partial, &facts);
         FC_TRY(view_part(run->partial, facts.offset_bytes / facts.itemsize, run->numel, &partial));
     }
-    if (r->keep_partial) {
-        FC_TRY_RAISED(fct_tensor_add(partial, part));
-    } else if (run->first < r->count) {
-        FC_TRY_RAISED(fct_tensor_add(part, partial));
-    } else {
+    if (!r->keep_partial && run->first >= r->count) {
         FC_TRY_RAISED(fct_tensor_copy(part, partial));
+        goto done;
     }
-    if (!r->keep_partial) {
-        drop_partials(r, run);
-    }
+    r->sums[*count] = r->keep_partial ? partial : part;
+    r->addends[(*count)++] = r->keep_partial ? part : partial;
+    return FC_OK;
 done:
     fct_tensor_release(part);
     fct_tensor_release(partial);
+    return status;
+}
+
+static fc_status add_all(const fc_reduction *r, size_t count) {
+    fc_status status = FC_OK;
+    if (count == 1) {
+        FC_TRY_RAISED(fct_tensor_add(r->sums[0], r->addends[0]));
+    } else if (count > 1) {
+        FC_TRY_RAISED(fct_foreach_add(r->sums, r->addends, count));
+    }
+done:
     return status;
 }
 
@@ -290,15 +300,24 @@ fc_status fc_reduction_merge_partials(fc_reduction *r) {
     assert(r->output != NULL && r->count <= r->total);
     fc_status status = FC_OK;
     partial_run run = {.end = 0};
+    size_t count = 0;
     while (run.end < r->total) {
         run = find_run(r, run.end, run.next);
         if (run.partial != NULL) {
-            FC_TRY(merge_run(r, &run));
+            FC_TRY(merge_run(r, &run, &count));
         } else if (r->keep_partial) {
             FC_TRY(keep_parts(r, &run));
         }
     }
+    FC_TRY(add_all(r, count));
+    if (!r->keep_partial) {
+        drop_partials(r);
+    }
 done:
+    for (size_t i = 0; i < count; i++) {
+        fct_tensor_release(r->sums[i]);
+        fct_tensor_release(r->addends[i]);
+    }
     return status;
 }
 

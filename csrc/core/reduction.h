@@ -16,6 +16,8 @@ typedef struct fc_reduction {
     /* borrowed; its owner calls fc_reduction_discard before it frees the group */
     fc_group_base *base;
     fc_param **params;       /* [total] in the order of the row; allocated behind the struct */
+    fct_tensor **sums;       /* [total] used by fc_reduction_merge_partials; behind params */
+    fct_tensor **addends;    /* [total] the same */
     size_t count;            /* parameters with a gradient */
     int64_t align;           /* alignment of the row's parts, in elements; see fc_reduce_plan */
     size_t total;            /* count, plus the parameters that only have a partial row */
@@ -53,7 +55,8 @@ FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
  * input is added to it. The gradients get memory of the reduce stream, like the partial rows. */
 FC_CHECK fc_status fc_reduction_use_input(fc_reduction *r);
 /* Adds the partial rows of earlier backwards to the row and clears the partial rows. With
- * keep_partial, adds the row's parts to the partial rows instead. */
+ * keep_partial, adds the row's parts to the partial rows instead. All additions are one operation.
+ */
 FC_CHECK fc_status fc_reduction_merge_partials(fc_reduction *r);
 /* Waits for the collective, scales, casts and passes each parameter its gradient. r->output stays
  * set if another stream uses the row, or if a cast of the row was queued. If a gradient is added to

@@ -39,7 +39,7 @@ static int new_copy(const fct_tensor *from, int64_t numel, fct_dtype dtype, doub
         return -1;
     }
     if (from == NULL) {
-        sim_tensor_assign(*out, NULL, "an input that grows");
+        sim_queue_elementwise(*out, NULL, 0.0, "an input that grows");
         return 0;
     }
     return fct_tensor_copy(*out, from) != 0 || fct_tensor_div(*out, divisor) != 0 ? -1 : 0;

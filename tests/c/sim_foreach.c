@@ -30,23 +30,36 @@ static void queue_assign(fct_tensor *to, int64_t to_offset, int64_t to_pitch,
     }
     fct_tensor *target = sim_tensor_slice(to, 2, sizes, written, to_offset);
     fct_tensor *source = from != NULL ? sim_tensor_slice(from, 2, sizes, read, from_offset) : NULL;
-    sim_tensor_assign(target, source, what);
+    sim_queue_elementwise(target, source, 0.0, what);
     fct_tensor_release(target);
     fct_tensor_release(source);
 }
 
-int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t count) {
-    static const char what[] = "_foreach_copy_";
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_foreach_copy")) {
-        return -1;
-    }
+/* Queues dst[i] = factor * dst[i] + src[i] for all i. */
+static void queue_list(fct_tensor *const *dst, fct_tensor *const *src, size_t count, double factor,
+                       const char *what) {
     for (size_t i = 0; i < count; i++) {
         if (sim_view_of(dst[i], what).dtype != sim_view_of(dst[0], what).dtype ||
             sim_view_of(src[i], what).dtype != sim_view_of(src[0], what).dtype) {
             sim_fail("%s of several dtypes is not one launch", what);
         }
-        sim_tensor_assign(dst[i], src[i], what);
+        sim_queue_elementwise(dst[i], src[i], factor, what);
     }
+}
+
+int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t count) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_foreach_copy")) {
+        return -1;
+    }
+    queue_list(dst, src, count, 0.0, "_foreach_copy_");
+    return 0;
+}
+
+int fct_foreach_add(fct_tensor *const *dst, fct_tensor *const *src, size_t count) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_foreach_add")) {
+        return -1;
+    }
+    queue_list(dst, src, count, 1.0, "_foreach_add_");
     return 0;
 }
 

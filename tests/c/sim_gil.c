@@ -31,11 +31,11 @@ void sim_gil_need(const char *name) {
 /* Returns true if the call launches or allocates on the device. */
 static bool is_device_call(const char *name) {
     static const char *const names[] = {
-        "fct_tensor_empty",     "fct_tensor_cast",   "fct_tensor_copy",    "fct_tensor_add",
-        "fct_tensor_div",       "fct_storage_alloc", "fct_foreach_copy",   "fct_split_copy",
-        "fct_chunk_cat",        "fct_launch_enter",  "fct_all_gather",     "fct_reduce_scatter",
-        "fct_all_reduce",       "fct_tensor_upload", "fct_tensor_to_host", "fct_tensor_zeros_like",
-        "fct_tensor_contiguous"};
+        "fct_tensor_empty",      "fct_tensor_cast",      "fct_tensor_copy",   "fct_tensor_add",
+        "fct_tensor_div",        "fct_storage_alloc",    "fct_foreach_copy",  "fct_foreach_add",
+        "fct_split_copy",        "fct_chunk_cat",        "fct_launch_enter",  "fct_all_gather",
+        "fct_reduce_scatter",    "fct_all_reduce",       "fct_tensor_upload", "fct_tensor_to_host",
+        "fct_tensor_zeros_like", "fct_tensor_contiguous"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         if (strcmp(names[i], name) == 0) {
             return true;

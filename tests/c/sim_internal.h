@@ -123,8 +123,8 @@ bool sim_tensor_is_pinned(const fct_tensor *t);
 int sim_stream_of(const fct_tensor *t); /* stream that works on the tensor's memory */
 /* Queued on the current stream: copies `from` to `to`. `from` or `to` may be in host memory. */
 sim_point sim_tensor_cross(fct_tensor *to, const fct_tensor *from, const char *what);
-/* Queued on the current stream: copies `from` to `to`, or writes zeros if `from` is NULL. */
-void sim_tensor_assign(fct_tensor *to, const fct_tensor *from, const char *what);
+/* Queued on the stream of `to`: to = factor * to + from. `from` NULL: to = factor * to. */
+void sim_queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor, const char *what);
 
 /* ---- checksums of gathered chunks (sim_checksum.c) ---- */
 

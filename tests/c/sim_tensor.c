@@ -284,8 +284,8 @@ sim_point sim_tensor_cross(fct_tensor *to, const fct_tensor *from, const char *w
     return push(sim_stream_current(), to, from, 0.0, what);
 }
 
-static void queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor,
-                              const char *what) {
+void sim_queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor,
+                           const char *what) {
     if (from != NULL && sim_tensor_is_of_host(from) != sim_tensor_is_of_host(to)) {
         sim_fail("%s between the host's memory and the device's makes the host wait", what);
     }
@@ -349,10 +349,6 @@ fct_tensor *sim_tensor_slice(const fct_tensor *t, int32_t ndim, const int64_t *s
     return alias(t, t->dtype, ndim, sizes, strides, t->offset + offset);
 }
 
-void sim_tensor_assign(fct_tensor *to, const fct_tensor *from, const char *what) {
-    queue_elementwise(to, from, 0.0, what);
-}
-
 int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_contiguous")) {
         return -1;
@@ -363,7 +359,7 @@ int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
         return 0;
     }
     *out = tensor_like(t, t->dtype);
-    queue_elementwise(*out, t, 0.0, "contiguous()");
+    sim_queue_elementwise(*out, t, 0.0, "contiguous()");
     return 0;
 }
 
@@ -378,7 +374,7 @@ int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
         return 0;
     }
     *out = tensor_like(t, dtype);
-    queue_elementwise(*out, t, 0.0, "a cast");
+    sim_queue_elementwise(*out, t, 0.0, "a cast");
     return 0;
 }
 
@@ -388,7 +384,7 @@ int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out) {
         return -1;
     }
     *out = tensor_like(t, t->dtype);
-    queue_elementwise(*out, NULL, 0.0, "zeros_like()");
+    sim_queue_elementwise(*out, NULL, 0.0, "zeros_like()");
     return 0;
 }
 
@@ -396,7 +392,7 @@ int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_copy")) {
         return -1;
     }
-    queue_elementwise(dst, src, 0.0, "a copy");
+    sim_queue_elementwise(dst, src, 0.0, "a copy");
     return 0;
 }
 
@@ -404,7 +400,7 @@ int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_add")) {
         return -1;
     }
-    queue_elementwise(dst, src, 1.0, "an addition");
+    sim_queue_elementwise(dst, src, 1.0, "an addition");
     dst->version++;
     return 0;
 }
@@ -413,7 +409,7 @@ int fct_tensor_div(fct_tensor *t, double divisor) {
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_div")) {
         return -1;
     }
-    queue_elementwise(t, NULL, 1.0 / divisor, "a division");
+    sim_queue_elementwise(t, NULL, 1.0 / divisor, "a division");
     return 0;
 }
 
@@ -489,7 +485,7 @@ void sim_grad_accumulate(fct_tensor *t, fct_tensor *grad) {
         t->grad = grad;
         return;
     }
-    queue_elementwise(t->grad, grad, 1.0, "gradient accumulation");
+    sim_queue_elementwise(t->grad, grad, 1.0, "gradient accumulation");
     fct_tensor_release(grad);
 }
 

@@ -196,24 +196,64 @@ static void partial_rows_of_one_buffer_are_added_in_one_operation(void **state) 
 }
 
 /* The rows of two parameters may come from different backwards: one of them had no gradient. */
-static void partial_rows_of_several_buffers_are_added_separately(void **state) {
-    (void)state;
+static void start_with_partial_rows_of_two_buffers(void) {
     begin();
     start_reduction(1, 1.0)->keep_partial = true;
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
     fct_tensor *other = vector_of(1, 5.0);
     fc_param_set_partial(&group(1)->params[1].core, other);
     fct_tensor_release(other);
+}
+
+static void partial_rows_of_several_buffers_are_added_in_one_operation(void **state) {
+    (void)state;
+    const double first[2] = {9.0, 9.0};
+    const double second[1] = {11.0};
+    start_with_partial_rows_of_two_buffers();
     fc_reduction *r = start_reduction(1, 2.0);
     assert_int_equal(fc_reduction_wait(r), FC_OK);
     sim_calls_clear();
     assert_int_equal(fc_reduction_merge_partials(r), FC_OK);
-    assert_int_equal(count_calls("fct_tensor_add"), 2);
+    assert_int_equal(count_calls("fct_tensor_add"), 0);
+    assert_int_equal(count_calls("fct_foreach_add"), 1);
+    assert_null(group(1)->params[1].core.partial);
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
-    const double first[2] = {9.0, 9.0};
-    const double second[1] = {11.0};
     sim_tensor_expect(sim_grad_peek(group(1)->params[0].sharded), first, "rows of one buffer");
     sim_tensor_expect(sim_grad_peek(group(1)->params[1].sharded), second, "rows of two buffers");
+    end();
+}
+
+static void row_is_added_to_partial_rows_of_several_buffers_in_one_operation(void **state) {
+    (void)state;
+    const double first[2] = {9.0, 9.0};
+    const double second[1] = {11.0};
+    start_with_partial_rows_of_two_buffers();
+    start_reduction(1, 2.0)->keep_partial = true;
+    sim_calls_clear();
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    assert_int_equal(count_calls("fct_tensor_add"), 0);
+    assert_int_equal(count_calls("fct_foreach_add"), 1);
+    sim_tensor_expect(group(1)->params[0].core.partial, first, "a partial row of one buffer");
+    sim_tensor_expect(group(1)->params[1].core.partial, second, "a partial row of two buffers");
+    end();
+}
+
+/* The partial rows stay with the parameters until all additions are queued. */
+static void failed_addition_of_several_buffers_is_reported(void **state) {
+    (void)state;
+    const double first[2] = {3.0, 3.0};
+    const double second[1] = {5.0};
+    const char *name = NULL;
+    start_with_partial_rows_of_two_buffers();
+    fc_reduction *r = start_reduction(1, 2.0);
+    assert_int_equal(fc_reduction_wait(r), FC_OK);
+    sim_fault_arm(3, SIM_ONCE); /* after two views of the row */
+    assert_int_equal(fc_reduction_merge_partials(r), FC_ERAISED);
+    assert_int_equal(sim_fault_fired(&name), SIM_FAULT_BOUNDARY);
+    assert_string_equal(name, "fct_foreach_add");
+    fct_error_put_back(NULL);
+    sim_tensor_expect(group(1)->params[0].core.partial, first, "a partial row that is kept");
+    sim_tensor_expect(group(1)->params[1].core.partial, second, "a partial row that is kept");
     end();
 }
 
@@ -273,7 +313,9 @@ int main(void) {
         cmocka_unit_test(failed_finish_loses_only_that_reduction),
         cmocka_unit_test(partial_rows_stay_with_parameters_until_all_reduce),
         cmocka_unit_test(partial_rows_of_one_buffer_are_added_in_one_operation),
-        cmocka_unit_test(partial_rows_of_several_buffers_are_added_separately),
+        cmocka_unit_test(partial_rows_of_several_buffers_are_added_in_one_operation),
+        cmocka_unit_test(row_is_added_to_partial_rows_of_several_buffers_in_one_operation),
+        cmocka_unit_test(failed_addition_of_several_buffers_is_reported),
         cmocka_unit_test(partial_row_without_new_gradient_is_copied),
         cmocka_unit_test(merged_row_is_released_before_reduction_is_recycled),
         cmocka_unit_test(reduction_check_reports_inconsistent_list),

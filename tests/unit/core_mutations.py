@@ -55,6 +55,21 @@ MUTATIONS = {
         "test_train",
         "replicas of one rank each",
     ),
+    "partial rows of several buffers are added one by one": Mutation(
+        "reduction",
+        "        FC_TRY_RAISED(fct_foreach_add(r->sums, r->addends, count));\n",
+        "        for (size_t i = 0; i < count; i++) {\n"
+        "            FC_TRY_RAISED(fct_tensor_add(r->sums[i], r->addends[i]));\n        }\n",
+        "test_reduction",
+        "[  FAILED  ] partial_rows_of_several_buffers_are_added_in_one_operation",
+    ),
+    "partial rows are dropped before all additions are queued": Mutation(
+        "reduction",
+        "    FC_TRY(add_all(r, count));\n",
+        "    drop_partials(r);\n    FC_TRY(add_all(r, count));\n",
+        "test_reduction",
+        "[  FAILED  ] failed_addition_of_several_buffers_is_reported",
+    ),
     "a slice of a larger row becomes the row": Mutation(
         "reduction",
         " && partial.offset_bytes == 0 &&\n           partial.storage_bytes ==",

@@ -29,7 +29,7 @@ WRITES = {
     f"aten::{name}"
     for name in (
         *("copy_", "_foreach_copy_", "split_with_sizes_copy", "_chunk_cat", "cat", "zero_"),
-        *("fill_", "div_", "mul_", "add_", "constant_pad_nd", "zeros_like"),
+        *("fill_", "div_", "mul_", "add_", "_foreach_add_", "constant_pad_nd", "zeros_like"),
     )
 }
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -118,7 +118,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {
 }
 
 
-def launches_of(model: nn.Module, x: torch.Tensor) -> Counter[str]:
+def launches_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Counter[str]:
     """Counts the operators of one step that write memory, without nested ones."""
     with profile() as profiled:
         model(x).sum().backward()
@@ -175,6 +175,44 @@ def test_step_without_kernels_makes_at_most_as_many_launches_as_torch(
     assert launches["aten::_foreach_copy_"] > 0
     for grad, torch_grad in zip(grads, torch_grads, strict=True):
         assert torch.equal(grad, torch_grad)
+
+
+class SumOfLayers(nn.Module):
+    """Adds the results of some of three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        return torch.stack([self.layers[i](x) for i in used]).sum(0)
+
+
+def shard_sum_of_layers() -> Any:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
+    return fsdp_c.fully_shard(SumOfLayers(), mesh=mesh)
+
+
+@pytest.mark.torch("2.13")
+def test_partial_gradients_of_different_microbatches_are_added_in_one_operation(
+    fake_group: int,
+) -> None:
+    inputs, used = torch.randn(3, 4, 16), [(0, 2), (1,), (0, 1, 2)]
+    model = shard_sum_of_layers()
+    model.set_requires_all_reduce(False)
+    for x, layers in zip(inputs[:2], used, strict=False):
+        model(x, layers).sum().backward()
+    model.set_requires_all_reduce(True)
+    launches = launches_of(lambda x: model(x, used[2]), inputs[2])
+    assert (launches["aten::_foreach_add_"], launches["aten::add_"]) == (1, 0)
+    alone = []  # the gradients of each microbatch
+    for x, layers in zip(inputs, used, strict=True):
+        other = shard_sum_of_layers()
+        other(x, layers).sum().backward()
+        alone.append([p.grad for p in other.parameters()])
+    for i, (p, first) in enumerate(zip(model.parameters(), (0, 1, 0), strict=True)):
+        assert torch.equal(p.grad.to_local(), alone[2][i].to_local() + alone[first][i].to_local())
 
 
 def test_step_with_kernels_makes_no_copy_operators(fake_group: int) -> None:
