@@ -138,7 +138,8 @@ static fc_status issue_reduce_scatter(fc_reducer *reducer, fc_reduction *r,
         FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
     /* If parameters keep the row, the row must be memory of the reduce stream. */
-    bool needs_own_row = r->keep_partial && base->comm->has_streams;
+    const bool needs_own_row =
+        r->keep_partial && base->comm->has_streams && !fc_reduction_has_partial_row(r);
     if ((base->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel &&
         !needs_own_row) {
         FC_TRY(fc_reduction_use_input(r));

@@ -219,14 +219,17 @@ static void drop_partials(const fc_reduction *r) {
     }
 }
 
-/* Returns true if the partial gradients of all parameters are a buffer that was an earlier row. */
-static bool is_whole_row(const fc_reduction *r, const partial_run *run) {
-    if (run->partial == NULL || run->end != r->total || r->count != r->total) {
+bool fc_reduction_has_partial_row(const fc_reduction *r) {
+    if (!r->base->comm->has_streams || r->input == NULL || r->total == 0) {
+        return false;
+    }
+    const partial_run run = find_run(r, 0, 0);
+    if (run.partial == NULL || run.end != r->total || r->count != r->total) {
         return false;
     }
     fct_facts partial;
     fct_facts input;
-    fct_tensor_facts(run->partial, &partial);
+    fct_tensor_facts(run.partial, &partial);
     fct_tensor_facts(r->input, &input);
     return partial.dtype == input.dtype && partial.contiguous && partial.offset_bytes == 0 &&
            partial.storage_bytes == fc_reduction_row_numel(r) * partial.itemsize;
@@ -237,15 +240,12 @@ fc_status fc_reduction_use_input(fc_reduction *r) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
     fct_tensor *partial = NULL;
-    partial_run run = {.end = 0};
-    if (r->base->comm->has_streams && r->input != NULL && r->total > 0) {
-        run = find_run(r, 0, 0);
-    }
-    if (!is_whole_row(r, &run)) {
+    if (!fc_reduction_has_partial_row(r)) {
         r->output = r->input;
         fct_tensor_retain(r->output);
         return FC_OK;
     }
+    const partial_run run = find_run(r, 0, 0);
     FC_TRY(view_part(run.partial, 0, fc_reduction_row_numel(r), &r->output));
     FC_TRY(view_part(run.partial, 0, run.numel, &partial));
     FC_TRY(view_part(r->input, 0, run.numel, &part));

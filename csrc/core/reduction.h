@@ -50,9 +50,12 @@ void fc_reduction_set_label(const fc_reduction *r, size_t count, const fc_divide
 /* Waits for the collective in flight. With streams, only orders the current stream after the
  * collective. */
 FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
-/* Sets the row of a group of one rank: the input. With streams, the partial rows of earlier
- * backwards may fill a buffer that has the layout of the row. Then that buffer is the row, and the
- * input is added to it. The gradients get memory of the reduce stream, like the partial rows. */
+/* Returns true if the partial gradients of all parameters are a buffer that was an earlier row,
+ * with the layout of this row. Only with streams. */
+bool fc_reduction_has_partial_row(const fc_reduction *r);
+/* Sets the row of a group of one rank: the input. If fc_reduction_has_partial_row, that buffer is
+ * the row, and the input is added to it. The gradients get memory of the reduce stream, like the
+ * partial rows. */
 FC_CHECK fc_status fc_reduction_use_input(fc_reduction *r);
 /* Adds the partial rows of earlier backwards to the row and clears the partial rows. With
  * keep_partial, adds the row's parts to the partial rows instead. All additions are one operation.

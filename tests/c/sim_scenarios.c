@@ -221,7 +221,7 @@ static const sim_scenario scenarios[] = {
      .replicas = 4,
      .replica = 2,
      .layers = 1,
-     .unreplicated = 1,
+     .unreplicated = 2,
      .repeats = 2,
      PLAIN},
     {.name = "double backward", .world = 2, .layers = 3, .two_graphs = true, .repeats = 2, PLAIN},

@@ -211,6 +211,20 @@ static void reduce_scatter_without_all_reduce_keeps_row_in_parameter(void **stat
     end(&f);
 }
 
+static void gradients_of_one_rank_are_added_to_its_partial_row(void **state) {
+    (void)state;
+    fixture f = begin((sim_scenario){
+        .device.streams = true, .world = 1, .replicas = 2, .shape_count = 1, .shapes = {FLOATS}});
+    core(&f)->reducer.all_reduce_grads = false;
+    for (size_t i = 0; i < 2; i++) {
+        sim_calls_clear();
+        compute_gradients(&f, 2.0);
+        post_backward(&f);
+    }
+    assert_null(strstr(sim_calls_text(), "fct_tensor_copy"));
+    end(&f);
+}
+
 /* ---- missing gradients ---- */
 
 static void parameter_without_gradient_gets_none(void **state) {
@@ -565,6 +579,7 @@ int main(void) {
         cmocka_unit_test(backward_without_sync_leaves_gradient_in_reduce_dtype),
         cmocka_unit_test(partial_gradient_is_reduced_without_new_gradient),
         cmocka_unit_test(reduce_scatter_without_all_reduce_keeps_row_in_parameter),
+        cmocka_unit_test(gradients_of_one_rank_are_added_to_its_partial_row),
         cmocka_unit_test(parameter_without_gradient_gets_none),
         cmocka_unit_test(reduce_unused_reduces_zeros_for_missing_gradient),
         cmocka_unit_test(non_overlapping_reduction_completes_before_backward_continues),

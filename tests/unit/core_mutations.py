@@ -70,6 +70,13 @@ MUTATIONS = {
         "test_reduction",
         "[  FAILED  ] failed_addition_of_several_buffers_is_reported",
     ),
+    "gradients of one rank are copied before they are added to a partial row": Mutation(
+        "reduce",
+        "base->comm->has_streams && !fc_reduction_has_partial_row(r);",
+        "base->comm->has_streams;",
+        "test_reduce",
+        "[  FAILED  ] gradients_of_one_rank_are_added_to_its_partial_row",
+    ),
     "a slice of a larger row becomes the row": Mutation(
         "reduction",
         " && partial.offset_bytes == 0 &&\n           partial.storage_bytes ==",
