@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import re
@@ -28,6 +29,22 @@ class Runner(Protocol):
     """
 
     def __call__(self, worker: str, *arguments: str, watchdog_may_abort: bool = False) -> Any: ...
+
+
+class PairRunner(Protocol):
+    """Runs a worker under torch and under fsdp_c at the same time.
+
+    Returns the results of :class:`Runner` by implementation. The implementation is the first
+    argument of the worker, after ``before``.
+    """
+
+    def __call__(
+        self,
+        worker: str,
+        *arguments: str,
+        before: tuple[str, ...] = (),
+        watchdog_may_abort: bool = False,
+    ) -> dict[str, Any]: ...
 
 
 def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -69,5 +86,26 @@ def run_worker(cuda_python: str) -> Runner:
         assert result.returncode == 0, result.stderr[-3000:]
         lines = result.stdout.splitlines()
         return json.loads(lines[-1]) if lines else None
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_pair(run_worker: Runner) -> PairRunner:
+    """Runs a worker under both implementations."""
+
+    def run(
+        worker: str,
+        *arguments: str,
+        before: tuple[str, ...] = (),
+        watchdog_may_abort: bool = False,
+    ) -> dict[str, Any]:
+        def run_one(name: str) -> Any:
+            given = (*before, name, *arguments)
+            return run_worker(worker, *given, watchdog_may_abort=watchdog_may_abort)
+
+        names = ("torch", "fsdp_c")
+        with concurrent.futures.ThreadPoolExecutor(len(names)) as executor:
+            return dict(zip(names, executor.map(run_one, names), strict=True))
 
     return run

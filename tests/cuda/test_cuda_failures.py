@@ -51,11 +51,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_failure_of_nccl_has_torchs_outcome(run_worker: Any, case: str) -> None:
-    torchs, own = (
-        run_worker("watchdog", implementation, case, watchdog_may_abort=True)
-        for implementation in ("torch", "fsdp_c")
-    )
+def test_failure_of_nccl_has_torchs_outcome(run_pair: Any, case: str) -> None:
+    torchs, own = run_pair("watchdog", case, watchdog_may_abort=True).values()
     if torchs is not None and "skipped" in torchs:
         pytest.skip(torchs["skipped"])
     if CASES[case]:

@@ -17,12 +17,10 @@ FIGURES += ["launch with GIL", "malloc with GIL", "allocations"]
 
 @pytest.mark.parametrize(("job", "size"), CASES)
 def test_step_needs_at_most_torchs_launches_events_and_memory(
-    run_worker: Any, job: str, size: str
+    run_pair: Any, job: str, size: str
 ) -> None:
     options = ("--size", size, "--blocks", "4", "--steps", "2")
-    torchs, own = (
-        run_worker("figures", "--measure", name, job, *options) for name in ("torch", "fsdp_c")
-    )
+    torchs, own = run_pair("figures", job, *options, before=("--measure",)).values()
     assert own["not supported"] == []
     higher = {name: (torchs[name], own[name]) for name in FIGURES if own[name] > torchs[name]}
     assert not higher

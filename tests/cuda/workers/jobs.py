@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         self.blocks = nn.ModuleList(Block(size, checkpoints) for _ in range(blocks))
-        self.norm = nn.RMSNorm(size.width)
+        self.norm = (nn.LayerNorm if size.vision else nn.RMSNorm)(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -264,6 +264,8 @@ class Training:
             self.model: Any = Decoder(size, blocks, job.checkpoints)
             if job.inner:
                 self.model.blocks = nn.ModuleList(Unit(block) for block in self.model.blocks)
+            if job.inner and job.grouped_head:
+                self.model.norm, self.model.head = Unit(self.model.norm), Unit(self.model.head)
             if job.odd:
                 for block in self.model.blocks:
                     block.norm1.bias = nn.Parameter(torch.zeros(1))
@@ -273,7 +275,8 @@ class Training:
             self._shard()
         if job.offload and implementation == "bare":
             self.model.cuda()
-        trained = self.model.blocks if job.roots else self.model
+        modules = [module for unit in self.units for module in unit]
+        trained = nn.ModuleList(modules) if job.roots else self.model
         self.optimizer = torch.optim.AdamW(
             trained.parameters(), fused=not job.offload, capturable=job.capturable
         )
@@ -296,24 +299,42 @@ class Training:
             function([self.model.norm, self.model.head], **options)
         if not job.roots:
             function(self.model, **options)
-        if job.kept_storage:
-            self.model.set_keep_unsharded_storage(True)
-        if job.finalize:
-            self.model.set_manual_backward_finalization(True)
+        for root in self.roots:
+            if job.kept_storage:
+                root.set_keep_unsharded_storage(True)
+            if job.finalize:
+                root.set_manual_backward_finalization(True)
+
+    @property
+    def units(self) -> list[list[Any]]:
+        """The modules of each unit below the model."""
+        grouped = [[self.model.norm, self.model.head]] if self.job.grouped_head else []
+        return [*([block] for block in self.model.blocks), *grouped]
+
+    @property
+    def roots(self) -> list[Any]:
+        """A module of each root."""
+        return [unit[0] for unit in self.units] if self.job.roots else [self.model]
+
+    def start_microbatch(self, index: int) -> None:
+        """Sets whether the units reduce after the next backward."""
+        job, last = self.job, index == self.job.microbatches - 1
+        for root in self.roots:
+            if job.sync_last or job.finalize:
+                root.set_requires_gradient_sync(last and not job.finalize)
+            if job.all_reduce_last:
+                root.set_requires_all_reduce(last)
+            if job.all_reduce_last or job.hook_first:
+                root.set_is_last_backward(last)
 
     def accumulate(self) -> None:
         """Runs the microbatches of one step."""
         job, sharded = self.job, self.implementation != "bare"
         for index in range(job.microbatches):
-            last = index == job.microbatches - 1
-            if sharded and (job.sync_last or job.finalize):
-                self.model.set_requires_gradient_sync(last and not job.finalize)
-            if sharded and job.all_reduce_last:
-                self.model.set_requires_all_reduce(last)
-                self.model.set_is_last_backward(last)
+            if sharded:
+                self.start_microbatch(index)
             if sharded and job.hook_first:
                 self._set_hook(index == 0)
-                self.model.set_is_last_backward(last)
             self.model(self.tokens).float().sum().backward()
             if sharded and job.shared_stream:
                 self._use_stream_of_reductions()

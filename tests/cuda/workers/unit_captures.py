@@ -5,7 +5,7 @@ or the error, the findings of the device, the number of replays, and the MiB of 
 
 - ``roots``: each unit is a root. One graph has its forward with hooks, another its backward.
 - ``computations``: each unit's computation is captured, its hooks run eagerly. The parameters keep
-  their addresses, by ``set_keep_unsharded_storage`` or because the unit is never resharded.
+  their addresses, by ``set_keep_unsharded_storage``.
 - ``units of a root``: the forward of each unit is captured while the root's forward runs.
 """
 
@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import stub_runtime
@@ -46,73 +46,140 @@ def wait_for_watchdog(device: stub_runtime.Device) -> None:
     raise TimeoutError("a thread queries events")
 
 
-def new_input() -> Any:
+def new_input(training: Any) -> Any:
+    """Returns an input of a block. The norm and the head have inputs of the same shape."""
     import jobs
     import torch
 
-    dtype, shape = torch.bfloat16, (1, jobs.SMALL.tokens, jobs.SMALL.width)
+    dtype = torch.bfloat16 if training.job.mixed else torch.float32
+    shape = (1, jobs.SMALL.tokens, jobs.SMALL.width)
     return torch.zeros(shape, dtype=dtype, device="cuda", requires_grad=True)
 
 
-def capture_roots(training: Any, pool: Any, mode: str = "global") -> None:
-    """Captures the forward and the backward of each unit, each in its own graph. Replays them."""
-    import torch
+def call(function: Callable[[], Any]) -> Any:
+    return function()
 
-    units = list(training.model.blocks)
+
+class Recorder:
+    """Captures each function that it is called with in a graph of its own."""
+
+    def __init__(self, pool: Any, mode: str = "global") -> None:
+        self.options = {"pool": pool, "capture_error_mode": mode}
+        self.graphs: list[Any] = []
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        import torch
+
+        self.graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(self.graphs[-1], **self.options):
+            return function()
+
+    def replay(self) -> None:
+        for graph in self.graphs:
+            graph.replay()
+
+
+def run_forward(unit: list[Any], x: Any) -> Any:
+    for module in unit:
+        x = module(x)
+    return x
+
+
+def run_backward(output: Any, grad: Any) -> None:
+    if grad is None:
+        output.float().sum().backward()
+    else:
+        output.backward(grad)
+
+
+def run_roots(training: Any, x: Any, run: Callable[[Callable[[], Any]], Any] = call) -> None:
+    """Runs one step. ``run`` is called with the forward and with the backward of each unit."""
+    for index in range(training.job.microbatches):
+        training.start_microbatch(index)
+        inputs, outputs = [x], []
+        for unit in training.units:
+            outputs.append(run(functools.partial(run_forward, unit, inputs[-1])))
+            inputs.append(outputs[-1].detach().requires_grad_())
+        grad = None
+        for given, output in zip(reversed(inputs[:-1]), reversed(outputs), strict=True):
+            run(functools.partial(run_backward, output, grad))
+            grad = given.grad
+        x.grad = None
+    if training.job.finalize:
+        for root in training.roots:
+            root.set_requires_gradient_sync(True)
+            run(root.finalize_backward)
+
+
+def record_roots(training: Any, x: Any, pool: Any, mode: str = "global") -> Recorder:
+    """Captures the forward and the backward of each unit, each in its own graph."""
 
     def step() -> None:
-        x = new_input()
-        for unit in units:
-            x = unit(x)
-        x.float().sum().backward()
-        for unit in units:
-            unit.zero_grad(set_to_none=True)
+        run_roots(training, x)
+        training.optimizer.zero_grad()
 
     warm_up(step)
     wait_for_watchdog(stub_runtime.start())
-    graphs, inputs, outputs = [], [new_input()], []
-    for unit in units:
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], pool=pool, capture_error_mode=mode):
-            outputs.append(unit(inputs[-1]))
-        inputs.append(outputs[-1].detach().requires_grad_())
-    grad = torch.ones_like(outputs[-1])
-    for index in reversed(range(len(units))):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], pool=pool, capture_error_mode=mode):
-            outputs[index].backward(grad)
-        grad = inputs[index].grad
+    recorder = Recorder(pool, mode)
+    run_roots(training, x, recorder)
+    return recorder
+
+
+def capture_roots(training: Any, pool: Any, mode: str = "global") -> None:
+    """Captures and replays the roots."""
+    import torch
+
+    recorder = record_roots(training, new_input(training), pool, mode)
     for _ in range(3):
-        for graph in graphs:
-            graph.replay()
+        recorder.replay()
     training.optimizer.step()
     torch.cuda.synchronize()
 
 
+def capture_inner(training: Any, pool: Any) -> tuple[int, ...]:
+    """Replaces the module inside of each module of a unit by a graph of it.
+
+    Returns the addresses of the parameters in the graphs. ``make_graphed_callables`` returns each
+    gradient in the memory of the graph, where the next replay overwrites it. If gradients are
+    accumulated, a hook therefore copies them.
+    """
+    import torch
+
+    addresses: list[int] = []
+    for unit in training.units:
+        unit[0].unshard()
+        torch.cuda.synchronize()
+        wait_for_watchdog(stub_runtime.start())
+        for module in unit:
+            module.inner = torch.cuda.make_graphed_callables(
+                module.inner, (new_input(training),), num_warmup_iters=3, pool=pool
+            )
+            for p in module.inner.parameters():
+                addresses.append(p.data_ptr())
+                if training.job.microbatches > 1:
+                    p.register_hook(torch.clone)
+        unit[0].reshard()
+    return tuple(addresses)
+
+
 def capture_computations(training: Any, pool: Any) -> None:
-    """Replaces the module inside of each unit by a graph of it. Trains and evaluates."""
+    """Captures the modules inside of the units. Trains and evaluates."""
     import torch
 
     model = training.model
     training.step()
-    addresses: set[tuple[int, ...]] = set()
-    for block in model.blocks:
-        block.unshard()
-        torch.cuda.synchronize()
-        wait_for_watchdog(stub_runtime.start())
-        block.inner = torch.cuda.make_graphed_callables(
-            block.inner, (new_input(),), num_warmup_iters=3, pool=pool
-        )
-        block.reshard()
-    parameters = [block.inner.q.weight for block in unsharded_blocks(model)]
+    addresses = {capture_inner(training, pool)}
+    modules = unsharded_modules(training)
+    parameters = [p for module in modules for p in module.inner.parameters()]
 
     def read_addresses(*_: Any) -> None:
         addresses.add(tuple(p.data_ptr() for p in parameters))
 
     model.head.register_forward_pre_hook(read_addresses)
-    for step in range(STEPS):
+    steps = STEPS // training.job.microbatches
+    for step in range(steps):
         training.step()
-        if step == STEPS // 2:
+        if step == steps // 2:
             with torch.no_grad():
                 model(training.tokens)
             torch.cuda.empty_cache()
@@ -121,12 +188,12 @@ def capture_computations(training: Any, pool: Any) -> None:
         raise RuntimeError(f"unsharded parameters have {len(addresses)} lists of addresses")
 
 
-def unsharded_blocks(model: Any) -> Any:
-    """Yields the blocks, each while it is unsharded."""
-    for block in model.blocks:
-        block.unshard()
-        yield block
-        block.reshard()
+def unsharded_modules(training: Any) -> Any:
+    """Yields the modules of the units, each while it is unsharded."""
+    for unit in training.units:
+        unit[0].unshard()
+        yield from unit
+        unit[0].reshard()
 
 
 def capture_units_of_root(training: Any, pool: Any) -> None:
@@ -149,37 +216,55 @@ def capture_units_of_root(training: Any, pool: Any) -> None:
     model(training.tokens)
 
 
-CASES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None]]] = {
+Case = tuple[dict[str, Any], Callable[[Any, Any], None]]
+# The settings have methods that torch has since 2.15.
+KEPT = {"inner": True, "kept_storage": True}
+FINALIZED = {"microbatches": 4, "finalize": True}
+CASES: dict[str, Case] = {
     # name: (settings of the job, function)
     "roots": ({"roots": True}, capture_roots),
     "roots, hsdp": ({"roots": True, "hsdp": True}, capture_roots),
     "roots, replicate": ({"roots": True, "replicate": True}, capture_roots),
     "roots, checkpointing": ({"roots": True, "checkpoints": True}, capture_roots),
-    "computations": ({"kept_storage": True, "inner": True}, capture_computations),
-    "computations, hsdp": (
-        {"kept_storage": True, "inner": True, "hsdp": True},
-        capture_computations,
+    "roots, 4 microbatches": (
+        {"roots": True, "microbatches": 4, "sync_last": True},
+        capture_roots,
     ),
-    "computations, never resharded": ({"reshard": False, "inner": True}, capture_computations),
-    "computations, replicate": ({"replicate": True, "inner": True}, capture_computations),
-    "computations, checkpointing": (
-        {"reshard": False, "inner": True, "checkpoints": True},
-        capture_computations,
-    ),
-    "computations, grouped head": (
-        {"reshard": False, "inner": True, "grouped_head": True},
-        capture_computations,
-    ),
+    "roots, finalize_backward": ({"roots": True} | FINALIZED, capture_roots),
+    "computations": (KEPT, capture_computations),
+    "computations, hsdp": (KEPT | {"hsdp": True}, capture_computations),
+    "computations, replicate": (KEPT | {"replicate": True}, capture_computations),
+    "computations, checkpointing": (KEPT | {"checkpoints": True}, capture_computations),
+    "computations, grouped head": (KEPT | {"grouped_head": True}, capture_computations),
+    "computations, finalize_backward": (KEPT | FINALIZED, capture_computations),
 }
-# Captures that raise AcceleratorError: their all-gathers run on streams that do not join the
-# capture. Each case runs only by name, in its own process: torch's watchdog may end the process.
-FAILING_CASES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None]]] = {
+# Cases that run only by name, because torch does not support them. The first two raise
+# AcceleratorError: their all-gathers run on streams that do not join the capture. torch's watchdog
+# may then end the process.
+FAILING_CASES: dict[str, Case] = {
     "roots, resharded": (
         {"roots": True, "reshard": True},
         functools.partial(capture_roots, mode="thread_local"),
     ),
     "units of a root": ({}, capture_units_of_root),
+    "roots, grouped head": ({"roots": True, "grouped_head": True}, capture_roots),
+    "computations, not kept": ({"inner": True, "reshard": False}, capture_computations),
+    "computations, 4 microbatches": (
+        KEPT | {"microbatches": 4, "sync_last": True},
+        capture_computations,
+    ),
 }
+
+
+def cases(names: Iterable[str] = CASES) -> dict[str, Case]:
+    """Returns the cases of these names, without those that call methods of newer torch releases."""
+    from torch.distributed.fsdp import FSDPModule
+
+    is_new = hasattr(FSDPModule, "finalize_backward")
+    found = {name: (CASES | FAILING_CASES)[name] for name in names}
+    return {
+        n: c for n, c in found.items() if is_new or not {"kept_storage", "finalize"} & c[0].keys()
+    }
 
 
 def run_case(implementation: str, name: str) -> dict[str, Any]:
@@ -210,12 +295,9 @@ def run_case(implementation: str, name: str) -> dict[str, Any]:
 def main(implementation: str, names: list[str]) -> dict[str, Any]:
     stub_runtime.start()
     import jobs
-    from torch.distributed.fsdp import FSDPModule
 
     jobs.join_group()
-    keeps = hasattr(FSDPModule, "set_keep_unsharded_storage")  # torch 2.15
-    names = names or [n for n, (s, _) in CASES.items() if keeps or "kept_storage" not in s]
-    return {name: run_case(implementation, name) for name in names}
+    return {name: run_case(implementation, name) for name in cases(names or CASES)}
 
 
 if __name__ == "__main__":
