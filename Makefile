@@ -253,6 +253,7 @@ $(RELEASES_DIR)/torch-%/.fsdp_c-env:
 	@[ -x $(@D)/bin/python ] || $(PYTHON) -m venv $(@D)
 	PIP_CONSTRAINT=/dev/null $(@D)/bin/python -m pip install -q torch==$* numpy 'setuptools>=77' wheel 'cmake>=3.21' ninja
 	echo "$(TEST_PACKAGES)" | $(@D)/bin/python -m pip install -q -r /dev/stdin
+	$(@D)/bin/python -m pip install -q nvidia-cuda-nvdisasm || echo "$@: no nvdisasm, so a test of tests/cuda is skipped"
 	@touch $@
 
 # Prints what changed between two releases: environments of RELEASES_DIR, or paths of environments or wheels.
