@@ -65,7 +65,9 @@ def test_faults_of_data_and_dropped_waits_change_the_bits(launch: Launch) -> Non
 
 
 def test_step_after_failed_allocation_has_torchs_bits(launch: Launch) -> None:
-    torchs, own = (launch("failed_steps", 2, (name,)) for name in ("torch", "fsdp_c"))
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        runs = [executor.submit(launch, "failed_steps", 2, (n,)) for n in ("torch", "fsdp_c")]
+        torchs, own = (run.result() for run in runs)
     for expected, actual in zip(torchs, own, strict=True):
         assert expected["findings"] == actual["findings"] == []
         assert set(actual["steps"]) == {"fsdp", "replicate", "offload"}
