@@ -109,6 +109,9 @@ TESTS = {
         "a device", "`cuda`", "Device of the scripts of `test_gpu.py`"
     ),
     "FSDP_C_INTERRUPTS": Variable("a number, 0: all", "40", "Lines at which a call is interrupted"),
+    "FSDP_C_CUDA_FINDINGS": INTERNAL,
+    "FSDP_C_CUDA_SEED": INTERNAL,
+    "FSDP_C_CUDA_SIM": INTERNAL,
     "FSDP_C_CUDA_PYTHON": Variable(
         "path",
         "`tests/cuda`: this Python; `make bench`: no `cuda_steps`",

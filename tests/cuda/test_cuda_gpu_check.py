@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,59 @@ pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
 IMPLEMENTATIONS = ("torch", "fsdp_c")
 
 
+VERDICTS = {
+    "facts": "PASS",
+    "kernels": "PASS",
+    "jit": "PASS",
+    "memcheck": "SKIP",
+    "initcheck": "SKIP",
+    "graphs": "PASS",
+    "parity": "PASS",
+    "bandwidth": "PASS",
+}
+"""The steps that ``gpu_check.sh --device cuda`` runs on the simulated device."""
+OMITTED = {
+    "build": "make cuda-sim has built fsdp_c; test_build.py builds with a script in place of nvcc",
+    "csan": "test_cuda_csan.py runs it",
+    "races": "takes minutes; the test of race.py below runs its trainings",
+    "compiled": "the device does not execute the code of Triton",
+    "scripts": "the scripts need minutes",
+    "host": "compares the times of two implementations",
+    "gpt": "the device does not simulate the attention of cuDNN",
+    "traces": "the device does not simulate the attention of cuDNN",
+}
+"""The other steps, with the reason."""
+
+
+def test_check_with_device_cuda_passes_on_the_simulated_device(run_worker: Any) -> None:
+    check = run_worker("check_in_copy", *VERDICTS)
+    *lines, last = check["lines"]
+    verdicts = {line.split()[1]: line.split()[0] for line in lines}
+    assert verdicts == VERDICTS, check["log"]
+    assert check["errors"] == ""
+    assert check["findings"] == []
+    assert last.startswith("6 PASS, 0 FAIL, 2 SKIP")
+    gpu = check["results"]["facts"]["gpu"]
+    assert (gpu["sms"], gpu["capability"]) == (132, "9.0")
+    outcomes = check["results"]["graphs"]
+    for implementation in IMPLEMENTATIONS:
+        assert list(outcomes[implementation].values()) == ["equal"] * 6
+    assert len(check["results"]["bandwidth"]["kernels"]) == 10
+
+
+def test_each_step_of_the_check_runs_or_has_a_reason() -> None:
+    script = (Path(__file__).parents[1] / "gpu/gpu_check.sh").read_text()
+    steps = re.search('^ALL="(.*)"$', script, re.MULTILINE)
+    assert steps is not None
+    assert sorted([*VERDICTS, *OMITTED]) == sorted(steps[1].split())
+
+
 def run_step(run_worker: Any, seed: int, script: str, *arguments: str) -> list[str]:
     """Returns the lines that a step has printed."""
     result = run_worker("gpu_step", str(seed), script, *arguments)
     assert result["status"] == 0, result["lines"][-20:]
     assert result["findings"] == []
     return list(result["lines"])
-
-
-def test_facts_describe_the_device(run_worker: Any) -> None:
-    lines = run_step(run_worker, 0, "facts.py")
-    facts = json.loads("\n".join(lines[:-1]))
-    assert (facts["gpu"]["sms"], facts["gpu"]["capability"]) == (132, "9.0")
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_graphs_replay_the_bits_of_eager_steps(run_worker: Any, implementation: str) -> None:
-    lines = run_step(run_worker, 1, "graphs.py", implementation)
-    outcomes = json.loads(lines[-1])
-    assert outcomes == dict.fromkeys(outcomes, "equal") and len(outcomes) == 6
 
 
 def test_trainings_of_race_py_have_torchs_bits(run_worker: Any, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@
 # status is 1 if a step failed.
 #
 # For tests/gpu/test_gpu_check.py: GPU_CHECK_BREAK="STEP=fail" or "STEP=hang" makes a step fail or hang, and
-# GPU_CHECK_LIMIT=n limits each step to n seconds.
+# GPU_CHECK_LIMIT=n limits each step to n seconds. For tests/cuda: GPU_CHECK_SMALL=1 selects small sizes
+# for kernels, jit, graphs, races and bandwidth.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

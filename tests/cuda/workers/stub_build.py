@@ -71,7 +71,7 @@ def missing() -> str | None:
     site = find_site()
     if site is None:
         return "torch was built without CUDA"
-    if not _include_folders(site):
+    if not include_folders(site):
         return "the headers of CUDA are missing: install nvcc"
     if not find_library(site, "cudart"):
         return "the CUDA libraries of torch's wheel are not installed"
@@ -85,7 +85,7 @@ def find_library(site: Path, name: str) -> Path | None:
     return next((path for path in sorted(found) if re.search(r"\.so\.\d+$", path.name)), None)
 
 
-def _include_folders(site: Path) -> list[Path]:
+def include_folders(site: Path) -> list[Path]:
     """Returns the folders of CUDA headers: of the wheels, and of nvcc, which has `crt`."""
     nvcc = shutil.which("nvcc")
     toolkits = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
@@ -133,7 +133,7 @@ def _is_current(target: Path, *sources: Path) -> bool:
 
 def _build_all(site: Path, folder: Path) -> None:
     includes = [f"-I{path}" for path in (SOURCES, ROOT / "csrc")]
-    includes += [word for path in _include_folders(site) for word in ("-isystem", str(path))]
+    includes += [word for path in include_folders(site) for word in ("-isystem", str(path))]
     state = folder / "libcuda_sim.so"
     sources = [SOURCES / f"{name}.cpp" for name in STATE]
     if not _is_current(state, *sources):
@@ -204,7 +204,7 @@ def _symbols(real: Path) -> tuple[set[str], str]:
 
 def _driver_functions(site: Path) -> set[str]:
     """Returns the functions of the driver, which no wheel contains, from its header."""
-    header = next(site.glob("nvidia/**/cuda.h"), None) or _include_folders(site)[-1] / "cuda.h"
+    header = next(site.glob("nvidia/**/cuda.h"), None) or include_folders(site)[-1] / "cuda.h"
     text = header.read_text()
     names = set(re.findall(r"^CUresult CUDAAPI (cu\w+)\(", text, re.MULTILINE))
     return names | set(re.findall(r"#define cu\w+\s+(cu\w+)$", text, re.MULTILINE))

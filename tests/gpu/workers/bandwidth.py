@@ -18,7 +18,7 @@ from typing import Any
 import kernel_library as library
 import torch
 from kernel_library import Column, Gradient, Segment
-from outcome import ON_CUDA, conclude
+from outcome import ON_CUDA, SMALL, conclude
 
 GOAL = 0.8
 GOAL_BYTES = 100_000_000
@@ -50,7 +50,7 @@ def is_below_goal(work: Work, of_memcpy: float) -> bool:
 
 
 def shapes() -> list[tuple[int, int]]:
-    return list(LAYER) if ON_CUDA else [(rows // 16, max(c // 64, 1)) for rows, c in LAYER]
+    return [(rows // 16, max(c // 64, 1)) for rows, c in LAYER] if SMALL else list(LAYER)
 
 
 def random_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +61,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
     """Returns the time of one call in milliseconds, as the median of several rounds."""
     for _ in range(3):
         run()
-    return statistics.median(_round(run) for _ in range(11 if ON_CUDA else 1)) / REPEATS
+    return statistics.median(_round(run) for _ in range(1 if SMALL else 11)) / REPEATS
 
 
 def _round(run: Callable[[], Any]) -> float:
@@ -186,7 +186,7 @@ WORKS: tuple[Callable[[], Work], ...] = (
 
 def memory_copy_bandwidth() -> float:
     """Returns the bandwidth of a device memory copy in TB/s, read and written."""
-    numel = (1 << 30) if ON_CUDA else 1 << 16
+    numel = 1 << 16 if SMALL else 1 << 30
     source = random_tensor(numel // 2, torch.bfloat16)
     target = torch.empty_like(source)
     return 2 * numel / milliseconds(lambda: target.copy_(source)) / 1e9

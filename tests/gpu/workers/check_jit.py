@@ -20,9 +20,9 @@ import race
 import torch
 import variants
 from kernel_library import Backend
-from outcome import conclude, start_device
+from outcome import SMALL, conclude, start_device
 
-ROUNDS = 200
+ROUNDS = 20 if SMALL else 200
 TRAININGS = ("mixed", "uneven", "second_dim", "hsdp_mixed", "offload")
 
 

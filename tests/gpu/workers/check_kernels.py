@@ -22,7 +22,7 @@ import kernel_library
 import numpy as np
 from kernel_cases import Case, Run
 from kernel_library import Backend, Range
-from outcome import ON_CUDA, conclude, skip
+from outcome import ON_CUDA, SMALL, conclude, skip
 
 POISON = 0xA5
 LAUNCHES = f"{len(kernel_cases.KINDS)} launches"
@@ -185,7 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.under:
         run_under_sanitizer(options.under, options.rounds or 40)
-    rounds = options.rounds or (400 if ON_CUDA else 40)
+    rounds = options.rounds or (40 if SMALL else 400)
     begin = time.perf_counter()
     result = differences(rounds, options.bare) + differing_checksums(rounds)
     seconds = time.perf_counter() - begin

@@ -17,6 +17,8 @@ DEVICE = os.environ.get("GPU_CHECK_DEVICE", "cuda")
 """Device type: cuda, sim (tests/accelerator) or cpu."""
 
 ON_CUDA = DEVICE == "cuda"
+SMALL = not ON_CUDA or "GPU_CHECK_SMALL" in os.environ
+"""Whether sizes are those of a test of the scripts, and not of a check of a GPU."""
 SKIPPED = 77
 """Exit status of a skipped step."""
 

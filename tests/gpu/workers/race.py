@@ -22,14 +22,14 @@ from typing import Any
 import loop_group
 import torch
 import variants
-from outcome import DEVICE, ON_CUDA, start_device
+from outcome import DEVICE, SMALL, start_device
 from variants import Tools
 
 
 def make_tools(implementation: str, device: torch.device) -> Tools:
-    if ON_CUDA:
-        return Tools(implementation, device)
-    return Tools(implementation, device, width=16, layers=2, rows=4, steps=2)
+    if SMALL:
+        return Tools(implementation, device, width=16, layers=2, rows=4, steps=2)
+    return Tools(implementation, device)
 
 
 def simulated() -> Any:

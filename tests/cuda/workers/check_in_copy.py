@@ -1,0 +1,96 @@
+"""Runs ``gpu_check.sh --device cuda`` on the simulated CUDA device.
+
+``python check_in_copy.py STEP...`` runs these steps in a copy of the tests, with fsdp_c for the
+torch of this Python. Each process of the check loads the device (``startup/sitecustomize.py``). A
+script in place of nvcc compiles the kernels for the host. Prints a JSON object: the lines of the
+summary, the results, the log if a step failed, and the findings of the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import stub_build
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = ("csrc", "benchmarks", "examples", "pyproject.toml")
+WITHOUT_NVCC = "tests/parity/test_gpu.py::test_extension_contains_cuda_kernels"
+"""The test of the step parity that requires kernels of nvcc."""
+NVCC = """#!/bin/bash
+# Compiles CUDA sources for the host. The memory is that of the simulated device.
+set -eu
+case "$*" in *--version*) echo "no nvcc: the host's compiler" && exit ;; esac
+memory={folder}/kernel_memory.o
+g++ -c -O1 -fPIC -w {includes} -x c++ tests/gpu/workers/kernel_memory.cu -o "$memory"
+g++ $(echo "-x c++ $*" | sed "s#-lineinfo##; s#-arch=[^ ]*##; s#-Xcompiler##; s#-O3#-O1 -w#
+    s#[^ ]*kernel_memory.cu#-x none $memory#") \\
+    -I{root}/tests/c/fake_cuda {libraries}
+"""
+
+
+def write_nvcc(folder: Path, device: Path) -> None:
+    site = stub_build.find_site()
+    assert site is not None
+    includes = [f"-isystem {path}" for path in stub_build.include_folders(site)]
+    runtime = next(device.glob("libcudart.so.*"))
+    folder.mkdir()
+    nvcc = folder / "nvcc"
+    libraries = f"-Wl,-rpath,{device} {runtime}"
+    text = NVCC.format(folder=folder, includes=" ".join(includes), root=ROOT, libraries=libraries)
+    nvcc.write_text(text)
+    nvcc.chmod(0o755)
+
+
+def make_copy(root: Path) -> None:
+    """Copies the tests to ``root``, with links to other files and to fsdp_c of this Python."""
+    spec = importlib.util.find_spec("fsdp_c")
+    assert spec is not None and spec.origin is not None
+    package = Path(spec.origin).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tests", root / "tests", ignore=ignored)
+    for path in (package, package.with_name("fsdp_c_autoload"), *map(ROOT.joinpath, FILES)):
+        (root / path.name).symlink_to(path)
+
+
+def main(steps: list[str]) -> dict[str, Any]:
+    device = stub_build.build()
+    with tempfile.TemporaryDirectory() as folder:
+        root, out = Path(folder, "copy"), Path(folder, "out")
+        findings = Path(folder, "findings")
+        findings.touch()
+        make_copy(root)
+        write_nvcc(Path(folder, "bin"), device)
+        environment = os.environ | {
+            "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "tests/cuda/startup"),
+            "PYTHON": sys.executable,
+            "OUT": str(out),
+            "FSDP_C_CUDA_SIM": str(device),
+            "FSDP_C_CUDA_FINDINGS": str(findings),
+            "FSDP_C_CUDA_SEED": "1",
+            "GPU_CHECK_SMALL": "1",
+            "GPU_CHECK_LIMIT": "300",
+            "XDG_CACHE_HOME": folder,  # kernels of NVRTC
+            "PYTEST_ADDOPTS": f"-p no:cacheprovider --deselect {WITHOUT_NVCC}",
+        }
+        command = [str(root / "tests/gpu/gpu_check.sh"), "--only", " ".join(steps)]
+        checked = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return {
+            "lines": (out / "summary.txt").read_text().splitlines(),
+            "results": json.loads((out / "results.json").read_text()),
+            "errors": checked.stderr,
+            "log": (out / "log.txt").read_text() if checked.returncode else "",
+            "findings": findings.read_text().splitlines(),
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:])), flush=True)
