@@ -14,9 +14,7 @@ SLACK = 3.0
 
 @pytest.mark.parametrize("transport", failure_trials.TRANSPORTS)
 @pytest.mark.parametrize("fault", failure_trials.FAULTS)
-def test_survivors_of_a_failing_rank_name_it_and_end(
-    fault: str, transport: str
-) -> None:
+def test_survivors_of_a_failing_rank_name_it_and_end(fault: str, transport: str) -> None:
     options = Options(transport, fault, seed=1, slack=SLACK)
     row, misses = failure_trials.run_trials(options, TRIALS)
     print(f"{failure_trials.HEADER}\n{row}")
