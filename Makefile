@@ -169,7 +169,8 @@ accelerator: build
 test-c:
 	@$(MAKE) -C tests/c
 
-# Runs a million random schedules of several ranks in one process: minutes. SIMULATE_SEED=7 SIMULATE_COUNT=1 repeats one.
+# Runs a million random schedules of several ranks in one process, of the transport and of the core: half an hour.
+# SIMULATE_SEED=7 SIMULATE_COUNT=1 repeats one.
 simulate:
 	@$(MAKE) -C tests/c simulate
 

@@ -8,19 +8,19 @@
 
 enum { LOG_MAX = 1 << 16, DEVICE_PRIVATE = 20, RANGES_MAX = 64 };
 
-sim_config sim_now;
-sim_alive sim_living;
+_Thread_local sim_config sim_now;
+_Thread_local sim_alive sim_living;
 
-static uint64_t random_state;
-static size_t failures;
-static char first_failure[512];
-static char log_text[LOG_MAX];
-static size_t log_length;
-static size_t range_depth;
-static bool in_backward;
-static bool recording;
-static fct_grad_subscription *subscriptions; /* newest first */
-static fct_hook at_end;
+static _Thread_local uint64_t random_state;
+static _Thread_local size_t failures;
+static _Thread_local char first_failure[512];
+static _Thread_local char log_text[LOG_MAX];
+static _Thread_local size_t log_length;
+static _Thread_local size_t range_depth;
+static _Thread_local bool in_backward;
+static _Thread_local bool recording;
+static _Thread_local fct_grad_subscription *subscriptions; /* newest first */
+static _Thread_local fct_hook at_end;
 
 /* ASan's defaults are tuned for programs with fewer allocations. ASAN_OPTIONS in the environment
  * overrides these. */
@@ -39,6 +39,7 @@ void sim_begin(sim_config config) {
     sim_faults_begin();
     sim_memory_begin();
     sim_streams_begin();
+    sim_ranks_begin();
     sim_groups_begin();
     sim_autograd_begin();
     sim_gil_begin();
@@ -60,12 +61,7 @@ void sim_end(void) {
     sim_named_end("a simulation");
 }
 
-void sim_named_end(const char *format, ...) {
-    char name[256];
-    va_list args;
-    va_start(args, format);
-    (void)vsnprintf(name, sizeof name, format, args);
-    va_end(args);
+size_t sim_finish(char *first, size_t bytes) {
     sim_fault_arm(0, SIM_ONCE);
     sim_drop_at_end();
     sim_streams_end();
@@ -76,9 +72,19 @@ void sim_named_end(const char *format, ...) {
     }
     sim_groups_end();
     sim_memory_end();
-    if (failures > 0) {
+    (void)snprintf(first, bytes, "%s", failures > 0 ? first_failure : "");
+    return failures;
+}
+
+void sim_named_end(const char *format, ...) {
+    char name[256], first[sizeof first_failure];
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(name, sizeof name, format, args);
+    va_end(args);
+    if (sim_finish(first, sizeof first) > 0) {
         fail_msg("%s (seed %llu): %zu failures, the first: %s", name,
-                 (unsigned long long)sim_now.seed, failures, first_failure);
+                 (unsigned long long)sim_now.seed, failures, first);
     }
 }
 

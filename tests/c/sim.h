@@ -11,9 +11,10 @@
  * Memory. A freed block returns to the pool of the stream that allocated it and is reused at once.
  * Its bytes are set to NaN in every floating dtype.
  *
- * Peers. This process is one rank. The data of the other ranks is known: their shards come from the
+ * Peers. A simulation is one rank. The data of the other ranks is known: their shards come from the
  * row function of the process group. The gradient of rank j is (j + 1) times that of rank 0, unless
- * sim_pg_weigh() sets other factors.
+ * sim_pg_weigh() sets other factors. With sim_ranks the peers are simulations in other threads
+ * (core_ranks.h): all state of a simulation belongs to its thread.
  *
  * Faults. Every call that can fail calls sim_fault() first; see sim_fault_arm().
  *
@@ -62,6 +63,8 @@ void sim_begin(sim_config config);
 void sim_end(void);
 /* The same; the message of a failure includes the formatted text. */
 void sim_named_end(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* The same without a failed test. Returns the number of failures, and writes the first. */
+size_t sim_finish(char *first, size_t bytes);
 /* Records a failure. sim_end() then fails the test. */
 void sim_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Returns the number of recorded failures and clears them. For tests of the simulation itself. */
@@ -119,6 +122,7 @@ sim_fault_kind sim_fault_fired(const char **name);
  * pending error. */
 bool sim_fault(sim_fault_kind kind, const char *name);
 bool sim_error_pending(void); /* an exception is set */
+int sim_raise(void);          /* sets the pending error, and returns -1 */
 /* Returns the text that the core last added to an exception's message, or "". */
 const char *sim_error_explanation(void);
 
@@ -195,6 +199,34 @@ void sim_ranks_agree(bool agree, const char *difference);
 int sim_agreements_in_flight(void);
 /* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */
 void sim_collectives_are_cpu_bound(bool are);
+
+/* ---- several ranks ---- */
+
+/* One collective, as all ranks of its process group issue it. */
+typedef struct sim_collective sim_collective;
+
+typedef struct sim_ranks_table {
+    /* Returns the collective that this rank issues next in the process group. */
+    sim_collective *(*issue)(const char *group, const fct_op_tag *tag);
+    /* Whether the collective may run: all ranks have sent their data, or it has failed. The first
+     * call sends the data of this rank. */
+    bool (*is_complete)(sim_collective *c, const void *data, int64_t bytes);
+    bool (*has_failed)(const sim_collective *c);
+    /* Returns the data of a rank of the group. Precondition: complete, not failed. */
+    const void *(*data_of)(const sim_collective *c, int64_t rank);
+    void (*wait)(void);    /* until a collective of any rank completes or fails */
+    void (*preempt)(void); /* another rank may continue */
+} sim_ranks_table;
+
+/* NULL: this process is one rank, and the data of its peers is computed. */
+extern const sim_ranks_table *sim_ranks;
+/* This rank has received no data for a failed collective. Wrong values are then no failure. */
+extern _Thread_local bool sim_data_is_lost;
+/* For seeded bugs: drops the n-th wait for an event, or for a work, from now on. 0: none, -1: all.
+ */
+typedef enum sim_wait_kind { SIM_EVENT_WAIT, SIM_WORK_WAIT, SIM_WAIT_KINDS } sim_wait_kind;
+void sim_wait_drop(sim_wait_kind kind, int64_t n);
+bool sim_wait_is_dropped(sim_wait_kind kind);
 
 /* ---- the GIL ---- */
 

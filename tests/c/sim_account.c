@@ -60,6 +60,8 @@ static int64_t align_offset(int64_t at) {
 static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int64_t rank,
                             int64_t grown, char *row, int64_t at) {
     int64_t padded = sim_padded_numel(p, dim, world);
+    /* An all-gather that splits another dim has not filled the padding of this one. */
+    int64_t defined = dim == p->shape.dim ? padded : sim_local_numel(p, dim, world, rank);
     fct_dtype dtypes[3] = {sim_compute_dtype(p)};
     int64_t numels[3] = {padded};
     size_t inputs = p->core.extended ? sim_extended_inputs(p, padded, grown, dtypes, numels) : 1;
@@ -69,7 +71,7 @@ static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int6
         at = numels[i] > 0 ? align_offset(at) : at;
         for (int64_t k = 0; k < numels[i]; k++, at += sim_itemsize(dtypes[i])) {
             double half = i < 2 ? sim_round(dtypes[0], values[k]) / 2.0 : 0.0;
-            if (row != NULL) {
+            if (row != NULL && k < defined) {
                 sim_put(dtypes[i], row + at, p->core.extended ? half : values[k]);
             }
         }

@@ -7,15 +7,15 @@
 
 enum { CHECKSUMS_MAX = 16384 };
 
-static fct_plan_state plan_state;
-static bool ranks_agree;
-static const char *agreed_difference;
-static int agreements_in_flight;
-static sim_checksum checksums[CHECKSUMS_MAX];
-static size_t checksum_count;
-static size_t interval_count;
-static uint64_t numbered;             /* intervals of checksums */
-static bool has_ended[CHECKSUMS_MAX]; /* by number of the interval */
+static _Thread_local fct_plan_state plan_state;
+static _Thread_local bool ranks_agree;
+static _Thread_local const char *agreed_difference;
+static _Thread_local int agreements_in_flight;
+static _Thread_local sim_checksum checksums[CHECKSUMS_MAX];
+static _Thread_local size_t checksum_count;
+static _Thread_local size_t interval_count;
+static _Thread_local uint64_t numbered;             /* intervals of checksums */
+static _Thread_local bool has_ended[CHECKSUMS_MAX]; /* by number of the interval */
 
 void sim_agreements_begin(void) {
     plan_state = FCT_PLANS_EQUAL;

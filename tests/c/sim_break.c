@@ -38,7 +38,7 @@ static void check_status(sim_model *m, const sim_breakage *b, fc_status status) 
     }
 }
 
-static void check_reset_state(sim_model *m) {
+void sim_check_reset(sim_model *m) {
     sim_model_check(m, "after the reset");
     for (size_t i = 0; i < m->layer_count; i++) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
@@ -69,7 +69,7 @@ static void recover(sim_model *m, const sim_breakage *b) {
     }
     sim_model_discard_step(m);
     sim_model_zero_grad(m);
-    check_reset_state(m);
+    sim_check_reset(m);
 }
 
 /* Checks the state after the failed step, recovers and repeats the step. */

@@ -27,6 +27,10 @@ typedef struct sim_breakage {
     bool every_third;       /* in the first step, too, only every third call fails */
 } sim_breakage;
 
+/* Records a failure if a group is not sharded and idle, or if the communication context holds
+ * anything, after fc_state_reset() of the root. */
+void sim_check_reset(sim_model *m);
+
 /* Trains SIM_BREAK_STEPS steps once per selected call of the first `steps` steps, with that call
  * failing as `b` describes.
  * Every call of the first step and every third call of later steps are selected. If b.every_third,

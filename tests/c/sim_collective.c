@@ -30,14 +30,15 @@ struct fct_pg {
 struct fct_work {
     sim_point end;
     sim_row_places *places; /* NULL: the work computes no checksums */
+    sim_collective *shared; /* with the other ranks; NULL: none */
 };
 
-static fct_pg groups[GROUPS_MAX];
-static size_t group_count;
-static bool sync_on_current;
-static bool are_cpu_bound;
-static int registered_users;
-static int shared_stream;
+static _Thread_local fct_pg groups[GROUPS_MAX];
+static _Thread_local size_t group_count;
+static _Thread_local bool sync_on_current;
+static _Thread_local bool are_cpu_bound;
+static _Thread_local int registered_users;
+static _Thread_local int shared_stream;
 
 void sim_groups_begin(void) {
     group_count = 0;
@@ -208,9 +209,10 @@ static fct_work *new_work(sim_point end) {
     return work;
 }
 
-/* Queues a collective that reads `input` and writes `output` (the same tensor: in place). */
-static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
-                       sim_op op) {
+/* Queues a collective that reads `input` and writes `output` (the same tensor: in place). The
+ * arguments of `op` begin with a sim_shared. Replaces *out. */
+static int issue(const fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
+                 bool async_op, sim_op op, fct_work **out) {
     bool here = sim_now.streams && sync_on_current && !async_op;
     int stream = here ? sim_stream_current() : pg->stream;
     sim_use uses[2];
@@ -232,16 +234,22 @@ static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, 
         op.held[1] = input;
     }
     sim_point end;
+    sim_collective *shared = sim_share(&op, pg->name, tag);
     sim_stream_push(stream, &op, &end);
     fct_work *work = new_work(end);
+    work->shared = shared;
+    fct_work_release(*out);
+    *out = NULL;
     if (here ? sim_random() % 2 == 0 : !sim_now.streams && sim_random() % 8 == 0) {
         /* No work is returned: the current stream is ordered, and on the CPU the collective is
          * complete. */
         sim_stream_wait(sim_stream_current(), &work->end);
+        const int result = sim_check_shared(work->shared);
         fct_work_release(work);
-        return NULL;
+        return result;
     }
-    return work;
+    *out = work;
+    return 0;
 }
 
 int fct_work_wait(fct_work *work) {
@@ -249,8 +257,10 @@ int fct_work_wait(fct_work *work) {
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_work_wait")) {
         return -1; /* interrupted: the collective continues */
     }
-    sim_stream_wait(sim_stream_current(), &work->end);
-    return 0;
+    if (!sim_wait_is_dropped(SIM_WORK_WAIT)) {
+        sim_stream_wait(sim_stream_current(), &work->end);
+    }
+    return sim_check_shared(work->shared);
 }
 
 bool fct_work_is_cpu_bound(const fct_work *work) {
@@ -295,49 +305,10 @@ static void check_tag(const fct_op_tag *tag, fct_op_kind kind) {
     }
 }
 
-/* ---- chunks ---- */
-
-int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
-    (void)pg;
-    (void)device;
-    (void)gathers;
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_takes_chunks")) {
-        return -1;
-    }
-    *takes = sim_now.chunks && !sim_now.streams;
-    return 0;
-}
-
-/* Fails the test if the runs do not fill the chunks of the row exactly and in order. */
-static void check_layout(const fct_pg *pg, fct_tensor *const *chunks, size_t count,
-                         const fct_chunk_layout *layout) {
-    int64_t total = 0;
-    for (size_t k = 0; k < count; k++) {
-        int64_t filled = 0;
-        for (size_t i = 0; i < layout->count; i++) {
-            const fct_run *run = &layout->runs[i];
-            if (run->chunk == k && run->offset != filled) {
-                sim_fail("run %zu begins at %lld of chunk %zu; expected %lld", i,
-                         (long long)run->offset, k, (long long)filled);
-            }
-            filled += run->chunk == k ? run->numel : 0;
-        }
-        sim_view view = sim_view_of(chunks[k], "a collective over chunks");
-        if (view.numel != filled * pg->world) {
-            sim_fail("chunk %zu has %lld elements; its runs %lld for each rank", k,
-                     (long long)view.numel, (long long)filled);
-        }
-        total += filled;
-    }
-    if (total != layout->row_numel) {
-        sim_fail("the runs have %lld elements; the row %lld", (long long)total,
-                 (long long)layout->row_numel);
-    }
-}
-
 /* ---- all-gather ---- */
 
 typedef struct gathering {
+    sim_shared peers;
     sim_view output;
     sim_view input;
     int64_t world;
@@ -361,13 +332,17 @@ static bool sends_own_row(const gathering *g) {
 
 static void run_all_gather(void *args) {
     const gathering *g = (const gathering *)args;
-    if (g->output.numel == 0) {
+    if (sim_is_lost(&g->peers) || g->output.numel == 0) {
         return;
     }
-    if (!sends_own_row(g)) {
+    if (!sim_data_is_lost && !sends_own_row(g)) {
         sim_fail("rank %lld sends a row to an all-gather that is not its own", (long long)g->rank);
     }
-    memcpy(g->output.data, g->rows, (size_t)(g->world * g->row_bytes));
+    for (int64_t r = 0; r < g->world; r++) {
+        const void *row = g->peers.collective != NULL ? sim_ranks->data_of(g->peers.collective, r)
+                                                      : g->rows + r * g->row_bytes;
+        memcpy(g->output.data + r * g->row_bytes, row, (size_t)g->row_bytes);
+    }
 }
 
 int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
@@ -395,6 +370,8 @@ int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_te
     g->world = pg->world;
     g->rank = pg->rank;
     g->row_bytes = row_bytes;
+    g->peers.data = from.data;
+    g->peers.bytes = row_bytes;
     g->rows = (char *)(g + 1);
     memset(g->rows, 0xff, (size_t)(pg->world * row_bytes)); /* NaN */
     for (int64_t r = 0; r < pg->world; r++) {
@@ -403,9 +380,9 @@ int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_te
     pg->row(pg->context, pg->rank, g->rows + pg->world * row_bytes, row_bytes);
     check_memory(pg, output, true, "an all-gather");
     sim_log("gather:%s", pg->name);
-    *work = issue(pg, output, input, async_op,
-                  (sim_op){.what = "an all-gather", .run = run_all_gather, .args = g});
-    return 0;
+    *work = NULL;
+    return issue(pg, tag, output, input, async_op,
+                 (sim_op){.what = "an all-gather", .run = run_all_gather, .args = g}, work);
 }
 
 /* Fills in all ranks' parts of one chunk from their rows. `size`: bytes per element. */
@@ -436,7 +413,7 @@ int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chun
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_gather_chunks")) {
         return -1;
     }
-    check_layout(pg, chunks, count, layout);
+    sim_check_layout(pg->world, chunks, count, layout);
     check_memory(pg, chunks[0], false, "chunks");
     *work = NULL;
     for (size_t k = 0; k < count; k++) {
@@ -449,12 +426,15 @@ int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chun
                          .world = pg->world,
                          .rank = pg->rank,
                          .row_bytes = row_bytes};
-        g->input.data = to.data + pg->rank * row_bytes;
+        g->peers.data = g->input.data = to.data + pg->rank * row_bytes;
+        g->peers.bytes = row_bytes;
         g->rows = (char *)(g + 1);
         fill_chunk(pg, g, k, layout, size);
-        fct_work_release(*work);
-        *work = issue(pg, chunks[k], chunks[k], true,
-                      (sim_op){.what = "a gather of chunks", .run = run_all_gather, .args = g});
+        if (issue(pg, tag, chunks[k], chunks[k], true,
+                  (sim_op){.what = "a gather of chunks", .run = run_all_gather, .args = g},
+                  work) != 0) {
+            return -1;
+        }
     }
     if (layout->checksums) {
         *work = *work != NULL ? *work : new_work(sim_stream_now(sim_stream_current()));
@@ -467,6 +447,7 @@ int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chun
 /* ---- reductions ---- */
 
 typedef struct reducing {
+    sim_shared peers;
     sim_view output;
     sim_view input;
     int64_t first; /* first element of this rank's row in the input */
@@ -476,22 +457,38 @@ typedef struct reducing {
     double scale;
 } reducing;
 
-/* Sums the inputs of all ranks. The input of rank j is `base + j * step` times a common value, so
- * this rank's input determines those of its peers. */
+static double sent_by(const reducing *r, int64_t rank, int64_t element) {
+    const char *data = (const char *)sim_ranks->data_of(r->peers.collective, rank);
+    return sim_get(r->input.dtype, data + element * sim_itemsize(r->input.dtype));
+}
+
+/* Sums the inputs of all ranks. Without sim_ranks they are computed: the input of rank j is `base +
+ * j * step` times a common value, so this rank's input determines those of its peers. */
 static void run_reduce(void *args) {
     const reducing *r = (const reducing *)args;
+    if (sim_is_lost(&r->peers)) {
+        return;
+    }
     for (int64_t i = 0; i < r->output.numel; i++) {
         double own = sim_get(r->input.dtype, sim_view_at(&r->input, r->first + i));
         double sum = 0.0;
         for (int64_t j = 0; j < r->world; j++) {
+            if (r->peers.collective != NULL) {
+                sum += sent_by(r, j, r->first + i);
+                continue;
+            }
             sum += own / (r->base + (double)r->rank * r->step) * (r->base + (double)j * r->step);
         }
         sim_put(r->output.dtype, sim_view_at(&r->output, i), sum * r->scale);
     }
 }
 
-static reducing *reducing_new(const fct_pg *pg, fct_reduce_op op, double factor) {
+static reducing *reducing_new(const fct_pg *pg, fct_tensor *input, fct_reduce_op op,
+                              double factor) {
     reducing *r = (reducing *)sim_scratch(sizeof *r);
+    r->input = sim_view_of(input, "a reduction");
+    r->peers.data = r->input.data;
+    r->peers.bytes = r->input.numel * sim_itemsize(r->input.dtype);
     r->world = pg->world;
     r->rank = pg->rank;
     r->base = pg->base;
@@ -510,9 +507,8 @@ int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fc
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_scatter")) {
         return -1;
     }
-    reducing *r = reducing_new(pg, op, factor);
+    reducing *r = reducing_new(pg, input, op, factor);
     r->output = sim_view_of(output, "a reduce-scatter");
-    r->input = sim_view_of(input, "a reduce-scatter");
     if (r->input.numel != r->output.numel * pg->world || r->input.dtype != r->output.dtype ||
         r->input.ndim != 1 || r->output.ndim != 1) {
         sim_fail("a reduce-scatter of %lld to %lld elements", (long long)r->input.numel,
@@ -523,9 +519,9 @@ int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fc
     check_memory(pg, input, true, "a reduce-scatter");
     check_memory(pg, output, false, "a reduce-scatter");
     sim_log("scatter:%s", pg->name);
-    *work = issue(pg, output, input, async_op,
-                  (sim_op){.what = "a reduce-scatter", .run = run_reduce, .args = r});
-    return 0;
+    *work = NULL;
+    return issue(pg, tag, output, input, async_op,
+                 (sim_op){.what = "a reduce-scatter", .run = run_reduce, .args = r}, work);
 }
 
 int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
@@ -537,21 +533,22 @@ int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_chunks")) {
         return -1;
     }
-    check_layout(pg, chunks, count, layout);
+    sim_check_layout(pg->world, chunks, count, layout);
     check_memory(pg, chunks[0], false, "chunks");
     *work = NULL;
     for (size_t i = 0; i < layout->count; i++) {
         const fct_run *run = &layout->runs[i];
-        reducing *r = reducing_new(pg, op, 1.0);
+        reducing *r = reducing_new(pg, chunks[run->chunk], op, 1.0);
         r->output = sim_view_of(output, "a reduction of chunks");
-        r->input = sim_view_of(chunks[run->chunk], "a reduction of chunks");
         r->output.data += begin * sim_itemsize(r->output.dtype);
         r->output.numel = run->numel;
         r->first = pg->rank * (r->input.numel / pg->world) + run->offset;
         begin += run->numel;
-        fct_work_release(*work);
-        *work = issue(pg, output, chunks[run->chunk], true,
-                      (sim_op){.what = "a reduction of chunks", .run = run_reduce, .args = r});
+        if (issue(pg, tag, output, chunks[run->chunk], true,
+                  (sim_op){.what = "a reduction of chunks", .run = run_reduce, .args = r},
+                  work) != 0) {
+            return -1;
+        }
     }
     sim_log("scatter:%s", pg->name);
     return 0;
@@ -564,11 +561,10 @@ int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct_re
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_all_reduce")) {
         return -1;
     }
-    reducing *r = reducing_new(pg, op, factor);
-    r->output = sim_view_of(tensor, "an all-reduce");
-    r->input = r->output;
+    reducing *r = reducing_new(pg, tensor, op, factor);
+    r->output = r->input;
     sim_log("all-reduce:%s", pg->name);
-    *work = issue(pg, tensor, tensor, async_op,
-                  (sim_op){.what = "an all-reduce", .run = run_reduce, .args = r});
-    return 0;
+    *work = NULL;
+    return issue(pg, tag, tensor, tensor, async_op,
+                 (sim_op){.what = "an all-reduce", .run = run_reduce, .args = r}, work);
 }

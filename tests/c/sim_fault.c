@@ -16,7 +16,7 @@ void *__wrap_malloc(size_t size);
 void *__wrap_calloc(size_t count, size_t size);
 void *__wrap_realloc(void *block, size_t size);
 
-static struct {
+static _Thread_local struct {
     int64_t left; /* calls until the fault; 0: no fault */
     sim_fault_span span;
     sim_fault_kind fired;
@@ -42,8 +42,8 @@ static void trace(const char *name) {
 
 /* Boundary calls since sim_calls_clear(), except for fct_tensor_alias() and fct_tensor_alias_as().
  * Calls that do not fit are dropped: sweeps neither read nor clear the text. */
-static char calls[1024];
-static size_t calls_length;
+static _Thread_local char calls[1024];
+static _Thread_local size_t calls_length;
 
 void sim_calls_clear(void) {
     calls[0] = '\0';
@@ -89,8 +89,16 @@ bool sim_error_pending(void) {
     return faults.error;
 }
 
+int sim_raise(void) {
+    faults.error = true;
+    return -1;
+}
+
 bool sim_fault(sim_fault_kind kind, const char *name) {
     trace(name);
+    if (sim_ranks != NULL) {
+        sim_ranks->preempt();
+    }
     if (kind == SIM_FAULT_BOUNDARY) {
         note_call(name);
         sim_gil_note_call(name);

@@ -3,9 +3,9 @@
 
 #include <string.h>
 
-static bool in_scope;
-static bool released; /* the first device call of the scope has released the GIL */
-static size_t releases;
+static _Thread_local bool in_scope;
+static _Thread_local bool released; /* the first device call of the scope has released the GIL */
+static _Thread_local size_t releases;
 
 void sim_gil_begin(void) {
     in_scope = released = false;

@@ -7,8 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
-static size_t hooks; /* number of hooks so far */
-static bool in_hook;
+static _Thread_local size_t hooks; /* number of hooks so far */
+static _Thread_local bool in_hook;
 
 void sim_hook_begin(void) {
     hooks++;
@@ -73,7 +73,7 @@ const fc_transitions sim_transitions = {
 
 enum { CALLBACKS_MAX = 16 };
 
-static struct {
+static _Thread_local struct {
     const char *name;
     size_t count;
 } callbacks[CALLBACKS_MAX];

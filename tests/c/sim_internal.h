@@ -72,10 +72,11 @@ typedef struct sim_op {
     const char *what;
     const sim_use *uses;
     size_t use_count;
-    void (*run)(void *args); /* may be NULL */
-    void *args;              /* from sim_scratch(); taken */
-    bool crosses;            /* copies between host and device memory */
-    fct_tensor *held[2];     /* references that the backend holds until the operation has run */
+    void (*run)(void *args);     /* may be NULL */
+    void *args;                  /* from sim_scratch(); taken */
+    bool (*may_run)(void *args); /* NULL: as soon as earlier operations of the stream have run */
+    bool crosses;                /* copies between host and device memory */
+    fct_tensor *held[2];         /* references that the backend holds until the operation has run */
 } sim_op;
 
 /* Appends the operation to the stream. *point (may be NULL) is its end. */
@@ -126,7 +127,11 @@ sim_point sim_tensor_cross(fct_tensor *to, const fct_tensor *from, const char *w
 /* Queued on the stream of `to`: to = factor * to + from. `from` NULL: to = factor * to. */
 void sim_queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor, const char *what);
 
-/* ---- checksums of gathered chunks (sim_checksum.c) ---- */
+/* ---- chunks (sim_chunks.c, sim_checksum.c) ---- */
+
+/* Records a failure if the runs do not fill the chunks of the row exactly and in order. */
+void sim_check_layout(int64_t world, fct_tensor *const *chunks, size_t count,
+                      const fct_chunk_layout *layout);
 
 /* The places of the runs of a gather in its chunks. Freed with free(). Borrows the memory of the
  * chunks. */
@@ -136,11 +141,29 @@ sim_row_places *sim_row_places_new(fct_tensor *const *chunks, const fct_chunk_la
 /* See fct_work_row_checksum. `places` may be NULL. */
 bool sim_row_checksum(const sim_row_places *places, size_t run, int64_t rank, uint64_t *checksum);
 
+/* ---- several ranks (sim_ranks.c) ---- */
+
+/* First member of the arguments of a collective's operation. */
+typedef struct sim_shared {
+    sim_collective *collective; /* NULL: the data of the peers is computed */
+    const void *data;           /* of this rank */
+    int64_t bytes;
+} sim_shared;
+
+void sim_ranks_begin(void);
+/* Issues the collective of the operation with the other ranks. It runs after all ranks have sent
+ * their data. Returns NULL if this process is one rank. */
+sim_collective *sim_share(sim_op *op, const char *group, const fct_op_tag *tag);
+/* Whether the collective has failed. Its output is then undefined. */
+bool sim_is_lost(const sim_shared *s);
+/* Returns -1 with a pending error if the collective has failed. NULL is allowed. */
+int sim_check_shared(const sim_collective *c);
+
 /* ---- other files ---- */
 
-extern sim_config sim_now;   /* configuration of the running simulation */
-extern int sim_stream_count; /* number of its streams, which is the size of clocks */
-extern sim_alive sim_living;
+extern _Thread_local sim_config sim_now;   /* configuration of the running simulation */
+extern _Thread_local int sim_stream_count; /* number of its streams, which is the size of clocks */
+extern _Thread_local sim_alive sim_living;
 void sim_faults_begin(void);
 void sim_groups_begin(void);
 void sim_agreements_begin(void);

@@ -239,7 +239,7 @@ static const char *sim_add_checksums(const fck_range *ranges, size_t count, uint
     return NULL;
 }
 
-static bool captures;
+static _Thread_local bool captures;
 
 void sim_capture(bool capturing) {
     captures = capturing;

@@ -30,10 +30,11 @@ enum {
     SCRATCH_CLASSES = 16
 };
 
-static sim_block *blocks[BLOCKS_MAX];
-static size_t block_count;
-static sim_block *spare[SPARE_CLASSES]; /* blocks of earlier simulations, by capacity */
-static uint64_t frees;
+static _Thread_local sim_block *blocks[BLOCKS_MAX];
+static _Thread_local size_t block_count;
+static _Thread_local sim_block
+    *spare[SPARE_CLASSES]; /* blocks of earlier simulations, by capacity */
+static _Thread_local uint64_t frees;
 
 void sim_memory_begin(void) {
     block_count = 0;
@@ -73,7 +74,7 @@ typedef struct scratch {
     size_t size_class;
 } scratch;
 
-static scratch *scratches[SCRATCH_CLASSES]; /* class i: blocks of i + 1 grains */
+static _Thread_local scratch *scratches[SCRATCH_CLASSES]; /* class i: blocks of i + 1 grains */
 
 void *sim_scratch(size_t bytes) {
     size_t size_class = bytes / SCRATCH_GRAIN;

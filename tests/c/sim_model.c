@@ -345,7 +345,7 @@ static void set_prefetches(sim_model *m) {
 }
 
 /* One instance: the struct is large, and tests create thousands. */
-static sim_model the_model;
+static _Thread_local sim_model the_model;
 
 sim_model *sim_model_new(const sim_scenario *scenario) {
     sim_model *m = &the_model;
@@ -465,11 +465,18 @@ static void clear_expected_gradient(sim_model *m, sim_group *g, sim_param *p) {
     p->contributions = 0;
 }
 
+static void clear_extension(sim_model *m, sim_group *g, sim_param *p) {
+    (void)m;
+    (void)g;
+    p->hooked_gathers = 0;
+}
+
 void sim_model_discard_step(sim_model *m) {
     sim_set_in_backward(false);
     sim_drop_at_end();
     m->tape_length = 0;
     each_param(m, clear_expected_gradient);
+    each_param(m, clear_extension);
 }
 
 static void zero_grad(sim_model *m, sim_group *g, sim_param *p) {
@@ -529,7 +536,7 @@ void sim_model_optimize(sim_model *m) {
     each_param(m, clear_expected_gradient);
 }
 
-static double digest;
+static _Thread_local double digest;
 
 static void add_to_digest(sim_model *m, sim_group *g, sim_param *p) {
     (void)m;

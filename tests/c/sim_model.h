@@ -86,6 +86,8 @@ typedef struct sim_scenario {
     bool without_memory;   /* but the process groups have no allocator */
     bool agrees;           /* each backward ends with an agreement on its collectives */
     bool checksums;        /* ranks compare checksums of data */
+    bool swaps_layers;     /* forward runs the second layer before the first */
+    bool skips_layer;      /* forward leaves out the last layer */
 } sim_scenario;
 
 typedef struct sim_param {
@@ -131,6 +133,7 @@ typedef struct sim_model {
     size_t layer_count;
     bool ready;       /* lazy initialization is complete */
     size_t backwards; /* backwards of this step so far */
+    size_t raises_in; /* computations of layers until one raises; 0: none raises */
     struct {
         sim_tape_kind kind;
         sim_layer *layer;
@@ -156,7 +159,8 @@ void sim_model_set_sync(sim_model *m, sim_sync sync);
 /* Checks the sharded gradients, updates the shards with them and drops them. */
 void sim_model_optimize(sim_model *m);
 void sim_model_zero_grad(sim_model *m);
-/* Drops the interrupted step: the state of autograd and the expected gradients. */
+/* Drops the interrupted step: the state of autograd, the expected gradients, and the number of
+ * gathers that selects the sizes of SIM_EXTENDED_GROWS. */
 void sim_model_discard_step(sim_model *m);
 /* Records a failure if fc_group_check() fails or the registration is inconsistent. */
 void sim_model_check(sim_model *m, const char *when);

@@ -509,7 +509,7 @@ static void run_expect(void *args) {
     const transfer *e = (const transfer *)args;
     for (int64_t i = 0; i < e->view.numel; i++) {
         double found = sim_get(e->view.dtype, sim_view_at(&e->view, i));
-        if (!(found == e->values[i])) {
+        if (!(found == e->values[i]) && !sim_data_is_lost) {
             sim_fail("element %lld of %s is %g, expected %g", (long long)i, e->what, found,
                      e->values[i]);
             return;
@@ -521,7 +521,7 @@ static void run_touch(void *args) {
     const transfer *e = (const transfer *)args;
     for (int64_t i = 0; i < e->view.numel; i++) {
         double found = sim_get(e->view.dtype, sim_view_at(&e->view, i));
-        if (found != found) {
+        if (found != found && !sim_data_is_lost) {
             sim_fail("%s finds NaN in element %lld", e->what, (long long)i);
             return;
         }

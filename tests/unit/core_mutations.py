@@ -505,6 +505,13 @@ MUTATIONS = {
         "test_label",
         "[  FAILED  ] label_of_reduction_depends_on_each_property",
     ),
+    "label of an all-gather differs between ranks": Mutation(
+        "gather",
+        "                        pending.plan->row_bytes);\n    if (range",
+        "                        pending.plan->row_bytes + pending.pg->rank);\n    if (range",
+        "test_core_ranks",
+        "a rank raises without a fault",
+    ),
 }
 
 DRY_RUN_MUTATIONS = {

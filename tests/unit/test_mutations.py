@@ -121,10 +121,11 @@ def test_mutation_of_the_core_fails_the_named_assertion(
     core = [path for path in sorted((objects / "core").glob("*.o")) if path.stem != mutation.module]
     core = [path for path in core if (ROOT / "csrc/core" / f"{path.stem}.c").exists()]
     simulation = [objects / "tests" / f"{path.stem}.o" for path in sorted(C_TESTS.glob("sim*.c"))]
+    labels = [objects / "transport/op_label.o"] if mutation.test == "test_core_ranks" else []
     check_failure(
         mutation,
         tmp_path,
-        *(*FLAGS, f"-I{ROOT / 'csrc/core'}", *WRAPS, mutated, *core, *simulation),
+        *(*FLAGS, f"-I{ROOT / 'csrc/core'}", *WRAPS, mutated, *core, *simulation, *labels),
         *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends", "checksum_cpu")),
         objects / "tests" / f"{mutation.test}.o",
     )
