@@ -10,6 +10,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch.nn as nn
@@ -116,6 +117,8 @@ def auto_shard(
         min_unit=min_unit,
     )
     signature = inspect.signature(shard_fn)
+    if isinstance(policy, str) and "reshard_after_forward" not in fully_shard_kwargs:
+        units = [_drop_missing_argument(unit, signature) for unit in units]
     for unit in units:
         signature.bind(model, **unit.kwargs)  # raises TypeError for unknown arguments
     if frozen != "ignore":
@@ -139,6 +142,15 @@ def auto_shard(
         if snapshot is not None:
             snapshot.restore()
         raise
+
+
+def _drop_missing_argument(unit: Unit, signature: inspect.Signature) -> Unit:
+    """Returns the unit without the argument of heads if ``shard_fn`` does not have it."""
+    name = "reshard_after_forward"
+    parameters = signature.parameters.values()
+    if any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters):
+        return unit
+    return replace(unit, kwargs={key: unit.kwargs[key] for key in unit.kwargs if key != name})
 
 
 def _shard_unit(shard_fn: Callable[..., Any], modules: Any, unit: Unit) -> None:

@@ -12,6 +12,7 @@ import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bad_input import assert_unchanged, snapshot
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _wrap_utils
 from torch.distributed.fsdp.wrap import (
@@ -23,7 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from toy_models import MLPModel
 from wrap_models import Block, Layer, Transformer, bytes_of, classes, train, trees, units_of
 
-from fsdp_c import FSDPModule, MixedPrecisionPolicy, auto_shard, fully_shard, wrap
+from fsdp_c import FSDPModule, MixedPrecisionPolicy, auto_shard, fully_shard, replicate, wrap
 from fsdp_c._auto_shard import checks, unit_order
 from fsdp_c._auto_shard.module_tree import iterate_children_first
 
@@ -151,6 +152,15 @@ class TestSharding:
         calls: list[Any] = []
         auto_shard(Transformer(), shard_fn=lambda module, **kwargs: calls.append(kwargs), mesh=None)
         assert calls == [{"mesh": None}] * 4
+
+    def test_auto_shard_with_replicate_replicates_model_with_large_head(
+        self, fake_group: int
+    ) -> None:
+        model = auto_shard(Transformer(width=4), shard_fn=replicate)
+        assert isinstance(model.head, ReplicateModule)
+        train(model)
+        with pytest.raises(TypeError, match="'reshard_after_forward'"):
+            auto_shard(Transformer(width=4), shard_fn=replicate, reshard_after_forward=False)
 
     @pytest.mark.parametrize("sharded", ["root", "submodule"])
     def test_auto_shard_of_model_with_sharded_module_raises(
