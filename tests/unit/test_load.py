@@ -7,10 +7,13 @@ tests/distributed tests several ranks.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -499,7 +502,42 @@ class TestProgress:
     def test_load_without_tqdm_raises_only_with_progress(
         self, fake_group: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
+        monkeypatch.setitem(sys.modules, "tqdm", None)
         load_full_state_dict(make_sharded_model(), make_full_state())
         with pytest.raises(ImportError):
             load_full_state_dict(make_sharded_model(), make_full_state(), progress=True)
+
+    @pytest.mark.parametrize("progress", [None, True])
+    @pytest.mark.parametrize("exists", [True, False])
+    def test_load_without_usable_standard_error_prints_no_progress(
+        self,
+        fake_group: int,
+        monkeypatch: pytest.MonkeyPatch,
+        progress: bool | None,
+        exists: bool,
+    ) -> None:
+        pytest.importorskip("tqdm")
+        stream = io.StringIO()
+        stream.close()
+        monkeypatch.setattr(sys, "stderr", stream if exists else None)
+        model = make_sharded_model()
+        load_full_state_dict(model, make_full_state(), progress=progress)
+        assert_loaded(model, make_full_state())
+
+    @pytest.mark.parametrize("method", ["__init__", "update", "close"])
+    def test_load_with_failing_progress_bar_loads(
+        self, fake_group: int, monkeypatch: pytest.MonkeyPatch, method: str
+    ) -> None:
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise OSError("no space left on device")
+
+        class Bar:
+            def __init__(self, **kwargs: Any) -> None: ...
+            def update(self, count: int) -> None: ...
+            def close(self) -> None: ...
+
+        monkeypatch.setattr(Bar, method, fail)
+        monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bar))
+        model = make_sharded_model()
+        load_full_state_dict(model, make_full_state(), progress=True)
+        assert_loaded(model, make_full_state())
