@@ -24,12 +24,12 @@ import torch.nn as nn
 
 from . import patches
 
-_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+_groups: set[weakref.ref[Any]] = set()  # the iteration of a WeakSet fails if a thread adds to it
 
 
 def register_group(group: Any) -> None:
     """Makes ``zero_grad`` drop the gradients that the parameter group ``group`` defers."""
-    _groups.add(group)
+    _groups.add(weakref.ref(group, _groups.discard))
 
 
 def add_zero_grad(cls: type[nn.Module]) -> None:
@@ -59,7 +59,8 @@ patches.apply_with_first_model("Optimizer.zero_grad", _wrap_optimizer_method)
 
 def _drop_deferred(params: Iterable[torch.Tensor]) -> None:
     """Drops the deferred gradients of ``params``, which are sharded or unsharded parameters."""
-    groups = [group for group in _groups if group._deferred]
+    references = list(_groups)  # the GIL makes the copy atomic
+    groups = [group for ref in references if (group := ref()) is not None and group._deferred]
     if not groups:
         return
     param_ids = {id(param) for param in params}

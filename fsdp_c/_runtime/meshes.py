@@ -63,7 +63,7 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
     previous = self.__dict__.get(name, absent)
     object.__setattr__(self, name, value)
     # An object that was created from a notifying class has no subscribers.
-    subscribers = list(self.__dict__.get(_SUBSCRIBERS, ()))
+    subscribers = _list_subscribers(self)
     try:
         for group in subscribers:
             group._refresh_process_groups()
@@ -111,8 +111,8 @@ _subscribed: dict[int, weakref.ref[Any]] = {}
 
 def subscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
     """Makes ``info`` call ``group._refresh_process_groups`` after assignments to attributes."""
-    info.__dict__.setdefault(_SUBSCRIBERS, weakref.WeakSet())
-    info.__dict__[_SUBSCRIBERS].add(group)
+    references: set[weakref.ref[Any]] = info.__dict__.setdefault(_SUBSCRIBERS, set())
+    references.add(weakref.ref(group, references.discard))
     cls: Any = type(info)
     if cls.__setattr__ is not _set_and_notify:
         info_id = id(info)
@@ -123,23 +123,24 @@ def subscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
 
 def unsubscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
     """Undoes :func:`subscribe`. Restores the class of ``info`` if no other group uses it."""
-    info.__dict__.get(_SUBSCRIBERS, set()).discard(group)
-    if not _has_subscribers(info):
+    info.__dict__.get(_SUBSCRIBERS, set()).discard(weakref.ref(group))
+    if not _list_subscribers(info):
         _restore_class(info)
 
 
-def _has_subscribers(info: DataParallelMeshInfo) -> bool:
-    # The length of a WeakSet counts groups that the garbage collector has just freed.
-    return any(True for _ in info.__dict__.get(_SUBSCRIBERS, ()))
+def _list_subscribers(info: DataParallelMeshInfo) -> list[MeshSubscriber]:
+    # The GIL makes the copy atomic. The iteration of a WeakSet fails if another thread adds to it.
+    references = list(info.__dict__.get(_SUBSCRIBERS, ()))
+    return [group for reference in references if (group := reference()) is not None]
 
 
 def _restore_unused_classes() -> bool:
     """Restores the classes of mesh infos without subscribers. Returns whether none is left."""
     infos = [info for reference in list(_subscribed.values()) if (info := reference()) is not None]
     for info in infos:
-        if not _has_subscribers(info):
+        if not _list_subscribers(info):
             _restore_class(info)
-    return not any(map(_has_subscribers, infos))
+    return not any(map(_list_subscribers, infos))
 
 
 def _restore_class(info: DataParallelMeshInfo) -> None:

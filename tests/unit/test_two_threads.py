@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import fully_shard
+from fsdp_c._compat import zero_grad
+from fsdp_c._runtime import meshes
 
 TIMEOUT = 30  # seconds that a thread waits for another
 
@@ -290,3 +293,46 @@ def test_two_concurrent_threads_give_right_output_or_raise(single_group: int) ->
     finally:
         sys.setswitchinterval(switch_interval)
     assert failures == []
+
+
+@pytest.mark.parametrize("subject", ["zero_grad", "mesh info"])
+def test_groups_that_another_thread_registers_do_not_fail_iteration(
+    single_group: int, pool: ThreadPoolExecutor, subject: str
+) -> None:
+    class Group:
+        _deferred = False
+
+        def _refresh_process_groups(self) -> None: ...
+
+    info = FSDPMeshInfo(init_device_mesh("cpu", (1,)), shard_mesh_dim=0)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    done = threading.Event()
+
+    def register(group: Group) -> None:
+        if subject == "zero_grad":
+            zero_grad.register_group(group)
+        else:
+            meshes.subscribe(info, group)
+
+    def register_repeatedly() -> None:
+        while not done.is_set():
+            register(Group())
+
+    model = make_sharded_model()  # wraps Optimizer.zero_grad
+    kept = [Group() for _ in range(1000)]
+    for group in kept:
+        register(group)
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = pool.submit(register_repeatedly)
+    try:
+        for i in range(400):
+            if subject == "mesh info":
+                info.shard_mesh_size = i
+            elif i < 20:
+                optimizer.zero_grad()
+    finally:
+        done.set()
+        thread.result(TIMEOUT)
+        sys.setswitchinterval(switch_interval)
+    del model
