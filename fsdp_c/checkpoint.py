@@ -102,12 +102,9 @@ def load_full_state_dict(
     if shared_file:
         failure = read_own_rows(reader, tensors_to_load, destinations)
     else:
-        devices = (destination.local.device for destination in destinations.values())
-        device = ranks.choose_device(next(devices, torch.device("cpu")))
+        device = ranks.choose_device(entry.local.device for entry in destinations.values())
         bucket_limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
-        buckets = plan_buckets_on_all_ranks(
-            header.tensors, destinations, bucket_limit, device, ranks
-        )
+        buckets = plan_buckets_on_all_ranks(header.tensors, destinations, bucket_limit, ranks)
         with show_progress(progress, ranks, buckets) as advance:
             failure = stream_buckets(reader, destinations, buckets, ranks, device, advance)
     if failure is None:

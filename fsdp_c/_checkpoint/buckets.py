@@ -69,26 +69,21 @@ def plan_buckets_on_all_ranks(
     tensors: dict[str, tuple[torch.dtype, torch.Size]],
     destinations: dict[str, Destination],
     limit: int,
-    device: torch.device,
     ranks: LoadingRanks,
 ) -> list[list[Chunk]]:
     """Returns equal buckets on all ranks, of the tensors that at least one rank loads.
 
-    Raises on all ranks if their limits or the types of their devices differ.
+    Raises on all ranks if their limits differ.
     """
     needs = []  # 0: not loaded, 1: loaded, 2: loaded undivided
     for name in tensors:
         has_block = name in destinations and destinations[name].starts is not None
         needs.append(0 if name not in destinations else 1 if has_block else 2)
-    on_host = int(device.type == "cpu")
-    high, low, any_host, any_device, *needs = ranks.reduce_max(
-        [limit, -limit, on_host, 1 - on_host, *needs]
-    )
-    if high != -low or (any_host and any_device):
+    high, low, *needs = ranks.reduce_max([limit, -limit, *needs])
+    if high != -low:
         raise RuntimeError(
             "load_full_state_dict: ranks broadcast different buckets. This rank has buckets of "
-            f"{limit} bytes on {device.type}, other ranks of {-low} to {high} bytes. Pass equal "
-            "bucket_bytes, or a group of ranks with the same type of device"
+            f"{limit} bytes, other ranks of {-low} to {high} bytes. Pass equal bucket_bytes"
         )
     need_of = dict(zip(tensors, needs))
     loaded = {name: entry for name, entry in tensors.items() if need_of[name]}

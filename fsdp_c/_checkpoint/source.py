@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,11 +54,22 @@ class LoadingRanks:
             device_types = {device.type for device in process_group._device_types}  # type: ignore[union-attr]
         self.device_types = device_types
 
-    def choose_device(self, preferred: torch.device) -> torch.device:
-        """Returns ``preferred`` if the group communicates on it, else a device that it supports."""
-        if preferred.type in self.device_types:
-            return preferred
-        return torch.device("cpu" if "cpu" in self.device_types else min(self.device_types))
+    def choose_device(self, destinations: Iterable[torch.device]) -> torch.device:
+        """Returns the device of broadcasts, which has the same type on all ranks.
+
+        The type is that of the first destination on each rank that has any, if the group supports
+        it. If the types differ, or none is supported, it is the CPU or what the group supports.
+        """
+        own = next(iter(destinations), None)
+        types = sorted(self.device_types)
+        votes = self.reduce_max([int(own is not None and own.type == name) for name in types])
+        chosen = [name for name, vote in zip(types, votes) if vote]
+        device_type = chosen[0] if len(chosen) == 1 else self._default_type
+        return own if own is not None and own.type == device_type else torch.device(device_type)
+
+    @property
+    def _default_type(self) -> str:
+        return "cpu" if "cpu" in self.device_types else min(self.device_types)
 
     def broadcast(self, buffer: torch.Tensor) -> Callable[[], Any]:
         """Starts a broadcast from the source rank. Returns a function that waits for it."""
@@ -77,8 +88,7 @@ class LoadingRanks:
         """Returns the maximum over the ranks of each of ``values``, equally many on each rank."""
         if self.size == 1:
             return values
-        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-        tensor = tensor.to(self.choose_device(tensor.device))
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu").to(self._default_type)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
         return tensor.tolist()
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import fully_shard, load_full_state_dict
+from fsdp_c._checkpoint.source import LoadingRanks
 
 
 @contextlib.contextmanager
@@ -487,6 +488,42 @@ class TestSources:
             load_full_state_dict(
                 make_sharded_model(), FailingSource(make_full_state()), bucket_bytes=16
             )
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        ("supported", "destinations", "expected"),
+        [
+            ("cpu cuda", ["cuda cuda", "cuda"], "cuda"),
+            ("cpu cuda", ["cuda", ""], "cuda"),  # a rank that loads nothing has no vote
+            ("cpu cuda", ["cuda", "cpu cuda"], "cpu"),
+            ("cpu cuda", ["", ""], "cpu"),
+            ("cuda", ["cpu", "cuda"], "cuda"),
+            ("cpu", ["cuda", "cuda"], "cpu"),
+            ("cuda xpu", ["cuda", "xpu"], "cuda"),
+        ],
+    )
+    def test_ranks_choose_one_type_of_device_that_the_group_supports(
+        self, supported: str, destinations: list[str], expected: str
+    ) -> None:
+        ranks = LoadingRanks(0, None)
+        ranks.device_types = set(supported.split())
+        devices = [[torch.device(name) for name in names.split()] for names in destinations]
+        votes: list[list[int]] = []
+
+        def reduce_max(values: list[int]) -> list[int]:
+            votes.append(values)
+            return [max(column) for column in zip(*votes)]
+
+        ranks.reduce_max = reduce_max  # type: ignore[method-assign]
+        for own in devices:
+            ranks.choose_device(own)  # collects the votes of all ranks
+        assert {ranks.choose_device(own).type for own in devices} == {expected}
+
+    def test_ranks_choose_the_device_of_their_own_destination(self) -> None:
+        ranks = LoadingRanks(0, None)
+        ranks.device_types = {"cpu", "cuda"}
+        assert ranks.choose_device([torch.device("cuda:3")]) == torch.device("cuda:3")
 
 
 class TestProgress:
