@@ -25,6 +25,7 @@ from ._runtime.hints import add_hint
 from ._runtime.transaction import ModuleSnapshot
 from .fully_shard import fully_shard
 from .policies import Policy
+from .replicate import replicate
 from .wrap import ShardKwargs, plan_units
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
@@ -114,6 +115,7 @@ def auto_shard(
         dict(fully_shard_kwargs),
         separate_ends,
         max_transient,
+        ranks=1 if shard_fn is replicate else None,
         min_unit=min_unit,
     )
     signature = inspect.signature(shard_fn)

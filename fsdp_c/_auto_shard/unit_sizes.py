@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,8 @@ def split_large_units(
         inner_modules = {m for module in unit.modules for m in module.modules()}
         policy: Any = unit.kwargs.get("mp_policy")
         params = {p for module in unit.modules for p in module.parameters()}
-        budget = max(1, int(max_transient / _estimate_transient_per_byte(params, policy, ranks)))
+        ratio = _estimate_transient_per_byte(params, policy, ranks)
+        budget = max(1, int(max_transient / ratio)) if ratio > 0 else sys.maxsize
         excluded = ((unit_modules - set(unit.modules)) & inner_modules) | ignored_modules
         parts = split_unit(unit.modules, budget, excluded, ignored_params, policy, ranks)
         unit_modules |= {module for part in parts for module in part}
@@ -67,7 +69,11 @@ def check_unit_sizes(
 
 
 def count_transient_bytes(params: Iterable[nn.Parameter], mp_policy: Any, ranks: int) -> int:
-    """Returns the most bytes that a unit of ``params`` temporarily uses beyond its shard."""
+    """Returns the most bytes that a unit of ``params`` temporarily uses beyond its shard.
+
+    ``ranks`` is 1 for units of ``replicate``.
+    """
+    params = list(params)
     gathered, reduced, gradients = 0, 0, 0
     for param in params:
         computed = get_compute_dtype(param, mp_policy)
@@ -76,7 +82,18 @@ def count_transient_bytes(params: Iterable[nn.Parameter], mp_policy: Any, ranks:
         if param.requires_grad:
             reduced += elements * _get_reduce_dtype(param, computed, mp_policy).itemsize
             gradients += param.numel() * computed.itemsize
-    return max(2 * gathered, gradients + reduced + reduced // ranks)
+    output = reduced // ranks if ranks > 1 else 0  # an all-reduce is in place
+    return max(_count_copies(params, mp_policy, ranks) * gathered, gradients + reduced + output)
+
+
+def _count_copies(params: Iterable[nn.Parameter], mp_policy: Any, ranks: int) -> int:
+    """Returns the temporary copies of unsharded parameters: in the gather buffer, and as tensors.
+
+    On one rank, unsharded parameters are cast shards, or without a cast aliases of the shards.
+    """
+    if ranks > 1:
+        return 2
+    return int(any(get_compute_dtype(param, mp_policy) != param.dtype for param in params))
 
 
 def _get_reduce_dtype(
@@ -106,8 +123,9 @@ def _estimate_transient_per_byte(
         computed = get_compute_dtype(param, mp_policy)
         row = _get_reduce_dtype(param, computed, mp_policy).itemsize
         if param.requires_grad:
-            reduced = max(reduced, 1 + row * (1 + 1 / ranks) / computed.itemsize)
-    return max(2.0, reduced)
+            buffers = 1 + 1 / ranks if ranks > 1 else 1
+            reduced = max(reduced, 1 + row * buffers / computed.itemsize)
+    return max(float(_count_copies(params, mp_policy, ranks)), reduced)
 
 
 def join_small_units(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from toy_models import MLPModel
 from wrap_models import Block, Layer, Transformer, bytes_of, classes, train, trees, units_of
 
-from fsdp_c import FSDPModule, MixedPrecisionPolicy, auto_shard, fully_shard, replicate, wrap
+from fsdp_c import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    auto_shard,
+    explain,
+    fully_shard,
+    replicate,
+    wrap,
+)
 from fsdp_c._auto_shard import checks, unit_order
 from fsdp_c._auto_shard.module_tree import iterate_children_first
 
@@ -145,6 +154,28 @@ class TestSharding:
         train(model)
         with pytest.raises(TypeError, match="'reshard_after_forward'"):
             auto_shard(Transformer(width=4), shard_fn=replicate, reshard_after_forward=False)
+
+    @pytest.mark.parametrize(
+        ("dtype", "trains", "needed"),
+        [(None, False, 0), (torch.bfloat16, False, 512), (None, True, 2048)],
+    )
+    def test_max_transient_counts_no_gather_of_replicated_parameters(
+        self, dtype: torch.dtype | None, trains: bool, needed: int, fake_group: int
+    ) -> None:
+        def shard(max_transient: int) -> nn.Module:
+            model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+            return auto_shard(
+                model.requires_grad_(trains),
+                max_transient=max_transient,
+                mp_policy=MixedPrecisionPolicy(dtype),
+                shard_fn=replicate,
+            )
+
+        explanation = explain(shard(max(needed, 1)), file=io.StringIO())
+        assert max(unit.transient for unit in explanation.units) == needed
+        if needed:
+            with pytest.raises(ValueError, match=f"temporarily needs {needed} bytes"):
+                shard(needed - 1)
 
     @pytest.mark.parametrize("sharded", ["root", "submodule"])
     def test_auto_shard_of_model_with_sharded_module_raises(
