@@ -147,13 +147,14 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _choose_file(folder: Path) -> Path:
-    """Returns the index of a folder, or its file if it has no index."""
-    for suffix in (".safetensors.index.json", ".safetensors"):
+    """Returns the index or file of the name ``model``, else the index, else the file."""
+    suffixes = (".safetensors.index.json", ".safetensors")
+    for suffix in suffixes:
+        if (folder / f"model{suffix}").is_file():
+            return folder / f"model{suffix}"
+    for suffix in suffixes:
         # macOS writes files "._name" on foreign file systems.
         paths = [path for path in sorted(folder.glob(f"*{suffix}")) if path.name[0] != "."]
-        preferred = folder / f"model{suffix}"
-        if preferred in paths:
-            return preferred
         if len(paths) > 1:
             names = ", ".join(path.name for path in paths)
             raise ValueError(f"{folder} has several checkpoints: {names}; pass the path of one")

@@ -248,6 +248,14 @@ def test_open_safetensors_of_folder_prefers_model_to_variants(tmp_path: Path) ->
     assert isinstance(open_safetensors(tmp_path), SafetensorsIndex)
 
 
+def test_open_safetensors_of_folder_prefers_model_to_another_index(tmp_path: Path) -> None:
+    for name in ("adapter", "model"):
+        write(tmp_path / f"{name}.safetensors", {name: torch.ones(2)})
+    index = {"weight_map": {"adapter": "adapter.safetensors"}}
+    (tmp_path / "adapter.safetensors.index.json").write_text(json.dumps(index))
+    assert list(open_safetensors(tmp_path)) == ["model"]
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".safetensors.index.json"])
 def test_open_safetensors_of_folder_with_several_checkpoints_raises(
     tmp_path: Path, suffix: str
