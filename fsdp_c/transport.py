@@ -96,8 +96,11 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
 
     Raises:
         ValueError: ``model`` has no sharded module.
-        TypeError: A module in ``model`` was sharded by torch's ``fully_shard``.
+        TypeError: ``overlap`` is another object, or a module in ``model`` was sharded by torch's
+            ``fully_shard``.
     """
+    if overlap is not None and not isinstance(overlap, bool):
+        raise TypeError(f"set_reduction_overlap expects True, False or None, not {overlap!r}")
     for unit in _get_own_units(model, "set_reduction_overlap"):
         unit._reduction_overlap = overlap
 

@@ -194,6 +194,10 @@ def test_set_reduction_overlap_changes_all_units(fake_group: int) -> None:
         fsdp_c.set_reduction_overlap(module, overlap)
         assert [unit._reduction_overlap for unit in units] == [overlap] * 2
         module(torch.ones(2, 4)).sum().backward()
+    values: list[Any] = ["off", 0]
+    for value in values:
+        with pytest.raises(TypeError, match=f"expects True, False or None, not {value!r}"):
+            fsdp_c.set_reduction_overlap(module, value)
     with pytest.raises(ValueError, match="set_reduction_overlap expects a model"):
         fsdp_c.set_reduction_overlap(make_model(), overlap=False)
 
