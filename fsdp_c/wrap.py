@@ -7,9 +7,11 @@ units. Planning does not change the model.
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -106,7 +108,9 @@ def plan_units(
     min_unit: int | None = None,
 ) -> tuple[list[Unit], set[nn.Parameter]]:
     """Returns the units and all ignored parameters."""
-    _check_arguments(model, kwargs.get("mp_policy"), max_transient, min_unit)
+    _check_arguments(model, kwargs.get("mp_policy"), ranks)
+    max_transient = _check_size("max_transient", max_transient)
+    min_unit = _check_size("min_unit", min_unit)
     check_nested_wrapping(model)
     ignored_modules = {inner for module in ignored_modules for inner in module.modules()}
     ignored_params = ignored_params | {
@@ -148,21 +152,27 @@ def plan_units(
     return units, ignored_params
 
 
-def _check_arguments(
-    model: Any, mp_policy: Any, max_transient: int | None, min_unit: int | None
-) -> None:
+def _check_arguments(model: Any, mp_policy: Any, ranks: int | None) -> None:
     require_module(model, "auto_shard")
     dtype = getattr(mp_policy, "param_dtype", None)
     if isinstance(dtype, str):
         note = f"mp_policy.param_dtype: a torch.dtype, not {dtype!r}: torch.bfloat16, for example."
         raise with_hint(make_dtype_error(dtype), note)
-    for name, size in (("max_transient", max_transient), ("min_unit", min_unit)):
-        if size is None:
-            continue
-        if isinstance(size, bool) or not isinstance(size, (int, float)):
-            raise TypeError(f"{name} is a number of bytes, such as 2 * 2**30, not {size!r}")
-        if not size > 0:
-            raise ValueError(f"{name} is a positive number of bytes, not {size}")
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"a number of ranks is positive, not {ranks}")
+
+
+def _check_size(name: str, size: Any) -> int | None:
+    """Returns a number of bytes as an int. Infinity is more bytes than any model has."""
+    if size is None:
+        return None
+    if isinstance(size, bool) or not isinstance(size, (float, SupportsIndex)):
+        kind = type(size).__name__
+        raise TypeError(f"{name} is a number of bytes, such as 2 * 2**30, not {size!r} ({kind})")
+    number = size if isinstance(size, float) else operator.index(size)
+    if not number > 0:
+        raise ValueError(f"{name} is a positive number of bytes, not {size}")
+    return sys.maxsize if number == math.inf else int(number)
 
 
 def _count_ranks(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections import OrderedDict
 from typing import Any
@@ -315,3 +316,22 @@ class TestByteBudget:
     def test_budget_that_is_not_positive_raises(self, budget: int) -> None:
         with pytest.raises(ValueError, match="positive number of bytes"):
             wrap.plan(Transformer(), budget)
+
+    @pytest.mark.parametrize("name", ["max_transient", "min_unit"])
+    def test_bound_of_numpy_gives_units_of_int(self, name: str) -> None:
+        bound: Any = pytest.importorskip("numpy").int64(4000)
+        numpy_bound: dict[str, Any] = {name: bound}
+        int_bound: dict[str, Any] = {name: 4000}
+        expected = units_of(wrap.plan(Transformer(), **int_bound))
+        assert units_of(wrap.plan(Transformer(), **numpy_bound)) == expected
+
+    def test_infinite_bounds_split_no_unit_and_combine_all_neighbors(self) -> None:
+        bounds: dict[str, Any] = {"max_transient": math.inf}
+        assert units_of(wrap.plan(Transformer(), **bounds)) == units_of(wrap.plan(Transformer()))
+        bounds["min_unit"] = math.inf
+        layers = ("layers.0", "layers.1", "layers.2")
+        assert units_of(wrap.plan(Transformer(), **bounds)) == [layers, ("",)]
+
+    def test_number_of_ranks_that_is_not_positive_raises(self) -> None:
+        with pytest.raises(ValueError, match="a number of ranks is positive, not 0"):
+            wrap.plan(Transformer(), max_transient=4000, ranks=0)
