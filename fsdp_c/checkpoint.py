@@ -6,7 +6,9 @@ its shards. Two buckets are allocated: a rank broadcasts one while it unpacks th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from typing import Any, SupportsIndex
 
 import torch
 import torch.nn as nn
@@ -80,10 +82,8 @@ def load_full_state_dict(
     The other ranks raise a RuntimeError for each of these failures, except for an invalid
     ``bucket_bytes``, which each rank checks for itself.
     """
-    if bucket_bytes is not None and not isinstance(bucket_bytes, int):
-        raise TypeError(f"bucket_bytes should be an integer, not {bucket_bytes}")
-    if bucket_bytes is not None and bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes should be positive, not {bucket_bytes}")
+    if bucket_bytes is not None:
+        bucket_bytes = _check_bucket_bytes(bucket_bytes)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -115,3 +115,11 @@ def load_full_state_dict(
             failure = error
     ranks.raise_if_any_failed(failure, f"{READ_FAILED}. {PARTLY_LOADED}")
     return keys
+
+
+def _check_bucket_bytes(size: Any) -> int:
+    if not isinstance(size, SupportsIndex):
+        raise TypeError(f"bucket_bytes should be an integer, not {size!r} ({type(size).__name__})")
+    if operator.index(size) <= 0:
+        raise ValueError(f"bucket_bytes should be positive, not {size}")
+    return operator.index(size)

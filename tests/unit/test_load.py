@@ -394,13 +394,9 @@ class TestSources:
             ([1], TypeError, "not list", {}),
             ("/nowhere/x.safetensors", FileNotFoundError, "nowhere", {}),
             ({}, ValueError, "bucket_bytes should be positive, not 0", {"bucket_bytes": 0}),
-            ({}, TypeError, "bucket_bytes should be an integer, not 40.0", {"bucket_bytes": 40.0}),
-            (
-                {},
-                TypeError,
-                "bucket_bytes should be an integer, not inf",
-                {"bucket_bytes": math.inf},
-            ),
+            ({}, TypeError, r"an integer, not 40.0 \(float\)", {"bucket_bytes": 40.0}),
+            ({}, TypeError, "an integer, not inf", {"bucket_bytes": math.inf}),
+            ({}, TypeError, "an integer, not '64'", {"bucket_bytes": "64"}),
             ({1: 2}, TypeError, "names should be strings, not 1", {}),
             ({"a": 2}, TypeError, "names should be strings, not 3", {"rename": lambda name: 3}),
             (
@@ -417,6 +413,11 @@ class TestSources:
         self, fake_group: int, source: Any, error: type[Exception], match: str, kwargs: Any
     ) -> None:
         assert_raises_unchanged(make_sharded_model(), source, error, match, **kwargs)
+
+    def test_load_with_buckets_of_numpy_size_fills_own_shards(self, fake_group: int) -> None:
+        model, size = make_sharded_model(), pytest.importorskip("numpy").int64(64)
+        load_full_state_dict(model, make_full_state(), bucket_bytes=size)
+        assert_loaded(model, make_full_state())
 
     def test_load_of_extra_state_that_cannot_be_pickled_raises_and_changes_nothing(
         self, fake_group: int
