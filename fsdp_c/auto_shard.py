@@ -68,8 +68,9 @@ def auto_shard(
         ignored_modules: Modules that are not sharded, including their submodules.
         ignored_params: Parameters that are not sharded.
         full_precision_classes: With ``mp_policy.param_dtype``, modules of these classes become
-            separate units that compute in full precision. Their outputs have the dtype that the
-            unit around them computes in. A warning names the classes that were found.
+            separate units that compute in the dtype of their parameters. Their outputs have the
+            dtype that the unit around them computes in. Their gradients are reduced in
+            ``mp_policy.reduce_dtype``. A warning names the classes that were found.
         frozen: The reaction to a unit with trainable and frozen parameters: ``"warn"``,
             ``"error"`` or ``"ignore"``.
         separate_ends: See ``"blocks"``. Pass ``False`` if forward uses the weight of an embedding

@@ -195,10 +195,10 @@ def _find_instances(
 def _apply_full_precision(
     model: nn.Module, units: list[Unit], overridden: Collection[nn.Module]
 ) -> list[Unit]:
-    """Returns ``units`` with full-precision policies for units of ``overridden`` modules.
+    """Returns ``units`` with policies without a cast of parameters for ``overridden`` modules.
 
     These units compute in the dtype of their parameters. Their outputs have the compute dtype of
-    the unit around them.
+    the unit around them. Their ``reduce_dtype`` does not change.
     """
     unit_of = {module: unit for unit in units for module in unit.modules}
     own_dtypes = {
@@ -215,6 +215,7 @@ def _apply_full_precision(
         if unit.modules[0] in overridden:
             policy = MixedPrecisionPolicy(
                 param_dtype=own_dtypes[unit.modules[0]],
+                reduce_dtype=unit.kwargs["mp_policy"].reduce_dtype,
                 output_dtype=output_dtypes[unit.modules[0]],
             )
             unit = replace(unit, kwargs=unit.kwargs | {"mp_policy": policy})

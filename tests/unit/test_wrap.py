@@ -234,6 +234,16 @@ class TestFullPrecision:
         )
         assert units[1].kwargs["mp_policy"] is self.POLICY
 
+    def test_full_precision_units_keep_reduce_dtype(self) -> None:
+        policy = MixedPrecisionPolicy(torch.float16, reduce_dtype=torch.float32)
+        model = Transformer(norm=nn.BatchNorm1d).bfloat16()
+        with pytest.warns(UserWarning, match="BatchNorm1d"):
+            units = wrap.plan(model, mp_policy=policy)
+        assert units[0].names == ("layers.0.norm",)
+        assert units[0].kwargs["mp_policy"] == MixedPrecisionPolicy(
+            torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float16
+        )
+
     @pytest.mark.parametrize("policy", ["blocks", 2000, {Layer}])
     def test_full_precision_units_train_under_every_kind_of_policy(
         self, fake_group: int, policy: Any
