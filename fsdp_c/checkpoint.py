@@ -70,8 +70,8 @@ def load_full_state_dict(
         RuntimeError: Names, shapes or sizes of buckets do not match (on all ranks, before any
             change), or another rank failed. If the source fails after the start, the model is
             partly loaded. The message states this.
-        ValueError: The file is invalid, two names in the source become one, or ``bucket_bytes`` is
-            not positive.
+        ValueError: The file is invalid, two names in the source become one, ``bucket_bytes`` is
+            not positive, or this rank is not in ``group``.
         TypeError: ``source`` is neither a mapping nor a path. Or it has a name that is not a
             string, a DTensor, a sparse or meta tensor for the model, or an object for the model
             that cannot be pickled. Or ``bucket_bytes`` is not an integer.

@@ -41,9 +41,17 @@ class Header:
 
 
 class LoadingRanks:
-    """Collectives of the ranks that load together."""
+    """Collectives of the ranks that load together.
+
+    Raises ``ValueError`` if this rank is not in ``group``.
+    """
 
     def __init__(self, src: int, group: dist.ProcessGroup | None) -> None:
+        if dist.is_initialized() and dist.get_rank(group) < 0:
+            raise ValueError(
+                f"load_full_state_dict: rank {dist.get_rank()} is not in `group`; call the "
+                "function only on ranks of the group"
+            )
         self.src = src
         self.group = group
         self.size = dist.get_world_size(group) if dist.is_initialized() else 1

@@ -414,6 +414,11 @@ class TestSources:
     ) -> None:
         assert_raises_unchanged(make_sharded_model(), source, error, match, **kwargs)
 
+    def test_load_on_rank_outside_of_group_raises(self, fake_group: int) -> None:
+        group = dist.new_group([1, 2])
+        match = "load_full_state_dict: rank 0 is not in `group`; call"
+        assert_raises_unchanged(make_sharded_model(), {}, ValueError, match, group=group)
+
     def test_load_with_buckets_of_numpy_size_fills_own_shards(self, fake_group: int) -> None:
         model, size = make_sharded_model(), pytest.importorskip("numpy").int64(64)
         load_full_state_dict(model, make_full_state(), bucket_bytes=size)
