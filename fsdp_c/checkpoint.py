@@ -12,12 +12,11 @@ from typing import Any, SupportsIndex
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ._checkpoint.buckets import plan_buckets_on_all_ranks
 from ._checkpoint.destinations import (
-    collect_targets,
+    collect_targets_on_all_ranks,
     load_other_entries,
     make_destinations_on_all_ranks,
     register_tensors,
@@ -84,11 +83,8 @@ def load_full_state_dict(
     """
     if bucket_bytes is not None:
         bucket_bytes = _check_bucket_bytes(bucket_bytes)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    targets = collect_targets(model)
     ranks = LoadingRanks(src, group)
+    targets = collect_targets_on_all_ranks(model, ranks)
     reader, header = open_source(
         source, rename, shared_file, targets, ranks, lambda: find_tqdm(progress)
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -19,10 +20,25 @@ from .source import LoadingRanks
 
 
 def collect_targets(model: nn.Module) -> dict[str, Any]:
-    """Returns the values of the model's state dict (not detached), by clean name."""
+    """Reshards all units. Returns the model's state dict (not detached), by clean name."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     targets: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         targets[clean_tensor_name(name)] = value
+    return targets
+
+
+def collect_targets_on_all_ranks(model: nn.Module, ranks: LoadingRanks) -> dict[str, Any]:
+    """Returns the targets. Raises on all ranks if the model of any rank raises."""
+    targets: dict[str, Any] = {}
+    failure: Exception | None = None
+    try:
+        targets = collect_targets(model)
+    except Exception as error:
+        failure = error
+    ranks.raise_if_any_failed(failure, "failed in state_dict() of its model; nothing was loaded")
     return targets
 
 

@@ -371,6 +371,7 @@ def load_and_fail_on_one_rank(
     with unittest.mock.patch.dict(sys.modules, {"tqdm": None}):
         assert_load_fails(full if rank == 0 else None, "tqdm", progress=True)
     copy, make_destinations = buckets.copy_tensors, destinations.make_destinations
+    collect_targets = destinations.collect_targets
 
     def failing(copies: Any) -> None:
         failing.left -= 1
@@ -389,6 +390,10 @@ def load_and_fail_on_one_rank(
         function = no_places if rank == failing_rank else make_destinations
         with unittest.mock.patch.object(destinations, "make_destinations", function):
             message = "no place" if rank == failing_rank else "another rank cannot allocate memory"
+            assert_load_fails(full if rank == 0 else None, message)
+        function = no_places if rank == failing_rank else collect_targets
+        with unittest.mock.patch.object(destinations, "collect_targets", function):
+            message = "no place" if rank == failing_rank else "another rank failed in state_dict()"
             assert_load_fails(full if rank == 0 else None, message)
     layer = fully_shard(LayerWithExtraState(4, 4))
     state = {"weight": torch.ones(4, 4), "bias": torch.ones(4), "_extra_state": 1}
