@@ -136,7 +136,7 @@ TESTS_OF = {
     "lint_params": ("test_configuration_warnings",),
     "matching": ("test_load", "test_load_extra_state"),
     "model_checks": ("test_explain", "test_configuration_warnings"),
-    "module_methods": ("test_torch215_methods", "test_torch_tools"),
+    "module_methods": ("test_bad_input", "test_torch215_methods", "test_torch_tools"),
     "module_tree": ("test_wrap_policy", "test_wrap"),
     "older_torch": ("test_torch_tools", "test_behavior_training"),
     "plan_hash": ("test_divergence",),

@@ -6,7 +6,6 @@ These are the methods that the installed torch's ``FSDPModule`` lacks, and the m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -14,24 +13,26 @@ from torch.distributed.fsdp import FSDPModule
 from .._compat import patches
 from .._compat.torch_releases import raise_unsupported
 from .fsdp_units import list_sharded_modules
-from .torch215_methods import METHODS
+from .torch215_methods import METHODS, get_own_state
 
 
-def _iterate_groups(module: Any, recurse: bool) -> Iterator[Any]:
-    for sharded_module in list_sharded_modules(module) if recurse else [module]:
-        yield from sharded_module._get_fsdp_state()._fsdp_param_groups
+def _list_groups(module: Any, method: str, recurse: bool, release: str = "2.13") -> list[Any]:
+    """Returns the parameter groups. Raises ``RuntimeError`` if torch sharded one of the modules."""
+    modules = list_sharded_modules(module) if recurse else [module]
+    states = [get_own_state(sharded, method, release) for sharded in modules]
+    return [group for state in states for group in state._fsdp_param_groups]
 
 
 def _reset_iter_state(self: Any) -> None:
     """Resets the iteration after an exception in forward or backward. For roots only."""
-    self._get_fsdp_state()._reset_iter_state()
+    get_own_state(self, "reset_iter_state", "2.13")._reset_iter_state()
 
 
 def _set_reduce_scatter_unused_params(
     self: Any, reduce_scatter_unused_params: bool, *, recurse: bool = True
 ) -> None:
     """Sets whether parameters without gradient are reduced as zeros."""
-    for group in _iterate_groups(self, recurse):
+    for group in _list_groups(self, "set_reduce_scatter_unused_params", recurse):
         group.reduce_scatter_unused_params = reduce_scatter_unused_params
 
 
@@ -48,7 +49,7 @@ def _set_reduce_scatter_max_input_buffers(
         raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
     if max_input_buffers < 1:
         raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-    for group in _iterate_groups(self, recurse):
+    for group in _list_groups(self, "set_reduce_scatter_max_input_buffers", recurse):
         group.reduce_scatter_max_input_buffers = max_input_buffers
 
 
@@ -61,7 +62,7 @@ def _set_separate_reduce_scatter_group(
 
 def _set_symm_mem_for_comm(self: Any, backend: str = "NCCL") -> None:
     """Calls ``set_symm_mem`` of each group, which raises on this torch."""
-    for group in _iterate_groups(self, recurse=False):
+    for group in _list_groups(self, "set_symm_mem_for_comm", recurse=False, release="2.12"):
         group.set_symm_mem(backend)
 
 

@@ -48,19 +48,24 @@ class GradientReductionHandle(_Handle):
         self._state = state._reduction_handle = None
 
 
-def _get_state(module: Any, method: str) -> State:
+def get_own_state(module: Any, method: str, release: str = "2.15") -> State:
+    """Returns the state of a module.
+
+    Raises:
+        RuntimeError: torch's ``fully_shard`` was applied to the module.
+    """
     state = module._get_fsdp_state()
     if not isinstance(state, State):
         raise RuntimeError(
             f"{method} needs a module that fsdp_c's fully_shard was applied to; torch "
-            "has it from release 2.15 on"
+            f"has it from release {release} on"
         )
     return state
 
 
 def _get_root_state(module: Any, method: str) -> State:
     """Returns the state of ``module`` if no other state is its root; raises torch's exception."""
-    state = _get_state(module, method)
+    state = get_own_state(module, method)
     if state._is_root is False:
         raise RuntimeError(f"{method} must be called on the root {state._state_name} module")
     return state
@@ -81,7 +86,7 @@ def set_keep_unsharded_storage(self: Any, keep: bool, *, recurse: bool = True) -
         RuntimeError: A module was sharded by torch's ``fully_shard``.
     """
     modules = list_sharded_modules(self) if recurse else [self]
-    states = [_get_state(module, "set_keep_unsharded_storage") for module in modules]
+    states = [get_own_state(module, "set_keep_unsharded_storage") for module in modules]
     for state in states:
         for group in state._fsdp_param_groups:
             group._keep_unsharded_storage = keep

@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_c import FSDPModule, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp_c import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    replicate,
+)
+from fsdp_c._runtime import module_methods
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
@@ -484,3 +490,26 @@ def test_deepcopy_of_sharded_module_raises(fake_group: int) -> None:
     fully_shard(module)
     with pytest.raises(AssertionError, match="does not support deepcopy"):
         copy.deepcopy(module)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("reset_iter_state", ()),
+        ("set_reduce_scatter_unused_params", (True,)),
+        ("set_reduce_scatter_max_input_buffers", (2,)),
+        ("set_symm_mem_for_comm", ()),
+    ],
+)
+def test_added_method_on_module_that_torch_sharded_raises(
+    fake_group: int, method: str, arguments: tuple[Any, ...]
+) -> None:
+    added = module_methods._NEWER_METHODS[method]
+    module = torch_fully_shard(nn.Linear(4, 4))
+    match = f"{method} needs a module that fsdp_c's fully_shard was applied to; torch has it from"
+    with pytest.raises(RuntimeError, match=match):
+        added(module, *arguments)
+    if method.startswith("set_reduce"):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), module))
+        with pytest.raises(RuntimeError, match=match):
+            added(model, *arguments)
