@@ -111,7 +111,8 @@ def set_manual_backward_finalization(self: Any, enabled: bool) -> None:
             if is_active:
                 raise RuntimeError(
                     f"set_manual_backward_finalization cannot change mode {time}: call "
-                    "finalize_backward() first, and wait() of its handle"
+                    "finalize_backward() first, and wait() of its handle, or reset_iter_state() "
+                    "after an exception"
                 )
     context.manual_finalization = bool(enabled)
 
@@ -143,7 +144,8 @@ def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReduction
     if context.reduction_pending:
         raise RuntimeError(
             "The previous gradient reduction must be waited on before finalizing backward again: "
-            "call wait() of its GradientReductionHandle"
+            "call wait() of its GradientReductionHandle, or reset_iter_state() if an exception "
+            "interrupted finalize_backward()"
         )
     if not context.manual_finalization:
         raise RuntimeError(

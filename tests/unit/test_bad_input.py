@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c import (
     FSDPModule,
+    GradientReductionHandle,
     MixedPrecisionPolicy,
     fully_shard,
     replicate,
@@ -513,3 +514,24 @@ def test_added_method_on_module_that_torch_sharded_raises(
         model = fully_shard(nn.Sequential(nn.Linear(4, 4), module))
         with pytest.raises(RuntimeError, match=match):
             added(model, *arguments)
+
+
+def test_finalization_after_an_interrupted_one_names_reset_iter_state(
+    fake_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(handle: Any) -> None:
+        raise KeyboardInterrupt
+
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.set_manual_backward_finalization(True)
+    model(torch.ones(2, 4)).sum().backward()
+    with monkeypatch.context() as context:
+        context.setattr(GradientReductionHandle, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.finalize_backward()
+    for call in (model.finalize_backward, lambda: model.set_manual_backward_finalization(False)):
+        with pytest.raises(RuntimeError, match=r"reset_iter_state\(\)"):
+            call()
+    model.reset_iter_state()
+    model.set_manual_backward_finalization(False)
+    train(model)
