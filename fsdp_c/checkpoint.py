@@ -55,7 +55,8 @@ def load_full_state_dict(
         src: The rank in the default group that reads.
         group: The ranks that load together. ``None``: all.
         rename: Maps a name in the source to the name in the model, or to ``None`` to skip it.
-            Prefixes of wrappers are then removed from the names of the source and of the model.
+            Components of wrappers are removed from the names of the source and of the model, also
+            without ``rename``.
         bucket_bytes: The bytes of one broadcast, equal on all ranks. Each rank uses twice as much
             memory. ``None``: 4 MiB if the group sends from host memory, else 32 MiB.
         shared_file: Whether every rank reads its own rows from the file, without communication.
@@ -78,8 +79,11 @@ def load_full_state_dict(
     Ranks may have different models, such as pipeline stages, with ``strict=False``. Each rank loads
     its own names. An extra state is only sent if the model of rank ``src`` has its name.
 
-    The other ranks raise a RuntimeError for each of these failures, except for an invalid
-    ``bucket_bytes``, which each rank checks for itself.
+    Parameters and buffers do not pass through the modules: overrides of ``_load_from_state_dict``
+    and load pre-hooks, such as those that rename keys, do not run. Use ``rename`` instead.
+
+    The other ranks raise a RuntimeError for each of these failures, except for ``bucket_bytes`` and
+    ``group``, which each rank checks for itself.
     """
     if bucket_bytes is not None:
         bucket_bytes = _check_bucket_bytes(bucket_bytes)
