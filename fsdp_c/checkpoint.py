@@ -24,7 +24,7 @@ from ._checkpoint.destinations import (
 from ._checkpoint.matching import match_names
 from ._checkpoint.progress import find_tqdm, show_progress
 from ._checkpoint.source import LoadingRanks, Source, open_source
-from ._checkpoint.stream import PARTLY_LOADED, READ_FAILED, read_own_rows, stream_buckets
+from ._checkpoint.stream import LOAD_FAILED, PARTLY_LOADED, read_own_rows, stream_buckets
 
 
 def load_full_state_dict(
@@ -113,7 +113,7 @@ def load_full_state_dict(
             load_other_entries(model, targets, destinations, header.objects)
         except Exception as error:
             failure = error
-    ranks.raise_if_any_failed(failure, f"{READ_FAILED}. {PARTLY_LOADED}")
+    ranks.raise_if_any_failed(failure, f"{LOAD_FAILED}. {PARTLY_LOADED}")
     return keys
 
 

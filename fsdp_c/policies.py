@@ -82,6 +82,10 @@ def run_policy(
         return [_tune_end(unit) if unit.modules[0] in ends else unit for unit in units]
     classes = _parse_classes(policy)
     if classes is not None:
+        if not classes:
+            raise ValueError(
+                "the policy has no classes: pass module classes, or call fully_shard for one unit"
+            )
         if not any(isinstance(module, classes) for module in root.modules()):
             names = ", ".join(cls.__name__ for cls in classes)
             raise ValueError(

@@ -29,11 +29,12 @@ def check_nested_wrapping(root: nn.Module) -> None:
 
 
 def warn_on_overridden_mixed_precision(classes: set[type[nn.Module]]) -> None:
-    """Warns that modules of ``classes`` become separate units with full precision."""
+    """Warns that modules of ``classes`` become separate units without a cast of parameters."""
     warnings.warn(
         "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the model "
-        f"has submodules of type:\n{classes}\nThese become units of their own, with "
-        "mixed precision disabled.",
+        f"has submodules of type:\n{classes}\nauto_shard makes these modules units of their own, "
+        "which compute in the dtype of their parameters. Pass full_precision_classes=() to compute "
+        "in mp_policy.param_dtype.",
         stacklevel=4,
     )
 

@@ -62,9 +62,9 @@ def check_unit_sizes(
             largest = max(params, key=lambda param: param.numel())
             name = next(n for m in unit.modules for n, p in m.named_parameters() if p is largest)
             raise ValueError(
-                f"max_transient={max_transient} is too small for the unit {unit}, which cannot be "
-                f"divided: it temporarily needs {needed_bytes} bytes, most of them for '{name}' "
-                f"{tuple(largest.shape)}"
+                f"max_transient={max_transient} is too small: the unit {unit} temporarily needs "
+                f"{needed_bytes} bytes, most of them for '{name}' {tuple(largest.shape)}, and "
+                "auto_shard cannot split it"
             )
 
 

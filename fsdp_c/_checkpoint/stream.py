@@ -11,7 +11,7 @@ from .buckets import HEADER_BYTES, Chunk, copy_tensors, iterate_copies, pack_buc
 from .destinations import Destination
 from .source import LoadingRanks, Reader
 
-READ_FAILED = "failed while loading"
+LOAD_FAILED = "failed while loading"
 PARTLY_LOADED = "The model is partly loaded; load again before using it"
 
 
@@ -90,7 +90,7 @@ def _fill_bucket(
 def _make_partial_load_error(subject: str, failure: Exception | None) -> RuntimeError:
     reason = "" if failure is None else f" ({type(failure).__name__}: {failure})"
     partial_error = RuntimeError(
-        f"load_full_state_dict: {subject} {READ_FAILED}{reason}. {PARTLY_LOADED}"
+        f"load_full_state_dict: {subject} {LOAD_FAILED}{reason}. {PARTLY_LOADED}"
     )
     partial_error.__cause__ = failure
     return partial_error

@@ -195,7 +195,8 @@ class TestFullPrecision:
     def test_batch_norm_is_unit_in_full_precision(self, fake_group: int) -> None:
         model = Transformer(norm=nn.BatchNorm1d)
         with pytest.warns(
-            UserWarning, match=r"Both mixed precision and an auto_wrap_policy.*\n.*BatchNorm1d"
+            UserWarning,
+            match=r"Both mixed precision and an auto_wrap_policy.*\n.*BatchNorm1d.*\nauto_shard",
         ):
             auto_shard(model, mp_policy=self.POLICY)
         dtypes: dict[str, tuple[torch.dtype, ...]] = {}
@@ -275,9 +276,7 @@ class TestFullPrecision:
             )
         assert model(torch.ones(2, 8)).dtype is torch.bfloat16
 
-    def test_parts_of_divided_full_precision_unit_have_full_precision(
-        self, fake_group: int
-    ) -> None:
+    def test_parts_of_split_full_precision_unit_have_full_precision(self, fake_group: int) -> None:
         dtypes: list[torch.dtype] = []
 
         class Full(Block):
@@ -301,7 +300,7 @@ class TestFullPrecision:
         assert model(torch.ones(2, 8)).dtype is torch.bfloat16
         assert dtypes == [torch.float32] * 4
 
-    def test_parts_of_divided_units_do_not_cast_their_outputs(self) -> None:
+    def test_parts_of_split_units_do_not_cast_their_outputs(self) -> None:
         policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
         units = wrap.plan(MLPModel(blocks=2), max_transient=1000, ranks=8, mp_policy=policy)
         parts = [unit for unit in units if unit.names[0].count(".") > 1]

@@ -86,10 +86,14 @@ class TestPoliciesOfTorch:
         expected = units_by_torch(tree, ModuleWrapPolicy(kinds), ignored, self.KWARGS)
         assert units_by_fsdp_c(tree, kinds, ignored, self.KWARGS) == expected
 
-    @pytest.mark.parametrize("kinds", [nn.Conv2d, [], {nn.Conv1d, nn.Conv2d}])
+    @pytest.mark.parametrize("kinds", [nn.Conv2d, {nn.Conv1d, nn.Conv2d}])
     def test_classes_without_instance_in_model_raise(self, kinds: Any) -> None:
         with pytest.raises(ValueError, match="no module of Transformer is an instance of"):
             wrap.plan(Transformer(), kinds)
+
+    def test_policy_without_classes_raises(self) -> None:
+        with pytest.raises(ValueError, match="the policy has no classes: pass"):
+            wrap.plan(Transformer(), [])
 
     @pytest.mark.parametrize("wrap_classes", [iter, dict.fromkeys, lambda kinds: {*kinds}])
     def test_iterable_of_classes_gives_units_of_list(self, wrap_classes: Any) -> None:
