@@ -126,10 +126,13 @@ def fully_shard(
 
     Raises:
         ValueError: A container has no forward, the mesh is not 1-D or 2-D, or a parameter is a
-            scalar.
-        AssertionError: ``fully_shard`` was already applied to a module.
+            scalar. Or ``reshard_after_forward`` does not divide the number of ranks, or a function
+            of the caller returns an invalid placement or dtype.
+        AssertionError: ``fully_shard`` was already applied to a module, or a parameter does not
+            have the dim to shard.
         NotImplementedError: A parameter is not contiguous, a dim other than 0 cannot be sharded
-            evenly, or the arguments form a combination that the message names.
+            evenly, or this torch does not have ``dp_mesh_dims``. Or ``reshard_after_forward`` is an
+            ``int``, and a parameter is a DTensor.
 
     A call that raises restores the module.
     """

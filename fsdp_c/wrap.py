@@ -1,7 +1,8 @@
-"""``plan``: the units that ``auto_shard`` would make of a model.
+"""``wrap.plan``: the units that ``auto_shard`` would make of a model.
 
 Planning validates the arguments, runs the policy, merges units with tied weights and orders the
-units. Planning does not change the model.
+units. Planning does not change the model. ``fsdp_c.plan`` is another function: it also estimates
+the memory of the units.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Members of ``FSDPParam``, ``FSDPParamGroup`` and ``FSDPState`` that older torch releases lack.
+"""Members of ``FSDPParam``, ``FSDPParamGroup`` and ``FSDPState`` that some torch releases lack.
 
 The classes are the last bases of fsdp_c's classes. torch's classes precede them in the method
-resolution order, so they have no effect on a recent torch.
+resolution order, so a member that the installed torch has is torch's own.
 """
 
 from __future__ import annotations

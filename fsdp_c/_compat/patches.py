@@ -79,7 +79,7 @@ _lease: weakref.ref[_Lease] | None = None
 _cycle: weakref.ref[_Cycle] | None = None
 _is_installed = False
 _is_exit_needed = True
-_is_check_due = False  # a lease has ended since the last check
+_is_check_needed = False  # a lease has ended since the last check
 
 _ABSENT = object()
 
@@ -164,7 +164,7 @@ def lease() -> object:
 
     Makes the registered changes that are not in place. All callers share one lease.
     """
-    global _lease, _is_check_due
+    global _lease, _is_check_needed
     current = None if _lease is None else _lease()
     if current is not None:
         return current
@@ -177,7 +177,7 @@ def lease() -> object:
                 current = _Lease()
                 _lease = weakref.ref(current, _on_lease_end)
             except BaseException:
-                _is_check_due = True  # undoes the changes made so far
+                _is_check_needed = True  # undoes the changes made so far
                 raise
     return current
 
@@ -214,27 +214,27 @@ def _hold_lock() -> Iterator[None]:
         with _lock:
             yield
     finally:
-        _check_if_due()
+        _check_if_needed()
 
 
 def _on_lease_end(_ended: weakref.ref[Any]) -> None:
     """Runs at the end of a lease or cycle, in any thread and at any point of the program."""
-    global _is_check_due
+    global _is_check_needed
     if sys.is_finalizing():
         return
-    _is_check_due = True
-    _check_if_due()
+    _is_check_needed = True
+    _check_if_needed()
 
 
-def _check_if_due() -> None:
+def _check_if_needed() -> None:
     """Undoes changes that are not needed, if a lease has ended. Never blocks.
 
     If the lock is held, also by this thread, its holder runs the check afterwards.
     """
-    global _is_check_due
-    while _is_check_due and _lock.acquire(blocking=False):
+    global _is_check_needed
+    while _is_check_needed and _lock.acquire(blocking=False):
         try:
-            _is_check_due = False
+            _is_check_needed = False
             if _is_iterating_over_hooks():
                 _check_after_garbage_collection()
             else:

@@ -1,7 +1,8 @@
 """Adds methods of newer torch releases to the classes ``FSDP<Name>`` of sharded modules.
 
 These are the methods that the installed torch's ``FSDPModule`` lacks, and the methods of
-``torch215_methods.py``.
+``torch215_methods.py``. Modules that torch's own ``fully_shard`` sharded may share the class: the
+methods that torch lacks raise ``RuntimeError`` for them.
 """
 
 from __future__ import annotations

@@ -413,7 +413,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     gc.collect()
     for name, value in (("_changes", {}), ("_model_changes", {}), ("_lease", None)):
         monkeypatch.setattr(patches, name, value)
-    for name in ("_is_installed", "_is_exit_needed", "_is_check_due"):
+    for name in ("_is_installed", "_is_exit_needed", "_is_check_needed"):
         monkeypatch.setattr(patches, name, False)
     yield patches
 
