@@ -1,4 +1,4 @@
-"""Clean parameter names without wrappers.
+"""Clean parameter names without wrappers, and the training states of units in FSDP1's terms.
 
 Error messages, wrapping policies, checkpoints and optimizer states use the names that parameters
 have in the user's model. Wrappers (FSDP1, DDP, activation checkpointing, torch.compile) insert
@@ -7,15 +7,39 @@ modules, and this module removes their components from names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE
-from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
+from torch.distributed.fsdp._common_utils import (
+    FSDP_FLATTENED,
+    FSDP_PREFIX,
+    FSDP_WRAPPED_MODULE,
+    HandleTrainingState,
+    TrainingState,
+)
 from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as GroupTrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-__all__ = ["clean_tensor_name", "param_to_fqns"]
+__all__ = [
+    "FSDP_FLATTENED",
+    "FSDP_PREFIX",
+    "FSDP_WRAPPED_MODULE",
+    "HandleTrainingState",
+    "TrainingState",
+    "apply_to_modules",
+    "clean_tensor_name",
+    "handle_training_state",
+    "is_flattened",
+    "param_to_fqns",
+    "set_flattened",
+    "training_state",
+]
+
+Result = TypeVar("Result")
 
 COMPILED_MODULE = "_orig_mod"
 DDP_MODULE = "module"
@@ -43,17 +67,50 @@ def clean_tensor_name(name: str, *, ddp: bool = False) -> str:
     return ".".join((*path, last))
 
 
-def _walk_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields every module in pre-order, with the prefix of its names without wrappers.
+def set_flattened(tensor: torch.Tensor) -> None:
+    """Marks ``tensor`` as made by FSDP from user parameters, so that nested calls skip it.
 
-    A module with several parents is visited under each, but once per parent, as in torch.
+    The mark is FSDP1's attribute, so both implementations respect each other's marks.
     """
-    yield prefix, module
+    setattr(tensor, FSDP_FLATTENED, True)
+
+
+def is_flattened(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` was marked by :func:`set_flattened`."""
+    return bool(getattr(tensor, FSDP_FLATTENED, False))
+
+
+def apply_to_modules(
+    root: nn.Module,
+    module_fn: Callable[..., Any],
+    return_fn: Callable[..., Result],
+    *args: Any,
+    **kwargs: Any,
+) -> Result:
+    """Calls ``module_fn(module, prefix, *args, **kwargs)`` on ``root`` and every module below it.
+
+    Modules are visited in pre-order, children in registration order. A module that is registered
+    under several parents is visited under each, but once per parent, as in torch. ``prefix`` is the
+    module's name as in a state dict, with a dot at its end. The root's prefix is empty.
+
+    Returns:
+        ``return_fn(*args, **kwargs)``, called after the last module.
+    """
+    for prefix, _, module in _walk_modules(root, "", ""):
+        module_fn(module, prefix, *args, **kwargs)
+    return return_fn(*args, **kwargs)
+
+
+def _walk_modules(
+    module: nn.Module, prefix: str, clean: str
+) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yields (prefix in the state dict, prefix without wrappers, module) in pre-order."""
+    yield prefix, clean, module
     ddp_child = DDP_MODULE if isinstance(module, _MODULE_WRAPPERS) else None
     for name, child in module.named_children():
         if child is not None:  # an override of named_children() may yield None
-            is_wrapped = name == ddp_child or name in _WRAPPERS
-            yield from _walk_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
+            child_clean = clean if name == ddp_child or name in _WRAPPERS else f"{clean}{name}."
+            yield from _walk_modules(child, f"{prefix}{name}.", child_clean)
 
 
 def param_to_fqns(
@@ -70,7 +127,7 @@ def param_to_fqns(
             flat parameter of FSDP1 always gets the names of all its parameters.
     """
     names: dict[nn.Parameter, list[str]] = {}
-    for prefix, module in _walk_modules(model, ""):
+    for _, prefix, module in _walk_modules(model, "", ""):
         for own_name, param in _list_params(module):
             flat: Any = param if isinstance(param, FlatParameter) else None
             if param not in names:
@@ -88,3 +145,44 @@ def _list_params(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         return list(module.named_parameters(recurse=False, remove_duplicate=False))
     except (AssertionError, TypeError):  # an override without remove_duplicate
         return list(module.named_parameters(recurse=False))
+
+
+_HANDLE_STATES = {
+    GroupTrainingState.IDLE: HandleTrainingState.IDLE,
+    GroupTrainingState.FORWARD: HandleTrainingState.FORWARD,
+    GroupTrainingState.PRE_BACKWARD: HandleTrainingState.BACKWARD_PRE,
+    GroupTrainingState.POST_BACKWARD: HandleTrainingState.BACKWARD_POST,
+}
+
+
+def handle_training_state(module: nn.Module) -> HandleTrainingState:
+    """Returns the training state of the unit of ``module`` as FSDP1's ``HandleTrainingState``.
+
+    Raises:
+        ValueError: ``fully_shard`` was not applied to ``module`` itself.
+    """
+    state = _get_module_fsdp_state(module)
+    if state is None:
+        raise ValueError(f"fully_shard was not applied to this {type(module).__name__}")
+    if getattr(state, "_full_params", None) is not None:
+        return HandleTrainingState.SUMMON_FULL_PARAMS
+    # Between pre-backward and post-backward only groups have the exact state. A unit without
+    # parameters has no group, so the state of the unit is used.
+    states = [group._training_state for group in state._fsdp_param_groups]
+    return _HANDLE_STATES[states[0] if states else state._training_state]
+
+
+def training_state(module: nn.Module) -> TrainingState:
+    """Returns the training state of the unit of ``module`` as FSDP1's ``TrainingState``.
+
+    ``SUMMON_FULL_PARAMS`` means inside :func:`fsdp_c.full_params`.
+
+    Raises:
+        ValueError: ``fully_shard`` was not applied to ``module`` itself.
+    """
+    state = handle_training_state(module)
+    if state is HandleTrainingState.IDLE:
+        return TrainingState.IDLE
+    if state is HandleTrainingState.SUMMON_FULL_PARAMS:
+        return TrainingState.SUMMON_FULL_PARAMS
+    return TrainingState.FORWARD_BACKWARD

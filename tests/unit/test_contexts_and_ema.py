@@ -24,6 +24,7 @@ from fsdp_c import (
     full_params,
     fully_shard,
     generate_with,
+    names,
     no_sync,
     replicate,
 )
@@ -250,6 +251,7 @@ class TestFullParams:
                 raise RuntimeError("stop")
         for param, original in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(param._local_tensor, original)
+        assert names.training_state(model) is names.TrainingState.IDLE
         model(TOKENS).sum().backward()
 
     def test_full_params_have_dtype_of_shards(self, single_group: int) -> None:
@@ -295,6 +297,8 @@ class TestFullParams:
     ) -> None:
         model = make_sharded_model()
         with full_params(model):
+            for unit in (model, model.layers[0]):
+                assert names.training_state(unit) is names.TrainingState.SUMMON_FULL_PARAMS
             with pytest.raises(RuntimeError, match=r"inside full_params.*generate_with"):
                 model.layers[0](torch.ones(1, 8))
             with pytest.raises(RuntimeError, match="already active"):

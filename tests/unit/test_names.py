@@ -1,4 +1,4 @@
-"""Parameter names without wrappers."""
+"""Parameter names without wrappers, module traversal, and training states of units."""
 
 from __future__ import annotations
 
@@ -65,6 +65,15 @@ class TestCleanTensorName:
     ) -> None:
         assert names.clean_tensor_name(name, ddp=True) == expected
         assert names.clean_tensor_name(name).count("module") == name.count("module")
+
+
+def test_set_flattened_marks_tensors_as_torch_does() -> None:
+    marked, marked_by_torch = torch.zeros(1), torch.zeros(1)
+    assert not names.is_flattened(marked)
+    names.set_flattened(marked)
+    _common_utils._set_fsdp_flattened(marked_by_torch)
+    assert names.is_flattened(marked_by_torch)
+    assert _common_utils._is_fsdp_flattened(marked)
 
 
 class TiedModel(nn.Module):
@@ -172,3 +181,71 @@ class TestParamToFqns:
 
         model = ModuleWithOldSignature()
         assert names.param_to_fqns(model) == {model.weight: ["weight"]}
+
+
+class TestApplyToModules:
+    def test_apply_to_modules_visits_modules_as_torch(self) -> None:
+        model = TiedModel()
+        visits: list[tuple[str, nn.Module]] = []
+
+        def visit(module: nn.Module, prefix: str, visits: list[Any], *, extra: int) -> None:
+            assert extra == 3
+            visits.append((prefix, module))
+
+        def visit_in_torch(module: nn.Module, prefix: str, level: int, visits: list[Any]) -> None:
+            visits.append((prefix, module))
+
+        def count(visits: list[Any], *, extra: int) -> int:
+            return len(visits) + extra
+
+        expected: list[tuple[str, nn.Module]] = []
+        _common_utils._apply_to_modules(model, visit_in_torch, lambda visits: None, None, expected)
+        result = names.apply_to_modules(model, visit, count, visits, extra=3)
+        assert visits == expected
+        assert result == len(expected) + 3
+
+    def test_apply_to_modules_raises_exception_of_callback(self) -> None:
+        def fail(module: nn.Module, prefix: str) -> None:
+            if prefix:
+                raise RuntimeError(prefix)
+
+        with pytest.raises(RuntimeError, match="embed"):
+            names.apply_to_modules(TiedModel(), fail, lambda: None)
+
+
+class TestStates:
+    def test_training_state_enums_are_those_of_torch(self) -> None:
+        assert names.TrainingState is _common_utils.TrainingState
+        assert names.HandleTrainingState is _common_utils.HandleTrainingState
+
+    def test_training_states_change_during_step(self, fake_group: int) -> None:
+        states: list[tuple[names.TrainingState, names.HandleTrainingState]] = []
+
+        class StateRecorder(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                record()
+                y = super().forward(x)
+                y.register_hook(lambda grad: record())
+                return y * 1  # the unit's own hook is on this output, and runs before
+
+        def record() -> None:
+            states.append((names.training_state(model), names.handle_training_state(model)))
+
+        model = fully_shard(StateRecorder(4, 4))
+        record()
+        model(torch.ones(2, 4)).sum().backward()
+        record()
+        running = names.TrainingState.FORWARD_BACKWARD
+        assert states == [
+            (names.TrainingState.IDLE, names.HandleTrainingState.IDLE),
+            (running, names.HandleTrainingState.FORWARD),
+            (running, names.HandleTrainingState.BACKWARD_PRE),
+            (names.TrainingState.IDLE, names.HandleTrainingState.IDLE),
+        ]
+
+    def test_training_state_of_unit_without_parameters_is_idle(self, fake_group: int) -> None:
+        assert names.training_state(fully_shard(nn.ReLU())) is names.TrainingState.IDLE
+
+    def test_training_state_of_module_that_was_not_sharded_raises(self) -> None:
+        with pytest.raises(ValueError, match="not applied to this Linear"):
+            names.training_state(nn.Linear(1, 1))
