@@ -168,7 +168,10 @@ def handle_training_state(module: nn.Module) -> HandleTrainingState:
         return HandleTrainingState.SUMMON_FULL_PARAMS
     # Between pre-backward and post-backward only groups have the exact state. A unit without
     # parameters has no group, so the state of the unit is used.
-    states = [group._training_state for group in state._fsdp_param_groups]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        groups = [state._fsdp_param_group]
+    states = [group._training_state for group in groups if group is not None]
     return _HANDLE_STATES[states[0] if states else state._training_state]
 
 
