@@ -416,6 +416,15 @@ done:
     return status;
 }
 
+fc_status fc_param_keep_grad(fc_param *p) {
+    assert(p->subscription == NULL || p->unsharded != NULL);
+    if (p->accumulated == NULL && p->unsharded != NULL) {
+        fct_grad_take(p->unsharded, &p->accumulated);
+        return FC_OK;
+    }
+    return fc_param_accumulate_grad(p);
+}
+
 fc_status fc_param_to_accumulated_grad(fc_param *p) {
     assert(p->layout.world > 0);
     fc_status status = FC_OK;
