@@ -365,6 +365,13 @@ MUTATIONS = {
         "test_group",
         "[  FAILED  ] forward_gathers_shards_that_were_written_before_backward",
     ),
+    "replaced leaf loses its gradient": Mutation(
+        "param",
+        "    FC_TRY(fc_param_keep_grad(p));\n    fc_param_forget_unsharded(p);\n    replace(",
+        "    fc_param_forget_unsharded(p);\n    replace(",
+        "test_param",
+        "[  FAILED  ] replaced_leaf_leaves_its_gradient",
+    ),
     "inner tensors of an extension keep their memory": Mutation(
         "extension",
         "    free_all(e->inner, e->inner_count);",
