@@ -372,6 +372,13 @@ MUTATIONS = {
         "test_param",
         "[  FAILED  ] replaced_leaf_leaves_its_gradient",
     ),
+    "ranks without elements decide whether to gather by their own writes": Mutation(
+        "group_base",
+        "layout->rows <= (layout->world - 1) * layout->chunk_rows;",
+        "layout->rows <= 0;",
+        "test_group_base",
+        "[  FAILED  ] version_is_the_iteration_if_a_rank_has_no_elements",
+    ),
     "inner tensors of an extension keep their memory": Mutation(
         "extension",
         "    free_all(e->inner, e->inner_count);",
