@@ -96,8 +96,8 @@ static void name_label(const fc_process_group *pg, const char *modules, fct_op_l
     label->unit = hash > FCT_LABEL_NO_ROOT ? hash : FCT_LABEL_NO_ROOT + 1;
     const size_t length = (size_t)(end - modules);
     const size_t kept = length < sizeof label->name ? length : sizeof label->name - 1;
-    memcpy(label->name, end - kept, kept);
-    label->name[kept] = '\0';
+    const char *begin = fc_text_begin(end - kept);
+    memcpy(label->name, begin, (size_t)(end - begin) + 1);
 }
 
 /* Adds a record of an operation that this rank begins. */

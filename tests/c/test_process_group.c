@@ -105,6 +105,20 @@ static void failed_collective_names_operation_modules_position_and_rank(void **s
     end(&group);
 }
 
+static void label_has_the_last_whole_characters_of_a_long_name(void **state) {
+    (void)state;
+    fc_process_group group = begin();
+    fct_op_tag tag;
+    char modules[64] = "";
+    for (int i = 0; i < 20; i++) {
+        strcat(modules, "\xE5\xB1\x82");
+    }
+    fc_process_group_set_plan(&group, FCT_PLAN_UNKNOWN + 1, 1);
+    assert_true(fc_process_group_describe_checksum(&group, modules, FC_ALL_GATHER, &tag));
+    assert_string_equal(tag.label.name, modules + 15); /* 15 of 20 characters */
+    end(&group);
+}
+
 /* A signal handler may have raised: the collective continues, and cleanup needs the work. */
 static void failed_wait_keeps_work(void **state) {
     (void)state;
@@ -176,6 +190,7 @@ int main(void) {
         cmocka_unit_test(process_group_set_releases_previous_handle),
         cmocka_unit_test(collective_opens_process_group_and_completes_in_wait),
         cmocka_unit_test(failed_collective_names_operation_modules_position_and_rank),
+        cmocka_unit_test(label_has_the_last_whole_characters_of_a_long_name),
         cmocka_unit_test(failed_wait_keeps_work),
         cmocka_unit_test(unresolved_process_group_is_not_reported_as_failed_collective),
         cmocka_unit_test(plan_is_compared_until_the_answers_are_read),

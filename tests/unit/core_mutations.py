@@ -379,6 +379,13 @@ MUTATIONS = {
         "test_group_base",
         "[  FAILED  ] version_is_the_iteration_if_a_rank_has_no_elements",
     ),
+    "cut texts end inside of a character": Mutation(
+        "status",
+        "    if (present < expected) {",
+        "    if (present > expected) {",
+        "test_status",
+        "[  FAILED  ] message_is_cut_between_characters",
+    ),
     "inner tensors of an extension keep their memory": Mutation(
         "extension",
         "    free_all(e->inner, e->inner_count);",
