@@ -3,6 +3,7 @@
 #include "group_base.h"
 
 #include <assert.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -217,29 +218,45 @@ bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operatio
     return (base->fallbacks & (uint32_t)operation) != 0;
 }
 
-void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {
+static void *enter_range(const char *format, ...) FC_PRINTF(1, 2);
+
+/* Enters a profiler range. Only without memory is a long name cut. */
+static void *enter_range(const char *format, ...) {
     char name[256];
+    va_list args, again;
+    va_start(args, format);
+    va_copy(again, args);
+    const int length = vsnprintf(name, sizeof name, format, args);
+    char *whole = length >= (int)sizeof name ? (char *)malloc((size_t)length + 1) : NULL;
+    if (whole != NULL) {
+        (void)vsnprintf(whole, (size_t)length + 1, format, again);
+    } else {
+        fc_text_trim(name);
+    }
+    va_end(again);
+    va_end(args);
+    void *range = fct_profile_enter(whole != NULL ? whole : name);
+    free(whole);
+    return range;
+}
+
+void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {
     if (!fct_profile_active()) {
         return NULL;
     }
     const char *fqn = base->name != NULL ? base->name : "";
     /* torch appends the parentheses of this range for the root, too. */
     if (fqn[0] != '\0' || strcmp(label, "post_backward_rs_wait") == 0) {
-        (void)snprintf(name, sizeof name, "FSDP::%s (%s)", label, fqn);
-    } else {
-        (void)snprintf(name, sizeof name, "FSDP::%s", label);
+        return enter_range("FSDP::%s (%s)", label, fqn);
     }
-    return fct_profile_enter(name);
+    return enter_range("FSDP::%s", label);
 }
 
 void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass) {
-    char name[256];
     if (!fct_profile_active()) {
         return NULL;
     }
-    (void)snprintf(name, sizeof name, "FSDP::%s_prefetch for %s", pass,
-                   base->name != NULL ? base->name : "None");
-    return fct_profile_enter(name);
+    return enter_range("FSDP::%s_prefetch for %s", pass, base->name != NULL ? base->name : "None");
 }
 
 void fc_group_base_log(const fc_group_base *base, const char *label) {

@@ -1,7 +1,9 @@
 /* Fixed parts of a group: process groups, allocators, fallbacks, and names of profiler ranges. */
 #include "core/group_base.h"
 
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "sim.h"
 
@@ -206,6 +208,19 @@ static void profiler_ranges_contain_module_names(void **state) {
     end(&base);
 }
 
+static void profiler_range_of_long_name_is_complete(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, true);
+    char name[400], expected[sizeof name + 40];
+    memset(name, 'x', sizeof name - 1);
+    name[sizeof name - 1] = '\0';
+    base.name = name;
+    (void)snprintf(expected, sizeof expected, "<FSDP::all_gather (%s)>", name);
+    fct_profile_exit(fc_group_base_enter_range(&base, "all_gather"));
+    assert_string_equal(sim_log_text(), expected);
+    end(&base);
+}
+
 static void no_range_or_log_without_profiler_and_logging(void **state) {
     (void)state;
     fc_group_base base = begin(&(const fc_callbacks){.log = log_label}, false);
@@ -230,6 +245,7 @@ int main(void) {
         cmocka_unit_test(failing_process_group_allocator_fails_buffer),
         cmocka_unit_test(group_uses_exactly_the_fallbacks_of_its_mask),
         cmocka_unit_test(profiler_ranges_contain_module_names),
+        cmocka_unit_test(profiler_range_of_long_name_is_complete),
         cmocka_unit_test(no_range_or_log_without_profiler_and_logging),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
