@@ -68,7 +68,7 @@ void fct_error_no_memory(void) {
 
 void fct_error_runtime(const char *text) {
     const fct::HeldGil held;
-    PyErr_SetString(PyExc_RuntimeError, text);
+    PyErr_Format(PyExc_RuntimeError, "%s", text); // replaces invalid UTF-8
 }
 
 void *fct_error_set_aside(void) {

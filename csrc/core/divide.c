@@ -1,6 +1,8 @@
 /* Divide rule; see divide.h. Owns nothing. */
 #include "divide.h"
 
+#include <math.h>
+
 #include "../kernels/kernels.h"
 
 /* Returns true if the sum must be divided before and after the collectives, so that it stays in the
@@ -13,7 +15,7 @@ static bool needs_two_divisions(fct_dtype dtype) {
  * and the division after the sum then neither overflow nor underflow. */
 static double divisor_before(double factor) {
     double before = 1.0;
-    while (factor / before == (double)(int64_t)(factor / before) && factor / before > before) {
+    while (fmod(factor, before) == 0.0 && factor / before > before) {
         before *= 2.0;
     }
     return before;

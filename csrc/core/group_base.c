@@ -3,9 +3,20 @@
 #include "group_base.h"
 
 #include <assert.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* No rank has fewer elements than the last rank. */
+static bool last_rank_is_empty(const fc_group_base *base) {
+    bool is_empty = base->shard.world > 1 && base->count > 0;
+    for (size_t i = 0; is_empty && i < base->count; i++) {
+        const fc_layout *layout = &base->params[i]->layout;
+        is_empty = layout->numel == 0 || layout->rows <= (layout->world - 1) * layout->chunk_rows;
+    }
+    return is_empty;
+}
 
 void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *callbacks,
                         fc_comm_ctx *comm, fc_param **params, size_t count, fct_device device,
@@ -19,6 +30,7 @@ void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *ca
     base->count = count;
     base->device = device;
     fc_process_group_set(&base->shard, NULL, world, rank);
+    base->has_empty_rank = last_rank_is_empty(base);
     fc_group_base_refresh(base);
 }
 
@@ -206,29 +218,45 @@ bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operatio
     return (base->fallbacks & (uint32_t)operation) != 0;
 }
 
-void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {
+static void *enter_range(const char *format, ...) FC_PRINTF(1, 2);
+
+/* Enters a profiler range. Only without memory is a long name cut. */
+static void *enter_range(const char *format, ...) {
     char name[256];
+    va_list args, again;
+    va_start(args, format);
+    va_copy(again, args);
+    const int length = vsnprintf(name, sizeof name, format, args);
+    char *whole = length >= (int)sizeof name ? (char *)malloc((size_t)length + 1) : NULL;
+    if (whole != NULL) {
+        (void)vsnprintf(whole, (size_t)length + 1, format, again);
+    } else {
+        fc_text_trim(name);
+    }
+    va_end(again);
+    va_end(args);
+    void *range = fct_profile_enter(whole != NULL ? whole : name);
+    free(whole);
+    return range;
+}
+
+void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {
     if (!fct_profile_active()) {
         return NULL;
     }
     const char *fqn = base->name != NULL ? base->name : "";
     /* torch appends the parentheses of this range for the root, too. */
     if (fqn[0] != '\0' || strcmp(label, "post_backward_rs_wait") == 0) {
-        (void)snprintf(name, sizeof name, "FSDP::%s (%s)", label, fqn);
-    } else {
-        (void)snprintf(name, sizeof name, "FSDP::%s", label);
+        return enter_range("FSDP::%s (%s)", label, fqn);
     }
-    return fct_profile_enter(name);
+    return enter_range("FSDP::%s", label);
 }
 
 void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass) {
-    char name[256];
     if (!fct_profile_active()) {
         return NULL;
     }
-    (void)snprintf(name, sizeof name, "FSDP::%s_prefetch for %s", pass,
-                   base->name != NULL ? base->name : "None");
-    return fct_profile_enter(name);
+    return enter_range("FSDP::%s_prefetch for %s", pass, base->name != NULL ? base->name : "None");
 }
 
 void fc_group_base_log(const fc_group_base *base, const char *label) {
@@ -251,6 +279,9 @@ uint64_t fc_group_base_version_of(const fc_group_base *base, const fc_param *p) 
 uint64_t fc_group_base_shard_version(const fc_group_base *base) {
     const uint64_t prime = UINT64_C(1099511628211);
     uint64_t hash = 0;
+    if (base->has_empty_rank) {
+        return base->comm->outer_iterations;
+    }
     for (size_t i = 0; i < base->count; i++) {
         const fc_param *p = base->params[i];
         const uint64_t data = (uint64_t)(uintptr_t)p->sharded_data;

@@ -34,9 +34,12 @@ void fc_label_set_reduction(fct_op_label *label, const fc_comm_ctx *comm, fc_lab
     set_position(label, comm, FCT_PASS_BACKWARD);
     label->params = 0;
     for (size_t i = 0; i < params.reduced_count; i++) {
+        const size_t begin = at;
         while (params.group[at] != params.reduced[i]) {
             at = at + 1 < params.group_count ? at + 1 : 0;
+            assert(at != begin); /* the group has the parameter */
         }
+        (void)begin;
         label->params |= at < 64 ? UINT64_C(1) << at : 0;
         hash = fct_hash_add(hash, at + 1);
     }

@@ -278,6 +278,7 @@ fc_status fc_param_alias_flat(fc_param *p) {
     }
     FC_TRY_RAISED(fct_tensor_alias_1d(p->sharded_data, shard.numel,
                                       shard.offset_bytes / shard.itemsize, &alias));
+    FC_TRY(fc_param_keep_grad(p));
     fc_param_forget_unsharded(p);
     replace(&p->flat, alias);
     p->aliased = true;
@@ -292,6 +293,7 @@ fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, 
     int64_t numel = p->flat_numel;
     int64_t bytes = 0;
     if (p->aliased || p->extension.output_count > 0) {
+        FC_TRY(fc_param_keep_grad(p));
         fc_param_forget_unsharded(p);
     }
     if (p->flat == NULL) {
@@ -344,10 +346,14 @@ void fc_param_return_flat(fc_param *p, fct_tensor *gathered) {
 
 fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device, fc_error *err) {
     assert(p->extended && world > 0);
+    fc_status status = FC_OK;
     if (p->flat != NULL) { /* flat is left from a time when the parameter was not extended */
+        FC_TRY(fc_param_keep_grad(p));
         fc_param_forget_unsharded(p);
     }
-    return fc_extension_alloc(&p->extension, world, device, p->name, err);
+    FC_TRY(fc_extension_alloc(&p->extension, world, device, p->name, err));
+done:
+    return status;
 }
 
 bool fc_param_can_free(const fc_param *p) {
@@ -414,6 +420,15 @@ done:
     fct_tensor_release(grad);
     fct_tensor_release(accumulated);
     return status;
+}
+
+fc_status fc_param_keep_grad(fc_param *p) {
+    assert(p->subscription == NULL || p->unsharded != NULL);
+    if (p->accumulated == NULL && p->unsharded != NULL) {
+        fct_grad_take(p->unsharded, &p->accumulated);
+        return FC_OK;
+    }
+    return fc_param_accumulate_grad(p);
 }
 
 fc_status fc_param_to_accumulated_grad(fc_param *p) {

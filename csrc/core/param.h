@@ -92,8 +92,8 @@ void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
 void fc_param_set_partial(fc_param *p, fct_tensor *row);
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded);
 void fc_param_set_flat(fc_param *p, fct_tensor *flat);
-/* Releases the outputs and the unsharded tensor. The next unshard creates them again. Precondition:
- * the parameter is sharded. */
+/* Releases the outputs and the unsharded tensor, with its .grad: see fc_param_keep_grad(). The next
+ * unshard creates them again. Precondition: the parameter is sharded. */
 void fc_param_forget_unsharded(fc_param *p);
 
 /* Returns the dtype of gathered data and of computation. */
@@ -153,6 +153,9 @@ FC_CHECK fc_status fc_param_begin_grad(fc_param *p, bool reduces);
 FC_CHECK fc_status fc_param_end_grad(fc_param *p);
 /* Adds .grad of the unsharded parameter to `accumulated`, if that exists, and clears .grad. */
 FC_CHECK fc_status fc_param_accumulate_grad(fc_param *p);
+/* Moves or adds .grad of the unsharded parameter to `accumulated`, before that parameter is
+ * released. */
+FC_CHECK fc_status fc_param_keep_grad(fc_param *p);
 /* If reduce_dtype is set and differs from the compute dtype, moves .grad to `accumulated`, cast to
  * reduce_dtype. Otherwise, and always with grad_dtype, .grad stays in place. */
 FC_CHECK fc_status fc_param_to_accumulated_grad(fc_param *p);

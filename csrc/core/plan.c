@@ -507,6 +507,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
                 "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
                 fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
+        assert(facts.dtype >= 0 && facts.dtype < 64);
         dtypes |= UINT64_C(1) << facts.dtype;
         device_type = facts.device.type;
         grad_dtype = common != FCT_NO_DTYPE ? common : grad_dtype;

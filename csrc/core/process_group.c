@@ -62,19 +62,43 @@ static void describe_position(uint64_t record, char *text, size_t bytes) {
     }
 }
 
+/* Writes the names of a group's modules. A long list is shortened to its first and last name. */
+static void describe_modules(const char *modules, char *text, size_t bytes) {
+    enum { LONGEST = 80 };
+    const size_t length = strlen(modules);
+    if (length < bytes) {
+        memcpy(text, modules, length + 1);
+        return;
+    }
+    size_t count = 1;
+    const char *last = modules;
+    for (const char *next = modules; (next = strstr(next, ", ")) != NULL; count++) {
+        next += 2;
+        last = next;
+    }
+    char first[LONGEST + 1];
+    const size_t first_length = count > 1 ? strcspn(modules, ",") : LONGEST;
+    (void)snprintf(first, sizeof first, "%.*s", (int)first_length, modules);
+    fc_text_trim(first);
+    const size_t last_length = strlen(last);
+    last = last_length > LONGEST ? fc_text_begin(last + last_length - LONGEST) : last;
+    (void)snprintf(text, bytes, "%s, ... %s (%zu modules)", first, last, count);
+}
+
 /* Prefixes the message of the pending exception with operation (an fc_operation, or AGREEMENT),
  * modules, step and pass of the record, and rank. Returns FC_ERAISED. */
 static fc_status add_context(const fc_process_group *pg, const char *modules, int operation,
                              uint64_t record) {
     static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce",
                                         "comparison of collectives at the end of the backward"};
-    char text[512], position[48];
+    char text[512], position[48], names_of_modules[256];
     bool has_modules = modules != NULL && modules[0] != '\0';
     describe_position(record, position, sizeof position);
+    describe_modules(has_modules ? modules : "", names_of_modules, sizeof names_of_modules);
     (void)snprintf(
         text, sizeof text, "%s of %s%s%s%s failed on rank %lld of %lld of process group '%s'",
         names[operation], has_modules ? "parameter group '" : "the root's parameter group",
-        has_modules ? modules : "", has_modules ? "'" : "", position, (long long)pg->rank,
+        names_of_modules, has_modules ? "'" : "", position, (long long)pg->rank,
         (long long)pg->world, pg->name != NULL ? pg->name : "?");
     fct_error_explain(text);
     return FC_ERAISED;
@@ -96,8 +120,8 @@ static void name_label(const fc_process_group *pg, const char *modules, fct_op_l
     label->unit = hash > FCT_LABEL_NO_ROOT ? hash : FCT_LABEL_NO_ROOT + 1;
     const size_t length = (size_t)(end - modules);
     const size_t kept = length < sizeof label->name ? length : sizeof label->name - 1;
-    memcpy(label->name, end - kept, kept);
-    label->name[kept] = '\0';
+    const char *begin = fc_text_begin(end - kept);
+    memcpy(label->name, begin, (size_t)(end - begin) + 1);
 }
 
 /* Adds a record of an operation that this rank begins. */

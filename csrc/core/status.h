@@ -58,6 +58,11 @@ typedef struct fc_error {
     char message[512];
 } fc_error;
 
+/* UTF-8 that was cut. begin: returns the first character, behind the rest of another one. trim:
+ * removes an incomplete character from the end. */
+const char *fc_text_begin(const char *text);
+void fc_text_trim(char *text);
+
 /* Formats the message into `err`, truncated to its size, and returns `code`. `err` may be NULL.
  * Precondition: `code` is not FC_OK. */
 fc_status fc_error_set(fc_error *err, fc_status code, const char *format, ...) FC_PRINTF(3, 4);

@@ -19,7 +19,8 @@ int fcpy_raise(fc_status status, const char *message) {
     } else if (status == FC_EVALUE) {
         type = PyExc_ValueError;
     }
-    PyErr_SetString(type,
-                    message != NULL && message[0] != '\0' ? message : "fsdp_c: internal error");
+    /* PyErr_Format replaces invalid UTF-8. PyErr_SetString would raise UnicodeDecodeError. */
+    PyErr_Format(type, "%s",
+                 message != NULL && message[0] != '\0' ? message : "fsdp_c: internal error");
     return -1;
 }

@@ -394,9 +394,11 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_param *self = (fcpy_param *)obj;
     PyObject *param = self->unsharded_param;
+    if (fc_param_keep_grad(&self->core) != FC_OK) {
+        return NULL;
+    }
     fcpy_hold_tensor(self->mod, self->core.unsharded);
     fcpy_defer_outputs_release(self);
-    drop_held_grads(self);
     fc_param_forget_unsharded(&self->core);
     self->unsharded_param = NULL;
     fcpy_defer_decref(self->mod, param);
@@ -417,7 +419,7 @@ static PyMethodDef param_methods[] = {
      "Registers sharded_param under the (module, name) pairs of _set_slots()."},
     {"_drop_grad", drop_grad, METH_NOARGS, "Drops the gradients that wait for a later reduction."},
     {"_forget_unsharded", forget_unsharded, METH_NOARGS,
-     "Drops the unsharded parameter. Only valid while sharded."},
+     "Drops the unsharded parameter, but not its gradient. Only valid while sharded."},
     {"_cut", fcpy_shard_cut, METH_VARARGS,
      "_cut(tensor, dim): makes sharded_param and _sharded_param_data of this rank's rows of a "
      "plain tensor. Returns the local tensor. May be called once."},

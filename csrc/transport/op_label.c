@@ -80,7 +80,7 @@ static void describe_difference(const fct_op_label *label, const fct_op_label *p
         (void)snprintf(text, bytes, " by %s",
                        reduce_ops[label->reduce_op <= FCT_PREMUL_SUM ? label->reduce_op : 0]);
     } else if (label->contents != peer->contents) {
-        (void)snprintf(text, bytes, " with other parameters or factors");
+        (void)snprintf(text, bytes, " with other parameters from index 64 on, or other factors");
     }
 }
 

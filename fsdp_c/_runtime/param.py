@@ -319,11 +319,11 @@ class Param(ReplaceableShard):
         Inference mode is off, because later training forwards reuse the parameter.
         """
         with torch.inference_mode(False), torch.no_grad(), pause_type_check():
+            self._convert_unreduced_grads()
             unsharded = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
             if self._unsharded_dtensor_spec is not None and not self.is_spmd_types:
-                unsharded = _from_local_no_grad(
-                    unsharded, self._get_unsharded_dtensor_spec(unsharded)
-                )
+                spec = self._get_unsharded_dtensor_spec(unsharded)
+                unsharded = _from_local_no_grad(unsharded, spec)
             parameter = nn.Parameter(unsharded, requires_grad=self.sharded_param.requires_grad)
             if self._grad_dtype is not None:
                 parameter.grad_dtype = self._grad_dtype

@@ -54,6 +54,8 @@ class ReplaceableShard(ParamShard):
     _group: weakref.ref[GroupOfParam] | None
     _module_info: ParamModuleInfo
     _adopted_tensor: torch.Tensor
+    _partial_dtype: torch.dtype | None = None
+    """The reduction dtype of the gradient in ``_partial``, if a conversion has changed it."""
 
     def _get_group(self) -> GroupOfParam | None:
         return self._group() if self._group is not None else None
@@ -124,10 +126,33 @@ class ReplaceableShard(ParamShard):
         self._read_grad_dtype(self.sharded_param)
         if self._has_sharded_grad_dtype_override and not has_grad_dtype(self.sharded_param):
             self.sharded_param.grad_dtype = self.sharded_grad_dtype
+        dtype = self._get_reduction_dtype()
         self.init_dtype_attrs(self.mp_policy)
+        if self._partial is not None and self._partial_dtype is None:
+            self._partial_dtype = dtype
         group = self._get_group()
         if group is not None:
             group._handle_replaced_param()
+
+    def _get_reduction_dtype(self) -> torch.dtype:
+        return self._grad_dtype or self.reduce_dtype or self.param_dtype or self.orig_dtype
+
+    def _convert_unreduced_grads(self) -> None:
+        """Casts a gradient of backwards before a conversion to the dtype of later gradients.
+
+        Raises:
+            RuntimeError: The gradient waits for its all-reduce, and the dtype has changed.
+        """
+        dtype = self._get_reduction_dtype()
+        if self._partial is not None and self._partial_dtype not in (None, dtype):
+            raise RuntimeError(
+                f"parameter '{self._param_fqn}' was converted, so that its gradients are reduced "
+                f"in {dtype}, but a gradient in {self._partial_dtype} was not all-reduced\n"
+                "Convert the model back, or all-reduce in the last backward before the conversion."
+            )
+        self._partial_dtype = None
+        if self._accumulated is not None:
+            self._accumulated = self._accumulated.to(dtype)
 
     def _check_local_tensor(self, param: DTensor) -> None:
         """Raises if the local tensor of ``param`` cannot be this rank's shard."""

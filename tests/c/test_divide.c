@@ -49,7 +49,9 @@ static void float16_is_divided_before_and_after_by_about_square_root(void **stat
               {{.world = 4, .dtype = FCK_FLOAT16}, {2, 2, FCT_SUM, 1, FCT_SUM}},
               {{.world = 8, .dtype = FCK_FLOAT16}, {4, 2, FCT_SUM, 1, FCT_SUM}},
               {{.world = 6, .dtype = FCK_FLOAT16}, {4, 1.5, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 4, .replicas = 4, .dtype = FCK_FLOAT16}, {4, 4, FCT_SUM, 1, FCT_SUM}});
+              {{.world = 4, .replicas = 4, .dtype = FCK_FLOAT16}, {4, 4, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 4, .dtype = FCK_FLOAT16, .has_factor = true, .factor = 0x1p80},
+               {0x1p40, 0x1p40, FCT_SUM, 1, FCT_SUM}});
 }
 
 static void forced_sum_is_divided_after_reduction(void **state) {

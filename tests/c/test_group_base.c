@@ -1,7 +1,9 @@
 /* Fixed parts of a group: process groups, allocators, fallbacks, and names of profiler ranges. */
 #include "core/group_base.h"
 
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "sim.h"
 
@@ -50,6 +52,30 @@ static void reduce_scatter_uses_own_process_group_if_set(void **state) {
     assert_ptr_equal(fc_group_base_scatter_group(&base), &base.scatter);
     assert_true(fc_group_base_is_replicated(&base));
     end(&base);
+}
+
+/* The last of four ranks has no row of three, and one row of seven. */
+static void version_is_the_iteration_if_a_rank_has_no_elements(void **state) {
+    (void)state;
+    for (int64_t rows = 3; rows <= 7; rows += 4) {
+        fc_comm_ctx comm = {.outer_iterations = 5};
+        fc_param params[2];
+        fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
+        for (size_t i = 0; i < 2; i++) {
+            const int64_t sizes[1] = {i == 0 ? 2 : rows};
+            assert_int_equal(fc_param_init(&params[i], NULL, 1, sizes, 0, 4, 2, NULL), FC_OK);
+        }
+        fc_param *both[2] = {&params[0], &params[1]};
+        fc_group_base group;
+        fc_group_base_init(&group, &owner, base.callbacks, &comm, both, 2, sim_device(), 4, 2);
+        assert_int_equal(group.has_empty_rank, rows == 3);
+        assert_int_equal(fc_group_base_shard_version(&group) == 5, rows == 3);
+        comm.outer_iterations++;
+        assert_int_equal(fc_group_base_shard_version(&group) == 6, rows == 3);
+        fc_param_fini(&params[0]);
+        fc_param_fini(&params[1]);
+        end(&base);
+    }
 }
 
 static void group_base_fini_releases_every_process_group(void **state) {
@@ -182,6 +208,19 @@ static void profiler_ranges_contain_module_names(void **state) {
     end(&base);
 }
 
+static void profiler_range_of_long_name_is_complete(void **state) {
+    (void)state;
+    fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, true);
+    char name[400], expected[sizeof name + 40];
+    memset(name, 'x', sizeof name - 1);
+    name[sizeof name - 1] = '\0';
+    base.name = name;
+    (void)snprintf(expected, sizeof expected, "<FSDP::all_gather (%s)>", name);
+    fct_profile_exit(fc_group_base_enter_range(&base, "all_gather"));
+    assert_string_equal(sim_log_text(), expected);
+    end(&base);
+}
+
 static void no_range_or_log_without_profiler_and_logging(void **state) {
     (void)state;
     fc_group_base base = begin(&(const fc_callbacks){.log = log_label}, false);
@@ -199,12 +238,14 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(shard_process_group_has_world_and_rank_of_shard_group),
         cmocka_unit_test(reduce_scatter_uses_own_process_group_if_set),
+        cmocka_unit_test(version_is_the_iteration_if_a_rank_has_no_elements),
         cmocka_unit_test(group_base_fini_releases_every_process_group),
         cmocka_unit_test(buffer_comes_from_process_group_allocator_if_available),
         cmocka_unit_test(allocator_receives_open_process_group_of_several_ranks),
         cmocka_unit_test(failing_process_group_allocator_fails_buffer),
         cmocka_unit_test(group_uses_exactly_the_fallbacks_of_its_mask),
         cmocka_unit_test(profiler_ranges_contain_module_names),
+        cmocka_unit_test(profiler_range_of_long_name_is_complete),
         cmocka_unit_test(no_range_or_log_without_profiler_and_logging),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

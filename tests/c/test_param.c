@@ -124,6 +124,28 @@ static void drop_grad_clears_every_partial_gradient(void **state) {
     end(&p);
 }
 
+static void replaced_leaf_leaves_its_gradient(void **state) {
+    (void)state;
+    fc_param p = begin(1, 0);
+    for (int step = 1; step <= 2; step++) { /* the second gradient is added to the first */
+        const double values[10] = {step, step, step, step, step, step, step, step, step, step};
+        fct_tensor *leaf = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, values);
+        fct_tensor *gradient = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, values);
+        fct_tensor *shard = sim_tensor_new(FCK_FLOAT32, 1, &p.layout.padded_numel, values);
+        sim_grad_accumulate(leaf, gradient); /* takes the gradient */
+        fc_param_set_unsharded(&p, leaf);
+        fc_param_set_sharded_data(&p, shard);
+        assert_int_equal(fc_param_alias_flat(&p), FC_OK);
+        assert_null(p.unsharded);
+        assert_non_null(p.accumulated);
+        fct_tensor_release(shard);
+        fct_tensor_release(leaf);
+    }
+    const double sum[10] = {3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
+    sim_tensor_expect(p.accumulated, sum, "a gradient");
+    end(&p);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(param_init_sets_local_sizes_and_flat_numel),
@@ -131,6 +153,7 @@ int main(void) {
         cmocka_unit_test(flat_tensor_is_kept_when_its_memory_is_freed),
         cmocka_unit_test(flat_aliases_shard_on_one_rank),
         cmocka_unit_test(drop_grad_clears_every_partial_gradient),
+        cmocka_unit_test(replaced_leaf_leaves_its_gradient),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,6 +1,7 @@
 /* Links: a process group that is resolved once, its collectives, and the messages of failures. */
 #include "core/process_group.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "sim.h"
@@ -105,6 +106,40 @@ static void failed_collective_names_operation_modules_position_and_rank(void **s
     end(&group);
 }
 
+static void failed_collective_of_many_modules_names_the_first_and_the_last(void **state) {
+    (void)state;
+    fc_process_group group = begin();
+    fct_work *work = NULL;
+    char modules[800] = "";
+    fct_tensor *row = vector_of(2, 2.0);
+    for (int i = 0; i < 40; i++) {
+        (void)snprintf(modules + strlen(modules), 20, "%sblocks.%d", i > 0 ? ", " : "", i);
+    }
+    assert_int_equal(fc_process_group_open(&group), FC_OK);
+    sim_fault_arm(1, SIM_ONCE);
+    assert_int_equal(all_reduce(&group, modules, row, &work), FC_ERAISED);
+    assert_non_null(
+        strstr(sim_error_explanation(),
+               "parameter group 'blocks.0, ... blocks.39 (40 modules)' (step 0, forward)"
+               " failed on rank 1 of 2 of process group 'world'"));
+    fct_tensor_release(row);
+    end(&group);
+}
+
+static void label_has_the_last_whole_characters_of_a_long_name(void **state) {
+    (void)state;
+    fc_process_group group = begin();
+    fct_op_tag tag;
+    char modules[64] = "";
+    for (int i = 0; i < 20; i++) {
+        strcat(modules, "\xE5\xB1\x82");
+    }
+    fc_process_group_set_plan(&group, FCT_PLAN_UNKNOWN + 1, 1);
+    assert_true(fc_process_group_describe_checksum(&group, modules, FC_ALL_GATHER, &tag));
+    assert_string_equal(tag.label.name, modules + 15); /* 15 of 20 characters */
+    end(&group);
+}
+
 /* A signal handler may have raised: the collective continues, and cleanup needs the work. */
 static void failed_wait_keeps_work(void **state) {
     (void)state;
@@ -176,6 +211,8 @@ int main(void) {
         cmocka_unit_test(process_group_set_releases_previous_handle),
         cmocka_unit_test(collective_opens_process_group_and_completes_in_wait),
         cmocka_unit_test(failed_collective_names_operation_modules_position_and_rank),
+        cmocka_unit_test(failed_collective_of_many_modules_names_the_first_and_the_last),
+        cmocka_unit_test(label_has_the_last_whole_characters_of_a_long_name),
         cmocka_unit_test(failed_wait_keeps_work),
         cmocka_unit_test(unresolved_process_group_is_not_reported_as_failed_collective),
         cmocka_unit_test(plan_is_compared_until_the_answers_are_read),

@@ -373,7 +373,7 @@ static void label_text_names_the_difference(void **state) {
     assert_non_null(strstr(text, " with divisor 7 "));
     b.divisor = 2;
     op_label_describe(&b, &a, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
-    assert_non_null(strstr(text, " with other parameters or factors "));
+    assert_non_null(strstr(text, " with other parameters from index 64 on, or other factors "));
     a.reduce_op = FCT_AVG, b.reduce_op = 77; /* of a peer: any number */
     op_label_describe(&a, &b, FCT_OP_REDUCE_SCATTER, 3, text, sizeof text);
     assert_non_null(strstr(text, " by average "));

@@ -1,6 +1,7 @@
 /* Status codes: the message of a failed call, and the control flow of FC_TRY. */
 #include "core/status.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "sim.h"
@@ -22,6 +23,38 @@ static void error_set_truncates_long_message(void **state) {
     assert_int_equal(fc_error_set(&errors[0], FC_EASSERT, "%s", name), FC_EASSERT);
     assert_int_equal(strlen(errors[0].message), sizeof errors[0].message - 1);
     assert_string_equal(errors[1].message, "the next one");
+}
+
+static void cut_text_ends_and_begins_with_a_whole_character(void **state) {
+    (void)state;
+    static const char *const characters[] = {"x", "\xC3\xA9", "\xE5\xB1\x82", "\xF0\x9F\x98\x80"};
+    for (size_t i = 0; i < 4; i++) {
+        const size_t bytes = strlen(characters[i]);
+        for (size_t kept = 0; kept <= bytes; kept++) {
+            char text[8] = "a";
+            strncat(text, characters[i], kept);
+            fc_text_trim(text);
+            assert_int_equal(strlen(text), kept < bytes ? 1 : 1 + bytes);
+        }
+        char text[8];
+        (void)snprintf(text, sizeof text, "%sa", characters[i]);
+        assert_ptr_equal(fc_text_begin(text), text);
+        assert_ptr_equal(fc_text_begin(text + 1), text + bytes);
+    }
+    char empty[1] = "";
+    fc_text_trim(empty);
+    assert_ptr_equal(fc_text_begin(empty), empty);
+}
+
+static void message_is_cut_between_characters(void **state) {
+    (void)state;
+    fc_error err;
+    char name[sizeof err.message + 3];
+    for (size_t i = 0; i + 3 <= sizeof name; i += 3) {
+        memcpy(name + i, "\xE5\xB1\x82", 4);
+    }
+    assert_int_equal(fc_error_set(&err, FC_ESTATE, "%s", name), FC_ESTATE);
+    assert_int_equal(strlen(err.message), sizeof err.message / 3 * 3);
 }
 
 static fc_status count_call(int *calls, fc_status status) {
@@ -75,6 +108,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(error_set_writes_message_and_returns_code),
         cmocka_unit_test(error_set_truncates_long_message),
+        cmocka_unit_test(cut_text_ends_and_begins_with_a_whole_character),
+        cmocka_unit_test(message_is_cut_between_characters),
         cmocka_unit_test(fc_try_returns_first_failure),
         cmocka_unit_test(status_codes_are_distinct_and_only_ok_is_zero),
     };

@@ -39,6 +39,13 @@ def test_accumulation_on_one_rank_matches_torch() -> None:
     assert differences(result["not sharded"], result["sharded"]) == []
 
 
+def test_shards_replaced_between_backwards_keep_gradients_on_one_rank() -> None:
+    (result,) = assert_same("shards_replaced_between_backwards_on_one_rank", world=1)
+    assert len(result) == 6
+    for case, gradients in result.items():
+        assert differences(result["not at all, True"], gradients) == [], case
+
+
 def test_evaluation_before_the_step_leaves_no_stale_weights_on_one_rank() -> None:
     (by_fsdp_c,) = returned("evaluation_on_one_rank", "fsdp_c", world=1)
     (by_torch,) = returned("evaluation_on_one_rank", "torch", world=1)

@@ -13,6 +13,7 @@ from behavior import assert_same, differences, raised, returned
         "state_dict_of_a_model",
         "loaded_state_dict",
         "converted_model",
+        "converted_between_backwards",
         "full_state_dicts",
         "sharded_state_dicts",
     ],
@@ -65,6 +66,21 @@ def test_trained_model_can_be_converted_to_double() -> None:
         assert all(gradient.dtype == torch.float64 for gradient in gradients.values())
     for error in raised("converted_after_training", "torch"):
         assert "dtype double, but got float" in error.text
+
+
+def test_conversion_between_backwards_casts_the_gradients_that_are_not_reduced() -> None:
+    """torch fails, because it gathers into buffers of the old dtype."""
+    for once, twice in returned("converted_for_good_between_backwards", "fsdp_c"):
+        for name, gradient in twice.items():
+            assert gradient.dtype == torch.bfloat16
+            torch.testing.assert_close(gradient, 2 * once[name], rtol=0.1, atol=0.01)
+    raised("converted_for_good_between_backwards", "torch")
+
+
+def test_conversion_before_the_all_reduce_raises() -> None:
+    raised("converted_before_the_all_reduce", "torch")
+    for error in raised("converted_before_the_all_reduce", "fsdp_c"):
+        assert "parameter '3.weight' was converted" in error.text
 
 
 def test_swap_tensors_keeps_parameter_objects() -> None:

@@ -365,6 +365,27 @@ MUTATIONS = {
         "test_group",
         "[  FAILED  ] forward_gathers_shards_that_were_written_before_backward",
     ),
+    "replaced leaf loses its gradient": Mutation(
+        "param",
+        "    FC_TRY(fc_param_keep_grad(p));\n    fc_param_forget_unsharded(p);\n    replace(",
+        "    fc_param_forget_unsharded(p);\n    replace(",
+        "test_param",
+        "[  FAILED  ] replaced_leaf_leaves_its_gradient",
+    ),
+    "ranks without elements decide whether to gather by their own writes": Mutation(
+        "group_base",
+        "layout->rows <= (layout->world - 1) * layout->chunk_rows;",
+        "layout->rows <= 0;",
+        "test_group_base",
+        "[  FAILED  ] version_is_the_iteration_if_a_rank_has_no_elements",
+    ),
+    "cut texts end inside of a character": Mutation(
+        "status",
+        "    if (present < expected) {",
+        "    if (present > expected) {",
+        "test_status",
+        "[  FAILED  ] message_is_cut_between_characters",
+    ),
     "inner tensors of an extension keep their memory": Mutation(
         "extension",
         "    free_all(e->inner, e->inner_count);",

@@ -123,6 +123,26 @@ def accumulation_on_one_rank(api: Api) -> dict[str, Any]:
 
 
 @solo()
+def shards_replaced_between_backwards_on_one_rank(api: Api) -> dict[str, Any]:
+    """Returns the gradients of two microbatches. The shards are replaced in between."""
+    results: dict[str, Any] = {}
+    for name in ("not at all", "by load_state_dict", "by conversions"):
+        for reshard in (True, False):
+            model = shard(api, blocks_and_head(), reshard_after_forward=reshard)
+            model.set_requires_gradient_sync(False)
+            step(model)
+            if name == "by load_state_dict":
+                model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+            if name == "by conversions":
+                model.double()
+                model.float()
+            model.set_requires_gradient_sync(True)
+            step(model)
+            results[f"{name}, {reshard}"] = grads(model)
+    return results
+
+
+@solo()
 def evaluation_on_one_rank(api: Api) -> dict[str, list[float]]:
     """Returns losses of steps with and without an evaluation between backward and step."""
 

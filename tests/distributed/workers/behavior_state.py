@@ -32,6 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def gathered(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -197,6 +199,56 @@ def converted_after_training(api: Api) -> list[Any]:
     output = model(batch(api.rank).double())
     output.square().mean().backward()
     return [output.detach(), alone(batch(api.rank).double()).detach(), grads(model)]
+
+
+@scenario()
+def converted_between_backwards(api: Api) -> dict[str, Any]:
+    """Returns the gradients of two microbatches. ``model.double().float()`` runs in between."""
+    results: dict[str, Any] = {}
+    replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for reduce_dtype in (None, torch.float64):
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        for keep, mesh in (
+            ("set_requires_gradient_sync", None),
+            ("set_requires_gradient_sync", replicated),
+            ("set_requires_all_reduce", replicated),
+        ):
+            model = shard(api, blocks_and_head(), mesh=mesh, mp_policy=policy)
+            for last in (False, True):
+                getattr(model, keep)(last)
+                model(batch(api.rank, last)).square().mean().backward()
+                if not last:
+                    model.double()
+                    model.float()
+            results[f"{keep}, {mesh}, {reduce_dtype}"] = grads(model)
+    return results
+
+
+@scenario()
+def converted_for_good_between_backwards(api: Api) -> list[Any]:
+    """Returns the gradients of one microbatch and of two equal ones, in bfloat16."""
+    results = []
+    for backwards in (1, 2):
+        model = shard(api, blocks_and_head())
+        if backwards == 2:
+            model.set_requires_gradient_sync(False)
+            model(batch(0)).square().mean().backward()
+            model.set_requires_gradient_sync(True)
+        model.bfloat16()
+        model(batch(0).bfloat16()).square().mean().backward()
+        results.append(grads(model))
+    return results
+
+
+@scenario()
+def converted_before_the_all_reduce(api: Api) -> None:
+    """Converts for good while replicas have gradients that are not all-reduced."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = shard(api, blocks_and_head(), mesh=mesh)
+    model.set_requires_all_reduce(False)
+    model(batch(api.rank)).square().mean().backward()
+    model.double()
+    model(batch(api.rank).double()).square().mean().backward()
 
 
 @contextlib.contextmanager
