@@ -56,8 +56,7 @@ typedef struct fc_comm_ctx {
     size_t kept_row_count;
     size_t kept_row_capacity;
     fc_order order;
-    uint32_t step;             /* iterations of the roots of this context so far, for messages */
-    uint32_t outer_iterations; /* those that did not begin in a backward, which recomputes */
+    uint32_t step;  /* iterations of the roots of this context so far, for messages */
     bool checksums; /* ranks compare checksums of the data of collectives; see checksum.h */
     fc_device_checksums *device_checksums; /* owned; NULL: none yet */
     fc_deferred_release *deferred;         /* list; owned */

@@ -269,7 +269,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     }
     FC_TRY(fc_group_base_adopt_replaced_shards(&g->base));
     uint64_t version = fc_group_base_shard_version(&g->base);
-    bool current = version == g->gathered_version && !(g->base.has_empty_rank && pass == FC_IDLE);
+    bool current = version == g->gathered_version;
     if (g->gather.pending.active) {
         if (current) {
             goto done;

@@ -8,16 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* No rank has fewer elements than the last rank. */
-static bool last_rank_is_empty(const fc_group_base *base) {
-    bool is_empty = base->shard.world > 1 && base->count > 0;
-    for (size_t i = 0; is_empty && i < base->count; i++) {
-        const fc_layout *layout = &base->params[i]->layout;
-        is_empty = layout->numel == 0 || layout->rows <= (layout->world - 1) * layout->chunk_rows;
-    }
-    return is_empty;
-}
-
 void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *callbacks,
                         fc_comm_ctx *comm, fc_param **params, size_t count, fct_device device,
                         int64_t world, int64_t rank) {
@@ -30,7 +20,6 @@ void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *ca
     base->count = count;
     base->device = device;
     fc_process_group_set(&base->shard, NULL, world, rank);
-    base->has_empty_rank = last_rank_is_empty(base);
     fc_group_base_refresh(base);
 }
 
@@ -279,9 +268,6 @@ uint64_t fc_group_base_version_of(const fc_group_base *base, const fc_param *p) 
 uint64_t fc_group_base_shard_version(const fc_group_base *base) {
     const uint64_t prime = UINT64_C(1099511628211);
     uint64_t hash = 0;
-    if (base->has_empty_rank) {
-        return base->comm->outer_iterations;
-    }
     for (size_t i = 0; i < base->count; i++) {
         const fc_param *p = base->params[i];
         const uint64_t data = (uint64_t)(uintptr_t)p->sharded_data;

@@ -31,8 +31,6 @@ typedef struct fc_group_base {
     /* Whether a parameter defers its cast (fc_param.defers_cast). Computed from the parameters by
      * fc_group_base_refresh; fc_group_base_check compares. */
     bool defers_casts;
-    /* Whether some rank has no elements of any parameter. Computed by fc_group_base_init. */
-    bool has_empty_rank;
     fct_device device;
     fc_process_group shard;     /* all-gather and reduce-scatter; world 1: neither is issued */
     fc_process_group scatter;   /* reduce-scatter, if it has a process group of its own */
@@ -117,9 +115,7 @@ void fc_group_base_log(const fc_group_base *base, const char *label);
 /* Returns a number that changes whenever the shard is written. Combines the version of sharded_data
  * (local tensor, optimizers) with the callbacks' count of writes to the parameter object. */
 uint64_t fc_group_base_version_of(const fc_group_base *base, const fc_param *p);
-/* Returns a number that changes whenever a shard of the group is written, replaced or moved. A rank
- * without elements may miss writes, and all ranks must gather together. With `has_empty_rank`
- * returns the number of iterations outside of backwards, which does not change between steps. */
+/* Returns a number that changes whenever a shard of the group is written, replaced or moved. */
 uint64_t fc_group_base_shard_version(const fc_group_base *base);
 
 #endif

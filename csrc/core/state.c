@@ -428,7 +428,6 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     }
     s->iteration->forward_root = s;
     s->comm->step++;
-    s->comm->outer_iterations += fct_in_backward() ? 0 : 1;
     s->iteration->order_mark = s->comm->order.count;
     fct_memory_round();
 done:

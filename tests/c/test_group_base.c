@@ -54,30 +54,6 @@ static void reduce_scatter_uses_own_process_group_if_set(void **state) {
     end(&base);
 }
 
-/* The last of four ranks has no row of three, and one row of seven. */
-static void version_is_the_iteration_if_a_rank_has_no_elements(void **state) {
-    (void)state;
-    for (int64_t rows = 3; rows <= 7; rows += 4) {
-        fc_comm_ctx comm = {.outer_iterations = 5};
-        fc_param params[2];
-        fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
-        for (size_t i = 0; i < 2; i++) {
-            const int64_t sizes[1] = {i == 0 ? 2 : rows};
-            assert_int_equal(fc_param_init(&params[i], NULL, 1, sizes, 0, 4, 2, NULL), FC_OK);
-        }
-        fc_param *both[2] = {&params[0], &params[1]};
-        fc_group_base group;
-        fc_group_base_init(&group, &owner, base.callbacks, &comm, both, 2, sim_device(), 4, 2);
-        assert_int_equal(group.has_empty_rank, rows == 3);
-        assert_int_equal(fc_group_base_shard_version(&group) == 5, rows == 3);
-        comm.outer_iterations++;
-        assert_int_equal(fc_group_base_shard_version(&group) == 6, rows == 3);
-        fc_param_fini(&params[0]);
-        fc_param_fini(&params[1]);
-        end(&base);
-    }
-}
-
 static void group_base_fini_releases_every_process_group(void **state) {
     (void)state;
     fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
@@ -238,7 +214,6 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(shard_process_group_has_world_and_rank_of_shard_group),
         cmocka_unit_test(reduce_scatter_uses_own_process_group_if_set),
-        cmocka_unit_test(version_is_the_iteration_if_a_rank_has_no_elements),
         cmocka_unit_test(group_base_fini_releases_every_process_group),
         cmocka_unit_test(buffer_comes_from_process_group_allocator_if_available),
         cmocka_unit_test(allocator_receives_open_process_group_of_several_ranks),

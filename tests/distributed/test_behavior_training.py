@@ -33,16 +33,6 @@ def test_evaluation_after_the_step_uses_the_new_weights() -> None:
         assert by_torch["after"] != by_torch["around"]
 
 
-def test_shards_written_on_the_ranks_that_have_elements_are_gathered() -> None:
-    """torch uses the old weights in units that are unsharded."""
-    for result in returned("shards_written_where_they_have_elements", "fsdp_c"):
-        expected = result.pop("plain")
-        for case, results in result.items():
-            assert differences(expected, results) == [], case
-    for result in returned("shards_written_where_they_have_elements", "torch"):
-        assert all(result[case][0] == 4 * result["plain"][0] for case in result.keys() - {"plain"})
-
-
 def test_gather_counts_of_evaluations_match_torch() -> None:
     for result in assert_same("gathers_of_evaluations"):
         assert result["False"] == [4, 0, 0, 4, 0, 0]

@@ -372,13 +372,6 @@ MUTATIONS = {
         "test_param",
         "[  FAILED  ] replaced_leaf_leaves_its_gradient",
     ),
-    "ranks without elements decide whether to gather by their own writes": Mutation(
-        "group_base",
-        "layout->rows <= (layout->world - 1) * layout->chunk_rows;",
-        "layout->rows <= 0;",
-        "test_group_base",
-        "[  FAILED  ] version_is_the_iteration_if_a_rank_has_no_elements",
-    ),
     "cut texts end inside of a character": Mutation(
         "status",
         "    if (present < expected) {",

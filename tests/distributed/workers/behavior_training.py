@@ -145,45 +145,6 @@ def evaluations_around_a_step(api: Api) -> dict[str, Any]:
     }
 
 
-def model_with_a_row() -> nn.Sequential:
-    """Returns a model with a last layer of one row, of which rank 1 has no part."""
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 1, bias=False))
-
-
-@scenario()
-def shards_written_where_they_have_elements(api: Api) -> dict[str, Any]:
-    """Halves the last weight in local shards with elements, which only rank 0 has.
-
-    Returns loss and gradients of the next backward, and those of a plain model.
-    """
-    results: dict[str, Any] = {}
-    for when in ("plain", "unsharded", "unsharded again", "pending", "nested"):
-        model = model_with_a_row()
-        written = model[1].weight
-        if when != "plain":
-            for module in [*model, model] if when == "nested" else [model[0], model]:
-                api.fully_shard(module, reshard_after_forward=False)
-            unit = model[1] if when == "nested" else model
-            (written,) = [
-                param.sharded_param.to_local()
-                for param in groups_of(unit._get_fsdp_state())[0].fsdp_params
-            ]
-        with torch.no_grad():
-            model(batch(0))
-            if when == "pending":
-                model.reshard()
-                model.unshard(async_op=True)
-            if written.numel() > 0:
-                written.mul_(0.5)
-        if when == "unsharded again":
-            model.unshard()
-        loss = model(batch(0)).square().mean()
-        loss.backward()
-        results[when] = [loss.item(), grads(model)]
-    return results
-
-
 @scenario()
 def gathers_of_evaluations(api: Api) -> dict[str, list[int]]:
     """Counts all-gathers of evaluations: unchanged weights are not gathered again."""
