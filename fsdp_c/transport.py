@@ -96,8 +96,8 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
 
     Raises:
         ValueError: ``model`` has no sharded module.
-        TypeError: ``overlap`` is another object, or a module in ``model`` was sharded by torch's
-            ``fully_shard``.
+        TypeError: ``overlap`` is not True, False or None, or a module in ``model`` was sharded by
+            torch's ``fully_shard``.
     """
     if overlap is not None and not isinstance(overlap, bool):
         raise TypeError(f"set_reduction_overlap expects True, False or None, not {overlap!r}")

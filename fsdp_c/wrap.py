@@ -199,7 +199,7 @@ def _apply_full_precision(
     """Returns ``units`` with policies without a cast of parameters for ``overridden`` modules.
 
     These units compute in the dtype of their parameters. Their outputs have the compute dtype of
-    the unit around them. Their ``reduce_dtype`` does not change.
+    the unit around them. A ``reduce_dtype`` of less precision is dropped.
     """
     unit_of = {module: unit for unit in units for module in unit.modules}
     own_dtypes = {
@@ -214,9 +214,12 @@ def _apply_full_precision(
     result = []
     for unit in units:
         if unit.modules[0] in overridden:
+            own, reduce = own_dtypes[unit.modules[0]], unit.kwargs["mp_policy"].reduce_dtype
             policy = MixedPrecisionPolicy(
-                param_dtype=own_dtypes[unit.modules[0]],
-                reduce_dtype=unit.kwargs["mp_policy"].reduce_dtype,
+                param_dtype=own,
+                reduce_dtype=reduce
+                if reduce and torch.promote_types(own, reduce) == reduce
+                else None,
                 output_dtype=output_dtypes[unit.modules[0]],
             )
             unit = replace(unit, kwargs=unit.kwargs | {"mp_policy": policy})

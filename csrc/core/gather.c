@@ -412,8 +412,9 @@ fc_status fc_gather_await(fc_gather *a) {
     if (a->pending.done != NULL) {
         FC_TRY_RAISED(fct_event_wait(a->pending.done, fct_stream_current(base->device)));
     }
+    const fct_work *work = a->pending.work;
     FC_TRY(fc_process_group_complete(a->pending.pg, base->name, FC_ALL_GATHER, a->pending.work));
-    if (!a->pending.active) { /* a signal handler has reset the group */
+    if (!a->pending.active || a->pending.work != work) { /* a signal handler has reset the group */
         return fc_error_set(&base->comm->error, FC_ESTATE,
                             "the group was reset while its all-gather was waited for");
     }

@@ -23,7 +23,7 @@ typedef struct fc_gather_checksum {
  * sets it to that of the owned chunks first. */
 fc_checksum *fc_gather_checksum_of_pack(fc_gather_checksum *c, const fc_group_base *base);
 fc_checksum *fc_gather_checksum_of_rows(fc_gather_checksum *c, const fc_group_base *base);
-/* Whether the transport computes the checksums of chunks. */
+/* Returns whether the transport has to compute the checksums of chunks. */
 bool fc_gather_checksum_of_chunks(const fc_group_base *base);
 /* Takes the checksums of the owned chunks from `work`, a completed gather of chunks. */
 void fc_gather_checksum_take_owned(fc_gather_checksum *c, const fc_group_base *base,

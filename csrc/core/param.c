@@ -364,6 +364,9 @@ bool fc_param_can_free(const fc_param *p) {
 void fc_param_free(fc_param *p) {
     assert(!p->aliased || p->flat != NULL);
     if (!fc_param_can_free(p)) {
+        if (p->accumulated == NULL && p->unsharded != NULL) {
+            fct_grad_take(p->unsharded, &p->accumulated); /* see fc_param_keep_grad */
+        }
         fc_param_forget_unsharded(p);
         return;
     }

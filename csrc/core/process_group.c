@@ -62,7 +62,8 @@ static void describe_position(uint64_t record, char *text, size_t bytes) {
     }
 }
 
-/* Writes the names of a group's modules. A long list is shortened to its first and last name. */
+/* Writes the names of a group's modules. A long list is shortened to its first and last name, a
+ * long name to its begin and end. */
 static void describe_modules(const char *modules, char *text, size_t bytes) {
     enum { LONGEST = 80 };
     const size_t length = strlen(modules);
@@ -82,7 +83,11 @@ static void describe_modules(const char *modules, char *text, size_t bytes) {
     fc_text_trim(first);
     const size_t last_length = strlen(last);
     last = last_length > LONGEST ? fc_text_begin(last + last_length - LONGEST) : last;
-    (void)snprintf(text, bytes, "%s, ... %s (%zu modules)", first, last, count);
+    if (count > 1) {
+        (void)snprintf(text, bytes, "%s, ... %s (%zu modules)", first, last, count);
+    } else {
+        (void)snprintf(text, bytes, "%s...%s", first, last);
+    }
 }
 
 /* Prefixes the message of the pending exception with operation (an fc_operation, or AGREEMENT),

@@ -16,8 +16,8 @@ typedef struct fc_reduction {
     /* borrowed; its owner calls fc_reduction_discard before it frees the group */
     fc_group_base *base;
     fc_param **params;       /* [total] in the order of the row; allocated behind the struct */
-    fct_tensor **sums;       /* [total] used by fc_reduction_merge_partials; behind params */
-    fct_tensor **addends;    /* [total] the same */
+    fct_tensor **sums;       /* [total] views that fc_reduction_merge_partials adds to */
+    fct_tensor **addends;    /* [total] views that it adds; both are empty outside of it */
     size_t count;            /* parameters with a gradient */
     int64_t align;           /* alignment of the row's parts, in elements; see fc_reduce_plan */
     size_t total;            /* count, plus the parameters that only have a partial row */

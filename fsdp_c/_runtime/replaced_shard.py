@@ -128,7 +128,9 @@ class ReplaceableShard(ParamShard):
             self.sharded_param.grad_dtype = self.sharded_grad_dtype
         dtype = self._get_reduction_dtype()
         self.init_dtype_attrs(self.mp_policy)
-        if self._partial is not None and self._partial_dtype is None:
+        if self._partial is None:
+            self._partial_dtype = None
+        elif self._partial_dtype is None:
             self._partial_dtype = dtype
         group = self._get_group()
         if group is not None:

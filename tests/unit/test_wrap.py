@@ -261,6 +261,13 @@ class TestFullPrecision:
             torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float16
         )
 
+    def test_full_precision_units_drop_reduce_dtype_of_less_precision(self) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
+        with pytest.warns(UserWarning, match="BatchNorm1d"):
+            units = wrap.plan(Transformer(norm=nn.BatchNorm1d), mp_policy=policy)
+        assert units[0].kwargs["mp_policy"].param_dtype == torch.float32
+        assert units[0].kwargs["mp_policy"].reduce_dtype is None
+
     @pytest.mark.parametrize("policy", ["blocks", 2000, {Layer}])
     def test_full_precision_units_train_under_every_kind_of_policy(
         self, fake_group: int, policy: Any

@@ -15,7 +15,7 @@ for each survivor:
 - If it waits, it logs a report within FSDP_C_STALL_SECONDS and 1 s.
 - Each report names the failing rank as such, and no other rank.
 
-If the rank only sleeps, no rank raises, and all of them train on.
+If the rank only sleeps, no rank raises, and all of them continue.
 
 Prints a table. The exit status is 1 if a trial misses a requirement.
 """
@@ -72,7 +72,7 @@ class Fault:
     ends: bool = True
     """Whether the process ends by the fault."""
     sleeps: bool = False
-    """The rank sleeps in forward, then trains on."""
+    """The rank sleeps in forward, then continues."""
 
 
 FAULTS = {
@@ -93,7 +93,7 @@ class Survivor:
     text: str = ""
     exited: float | None = None
     finished: bool = False
-    """Whether it trained on after the fault, and ended without an exception."""
+    """Whether it continued after the fault, and ended without an exception."""
     reports: list[tuple[float, str]] = field(default_factory=list)
 
     @property
@@ -283,7 +283,7 @@ def find_misses_of(survivor: Survivor, trial: Trial, options: Options) -> list[s
         miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, place)
     }
     if fault.sleeps:
-        return misses if survivor.finished else [*misses, f"did not train on: {survivor.text}"]
+        return misses if survivor.finished else [*misses, f"did not continue: {survivor.text}"]
     if survivor.raised is None:
         return [*misses, "did not raise"]
     detects_death = fault.ends and trial.transport == "shared memory"
