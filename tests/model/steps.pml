@@ -92,7 +92,7 @@ inline issue(op_code, handle) {
     fi
 }
 
-/* fc_process_group_wait */
+/* fc_process_group_complete */
 inline wait_for(handle) {
     if
     :: handle == NOTHING

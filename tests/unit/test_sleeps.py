@@ -28,7 +28,7 @@ SLEEPS = {
     "faults/workers/interrupted_comparisons.py": [DELAY],
     "faults/workers/lifetime.py": [POLL],
     "faults/workers/stalled_ranks.py": [POLL],
-    "faults/workers/trial_rank.py": [HANG],
+    "faults/workers/trial_rank.py": [DELAY, HANG],
     "parity/workers/program_ranks.py": [STACKS],
     "unit/cache_job.py": [WORK],
     "unit/compare_job.py": [HANG, HANG],

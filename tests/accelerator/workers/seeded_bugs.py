@@ -51,7 +51,7 @@ BUGS = {
         "asynchronous_gathers",
         "drop",
         "work wait",
-        ("fc_process_group_wait", "fc_gather_await"),
+        ("fc_process_group_complete", "fc_gather_await"),
         "unpack",
     ),
     "the end of an all-gather is recorded on another stream": Bug(

@@ -1,4 +1,4 @@
-"""Trials of failing ranks: one of three ranks is killed, is stopped, raises or sleeps at a random
+"""Trials of failing ranks: one of three ranks is killed, is stopped, raises or pauses at a random
 point.
 
     python tests/faults/workers/failure_trials.py [--trials 100] [--seed 0] [--fault kill] \
@@ -15,7 +15,7 @@ for each survivor:
 - If it waits, it logs a report within FSDP_C_STALL_SECONDS and 1 s.
 - Each report names the failing rank as such, and no other rank.
 
-If the rank only sleeps, no rank raises, and all of them continue.
+If the rank only pauses, no rank raises, and all of them continue.
 
 Prints a table. The exit status is 1 if a trial misses a requirement.
 """
@@ -45,9 +45,9 @@ SCRIPT = Path(__file__).with_name("trial_rank.py")
 WORLD = 3
 STALL_LIMIT = 1.0
 """Default of FSDP_C_STALL_SECONDS in the trials."""
-GROUP_LIMIT, SLEEP, SLEEPER_LIMIT = 1.5, 0.9, 9.0
-"""Seconds after FSDP_C_STALL_SECONDS: time limit of the process group, end of a sleep, and time
-limit of the process group if a rank sleeps."""
+GROUP_LIMIT, PAUSE, PAUSE_LIMIT = 1.5, 0.9, 9.0
+"""Seconds after FSDP_C_STALL_SECONDS: time limit of the process group, end of a pause, and time
+limit of the process group if a rank pauses."""
 MARGIN, DEATH_MARGIN, REPORT_MARGIN, EXIT_MARGIN = 0.5, 1.0, 1.0, 10.0
 """Seconds after the group's limit, after a death, after the limit of the report, and after the
 exception of a survivor."""
@@ -71,8 +71,8 @@ class Fault:
     raises_in: str = ""
     ends: bool = True
     """Whether the process ends by the fault."""
-    sleeps: bool = False
-    """The rank sleeps in forward, then continues."""
+    pauses: bool = False
+    """The rank pauses in forward, then continues."""
 
 
 FAULTS = {
@@ -80,7 +80,7 @@ FAULTS = {
     "stop": Fault("is stopped by a signal", signal.SIGSTOP, ends=False),
     "raise": Fault("left the forward by an exception|has ended", raises_in="ends"),
     "raise, caught": Fault("left the forward by an exception", raises_in="stays", ends=False),
-    "sleep": Fault("waits for no collective of fsdp_c.* in fail$", ends=False, sleeps=True),
+    "pause": Fault("waits for no collective of fsdp_c.* in fail$", ends=False, pauses=True),
 }
 
 
@@ -131,7 +131,7 @@ class Options:
     @property
     def group_limit(self) -> float:
         """Time limit of the process group in seconds."""
-        return self.stall_seconds + (SLEEPER_LIMIT if FAULTS[self.fault].sleeps else GROUP_LIMIT)
+        return self.stall_seconds + (PAUSE_LIMIT if FAULTS[self.fault].pauses else GROUP_LIMIT)
 
 
 # ---- a trial ----
@@ -199,13 +199,13 @@ def run_trial(number: int, options: Options, port: int) -> Trial:
             plan = Plan(rank, WORLD, port, f"{options} {number}", options.group_limit, events)
             if rank == culprit:
                 plan.raises_in, plan.block = fault.raises_in, block
-                plan.sleep = (options.stall_seconds + SLEEP) if fault.sleeps else 0.0
-            plan.step, plan.ends = step, fault.sleeps
+                plan.pause = (options.stall_seconds + PAUSE) if fault.pauses else 0.0
+            plan.step, plan.ends = step, fault.pauses
             ranks.append(Rank(plan, folder, options))
         try:
             begin = at = cause_fault(ranks, culprit, fault, delay)
             others = [rank for rank in ranks if rank is not ranks[culprit]]
-            ending = ranks if fault.ends or fault.sleeps else others
+            ending = ranks if fault.ends or fault.pauses else others
             if not wait_for(ending, Rank.poll, HANG + options.group_limit):
                 print_stacks(ranks)
         finally:
@@ -282,7 +282,7 @@ def find_misses_of(survivor: Survivor, trial: Trial, options: Options) -> list[s
     misses += {
         miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, place)
     }
-    if fault.sleeps:
+    if fault.pauses:
         return misses if survivor.finished else [*misses, f"did not continue: {survivor.text}"]
     if survivor.raised is None:
         return [*misses, "did not raise"]

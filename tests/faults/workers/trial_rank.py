@@ -39,11 +39,11 @@ class Plan:
     raises_in: str = ""
     """"ends": the rank raises and its process ends. "stays": the process catches the exception and
     then waits. "": the rank does not raise."""
-    sleep: float = 0.0
-    """Seconds that the rank sleeps."""
+    pause: float = 0.0
+    """Seconds for which the rank pauses."""
     step: int = 0
     block: int = 0
-    """Step and block in the forward of which the rank raises or sleeps."""
+    """Step and block in the forward of which the rank raises or pauses."""
     ends: bool = False
     """Whether the rank ends three steps after ``step``. Otherwise it trains until it fails."""
 
@@ -105,16 +105,16 @@ def main(plan: Plan) -> None:
     def fail(*unused: Any) -> None:
         if step == plan.step:
             events.write("fault")
-            if not plan.sleep:
+            if not plan.pause:
                 raise UserError
-            time.sleep(plan.sleep)
+            time.sleep(plan.pause)
 
     def begin(*unused: Any) -> None:
         if step == 0:
             events.write("began")
 
     model.register_forward_pre_hook(begin)
-    if plan.raises_in or plan.sleep:
+    if plan.raises_in or plan.pause:
         blocks[plan.block][0].register_forward_hook(fail)
     events.write("ready")
     try:
