@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "splitmix.h"
 #include "transport/op_label.h"
 
 enum { RANKS_MAX = 4, COMMUNICATORS = 4 * RANKS_MAX, COLLECTIVES_MAX = 512, POOL_MAX = 4096 };
@@ -97,10 +98,7 @@ static struct {
 static _Thread_local rank *self; /* NULL in the main thread */
 
 static uint64_t random_bits(void) {
-    uint64_t x = many.random += 0x9e3779b97f4a7c15u;
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return x ^ x >> 31;
+    return splitmix64(&many.random);
 }
 
 static uint32_t random_below(uint32_t below) {

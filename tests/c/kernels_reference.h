@@ -17,6 +17,7 @@
 
 #include "kernels/index.h"
 #include "kernels/kernels.h"
+#include "splitmix.h"
 
 enum {
     ROUNDS = 60, /* random layouts per property and backend */
@@ -52,10 +53,7 @@ typedef struct random_state {
 } random_state;
 
 static inline uint64_t draw(random_state *random) {
-    uint64_t z = (random->value += 0x9e3779b97f4a7c15u);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
+    return splitmix64(&random->value);
 }
 
 /* Uniform in [low, high]. */

@@ -39,6 +39,8 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include "splitmix.h"
+
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -85,10 +87,7 @@ static struct {
 } many;
 
 static uint64_t random_bits(void) {
-    uint64_t x = many.random += 0x9e3779b97f4a7c15u;
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return x ^ x >> 31;
+    return splitmix64(&many.random);
 }
 
 static uint32_t random_below(uint32_t below) {

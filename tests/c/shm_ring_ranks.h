@@ -14,6 +14,7 @@
 
 #include <cmocka.h>
 
+#include "splitmix.h"
 #include "transport/shm_ring.c"
 
 #include <signal.h>
@@ -53,10 +54,7 @@ static inline void fail_requirement(const char *condition, int line) {
 }
 
 static inline uint64_t mix(uint64_t x) {
-    x += 0x9e3779b97f4a7c15u;
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return x ^ x >> 31;
+    return splitmix64(&x);
 }
 
 static inline uint32_t random_below(uint32_t below) {

@@ -1,6 +1,7 @@
 /* The simulation as a whole: configuration, random numbers, log and recorded failures. It also has
  * the small parts of the boundary without a file of their own (flags of autograd, the profiler). */
 #include "sim_internal.h"
+#include "splitmix.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -118,10 +119,7 @@ fct_device sim_device(void) {
 }
 
 uint64_t sim_random(void) {
-    uint64_t z = (random_state += UINT64_C(0x9e3779b97f4a7c15));
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
+    return splitmix64(&random_state);
 }
 
 /* ---- log ---- */
