@@ -49,7 +49,7 @@ from .stall_report import (
     can_answer,
     describe_wait,
     find_failure,
-    find_wait,
+    find_longest_wait,
     format_report,
     make_position,
     runs_a_model,
@@ -231,8 +231,8 @@ class StallMonitor(threading.Thread):
     def _report_lost_store(self, least_seconds: float) -> None:
         """Logs, once, that there will be no report, if this rank has waited so long or failed."""
         now, records = read_own_records(READ_COUNT)
-        record, failure = find_wait(records), find_failure(records)
-        if record is not None and (now - record.waiting) / 1e9 < least_seconds:
+        (record, seconds), failure = find_longest_wait(now, records), find_failure(records)
+        if seconds < least_seconds:
             record = None
         if record is None and failure is not None and failure.number > self._last_failed:
             record = failure
@@ -247,8 +247,7 @@ class StallMonitor(threading.Thread):
     def _check(self) -> bool:
         """Answers requests, reports a long wait. Returns whether a thread waits."""
         now, records = read_own_records(READ_COUNT)
-        wait = find_wait(records)
-        seconds = (now - wait.waiting) / 1e9 if wait is not None else 0.0
+        wait, seconds = find_longest_wait(now, records)
         self._compare(seconds)
         newest = records[0].number if records else 0
         progresses = newest != self._newest and seconds < self._interval
@@ -365,6 +364,8 @@ class StallMonitor(threading.Thread):
                 return False
             time.sleep(min(pause, left))
             pause = min(2 * pause, WAIT_INTERVAL)
+            if not self._stopped:  # ranks that depart do not wait for the end of a report
+                self._compare(find_longest_wait(*read_own_records(READ_COUNT))[1])
         return True
 
     def _read_positions(self) -> dict[int, Position]:

@@ -84,6 +84,12 @@ def find_wait(records: Iterable[Record]) -> Record | None:
     return min(waits, key=lambda record: record.waiting, default=None)
 
 
+def find_longest_wait(now: int, records: Iterable[Record]) -> tuple[Record | None, float]:
+    """Returns the result of ``find_wait``, and the seconds of the wait until ``now``."""
+    wait = find_wait(records)
+    return wait, (now - wait.waiting) / 1e9 if wait is not None else 0.0
+
+
 def find_failure(records: Iterable[Record]) -> Record | None:
     """Returns the newest record that a thread has waited for, if an exception ended the wait."""
     states = (WAITING, COMPLETE, FAILED)

@@ -53,6 +53,13 @@ PYTHON_MUTATIONS = {
         "unit/test_contexts_and_ema.py::test_nested_no_sync_restores_settings_after_exception",
         "At index 0 diff: (True, False) != (True, True)",
     ),
+    "rank that writes a report answers no departing rank": PythonMutation(
+        "_runtime/stall_monitor.py",
+        "            if not self._stopped:  # ranks that depart",
+        "            if False:  # ranks that depart",
+        "unit/test_stall_monitor.py::test_rank_that_writes_a_report_answers_departing_ranks",
+        "assert []",
+    ),
     "infinity norm of an empty shard is infinite": PythonMutation(
         "_runtime/grad_norm.py",
         "neutral_norm = 0.0 if norm_type > 0 else math.inf",

@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,19 @@ def test_later_failure_with_equal_text_has_a_report_of_its_own(
         monitor._report_new_failure(SECOND, [make_record(number, records.FAILED)])
         assert line in caplog.messages[-1]
     assert len(caplog.messages) == 2
+
+
+def test_rank_that_writes_a_report_answers_departing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[str] = []
+    departures = SimpleNamespace(answer=lambda: answers.append("answer"))
+    monkeypatch.setattr(stall_monitor, "get_departures", lambda: departures)
+    monkeypatch.setattr(stall_monitor, "find_interrupted_pass", lambda: "")
+    own = [make_record(3, records.FAILED), make_record(2, records.WAITING)]
+    set_records(monkeypatch, 2 * SECOND, own)
+    monitor = make_monitor(_world=2, _compared=0.0, _read_at=0.0)  # rank 1 publishes no position
+    monitor.publish_start()
+    monitor._report_new_failure(2 * SECOND, own)
+    assert answers
 
 
 # ---- a store that has ended ----------------------------------------------------------------------
