@@ -410,6 +410,10 @@ int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subs
     });
 }
 
+bool fct_grad_subscription_owns_node(const fct_grad_subscription *subscription) {
+    return subscription->node.use_count() == 1;
+}
+
 void fct_grad_subscription_free(fct_grad_subscription *subscription) {
     if (subscription != nullptr) {
         const fct::HeldGil held;

@@ -45,6 +45,8 @@ FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
  * retain and release are not used. */
 FCT_CHECK int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook,
                                      fct_grad_subscription **out);
+/* Whether no graph has the leaf's node, which holds a reference to the leaf. */
+bool fct_grad_subscription_owns_node(const fct_grad_subscription *subscription);
 void fct_grad_subscription_free(fct_grad_subscription *subscription); /* NULL is allowed */
 /* Calls hook at the end of the current backward pass. */
 FCT_CHECK int fct_autograd_at_end(const fct_hook *hook);

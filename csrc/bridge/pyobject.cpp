@@ -100,6 +100,14 @@ fct_tensor *fct_py_tensor(PyObject *obj) {
     return tensor.defined() ? fct::handle(tensor.unsafeGetTensorImpl()) : nullptr;
 }
 
+PyObject *fct_py_object_to_traverse(const fct_tensor *t, size_t references) {
+    c10::TensorImpl *impl = fct::impl(t);
+    /* The object holds a reference to the tensor. As long as there are others, the tensor holds one
+     * to the object, too. */
+    const bool has_others = c10::raw::intrusive_ptr::use_count(impl) != references + 1;
+    return has_others ? nullptr : impl->pyobj_slot()->load_pyobj();
+}
+
 const void *fct_py_storage(PyObject *tensor) {
     return THPVariable_Unpack(tensor)
         .unsafeGetTensorImpl()

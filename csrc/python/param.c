@@ -105,12 +105,23 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
+/* Returns the unsharded tensor's Python object if the references of the C struct keep it alive, and
+ * else NULL. The object may have hooks and attributes that refer to the model. */
+static PyObject *get_held_object(const fc_param *p) {
+    const bool has_node =
+        p->subscription != NULL && fct_grad_subscription_owns_node(p->subscription);
+    return p->unsharded != NULL ? fct_py_object_to_traverse(p->unsharded, has_node ? 2 : 1) : NULL;
+}
+
 static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
     fcpy_param *self = (fcpy_param *)obj;
     Py_VISIT(Py_TYPE(obj));
     Py_VISIT(self->sharded_param);
     Py_VISIT(self->post_forward_param);
     Py_VISIT(self->unsharded_param);
+    if (!PyObject_GC_IsFinalized(obj)) { /* param_finalize() will not be called again */
+        Py_VISIT(get_held_object(&self->core));
+    }
     Py_VISIT(self->spec);
     Py_VISIT(self->shard_identity.local);
     Py_VISIT(self->dict);
@@ -119,6 +130,15 @@ static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
         Py_VISIT(self->slots[i].parameters);
     }
     return 0;
+}
+
+/* Python's garbage collector calls it before it clears an object. torch aborts if the collector
+ * clears a tensor's Python object while there are other references to the tensor. */
+static void param_finalize(PyObject *obj) {
+    fcpy_param *self = (fcpy_param *)obj;
+    if (get_held_object(&self->core) != NULL) {
+        fc_param_set_unsharded(&self->core, NULL);
+    }
 }
 
 static int param_clear(PyObject *obj) {
@@ -442,6 +462,7 @@ static PyType_Slot param_slots[] = {
     {Py_tp_init, (void *)param_init},
     {Py_tp_dealloc, (void *)param_dealloc},
     {Py_tp_traverse, (void *)param_traverse},
+    {Py_tp_finalize, (void *)param_finalize},
     {Py_tp_clear, (void *)param_clear},
     {Py_tp_getset, param_getset},
     {Py_tp_methods, param_methods},

@@ -67,6 +67,33 @@ def test_deleted_model_with_references_in_parameters_is_freed(
     assert [reference() is None for reference in references] == [True] * 5
 
 
+REFERENCES: dict[str, Any] = {
+    "hook": lambda param, model: param.register_hook(lambda grad: None if model else grad),
+    "attribute": lambda param, model: setattr(param, "owner", model),
+}
+"""References from a parameter to its model. Not register_post_accumulate_grad_hook: torch keeps the
+model of such a hook also without FSDP."""
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+@pytest.mark.parametrize("shard", [fsdp_c.fully_shard, fsdp_c.replicate])
+def test_reference_of_unsharded_parameter_does_not_keep_a_deleted_model(
+    fake_group: int, shard: Any, kind: str
+) -> None:
+    class Model(ReturnsParameter):
+        pass
+
+    model = shard(Model(has_attributes=False))
+    step(model)
+    for param in unsharded_params_of(model):
+        REFERENCES[kind](param, model)
+    step(model)
+    del model, param
+    gc.collect()
+    # The collector clears weak references also to objects that it does not free.
+    assert not [obj for obj in gc.get_objects() if isinstance(obj, Model)]
+
+
 def test_attributes_with_plain_data_are_copied_to_sharded_and_unsharded_parameters(
     fake_group: int,
 ) -> None:
