@@ -119,12 +119,13 @@ FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fc
 FC_CHECK fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *err);
 /* Releases post_forward_data. NULL is allowed. */
 void fc_param_drop_post_forward(fc_param *p);
-/* Sets *can if flat may share the shard's memory: the parameter is not extended, and the shard
- * holds all of it, in the compute dtype, on a device of the type of `device`. */
+/* Writes to *can whether flat may share the shard's memory. It may if the parameter is not
+ * extended, and the shard holds the whole parameter, in the compute dtype, on a device of the type
+ * of `device`. */
 FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can,
                                       fc_error *err);
-/* Makes flat an alias of the shard, again if the shard was replaced. Precondition:
- * fc_param_can_alias(). */
+/* Makes flat an alias of the shard. Must be called again after the shard was replaced.
+ * Precondition: fc_param_can_alias(). */
 FC_CHECK fc_status fc_param_alias_flat(fc_param *p);
 /* Moves the memory of `gathered`, which holds the parts of all ranks, to flat. Creates flat if
  * necessary. Afterwards `gathered` has no memory. fc_param_return_flat() moves the memory back. */

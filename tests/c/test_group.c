@@ -290,7 +290,7 @@ static void unshard_discards_prefetch_if_shards_were_written_since(void **state)
         assert_int_equal(fc_group_prefetch(f.core, FC_FORWARD), FC_OK);
         assert_int_equal(fc_state_end_forward(root), FC_OK);
         expect_state(&f, FC_SHARDED, true);
-        assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* the prefetch may read */
+        assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* ends the prefetch's reads */
         write_shards(&f);
         assert_int_equal(fc_state_begin_iteration(root, true), FC_OK);
         f.core->training_state = FC_FORWARD;
@@ -406,7 +406,7 @@ static void unshard_in_backward_disabled_starts_no_gather(void **state) {
 
 /* ---- failures ---- */
 
-/* A kernel would read an address that is invalid on its device. */
+/* Without this check a kernel would read an address that is invalid on its device. */
 static void unshard_of_shard_on_other_device_fails(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {

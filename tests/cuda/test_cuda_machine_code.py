@@ -22,7 +22,7 @@ KERNELS = {
 }
 
 
-def test_each_loop_of_words_has_128_bit_accesses(run_worker: Any) -> None:
+def test_each_kernel_loop_over_words_has_128_bit_accesses(run_worker: Any) -> None:
     by_compiler = run_worker("machine_code")
     if "skipped" in by_compiler:
         pytest.skip(by_compiler["skipped"])

@@ -214,7 +214,7 @@ def test_dry_run_events_equal_trace_of_the_core(name: str, fake_group: int) -> N
     assert core_trace.first_difference(core, dry) == ""
 
 
-def test_comparison_finds_gather_buffer_that_is_freed_late(fake_group: int) -> None:
+def test_trace_of_gather_buffer_that_is_freed_late_differs(fake_group: int) -> None:
     model = shard(Chain())
     events = core_trace.run_dry(model, BATCH)
     core_trace.step_of(model, BATCH)()
@@ -238,7 +238,7 @@ STEP = [
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_peak_is_highest_sum_of_live_bytes(streams: bool) -> None:
+def test_peak_of_dry_run_is_highest_sum_of_live_bytes(streams: bool) -> None:
     events, peak = _dry_run.run([UNIT], [{"root": 0}], STEP, streams=streams)
     live: dict[str, int] = {}
     sums = []
@@ -275,7 +275,7 @@ def test_outputs_of_reduce_scatters_that_await_all_reduces_follow_max_input_buff
     assert (most, live) == (kept + 1, 0)  # the kept outputs, and that of the latest reduction
 
 
-def test_events_name_call_unit_stream_and_purpose() -> None:
+def test_events_of_dry_run_name_call_unit_stream_and_purpose() -> None:
     events, _ = _dry_run.run([UNIT], [{"root": 0}], STEP, streams=True)
     gather = next(event for event in events if event.kind == "all_gather")
     assert (gather.call, gather.unit, gather.bytes, gather.label) == (0, 0, 32, "shard")
@@ -327,7 +327,7 @@ print(len(module.run([], [{"root": 0}], [("pre_forward", 0)])[0]), "torch" in sy
         ({}, {"name": 3}, r"units\[0\]\.params\[0\]\.name: 3; expected a str"),
     ],
 )
-def test_invalid_unit_raises_with_the_name_of_the_item(
+def test_dry_run_of_invalid_unit_raises_with_the_name_of_the_item(
     unit: dict[str, Any], param: dict[str, Any], match: str
 ) -> None:
     described = {**UNIT, "params": [{**PARAM, **param}], **unit}
@@ -348,7 +348,7 @@ def test_invalid_unit_raises_with_the_name_of_the_item(
         ),
     ],
 )
-def test_invalid_state_raises_with_the_name_of_the_item(state: Any, match: str) -> None:
+def test_dry_run_of_invalid_state_raises_with_the_name_of_the_item(state: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         _dry_run.run([UNIT], [state], STEP)
 

@@ -158,7 +158,7 @@ def test_explain_of_plain_model_raises() -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_model_without_mistakes_has_no_warnings(reshard: bool | None) -> None:
+def test_explain_of_model_without_mistakes_has_no_warnings(reshard: bool | None) -> None:
     model = sharded(reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters())
     assert quiet_explain(model, optimizer).warnings == []
@@ -359,7 +359,7 @@ def get_state_bytes(explanation: Explanation) -> int:
         lambda params: torch.optim.AdamW(params, differentiable=True),
     ],
 )
-def test_states_are_estimated_before_the_first_step(make: Any) -> None:
+def test_optimizer_states_are_estimated_before_the_first_step(make: Any) -> None:
     model = sharded()
     explanation = quiet_explain(model, make([*model.parameters()]))
     shards = sum(unit.shard_bytes for unit in explanation.units)
@@ -374,7 +374,7 @@ def test_states_are_estimated_before_the_first_step(make: Any) -> None:
         torch.optim.SparseAdam,
     ],
 )
-def test_states_that_cannot_be_estimated_are_unknown(make: Any) -> None:
+def test_optimizer_states_that_cannot_be_estimated_are_unknown(make: Any) -> None:
     model = sharded()
     explanation = quiet_explain(model, make([*model.parameters()]))
     assert re.search(r"optimizer states +unknown +call this after its first", str(explanation))
@@ -391,7 +391,7 @@ def test_states_of_optimizer_that_cannot_be_measured_are_counted_after_its_step(
     assert get_state_bytes(explanation) == states and explanation.knows_optimizer
 
 
-def test_only_parameters_of_the_optimizer_have_states() -> None:
+def test_explain_counts_states_of_parameters_of_the_optimizer_only() -> None:
     model = sharded()
     model.blocks[0].requires_grad_(False)
     optimizer = torch.optim.SGD([*model.blocks[0].parameters(), *model.blocks[1].parameters()])
@@ -426,7 +426,7 @@ class LowBit(torch.optim.Optimizer):
             self.state[param].setdefault("codes", Quantized(codes))
 
 
-def test_states_of_tensor_subclasses_count_the_bytes_of_their_inner_tensors() -> None:
+def test_optimizer_states_that_are_tensor_subclasses_count_their_inner_tensors() -> None:
     model = sharded()
     explanation = quiet_explain(model, LowBit(model.parameters()))
     shards = sum(unit.shard_bytes for unit in explanation.units)

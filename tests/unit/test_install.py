@@ -465,7 +465,7 @@ def run_plain_and_fsdp_c(commands: Commands, *arguments: str) -> tuple[Any, Any]
     ],
     ids=" ".join,
 )
-def test_script_behaves_as_under_plain_python(
+def test_script_run_by_python_m_fsdp_c_behaves_as_under_plain_python(
     commands: Commands, arguments: tuple[str, ...]
 ) -> None:
     plain, with_fsdp_c = run_plain_and_fsdp_c(commands, *arguments)
@@ -473,7 +473,7 @@ def test_script_behaves_as_under_plain_python(
     assert with_fsdp_c == plain
 
 
-def test_script_and_child_environment_use_fsdp_c(commands: Commands) -> None:
+def test_script_run_by_python_m_fsdp_c_and_its_children_use_fsdp_c(commands: Commands) -> None:
     arguments = ("-m", "fsdp_c", "uses_fully_shard.py")
     completed = run(*arguments, env=commands.env, cwd=commands.scripts)  # a new interpreter
     assert completed.stdout.split("\n")[0] == "True 1", completed.stderr

@@ -88,7 +88,7 @@ def test_find_expected_returns_none_for_class_replaced_by_subclass(
     assert originals.find_expected(param_group, name) is None
 
 
-def test_original_of_method_under_torch_decorator_of_library_is_the_method() -> None:
+def test_find_original_of_method_wrapped_by_torch_compiler_disable_returns_the_method() -> None:
     own, names = FSDPParamGroup.unshard, (FSDPParamGroup.__module__, "FSDPParamGroup.unshard")
     disabled = torch.compiler.disable(own)
     assert not originals.is_torch_function(disabled, *names)

@@ -182,7 +182,7 @@ def test_goal_without_a_recorded_value_is_not_measured() -> None:
     assert set(map(tuple, rows.values())) == {("not measured", "-")}
 
 
-def test_page_prefers_the_results_of_the_main_release(
+def test_benchmarks_page_prefers_the_results_of_the_main_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = copy_results(tmp_path, monkeypatch)

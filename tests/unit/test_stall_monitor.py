@@ -47,7 +47,7 @@ def set_records(monkeypatch: pytest.MonkeyPatch, now: int, own: list[records.Rec
     monkeypatch.setattr(stall_monitor, "read_own_records", lambda count: (now, own))
 
 
-def test_later_failure_with_equal_text_has_a_report_of_its_own(
+def test_later_failure_with_equal_text_is_reported_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stall_monitor, "find_interrupted_pass", lambda: "")
@@ -96,7 +96,7 @@ def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
 
 
 @pytest.mark.parametrize("state", [records.WAITING, records.FAILED])
-def test_first_long_or_failed_wait_after_the_loss_of_the_store_is_logged_once(
+def test_first_stalled_or_failed_wait_after_the_loss_of_the_store_is_logged_once(
     state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = make_monitor()
@@ -122,7 +122,7 @@ def test_failure_that_the_store_cannot_report_is_logged(
     assert len(caplog.messages) == 1
 
 
-def test_thread_starts_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stall_monitor_starts_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_monitor, "get_departures", fail)
     monkeypatch.setattr(stall_monitor, "_get_default_group", threading.Event)
     monkeypatch.setattr(stall_monitor, "_get_default_store", lambda: Store(Server(Clock())))

@@ -400,7 +400,9 @@ def outcomes() -> str:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenario_leaves_torch_unchanged(outcomes: str, scenario: str) -> None:
+def test_torch_is_unchanged_after_each_scenario_of_install_and_uninstall(
+    outcomes: str, scenario: str
+) -> None:
     assert f"{scenario} passed\n" in outcomes, outcomes
 
 
