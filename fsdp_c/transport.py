@@ -121,7 +121,8 @@ def release_memory() -> None:
     """Returns cached CPU buffers to the system.
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
-    steps. The cache exceeds the peak use of the last eight iterations by at most an eighth, or by
-    16 MiB if that is more. Resetting or deleting a model also releases the cache.
+    steps. Buffers in use and the cache together exceed the peak use of the last eight iterations by
+    at most an eighth, or by 16 MiB if that is more. Resetting or deleting a model also releases the
+    cache.
     """
     _C.trim_memory()

@@ -146,11 +146,11 @@ FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device
 bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);
 
-/* At the beginning of a backward of the group. With `defers_cast`, autograd does not cast a
- * gradient to grad_dtype if it is reduced at the end or added to an earlier gradient. */
+/* Runs at the beginning of the group's backward. With `defers_cast`, disables autograd's cast to
+ * grad_dtype for gradients that are reduced at the end or added to an earlier gradient. */
 FC_CHECK fc_status fc_param_begin_grad(fc_param *p, bool reduces);
-/* At the end of a backward of the group: restores grad_dtype, and casts a gradient that stays in
- * .grad to it. If the cast fails, .grad is unchanged. */
+/* Runs at the end of the group's backward. Restores grad_dtype, and casts a gradient that stays in
+ * .grad to grad_dtype. If the cast fails, .grad is unchanged. */
 FC_CHECK fc_status fc_param_end_grad(fc_param *p);
 /* Adds .grad of the unsharded parameter to `accumulated`, if that exists, and clears .grad. */
 FC_CHECK fc_status fc_param_accumulate_grad(fc_param *p);

@@ -281,13 +281,13 @@ static op_entry entry_of(const op_entry_list *list, uint64_t number) {
     return entry;
 }
 
-/* A collective without a label equals all others. */
+/* A collective without a label counts as equal to all others. */
 static bool is_equal(const op_entry *a, const op_entry *b) {
     return a->hash == 0 || b->hash == 0 ||
            (a->kind == b->kind && op_label_is_equal(&a->label, &b->label));
 }
 
-/* Describes the first checksum that differs between two ranks. Unknown checksums equal all. */
+/* Describes the first checksum that differs between two ranks. Unknown checksums do not differ. */
 static void describe_data(const op_entry_list *a, const op_entry_list *b, char *text,
                           size_t bytes) {
     const size_t count = a->count < b->count ? a->count : b->count;

@@ -48,7 +48,7 @@ enum { OP_CHECKSUM_KINDS = 2, OP_CHECKSUMS = 256, OP_CHECKSUMS_KEPT = 4096 };
 enum { OP_INTERVALS = 512 };
 
 typedef struct op_checksum {
-    uint64_t value; /* 0: unknown, equal to all */
+    uint64_t value; /* 0: unknown, never a mismatch */
     fct_op_label label;
 } op_checksum;
 
@@ -66,7 +66,7 @@ typedef struct op_checksum_list {
 /* A closed interval on a device with streams. */
 typedef struct op_interval {
     uint64_t number; /* see op_checksums_number_interval */
-    uint64_t hash;   /* of its checksums; 0: unknown, equal to all */
+    uint64_t hash;   /* of its checksums; 0: unknown, never a mismatch */
     uint64_t first[OP_CHECKSUM_KINDS];
     uint64_t count[OP_CHECKSUM_KINDS];
 } op_interval;

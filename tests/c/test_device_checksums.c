@@ -238,7 +238,7 @@ static void reset_makes_the_checksums_before_it_unknown(void **state) {
     end();
 }
 
-static void table_that_is_full_has_no_sum(void **state) {
+static void full_checksum_table_makes_later_sums_unknown(void **state) {
     (void)state;
     begin();
     fc_device_checksums *d = NULL;
@@ -275,7 +275,7 @@ static void forward_ends_the_interval_of_a_half_full_table(void **state) {
     end();
 }
 
-static void sum_of_an_ended_interval_is_unknown(void **state) {
+static void checksum_of_an_ended_interval_becomes_unknown(void **state) {
     (void)state;
     begin();
     fc_device_checksums **d = &model->comm.device_checksums;
@@ -298,9 +298,9 @@ int main(void) {
         cmocka_unit_test(addition_during_a_capture_makes_the_sum_unknown),
         cmocka_unit_test(interval_ends_after_additions_on_every_stream),
         cmocka_unit_test(reset_makes_the_checksums_before_it_unknown),
-        cmocka_unit_test(table_that_is_full_has_no_sum),
+        cmocka_unit_test(full_checksum_table_makes_later_sums_unknown),
         cmocka_unit_test(forward_ends_the_interval_of_a_half_full_table),
-        cmocka_unit_test(sum_of_an_ended_interval_is_unknown),
+        cmocka_unit_test(checksum_of_an_ended_interval_becomes_unknown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -185,7 +185,7 @@ static void change_of_deferred_cast_requires_invalidate(void **state) {
     end();
 }
 
-static void zeros_without_a_dtype_are_refused(void **state) {
+static void zero_gradients_without_a_dtype_are_refused(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, FCT_NO_DTYPE);
     fc_param *p = &params[2].core;
@@ -237,7 +237,7 @@ int main(void) {
         cmocka_unit_test(end_of_backward_casts_gradient_in_place_to_grad_dtype),
         cmocka_unit_test(backward_without_deferred_casts_visits_no_parameter),
         cmocka_unit_test(change_of_deferred_cast_requires_invalidate),
-        cmocka_unit_test(zeros_without_a_dtype_are_refused),
+        cmocka_unit_test(zero_gradients_without_a_dtype_are_refused),
         cmocka_unit_test(to_accumulated_casts_to_reduce_dtype_and_accumulates),
         cmocka_unit_test(collect_unwraps_dtensor_gradients_through_callback),
     };

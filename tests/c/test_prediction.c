@@ -77,7 +77,7 @@ static void context_with_different_successors_predicts_nothing(void **state) {
     op_prediction_fini(&p);
 }
 
-static void last_values_are_kept(void **state) {
+static void prediction_keeps_the_last_values(void **state) {
     (void)state;
     op_prediction p = make();
     for (uint64_t i = 0; i < OP_RECENT + 10; i++) {
@@ -111,7 +111,7 @@ int main(void) {
         cmocka_unit_test(repeated_sequence_is_predicted),
         cmocka_unit_test(longest_context_decides),
         cmocka_unit_test(context_with_different_successors_predicts_nothing),
-        cmocka_unit_test(last_values_are_kept),
+        cmocka_unit_test(prediction_keeps_the_last_values),
         cmocka_unit_test(equal_sequences_have_equal_predictions),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -33,7 +33,7 @@ def test_direct_calls_of_private_methods_on_four_ranks_match_torch() -> None:
     assert_same("group_post_backward_called_directly_hsdp_on_four_ranks", 4)
 
 
-def test_backward_without_module_hooks_ends_with_a_direct_call() -> None:
+def test_backward_without_module_hooks_is_ended_by_a_direct_private_call() -> None:
     """From 2.15 on, torch refuses the end of a backward that no module hook has begun."""
     name = "post_backward_hook_registered_directly"
     if not has("2.15"):

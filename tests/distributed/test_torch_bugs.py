@@ -19,7 +19,10 @@ from releases import has
 
 BUGS = ("torch_bugs", "torch_bugs_failures", "torch_bugs_meshes", "torch_bugs_steps")
 FIXED_IN_2_15 = has("2.15")
-"""Whether the installed torch has fixed B1, B2 and resets. Tests name the earlier fixes."""
+"""Whether the installed torch has the fixes of release 2.15: B1, B2, and gradients after resets.
+
+Tests name the releases of earlier fixes.
+"""
 
 
 RunScenario = Callable[[str, int], list[Any]]
@@ -269,7 +272,7 @@ def test_step_between_units_that_stay_unsharded_leaves_no_stale_weights() -> Non
 
 
 def test_uneven_parameters_tied_after_sharding_leave_no_stale_weights() -> None:
-    """Both units' gradients are reduced alone, so the sums are rounded in another order."""
+    """Each unit reduces its own gradient of the weight, so sums are rounded in another order."""
     name = "parameters_tied_after_sharding"
     for result in run_torch(name):
         assert differences_beyond_rounding(result["expected"], result["found"])

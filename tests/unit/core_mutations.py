@@ -268,7 +268,7 @@ MUTATIONS = {
     ),
     "failed copy-out does not return its chunks": Mutation(
         "gather",
-        "        fc_unsharded_return(a->base, a->pending.plan, &a->chunks);",
+        "        fc_unsharded_return_chunks(a->base, a->pending.plan, &a->chunks);",
         "        (void)a;",
         "test_gather",
         "owned_chunks_survive_failed_copy_out",
@@ -370,7 +370,7 @@ MUTATIONS = {
         "    FC_TRY(fc_param_keep_grad(p));\n    fc_param_forget_unsharded(p);\n    replace(",
         "    fc_param_forget_unsharded(p);\n    replace(",
         "test_param",
-        "[  FAILED  ] replaced_leaf_leaves_its_gradient",
+        "[  FAILED  ] gradient_of_replaced_leaf_is_kept_as_partial_gradient",
     ),
     "cut texts end inside of a character": Mutation(
         "status",

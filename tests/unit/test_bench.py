@@ -63,7 +63,7 @@ def test_bench_rejects_wrong_options_before_it_writes(
     assert not list(tmp_path.iterdir())
 
 
-def test_report_of_a_run_with_a_failed_benchmark_has_the_others(
+def test_benchmark_report_after_a_failed_benchmark_has_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")

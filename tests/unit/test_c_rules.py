@@ -325,7 +325,7 @@ TRANSPORT_WORDS = {
 
 @pytest.mark.parametrize("module", ["group", "gather", "reduce"])
 @pytest.mark.parametrize("suffix", [".c", ".h"])
-def test_gather_reduce_and_group_name_no_transport(module: str, suffix: str) -> None:
+def test_core_files_gather_reduce_and_group_mention_no_transport(module: str, suffix: str) -> None:
     """These modules use plans and process groups. The process group selects the transport."""
     text = (CORE / f"{module}{suffix}").read_text()
     words = {w.lower() for w in re.findall(r"[A-Za-z][a-z0-9]*|[A-Z]+", text.replace("_", " "))}

@@ -205,7 +205,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def test_dry_run_events_equal_trace_of_the_core(name: str, fake_group: int) -> None:
     model = MODELS[name]()
     events = core_trace.run_dry(model, BATCH)
-    step = core_trace.step_of(model, BATCH)
+    step = core_trace.make_step(model, BATCH)
     step()  # lazy initialization is not part of a step
     model.zero_grad()
     core = core_trace.trace_core(step)
@@ -217,7 +217,7 @@ def test_dry_run_events_equal_trace_of_the_core(name: str, fake_group: int) -> N
 def test_trace_of_gather_buffer_that_is_freed_late_differs(fake_group: int) -> None:
     model = shard(Chain())
     events = core_trace.run_dry(model, BATCH)
-    core_trace.step_of(model, BATCH)()
+    core_trace.make_step(model, BATCH)()
     core = core_trace.trace_events(events, model)
     end = next(i for i, event in enumerate(events) if event.label == "all_gather_copy_out") + 1
     free = next(i for i in range(end, len(events)) if events[i].kind == "free")
@@ -255,9 +255,7 @@ def test_peak_of_dry_run_is_highest_sum_of_live_bytes(streams: bool) -> None:
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, 2), (2, 2), (3, 3), (6, 6)])
-def test_outputs_of_reduce_scatters_that_await_all_reduces_follow_max_input_buffers(
-    limit: int, kept: int
-) -> None:
+def test_max_input_buffers_limits_the_rows_that_wait_for_all_reduces(limit: int, kept: int) -> None:
     mixed = PARAM | {"sizes": [16, 4], "compute": "torch.bfloat16", "reduce": "torch.bfloat16"}
     indices = range(8)
     units = [UNIT | {"state": i, "replicas": 2, "params": [mixed]} for i in indices]

@@ -104,7 +104,7 @@ def test_find_undecorated_of_wrapped_fully_shard_returns_contract_key(
     assert originals.find_undecorated(torch_module, "fully_shard") is key
 
 
-def test_undecorated_of_opaque_replacement_raises_with_the_remedy(
+def test_find_undecorated_of_opaque_replacement_raises_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_module, "fully_shard", opaque)

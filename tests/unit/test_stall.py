@@ -228,7 +228,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])
-def test_previous_action_without_handler_may_have_sa_siginfo(
+def test_previous_signal_action_without_handler_may_have_sa_siginfo(
     action: signal.Handlers, tmp_path: Path
 ) -> None:
     arguments = [str(tmp_path / "file"), str(int(action))]
@@ -301,7 +301,7 @@ def test_position_in_stall_report_has_the_longest_wait_and_the_last_completed_co
         f"all-gather of '{record.number}' (step 3, forward) of process group '0'"
         for record in done[: stall_report.RECENT]
     ]
-    assert "test_position_has" in position.line
+    assert "test_position_in_stall_report" in position.line
     assert Position.from_json(position.to_json()) == position
 
 
@@ -526,7 +526,7 @@ def test_timeline_of_files_without_collectives_exits_with_status_2(
 
 
 @pytest.mark.parametrize("name", ["rank", "world", "pid", "clock_offset", "written", "host"])
-def test_file_with_incomplete_header_is_refused(
+def test_record_file_with_incomplete_header_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     header = json.loads(records.make_header(0, 2)) | {name: None}
@@ -535,7 +535,7 @@ def test_file_with_incomplete_header_is_refused(
     assert f"its header has no '{name}'" in capsys.readouterr().err
 
 
-def test_file_with_missing_records_or_of_another_format_is_refused(
+def test_record_file_with_missing_records_or_of_another_format_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Path(write_rank(tmp_path, 0, ["a", "b"]))
