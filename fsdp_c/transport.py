@@ -43,7 +43,7 @@ def set_transport(model: nn.Module, transport: Transport) -> None:
     for unit in get_units(model, "set_transport"):
         for group in list_process_groups(unit.mesh_info, unit.post_forward_mesh_info):
             if isinstance(group, dist.ProcessGroup):
-                _C.pause_direct(group, transport == "gloo")
+                _C.pause_shm(group, transport == "gloo")
 
 
 def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:

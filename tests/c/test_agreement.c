@@ -391,7 +391,7 @@ static void ranks_agree_without_a_comparison_of_plans(void **state) {
     run_negotiation(agree_with_an_unknown_plan, 2);
 }
 
-static void ranks_do_not_agree_if_one_of_them_cannot(void **state) {
+static void ranks_start_no_agreement_if_one_of_them_cannot(void **state) {
     (void)state;
     run_negotiation(veto_agreements_on_rank_1, 2);
     run_negotiation(agree_without_a_plan_on_rank_1, 2);
@@ -461,7 +461,7 @@ int main(void) {
         cmocka_unit_test(rank_with_unknown_collectives_differs_from_no_rank),
         cmocka_unit_test(agreement_starts_after_round_1_is_read),
         cmocka_unit_test(ranks_agree_without_a_comparison_of_plans),
-        cmocka_unit_test(ranks_do_not_agree_if_one_of_them_cannot),
+        cmocka_unit_test(ranks_start_no_agreement_if_one_of_them_cannot),
         cmocka_unit_test(agreement_after_an_interrupted_agreement_compares),
         cmocka_unit_test(collective_after_an_interrupted_agreement_finishes_it),
     };

@@ -18,7 +18,7 @@ def test_clipping_functions_match_torch(name: str, world: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "world"), ON_C_PATH.items())
-def test_clipping_calls_of_these_scenarios_take_the_c_path(name: str, world: int) -> None:
+def test_clipping_scenarios_with_supported_gradients_take_the_c_path(name: str, world: int) -> None:
     for by_fsdp_c in get_results(name, "fsdp_c", world):
         # Each call of clip_three_ways takes the C path six times, unless it raises.
         assert by_fsdp_c["c_calls"] > 5 * len(by_fsdp_c["results"])

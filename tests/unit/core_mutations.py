@@ -201,14 +201,14 @@ MUTATIONS = {
         "        if (streams[i].id == waiter.id) {\n            continue;",
         "        if (streams[i].id != waiter.id) {\n            continue;",
         "test_device_checksums",
-        "[  FAILED  ] interval_ends_after_additions_on_every_stream",
+        "[  FAILED  ] checksum_interval_ends_after_additions_on_every_stream",
     ),
     "device checksum is added before its table is zeroed": Mutation(
         "device_checksums",
         "        ordered = fct_event_wait(d->zeroed, stream) == 0;",
         "        ordered = d->zeroed != NULL;",
         "test_device_checksums",
-        "[  FAILED  ] interval_ends_after_additions_on_every_stream",
+        "[  FAILED  ] checksum_interval_ends_after_additions_on_every_stream",
     ),
     "captured step ends an interval of device checksums": Mutation(
         "device_checksums",

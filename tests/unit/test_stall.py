@@ -361,7 +361,7 @@ def test_invalid_stall_seconds_variable_raises(text: str, monkeypatch: pytest.Mo
         stall_monitor.get_limit()
 
 
-def test_roots_of_other_threads_are_added_while_roots_are_read(
+def test_stall_monitor_reads_roots_while_other_threads_add_roots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Models of earlier tests may have interrupted passes.

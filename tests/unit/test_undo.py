@@ -89,7 +89,7 @@ def functions_within(value):
         value = next((getattr(value, n) for n in names if hasattr(value, n)), None)
 
 
-def facts_about(path, value, found):
+def add_facts(path, value, found):
     found[path] = Held(value)
     if isinstance(value, (dict, list, set)) and not path.endswith("__warningregistry__"):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
@@ -109,13 +109,13 @@ def snapshot():
         for attribute, value in list(vars(module).items()):
             if attribute == "__builtins__":
                 continue
-            facts_about(f"{name}:{attribute}", value, found)
+            add_facts(f"{name}:{attribute}", value, found)
             if isinstance(value, type) and value.__module__.startswith("torch"):
                 for inner, of_class in list(vars(value).items()):
-                    facts_about(f"{value.__module__}.{value.__qualname__}.{inner}", of_class, found)
+                    add_facts(f"{value.__module__}.{value.__qualname__}.{inner}", of_class, found)
     for cls in (*fully_sharded.values(), *replicated.values()):
         for inner, of_class in list(vars(cls).items()):
-            facts_about(f"{cls.__qualname__}.{inner}", of_class, found)
+            add_facts(f"{cls.__qualname__}.{inner}", of_class, found)
     found["sys.meta_path"] = list(sys.meta_path)
     found["gc.callbacks"] = list(gc.callbacks)
     found["atexit"] = list(exit_handlers)

@@ -150,7 +150,7 @@ TRANSPORT_MUTATIONS = {
         " (values[FLAGS] & AGREES) != 0 &&",
         "",
         "test_agreement",
-        "[  FAILED  ] ranks_do_not_agree_if_one_of_them_cannot",
+        "[  FAILED  ] ranks_start_no_agreement_if_one_of_them_cannot",
     ),
     "checksum of a row omits its last piece": Mutation(
         "shm_collective",
@@ -263,7 +263,7 @@ TRANSPORT_MUTATIONS = {
         " && values[PLAN] != FCT_PLAN_OFF;",
         ";",
         "test_agreement",
-        "[  FAILED  ] ranks_do_not_agree_if_one_of_them_cannot",
+        "[  FAILED  ] ranks_start_no_agreement_if_one_of_them_cannot",
     ),
     "unknown label of this rank differs from all": Mutation(
         "op_label",
