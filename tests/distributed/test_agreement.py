@@ -85,7 +85,7 @@ def test_training_continues_after_different_collectives_with_the_guard_off() -> 
         assert [outcome[:2] for outcome in results.values()] == [("", 2)] * 3
 
 
-def test_equal_programs_do_not_raise() -> None:
+def test_ranks_with_equal_programs_do_not_raise() -> None:
     for results in run_ranks(agreement.run_legitimate, 2, env=GLOO, timeout=200):
         assert {name: error for name, error in results.items() if error} == {}
 

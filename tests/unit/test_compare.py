@@ -151,7 +151,7 @@ def test_compare_reports_a_different_loss_before_gradients() -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_script_with_random_numbers_is_reported_as_inconclusive() -> None:
+def test_compare_reports_a_script_with_random_numbers_as_inconclusive() -> None:
     completed = run("random_loss", "--rounds", "2")
     assert completed.returncode == 4, completed.stdout + completed.stderr
     assert (
@@ -164,7 +164,7 @@ def test_script_with_random_numbers_is_reported_as_inconclusive() -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_script_that_exits_before_the_last_step_is_compared() -> None:
+def test_compare_of_script_that_exits_before_the_last_step_succeeds() -> None:
     completed = run("exits_early")
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "note: the script ended after 2 of 3 steps" in completed.stdout
@@ -199,7 +199,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_script_with_loader_workers_and_endless_thread_ends(tmp_path: Path) -> None:
+def test_compare_ends_a_script_with_loader_workers_and_endless_thread(tmp_path: Path) -> None:
     completed = run("loader_workers_and_endless_thread", folder=tmp_path)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
@@ -415,7 +415,7 @@ def test_compare_finds_a_difference_in_the_second_round_only() -> None:
     assert [d.run for d in result.differences] == ["fsdp_c-2"]
 
 
-def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
+def test_compare_of_runs_without_steps_or_without_fsdp_c_is_inconclusive() -> None:
     result = compare_records([], [])
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.notes == ["the script made no optimizer step, so nothing was compared"]
@@ -435,7 +435,7 @@ def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
     assert result.notes[0].startswith("the script shards with fsdp_c itself")
 
 
-def test_run_under_fsdp_c_without_steps_is_different() -> None:
+def test_compare_of_run_without_steps_under_fsdp_c_reports_a_difference() -> None:
     result = compare_records(three_steps(), [])
     assert result.verdict is Verdict.DIFFERENT
     assert result.notes == ["--rounds 2 also compares torch with itself"]
@@ -464,20 +464,20 @@ def test_mean_of_losses_that_diverge_to_both_infinities_is_nan() -> None:
     assert result.verdict is Verdict.EQUAL and compare_report.format_report((), result)
 
 
-def test_rank_that_a_real_time_signal_ended_is_described(tmp_path: Path) -> None:
+def test_compare_describes_a_rank_that_a_real_time_signal_ended(tmp_path: Path) -> None:
     child: Any = SimpleNamespace(process=SimpleNamespace(returncode=-40), record=tmp_path / "none")
     assert compare_runs.describe_end(child) == "killed by signal 40"
     child.process.returncode = -signal.SIGKILL
     assert compare_runs.describe_end(child) == "killed by SIGKILL"
 
 
-def test_first_step_and_profiled_step_are_not_timed() -> None:
+def test_compare_times_neither_the_first_nor_the_profiled_step() -> None:
     result = compare_records(three_steps(), three_steps(), three_steps(), three_steps())
     assert result.list_step_seconds("torch") == [[pytest.approx(0.3)], pytest.approx([0.2, 0.3])]
     assert result.find_peak_memory("torch") == 3 * 2**20
 
 
-def test_rank_that_failed_first_is_reported_before_stopped_ranks() -> None:
+def test_compare_reports_the_rank_that_failed_first_before_stopped_ranks() -> None:
     ends = [
         Exit(0, "stopped", order=1, is_secondary=True),
         Exit(1, "exit code 1", order=3),

@@ -48,7 +48,7 @@ def test_figures_of_document_are_the_recorded_ones(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", [README, PAGE], ids=["README", "benchmarks"])
-def test_changed_result_makes_document_out_of_date(
+def test_changed_benchmark_result_makes_document_out_of_date(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = copy_results(tmp_path, monkeypatch)
@@ -74,7 +74,7 @@ def test_update_of_document_without_table_markers_exits_with_error(tmp_path: Pat
         result_tables.update(document)
 
 
-def test_picture_of_readme_has_the_recorded_figures(tmp_path: Path) -> None:
+def test_picture_of_readme_has_the_recorded_benchmark_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     import pictures
     import record_results
@@ -118,7 +118,7 @@ def test_file_without_machine_and_date_is_not_recorded(
         record_results.main()
 
 
-def test_results_of_a_quick_run_are_not_recorded(
+def test_results_of_a_quick_benchmark_run_are_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -176,7 +176,7 @@ def test_recording_writes_results_picture_and_documents(
     assert (tmp_path / "images" / "steps.svg").is_file()
 
 
-def test_goal_without_a_recorded_value_is_not_measured() -> None:
+def test_benchmark_goal_without_a_recorded_value_is_shown_as_not_measured() -> None:
     rows = {row[0]: row[2:] for row in result_goals.make_rows({})}
     assert len(rows) == len(result_goals.GOALS)
     assert set(map(tuple, rows.values())) == {("not measured", "-")}

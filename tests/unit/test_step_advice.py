@@ -433,7 +433,7 @@ def test_microbatches_must_be_a_positive_integer() -> None:
         fsdp_c.plan(Chain(), world_size=8, ranks_per_node="eight")  # type: ignore[arg-type]
 
 
-def test_advice_is_one_line_each() -> None:
+def test_each_step_advice_is_one_line() -> None:
     explanation = explain(sharded_embedding(Embedded()), TOKENS)
     lines = [line for line in str(explanation).splitlines() if line.startswith("advice: ")]
     assert lines == [f"advice: {advice}" for advice in explanation.advice] != []

@@ -172,7 +172,7 @@ def test_plot_draws_names_with_dollar_signs(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_summary_states_shares_of_time_and_longest_wait() -> None:
+def test_trace_summary_states_shares_of_time_and_longest_wait() -> None:
     trace = StepTrace()
     with pytest.raises(RuntimeError, match="still open"):
         trace.summary()
