@@ -259,7 +259,7 @@ static void numbers_of_intervals_increase_and_depend_on_collectives(void **state
     assert_int_equal(op_checksums_number_interval(&other, 7), second);
 }
 
-static void difference_in_data_that_is_not_kept_names_no_unit(void **state) {
+static void difference_of_checksum_that_is_not_kept_names_no_unit(void **state) {
     (void)state;
     op_checksums c = {0};
     add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
@@ -452,7 +452,7 @@ int main(void) {
         cmocka_unit_test(equal_collectives_cost_one_round_per_interval),
         cmocka_unit_test(checksums_are_compared_per_interval),
         cmocka_unit_test(checksum_interval_of_a_device_keeps_its_hash_and_checksums),
-        cmocka_unit_test(difference_in_data_that_is_not_kept_names_no_unit),
+        cmocka_unit_test(difference_of_checksum_that_is_not_kept_names_no_unit),
         cmocka_unit_test(numbers_of_intervals_increase_and_depend_on_collectives),
         cmocka_unit_test(dropped_checksum_is_not_that_of_an_older_interval),
         cmocka_unit_test(checksums_are_compared_over_shared_memory),

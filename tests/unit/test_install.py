@@ -479,7 +479,7 @@ def test_script_run_by_python_m_fsdp_c_and_its_children_use_fsdp_c(commands: Com
     assert completed.stdout.split("\n")[0] == "True 1", completed.stderr
 
 
-def test_command_with_help_or_missing_script_prints_usage(commands: Commands) -> None:
+def test_python_m_fsdp_c_with_help_or_missing_script_prints_usage(commands: Commands) -> None:
     with_help, empty = commands.run("--help"), commands.run()
     assert (
         with_help.returncode == 0
@@ -489,7 +489,7 @@ def test_command_with_help_or_missing_script_prints_usage(commands: Commands) ->
     assert empty.returncode == 2 and empty.stderr == with_help.stdout
 
 
-def test_command_with_unknown_option_exits_with_usage(commands: Commands) -> None:
+def test_python_m_fsdp_c_with_unknown_option_exits_with_usage(commands: Commands) -> None:
     completed = commands.run("--chek")
     assert completed.returncode == 2 and completed.stdout == ""
     assert completed.stderr.startswith("unknown option --chek: ")
