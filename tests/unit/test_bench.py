@@ -86,7 +86,7 @@ def test_benchmark_report_after_a_failed_benchmark_has_the_others(
     assert [path.name for path in (tmp_path / "report").iterdir()] == ["load.json"]
 
 
-def test_meter_measures_memory_page_faults_and_time_of_allocation() -> None:
+def test_benchmark_meter_measures_memory_page_faults_and_time_of_allocation() -> None:
     import meter
     import torch
 

@@ -195,7 +195,7 @@ def test_rank_that_an_exception_interrupts_repeats_the_comparison_of_models(
 
 
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a'b"])
-def test_difference_of_units_with_any_name_is_found(name: str, fake_group: int) -> None:
+def test_plan_difference_is_found_in_unit_with_any_name(name: str, fake_group: int) -> None:
     def describe(dtype: torch.dtype) -> list[str]:
         policy = MixedPrecisionPolicy(param_dtype=dtype)
         layer: Any = fully_shard(nn.Linear(8, 8), mp_policy=policy)

@@ -96,7 +96,7 @@ def test_find_original_of_method_wrapped_by_torch_compiler_disable_returns_the_m
 
 
 @pytest.mark.parametrize("wrap", [pass_through, wrapped])
-def test_find_undecorated_of_wrapped_fully_shard_returns_contract_key(
+def test_find_undecorated_of_wrapped_fully_shard_returns_undecorated_function(
     monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
     key: Any = torch_module.fully_shard.__wrapped__  # type: ignore[attr-defined]
