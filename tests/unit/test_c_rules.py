@@ -71,7 +71,7 @@ def test_headers_of_mutating_functions_state_preconditions() -> None:
     assert [h.name for h in sorted(headers) if "Precondition" not in h.read_text()] == []
 
 
-def test_is_mutating_depends_on_const_of_first_pointer() -> None:
+def test_c_function_is_mutating_if_its_first_pointer_is_not_const() -> None:
     assert c_sources.is_mutating("fc_group *g, const fc_order *order")
     assert c_sources.is_mutating("int64_t a, int64_t *out")
     assert not c_sources.is_mutating("const fc_group *g, size_t *count")

@@ -195,7 +195,7 @@ def test_is_active_is_true_only_for_models_sharded_by_fsdp_c_alone(fake_group: i
     assert fsdp_c.is_active(nn.Sequential(by_fsdp_c))
 
 
-def test_installed_job_logs_one_line_on_rank_0(tmp_path: Path) -> None:
+def test_job_run_with_fsdp_c_logs_one_line_on_rank_0(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB + "fully_shard(nn.Linear(2, 2))\n")
     line = f"fsdp_c {fsdp_c.__version__} runs fully_shard and replicate (torch {torch.__version__})"
     env = installed_environment(tmp_path)

@@ -39,7 +39,7 @@ def test_group_constructor_replacement_that_omits_torchs_raises_and_leaves_model
     assert isinstance(model.weight, DTensor)
 
 
-def test_group_constructor_replaced_before_the_import_is_not_called_without_a_reference(
+def test_group_constructor_replaced_before_the_import_is_not_called_if_the_original_is_unknown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(FSDPParamGroup, "__init__", opaque)

@@ -110,7 +110,7 @@ def test_missing_configuration_file_exits_with_message(capsys: pytest.CaptureFix
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
 )
-def test_configuration_without_transformers_names_the_missing_library(
+def test_plan_of_hf_configuration_without_transformers_names_the_missing_library(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):

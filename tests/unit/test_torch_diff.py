@@ -111,7 +111,7 @@ def test_torch_diff_with_option_full_reports_changed_source_lines(
     assert "      +self.added_attribute = 0" in report
 
 
-def test_surface_of_wheel_equals_surface_of_its_unpacked_files(
+def test_torch_surface_of_wheel_equals_that_of_its_unpacked_files(
     tmp_path: Path, releases: tuple[TorchSource, TorchSource]
 ) -> None:
     wheel = tmp_path / "torch-2.0.0.whl"
