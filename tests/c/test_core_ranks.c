@@ -50,7 +50,7 @@ static struct {
     int fault_count;
     known_bug bug;
     const char *device;
-    bool has_faults; /* or a bug: ranks meet after each step */
+    bool has_faults; /* or a bug. The ranks then meet after each step */
     bool has_wrong_tags;
     size_t recovered, deaths, time_outs, mismatches; /* sums over schedules */
 } test;
@@ -66,8 +66,8 @@ static int world_of(const sim_scenario *s) {
     return (int)(s->world * (s->replicas > 0 ? s->replicas : 1));
 }
 
-/* All contexts of a process share the ended intervals of device checksums (device_checksums.c), and
- * here each rank stands for a process. */
+/* Leaves out scenarios with device checksums: all contexts of a process share the ended intervals
+ * (device_checksums.c), and here each rank stands for a process. */
 static void add_scenario(const sim_scenario *s, const char *device) {
     const bool is_shared = s->checksums && s->device.streams;
     if (world_of(s) >= 2 && world_of(s) <= RANKS_MAX && !is_shared) {

@@ -279,7 +279,7 @@ def test_step_that_calls_the_step_of_its_base_class_counts_once(observe: Any) ->
     assert [record["step"] for record in recording.lines] == [1, 2]
 
 
-def test_script_ends_after_all_optimizers_have_made_the_last_step(observe: Any) -> None:
+def test_compared_script_ends_after_all_optimizers_have_made_the_last_step(observe: Any) -> None:
     recording = observe(2)
     models = [nn.Linear(2, 1) for _ in range(2)]
     unused, second, first = (

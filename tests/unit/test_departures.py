@@ -54,7 +54,7 @@ class SharedStore:
             self.other_issues = decision == b"issue"
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 9])
+@pytest.mark.parametrize("call", [1, 2, 3, 9])  # 9: the other rank does not depart
 def test_interrupted_rank_ends_its_departure_unless_the_other_rank_issues_the_collective(
     call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

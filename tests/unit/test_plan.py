@@ -524,7 +524,9 @@ def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
 
 
 @pytest.mark.parametrize("name", ["max_transient", "min_unit"])
-def test_number_of_bytes_that_is_not_a_positive_integer_raises(name: str, fake_group: int) -> None:
+def test_plan_limit_that_is_not_a_positive_number_of_bytes_raises(
+    name: str, fake_group: int
+) -> None:
     for function in (auto_shard, partial(quiet_plan, world_size=8)):
         for value in (0, -1):
             with pytest.raises(ValueError, match=f"{name} is a positive number of bytes, not"):
