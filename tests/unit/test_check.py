@@ -296,7 +296,7 @@ def test_self_test_with_failing_process_is_reported(
 # ---- building ------------------------------------------------------------------------------------
 
 
-def test_build_plan_states_files_compilers_and_duration() -> None:
+def test_description_of_build_states_files_compilers_and_duration() -> None:
     text = find_torch.describe_build(57, "CPU", 2)
     assert f"torch {torch.__version__}, kernels for CPU: 57 files with 2 compilers" in text
     assert "takes about 1 min" in text

@@ -88,7 +88,7 @@ def test_picture_of_readme_has_the_recorded_benchmark_figures(tmp_path: Path) ->
     assert sum(label.endswith(" ms") for label in drawn) == 8
 
 
-def test_recorded_data_omits_memory_samples_and_rounds_floats() -> None:
+def test_recorded_benchmark_results_omit_memory_samples_and_round_floats() -> None:
     pytest.importorskip("matplotlib")
     import record_results
 

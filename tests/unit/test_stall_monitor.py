@@ -47,7 +47,7 @@ def set_records(monkeypatch: pytest.MonkeyPatch, now: int, own: list[records.Rec
     monkeypatch.setattr(stall_monitor, "read_own_records", lambda count: (now, own))
 
 
-def test_later_failure_with_equal_text_is_reported_again(
+def test_stall_monitor_reports_later_failure_with_equal_text_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stall_monitor, "find_interrupted_pass", lambda: "")
@@ -82,7 +82,7 @@ def fail() -> bool:
 
 
 @pytest.mark.parametrize("state", [records.COMPLETE, records.WAITING, records.FAILED])
-def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
+def test_stall_monitor_logs_lost_store_only_on_a_rank_that_waits_or_failed(
     state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_records(monkeypatch, 2 * SECOND, [make_record(3, state)])
@@ -96,7 +96,7 @@ def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
 
 
 @pytest.mark.parametrize("state", [records.WAITING, records.FAILED])
-def test_first_stalled_or_failed_wait_after_the_loss_of_the_store_is_logged_once(
+def test_stall_monitor_logs_first_stalled_or_failed_wait_after_the_loss_of_the_store_once(
     state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = make_monitor()
@@ -111,7 +111,7 @@ def test_first_stalled_or_failed_wait_after_the_loss_of_the_store_is_logged_once
     assert len(caplog.messages) == 1
 
 
-def test_failure_that_the_store_cannot_report_is_logged(
+def test_stall_monitor_logs_failure_that_the_store_cannot_report(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed = [make_record(3, records.FAILED)]
@@ -131,7 +131,7 @@ def test_stall_monitor_starts_without_the_store(monkeypatch: pytest.MonkeyPatch)
     assert stall_monitor.StallMonitor(LIMIT)._lost == "failed to recv, got 0 bytes"
 
 
-def test_other_exception_of_a_check_is_not_taken_for_a_lost_store(
+def test_stall_monitor_takes_no_other_exception_for_a_lost_store(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def check() -> None:
@@ -158,7 +158,7 @@ def test_read_of_a_counter_leaves_the_file_of_a_file_store(tmp_path: Path) -> No
 # ---- processes -----------------------------------------------------------------------------------
 
 
-def test_monitor_in_a_forked_child_leaves_the_lock_of_the_event() -> None:
+def test_stall_monitor_in_a_forked_child_leaves_the_lock_of_the_event() -> None:
     """Another thread of the parent may hold the lock during the fork."""
     monitor = make_monitor(_pid=os.getpid() + 1)
     monitor.finish()

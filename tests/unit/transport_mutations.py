@@ -221,14 +221,14 @@ TRANSPORT_MUTATIONS = {
         "        successor->value = 0;\n",
         "",
         "test_prediction",
-        "[  FAILED  ] context_with_different_successors_predicts_nothing",
+        "[  FAILED  ] context_with_different_successors_gives_no_prediction",
     ),
     "shortest context decides": Mutation(
         "prediction",
         "    while (i > 0 && found == NULL) {",
         "    i = i > 1 ? 1 : i;\n    while (i > 0 && found == NULL) {",
         "test_prediction",
-        "[  FAILED  ] longest_context_decides",
+        "[  FAILED  ] longest_known_context_decides_the_prediction",
     ),
     "interval of an agreement is not emptied at its start": Mutation(
         "agreement",
