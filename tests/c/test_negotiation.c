@@ -251,7 +251,7 @@ static void decline_without_gloo(void) {
     end(n);
 }
 
-static void other_backends_decline_without_a_round(void **state) {
+static void backends_other_than_gloo_decline_shared_memory_without_a_round(void **state) {
     (void)state;
     run_negotiation(decline_without_gloo, 2);
 }
@@ -321,7 +321,7 @@ int main(void) {
         cmocka_unit_test(later_plan_is_compared_once_over_gloo),
         cmocka_unit_test(roots_are_numbered_in_the_order_of_first_use),
         cmocka_unit_test(veto_of_one_rank_declines_on_all),
-        cmocka_unit_test(other_backends_decline_without_a_round),
+        cmocka_unit_test(backends_other_than_gloo_decline_shared_memory_without_a_round),
         cmocka_unit_test(interrupted_wait_may_be_repeated),
         cmocka_unit_test(negotiation_round_is_issued_again_after_failed_issue),
         cmocka_unit_test(negotiation_declines_if_the_group_ends_meanwhile),

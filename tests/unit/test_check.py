@@ -283,7 +283,7 @@ def test_check_on_a_cuda_device_compiles_missing_kernels(
         ("[ $4 = 0 ] && exec sleep 100; echo error >&2; exit 1", "training on gloo failed: error"),
     ],
 )
-def test_self_test_with_failing_process_is_reported(
+def test_check_with_failing_process_is_reported(
     command: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"

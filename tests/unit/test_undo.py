@@ -467,7 +467,7 @@ def test_change_below_a_newer_value_is_not_applied_again(registry: Any) -> None:
     assert registry.keys() == [] and owner.value == 0
 
 
-def test_changes_for_models_stay_while_installed_or_leased(registry: Any) -> None:
+def test_patches_applied_with_first_model_stay_while_installed_or_leased(registry: Any) -> None:
     owner = SimpleNamespace()
     registry.apply_with_first_model("model", lambda: registry.set_attribute(owner, "model", 1))
     install = {"install": lambda: registry.set_attribute(owner, "install", 1)}

@@ -2,8 +2,10 @@
 
 As in sweep.py, a model first runs one clean step. Each attempt then begins with the same
 parameters. It runs a step with the failure, ``reset_iter_state()``, the failed step again, and
-another step. A fault is armed for one thread. Backward runs in the device's thread, so a hook arms
-its fault there. The bits must equal those of a clean run, and neither training nor recovery may race.
+another step. The bits must equal those of a clean run, and neither training nor recovery may race.
+
+A fault is armed for one thread. Backward runs in the device's thread, so a hook arms its fault
+there.
 """
 
 from __future__ import annotations
