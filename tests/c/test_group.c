@@ -169,7 +169,7 @@ static void one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias(void *
     }
 }
 
-static void one_rank_aliases_shards_if_all_parameters_can(void **state) {
+static void group_of_one_rank_aliases_shards_if_all_parameters_can(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.world = 1;
@@ -574,7 +574,7 @@ int main(void) {
         cmocka_unit_test(transition_to_current_state_does_nothing),
         cmocka_unit_test(unshard_on_one_rank_issues_no_collective),
         cmocka_unit_test(one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias),
-        cmocka_unit_test(one_rank_aliases_shards_if_all_parameters_can),
+        cmocka_unit_test(group_of_one_rank_aliases_shards_if_all_parameters_can),
         cmocka_unit_test(parameter_is_cast_at_any_offset_in_row),
         cmocka_unit_test(reshard_in_forward_is_skipped_without_reshard_after_forward),
         cmocka_unit_test(reshard_in_forward_uses_smaller_group_if_set),

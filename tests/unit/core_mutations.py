@@ -377,7 +377,7 @@ MUTATIONS = {
         "    if (present < expected) {",
         "    if (present > expected) {",
         "test_status",
-        "[  FAILED  ] message_is_cut_between_characters",
+        "[  FAILED  ] error_message_is_cut_between_characters",
     ),
     "inner tensors of an extension keep their memory": Mutation(
         "extension",

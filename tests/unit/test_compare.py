@@ -457,7 +457,7 @@ def test_compare_json_has_nonfinite_numbers_as_strings() -> None:
     }
 
 
-def test_mean_of_losses_that_diverge_to_both_infinities_is_nan() -> None:
+def test_compare_mean_of_losses_that_diverge_to_both_infinities_is_nan() -> None:
     losses = {"losses": [[float("inf"), "a"], [float("-inf"), "b"]]}
     result = compare_records(three_steps(s2=losses), three_steps(s2=losses))
     assert math.isnan(result.compute_mean_loss("torch-1", 2))  # type: ignore[arg-type]

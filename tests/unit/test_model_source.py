@@ -71,7 +71,7 @@ def test_plan_command_accepts_configuration_of_each_model_class(
 
 
 @needs_transformers
-def test_class_with_json_text_or_folder_makes_the_same_model(tmp_path: Path) -> None:
+def test_hf_class_with_json_text_or_folder_makes_the_same_model(tmp_path: Path) -> None:
     text = json.dumps(DECODER)
     (tmp_path / "config.json").write_text(json.dumps(DECODER | {"model_type": "llama"}))
     by_text = make_model(f"hf:LlamaForCausalLM:{text}")

@@ -273,7 +273,7 @@ def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:
 # ---- printed text --------------------------------------------------------------------------------
 
 
-def test_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> None:
+def test_unit_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> None:
     model = MLPModel(blocks=12)
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block)
@@ -282,7 +282,7 @@ def test_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> N
     assert "_checkpoint_wrapped_module" not in text
 
 
-def test_table_merges_only_adjacent_units_of_equal_size() -> None:
+def test_unit_table_merges_only_adjacent_units_of_equal_size() -> None:
     def unit(name: str, elements: int = 1) -> Any:
         return report.UnitReport(name, "Block", 1, elements, "", "8", 4, 1, 1, 0, 8)
 
@@ -299,7 +299,7 @@ def test_table_merges_only_adjacent_units_of_equal_size() -> None:
     ]
 
 
-def test_merged_name_keeps_number_signs_and_leading_zeros() -> None:
+def test_merged_unit_name_keeps_number_signs_and_leading_zeros() -> None:
     units = [
         report.UnitReport(name, "Block", 1, 1, "", "8", 4, 1, 1, 0, 8)
         for name in ("a#0", "a#1", "v01.b.0", "v01.b.1")
@@ -319,13 +319,13 @@ def test_plan_fits_if_peak_is_below_given_memory() -> None:
     assert quiet_plan(model).fits is None
 
 
-def test_table_without_batch_and_optimizer_names_missing_arguments(fake_group: int) -> None:
+def test_plan_table_without_batch_and_optimizer_names_missing_arguments(fake_group: int) -> None:
     text = str(fsdp_c.explain(sharded(), file=io.StringIO()))
     assert re.search(r"activations +unknown +pass a batch", text)
     assert re.search(r"optimizer states +unknown +pass the optimizer", text)
 
 
-def test_columns_of_sizes_with_ten_characters_are_separated() -> None:
+def test_unit_table_separates_columns_of_sizes_with_ten_characters() -> None:
     model = nn.Linear(16, 16000, bias=False)
     text = str(quiet_plan(model, 2**20, world_size=1, optimizer="SGD"))
     assert re.search(r"shards +1000\.0 KiB  1000\.0 KiB", text)

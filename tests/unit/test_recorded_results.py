@@ -105,7 +105,7 @@ def test_recorded_benchmark_results_omit_memory_samples_and_round_floats() -> No
     assert record_results.find_folder({"torch": "2.15.0+cu132"}).name == "torch-2.15"
 
 
-def test_file_without_machine_and_date_is_not_recorded(
+def test_benchmark_results_without_machine_and_date_are_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -139,7 +139,7 @@ def test_results_of_a_quick_benchmark_run_are_not_recorded(
     ],
     ids=["host.json is older", "a file is missing"],
 )
-def test_recording_that_fails_writes_nothing(
+def test_recording_of_benchmarks_that_fails_writes_nothing(
     sources: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -154,7 +154,7 @@ def test_recording_that_fails_writes_nothing(
     assert (main / "steps.json").read_text() == before
 
 
-def test_recording_writes_results_picture_and_documents(
+def test_recording_of_benchmarks_writes_results_picture_and_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -256,12 +256,12 @@ def test_benchmark_table_of_two_torch_releases_has_columns_of_both() -> None:
 
 
 @pytest.mark.parametrize("key", ["date", "machine"])
-def test_results_of_another_day_or_machine_are_not_compared(key: str) -> None:
+def test_benchmark_results_of_another_day_or_machine_are_not_compared(key: str) -> None:
     main = read_main()
     assert result_releases.make_table(main, make_other_release(**{key: "another"})) == ([], [], "")
 
 
-def test_results_of_the_last_day_only_are_compared() -> None:
+def test_benchmark_results_of_the_last_day_only_are_compared() -> None:
     main, other = read_main(), make_other_release()
     for results in (main, other):
         for name in ("host", "steps", "units", "optim"):

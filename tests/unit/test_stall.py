@@ -68,7 +68,7 @@ def test_parse_of_recorder_entries_skips_empty_ones_and_sorts_newest_first() -> 
 
 
 @pytest.mark.parametrize(("kind", "state", "text"), [(5, 2, "kind 5"), (0, 9, "state 9")])
-def test_unknown_kind_or_state_of_a_record_raises(kind: int, state: int, text: str) -> None:
+def test_unknown_kind_or_state_of_a_recorder_entry_raises(kind: int, state: int, text: str) -> None:
     data = records._RECORD.pack(1, 1, 1, 1, 0, 1, 0, kind, state, 0, 2, b"", b"")
     with pytest.raises(ValueError, match=f"a record has the unknown {text}"):
         records.parse_records(data)
@@ -114,7 +114,7 @@ def test_record_file_replaces_regular_files_of_this_user_only(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", [b"", b"{}\n", b"[1]\n", b'{"fsdp_c": "records"}\nx'])
-def test_file_without_records_of_fsdp_c_is_refused(text: bytes, tmp_path: Path) -> None:
+def test_stall_command_refuses_file_without_records_of_fsdp_c(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(text)
     with pytest.raises(ValueError, match="has no records of fsdp_c"):
         records.read_file(str(tmp_path / "other"))
@@ -518,7 +518,7 @@ def test_stall_command_without_matplotlib_exits_with_status_2_before_its_report(
     assert output.out == "" and "pip install matplotlib" in output.err
 
 
-def test_timeline_of_files_without_collectives_exits_with_status_2(
+def test_stall_timeline_of_files_without_collectives_exits_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert stall.main([write_rank(tmp_path, 0, []), "--trace", str(tmp_path / "trace.json")]) == 2
@@ -546,7 +546,7 @@ def test_record_file_with_missing_records_or_of_another_format_is_refused(
     assert "its format is 2, expected 1; use the fsdp_c that wrote the" in capsys.readouterr().err
 
 
-def test_wait_that_did_not_end_lasts_until_the_file_was_written(tmp_path: Path) -> None:
+def test_recorded_wait_that_did_not_end_lasts_until_the_file_was_written(tmp_path: Path) -> None:
     """The header of a file that a signal handler writes is older than its records."""
     plot = tmp_path / "plot.png"
     for written, length in ((11 * SECOND, 10 * SECOND), (0, 1)):

@@ -145,7 +145,7 @@ def test_stall_monitor_takes_no_other_exception_for_a_lost_store(
     assert monitor._lost == "" and caplog.messages == []
 
 
-def test_read_of_a_counter_leaves_the_file_of_a_file_store(tmp_path: Path) -> None:
+def test_stall_monitor_read_of_a_counter_leaves_the_file_of_a_file_store(tmp_path: Path) -> None:
     path = tmp_path / "store"
     store = dist.FileStore(str(path), 1)
     assert read_count(store, "a") == 0
@@ -166,7 +166,7 @@ def test_stall_monitor_in_a_forked_child_leaves_the_lock_of_the_event() -> None:
     assert not monitor._woken.is_set()
 
 
-def test_state_of_a_process_with_any_name_is_read() -> None:
+def test_stall_monitor_reads_state_of_a_process_with_any_name() -> None:
     libc = ctypes.CDLL(None)
     name = Path("/proc/self/comm").read_bytes().strip()
     libc.prctl(PR_SET_NAME, b"\xe8\xae) T", 0, 0, 0)
@@ -176,7 +176,7 @@ def test_state_of_a_process_with_any_name_is_read() -> None:
         libc.prctl(PR_SET_NAME, name, 0, 0, 0)
 
 
-def test_process_of_another_boot_or_container_counts_as_running() -> None:
+def test_stall_monitor_counts_process_of_another_boot_or_container_as_running() -> None:
     ended = Position(0, pid=2**22 + 1)
     assert not stall_report.can_answer(ended)
     assert "has ended" in stall_report.format_report({0: ended}, 1, 1)
@@ -185,7 +185,7 @@ def test_process_of_another_boot_or_container_counts_as_running() -> None:
     assert "or cannot be reached" in stall_report.format_report({0: ended}, 1, 1)
 
 
-def test_last_common_collective_of_ranks_in_different_process_groups_is_named() -> None:
+def test_stall_report_names_last_common_collective_of_ranks_in_different_process_groups() -> None:
     text = "reduce-scatter of 'a' (step 2, backward)"
     positions = {
         rank: Position(rank, request=1, completed=[f"{text} of process group '{rank % 2}'"])
@@ -195,7 +195,7 @@ def test_last_common_collective_of_ranks_in_different_process_groups_is_named() 
     assert last == f"  last collective that all answering ranks completed: {text}"
 
 
-def test_folder_of_records_does_not_depend_on_later_working_directories(
+def test_folder_of_recorder_files_does_not_depend_on_later_working_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

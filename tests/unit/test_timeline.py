@@ -159,12 +159,12 @@ def test_trace_spans_of_many_layers_need_time_in_proportion_to_their_number(
 
 
 @pytest.mark.parametrize("part", ["²", "x", "-1"])
-def test_sort_key_accepts_any_name(part: str) -> None:
+def test_trace_sort_key_accepts_any_name(part: str) -> None:
     units = [f"blocks.{part}", "blocks.10", "blocks.2"]
     assert sorted(units, key=timeline._make_sort_key)[1:] == ["blocks.2", "blocks.10"]
 
 
-def test_plot_draws_names_with_dollar_signs(tmp_path: Path) -> None:
+def test_trace_plot_draws_names_with_dollar_signs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     name = "a$\\unknown$"
     spans = [Span(COMPUTE, trace_spans.FORWARD, name, 0, 10**6)]
@@ -239,7 +239,7 @@ def _check_files(trace: StepTrace, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("writes", [True, False])
-def test_plot_without_matplotlib_raises_on_every_rank(
+def test_trace_plot_without_matplotlib_raises_on_every_rank(
     fake_group: int, writes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If only the rank that draws raised, the other ranks would wait for it."""
