@@ -146,7 +146,7 @@ static void compare_without_a_wait(void) {
     end(n);
 }
 
-static void rank_that_does_not_wait_compares_later(void **state) {
+static void rank_that_does_not_wait_compares_its_plan_later(void **state) {
     (void)state;
     run_negotiation(compare_without_a_wait, 2);
 }
@@ -316,7 +316,7 @@ int main(void) {
         cmocka_unit_test(plans_are_compared_in_round_1_and_shared_memory_follows),
         cmocka_unit_test(different_plan_of_one_rank_is_detected_on_all_ranks),
         cmocka_unit_test(later_plan_is_not_compared_if_a_rank_did_not_wait),
-        cmocka_unit_test(rank_that_does_not_wait_compares_later),
+        cmocka_unit_test(rank_that_does_not_wait_compares_its_plan_later),
         cmocka_unit_test(rank_without_plan_differs_from_no_rank),
         cmocka_unit_test(later_plan_is_compared_once_over_gloo),
         cmocka_unit_test(roots_are_numbered_in_the_order_of_first_use),
