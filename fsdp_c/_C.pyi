@@ -38,7 +38,7 @@ CALL_SWAP: int
 CALL_GRADS: int
 CALL_NODE_CLASS: int
 CALL_NODE: int
-CUDA_KERNELS: int  # 1: built with nvcc, 0: CUDA devices use torch's foreach operations
+CUDA_KERNELS: int  # 1: built with nvcc; 0: NVRTC's kernels (use_jit), or torch's operations
 
 def guard_bind(
     group_methods: tuple[Any, ...],

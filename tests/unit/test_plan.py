@@ -381,13 +381,13 @@ def test_parse_bytes_of_other_text_raises(size: str) -> None:
         report.parse_bytes(size)
 
 
-def test_plot_of_model_without_parameters_is_drawn(tmp_path: Path) -> None:
+def test_memory_plot_of_model_without_parameters_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     quiet_plan(nn.Identity(), 2**20).plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
+def test_memory_plot_writes_png_and_svg(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     explanation = quiet_plan(meta_model(), batch=TOKENS, memory="2 MiB")
     explanation.plot(tmp_path / "memory.png")
