@@ -93,8 +93,11 @@ def test_group_skipped_in_accumulation_keeps_gradients() -> None:
     assert_right("group_skipped_in_accumulation")
 
 
-def test_replicas_may_use_different_groups() -> None:
-    """torch's replicas would deadlock: the next test shows their collective counts."""
+def test_replicas_may_use_different_parameter_groups() -> None:
+    """torch's replicas would deadlock.
+
+    test_reduce_scatter_unused_params_includes_groups_that_never_ran shows the reason.
+    """
     assert_right("replicas_using_different_groups", 4)
 
 
