@@ -89,9 +89,9 @@ void op_checksums_drop(op_checksums *c);
 bool op_checksums_any(const op_checksums *c);
 /* Closes the interval. Returns its hash, or 0 if a checksum is unknown or there is none. */
 uint64_t op_checksums_close(op_checksums *c);
-/* Returns a number for the next interval to end. It consists of the number of collectives at the end
- * of the interval, and of its place among the intervals that end there. So a rank that has lost an
- * interval continues with the numbers of the other ranks. */
+/* Returns a number for the next interval to end. It consists of the number of collectives at the
+ * end of the interval, and of its place among the intervals that end there. So a rank that has lost
+ * an interval continues with the numbers of the other ranks. */
 uint64_t op_checksums_number_interval(op_checksums *c, uint64_t collectives);
 /* Closes an interval on a device with streams, and keeps its hash. No effect without a checksum. */
 void op_checksums_end_interval(op_checksums *c, uint64_t number);
