@@ -14,7 +14,7 @@ backward allocates its gradients as in a usual training loop.
 
 The time of a model is its minimum over the rounds. The cost of an implementation is (its time - the
 bare model's time) / groups. The cost per parameter is the slope of a least-squares line over the
-numbers of parameters per group. The bare model of the mixed runs computes in bf16.
+numbers of parameters per group. In jobs in mixed precision, the bare model computes in bf16.
 
 Each job is a table: both precisions on a 1-D mesh, both on a 2 x 4 mesh (HSDP), and forwards alone
 under no_grad. The job "guard" runs guard.py, which measures the comparison of collectives between

@@ -2,7 +2,8 @@
 
     python benchmarks/pictures.py steps.json steps.svg
 
-draws an overview of the data of ``steps.py``. ``record_results.py`` draws that of README.md.
+draws an overview of the data of ``steps.py``. ``record_results.py`` calls the same function for
+the picture of README.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 The second command copies the JSON files of a run to benchmarks/results/torch-X.Y, where X.Y is the
 release of torch that the run used. Then it draws the picture of README.md and updates the tables of
 both documents (result_tables.py). Samples of memory over time are not recorded. The script writes
-nothing if a file is incomplete, or is of ``bench.py --quick``.
+nothing if a file is incomplete, or was written by ``bench.py --quick``.
 
 ``results.json`` of the GPU check (tests/gpu/gpu_check.sh) is recorded as the benchmark ``gpu``.
 """
@@ -86,10 +86,10 @@ def find_folder(data: dict[str, Any]) -> Path:
 
 
 def read_source(source: Path) -> dict[str, Any]:
-    """Returns the data to record of a JSON file.
+    """Returns the part of a JSON file that is recorded.
 
     Raises:
-        SystemExit: The file does not exist, is incomplete, or is of ``bench.py --quick``.
+        SystemExit: The file does not exist, is incomplete, or was written by ``bench.py --quick``.
     """
     if not source.is_file():
         raise SystemExit(f"{source} does not exist: run make bench first")

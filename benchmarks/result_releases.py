@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 Results = dict[str, dict[str, Any]]
+"""The data of each benchmark by its name."""
 Pairs = dict[str, tuple[float, float]]
 """The values of torch's FSDP2 and of fsdp_c by what was measured."""
 

@@ -54,10 +54,10 @@ def auto_shard(
         model: A model without modules that FSDP was applied to.
         policy: Selects the modules that become units:
 
-            - ``"blocks"``: the repeated layers of the model, found by their structure. Embeddings
-              and heads (``nn.Embedding``, ``nn.Linear``) of at least a block's size become units,
-              too, unless they are tied or ``separate_ends=False``. Backward does not gather an
-              embedding's weight again. A head stays gathered from forward to backward.
+            - ``"blocks"``: the repeated layers of the model, found by their structure. An embedding
+              or a head (``nn.Embedding``, ``nn.Linear``) of at least a block's size also becomes a
+              unit. Tied ones do not, and ``separate_ends=False`` turns this off. Backward does not
+              gather an embedding's weight again. A head stays gathered from forward to backward.
             - an ``int``: the maximum of bytes that a unit gathers, in the compute dtype.
             - a module class, or several: their instances.
             - torch's ``ModuleWrapPolicy`` and ``CustomPolicy``. The function of a ``CustomPolicy``

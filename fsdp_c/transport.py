@@ -43,7 +43,7 @@ def set_transport(model: nn.Module, transport: Transport) -> None:
     for unit in get_units(model, "set_transport"):
         for group in list_process_groups(unit.mesh_info, unit.post_forward_mesh_info):
             if isinstance(group, dist.ProcessGroup):
-                _C.pause_direct(group, transport == "gloo")
+                _C.pause_shm(group, transport == "gloo")
 
 
 def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
@@ -121,7 +121,8 @@ def release_memory() -> None:
     """Returns cached CPU buffers to the system.
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
-    steps. The cache exceeds the peak use of the last eight iterations by at most an eighth, or by
-    16 MiB if that is more. Resetting or deleting a model also releases the cache.
+    steps. Buffers in use and the cache together exceed the peak use of the last eight iterations by
+    at most an eighth, or by 16 MiB if that is more. Resetting or deleting a model also releases the
+    cache.
     """
     _C.trim_memory()

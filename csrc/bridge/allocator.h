@@ -1,5 +1,6 @@
-/* Allocators of the buffers of collectives. The table is in allocator.cpp. Their memory has the
- * stream semantics of torch's caching allocator. Split plans do not use their memory. */
+/* Allocators of the buffers of collectives. allocator.cpp lists them. The memory that an allocator
+ * returns has the stream semantics of torch's caching allocator. Split plans (core/plan.h) use no
+ * allocator. */
 #ifndef FSDP_C_BRIDGE_ALLOCATOR_H
 #define FSDP_C_BRIDGE_ALLOCATOR_H
 

@@ -36,7 +36,7 @@ struct Attachment {
  * entry is constant while the group lives. */
 std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
     static auto *const table = new std::unordered_map<const c10d::ProcessGroup *, Attachment>();
-    const fct::HeldGil held; /* the first collective of a handle may be issued in a scope */
+    const fct::HeldGil held; /* the caller may be in a scope of gil.h, without the GIL */
     for (auto it = table->begin(); it != table->end();) {
         it = it->second.group.expired() ? table->erase(it) : std::next(it);
     }
@@ -51,9 +51,10 @@ std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup
     return &entry->second.object;
 }
 
-/* In an all-to-all each rank sends a message to each other rank, in an all-gather to its neighbor.
- */
-constexpr int kLargestAllToAll = 64;
+/* The largest number of ranks for which fct_exchange_start_distinct uses an all-to-all. In an
+ * all-to-all each rank sends a message to each other rank, and in an all-gather to its neighbor
+ * only. */
+constexpr int kMaxAllToAllRanks = 64;
 
 /* Allocates integers below the dispatcher: dispatch modes and transforms of functorch would observe
  * or replace the tensor. */
@@ -141,9 +142,10 @@ int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exch
     }
 }
 
-int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count, fct_exchange **out) {
-    return guarded("fct_exchange_start_apart", [&] {
-        *out = start_exchange(pg, values, count, pg->group->getSize() <= kLargestAllToAll);
+int fct_exchange_start_distinct(fct_pg *pg, const int64_t *values, size_t count,
+                                fct_exchange **out) {
+    return guarded("fct_exchange_start_distinct", [&] {
+        *out = start_exchange(pg, values, count, pg->group->getSize() <= kMaxAllToAllRanks);
     });
 }
 

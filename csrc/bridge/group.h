@@ -48,12 +48,12 @@ void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *object));
 typedef struct fct_exchange fct_exchange;
 FCT_CHECK int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count,
                                  fct_exchange **out);
-/* Like fct_exchange_start, but up to 64 ranks the messages match no messages of gathers,
- * reduce-scatters and all-reduces. If a peer issues one of these instead, both ranks wait. If the
- * messages matched, gloo would end the process that receives a message of another size. Above 64
- * ranks it equals fct_exchange_start. */
-FCT_CHECK int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count,
-                                       fct_exchange **out);
+/* Like fct_exchange_start, but up to 64 ranks gloo does not match the messages with those of
+ * gathers, reduce-scatters and all-reduces. If a peer issues one of these instead, both ranks wait.
+ * With matching messages, gloo would end the process that receives a message of another size. Above
+ * 64 ranks the function equals fct_exchange_start. */
+FCT_CHECK int fct_exchange_start_distinct(fct_pg *pg, const int64_t *values, size_t count,
+                                          fct_exchange **out);
 FCT_CHECK int fct_exchange_wait(fct_exchange *exchange, const int64_t **results);
 void fct_exchange_retain(fct_exchange *exchange);
 void fct_exchange_release(fct_exchange *exchange); /* NULL is allowed */

@@ -43,7 +43,8 @@ BackendKind backend_kind(fct_pg *pg, c10::DeviceType type);
 
 using Handle = std::unique_ptr<fct_pg, decltype(&fct_pg_release)>;
 
-/* Returns the handle of a ProcessGroup object. Users of one group share its handle. */
+/* Returns a new reference to the handle of a ProcessGroup object. A group has one handle, which its
+ * users share. */
 Handle open_handle(PyObject *obj);
 
 } // namespace fct

@@ -73,7 +73,7 @@ bool python_alive() noexcept {
 
 } // namespace fct
 
-bool fct_py_ending(void) {
+bool fct_py_is_finalizing(void) {
     return !fct::python_alive();
 }
 

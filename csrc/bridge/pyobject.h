@@ -35,8 +35,9 @@ FCT_CHECK int fct_py_wrapper(const fct_tensor *local, struct _object *type, cons
 /* torch.Tensor.grad of param, even if the class of param overrides `grad`. New reference; None if
  * there is no gradient. */
 FCT_CHECK int fct_py_grad(struct _object *param, struct _object **out);
-/* param.grad = grad. Both are torch.Tensor objects. A NULL `grad` sets None. Of the checks of the
- * Python setter, only that of param.grad_dtype is made: it raises torch's RuntimeError. */
+/* param.grad = grad. Both are torch.Tensor objects. A NULL `grad` sets None. Of the checks of
+ * torch's Python setter, this function makes only one: a dtype that param.grad_dtype excludes
+ * raises torch's RuntimeError. */
 FCT_CHECK int fct_py_set_grad(struct _object *param, struct _object *grad);
 /* Borrows the dict of param's post-accumulate-grad hooks. Returns NULL without an exception if
  * param has no hooks. Does not call __torch_function__. */
@@ -47,8 +48,9 @@ fct_dtype fct_py_dtype(struct _object *obj);
 FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
 /* Whether the interpreter finalizes. At that time modules are cleared, and code runs only in
  * __del__. */
-bool fct_py_ending(void);
-/* Returns the handle of a ProcessGroup object. Users of one group share its handle. */
+bool fct_py_is_finalizing(void);
+/* Writes a new reference to the handle of a ProcessGroup object. A group has one handle, which its
+ * users share. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* A new reference to the ProcessGroup that has the shared-memory backend of `pg` as its CPU
  * backend. */

@@ -75,10 +75,11 @@ FCT_CHECK int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out);
 FCT_CHECK int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 /* New tensor of zeros, like t in shape, dtype and device. */
 FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
-/* Copies t.narrow(dim, start, length) to new memory, padded with zeros to `padded` along `dim`.
- * *local: new, the copy without padding; no view, so that it can be changed in place like other
- * leaves. *row: new, the whole memory, 1-D. The two tensors share one version counter. Unlike the
- * functions above, the call runs through all dispatch keys, with grad mode off. */
+/* Copies t.narrow(dim, start, length) to new memory, padded with zeros to `padded` elements along
+ * `dim`. Writes two new tensors. *local is the copy without padding. It is no view, so users can
+ * change it in place like other leaves. *row is the whole memory, 1-D. The two tensors share one
+ * version counter. Unlike the functions above, the call runs through all dispatch keys, with grad
+ * mode off. */
 FCT_CHECK int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length,
                              int64_t padded, fct_tensor **local, fct_tensor **row);
 /* dst.copy_(src). Casts. */

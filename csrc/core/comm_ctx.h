@@ -123,8 +123,8 @@ void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied);
 FC_CHECK fc_status fc_comm_release_kept(fc_comm_ctx *c);
 
 /* Keeps a row whose cast runs on another stream than the row's, so that a reduce-scatter does not
- * wait for an all-reduce. At most max_reductions rows are kept, but not less than two: one more
- * call releases the oldest row. Takes both arguments; on failure the caller keeps the row. */
+ * wait for an all-reduce. Keeps at most max_reductions rows, or two if that is more; one more call
+ * releases the oldest row. Takes both arguments; on failure the caller keeps the row. */
 FC_CHECK fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done);
 /* Makes the reduce stream wait for the casts, then releases all kept rows. */
 FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);

@@ -490,7 +490,7 @@ done:
  * parameters and the callback copy_out() run once per gather. */
 static void undo_copy_out(fc_gather *a) {
     if (a->pending.split) {
-        fc_unsharded_return(a->base, a->pending.plan, &a->chunks);
+        fc_unsharded_return_chunks(a->base, a->pending.plan, &a->chunks);
     }
     fc_gather_free(a);
     if (a->pending.extended) {

@@ -38,7 +38,7 @@ FC_CHECK fc_status fc_gather_checksum_read_packed(fc_gather_checksum *c, const f
 FC_CHECK fc_status fc_gather_checksum_add(fc_gather_checksum *c, const fc_group_base *base,
                                           fc_process_group *pg, const fc_gather_plan *plan,
                                           const fct_tensor *rows);
-/* Adds an unknown checksum, which is equal to all. */
+/* Adds an unknown checksum, which counts as equal to every other checksum. */
 void fc_gather_checksum_add_unknown(fc_gather_checksum *c, const fc_group_base *base,
                                     fc_process_group *pg);
 

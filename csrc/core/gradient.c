@@ -26,12 +26,13 @@ done:
     return status;
 }
 
-/* Calls `function` for the parameters of `span`, or `callback` if Python code performs it. */
+/* Calls `function` for each parameter of `span`. With FC_FALLBACK_GRADS, calls `callback` instead,
+ * which runs Python code. */
 static fc_status for_each_grad(const fc_group_base *base, fc_span span,
                                int (*callback)(void *owner), fc_status (*function)(fc_param *p)) {
     fc_status status = FC_OK;
     bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_GRADS);
-    if (!uses_fallback) { /* a fallback is a callback */
+    if (!uses_fallback) { /* a scope must not contain a callback */
         fc_comm_enter_gil_scope(base->comm);
     }
     for (size_t i = span.first; i < span.end; i++) {

@@ -6,9 +6,9 @@
 #include "group_base.h"
 #include "plan.h"
 
-/* At the beginning and at the end of a group's backward: fc_param_begin_grad() and
- * fc_param_end_grad() of all parameters, if a parameter of the group defers its cast. `reduces`:
- * this backward reduces its gradients. */
+/* Call fc_param_begin_grad() and fc_param_end_grad() for all parameters, if a parameter of the
+ * group defers its cast. begin runs at the beginning of the group's backward, and end at its end.
+ * `reduces`: this backward reduces its gradients. */
 FC_CHECK fc_status fc_gradient_begin(const fc_group_base *base, bool reduces);
 FC_CHECK fc_status fc_gradient_end(const fc_group_base *base);
 /* Adds the span's new gradients to the gradients of earlier backwards without reduction. */

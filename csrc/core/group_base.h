@@ -53,8 +53,8 @@ void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *ca
                         fc_comm_ctx *comm, fc_param **params, size_t count, fct_device device,
                         int64_t world, int64_t rank);
 void fc_group_base_fini(fc_group_base *base);
-/* Adds the checksum of data that the ranks of `pg` share after a collective. 0: unknown, equal to
- * all. No effect unless `checksums` of the comm context is set. */
+/* Adds the checksum of data that the ranks of `pg` share after a collective. 0: unknown, never a
+ * mismatch. No effect unless `checksums` of the comm context is set. */
 void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
                                 fc_operation operation, uint64_t checksum);
 /* The same for a sum in the memory of a device with streams. */

@@ -119,12 +119,13 @@ FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fc
 FC_CHECK fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *err);
 /* Releases post_forward_data. NULL is allowed. */
 void fc_param_drop_post_forward(fc_param *p);
-/* Sets *can if flat may share the shard's memory: the parameter is not extended, and the shard
- * holds all of it, in the compute dtype, on a device of the type of `device`. */
+/* Writes to *can whether flat may share the shard's memory. It may if the parameter is not
+ * extended, and the shard holds the whole parameter, in the compute dtype, on a device of the type
+ * of `device`. */
 FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can,
                                       fc_error *err);
-/* Makes flat an alias of the shard, again if the shard was replaced. Precondition:
- * fc_param_can_alias(). */
+/* Makes flat an alias of the shard. Must be called again after the shard was replaced.
+ * Precondition: fc_param_can_alias(). */
 FC_CHECK fc_status fc_param_alias_flat(fc_param *p);
 /* Moves the memory of `gathered`, which holds the parts of all ranks, to flat. Creates flat if
  * necessary. Afterwards `gathered` has no memory. fc_param_return_flat() moves the memory back. */
@@ -145,11 +146,11 @@ FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device
 bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);
 
-/* At the beginning of a backward of the group. With `defers_cast`, autograd does not cast a
- * gradient to grad_dtype if it is reduced at the end or added to an earlier gradient. */
+/* Runs at the beginning of the group's backward. With `defers_cast`, disables autograd's cast to
+ * grad_dtype for gradients that are reduced at the end or added to an earlier gradient. */
 FC_CHECK fc_status fc_param_begin_grad(fc_param *p, bool reduces);
-/* At the end of a backward of the group: restores grad_dtype, and casts a gradient that stays in
- * .grad to it. If the cast fails, .grad is unchanged. */
+/* Runs at the end of the group's backward. Restores grad_dtype, and casts a gradient that stays in
+ * .grad to grad_dtype. If the cast fails, .grad is unchanged. */
 FC_CHECK fc_status fc_param_end_grad(fc_param *p);
 /* Adds .grad of the unsharded parameter to `accumulated`, if that exists, and clears .grad. */
 FC_CHECK fc_status fc_param_accumulate_grad(fc_param *p);

@@ -257,8 +257,10 @@ done:
     return status;
 }
 
-/* Appends the addition of the row's part to the partial gradients of the run, or of these to the
- * row's part. Without gradients in the row, copies the partial gradients to it. */
+/* Appends one addition for the run to `sums` and `addends`. With keep_partial the partial gradients
+ * are the sum, and the part of the row is added to them. Otherwise the part of the row is the sum,
+ * and the partial gradients are added to it. If that part contains no gradients, copies the partial
+ * gradients to it and appends nothing. */
 static fc_status merge_run(const fc_reduction *r, const partial_run *run, size_t *count) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;

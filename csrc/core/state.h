@@ -46,7 +46,7 @@ void fc_iteration_init(fc_iteration *it);
 void fc_iteration_fini(fc_iteration *it);
 /* Takes the array and frees the previous one. */
 void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count);
-/* Tells the buckets of all groups whether another group has the same root. Call it after a change
+/* Sets in the buckets of all groups whether another group has the same root. Call it after a change
  * of a state's groups. */
 void fc_iteration_update_siblings(const fc_iteration *it);
 /* Ends a backward: runs the post-backward of groups that autograd did not reach, completes

@@ -61,7 +61,8 @@ done:
     return status;
 }
 
-void fc_unsharded_return(fc_group_base *base, const fc_gather_plan *plan, const fc_chunks *chunks) {
+void fc_unsharded_return_chunks(fc_group_base *base, const fc_gather_plan *plan,
+                                const fc_chunks *chunks) {
     assert(plan->count == 0 || plan->slots != NULL);
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];

@@ -10,8 +10,8 @@
 #include "group_base.h"
 #include "plan.h"
 
-/* Sets *can if the next gather makes the unsharded parameters aliases of their shards: the group
- * has one rank and no fallback, and every parameter can be an alias. */
+/* Writes to *can whether the next gather makes the unsharded parameters aliases of their shards. It
+ * does if the group has one rank and no fallback, and every parameter can be an alias. */
 FC_CHECK fc_status fc_unsharded_can_alias(const fc_group_base *base, bool *can);
 /* Makes the unsharded parameters of a group of one rank aliases of their shards. Sets *all to
  * false and creates no alias if a parameter cannot be an alias. The check runs first, because
@@ -24,15 +24,17 @@ FC_CHECK fc_status fc_unsharded_alloc(fc_group_base *base, const fc_gather_plan 
                                       const fc_chunks *chunks);
 /* Returns the memory of owned chunks, with its contents, to `chunks`. The copy-out can then be
  * repeated. */
-void fc_unsharded_return(fc_group_base *base, const fc_gather_plan *plan, const fc_chunks *chunks);
+void fc_unsharded_return_chunks(fc_group_base *base, const fc_gather_plan *plan,
+                                const fc_chunks *chunks);
 /* Creates the parameter objects over the outputs, with requires_grad of the shards. `extends`: runs
  * fsdp_post_all_gather for extended parameters. */
 FC_CHECK fc_status fc_unsharded_make(fc_group_base *base, bool extends);
 /* Creates the parameter objects over memory that the fallback has filled. Returns FC_ESTATE if a
  * parameter has no memory. */
 FC_CHECK fc_status fc_unsharded_adopt(fc_group_base *base);
-/* Calls before and after the gather of a backward. Both return FC_ESTATE if the graph of the
- * forward has another leaf than `unsharded`, because gradients of that leaf would be lost.
+/* Call record_leaves before the gather of a backward, and check_leaves after it. Both return
+ * FC_ESTATE if the graph of the forward has another leaf than `unsharded`, because gradients of
+ * that leaf would be lost.
  * record_leaves detects a conversion to another dtype since forward. check_leaves detects a
  * replaced shard of which the unsharded parameter is an alias. Frozen parameters and parameters
  * with all-gather hooks are not checked. check_leaves also returns FC_ESTATE if the

@@ -15,10 +15,11 @@
 namespace fck {
 
 constexpr int THREADS = 256; /* per thread block */
-/* Thread blocks of a multiprocessor: limits a thread to 64 registers. Without a limit ptxas chooses
- * 48 for the casts on sm_90, and spills. */
+/* Thread blocks that a multiprocessor must hold at the same time (__launch_bounds__). So ptxas may
+ * use up to 64 registers per thread. Without this bound ptxas uses 48 for the casts on sm_90, and
+ * spills. */
 constexpr int BLOCKS = 4;
-/* Bytes of the arguments of a launch: that every driver accepts, and that the drivers of CUDA 13
+/* Bytes of launch arguments that every driver accepts, and bytes that the drivers of CUDA 13
  * accept. */
 constexpr size_t ARGUMENT_BYTES = 4096;
 constexpr size_t LARGE_ARGUMENT_BYTES = 32764;

@@ -3,8 +3,8 @@
  *
  * The order of each sum is that of torch's x86 builds (2.13). There are eight partial sums; element
  * i is added to sum i % 8. The eight sums are then added in order, and after them the remaining
- * elements. The last one to three elements are added with fused multiply-add. On x86 a norm
- * therefore equals torch's bit for bit. On other processors a norm is as accurate as torch's.
+ * elements, the last `count % 4` of them with fused multiply-add. On x86 a norm therefore equals
+ * torch's bit for bit. On other processors a norm is as accurate as torch's.
  * tests/unit/test_clip.py compares the norms with torch's.
  *
  * Each addition of a sum depends on the previous addition. Therefore four arrays are summed at a

@@ -86,7 +86,7 @@ int fcpy_check_forward_thread(fcpy_state *self) {
         return raise_concurrent_use(self, "backward");
     }
     const bool begins_iteration = iteration != NULL && iteration->core.forward_root == NULL;
-    if (begins_iteration && fct_py_ending() && fct_grad_enabled()) {
+    if (begins_iteration && fct_py_is_finalizing() && fct_grad_enabled()) {
         return raise_interpreter_shutdown(self);
     }
     if (begins_iteration && fct_has_observer() && check_modes(self) != 0) {

@@ -164,7 +164,7 @@ static PyObject *module_kernels_of(PyObject *module, PyObject *arg) {
     return PyUnicode_FromString(kernels != NULL ? kernels->name : "torch");
 }
 
-static PyObject *module_direct_group(PyObject *module, PyObject *group) {
+static PyObject *module_shm_group(PyObject *module, PyObject *group) {
     (void)module;
     PyObject *shm_group = NULL;
     fct_pg *pg = NULL;
@@ -182,20 +182,19 @@ static PyObject *module_direct_group(PyObject *module, PyObject *group) {
     return shm_group;
 }
 
-static const char shm_scope_name[] = "fsdp_c._C.direct";
+static const char shm_scope_name[] = "fsdp_c._C.shm";
 
-static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
+static PyObject *module_enter_shm(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *group = NULL;
     int use = 0;
     long long bytes = 0;
     void *entered = NULL;
-    if (!PyArg_ParseTuple(args, "OiL:enter_direct", &group, &use, &bytes)) {
+    if (!PyArg_ParseTuple(args, "OiL:enter_shm", &group, &use, &bytes)) {
         return NULL;
     }
     if (use < FCT_USE_GATHER || use > FCT_USE_ALL_REDUCE) {
-        return PyErr_Format(PyExc_ValueError, "enter_direct expects a use from 0 to 2, got %d",
-                            use);
+        return PyErr_Format(PyExc_ValueError, "enter_shm expects a use from 0 to 2, got %d", use);
     }
     fct_pg *pg = NULL;
     if (fct_py_pg(group, &pg) != 0) {
@@ -222,7 +221,7 @@ static PyObject *module_set_gradient_all_reduce(PyObject *module, PyObject *valu
     return gradients < 0 ? NULL : PyBool_FromLong(fct_set_gradient_all_reduce(gradients != 0));
 }
 
-static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
+static PyObject *module_leave_shm(PyObject *module, PyObject *capsule) {
     (void)module;
     if (capsule == Py_None) {
         Py_RETURN_NONE;
@@ -235,12 +234,12 @@ static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
     Py_RETURN_NONE;
 }
 
-static PyObject *module_pause_direct(PyObject *module, PyObject *args) {
+static PyObject *module_pause_shm(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *group = NULL;
     int paused = 0;
     fct_pg *pg = NULL;
-    if (!PyArg_ParseTuple(args, "Op:pause_direct", &group, &paused) || fct_py_pg(group, &pg) != 0) {
+    if (!PyArg_ParseTuple(args, "Op:pause_shm", &group, &paused) || fct_py_pg(group, &pg) != 0) {
         return NULL;
     }
     const int status = fct_transport_pause(pg, paused != 0);
@@ -308,22 +307,22 @@ static PyMethodDef module_methods[] = {
      "that the driver has loaded; many_moves and many_casts are those for more than 78 tensors, or "
      "0. bind is the address of cuCtxSetCurrent, which makes context current in threads without a "
      "context. The addresses must stay valid. A launch of 0 removes the kernels."},
-    {"direct_group", module_direct_group, METH_O,
-     "direct_group(group): returns the ProcessGroup whose backend moves the data of a group "
+    {"shm_group", module_shm_group, METH_O,
+     "shm_group(group): returns the ProcessGroup whose backend moves the data of a group "
      "through shared memory. Returns None if the group's own backend moves the data. All ranks "
      "must call it at the same point."},
-    {"enter_direct", module_enter_direct, METH_VARARGS,
-     "enter_direct(group, use, nbytes): begins a section in which the group's collectives use "
+    {"enter_shm", module_enter_shm, METH_VARARGS,
+     "enter_shm(group, use, nbytes): begins a section in which the group's collectives use "
      "shared memory, if the ranks have agreed on it. use is 0 for gathers, 1 for reduce-scatters, "
      "2 for this thread's all-reduces of gradients. nbytes is the size of this rank's input, 0: "
-     "unknown. Returns the argument for leave_direct."},
+     "unknown. Returns the argument for leave_shm."},
     {"set_gradient_all_reduce", module_set_gradient_all_reduce, METH_O,
      "set_gradient_all_reduce(enabled): sets whether the all-reduces of this thread reduce buffers "
      "of gradients. Returns the previous value."},
-    {"leave_direct", module_leave_direct, METH_O,
-     "leave_direct(entered): ends the section that enter_direct began."},
-    {"pause_direct", module_pause_direct, METH_VARARGS,
-     "pause_direct(group, paused): sets whether the group's own backend moves the data although "
+    {"leave_shm", module_leave_shm, METH_O,
+     "leave_shm(entered): ends the section that enter_shm began."},
+    {"pause_shm", module_pause_shm, METH_VARARGS,
+     "pause_shm(group, paused): sets whether the group's own backend moves the data although "
      "shared memory is available."},
     {"memory", module_memory, METH_NOARGS,
      "memory(): returns statistics of the pool of CPU buffers: bytes in use, bytes cached, the "

@@ -61,7 +61,7 @@ int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued) {
     const int64_t summary[SUMMARY] = {known ? (int64_t)a->hash : 0, (int64_t)a->count,
                                       (int64_t)op_checksums_close(&a->checksums)};
     fct_exchange *round = NULL;
-    if (fct_exchange_start_apart(pg, summary, SUMMARY, &round) != 0) {
+    if (fct_exchange_start_distinct(pg, summary, SUMMARY, &round) != 0) {
         return -1;
     }
     a->round = round;
@@ -85,7 +85,7 @@ static int exchange(fct_pg *pg, const int64_t *values, size_t count, rank_pair r
                     int64_t *first, int64_t *second) {
     const int64_t *results = NULL;
     fct_exchange *round = NULL;
-    if (fct_exchange_start_apart(pg, values, count, &round) != 0) {
+    if (fct_exchange_start_distinct(pg, values, count, &round) != 0) {
         return -1;
     }
     const int status = fct_exchange_wait(round, &results);
@@ -281,13 +281,13 @@ static op_entry entry_of(const op_entry_list *list, uint64_t number) {
     return entry;
 }
 
-/* A collective without a label equals all others. */
+/* A collective without a label counts as equal to all others. */
 static bool is_equal(const op_entry *a, const op_entry *b) {
     return a->hash == 0 || b->hash == 0 ||
            (a->kind == b->kind && op_label_is_equal(&a->label, &b->label));
 }
 
-/* Describes the first checksum that differs between two ranks. Unknown checksums equal all. */
+/* Describes the first checksum that differs between two ranks. Unknown checksums do not differ. */
 static void describe_data(const op_entry_list *a, const op_entry_list *b, char *text,
                           size_t bytes) {
     const size_t count = a->count < b->count ? a->count : b->count;

@@ -38,8 +38,8 @@ typedef struct fct_difference {
 
 /* Releases the memory. The struct can be used again. */
 void op_agreement_fini(op_agreement *a);
-/* Adds a collective that this rank has issued. `tag` NULL, or an unknown label: the interval is
- * equal to all intervals of other ranks. */
+/* Adds a collective that this rank has issued. With `tag` NULL, or an unknown label, the interval
+ * counts as equal to those of all other ranks. */
 void op_agreement_add(op_agreement *a, const fct_op_tag *tag);
 /* Whether the open interval has a collective or a checksum. */
 bool op_agreement_is_needed(const op_agreement *a);

@@ -205,7 +205,7 @@ int op_checksums_describe(const op_checksums *c, fct_pg *pg, char *text, size_t 
         const op_checksum *entry = entry_at(&c->kinds[i / OP_CHECKSUMS], i % OP_CHECKSUMS);
         own[i] = entry != NULL ? (int64_t)entry->value : 0;
     }
-    if (fct_exchange_start_apart(pg, own, VALUES, &round) != 0) {
+    if (fct_exchange_start_distinct(pg, own, VALUES, &round) != 0) {
         return -1;
     }
     const int status = fct_exchange_wait(round, &values);

@@ -48,7 +48,7 @@ enum { OP_CHECKSUM_KINDS = 2, OP_CHECKSUMS = 256, OP_CHECKSUMS_KEPT = 4096 };
 enum { OP_INTERVALS = 512 };
 
 typedef struct op_checksum {
-    uint64_t value; /* 0: unknown, equal to all */
+    uint64_t value; /* 0: unknown, never a mismatch */
     fct_op_label label;
 } op_checksum;
 
@@ -66,7 +66,7 @@ typedef struct op_checksum_list {
 /* A closed interval on a device with streams. */
 typedef struct op_interval {
     uint64_t number; /* see op_checksums_number_interval */
-    uint64_t hash;   /* of its checksums; 0: unknown, equal to all */
+    uint64_t hash;   /* of its checksums; 0: unknown, never a mismatch */
     uint64_t first[OP_CHECKSUM_KINDS];
     uint64_t count[OP_CHECKSUM_KINDS];
 } op_interval;
@@ -89,9 +89,9 @@ void op_checksums_drop(op_checksums *c);
 bool op_checksums_any(const op_checksums *c);
 /* Closes the interval. Returns its hash, or 0 if a checksum is unknown or there is none. */
 uint64_t op_checksums_close(op_checksums *c);
-/* Returns a number for the next interval to end: the number of collectives at its end, and its
- * place among the intervals that end there. So ranks that have lost an interval have equal numbers.
- */
+/* Returns a number for the next interval to end. It consists of the number of collectives at the
+ * end of the interval, and of its place among the intervals that end there. So a rank that has lost
+ * an interval continues with the numbers of the other ranks. */
 uint64_t op_checksums_number_interval(op_checksums *c, uint64_t collectives);
 /* Closes an interval on a device with streams, and keeps its hash. No effect without a checksum. */
 void op_checksums_end_interval(op_checksums *c, uint64_t number);

@@ -24,7 +24,7 @@ enum { FCT_LABEL_NO_ROOT = 1 };
 /* The part of a tag that ranks compare: `unit`, `params` and `contents`. The other fields are for
  * messages. Step and pass may differ: a rank may call unshard() where another rank runs forward. */
 typedef struct fct_op_label {
-    uint64_t unit;      /* hash of plan, root number, unit's name; 0: unknown, equal to all */
+    uint64_t unit;      /* hash of plan, root number, unit's name; 0: unknown, no mismatch */
     uint64_t params;    /* bit i: the gradient of the unit's parameter i is included; 64 bits */
     uint64_t contents;  /* hash of sizes and, for reductions, of factors and of all parameters */
     uint64_t size;      /* of a rank: bytes of an all-gather, elements of a reduction */

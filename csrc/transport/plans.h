@@ -52,7 +52,7 @@ op_plan *op_plans_add(op_plan_list *list, uint64_t hash);
 /* Whether the value is the hash of a plan. */
 bool op_is_plan(int64_t value);
 /* Compares the hashes of all ranks with that of rank 0. The hash of rank r is hashes[r * stride]. A
- * rank without a plan is equal to all. The negotiation uses the result only if all ranks have a
+ * rank without a plan counts as equal. The negotiation uses the result only if all ranks have a
  * plan, so ranks compare nothing if one of them has none. */
 fct_plan_result op_plans_compare(const int64_t *hashes, int64_t world, int64_t stride);
 

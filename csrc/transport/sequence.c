@@ -43,7 +43,7 @@ bool op_sequence_expects(const op_sequence *s, uint64_t signature) {
 static int start_exchange(op_sequence *s, fct_pg *pg, uint64_t signature) {
     const int64_t value = (int64_t)signature;
     const int status = s->changed ? fct_exchange_start(pg, &value, 1, &s->round)
-                                  : fct_exchange_start_apart(pg, &value, 1, &s->round);
+                                  : fct_exchange_start_distinct(pg, &value, 1, &s->round);
     s->offered = signature;
     return status;
 }

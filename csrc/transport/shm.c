@@ -1,10 +1,10 @@
 /* The shared-memory transport: see README.md.
  *
  * The bridge gives each process group a second c10d backend (bridge/shm_backend.cpp). The
- * collectives of that backend are the operations of shm_collective.h. all_gather, reduce_scatter
- * and all_reduce of fct_shm_transport issue a collective on that backend, through the op of
- * namespace c10d that the group's own backend would run. The collectives of chunks call the backend
- * directly. */
+ * collectives of that backend are the operations of shm_collective.h. The functions all_gather,
+ * reduce_scatter and all_reduce of fct_shm_transport call an op of namespace c10d, as for the
+ * group's own backend. The op dispatches to the second backend. Only collectives of chunks call the
+ * second backend directly. */
 #include "shm.h"
 
 #include <assert.h>

@@ -19,11 +19,11 @@ typedef struct shm_step {
     size_t after;
 } shm_step;
 
-/* The checksum of the first bytes of one rank's segment: whole pieces (FCK_CHECKSUM_PIECE), or all
- * bytes. */
+/* The checksum of the bytes of one rank's segment that were copied so far. A piece
+ * (FCK_CHECKSUM_PIECE) is added when its last byte is copied. */
 typedef struct shm_row_checksum {
     uint64_t hash; /* of the checksums of the pieces */
-    bool complete;
+    bool complete; /* all pieces of the segment were added */
 } shm_row_checksum;
 
 struct shm_collective {
@@ -36,7 +36,7 @@ struct shm_collective {
     size_t part_bytes;
     /* [checksum_rows * world] of an all-gather with checksums; NULL: none */
     shm_row_checksum *checksums;
-    size_t checksum_rows; /* number of segments at the start */
+    size_t checksum_rows; /* request.segment_count; remains when the segments are dropped */
     /* All-reduce. */
     shm_step *steps;
     bool sums_whole; /* each rank sums the whole tensor */

@@ -26,10 +26,11 @@ FCT_CHECK int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, boo
 FCT_CHECK int fct_number_root(fct_pg *pg, fct_device device, uint64_t root, uint64_t *number);
 
 /* Adds a checksum of the data of a completed all-gather or all-reduce, which the next agreement
- * compares; see checksums.h. 0: unknown, equal to all. */
+ * compares; see checksums.h. 0: unknown, never a mismatch. */
 void fct_add_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum);
-/* On a device with streams no agreement takes place. A checksum is added to its interval, and the
- * interval ends with its number. Without checksums since the last end the end has no effect. */
+/* The same for devices with streams, on which no agreement takes place. add adds a checksum to the
+ * open interval. end closes that interval under `number`. Without checksums since the last end, end
+ * has no effect. */
 void fct_add_device_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksum);
 void fct_end_checksum_interval(fct_pg *pg, uint64_t number);
 /* Returns a new number for an interval, which is equal on all ranks that have recorded equal

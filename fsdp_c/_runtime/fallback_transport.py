@@ -34,13 +34,13 @@ def _enter_transport(
     can_enter = (
         device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _TORCH_COMMS
     )
-    entered = _C.enter_direct(group, operation, nbytes) if can_enter else None
+    entered = _C.enter_shm(group, operation, nbytes) if can_enter else None
     if device.type != "cpu" and isinstance(group, dist.ProcessGroup):
         label_comparison.remove(group)
     try:
         yield
     finally:
-        _C.leave_direct(entered)
+        _C.leave_shm(entered)
 
 
 def use_transport(

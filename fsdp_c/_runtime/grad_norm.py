@@ -29,7 +29,9 @@ import fsdp_c._C as _C
 
 _Groups = tuple[dist.ProcessGroup, ...]
 _GroupKey = tuple[tuple[tuple[int, ...], str], ...]
+"""Ranks and backend of each process group; see ``_make_group_key``."""
 GroupNames = tuple[tuple[str, ...], _GroupKey]
+"""Names of process groups, and the key of the groups."""
 Kinds = list[tuple[Any, Any]]
 """The distinct (mesh, placements) of gradients. ``kind_of`` has the index for each gradient."""
 

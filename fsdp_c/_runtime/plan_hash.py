@@ -67,7 +67,7 @@ def get_mode() -> GuardMode:
 
 
 def set_plans(states: list[Any]) -> None:
-    """Passes the hashes of a root's plans to its groups. ``states``: all states below the root.
+    """Passes the hashes of a root's plans to its groups. ``states``: the root's, then those below.
 
     Compares the plans of NCCL process groups. A difference raises RuntimeError on all their ranks.
     """
@@ -186,7 +186,11 @@ def _describe_plan(states: list[Any], names: dict[Any, Any], name: str) -> Itera
 
 
 def _describe_param(param: Any, module_names: dict[int, str]) -> str:
-    """``module_names``: by identity. A parameter that was replaced on one rank has no FQN there."""
+    """Describes one parameter. ``module_names`` has the name of each module by its ``id``.
+
+    The names of modules replace ``_param_fqn``: a parameter that the user has replaced on one rank
+    has no FQN there.
+    """
     module = module_names.get(id(param._module_info.module), "")
     name = f"{module}.{param._module_info.param_name}".lstrip(".")
     meta = param._sharding_spec.tensor_meta

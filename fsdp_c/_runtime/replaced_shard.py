@@ -140,7 +140,7 @@ class ReplaceableShard(ParamShard):
         return self._grad_dtype or self.reduce_dtype or self.param_dtype or self.orig_dtype
 
     def _convert_unreduced_grads(self) -> None:
-        """Casts a gradient of backwards before a conversion to the dtype of later gradients.
+        """Casts an unreduced gradient to the dtype of later gradients, after a conversion.
 
         Raises:
             RuntimeError: The gradient waits for its all-reduce, and the dtype has changed.

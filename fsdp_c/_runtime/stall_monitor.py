@@ -229,7 +229,7 @@ class StallMonitor(threading.Thread):
         return False
 
     def _report_lost_store(self, least_seconds: float) -> None:
-        """Logs, once, that there will be no report, if this rank has waited so long or failed."""
+        """Logs, once, that no report will come, if this rank has waited that long or has failed."""
         now, records = read_own_records(READ_COUNT)
         (record, seconds), failure = find_longest_wait(now, records), find_failure(records)
         if seconds < least_seconds:

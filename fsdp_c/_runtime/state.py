@@ -85,7 +85,7 @@ def _is_hook(hook: Any, method: Any) -> bool:
 
 
 def _undo_lazy_init(root: State, states: list[Any], groups: list[Any]) -> None:
-    """Makes the states states without a root again. ``groups``: those of all states below."""
+    """Undoes lazy init: ``states`` have no root afterwards. ``groups``: those of all states."""
     for state in states:
         state._is_root = None
     root._state_ctx.all_states = []

@@ -64,7 +64,7 @@ def get_own_state(module: Any, method: str, release: str = "2.15") -> State:
 
 
 def _get_root_state(module: Any, method: str) -> State:
-    """Returns the state of ``module`` if no other state is its root; raises torch's exception."""
+    """Returns the state of ``module``. Raises torch's exception if another state is its root."""
     state = get_own_state(module, method)
     if state._is_root is False:
         raise RuntimeError(f"{method} must be called on the root {state._state_name} module")

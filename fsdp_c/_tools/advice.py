@@ -44,6 +44,7 @@ def find_changes(sharding: Sharding, trace: Trace | None) -> list[Change]:
 
 
 _Candidate = tuple[str, Sharding, Trace | None, float]
+"""Text, sharding, trace, and a factor that scales the activations."""
 
 
 def _iterate_candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Candidate]:

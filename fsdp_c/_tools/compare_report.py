@@ -132,7 +132,7 @@ def _format_verdict(result: Comparison) -> list[str]:
 
 
 def write_json(path: Path, arguments: tuple[str, ...], result: Comparison) -> None:
-    """Writes the results. Times are in seconds, sizes in bytes; lists are by step or by rank.
+    """Writes the results. Times are in seconds, sizes in bytes. Lists are by step, round or rank.
 
     Raises:
         OSError: The file cannot be written.

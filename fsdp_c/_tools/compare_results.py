@@ -17,6 +17,7 @@ from typing import Any
 from .compare_runs import Run
 
 Record = dict[str, Any]
+"""A line of JSON that ``compare_observer.py`` has written."""
 
 EXAMPLES = 3
 """Maximum number of differences of one kind in one step that a summary describes."""

@@ -5,10 +5,10 @@
  * collective, and at random calls that can fail. The seed selects the rank that continues, so a
  * seed repeats its schedule. If all ranks wait, their collectives fail, as after a time-out.
  *
- * Collectives. A communicator has a sequence of collectives. Each rank's n-th collective of the
- * communicator is the same collective. Its label is compared when a rank issues it (op_label.h). A
- * collective runs in the device's queue of a rank only after all ranks have sent their data. After
- * a mismatch this and all later collectives of the communicator fail.
+ * Collectives. A communicator has a sequence of collectives. The n-th calls of its ranks are one
+ * collective. The labels are compared when a rank issues it (op_label.h). A collective runs in the
+ * device's queue of a rank only after all ranks have sent their data. After a mismatch this and all
+ * later collectives of the communicator fail.
  *
  * Death. A dead rank sends nothing more, and all of its calls fail. So its thread frees its memory,
  * and other ranks cannot distinguish it from a process that has ended. */
@@ -56,11 +56,11 @@ typedef struct rank {
     int number;
     sim_scenario scenario;
     bool finished, dead;
-    bool waits; /* until many.changes is not `seen` */
+    bool waits; /* until many.changes differs from `seen` */
     uint64_t seen;
     bool at_barrier;
-    int64_t events;       /* calls that can fail until the rank dies; 0: it lives */
-    bool meets_failure;   /* a collective of this rank has failed */
+    int64_t events;     /* counts down the calls that can fail, to the death of the rank; 0: none */
+    bool meets_failure; /* a collective of this rank has failed */
     bool raised, by_user; /* the step raised; the user's code did */
     int64_t twice;        /* collectives until one is issued twice; 0: none */
     size_t failures;      /* of its simulation */
@@ -359,7 +359,8 @@ static void wait_for_change(void) {
     self->waits = false;
 }
 
-/* At the death of a rank its connections are closed, or its peers wait until the time-out. */
+/* The death of a rank closes its connections, so its peers fail at once. In half of the cases, by
+ * chance, the peers wait until the time-out instead. */
 static void preempt(void) {
     if (self == NULL) {
         return;

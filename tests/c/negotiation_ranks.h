@@ -73,7 +73,8 @@ int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exch
     return 0;
 }
 
-int fct_exchange_start_apart(fct_pg *pg, const int64_t *values, size_t count, fct_exchange **out) {
+int fct_exchange_start_distinct(fct_pg *pg, const int64_t *values, size_t count,
+                                fct_exchange **out) {
     return fct_exchange_start(pg, values, count, out);
 }
 

@@ -31,10 +31,9 @@ typedef struct sim_breakage {
  * anything, after fc_state_reset() of the root. */
 void sim_check_reset(sim_model *m);
 
-/* Trains SIM_BREAK_STEPS steps once per selected call of the first `steps` steps, with that call
- * failing as `b` describes.
- * Every call of the first step and every third call of later steps are selected. If b.every_third,
- * every third call of all steps is selected. */
+/* Trains SIM_BREAK_STEPS steps once per selected call of the first `steps` steps. That call fails
+ * as `b` describes. Every call of the first step and every third call of later steps are selected.
+ * If b.every_third, every third call of all steps is selected. */
 void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b, int steps);
 
 #endif

@@ -131,7 +131,7 @@ int64_t fct_fault_left(void) {
     return faults.left;
 }
 
-/* Address of this byte represents the exception. */
+/* The address of `exception` represents the pending exception. */
 void *fct_error_set_aside(void) {
     static char exception;
     void *error = faults.error ? &exception : NULL;

@@ -218,7 +218,7 @@ static const char *describe_interval(const op_checksums *c, uint64_t number, uin
     return difference.text;
 }
 
-static void interval_of_a_device_keeps_its_hash_and_checksums(void **state) {
+static void checksum_interval_of_a_device_keeps_its_hash_and_checksums(void **state) {
     (void)state;
     op_checksums c = {0};
     assert_null(op_checksums_interval(&c, 0));
@@ -259,7 +259,7 @@ static void numbers_of_intervals_increase_and_depend_on_collectives(void **state
     assert_int_equal(op_checksums_number_interval(&other, 7), second);
 }
 
-static void difference_in_data_that_is_not_kept_names_no_unit(void **state) {
+static void difference_of_checksum_that_is_not_kept_names_no_unit(void **state) {
     (void)state;
     op_checksums c = {0};
     add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
@@ -333,7 +333,7 @@ static void agree_without_labels(void) {
     end(n);
 }
 
-static void rank_with_unknown_collectives_is_equal_to_all(void **state) {
+static void rank_with_unknown_collectives_differs_from_no_rank(void **state) {
     (void)state;
     run_negotiation(agree_without_labels, 3);
 }
@@ -391,7 +391,7 @@ static void ranks_agree_without_a_comparison_of_plans(void **state) {
     run_negotiation(agree_with_an_unknown_plan, 2);
 }
 
-static void ranks_do_not_agree_if_one_of_them_cannot(void **state) {
+static void ranks_start_no_agreement_if_one_of_them_cannot(void **state) {
     (void)state;
     run_negotiation(veto_agreements_on_rank_1, 2);
     run_negotiation(agree_without_a_plan_on_rank_1, 2);
@@ -451,17 +451,17 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(equal_collectives_cost_one_round_per_interval),
         cmocka_unit_test(checksums_are_compared_per_interval),
-        cmocka_unit_test(interval_of_a_device_keeps_its_hash_and_checksums),
-        cmocka_unit_test(difference_in_data_that_is_not_kept_names_no_unit),
+        cmocka_unit_test(checksum_interval_of_a_device_keeps_its_hash_and_checksums),
+        cmocka_unit_test(difference_of_checksum_that_is_not_kept_names_no_unit),
         cmocka_unit_test(numbers_of_intervals_increase_and_depend_on_collectives),
         cmocka_unit_test(dropped_checksum_is_not_that_of_an_older_interval),
         cmocka_unit_test(checksums_are_compared_over_shared_memory),
         cmocka_unit_test(first_difference_is_described_on_all_ranks),
         cmocka_unit_test(difference_without_a_label_is_described),
-        cmocka_unit_test(rank_with_unknown_collectives_is_equal_to_all),
+        cmocka_unit_test(rank_with_unknown_collectives_differs_from_no_rank),
         cmocka_unit_test(agreement_starts_after_round_1_is_read),
         cmocka_unit_test(ranks_agree_without_a_comparison_of_plans),
-        cmocka_unit_test(ranks_do_not_agree_if_one_of_them_cannot),
+        cmocka_unit_test(ranks_start_no_agreement_if_one_of_them_cannot),
         cmocka_unit_test(agreement_after_an_interrupted_agreement_compares),
         cmocka_unit_test(collective_after_an_interrupted_agreement_finishes_it),
     };

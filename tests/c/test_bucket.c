@@ -342,7 +342,7 @@ static void no_bucket_is_reduced_early_under_a_condition_that_prevents_it(void *
     expect_no_early_reduction(&s, enable_reduce_unused, 2);
     expect_no_early_reduction(&s, set_reduce_hook, 1); /* the hook requires the whole row */
     expect_no_early_reduction(&s, disable_reduction, 0);
-    s.layers = 1;
+    s.layers = 1; /* the root is not the sole group of the model */
     expect_no_early_reduction(&s, NULL, 2);
 }
 

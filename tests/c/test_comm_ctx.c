@@ -282,7 +282,7 @@ static void kept_rows_are_released_after_their_casts(void **state) {
 }
 
 /* Two threads that share a context may each keep a buffer before either is released. */
-static void second_kept_buffer_replaces_first(void **state) {
+static void second_kept_gather_buffer_replaces_first(void **state) {
     (void)state;
     for (int fails = 0; fails < 2; fails++) {
         fc_comm_ctx c = begin(true);
@@ -338,7 +338,7 @@ int main(void) {
         cmocka_unit_test(last_all_reduced_rows_are_kept),
         cmocka_unit_test(failed_keep_row_leaves_row_with_caller),
         cmocka_unit_test(kept_rows_are_released_after_their_casts),
-        cmocka_unit_test(second_kept_buffer_replaces_first),
+        cmocka_unit_test(second_kept_gather_buffer_replaces_first),
         cmocka_unit_test(shared_event_returns_to_pool_with_its_last_owner),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -50,7 +50,7 @@ static struct {
     int fault_count;
     known_bug bug;
     const char *device;
-    bool has_faults; /* or a bug: ranks meet after each step */
+    bool has_faults; /* or a bug. The ranks then meet after each step */
     bool has_wrong_tags;
     size_t recovered, deaths, time_outs, mismatches; /* sums over schedules */
 } test;
@@ -66,8 +66,8 @@ static int world_of(const sim_scenario *s) {
     return (int)(s->world * (s->replicas > 0 ? s->replicas : 1));
 }
 
-/* All contexts of a process share the ended intervals of device checksums (device_checksums.c), and
- * here each rank stands for a process. */
+/* Leaves out scenarios with device checksums: all contexts of a process share the ended intervals
+ * (device_checksums.c), and here each rank stands for a process. */
 static void add_scenario(const sim_scenario *s, const char *device) {
     const bool is_shared = s->checksums && s->device.streams;
     if (world_of(s) >= 2 && world_of(s) <= RANKS_MAX && !is_shared) {
@@ -369,7 +369,7 @@ static uint64_t number_of(const char *variable, uint64_t value) {
     return text != NULL ? strtoull(text, NULL, 10) : value;
 }
 
-static void schedules_keep_the_invariants(void **state) {
+static void random_schedules_keep_the_invariants(void **state) {
     (void)state;
     const uint64_t first = number_of("SIMULATE_SEED", 1);
     const uint64_t count = number_of("SIMULATE_COUNT", SHORT_COUNT);
@@ -393,7 +393,7 @@ static void schedules_keep_the_invariants(void **state) {
 }
 
 /* A bug is found if an invariant is violated, or if a rank raises without a fault. */
-static void known_bugs_are_found(void **state) {
+static void random_schedules_find_the_known_bugs(void **state) {
     (void)state;
     static const char *const names[KNOWN_BUGS] = {
         "no bug",
@@ -417,7 +417,7 @@ static void known_bugs_are_found(void **state) {
     }
 }
 
-static void schedule_is_repeated_by_its_seed(void **state) {
+static void seed_repeats_its_random_schedule(void **state) {
     (void)state;
     for (uint64_t seed = 1; seed <= 200; seed++) {
         (void)run_one(seed, NO_BUG, true);
@@ -429,9 +429,9 @@ static void schedule_is_repeated_by_its_seed(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(schedules_keep_the_invariants),
-        cmocka_unit_test(known_bugs_are_found),
-        cmocka_unit_test(schedule_is_repeated_by_its_seed),
+        cmocka_unit_test(random_schedules_keep_the_invariants),
+        cmocka_unit_test(random_schedules_find_the_known_bugs),
+        cmocka_unit_test(seed_repeats_its_random_schedule),
     };
     sim_each_scenario(add_scenario);
     many.program = run_rank;

@@ -48,7 +48,7 @@ static size_t count_unknown(size_t count) {
 
 /* Three units (the root and two layers): a gather in forward and one in backward, except for the
  * last unit of the forward, and an all-reduce. */
-static void each_step_passes_the_checksums_of_the_previous_step(void **state) {
+static void each_step_passes_the_device_checksums_of_the_previous_step(void **state) {
     (void)state;
     begin();
     step();
@@ -192,7 +192,7 @@ static void addition_during_a_capture_makes_the_sum_unknown(void **state) {
 }
 
 /* The seed selects the order of operations on different streams. */
-static void interval_ends_after_additions_on_every_stream(void **state) {
+static void checksum_interval_ends_after_additions_on_every_stream(void **state) {
     (void)state;
     for (uint64_t order = 1; order <= 16; order++) {
         seed = order;
@@ -238,7 +238,7 @@ static void reset_makes_the_checksums_before_it_unknown(void **state) {
     end();
 }
 
-static void table_that_is_full_has_no_sum(void **state) {
+static void full_checksum_table_makes_later_sums_unknown(void **state) {
     (void)state;
     begin();
     fc_device_checksums *d = NULL;
@@ -275,7 +275,7 @@ static void forward_ends_the_interval_of_a_half_full_table(void **state) {
     end();
 }
 
-static void sum_of_an_ended_interval_is_unknown(void **state) {
+static void checksum_of_an_ended_interval_becomes_unknown(void **state) {
     (void)state;
     begin();
     fc_device_checksums **d = &model->comm.device_checksums;
@@ -290,17 +290,17 @@ static void sum_of_an_ended_interval_is_unknown(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(each_step_passes_the_checksums_of_the_previous_step),
+        cmocka_unit_test(each_step_passes_the_device_checksums_of_the_previous_step),
         cmocka_unit_test(host_does_not_wait_for_the_copy_of_a_table),
         cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
         cmocka_unit_test(changed_own_row_has_another_checksum_than_the_gathered_rows),
         cmocka_unit_test(captured_step_adds_nothing_and_ends_no_interval),
         cmocka_unit_test(addition_during_a_capture_makes_the_sum_unknown),
-        cmocka_unit_test(interval_ends_after_additions_on_every_stream),
+        cmocka_unit_test(checksum_interval_ends_after_additions_on_every_stream),
         cmocka_unit_test(reset_makes_the_checksums_before_it_unknown),
-        cmocka_unit_test(table_that_is_full_has_no_sum),
+        cmocka_unit_test(full_checksum_table_makes_later_sums_unknown),
         cmocka_unit_test(forward_ends_the_interval_of_a_half_full_table),
-        cmocka_unit_test(sum_of_an_ended_interval_is_unknown),
+        cmocka_unit_test(checksum_of_an_ended_interval_becomes_unknown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -46,7 +46,7 @@ static void expect_gradient(const fct_tensor *grad, double value) {
     sim_tensor_expect(grad, values, "a gradient");
 }
 
-static void collect_takes_gradients_in_group_order(void **state) {
+static void gradient_collect_takes_gradients_in_group_order(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, 0);
     accumulate_gradient(2, 3.0);
@@ -61,7 +61,7 @@ static void collect_takes_gradients_in_group_order(void **state) {
     end();
 }
 
-static void collect_takes_only_span_and_drops_previous_gradients(void **state) {
+static void gradient_collect_takes_only_span_and_drops_previous_gradients(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, 0);
     accumulate_gradient(0, 1.0);
@@ -76,7 +76,7 @@ static void collect_takes_only_span_and_drops_previous_gradients(void **state) {
     end();
 }
 
-static void collect_of_unused_trainable_parameter_gives_zeros(void **state) {
+static void gradient_collect_of_unused_trainable_parameter_gives_zeros(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .frozen = true}, 0);
     accumulate_gradient(0, 1.0);
@@ -87,7 +87,7 @@ static void collect_of_unused_trainable_parameter_gives_zeros(void **state) {
     end();
 }
 
-static void collect_of_never_unsharded_parameter_gives_zeros_of_full_size(void **state) {
+static void gradient_collect_of_never_unsharded_parameter_gives_zeros_of_full_size(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 2, .sizes = {3, 2}, .compute = FCK_BFLOAT16}, 0);
     fct_facts facts;
@@ -102,7 +102,7 @@ static void collect_of_never_unsharded_parameter_gives_zeros_of_full_size(void *
     end();
 }
 
-static void to_accumulated_casts_to_reduce_dtype_and_accumulates(void **state) {
+static void gradient_to_accumulated_casts_to_reduce_dtype_and_accumulates(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_FLOAT32);
     accumulate_gradient(2, 256.0);
@@ -120,7 +120,7 @@ static void to_accumulated_casts_to_reduce_dtype_and_accumulates(void **state) {
     end();
 }
 
-static void to_accumulated_in_reduce_dtype_leaves_gradient_in_grad(void **state) {
+static void gradient_to_accumulated_in_reduce_dtype_leaves_gradient_in_grad(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_BFLOAT16);
     accumulate_gradient(2, 3.0);
@@ -185,7 +185,7 @@ static void change_of_deferred_cast_requires_invalidate(void **state) {
     end();
 }
 
-static void zeros_without_a_dtype_are_refused(void **state) {
+static void zero_gradients_without_a_dtype_are_refused(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, FCT_NO_DTYPE);
     fc_param *p = &params[2].core;
@@ -208,7 +208,7 @@ static int unwrap(void *param, fct_tensor *grad, fct_tensor **local) {
     return fct_tensor_cast(grad, FCK_FLOAT64, local);
 }
 
-static void collect_unwraps_dtensor_gradients_through_callback(void **state) {
+static void gradient_collect_unwraps_dtensor_gradients_through_callback(void **state) {
     (void)state;
     fc_callbacks callbacks = sim_callbacks;
     fct_facts facts;
@@ -229,17 +229,17 @@ static void collect_unwraps_dtensor_gradients_through_callback(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(collect_takes_gradients_in_group_order),
-        cmocka_unit_test(collect_takes_only_span_and_drops_previous_gradients),
-        cmocka_unit_test(collect_of_unused_trainable_parameter_gives_zeros),
-        cmocka_unit_test(collect_of_never_unsharded_parameter_gives_zeros_of_full_size),
-        cmocka_unit_test(to_accumulated_in_reduce_dtype_leaves_gradient_in_grad),
+        cmocka_unit_test(gradient_collect_takes_gradients_in_group_order),
+        cmocka_unit_test(gradient_collect_takes_only_span_and_drops_previous_gradients),
+        cmocka_unit_test(gradient_collect_of_unused_trainable_parameter_gives_zeros),
+        cmocka_unit_test(gradient_collect_of_never_unsharded_parameter_gives_zeros_of_full_size),
+        cmocka_unit_test(gradient_to_accumulated_in_reduce_dtype_leaves_gradient_in_grad),
         cmocka_unit_test(end_of_backward_casts_gradient_in_place_to_grad_dtype),
         cmocka_unit_test(backward_without_deferred_casts_visits_no_parameter),
         cmocka_unit_test(change_of_deferred_cast_requires_invalidate),
-        cmocka_unit_test(zeros_without_a_dtype_are_refused),
-        cmocka_unit_test(to_accumulated_casts_to_reduce_dtype_and_accumulates),
-        cmocka_unit_test(collect_unwraps_dtensor_gradients_through_callback),
+        cmocka_unit_test(zero_gradients_without_a_dtype_are_refused),
+        cmocka_unit_test(gradient_to_accumulated_casts_to_reduce_dtype_and_accumulates),
+        cmocka_unit_test(gradient_collect_unwraps_dtensor_gradients_through_callback),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -169,7 +169,7 @@ static void one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias(void *
     }
 }
 
-static void one_rank_aliases_shards_if_all_parameters_can(void **state) {
+static void group_of_one_rank_aliases_shards_if_all_parameters_can(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.world = 1;
@@ -290,7 +290,7 @@ static void unshard_discards_prefetch_if_shards_were_written_since(void **state)
         assert_int_equal(fc_group_prefetch(f.core, FC_FORWARD), FC_OK);
         assert_int_equal(fc_state_end_forward(root), FC_OK);
         expect_state(&f, FC_SHARDED, true);
-        assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* the prefetch may read */
+        assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* ends the prefetch's reads */
         write_shards(&f);
         assert_int_equal(fc_state_begin_iteration(root, true), FC_OK);
         f.core->training_state = FC_FORWARD;
@@ -406,7 +406,7 @@ static void unshard_in_backward_disabled_starts_no_gather(void **state) {
 
 /* ---- failures ---- */
 
-/* A kernel would read an address that is invalid on its device. */
+/* Without this check a kernel would read an address that is invalid on its device. */
 static void unshard_of_shard_on_other_device_fails(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {
@@ -574,7 +574,7 @@ int main(void) {
         cmocka_unit_test(transition_to_current_state_does_nothing),
         cmocka_unit_test(unshard_on_one_rank_issues_no_collective),
         cmocka_unit_test(one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias),
-        cmocka_unit_test(one_rank_aliases_shards_if_all_parameters_can),
+        cmocka_unit_test(group_of_one_rank_aliases_shards_if_all_parameters_can),
         cmocka_unit_test(parameter_is_cast_at_any_offset_in_row),
         cmocka_unit_test(reshard_in_forward_is_skipped_without_reshard_after_forward),
         cmocka_unit_test(reshard_in_forward_uses_smaller_group_if_set),

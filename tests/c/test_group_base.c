@@ -129,7 +129,7 @@ static void allocator_receives_open_process_group_of_several_ranks(void **state)
     end(&base);
 }
 
-static void failing_process_group_allocator_fails_buffer(void **state) {
+static void failing_process_group_allocator_fails_the_allocation_of_a_buffer(void **state) {
     (void)state;
     fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
     fct_pg *group = NULL;
@@ -217,7 +217,7 @@ int main(void) {
         cmocka_unit_test(group_base_fini_releases_every_process_group),
         cmocka_unit_test(buffer_comes_from_process_group_allocator_if_available),
         cmocka_unit_test(allocator_receives_open_process_group_of_several_ranks),
-        cmocka_unit_test(failing_process_group_allocator_fails_buffer),
+        cmocka_unit_test(failing_process_group_allocator_fails_the_allocation_of_a_buffer),
         cmocka_unit_test(group_uses_exactly_the_fallbacks_of_its_mask),
         cmocka_unit_test(profiler_ranges_contain_module_names),
         cmocka_unit_test(profiler_range_of_long_name_is_complete),

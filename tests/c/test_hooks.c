@@ -81,7 +81,7 @@ static fc_status visit_and_fail(fc_group *g) {
     return FC_ESTATE;
 }
 
-static void visit_stops_at_first_failure(void **state) {
+static void visit_of_groups_stops_at_first_failure(void **state) {
     (void)state;
     sim_model *m = begin((sim_scenario){.device = {.seed = 6}});
     visited = 0;
@@ -96,7 +96,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(step_calls_a_fixed_number_of_callbacks),
         cmocka_unit_test(pre_backward_reaches_its_groups_and_the_prefetched_one),
-        cmocka_unit_test(visit_stops_at_first_failure),
+        cmocka_unit_test(visit_of_groups_stops_at_first_failure),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -129,7 +129,7 @@ static void captured_launches_have_small_arguments(void **state) {
 }
 
 /* The last test with large batches, because a rejection holds for the rest of the process. */
-static void rejected_large_arguments_become_small_ones(void **state) {
+static void launch_rejected_with_large_arguments_is_repeated_with_small_ones(void **state) {
     (void)state;
     fake_cuda_rejects_large = 1;
     assert_int_equal(launches_of_many(), SMALL_LAUNCHES);
@@ -203,7 +203,7 @@ int main(void) {
         cmocka_unit_test(many_tensors_need_large_batches_only_after_the_first_launch),
         cmocka_unit_test(failed_launches_do_not_end_large_batches),
         cmocka_unit_test(captured_launches_have_small_arguments),
-        cmocka_unit_test(rejected_large_arguments_become_small_ones),
+        cmocka_unit_test(launch_rejected_with_large_arguments_is_repeated_with_small_ones),
         cmocka_unit_test(launch_reports_earlier_asynchronous_error_as_such),
         cmocka_unit_test(launch_clears_its_own_error),
 #endif

@@ -115,7 +115,7 @@ static uint64_t number_of(const char *variable, uint64_t value) {
     return text != NULL ? strtoull(text, NULL, 10) : value;
 }
 
-static void schedules_keep_the_invariants(void **state) {
+static void random_schedules_keep_the_invariants(void **state) {
     (void)state;
     const uint64_t first = number_of("SIMULATE_SEED", 1);
     const uint64_t count = number_of("SIMULATE_COUNT", SHORT_COUNT);
@@ -143,7 +143,7 @@ static void schedules_keep_the_invariants(void **state) {
 }
 
 /* A bug is found if an invariant is violated, or if a rank raises without a fault. */
-static void known_bugs_are_found(void **state) {
+static void random_schedules_find_the_known_bugs(void **state) {
     (void)state;
     static const char *const names[KNOWN_BUGS] = {
         "no bug",
@@ -169,7 +169,7 @@ static void known_bugs_are_found(void **state) {
     }
 }
 
-static void schedule_is_repeated_by_its_seed(void **state) {
+static void seed_repeats_its_random_schedule(void **state) {
     (void)state;
     for (uint64_t seed = 1; seed <= 200; seed++) {
         (void)run_one(seed, NO_BUG, true);
@@ -182,9 +182,9 @@ static void schedule_is_repeated_by_its_seed(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(schedules_keep_the_invariants),
-        cmocka_unit_test(known_bugs_are_found),
-        cmocka_unit_test(schedule_is_repeated_by_its_seed),
+        cmocka_unit_test(random_schedules_keep_the_invariants),
+        cmocka_unit_test(random_schedules_find_the_known_bugs),
+        cmocka_unit_test(seed_repeats_its_random_schedule),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -146,7 +146,7 @@ static void compare_without_a_wait(void) {
     end(n);
 }
 
-static void rank_that_does_not_wait_compares_later(void **state) {
+static void rank_that_does_not_wait_compares_its_plan_later(void **state) {
     (void)state;
     run_negotiation(compare_without_a_wait, 2);
 }
@@ -185,7 +185,7 @@ static void compare_with_a_rank_without_plan(void) {
     end(n);
 }
 
-static void rank_without_plan_is_equal_to_all(void **state) {
+static void rank_without_plan_differs_from_no_rank(void **state) {
     (void)state;
     for (rank_without_plan = 0; rank_without_plan < 2; rank_without_plan++) {
         run_negotiation(compare_with_a_rank_without_plan, 3);
@@ -251,7 +251,7 @@ static void decline_without_gloo(void) {
     end(n);
 }
 
-static void other_backends_decline_without_a_round(void **state) {
+static void backends_other_than_gloo_decline_shared_memory_without_a_round(void **state) {
     (void)state;
     run_negotiation(decline_without_gloo, 2);
 }
@@ -316,12 +316,12 @@ int main(void) {
         cmocka_unit_test(plans_are_compared_in_round_1_and_shared_memory_follows),
         cmocka_unit_test(different_plan_of_one_rank_is_detected_on_all_ranks),
         cmocka_unit_test(later_plan_is_not_compared_if_a_rank_did_not_wait),
-        cmocka_unit_test(rank_that_does_not_wait_compares_later),
-        cmocka_unit_test(rank_without_plan_is_equal_to_all),
+        cmocka_unit_test(rank_that_does_not_wait_compares_its_plan_later),
+        cmocka_unit_test(rank_without_plan_differs_from_no_rank),
         cmocka_unit_test(later_plan_is_compared_once_over_gloo),
         cmocka_unit_test(roots_are_numbered_in_the_order_of_first_use),
         cmocka_unit_test(veto_of_one_rank_declines_on_all),
-        cmocka_unit_test(other_backends_decline_without_a_round),
+        cmocka_unit_test(backends_other_than_gloo_decline_shared_memory_without_a_round),
         cmocka_unit_test(interrupted_wait_may_be_repeated),
         cmocka_unit_test(negotiation_round_is_issued_again_after_failed_issue),
         cmocka_unit_test(negotiation_declines_if_the_group_ends_meanwhile),

@@ -124,7 +124,7 @@ static void drop_grad_clears_every_partial_gradient(void **state) {
     end(&p);
 }
 
-static void replaced_leaf_leaves_its_gradient(void **state) {
+static void gradient_of_replaced_leaf_is_kept_as_partial_gradient(void **state) {
     (void)state;
     fc_param p = begin(1, 0);
     for (int step = 1; step <= 2; step++) { /* the second gradient is added to the first */
@@ -153,7 +153,7 @@ int main(void) {
         cmocka_unit_test(flat_tensor_is_kept_when_its_memory_is_freed),
         cmocka_unit_test(flat_aliases_shard_on_one_rank),
         cmocka_unit_test(drop_grad_clears_every_partial_gradient),
-        cmocka_unit_test(replaced_leaf_leaves_its_gradient),
+        cmocka_unit_test(gradient_of_replaced_leaf_is_kept_as_partial_gradient),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -53,7 +53,7 @@ static int add_accumulation(op_prediction *p, int steps) {
     return missed;
 }
 
-static void longest_context_decides(void **state) {
+static void longest_known_context_decides_the_prediction(void **state) {
     (void)state;
     op_prediction p = make();
     const int missed = add_accumulation(&p, 20);
@@ -62,7 +62,7 @@ static void longest_context_decides(void **state) {
     op_prediction_fini(&p);
 }
 
-static void context_with_different_successors_predicts_nothing(void **state) {
+static void context_with_different_successors_gives_no_prediction(void **state) {
     (void)state;
     op_prediction p = make();
     static const uint64_t values[] = {1, 2, 3, 1, 2};
@@ -77,7 +77,7 @@ static void context_with_different_successors_predicts_nothing(void **state) {
     op_prediction_fini(&p);
 }
 
-static void last_values_are_kept(void **state) {
+static void prediction_keeps_the_latest_values(void **state) {
     (void)state;
     op_prediction p = make();
     for (uint64_t i = 0; i < OP_RECENT + 10; i++) {
@@ -109,9 +109,9 @@ static void equal_sequences_have_equal_predictions(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(repeated_sequence_is_predicted),
-        cmocka_unit_test(longest_context_decides),
-        cmocka_unit_test(context_with_different_successors_predicts_nothing),
-        cmocka_unit_test(last_values_are_kept),
+        cmocka_unit_test(longest_known_context_decides_the_prediction),
+        cmocka_unit_test(context_with_different_successors_gives_no_prediction),
+        cmocka_unit_test(prediction_keeps_the_latest_values),
         cmocka_unit_test(equal_sequences_have_equal_predictions),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -45,7 +45,7 @@ static int begin(void **state) {
     return 0;
 }
 
-static void tasks_run_in_order_and_are_destroyed_once(void **state) {
+static void progress_tasks_run_in_order_and_are_destroyed_once(void **state) {
     (void)state;
     progress_thread *thread = progress_thread_new();
     progress_task *tasks[TASKS];
@@ -72,7 +72,7 @@ static void tasks_run_in_order_and_are_destroyed_once(void **state) {
     }
 }
 
-static void freed_thread_runs_the_tasks_that_were_added(void **state) {
+static void freed_progress_thread_runs_the_tasks_that_were_added(void **state) {
     (void)state;
     progress_thread *thread = progress_thread_new();
     (void)pthread_mutex_lock(&gate);
@@ -92,7 +92,7 @@ static void freed_thread_runs_the_tasks_that_were_added(void **state) {
     }
 }
 
-static void thread_without_tasks_is_freed(void **state) {
+static void progress_thread_without_tasks_is_freed(void **state) {
     (void)state;
     progress_thread_free(progress_thread_new());
     progress_thread_free(NULL);
@@ -102,9 +102,9 @@ static void thread_without_tasks_is_freed(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup(tasks_run_in_order_and_are_destroyed_once, begin),
-        cmocka_unit_test_setup(freed_thread_runs_the_tasks_that_were_added, begin),
-        cmocka_unit_test_setup(thread_without_tasks_is_freed, begin),
+        cmocka_unit_test_setup(progress_tasks_run_in_order_and_are_destroyed_once, begin),
+        cmocka_unit_test_setup(freed_progress_thread_runs_the_tasks_that_were_added, begin),
+        cmocka_unit_test_setup(progress_thread_without_tasks_is_freed, begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -41,7 +41,7 @@ static void record_has_the_facts_and_the_end_of_long_names(void **state) {
     assert_string_equal(newest().modules, "");
 }
 
-static void states_follow_issue_wait_and_end(void **state) {
+static void state_of_a_record_follows_issue_wait_and_end(void **state) {
     (void)state;
     const uint64_t number = add("a");
     fc_recorder_issued(number, &works[0]);
@@ -86,7 +86,7 @@ static void overwritten_record_does_not_change(void **state) {
     }
 }
 
-static void copy_has_older_records_that_a_thread_waits_for(void **state) {
+static void copy_of_records_includes_older_ones_that_a_thread_waits_for(void **state) {
     (void)state;
     for (int i = 0; i < FC_RECORDS; i++) {
         fc_recorder_issued(add("complete"), NULL);
@@ -103,7 +103,7 @@ static void copy_has_older_records_that_a_thread_waits_for(void **state) {
     assert_int_equal(fc_recorder_copy(all, 2), 2);
 }
 
-static void file_has_every_record(void **state) {
+static void record_file_has_every_record(void **state) {
     (void)state;
     FILE *file = tmpfile();
     assert_non_null(file);
@@ -117,11 +117,11 @@ static void file_has_every_record(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(record_has_the_facts_and_the_end_of_long_names),
-        cmocka_unit_test(states_follow_issue_wait_and_end),
+        cmocka_unit_test(state_of_a_record_follows_issue_wait_and_end),
         cmocka_unit_test(oldest_of_two_records_with_one_address_is_not_found),
         cmocka_unit_test(overwritten_record_does_not_change),
-        cmocka_unit_test(copy_has_older_records_that_a_thread_waits_for),
-        cmocka_unit_test(file_has_every_record),
+        cmocka_unit_test(copy_of_records_includes_older_ones_that_a_thread_waits_for),
+        cmocka_unit_test(record_file_has_every_record),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -78,7 +78,7 @@ static void failed_swap_restores_own_state(void **state) {
 }
 
 /* The second call fails, and the third, which restores the second parameter. */
-static void failed_rollback_sets_dirty_until_next_swap(void **state) {
+static void failed_rollback_of_registration_sets_dirty_until_next_swap(void **state) {
     (void)state;
     fixture *f = make_fixture(FC_SHARDED, 1U << 1 | 1U << 2);
     assert_int_equal(fc_registration_swap(&f->base, FC_SHARDED, FC_UNSHARDED, &f->dirty),
@@ -109,7 +109,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(swap_registers_every_parameter),
         cmocka_unit_test(failed_swap_restores_own_state),
-        cmocka_unit_test(failed_rollback_sets_dirty_until_next_swap),
+        cmocka_unit_test(failed_rollback_of_registration_sets_dirty_until_next_swap),
         cmocka_unit_test(failed_swap_to_own_state_sets_dirty),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

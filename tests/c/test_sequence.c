@@ -70,7 +70,7 @@ static void differ_in_the_first_step(void) {
     end(n);
 }
 
-static void other_size_raises_on_all_ranks_before_it_is_issued(void **state) {
+static void collective_of_different_size_raises_on_all_ranks_before_its_issue(void **state) {
     (void)state;
     run_negotiation(differ_in_the_first_step, 2);
     run_negotiation(differ_in_the_first_step, 3);
@@ -111,7 +111,7 @@ static void gather_an_unknown_size(void) {
     end(n);
 }
 
-static void ranks_compare_no_sizes_after_an_unknown_one(void **state) {
+static void ranks_compare_no_sizes_after_a_collective_of_unknown_size(void **state) {
     (void)state;
     run_negotiation(gather_an_unknown_size, 2);
 }
@@ -192,12 +192,12 @@ static void leave_a_certain_departure(void) {
     end(n);
 }
 
-static void certain_departure_belongs_to_one_collective(void **state) {
+static void interrupted_rank_must_issue_the_collective_that_all_ranks_issue(void **state) {
     (void)state;
     run_negotiation(leave_a_certain_departure, 2);
 }
 
-static void other_size_than_predicted_is_a_departure(void **state) {
+static void collective_of_another_size_than_predicted_is_a_departure(void **state) {
     (void)state;
     run_negotiation(depart_from_the_prediction, 2);
 }
@@ -223,7 +223,7 @@ static op_entry entry(uint64_t kind, const char *name) {
     return result;
 }
 
-static void first_difference_of_two_lists_is_described(void **state) {
+static void first_difference_of_the_collectives_of_two_ranks_is_described(void **state) {
     (void)state;
     const op_entry a[] = {entry(FCT_OP_ALL_GATHER, "a"), entry(FCT_OP_ALL_GATHER, "b"),
                           entry(FCT_OP_ALL_GATHER, "c")};
@@ -248,14 +248,14 @@ static void first_difference_of_two_lists_is_described(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(only_unpredicted_collectives_are_exchanged),
-        cmocka_unit_test(other_size_raises_on_all_ranks_before_it_is_issued),
+        cmocka_unit_test(collective_of_different_size_raises_on_all_ranks_before_its_issue),
         cmocka_unit_test(interrupted_exchange_belongs_to_one_collective),
-        cmocka_unit_test(ranks_compare_no_sizes_after_an_unknown_one),
+        cmocka_unit_test(ranks_compare_no_sizes_after_a_collective_of_unknown_size),
         cmocka_unit_test(ranks_begin_to_compare_at_the_same_collective),
-        cmocka_unit_test(other_size_than_predicted_is_a_departure),
-        cmocka_unit_test(certain_departure_belongs_to_one_collective),
+        cmocka_unit_test(collective_of_another_size_than_predicted_is_a_departure),
+        cmocka_unit_test(interrupted_rank_must_issue_the_collective_that_all_ranks_issue),
         cmocka_unit_test(collectives_of_a_stopped_group_raise),
-        cmocka_unit_test(first_difference_of_two_lists_is_described),
+        cmocka_unit_test(first_difference_of_the_collectives_of_two_ranks_is_described),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

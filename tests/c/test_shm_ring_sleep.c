@@ -147,7 +147,7 @@ static void fall_asleep(void) {
     stopped.stops = 0;
 }
 
-static void change_at_any_step_of_a_waiter_prevents_its_sleep(void **state) {
+static void ring_change_at_any_step_of_a_waiter_prevents_its_sleep(void **state) {
     (void)state;
     for (size_t i = 0; i < CHANGES; i++) {
         int steps = 0;
@@ -165,7 +165,7 @@ static void change_at_any_step_of_a_waiter_prevents_its_sleep(void **state) {
     }
 }
 
-static void waiter_that_sleeps_at_any_step_of_a_change_is_woken(void **state) {
+static void waiter_that_sleeps_at_any_step_of_a_ring_change_is_woken(void **state) {
     (void)state;
     for (size_t i = 0; i < CHANGES; i++) {
         int steps = 0;
@@ -294,7 +294,7 @@ static void wait_for_destroy(void) {
     require(me.rank != 0 || shm_ring_peek(me.ring, 1, &none) == SHM_RING_CLOSED);
 }
 
-static void change_wakes_all_waiting_threads_of_a_rank(void **state) {
+static void ring_change_wakes_all_waiting_threads_of_a_rank(void **state) {
     (void)state;
     run_ranks(&(scenario){.run = wait_for_commit, .world_size = 2, .capacity = CAPACITY});
     run_ranks(&(scenario){.run = wait_for_commit, .world_size = 3, .capacity = CAPACITY});
@@ -305,16 +305,16 @@ static void change_wakes_all_waiting_threads_of_a_rank(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(change_at_any_step_of_a_waiter_prevents_its_sleep,
+        cmocka_unit_test_setup_teardown(ring_change_at_any_step_of_a_waiter_prevents_its_sleep,
                                         create_two_rings, destroy_two_rings),
-        cmocka_unit_test_setup_teardown(waiter_that_sleeps_at_any_step_of_a_change_is_woken,
+        cmocka_unit_test_setup_teardown(waiter_that_sleeps_at_any_step_of_a_ring_change_is_woken,
                                         create_two_rings, destroy_two_rings),
         cmocka_unit_test_setup_teardown(peek_during_commit_and_close_returns_the_message,
                                         create_two_rings, destroy_two_rings),
         cmocka_unit_test_setup_teardown(wait_returns_after_its_timeout, create_two_rings,
                                         destroy_two_rings),
         cmocka_unit_test(ping_pong_between_waiting_ranks_completes),
-        cmocka_unit_test(change_wakes_all_waiting_threads_of_a_rank),
+        cmocka_unit_test(ring_change_wakes_all_waiting_threads_of_a_rank),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

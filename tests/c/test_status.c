@@ -46,7 +46,7 @@ static void cut_text_ends_and_begins_with_a_whole_character(void **state) {
     assert_ptr_equal(fc_text_begin(empty), empty);
 }
 
-static void message_is_cut_between_characters(void **state) {
+static void error_message_is_cut_between_characters(void **state) {
     (void)state;
     fc_error err;
     char name[sizeof err.message + 3];
@@ -109,7 +109,7 @@ int main(void) {
         cmocka_unit_test(error_set_writes_message_and_returns_code),
         cmocka_unit_test(error_set_truncates_long_message),
         cmocka_unit_test(cut_text_ends_and_begins_with_a_whole_character),
-        cmocka_unit_test(message_is_cut_between_characters),
+        cmocka_unit_test(error_message_is_cut_between_characters),
         cmocka_unit_test(fc_try_returns_first_failure),
         cmocka_unit_test(status_codes_are_distinct_and_only_ok_is_zero),
     };

@@ -50,7 +50,7 @@ static void unsharded_memory_exists_between_alloc_and_free(void **state) {
     end();
 }
 
-static void adopt_requires_memory_of_every_parameter(void **state) {
+static void unsharded_adopt_requires_memory_of_every_parameter(void **state) {
     (void)state;
     begin(2);
     assert_int_equal(fc_unsharded_adopt(base), FC_ESTATE);
@@ -96,7 +96,7 @@ static void unsharded_alias_on_one_rank_shares_shards(void **state) {
     end();
 }
 
-static void can_alias_requires_one_rank_without_fallback_and_cast(void **state) {
+static void unsharded_alias_requires_one_rank_without_fallback_and_cast(void **state) {
     (void)state;
     bool can = true;
     begin(2);
@@ -138,10 +138,10 @@ static void check_leaves_detects_changed_shards_of_aliases(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(unsharded_memory_exists_between_alloc_and_free),
-        cmocka_unit_test(adopt_requires_memory_of_every_parameter),
+        cmocka_unit_test(unsharded_adopt_requires_memory_of_every_parameter),
         cmocka_unit_test(record_requirements_freezes_shard_of_parameter_that_the_user_froze),
         cmocka_unit_test(unsharded_alias_on_one_rank_shares_shards),
-        cmocka_unit_test(can_alias_requires_one_rank_without_fallback_and_cast),
+        cmocka_unit_test(unsharded_alias_requires_one_rank_without_fallback_and_cast),
         cmocka_unit_test(check_leaves_detects_changed_shards_of_aliases),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

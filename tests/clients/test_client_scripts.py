@@ -50,7 +50,9 @@ def two_folders(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "left", tmp_path / "right"
 
 
-def test_differences_with_missing_files_names_them(two_folders: tuple[Path, Path]) -> None:
+def test_differences_of_folders_with_missing_files_names_the_files(
+    two_folders: tuple[Path, Path],
+) -> None:
     (two_folders[0] / "a").write_text("a")
     (two_folders[1] / "sub").mkdir()
     (two_folders[1] / "sub" / "b").write_text("a")

@@ -76,7 +76,9 @@ UNSUPPORTED = {
 }
 
 
-def test_single_units_that_torch_does_not_capture_have_torchs_outcome(run_pair: Any) -> None:
+def test_capture_of_single_units_that_torch_does_not_capture_ends_as_under_torch(
+    run_pair: Any,
+) -> None:
     for implementation, results in run_pair("unit_captures", *UNSUPPORTED).items():
         for case, message in UNSUPPORTED.items():
             assert message in results[case]["outcome"], (implementation, case)

@@ -43,7 +43,7 @@ def test_corrupted_data_raises_on_both_ranks_and_names_the_collective(
         assert re.search(text, result["messages"][operation])
 
 
-def test_equal_data_does_not_raise(run_worker: Any, tmp_path: Path) -> None:
+def test_equal_data_raises_no_checksum_mismatch(run_worker: Any, tmp_path: Path) -> None:
     cases = ("sharded, equal", "replicated, equal", "captured")
     for result in run_ranks(run_worker, tmp_path, *cases):
         assert result["messages"] == dict.fromkeys(cases, "")

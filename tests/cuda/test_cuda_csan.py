@@ -9,7 +9,7 @@ import pytest
 pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
 
 
-def test_sanitizer_reports_dropped_waits_only(run_worker: Any) -> None:
+def test_cuda_sanitizer_reports_dropped_waits_only(run_worker: Any) -> None:
     result = run_worker("csan_step")
     for implementation, errors in result["errors"].items():
         assert len(errors) == 5

@@ -44,7 +44,7 @@ def test_different_model_raises_on_both_ranks_and_later_models_train(
     assert messages["equal"] == ""
 
 
-def test_other_order_of_later_collectives_raises_on_both_ranks(ranks: list[Messages]) -> None:
+def test_different_order_of_later_collectives_raises_on_both_ranks(ranks: list[Messages]) -> None:
     for messages in ranks:
         text = messages["later order"]["raised"]
         assert " failed on rank " in text

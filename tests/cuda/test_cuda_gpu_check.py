@@ -54,7 +54,7 @@ def test_check_with_device_cuda_passes_on_the_simulated_device(run_worker: Any) 
     assert len(check["results"]["bandwidth"]["kernels"]) == 10
 
 
-def test_each_step_of_the_check_runs_or_has_a_reason() -> None:
+def test_each_step_of_the_gpu_check_runs_or_has_a_reason() -> None:
     script = (Path(__file__).parents[1] / "gpu/gpu_check.sh").read_text()
     steps = re.search('^ALL="(.*)"$', script, re.MULTILINE)
     assert steps is not None

@@ -10,9 +10,10 @@ pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
 
 UNROLL = 4
 """Accesses of each loop of ``csrc/kernels/lines.cuh``."""
-# Loops of moves: of aligned words, and of shifted words, which load two. A store fills with zeros.
+# A move has two loops. Per access, one loads a word, and the other (of source and target that are
+# aligned differently) loads two. Both store one word. One more store fills with zeros.
 MOVES = {"LDG": 3 * UNROLL, "STG": 2 * UNROLL + 1}
-# Loops of casts: of the 16 pairs of types, 11 load 16 bytes, and 11 store 16 bytes.
+# A cast has one loop for each of 16 pairs of types. 11 loops load and 11 store 16 bytes at once.
 CASTS = {name: number + 11 * UNROLL for name, number in MOVES.items()}
 KERNELS = {
     "fck_move_lines": MOVES,
@@ -22,7 +23,7 @@ KERNELS = {
 }
 
 
-def test_each_loop_of_words_has_128_bit_accesses(run_worker: Any) -> None:
+def test_each_kernel_loop_over_words_has_128_bit_accesses(run_worker: Any) -> None:
     by_compiler = run_worker("machine_code")
     if "skipped" in by_compiler:
         pytest.skip(by_compiler["skipped"])

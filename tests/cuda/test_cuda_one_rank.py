@@ -1,6 +1,7 @@
-"""The C++ group of the GPU check, over NCCL, on torch's CUDA build.
+"""The process group of tests/gpu/workers/one_rank_group.cpp over NCCL, on torch's CUDA build.
 
-On a GPU the step races compares results. Here no kernel runs, so orders and calls are compared.
+On a GPU, the step ``races`` of the GPU check compares the results of this group. Here no kernel
+runs, so the test compares the order of operations and the calls of NCCL.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def collect(steps: int, world: int) -> list[dict[str, tuple[str, int, float]]]:
     ("name", "steps", "world"),
     [(name, steps, world) for name in agreement.KINDS for steps in (0, 5) for world in (2, 3)],
 )
-def test_other_collective_of_equal_size_raises_on_all_ranks_before_the_optimizer_step(
+def test_different_collective_of_equal_size_raises_on_all_ranks_before_the_optimizer_step(
     name: str, steps: int, world: int
 ) -> None:
     for results in collect(steps, world):
@@ -79,13 +79,13 @@ def test_difference_after_an_unshard_before_the_first_forward_raises() -> None:
         assert "collective mismatch: rank 0 gathers 'blocks.1'" in different
 
 
-def test_training_continues_after_other_collectives_with_the_guard_off() -> None:
+def test_training_continues_after_different_collectives_with_the_guard_off() -> None:
     names = ("another order of blocks", "another divide factor", "another parameter")
     for results in run_ranks(agreement.run_kinds, 2, (1, names), env=OFF):
         assert [outcome[:2] for outcome in results.values()] == [("", 2)] * 3
 
 
-def test_equal_programs_do_not_raise() -> None:
+def test_ranks_with_equal_programs_do_not_raise() -> None:
     for results in run_ranks(agreement.run_legitimate, 2, env=GLOO, timeout=200):
         assert {name: error for name, error in results.items() if error} == {}
 

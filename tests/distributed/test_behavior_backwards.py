@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from behavior import assert_same, returned
+from behavior import assert_same, get_results
 
 
 @pytest.mark.torch("2.13")  # earlier releases of torch fail in most scenarios
@@ -28,5 +28,5 @@ def test_gradients_of_partial_backward_match_torch(scenario: str) -> None:
 
 def test_chunked_head_backward_sets_gradients_immediately() -> None:
     """The comparison with torch would also pass if both left all gradients at None."""
-    for record in returned("chunked_losses_training_only_the_head", "fsdp_c"):
+    for record in get_results("chunked_losses_training_only_the_head", "fsdp_c"):
         assert all(step[1]["head.weight"] is not None for step in record[:-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from behavior import assert_same, differences, raised, returned
+from behavior import assert_same, differences, get_exceptions, get_results
 from releases import has
 
 SCENARIOS = (
@@ -33,14 +33,16 @@ def test_direct_calls_of_private_methods_on_four_ranks_match_torch() -> None:
     assert_same("group_post_backward_called_directly_hsdp_on_four_ranks", 4)
 
 
-def test_backward_without_module_hooks_ends_with_a_direct_call() -> None:
+def test_backward_without_module_hooks_is_ended_by_a_direct_private_call() -> None:
     """From 2.15 on, torch refuses the end of a backward that no module hook has begun."""
     name = "post_backward_hook_registered_directly"
     if not has("2.15"):
         assert_same(name)
         return
-    assert all("manual backward finalization" in rank.text for rank in raised(name, "torch"))
-    for _, _, _, gradients in returned(name, "fsdp_c"):
+    assert all(
+        "manual backward finalization" in rank.text for rank in get_exceptions(name, "torch")
+    )
+    for _, _, _, gradients in get_results(name, "fsdp_c"):
         assert gradients["0.linear.weight"] is not None
 
 
@@ -59,7 +61,9 @@ def test_direct_calls_before_the_first_forward_raise_errors_of_torch(
     if not has("2.15"):
         assert_same(name, world)
         return
-    for torch_calls, calls in zip(returned(name, "torch", world), returned(name, "fsdp_c", world)):
+    for torch_calls, calls in zip(
+        get_results(name, "torch", world), get_results(name, "fsdp_c", world)
+    ):
         assert torch_calls.pop(3)[0] == "AssertionError"
         assert torch_calls.pop(1)[1] is None
         assert calls.pop(3)[0] == calls.pop(1)[1][0] == "AttributeError"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import releases
 import torch
-from behavior import assert_same, differences, raised, returned
+from behavior import assert_same, differences, get_exceptions, get_results
 
 
 def test_complex_parameters_match_torch() -> None:
-    by_fsdp_c, by_torch = (returned("complex_parameters", name) for name in ("fsdp_c", "torch"))
+    by_fsdp_c, by_torch = (get_results("complex_parameters", name) for name in ("fsdp_c", "torch"))
     for result, expected_by_torch in zip(by_fsdp_c, by_torch, strict=True):
         if releases.has("2.15"):  # torch's sum of microbatches is inexact: TORCH_BUGS.md
             case = "reduced in complex128"
@@ -35,40 +35,40 @@ def test_complex_parameters_on_one_rank_match_plain_model() -> None:
 
 def test_real_reduce_dtype_applies_to_components_of_complex_gradients() -> None:
     for by_fsdp_c, without in zip(
-        returned("complex_parameters_reduced_in_real_dtypes", "fsdp_c"),
-        returned("complex_parameters", "fsdp_c"),
+        get_results("complex_parameters_reduced_in_real_dtypes", "fsdp_c"),
+        get_results("complex_parameters", "fsdp_c"),
     ):
         wide = by_fsdp_c["torch.complex128"]
         assert differences(wide, by_fsdp_c["torch.float64"]) == []
         for case in ("torch.float32", "torch.bfloat16", "computed in bfloat16"):
             assert differences(without["complex64"], by_fsdp_c[case]) == [], case
     if releases.has("2.15"):  # torch drops the imaginary parts silently
-        for expected_by_torch in returned("complex_parameters_reduced_in_real_dtypes", "torch"):
+        for expected_by_torch in get_results("complex_parameters_reduced_in_real_dtypes", "torch"):
             gradient, *_ = expected_by_torch["torch.float32"]
             assert not gradient.is_complex() or not gradient.imag.any()
         return
-    for error in raised("complex_parameters_reduced_in_real_dtypes", "torch"):
+    for error in get_exceptions("complex_parameters_reduced_in_real_dtypes", "torch"):
         assert "can't be cast to the desired output type Float" in error.text
 
 
 def test_complex_and_real_parameters_share_one_unit() -> None:
-    for result in returned("complex_beside_real_parameters", "fsdp_c"):
+    for result in get_results("complex_beside_real_parameters", "fsdp_c"):
         for case in ("lazy False", "lazy True"):
             for by_fsdp_c, expected in zip(result[case], result[f"{case}, expected"], strict=True):
                 assert by_fsdp_c.dtype == expected.dtype
                 torch.testing.assert_close(by_fsdp_c, expected.resolve_neg())
-    for error in raised("complex_beside_real_parameters", "torch"):
+    for error in get_exceptions("complex_beside_real_parameters", "torch"):
         assert "FSDP expects uniform original parameter dtype" in error.text
 
 
 def test_complex32_gradients_are_reduced() -> None:
-    for halves, singles in returned("complex32_parameters", "fsdp_c"):
+    for halves, singles in get_results("complex32_parameters", "fsdp_c"):
         for by_fsdp_c, expected in zip(halves, singles, strict=True):
             torch.testing.assert_close(by_fsdp_c, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_frozen_parameters_of_dtypes_unsupported_by_gloo_are_gathered() -> None:
-    for result in returned("frozen_parameters_of_one_dtype", "fsdp_c"):
+    for result in get_results("frozen_parameters_of_one_dtype", "fsdp_c"):
         assert len(result) == 9 and all(result.values()), result
 
 

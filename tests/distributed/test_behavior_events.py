@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import releases
-from behavior import assert_same, returned
+from behavior import assert_same, get_results
 
 RS_WAIT = "FSDP::post_backward_rs_wait ("
 ACCUMULATE = "FSDP::post_backward_accumulate"
@@ -15,7 +15,7 @@ ACCUMULATE = "FSDP::post_backward_accumulate"
 def test_profiler_ranges_match_names_and_order_of_torch() -> None:
     """Waits for earlier reductions may be missing: fsdp_c skips the wait for a finished one."""
     for by_fsdp_c, by_torch in zip(
-        returned("profiler_ranges", "fsdp_c"), returned("profiler_ranges", "torch")
+        get_results("profiler_ranges", "fsdp_c"), get_results("profiler_ranges", "torch")
     ):
         for case, names in by_torch.items():
             ranges = by_fsdp_c[case]
@@ -29,7 +29,7 @@ def test_profiler_ranges_match_names_and_order_of_torch() -> None:
 
 
 def test_profiler_ranges_cover_the_whole_step() -> None:
-    for result in returned("profiler_ranges", "fsdp_c"):
+    for result in get_results("profiler_ranges", "fsdp_c"):
         labels = {name.split(" ")[0].removeprefix("FSDP::") for name in result["mixed"]}
         assert labels - {"post_backward_rs_wait"} == {
             "root_pre_forward",
@@ -156,5 +156,5 @@ def test_gloo_threads_never_take_the_gil() -> None:
     Under torch the number of such threads depends on timing, so one rank that counts some suffices
     to show that the count works.
     """
-    assert max(returned("threads_that_took_the_gil", "torch")) > 0
-    assert returned("threads_that_took_the_gil", "fsdp_c") == [0, 0]
+    assert max(get_results("threads_that_took_the_gil", "torch")) > 0
+    assert get_results("threads_that_took_the_gil", "fsdp_c") == [0, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from behavior import assert_same, differences, returned
+from behavior import assert_same, differences, get_results
 
 SAME = (
     "hooks_of_extensions_in_groups_of_one",
@@ -30,27 +30,27 @@ def test_extension_hook_scenario_matches_torch(name: str) -> None:
 
 def test_extension_hooks_on_one_rank_match_plain_tensors() -> None:
     for name in ("hooks_of_extensions_on_one_rank", "several_inputs_on_one_rank"):
-        ((result, plain, _),) = returned(name, "fsdp_c", 1)
+        ((result, plain, _),) = get_results(name, "fsdp_c", 1)
         assert differences(result, plain) == [], name
     assert_same("hooks_of_extensions_on_one_rank", world=1)
 
 
 def test_extension_inputs_may_change_size_at_each_gather() -> None:
-    for result, plain, lengths, memory in returned("extension_inputs_of_varying_size", "fsdp_c"):
+    for result, plain, lengths, memory in get_results("extension_inputs_of_varying_size", "fsdp_c"):
         assert differences(result, plain) == []
         assert lengths == [(2 * size, size) for _, size in lengths]
         assert len({size for _, size in lengths}) == len(lengths)
         assert sum(memory) == 0
-    for _, _, lengths, _ in returned("extension_inputs_of_varying_size", "torch"):
+    for _, _, lengths, _ in get_results("extension_inputs_of_varying_size", "torch"):
         assert lengths != [(2 * size, size) for _, size in lengths], "torch has fixed this bug"
 
 
 def test_outputs_changed_while_a_parameter_shares_their_memory_raise() -> None:
-    for result in returned("outputs_changed_while_a_parameter_shares_their_memory", "fsdp_c"):
+    for result in get_results("outputs_changed_while_a_parameter_shares_their_memory", "fsdp_c"):
         assert result[0] == "RuntimeError"
         assert "shares the memory that they were gathered into" in result[1][0]
         assert "0.weight" in result[1][0]
-    for result in returned("outputs_changed_while_a_parameter_shares_their_memory", "torch"):
+    for result in get_results("outputs_changed_while_a_parameter_shares_their_memory", "torch"):
         assert result is None, "torch now raises as well"
 
 
@@ -65,8 +65,8 @@ def test_invalid_extension_results_raise_torchs_errors() -> None:
 
 
 def test_model_trains_after_a_failed_extension_hook() -> None:
-    by_torch = returned("failing_hooks", "torch")
-    for rank, by_fsdp_c in enumerate(returned("failing_hooks", "fsdp_c")):
+    by_torch = get_results("failing_hooks", "torch")
+    for rank, by_fsdp_c in enumerate(get_results("failing_hooks", "fsdp_c")):
         plain = by_fsdp_c.pop("plain")
         for case, (error, (memory, retry_error, after_reset, trained)) in by_fsdp_c.items():
             assert error == by_torch[rank][case][0]

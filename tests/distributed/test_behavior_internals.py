@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from behavior import assert_same, returned
+from behavior import assert_same, get_results
 
 pytestmark = pytest.mark.torch("2.13")  # foreach_reduce and hooks within transforms differ before
 
@@ -59,17 +59,17 @@ def test_jvp_as_first_forward_matches_torch() -> None:
 
 
 def test_parameters_unfrozen_while_unsharded_are_trained() -> None:
-    for record in returned("unfrozen_while_unsharded", "fsdp_c"):
+    for record in get_results("unfrozen_while_unsharded", "fsdp_c"):
         assert record == [True, [True] * 6, True, [True] * 6, [True] * 6]
 
 
 def test_torch_trains_parameters_unfrozen_while_unsharded_for_one_step() -> None:
-    for record in returned("unfrozen_while_unsharded", "torch"):
+    for record in get_results("unfrozen_while_unsharded", "torch"):
         assert record[:3] == [True, [True] * 6, False]
 
 
 def test_parameters_frozen_while_unsharded_stay_frozen() -> None:
-    for gradients, required in returned("frozen_while_unsharded_and_stepped", "fsdp_c"):
+    for gradients, required in get_results("frozen_while_unsharded_and_stepped", "fsdp_c"):
         assert gradients == required == [False] * 4 + [True] * 2
 
 
@@ -80,10 +80,10 @@ def fp16_matches_fp32(result: dict[str, Any]) -> list[bool]:
 
 
 def test_divide_factor_divides_fp16_gradients_once() -> None:
-    for result in returned("half_precision_with_a_divide_factor", "fsdp_c"):
+    for result in get_results("half_precision_with_a_divide_factor", "fsdp_c"):
         assert all(fp16_matches_fp32(result))
 
 
 def test_torch_divides_fp16_gradients_twice() -> None:
-    for result in returned("half_precision_with_a_divide_factor", "torch"):
+    for result in get_results("half_precision_with_a_divide_factor", "torch"):
         assert not any(fp16_matches_fp32(result))

@@ -12,14 +12,14 @@ pytestmark = [
 ]
 
 
-def test_typed_parameters_train_as_in_torch() -> None:
+def test_parameters_with_spmd_types_train_as_in_torch() -> None:
     for result in assert_same("typed_parameters_train", world=4):
         for seen in result.values():
             assert any("Parameter" in part for parts in seen["parts"] for part in parts)
         assert result["checked"]["outputs"][0] != "{}"
 
 
-def test_types_that_fit_no_mesh_raise_errors_of_torch() -> None:
+def test_spmd_types_that_fit_no_mesh_raise_errors_of_torch() -> None:
     for messages in assert_same("typed_parameters_refused", world=4):
         assert len(messages) == 4
         assert "Expected spmd.R on FSDP DP axis" in messages["partial on dp"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from behavior import assert_same, differences, raised, returned
+from behavior import assert_same, differences, get_exceptions, get_results
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_tensors_assigned_by_load_state_dict_are_trained() -> None:
 
 def test_training_from_a_loaded_state_dict_continues_with_equal_bits() -> None:
     for name, first in (("full_state_dicts", "broadcast"), ("sharded_state_dicts", "loaded")):
-        for result in returned(name, "fsdp_c"):
+        for result in get_results(name, "fsdp_c"):
             assert differences(result[first], result["continued"]) == []
 
 
@@ -49,9 +49,9 @@ def test_model_created_on_the_meta_device_trains() -> None:
 def test_forward_on_the_meta_device_raises_and_the_model_trains_after_to_empty() -> None:
     """torch raises the same error, but its model cannot train afterwards."""
     for by_fsdp_c, by_torch, expected in zip(
-        returned("forward_on_the_meta_device", "fsdp_c"),
-        returned("forward_on_the_meta_device", "torch"),
-        returned("meta_device", "fsdp_c"),
+        get_results("forward_on_the_meta_device", "fsdp_c"),
+        get_results("forward_on_the_meta_device", "torch"),
+        get_results("meta_device", "fsdp_c"),
     ):
         assert by_fsdp_c["message"].startswith("FSDP parameters should be materialized")
         assert by_fsdp_c["message"] == by_torch["message"]
@@ -61,25 +61,25 @@ def test_forward_on_the_meta_device_raises_and_the_model_trains_after_to_empty()
 
 def test_trained_model_can_be_converted_to_double() -> None:
     """torch fails, because it gathers into buffers of the old dtype."""
-    for output, expected, gradients in returned("converted_after_training", "fsdp_c"):
+    for output, expected, gradients in get_results("converted_after_training", "fsdp_c"):
         assert differences(expected, output) == []
         assert all(gradient.dtype == torch.float64 for gradient in gradients.values())
-    for error in raised("converted_after_training", "torch"):
+    for error in get_exceptions("converted_after_training", "torch"):
         assert "dtype double, but got float" in error.text
 
 
-def test_conversion_between_backwards_casts_the_gradients_that_are_not_reduced() -> None:
+def test_dtype_conversion_of_model_between_backwards_casts_unreduced_gradients() -> None:
     """torch fails, because it gathers into buffers of the old dtype."""
-    for once, twice in returned("converted_for_good_between_backwards", "fsdp_c"):
+    for once, twice in get_results("converted_for_good_between_backwards", "fsdp_c"):
         for name, gradient in twice.items():
             assert gradient.dtype == torch.bfloat16
             torch.testing.assert_close(gradient, 2 * once[name], rtol=0.1, atol=0.01)
-    raised("converted_for_good_between_backwards", "torch")
+    get_exceptions("converted_for_good_between_backwards", "torch")
 
 
-def test_conversion_before_the_all_reduce_raises() -> None:
-    raised("converted_before_the_all_reduce", "torch")
-    for error in raised("converted_before_the_all_reduce", "fsdp_c"):
+def test_dtype_conversion_of_model_before_the_all_reduce_raises() -> None:
+    get_exceptions("converted_before_the_all_reduce", "torch")
+    for error in get_exceptions("converted_before_the_all_reduce", "fsdp_c"):
         assert "parameter '3.weight' was converted" in error.text
 
 
@@ -91,15 +91,15 @@ def test_swap_tensors_keeps_parameter_objects() -> None:
 
 def test_trained_model_can_be_converted_by_swap_tensors() -> None:
     """torch fails, because it gathers into buffers of the old dtype."""
-    for swapped, expected in returned("swapped_after_training", "fsdp_c"):
+    for swapped, expected in get_results("swapped_after_training", "fsdp_c"):
         assert differences(expected, swapped) == []
         assert all(gradient.dtype == torch.float64 for gradient in swapped.values())
-    for error in raised("swapped_after_training", "torch"):
+    for error in get_exceptions("swapped_after_training", "torch"):
         assert "dtype double, but got float" in error.text
 
 
 def test_checkpoints_are_interchangeable_with_torch() -> None:
-    for result in returned("checkpoints", "fsdp_c"):
+    for result in get_results("checkpoints", "fsdp_c"):
         assert len(result) == 6
         expected = result["torch continued"]
         for case, results in result.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from behavior import assert_same, differences, returned
+from behavior import assert_same, differences, get_results
 
 
 def test_wrapper_subclass_gradients_match_torch() -> None:
@@ -22,8 +22,8 @@ def test_wrapper_subclasses_without_extensions_match_torch() -> None:
 
 def test_all_gather_extension_patched_onto_plain_tensor_matches_torch() -> None:
     pairs = zip(
-        returned("extensions_patched_onto_tensors", "fsdp_c"),
-        returned("extensions_patched_onto_tensors", "torch"),
+        get_results("extensions_patched_onto_tensors", "fsdp_c"),
+        get_results("extensions_patched_onto_tensors", "torch"),
     )
     for by_fsdp_c, by_torch in pairs:
         for case, result in by_fsdp_c.items():
@@ -33,7 +33,7 @@ def test_all_gather_extension_patched_onto_plain_tensor_matches_torch() -> None:
 
 def test_extension_hooks_can_free_memory_of_all_gather_outputs() -> None:
     """torch supports the release hook from 2.15 on."""
-    for result in returned("extensions_patched_onto_tensors", "fsdp_c"):
+    for result in get_results("extensions_patched_onto_tensors", "fsdp_c"):
         numel = 6 * 6
         assert result["False"]["sizes"] == 2 * [[[2 * numel], [4 * numel]]]
         assert result["True"]["sizes"] == 2 * [[[0], [4 * numel]]]

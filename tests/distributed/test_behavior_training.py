@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from behavior import assert_same, differences, raised, returned
+from behavior import assert_same, differences, get_exceptions, get_results
 
 # ---- an evaluation between backward and the optimizer's step ----
 
 
-def test_evaluation_before_the_step_leaves_no_stale_weights() -> None:
+def test_evaluation_before_the_optimizer_step_leaves_no_stale_weights() -> None:
     """The weights are written by optimizers of several kinds, or directly by user code."""
-    for result in returned("evaluation_before_step", "fsdp_c"):
+    for result in get_results("evaluation_before_step", "fsdp_c"):
         stale = [case for case, losses in result.items() if losses["with"] != losses["without"]]
         assert stale == []
 
 
-def test_torch_uses_stale_weights_after_an_evaluation_before_the_step() -> None:
+def test_torch_uses_stale_weights_after_an_evaluation_before_the_optimizer_step() -> None:
     """If this test fails, torch has changed; update tests/TORCH_BUGS.md and docs."""
-    for result in returned("evaluation_before_step", "torch"):
+    for result in get_results("evaluation_before_step", "torch"):
         stale = [case for case, losses in result.items() if losses["with"] != losses["without"]]
         assert stale == [case for case in result if case != "reshard True"]
 
@@ -26,8 +26,8 @@ def test_torch_uses_stale_weights_after_an_evaluation_before_the_step() -> None:
 def test_evaluation_after_the_step_uses_the_new_weights() -> None:
     """A further evaluation before the step ("around") changes no result. With torch it does."""
     for by_fsdp_c, by_torch in zip(
-        returned("evaluations_around_a_step", "fsdp_c"),
-        returned("evaluations_around_a_step", "torch"),
+        get_results("evaluations_around_a_step", "fsdp_c"),
+        get_results("evaluations_around_a_step", "torch"),
     ):
         assert by_fsdp_c["after"] == by_fsdp_c["around"] == by_torch["after"]
         assert by_torch["after"] != by_torch["around"]
@@ -41,12 +41,12 @@ def test_gather_counts_of_evaluations_match_torch() -> None:
 def test_training_after_first_forward_in_inference_mode_matches_no_grad() -> None:
     """torch fails, because the first forward allocates inference tensors that it reuses."""
     for result, (expected,) in zip(
-        returned("first_forward_in_inference_mode", "fsdp_c"),
-        returned("first_forward_without_grad", "torch"),
+        get_results("first_forward_in_inference_mode", "fsdp_c"),
+        get_results("first_forward_without_grad", "torch"),
     ):
         for results in result:
             assert differences(expected, results) == []
-    for error in raised("first_forward_in_inference_mode", "torch"):
+    for error in get_exceptions("first_forward_in_inference_mode", "torch"):
         assert "inference tensor" in error.text.lower()
 
 
@@ -55,14 +55,14 @@ def test_training_after_first_forward_in_inference_mode_matches_no_grad() -> Non
 
 @pytest.mark.parametrize("factor", [1, 3, 4])
 def test_divide_factor_divides_the_sum_on_gloo(factor: int) -> None:
-    for result in returned("divide_factor", "fsdp_c"):
+    for result in get_results("divide_factor", "fsdp_c"):
         first, second = result["local"]
         expected = {name: first[name] / factor + second[name] / factor for name in first}
         assert differences(expected, result[factor]) == []
 
 
 def test_torch_raises_for_a_divide_factor_on_gloo() -> None:
-    for error in raised("divide_factor", "torch"):
+    for error in get_exceptions("divide_factor", "torch"):
         assert error.kind == "RuntimeError"
         assert "PREMUL_SUM" in error.text
 
@@ -76,9 +76,9 @@ def test_reduction_scenario_matches_torch(name: str) -> None:
 
 def test_reduction_settings_give_different_results() -> None:
     """If they had no effect, test_reduction_scenario_matches_torch would pass without them."""
-    for fp16 in returned("reductions_in_fp16", "fsdp_c"):
+    for fp16 in get_results("reductions_in_fp16", "fsdp_c"):
         assert differences(fp16[0], fp16[1]) and differences(fp16[1], fp16[2])
-    for sums in returned("forced_sums", "fsdp_c"):
+    for sums in get_results("forced_sums", "fsdp_c"):
         assert differences(sums[0], sums[1]) and differences(sums[0], sums[2])
 
 
@@ -132,7 +132,7 @@ def test_autograd_grad_of_inputs_leaves_states_idle() -> None:
 @pytest.mark.parametrize("name", ["compiled_blocks", "compiled_model"])
 def test_compiled_models_match_uncompiled_ones(name: str) -> None:
     for by_fsdp_c, by_torch, expected in zip(
-        returned(name, "fsdp_c"), returned(name, "torch"), returned("uncompiled", "torch")
+        get_results(name, "fsdp_c"), get_results(name, "torch"), get_results("uncompiled", "torch")
     ):
         assert by_fsdp_c["graphs"] > 0 and by_torch["graphs"] > 0
         for result in (by_fsdp_c, by_torch):

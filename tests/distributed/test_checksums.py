@@ -42,12 +42,12 @@ def test_corrupted_message_of_a_chunk_raises_and_training_continues(world: int) 
         assert texts[1] == ""
 
 
-def test_mode_on_has_no_checksums() -> None:
+def test_guard_mode_on_compares_no_checksums() -> None:
     for outcomes, _ in run_ranks(corrupted_data.flip_bits, 2, (5,), env={"FSDP_C_GUARD": "on"}):
         assert [text for _, text in outcomes] == [""] * 5
 
 
-def test_different_modes_of_ranks_raise_and_name_the_switch() -> None:
+def test_different_guard_modes_of_ranks_raise_and_name_the_variable() -> None:
     for text in run_ranks(corrupted_data.train_with_modes, 2, (("hash", "on"),)):
         assert "FSDP_C_GUARD: rank 0 has hash; rank 1 has on" in text
 
@@ -64,6 +64,8 @@ def test_ranks_that_waited_for_different_gathers_continue_after_a_reset(transpor
 
 @pytest.mark.parametrize("mode", ["on", "hash"])
 @pytest.mark.parametrize("transport", ["gloo", "direct"])
-def test_rank_that_uses_functions_of_torch_is_equal_to_all(transport: str, mode: str) -> None:
+def test_rank_that_uses_functions_of_torch_has_no_checksum_mismatch(
+    transport: str, mode: str
+) -> None:
     env = {"FSDP_C_TRANSPORT": transport}
     assert run_ranks(corrupted_data.fall_back_on_one_rank, 2, (mode,), env=env) == ["", ""]

@@ -57,7 +57,7 @@ def assert_same_except_norm_weights(expected: Any, found: Any, summed_in: torch.
 
 def run_scenario(name: str, world: int = 2) -> list[Any]:
     """Runs a scenario under fsdp_c only: torch's ranks would crash (see the first test)."""
-    return behavior.returned(name, "fsdp_c", world, SCENARIOS)
+    return behavior.get_results(name, "fsdp_c", world, SCENARIOS)
 
 
 def assert_freed(results: list[Any]) -> None:
@@ -75,7 +75,7 @@ def run_torch(rank: int, world: int, name: str) -> None:
     "name",
     ["gradient_penalty", "penalty_that_reshards_after_backward_only", "hessian_of_the_outputs"],
 )
-def test_b8_torch_reads_freed_parameters(name: str) -> None:
+def test_torch_reads_freed_parameters_in_double_backward(name: str) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(run_torch, 2, (name,))
     outputs = [report.status + report.output for report in failed.value.reports]

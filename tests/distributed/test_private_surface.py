@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from behavior import differences, returned
+from behavior import differences, get_results
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "private-surface.md"
@@ -45,7 +45,7 @@ def rows(section: str) -> list[list[str]]:
 
 def results_of(name: str) -> tuple[list[Any], list[Any]]:
     """Returns the results of a scenario on each rank, under torch and under fsdp_c."""
-    return returned(name, "torch", 2, MODULES), returned(name, "fsdp_c", 2, MODULES)
+    return get_results(name, "torch", 2, MODULES), get_results(name, "fsdp_c", 2, MODULES)
 
 
 def test_private_surface_document_has_one_row_per_scenario() -> None:
@@ -75,7 +75,7 @@ def test_assigned_parameter_list_is_refused_by_fsdp_c_only() -> None:
         assert from_fsdp_c == ["list", "AttributeError", 4]
 
 
-def test_all_hooks_have_the_module_name_of_fsdp2() -> None:
+def test_functions_of_registered_hooks_have_fsdp2s_module_name() -> None:
     for observed in results_of("hooks_removed_by_module_name")[1]:
         counts = [pair for pair in observed if isinstance(pair, list) and pair == [1, 0]]
         assert len(counts) == 2 * (4 + 3)  # both hooks of each sharded module, in two models

@@ -100,7 +100,7 @@ def test_document_blocks_that_are_not_run_need_another_environment() -> None:
     ]
 
 
-def test_comment_that_is_not_directly_before_a_block_does_not_exclude_it() -> None:
+def test_exclusion_comment_must_be_directly_before_its_document_block() -> None:
     block = "```python\nx = 1\n```\n"
     text = f"<!-- not run: a -->\n{block}\n<!-- not run: b -->\n\n{block}"
     assert [readme.reason_not_to_run(text, line) for line, _ in readme.blocks(text)] == ["a", ""]

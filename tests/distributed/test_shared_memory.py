@@ -48,7 +48,7 @@ def test_fallback_reason_on_one_rank_makes_all_ranks_use_gloo(fallback_reason: s
     ] * 3
 
 
-def test_forked_child_is_refused_and_does_not_affect_its_parent() -> None:
+def test_training_in_forked_child_raises_and_does_not_affect_its_parent() -> None:
     for (train_error, destroy_error), parent_continues in run_ranks(
         shared_memory.train_in_forked_child, 2
     ):

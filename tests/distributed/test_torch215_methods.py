@@ -23,7 +23,7 @@ def run_scenario(
 ) -> list[Any]:
     """Returns the results of a scenario on all ranks, by default under fsdp_c only."""
     modules = ("torch215_methods",)
-    runs = (behavior.returned(name, api, world, modules) for api in implementations)
+    runs = (behavior.get_results(name, api, world, modules) for api in implementations)
     return [result for results in runs for result in results]
 
 
@@ -89,7 +89,7 @@ def test_finalize_backward_raises_in_invalid_states() -> None:
         assert result["mode after wait"] == ""
 
 
-def test_manual_mode_of_a_unit_is_refused_in_the_first_forward() -> None:
+def test_manual_gradient_reduction_of_a_unit_is_refused_in_the_first_forward() -> None:
     for message in run_scenario(
         "manual_mode_of_a_unit_before_the_first_forward", implementations=BOTH
     ):
@@ -102,7 +102,7 @@ def test_reset_iter_state_drops_a_pending_finalization() -> None:
         assert_equal(result)
 
 
-def test_finalize_backward_requires_all_reduce_on_replicas() -> None:
+def test_finalize_backward_on_replicas_without_all_reduce_raises() -> None:
     for result in run_scenario("finalization_with_replicas", world=4):
         assert "set_requires_all_reduce(True)" in result["refused"]
         assert not differences_beyond_rounding(result["expected"], result["found"])

@@ -19,22 +19,25 @@ from releases import has
 
 BUGS = ("torch_bugs", "torch_bugs_failures", "torch_bugs_meshes", "torch_bugs_steps")
 FIXED_IN_2_15 = has("2.15")
-"""Whether the installed torch has fixed B1, B2 and resets. Tests name the earlier fixes."""
+"""Whether the installed torch has the fixes of release 2.15: B1, B2, and gradients after resets.
+
+Tests name the releases of earlier fixes.
+"""
 
 
 RunScenario = Callable[[str, int], list[Any]]
 
 
 def run_fsdp_c(name: str, world: int = 2) -> list[Any]:
-    return behavior.returned(name, "fsdp_c", world, BUGS)
+    return behavior.get_results(name, "fsdp_c", world, BUGS)
 
 
 def run_torch(name: str, world: int = 2) -> list[Any]:
-    return behavior.returned(name, "torch", world, BUGS)
+    return behavior.get_results(name, "torch", world, BUGS)
 
 
 def torch_errors(name: str, world: int = 2) -> list[Raised]:
-    return behavior.raised(name, "torch", world, BUGS)
+    return behavior.get_exceptions(name, "torch", world, BUGS)
 
 
 def torch_errors_until(release: str, name: str, world: int = 2) -> list[Raised]:
@@ -83,20 +86,23 @@ def assert_near(name: str, run: RunScenario = run_fsdp_c) -> None:
 # ---- groups that are skipped ----
 
 
-def test_b2_group_skipped_in_accumulation_keeps_gradients() -> None:
+def test_group_skipped_in_accumulation_keeps_gradients() -> None:
     for error in torch_errors_until("2.15", "group_skipped_in_accumulation"):
         assert error.kind == "AttributeError"
         assert "_unsharded_param" in error.text
     assert_right("group_skipped_in_accumulation")
 
 
-def test_b7_replicas_may_use_different_groups() -> None:
-    """torch's replicas would deadlock: the next test shows their collective counts."""
+def test_replicas_may_use_different_parameter_groups() -> None:
+    """torch's replicas would deadlock.
+
+    test_reduce_scatter_unused_params_includes_groups_that_never_ran shows the reason.
+    """
     assert_right("replicas_using_different_groups", 4)
 
 
 @pytest.mark.torch("2.13")
-def test_b7_reduce_scatter_unused_params_includes_groups_that_never_ran() -> None:
+def test_reduce_scatter_unused_params_includes_groups_that_never_ran() -> None:
     for result in run_torch("unused_groups_are_reduced"):
         assert result["counts"] == [2, 3, 3]
     for result in run_fsdp_c("unused_groups_are_reduced"):
@@ -113,7 +119,7 @@ INFERENCE = (
 )
 
 
-def test_b3_one_rank_runs_in_inference_mode() -> None:
+def test_one_rank_runs_in_inference_mode() -> None:
     for error in torch_errors("one_rank_in_inference_mode"):
         assert error.kind == "RuntimeError"
         assert INFERENCE in error.text
@@ -121,7 +127,7 @@ def test_b3_one_rank_runs_in_inference_mode() -> None:
     assert all(result["output"] for result in run_fsdp_c("one_rank_in_inference_mode"))
 
 
-def test_b3_one_rank_runs_extensions_that_send_several_tensors() -> None:
+def test_one_rank_runs_extensions_that_send_several_tensors() -> None:
     for error in torch_errors("one_rank_with_an_extension"):
         assert error.kind == "ValueError"
         assert "not enough values to unpack" in error.text
@@ -132,7 +138,7 @@ def test_b3_one_rank_runs_extensions_that_send_several_tensors() -> None:
 # ---- evaluation ----
 
 
-def test_b6_evaluations_add_no_gathers_to_later_steps() -> None:
+def test_evaluations_add_no_gathers_to_later_steps() -> None:
     for result in run_torch("training_after_evaluations"):
         assert result["order"] == 3 * 3
         assert (result["before"], result["after"]) == (6, 7)
@@ -152,7 +158,7 @@ def test_model_trains_after_first_forward_in_inference_mode() -> None:
 @pytest.mark.parametrize(
     "name", ["two_roots_sharing_before_lazy_init", "two_roots_sharing_after_lazy_init"]
 )
-def test_b15_roots_with_a_shared_context_run_backward_separately(name: str) -> None:
+def test_roots_with_a_shared_context_run_backward_separately(name: str) -> None:
     for error in torch_errors(name):
         assert error.kind == "IndexError"
     assert_right(name)
@@ -162,7 +168,7 @@ def test_b15_roots_with_a_shared_context_run_backward_separately(name: str) -> N
 
 
 @pytest.mark.torch("2.13")
-def test_b13_assertion_of_to_sharded_dtensor_prints_nothing() -> None:
+def test_assertion_of_to_sharded_dtensor_prints_nothing() -> None:
     for result in run_torch("assertion_of_to_sharded_dtensor"):
         assert result["error"] in result["printed"] and result["error"]
     for result in run_fsdp_c("assertion_of_to_sharded_dtensor"):
@@ -170,7 +176,7 @@ def test_b13_assertion_of_to_sharded_dtensor_prints_nothing() -> None:
         assert "Expects size" in result["error"]
 
 
-def test_b14_group_waits_once_for_all_offloaded_gradients() -> None:
+def test_group_waits_once_for_all_offloaded_gradients() -> None:
     for result in run_torch("waits_for_offloaded_gradients"):
         assert result["waited"] == result["params"] == 4
     for result in run_fsdp_c("waits_for_offloaded_gradients"):
@@ -269,7 +275,7 @@ def test_step_between_units_that_stay_unsharded_leaves_no_stale_weights() -> Non
 
 
 def test_uneven_parameters_tied_after_sharding_leave_no_stale_weights() -> None:
-    """Both units' gradients are reduced alone, so the sums are rounded in another order."""
+    """Each unit reduces its own gradient of the weight, so sums are rounded in another order."""
     name = "parameters_tied_after_sharding"
     for result in run_torch(name):
         assert differences_beyond_rounding(result["expected"], result["found"])
@@ -280,14 +286,14 @@ def test_uneven_parameters_tied_after_sharding_leave_no_stale_weights() -> None:
 # ---- partial reductions with replicas (B1) ----
 
 
-def test_b1_microbatches_may_use_parameters_of_different_sizes() -> None:
+def test_microbatches_may_use_parameters_of_different_sizes() -> None:
     for error in torch_errors_until("2.15", "other_sizes_in_the_next_microbatch", 4):
         assert error.kind == "RuntimeError"
         assert "must match the size of tensor" in error.text
     assert_right("other_sizes_in_the_next_microbatch", 4)
 
 
-def test_b1_partial_gradients_of_equal_sizes_stay_separate() -> None:
+def test_partial_gradients_of_equal_sizes_stay_separate() -> None:
     """Before 2.15, torch silently adds the partial gradient of one parameter to another's."""
     if FIXED_IN_2_15:
         assert_right("equal_sizes_in_the_next_microbatch", 4, run_torch)
@@ -299,14 +305,14 @@ def test_b1_partial_gradients_of_equal_sizes_stay_separate() -> None:
     assert_right("equal_sizes_in_the_next_microbatch", 4)
 
 
-def test_b1_any_order_of_used_parameters_gives_right_gradients() -> None:
+def test_any_order_of_used_parameters_gives_right_gradients() -> None:
     assert_near("every_order_of_use")
 
 
 @pytest.mark.parametrize(
     "name", ["group_unused_in_the_last_microbatch", "custom_group_unused_in_the_last_microbatch"]
 )
-def test_b1_group_unused_in_the_last_microbatch_keeps_gradients(name: str) -> None:
+def test_group_unused_in_the_last_microbatch_keeps_gradients(name: str) -> None:
     if FIXED_IN_2_15:
         assert_near(name, run_torch)
     for result in [] if FIXED_IN_2_15 else run_torch(name, 4):
@@ -325,13 +331,13 @@ def test_several_dtypes_with_partial_reductions_give_right_gradients() -> None:
 # ---- smaller reshard groups (B4, B5) ----
 
 
-def test_b4_shard_1_parameter_resharded_to_a_smaller_group_has_the_right_columns() -> None:
+def test_shard_1_parameter_resharded_to_a_smaller_group_has_the_right_columns() -> None:
     assert all(run_torch("backward_with_shard_1_and_smaller_reshard_group", 4))
     assert not any(run_fsdp_c("backward_with_shard_1_and_smaller_reshard_group", 4))
     assert_near("columns_between_forward_and_backward")
 
 
-def test_b5_parameter_resharded_to_a_smaller_group_has_the_right_rows() -> None:
+def test_parameter_resharded_to_a_smaller_group_has_the_right_rows() -> None:
     for result in run_torch("rows_between_forward_and_backward", 4):
         assert differences_beyond_rounding(result["expected"][0], result["found"][0])
     assert_near("rows_between_forward_and_backward")

@@ -52,7 +52,7 @@ def test_buffers_of_an_interrupted_collective_live_until_the_late_peer_joins(cas
 
 
 @pytest.mark.parametrize("case", interrupt.RESET_IN_HANDLER_CASES)
-def test_handler_that_resets_the_model_and_returns_ends_the_collective(case: str) -> None:
+def test_signal_handler_that_resets_the_model_and_returns_ends_the_collective(case: str) -> None:
     for rank, found in enumerate(outcomes("fsdp_c")):
         result = found[f"handler: {case}"]
         # The reset abandons the gather that rank 0 waits for, so the wait raises.

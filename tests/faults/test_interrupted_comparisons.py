@@ -11,7 +11,7 @@ from launch import run_ranks
 GLOO = {"FSDP_C_TRANSPORT": "gloo"}
 
 
-def test_rank_that_leaves_a_departure_after_the_decision_raises_instead_of_ending_the_others() -> (
+def test_rank_interrupted_after_the_decision_of_a_departure_raises_and_its_peer_does_not_exit() -> (
     None
 ):
     own, other = run_ranks(programs.leave_departure, 2, (False,), env=GLOO)
@@ -24,14 +24,16 @@ def test_rank_that_repeats_an_interrupted_departure_continues() -> None:
     assert run_ranks(programs.leave_departure, 2, (True,), env=GLOO) == [[], []]
 
 
-def test_rank_that_leaves_an_exchange_raises_instead_of_ending_the_others() -> None:
+def test_rank_interrupted_in_the_exchange_of_a_comparison_raises_and_its_peer_does_not_exit() -> (
+    None
+):
     own, other = run_ranks(programs.leave_exchange, 2, env=GLOO)
     assert own[0] == "Interrupt: "
     assert "another collective than before an exception interrupted it" in own[1]
     assert any(other)
 
 
-def test_rank_that_leaves_an_agreement_takes_part_in_the_search_for_the_difference() -> None:
+def test_rank_interrupted_in_an_agreement_takes_part_in_the_search_for_the_difference() -> None:
     own, other = run_ranks(programs.leave_agreement, 2, env=GLOO)
     assert own[0] == "Interrupt: "
     expected = "collective mismatch: rank 0 gathers 'blocks.1' (step "

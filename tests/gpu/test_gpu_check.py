@@ -202,7 +202,7 @@ def test_gpu_check_step_limits_fit_into_time_limit() -> None:
     assert sum(int(limit) for _, limit in limits) - sum(sums) + max(sums) <= 580
 
 
-def test_bandwidth_goal_excludes_transfers_that_fit_into_cache() -> None:
+def test_gpu_check_bandwidth_goal_excludes_transfers_that_fit_into_cache() -> None:
     script = """if True:
         import bandwidth
         works = [bandwidth.Work("", size, print) for size in (20_000_000, 100_000_000)]
@@ -214,7 +214,7 @@ def test_bandwidth_goal_excludes_transfers_that_fit_into_cache() -> None:
     assert completed.stdout.splitlines() == ["[False, True]", "[False, False]"], completed.stderr
 
 
-def test_summary_of_step_without_result_reports_fail(tmp_path: Path) -> None:
+def test_gpu_check_summary_of_step_without_result_reports_fail(tmp_path: Path) -> None:
     """A process that exits with status 0 before it writes its result counts as failed."""
     env = os.environ | {"OUT": str(tmp_path), "GPU_CHECK_WORK": str(tmp_path)}
     command = [sys.executable, str(WORKERS / "summary.py"), "quiet", "0", "10", "0"]
@@ -287,7 +287,7 @@ def test_check_kernels_and_check_jit_report_differences_only_if_driver_skips_wor
     assert all(word in line for word, line in zip(messages, lines))
 
 
-def test_graphs_step_reports_replay_without_effect() -> None:
+def test_gpu_check_graphs_step_reports_replay_without_effect() -> None:
     """Runs graphs.py with a fake CUDA graph that reruns the captured step, or does nothing."""
     script = textwrap.dedent(
         """

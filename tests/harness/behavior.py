@@ -37,7 +37,7 @@ MODULES = (
     "behavior_outputs",
     "behavior_training",
     "behavior_state",
-    "behavior_solo",
+    "behavior_one_rank",
     "behavior_dtypes",
     "behavior_subclasses",
     "behavior_extensions",
@@ -324,7 +324,7 @@ def _launch_once(
             return failure
 
 
-def returned(
+def get_results(
     name: str, implementation: str, world: int = 2, modules: tuple[str, ...] = MODULES
 ) -> list[Any]:
     """Returns the scenario's result on each rank. Fails if it raised on any rank."""
@@ -335,7 +335,7 @@ def returned(
     return results
 
 
-def raised(
+def get_exceptions(
     name: str, implementation: str, world: int = 2, modules: tuple[str, ...] = MODULES
 ) -> list[Raised]:
     """Returns the exception of the scenario on each rank. Fails if any rank did not raise."""
@@ -376,7 +376,7 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 def assert_same(name: str, world: int = 2) -> list[Any]:
     """Fails unless the scenario gave equal results under torch and fsdp_c. Returns fsdp_c's."""
-    results = {kind: returned(name, kind, world) for kind in ("fsdp_c", "torch")}
+    results = {kind: get_results(name, kind, world) for kind in ("fsdp_c", "torch")}
     mismatches = differences(results["torch"], results["fsdp_c"], name)
     assert not mismatches, "torch and fsdp_c differ:\n" + "\n".join(mismatches[:20])
     return results["fsdp_c"]

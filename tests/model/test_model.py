@@ -159,7 +159,7 @@ def search(folder: Path, model: str, defines: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("model", "settings"), [s for s in HOLDS if WHOLE or HOLDS[s]])
-def test_model_holds_its_properties_in_all_states(
+def test_protocol_model_holds_its_properties_in_all_states(
     tmp_path: Path, model: str, settings: str
 ) -> None:
     counterexample, states = search(tmp_path, model, settings)
@@ -169,7 +169,7 @@ def test_model_holds_its_properties_in_all_states(
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if WHOLE or RULES[rule][3]])
-def test_model_without_a_rule_has_a_counterexample(tmp_path: Path, rule: str) -> None:
+def test_protocol_model_without_a_rule_has_a_counterexample(tmp_path: Path, rule: str) -> None:
     model, settings, kind, _ = RULES[rule]
     counterexample, states = search(tmp_path, model, f"{settings} WEAK_{rule}")
     print(f"{rule}: {states} states, {counterexample}")
@@ -177,12 +177,12 @@ def test_model_without_a_rule_has_a_counterexample(tmp_path: Path, rule: str) ->
 
 
 @pytest.mark.parametrize("state", list(REACHED) if WHOLE else ["DEATH", "TRAINED_AFTER_MISMATCH"])
-def test_search_visits_states_after_faults(tmp_path: Path, state: str) -> None:
+def test_search_of_protocol_model_visits_states_after_faults(tmp_path: Path, state: str) -> None:
     model, settings = REACHED[state]
     counterexample, _ = search(tmp_path, model, f"{settings} REACH_{state}")
     assert "assertion violated" in counterexample
 
 
-def test_table_has_the_rules_of_the_models() -> None:
+def test_table_of_rules_lists_the_rules_of_the_protocol_models() -> None:
     text = "".join(path.read_text() for path in FOLDER.glob("*.pml"))
     assert set(re.findall(r"WEAK_(\w+)", text)) == set(RULES)

@@ -171,7 +171,7 @@ def test_run_grid_stops_after_max_crashes(tmp_path: Path) -> None:
     assert [records[0][-1][0] for records in fsdp_c_records] == ["crash"] * 2 + ["not run"] * 3
 
 
-def test_exceptions_are_compared_by_type_and_message(tmp_path: Path) -> None:
+def test_run_grid_compares_exceptions_by_type_and_message(tmp_path: Path) -> None:
     failing = replace(PLAIN, family="residual", param="bf16", cast_inputs=False)
     [records] = run_grid("torch", [failing], Launch(2), tmp_path, is_under_test=False)
     label, text = records[0][-1]

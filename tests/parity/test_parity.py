@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 from feature_support import SUPPORTED, enabled_features, features_of
 from grid import at_world_size, generate
-from record import differences, trained
+from record import differences, tensor_entries
 from setting import Launch, Setting
 from wide import generate_wide
 from worker import RankRecords, run_grid
@@ -144,7 +144,7 @@ def test_uneven_shards_on_smaller_mesh_match_torch(tmp_path: Path) -> None:
     fsdp_c_records = run_grid(UNDER_TEST, settings, Launch(4), tmp_path, is_under_test=True)
     for index, setting in enumerate(settings):
         for rank in range(4):
-            expected = trained(torch_records[index][rank])
-            actual = trained(fsdp_c_records[index][rank])
+            expected = tensor_entries(torch_records[index][rank])
+            actual = tensor_entries(fsdp_c_records[index][rank])
             assert expected[-1][0].startswith("final state")
             assert differences(expected, actual) == [], setting

@@ -150,6 +150,8 @@ def test_end_of_backward_before_the_first_forward_is_a_known_difference(call: st
         ("gave None", "gave 1"),
     ],
 )
-def test_finalize_backward_rule_rejects_other_differences(by_torch: str, by_fsdp_c: str) -> None:
+def test_known_difference_of_finalize_backward_covers_no_other_difference(
+    by_torch: str, by_fsdp_c: str
+) -> None:
     program: list[Step] = [("call_group", {"name": "finalize_backward"})]
     assert find_rule(1, program, [], [by_torch], [by_fsdp_c]) is None

@@ -201,14 +201,14 @@ MUTATIONS = {
         "        if (streams[i].id == waiter.id) {\n            continue;",
         "        if (streams[i].id != waiter.id) {\n            continue;",
         "test_device_checksums",
-        "[  FAILED  ] interval_ends_after_additions_on_every_stream",
+        "[  FAILED  ] checksum_interval_ends_after_additions_on_every_stream",
     ),
     "device checksum is added before its table is zeroed": Mutation(
         "device_checksums",
         "        ordered = fct_event_wait(d->zeroed, stream) == 0;",
         "        ordered = d->zeroed != NULL;",
         "test_device_checksums",
-        "[  FAILED  ] interval_ends_after_additions_on_every_stream",
+        "[  FAILED  ] checksum_interval_ends_after_additions_on_every_stream",
     ),
     "captured step ends an interval of device checksums": Mutation(
         "device_checksums",
@@ -268,7 +268,7 @@ MUTATIONS = {
     ),
     "failed copy-out does not return its chunks": Mutation(
         "gather",
-        "        fc_unsharded_return(a->base, a->pending.plan, &a->chunks);",
+        "        fc_unsharded_return_chunks(a->base, a->pending.plan, &a->chunks);",
         "        (void)a;",
         "test_gather",
         "owned_chunks_survive_failed_copy_out",
@@ -370,14 +370,14 @@ MUTATIONS = {
         "    FC_TRY(fc_param_keep_grad(p));\n    fc_param_forget_unsharded(p);\n    replace(",
         "    fc_param_forget_unsharded(p);\n    replace(",
         "test_param",
-        "[  FAILED  ] replaced_leaf_leaves_its_gradient",
+        "[  FAILED  ] gradient_of_replaced_leaf_is_kept_as_partial_gradient",
     ),
     "cut texts end inside of a character": Mutation(
         "status",
         "    if (present < expected) {",
         "    if (present > expected) {",
         "test_status",
-        "[  FAILED  ] message_is_cut_between_characters",
+        "[  FAILED  ] error_message_is_cut_between_characters",
     ),
     "inner tensors of an extension keep their memory": Mutation(
         "extension",

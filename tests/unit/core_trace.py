@@ -137,7 +137,7 @@ def first_difference(core: list[Item], dry: list[Item]) -> str:
     return ""
 
 
-def step_of(model: Any, batch: torch.Tensor) -> Callable[[], None]:
+def make_step(model: Any, batch: torch.Tensor) -> Callable[[], None]:
     """Returns a function that runs one forward and backward of the model."""
 
     def step() -> None:

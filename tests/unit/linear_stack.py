@@ -1,4 +1,4 @@
-"""A model of three sharded linear layers, an input batch and a forward-backward step."""
+"""A model of three sharded linear layers, an input batch, and a step of forward and backward."""
 
 from __future__ import annotations
 

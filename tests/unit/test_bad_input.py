@@ -222,7 +222,9 @@ def test_replicate_of_sharded_module_in_list_raises(fake_group: int, function: A
         function([module])
 
 
-def test_device_id_of_numpy_is_accepted_and_checked(fake_group: int) -> None:
+def test_replicate_accepts_device_id_of_numpy_integer_and_refuses_other_types(
+    fake_group: int,
+) -> None:
     numpy = pytest.importorskip("numpy")
     replicate(nn.Linear(4, 4), device_id=numpy.int64(0))
     for invalid in ("cpu", numpy.bool_(True)):

@@ -63,7 +63,7 @@ def test_bench_rejects_wrong_options_before_it_writes(
     assert not list(tmp_path.iterdir())
 
 
-def test_report_of_a_run_with_a_failed_benchmark_has_the_others(
+def test_benchmark_report_after_a_failed_benchmark_has_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -86,7 +86,7 @@ def test_report_of_a_run_with_a_failed_benchmark_has_the_others(
     assert [path.name for path in (tmp_path / "report").iterdir()] == ["load.json"]
 
 
-def test_meter_measures_memory_faults_and_time_of_allocation() -> None:
+def test_benchmark_meter_measures_memory_page_faults_and_time_of_allocation() -> None:
     import meter
     import torch
 
@@ -108,7 +108,9 @@ def test_memory_sampler_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> No
         meter.sample_memory_over_time(lambda: None)
 
 
-def test_units_peak_that_is_not_positive_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_benchmark_ends_if_a_measured_peak_is_not_positive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import torch.nn as nn
     import units
 
@@ -148,7 +150,7 @@ def test_benchmark_with_redirected_torch_exits_with_error() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_each_name_begins_and_ends_equally_many_rounds(count: int) -> None:
+def test_take_turns_gives_each_name_the_first_and_last_turn_equally_often(count: int) -> None:
     import ranks
 
     names = "abcde"[:count]
@@ -171,7 +173,7 @@ if ranks.start_ranks(2):
 
 
 @pytest.mark.parametrize("arguments", [["fail"], []], ids=["rank fails", "SIGTERM"])
-def test_ranks_end_with_a_failed_rank_and_with_their_launcher(
+def test_benchmark_ranks_end_with_a_failed_rank_and_with_their_launcher(
     arguments: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
@@ -189,7 +191,7 @@ def test_ranks_end_with_a_failed_rank_and_with_their_launcher(
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5"])
-def test_number_that_is_not_a_positive_integer_is_refused(text: str) -> None:
+def test_benchmark_option_that_is_not_a_positive_integer_is_refused(text: str) -> None:
     import ranks
 
     for parse in (ranks.parse_positive, ranks.parse_tens):
@@ -200,7 +202,9 @@ def test_number_that_is_not_a_positive_integer_is_refused(text: str) -> None:
     assert ranks.parse_tens("20") == 20
 
 
-def test_plan_without_a_matching_job_exits_with_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_benchmark_without_a_matching_job_exits_with_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import plan
 
     monkeypatch.setattr(sys, "argv", ["plan.py", "--only", "nosuch"])

@@ -75,7 +75,7 @@ def test_units_of_fully_shard_below_replicate_leave_its_buckets(fake_group: int)
     assert root._buckets == [(2, 4), (0, 2)]
 
 
-def test_buckets_follow_the_groups_of_a_root(fake_group: int) -> None:
+def test_default_bucket_limit_applies_to_the_sole_group_of_a_root(fake_group: int) -> None:
     model = make_model()
     replicate(model[0])
     [inner] = model[0]._get_fsdp_state()._fsdp_param_groups

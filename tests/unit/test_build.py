@@ -213,7 +213,9 @@ def test_build_compiles_only_files_that_a_change_affects(built: Tree) -> None:
     assert built.values() == RELEASE_VALUES
 
 
-def test_build_with_assertions_uses_bridge_of_release(built: Tree) -> None:
+def test_build_with_assertions_compiles_c_files_and_reuses_the_bridge_of_the_release_build(
+    built: Tree,
+) -> None:
     folder = "build/assert-lib"
     output = built.build("build_ext", "--build-lib", folder, FSDP_C_ASSERT="1")
     assert compiled_files(output) == sorted(

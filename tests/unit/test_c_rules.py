@@ -71,7 +71,7 @@ def test_headers_of_mutating_functions_state_preconditions() -> None:
     assert [h.name for h in sorted(headers) if "Precondition" not in h.read_text()] == []
 
 
-def test_is_mutating_depends_on_const_of_first_pointer() -> None:
+def test_c_function_is_mutating_if_its_first_pointer_is_not_const() -> None:
     assert c_sources.is_mutating("fc_group *g, const fc_order *order")
     assert c_sources.is_mutating("int64_t a, int64_t *out")
     assert not c_sources.is_mutating("const fc_group *g, size_t *count")
@@ -325,7 +325,7 @@ TRANSPORT_WORDS = {
 
 @pytest.mark.parametrize("module", ["group", "gather", "reduce"])
 @pytest.mark.parametrize("suffix", [".c", ".h"])
-def test_gather_reduce_and_group_name_no_transport(module: str, suffix: str) -> None:
+def test_core_files_gather_reduce_and_group_mention_no_transport(module: str, suffix: str) -> None:
     """These modules use plans and process groups. The process group selects the transport."""
     text = (CORE / f"{module}{suffix}").read_text()
     words = {w.lower() for w in re.findall(r"[A-Za-z][a-z0-9]*|[A-Z]+", text.replace("_", " "))}

@@ -58,7 +58,7 @@ def freeze_weights(model: Any) -> None:
 
 @pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
 @pytest.mark.parametrize("group", ["fake_group", "single_group"])
-def test_conversion_between_forward_and_backward_raises(
+def test_dtype_conversion_of_model_between_forward_and_backward_raises(
     group: str, convert: Callable[[nn.Module], Any], request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(group)
@@ -107,7 +107,9 @@ def test_frozen_shard_replaced_between_forward_and_backward_is_accepted(single_g
     assert model[1].bias.grad is not None
 
 
-def test_conversion_after_forward_without_backward_is_accepted(single_group: int) -> None:
+def test_dtype_conversion_of_model_after_forward_without_backward_is_accepted(
+    single_group: int,
+) -> None:
     model = make_model()
     run_forward(model)
     model.double()

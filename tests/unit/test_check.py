@@ -195,7 +195,7 @@ def test_is_active_is_true_only_for_models_sharded_by_fsdp_c_alone(fake_group: i
     assert fsdp_c.is_active(nn.Sequential(by_fsdp_c))
 
 
-def test_installed_job_logs_one_line_on_rank_0(tmp_path: Path) -> None:
+def test_job_run_with_fsdp_c_logs_one_line_on_rank_0(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB + "fully_shard(nn.Linear(2, 2))\n")
     line = f"fsdp_c {fsdp_c.__version__} runs fully_shard and replicate (torch {torch.__version__})"
     env = installed_environment(tmp_path)
@@ -283,7 +283,7 @@ def test_check_on_a_cuda_device_compiles_missing_kernels(
         ("[ $4 = 0 ] && exec sleep 100; echo error >&2; exit 1", "training on gloo failed: error"),
     ],
 )
-def test_self_test_with_failing_process_is_reported(
+def test_check_with_failing_process_is_reported(
     command: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
@@ -296,7 +296,7 @@ def test_self_test_with_failing_process_is_reported(
 # ---- building ------------------------------------------------------------------------------------
 
 
-def test_build_plan_states_files_compilers_and_duration() -> None:
+def test_description_of_build_states_files_compilers_and_duration() -> None:
     text = find_torch.describe_build(57, "CPU", 2)
     assert f"torch {torch.__version__}, kernels for CPU: 57 files with 2 compilers" in text
     assert "takes about 1 min" in text

@@ -79,7 +79,9 @@ def last_line(completed: subprocess.CompletedProcess[str]) -> str:
 # ---- equal and different numbers -----------------------------------------------------------------
 
 
-def test_equal_script_on_two_ranks_exits_0_with_table_json_and_picture(tmp_path: Path) -> None:
+def test_compare_of_equal_results_on_two_ranks_exits_0_with_table_json_and_picture(
+    tmp_path: Path,
+) -> None:
     json_file, picture = tmp_path / "result.json", tmp_path / "result.png"
     files = ("--json", str(json_file), "--plot", str(picture), "--logs", str(tmp_path / "logs"))
     words = find_command("compare").make_words(str(JOB), "equal", "{run}")
@@ -112,7 +114,7 @@ def test_equal_script_on_two_ranks_exits_0_with_table_json_and_picture(tmp_path:
     assert "arguments equal fsdp_c-1" in logs and "trained to the end" not in logs
 
 
-def test_torchrun_prints_one_report_that_names_the_gradient_with_another_bit(
+def test_compare_under_torchrun_prints_one_report_that_names_the_gradient_with_another_bit(
     tmp_path: Path,
 ) -> None:
     json_file = tmp_path / "result.json"
@@ -139,7 +141,7 @@ def test_torchrun_prints_one_report_that_names_the_gradient_with_another_bit(
 
 
 @pytest.mark.usefixtures("forked")
-def test_scaled_loss_is_reported_before_gradients() -> None:
+def test_compare_reports_a_different_loss_before_gradients() -> None:
     completed = run("scaled_loss")
     assert completed.returncode == 1, completed.stdout + completed.stderr
     assert re.match(
@@ -149,7 +151,7 @@ def test_scaled_loss_is_reported_before_gradients() -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_script_with_random_numbers_is_reported_as_inconclusive() -> None:
+def test_compare_reports_a_script_with_random_numbers_as_inconclusive() -> None:
     completed = run("random_loss", "--rounds", "2")
     assert completed.returncode == 4, completed.stdout + completed.stderr
     assert (
@@ -162,13 +164,13 @@ def test_script_with_random_numbers_is_reported_as_inconclusive() -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_script_that_exits_before_the_last_step_is_compared() -> None:
+def test_compare_of_script_that_exits_before_the_last_step_succeeds() -> None:
     completed = run("exits_early")
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "note: the script ended after 2 of 3 steps" in completed.stdout
 
 
-def test_exception_under_torch_exits_2_with_traceback_of_first_rank() -> None:
+def test_compare_of_script_that_fails_under_torch_exits_2_with_traceback_of_first_rank() -> None:
     completed = run("raises", ranks=2)
     assert completed.returncode == 2
     assert "ValueError: raised by the script" in completed.stdout
@@ -177,14 +179,14 @@ def test_exception_under_torch_exits_2_with_traceback_of_first_rank() -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_exception_only_under_fsdp_c_exits_with_status_3() -> None:
+def test_compare_of_script_that_fails_only_under_fsdp_c_exits_with_status_3() -> None:
     completed = run("raises_under_fsdp_c")
     assert completed.returncode == 3
     assert "rank 0: " in completed.stdout and "ValueError: raised by the script" in completed.stdout
     assert "the script fails under fsdp_c only: fsdp_c-1, rank 0" in completed.stdout
 
 
-def test_killed_rank_ends_all_ranks_and_is_reported() -> None:
+def test_compare_ends_all_ranks_and_reports_a_killed_rank() -> None:
     completed = run("killed", ranks=2)
     assert completed.returncode == 2
     assert last_line(completed).endswith("torch-1, rank 1: killed by SIGKILL")
@@ -197,14 +199,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_script_with_loader_workers_and_endless_thread_ends(tmp_path: Path) -> None:
+def test_compare_ends_a_script_with_loader_workers_and_endless_thread(tmp_path: Path) -> None:
     completed = run("loader_workers_and_endless_thread", folder=tmp_path)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
     assert len(pids) == 2 and not any(map(is_alive, pids))
 
 
-def test_run_beyond_time_limit_is_stopped_with_stacks(tmp_path: Path) -> None:
+def test_compare_stops_a_run_beyond_the_time_limit_with_stacks(tmp_path: Path) -> None:
     completed = run("hangs", "--timeout", "25", folder=tmp_path)
     assert completed.returncode == 2
     assert "in case_hangs" in completed.stdout
@@ -215,7 +217,7 @@ def test_run_beyond_time_limit_is_stopped_with_stacks(tmp_path: Path) -> None:
     ("number", "code", "ranks"),
     [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1), (signal.SIGKILL, -9, 1)],
 )
-def test_signal_ends_all_processes(
+def test_signal_to_compare_ends_all_its_processes(
     number: signal.Signals, code: int, ranks: int, tmp_path: Path
 ) -> None:
     process = subprocess.Popen(
@@ -258,7 +260,7 @@ def test_signal_ends_all_processes(
         (["--seed", "4294967296", str(JOB)], "to 4294967295, not '4294967296'"),
     ],
 )
-def test_wrong_arguments_exit_2_with_a_message(
+def test_compare_with_wrong_arguments_exits_2_with_a_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -267,7 +269,7 @@ def test_wrong_arguments_exit_2_with_a_message(
     assert message in capsys.readouterr().err
 
 
-def test_torchrun_option_in_a_process_of_torchrun_is_refused(
+def test_compare_refuses_a_torchrun_option_in_a_process_of_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -288,7 +290,7 @@ def test_rank_without_world_size_is_not_a_process_of_torchrun(
     assert [variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "1", "2"]
 
 
-def test_options_after_the_script_or_module_are_its_arguments() -> None:
+def test_options_of_compare_after_the_script_or_module_are_its_arguments() -> None:
     parser = compare._make_parser()
     options = parser.parse_args(["--steps", "2", str(JOB), "--steps", "9", "-m", "x"])
     job = compare._make_job(parser, options)
@@ -302,7 +304,7 @@ def test_options_after_the_script_or_module_are_its_arguments() -> None:
 
 
 @pytest.mark.parametrize("option", ["--steps", "--seed"])
-def test_digit_that_is_no_decimal_number_is_refused(
+def test_compare_refuses_a_digit_that_is_no_decimal_number(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -310,7 +312,7 @@ def test_digit_that_is_no_decimal_number_is_refused(
     assert "expected a number" in capsys.readouterr().err
 
 
-def test_help_lists_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_compare_lists_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         compare.main(["--help"])
     assert end.value.code == 0
@@ -354,13 +356,15 @@ def list_differences(left: list[Any], right: list[Any]) -> list[tuple[Any, ...]]
         ({"parameters": [["w", "c"], ["v", "z"]]}, "parameter", "v"),
     ],
 )
-def test_difference_of_each_kind_is_found(values: dict[str, Any], kind: str, name: str) -> None:
+def test_compare_finds_a_difference_of_each_kind(
+    values: dict[str, Any], kind: str, name: str
+) -> None:
     left = [make_record(1), make_record(2)]
     assert list_differences(left, [make_record(1), make_record(2)]) == []
     assert list_differences(left, [make_record(1), make_record(2, **values)]) == [(2, kind, name)]
 
 
-def test_missing_or_reordered_step_ends_the_comparison() -> None:
+def test_missing_or_reordered_step_ends_the_comparison_of_two_runs() -> None:
     left = [make_record(1), make_record(2), make_record(3)]
     sequence = "sequence of steps"
     assert list_differences(left, left[:2]) == [(3, sequence, "")]
@@ -403,7 +407,7 @@ def test_difference_after_torch_differs_from_itself_is_not_attributed_to_fsdp_c(
     assert result.verdict is Verdict.INCONCLUSIVE and result.differences == []
 
 
-def test_difference_in_second_round_only_is_found() -> None:
+def test_compare_finds_a_difference_in_the_second_round_only() -> None:
     result = compare_records(
         three_steps(), three_steps(), three_steps(), three_steps(s3=OTHER_LOSS)
     )
@@ -411,7 +415,7 @@ def test_difference_in_second_round_only_is_found() -> None:
     assert [d.run for d in result.differences] == ["fsdp_c-2"]
 
 
-def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
+def test_compare_of_runs_without_steps_or_without_fsdp_c_is_inconclusive() -> None:
     result = compare_records([], [])
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.notes == ["the script made no optimizer step, so nothing was compared"]
@@ -431,20 +435,20 @@ def test_runs_without_steps_or_without_fsdp_c_are_inconclusive() -> None:
     assert result.notes[0].startswith("the script shards with fsdp_c itself")
 
 
-def test_run_under_fsdp_c_without_steps_is_different() -> None:
+def test_compare_of_run_without_steps_under_fsdp_c_reports_a_difference() -> None:
     result = compare_records(three_steps(), [])
     assert result.verdict is Verdict.DIFFERENT
     assert result.notes == ["--rounds 2 also compares torch with itself"]
 
 
-def test_plot_of_runs_without_steps_is_drawn() -> None:
+def test_compare_draws_a_plot_of_runs_without_steps() -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figure, axes = pyplot.subplots()
     compare_report._draw_differences(axes, compare_records([], []))
     pyplot.close(figure)
 
 
-def test_nonfinite_numbers_become_strings() -> None:
+def test_compare_json_has_nonfinite_numbers_as_strings() -> None:
     value = {"losses": [1.5, float("nan"), (float("inf"), -float("inf"))], "steps": 3}
     named = compare_report._name_nonfinite(value)
     assert json.loads(json.dumps(named, allow_nan=False)) == {
@@ -453,27 +457,27 @@ def test_nonfinite_numbers_become_strings() -> None:
     }
 
 
-def test_mean_of_losses_that_diverge_to_both_infinities_is_nan() -> None:
+def test_compare_mean_of_losses_that_diverge_to_both_infinities_is_nan() -> None:
     losses = {"losses": [[float("inf"), "a"], [float("-inf"), "b"]]}
     result = compare_records(three_steps(s2=losses), three_steps(s2=losses))
     assert math.isnan(result.compute_mean_loss("torch-1", 2))  # type: ignore[arg-type]
     assert result.verdict is Verdict.EQUAL and compare_report.format_report((), result)
 
 
-def test_rank_that_a_real_time_signal_ended_is_described(tmp_path: Path) -> None:
+def test_compare_describes_a_rank_that_a_real_time_signal_ended(tmp_path: Path) -> None:
     child: Any = SimpleNamespace(process=SimpleNamespace(returncode=-40), record=tmp_path / "none")
     assert compare_runs.describe_end(child) == "killed by signal 40"
     child.process.returncode = -signal.SIGKILL
     assert compare_runs.describe_end(child) == "killed by SIGKILL"
 
 
-def test_first_step_and_profiled_step_are_not_timed() -> None:
+def test_compare_times_neither_the_first_nor_the_profiled_step() -> None:
     result = compare_records(three_steps(), three_steps(), three_steps(), three_steps())
     assert result.list_step_seconds("torch") == [[pytest.approx(0.3)], pytest.approx([0.2, 0.3])]
     assert result.find_peak_memory("torch") == 3 * 2**20
 
 
-def test_rank_that_failed_first_is_reported_before_stopped_ranks() -> None:
+def test_compare_reports_the_rank_that_failed_first_before_stopped_ranks() -> None:
     ends = [
         Exit(0, "stopped", order=1, is_secondary=True),
         Exit(1, "exit code 1", order=3),

@@ -28,7 +28,7 @@ from fsdp_c._tools.compare_observer import Clock, Observer, ScriptFinished
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
-def test_digest_depends_on_every_element_dtype_and_shape(dtype: torch.dtype) -> None:
+def test_compare_digest_depends_on_every_element_dtype_and_shape(dtype: torch.dtype) -> None:
     tensor = torch.arange(12).to(dtype)
     digests = {
         compute_digest(tensor),
@@ -47,7 +47,7 @@ def test_digest_depends_on_every_element_dtype_and_shape(dtype: torch.dtype) -> 
     )
 
 
-def test_digest_distinguishes_zeros_none_and_empty_tensors() -> None:
+def test_compare_digest_distinguishes_zeros_none_and_empty_tensors() -> None:
     zero = torch.zeros(1)
     assert compute_digest(zero) != compute_digest(-zero)
     nan = torch.tensor([float("nan")])
@@ -56,7 +56,7 @@ def test_digest_distinguishes_zeros_none_and_empty_tensors() -> None:
     assert compute_digest(torch.empty(0)) != compute_digest(torch.empty(0, 2))
 
 
-def test_digest_of_sparse_conjugated_and_scalar_tensors_contains_values() -> None:
+def test_compare_digest_of_sparse_conjugated_and_scalar_tensors_contains_values() -> None:
     sparse = torch.eye(3).to_sparse()
     assert compute_digest(sparse) != compute_digest(2 * sparse)
     z = torch.tensor([1 + 2j])
@@ -64,13 +64,13 @@ def test_digest_of_sparse_conjugated_and_scalar_tensors_contains_values() -> Non
     assert compute_digest(torch.tensor(1.0)) != compute_digest(torch.tensor(2.0))
 
 
-def test_digest_leaves_storage_resizable() -> None:
+def test_compare_digest_leaves_storage_resizable() -> None:
     tensor = torch.ones(4)
     compute_digest(tensor)
     tensor.untyped_storage().resize_(0)
 
 
-def test_digest_and_norm_of_dtensor_are_those_of_its_shard(fake_group: int) -> None:
+def test_compare_digest_and_norm_of_dtensor_are_those_of_its_shard(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (8,))
     local = torch.full((2, 3), 2.0)
     sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
@@ -78,13 +78,13 @@ def test_digest_and_norm_of_dtensor_are_those_of_its_shard(fake_group: int) -> N
     assert compute_squared_norm(sharded) == 24.0
 
 
-def test_squared_norm_is_summed_in_float64() -> None:
+def test_compare_sums_squared_norm_in_float64() -> None:
     assert compute_squared_norm(torch.tensor([3e30, 4e30])) ** 0.5 == pytest.approx(5e30)
     assert compute_squared_norm(torch.tensor([3 + 4j])) == 25.0
     assert compute_squared_norm(None) == 0.0 == compute_squared_norm(torch.tensor([5]))
 
 
-def test_replicas_are_counted_along_replicated_dimensions(fake_group: int) -> None:
+def test_compare_counts_replicas_along_replicated_dimensions(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (2, 4))
     local = torch.ones(2, 2)
     for placements, count in (
@@ -97,7 +97,7 @@ def test_replicas_are_counted_along_replicated_dimensions(fake_group: int) -> No
     assert compare_digests.count_replicas(local, 8) == 8
 
 
-def test_parameter_names_are_those_of_the_outermost_module() -> None:
+def test_compare_takes_parameter_names_from_the_outermost_module() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     inner = checkpoint_wrapper(nn.Linear(2, 2))
@@ -152,7 +152,7 @@ def train_one_step(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
-def test_records_contain_loss_gradients_and_parameters(
+def test_compare_records_contain_loss_gradients_and_parameters(
     observe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A run under torch alone does not import fsdp_c. Models of earlier tests may be alive here.
@@ -170,7 +170,7 @@ def test_records_contain_loss_gradients_and_parameters(
     assert not record["uses_fsdp_c"]
 
 
-def test_last_observed_step_raises_script_finished(observe: Any) -> None:
+def test_compare_raises_script_finished_at_the_last_step(observe: Any) -> None:
     recording = observe(2)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -184,7 +184,7 @@ def test_last_observed_step_raises_script_finished(observe: Any) -> None:
     assert recording.lines[-1] == {"stopped": True}
 
 
-def test_losses_of_all_microbatches_are_recorded_in_order(observe: Any) -> None:
+def test_compare_records_losses_of_all_microbatches_in_order(observe: Any) -> None:
     recording = observe()
     weight = nn.Parameter(torch.tensor([1.0]))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -195,7 +195,7 @@ def test_losses_of_all_microbatches_are_recorded_in_order(observe: Any) -> None:
     assert [loss[0] for loss in recording.lines[0]["losses"]] == [1.0, 2.0, 3.0]
 
 
-def test_losses_of_a_generator_reach_the_backward_and_are_recorded(observe: Any) -> None:
+def test_compare_records_losses_of_a_generator_and_passes_them_to_backward(observe: Any) -> None:
     recording = observe()
     weight = nn.Parameter(torch.tensor([1.0]))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -205,7 +205,7 @@ def test_losses_of_a_generator_reach_the_backward_and_are_recorded(observe: Any)
     assert [loss[0] for loss in recording.lines[0]["losses"]] == [1.0, 2.0]
 
 
-def test_step_after_a_step_that_raised_is_recorded(observe: Any) -> None:
+def test_compare_records_step_after_a_step_that_raised(observe: Any) -> None:
     recording = observe()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -220,7 +220,7 @@ def test_step_after_a_step_that_raised_is_recorded(observe: Any) -> None:
     assert [line["step"] for line in recording.lines] == [1]
 
 
-def test_optimizer_after_a_freed_one_has_a_number_of_its_own(observe: Any) -> None:
+def test_compare_gives_optimizer_after_a_freed_one_its_own_number(observe: Any) -> None:
     recording = observe(9)
     models = [nn.Linear(2, 1) for _ in range(3)]
     first, second = (torch.optim.SGD(model.parameters(), lr=0.5) for model in models[:2])
@@ -234,7 +234,7 @@ def test_optimizer_after_a_freed_one_has_a_number_of_its_own(observe: Any) -> No
 
 
 @pytest.mark.parametrize("by_keyword", [True, False])
-def test_gradients_that_a_closure_makes_are_recorded(observe: Any, by_keyword: bool) -> None:
+def test_compare_records_gradients_that_a_closure_makes(observe: Any, by_keyword: bool) -> None:
     recording = observe()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -251,7 +251,7 @@ def test_gradients_that_a_closure_makes_are_recorded(observe: Any, by_keyword: b
     assert record["losses"][0][0] == float(loss.detach())
 
 
-def test_positional_argument_of_step_that_is_no_closure_is_passed_on(observe: Any) -> None:
+def test_compare_passes_on_positional_argument_of_step_that_is_no_closure(observe: Any) -> None:
     class Scaled(torch.optim.SGD):
         def step(self, scale: Any = None) -> Any:  # type: ignore[override]
             return scale
@@ -265,7 +265,7 @@ def test_positional_argument_of_step_that_is_no_closure_is_passed_on(observe: An
     assert record["gradients"][0][1] == compute_digest(model.weight.grad)
 
 
-def test_step_that_calls_the_step_of_its_base_class_counts_once(observe: Any) -> None:
+def test_compare_counts_step_that_calls_the_step_of_its_base_class_once(observe: Any) -> None:
     class Derived(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
@@ -279,7 +279,7 @@ def test_step_that_calls_the_step_of_its_base_class_counts_once(observe: Any) ->
     assert [record["step"] for record in recording.lines] == [1, 2]
 
 
-def test_script_ends_after_all_optimizers_have_made_the_last_step(observe: Any) -> None:
+def test_compared_script_ends_after_all_optimizers_have_made_the_last_step(observe: Any) -> None:
     recording = observe(2)
     models = [nn.Linear(2, 1) for _ in range(2)]
     unused, second, first = (
@@ -294,7 +294,9 @@ def test_script_ends_after_all_optimizers_have_made_the_last_step(observe: Any) 
     assert steps == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-def test_optimizer_that_stops_stepping_does_not_delay_the_end_of_the_script(observe: Any) -> None:
+def test_optimizer_that_stops_stepping_does_not_delay_the_end_of_a_compared_script(
+    observe: Any,
+) -> None:
     recording = observe(2)
     models = [nn.Linear(2, 1) for _ in range(2)]
     first, second = (torch.optim.SGD(model.parameters(), lr=0.5) for model in models)
@@ -306,7 +308,7 @@ def test_optimizer_that_stops_stepping_does_not_delay_the_end_of_the_script(obse
     assert [r["step"] for r in recording.lines[:-1]] == [1, 1, 2]
 
 
-def test_step_that_the_gradient_scaler_skips_is_not_counted(observe: Any) -> None:
+def test_compare_does_not_count_step_that_the_gradient_scaler_skips(observe: Any) -> None:
     recording = observe()
     weight = nn.Parameter(torch.tensor([1.0]))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -322,7 +324,7 @@ def test_step_that_the_gradient_scaler_skips_is_not_counted(observe: Any) -> Non
 
 
 @pytest.mark.parametrize("compile_step", [False, True])
-def test_fused_and_compiled_steps_are_recorded(observe: Any, compile_step: bool) -> None:
+def test_compare_records_fused_and_compiled_steps(observe: Any, compile_step: bool) -> None:
     recording = observe(10)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=not compile_step)
@@ -339,7 +341,7 @@ def test_fused_and_compiled_steps_are_recorded(observe: Any, compile_step: bool)
     assert recording.lines[-1]["parameters"][0][1] == compute_digest(model.weight)
 
 
-def test_steps_of_a_forked_process_are_not_recorded(observe: Any) -> None:
+def test_compare_does_not_record_steps_of_a_forked_process(observe: Any) -> None:
     recording = observe()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -348,7 +350,7 @@ def test_steps_of_a_forked_process_are_not_recorded(observe: Any) -> None:
     assert recording.lines == []
 
 
-def test_observer_does_not_consume_random_numbers(observe: Any) -> None:
+def test_compare_observer_does_not_consume_random_numbers(observe: Any) -> None:
     observe()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -357,7 +359,7 @@ def test_observer_does_not_consume_random_numbers(observe: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
 
 
-def test_freed_optimizers_and_models_are_not_kept_alive(observe: Any) -> None:
+def test_compare_observer_does_not_keep_optimizers_and_models_alive(observe: Any) -> None:
     import gc
     import weakref
 
@@ -371,7 +373,7 @@ def test_freed_optimizers_and_models_are_not_kept_alive(observe: Any) -> None:
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_clock_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_clock_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(compare_observer.time, "perf_counter", lambda: now[0])
     clock = Clock(lambda: None)
@@ -387,7 +389,7 @@ def test_clock_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert clock.read_seconds() == 4.0
 
 
-def test_seeds_apply_to_python_numpy_and_torch() -> None:
+def test_compare_seeds_python_numpy_and_torch() -> None:
     import numpy as np
 
     def draw() -> tuple[Any, ...]:
@@ -417,11 +419,11 @@ def make_event(name: str, shapes: list[Any], dtypes: list[str]) -> Any:
         (make_event("c10d::barrier", [[1]], ["unsigned char"]), 0),
     ],
 )
-def test_bytes_of_a_collective_are_those_of_its_largest_tensor(event: Any, size: int) -> None:
+def test_compare_counts_bytes_of_the_largest_tensor_of_a_collective(event: Any, size: int) -> None:
     assert compare_collectives.count_bytes(event, {(10,): "c10::Half"}) == size
 
 
-def test_observer_does_not_import_fsdp_c() -> None:
+def test_compare_observer_does_not_import_fsdp_c() -> None:
     """The files that a run under torch alone loads import only torch and the standard library."""
     from test_package_layers import imported_files
 

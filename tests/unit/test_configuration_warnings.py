@@ -404,7 +404,7 @@ def test_ddp_of_ignored_parameters_logs_nothing(logged: Logged) -> None:
         ({"ignored_params": {nn.Linear(1, 1)}}, "ignored_params contains a Linear, which"),
     ],
 )
-def test_argument_without_effect_logs_warning(
+def test_argument_of_fully_shard_without_effect_logs_warning(
     logged: Logged, arguments: dict[str, Any], match: str
 ) -> None:
     if "mp_policy" in arguments and releases.has("2.15"):

@@ -566,7 +566,7 @@ class TestShardedEMA:
         ema = ShardedEMA(model, decay)
         ema.update(model)
         ema.update(model)
-        assert arguments == [0, 0, 1]
+        assert arguments == [0, 0, 1]  # the first call is a check of the constructor
 
     def test_ema_of_plain_model_averages_floats_and_copies_integers(self) -> None:
         model = nn.Linear(2, 2)

@@ -54,8 +54,8 @@ class SharedStore:
             self.other_issues = decision == b"issue"
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 9])
-def test_interrupted_rank_leaves_unless_the_other_rank_issues_the_collective(
+@pytest.mark.parametrize("call", [1, 2, 3, 9])  # 9: the other rank does not depart
+def test_interrupted_rank_ends_its_departure_unless_the_other_rank_issues_the_collective(
     call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*unused: Any) -> None:
@@ -79,7 +79,7 @@ def test_interrupted_rank_leaves_unless_the_other_rank_issues_the_collective(
     assert count == (0 if call == 9 else 1 if leaves else WORLD)
 
 
-def test_rank_decides_before_it_issues_so_that_no_other_rank_can_leave(
+def test_departing_rank_stores_its_decision_before_it_issues_the_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(departures, "get_timeout", lambda *args: datetime.timedelta(minutes=1))

@@ -219,7 +219,7 @@ DOCUMENT_WITH_KNOWN_NAMES = """
 Read `core/group.h`, `group.c`, `tests/c`, `csrc/bridge/*.cpp`; call `fc_group_unshard`,
 `fct_fault_arm(n)`, `fsdp_c.auto_shard(model)`, `fc_param.partial`, `zero_grad()`, `make
 test`, the prefixes `fc_` and `fct_`, `model`, run
-`test_unknown_names_returns_names_in_order`. Not a name: `a = b`.
+`test_names_unknown_in_document_are_returned_in_order`. Not a name: `a = b`.
 
 ```
 make demo     # trains a small GPT
@@ -227,7 +227,7 @@ make demo     # trains a small GPT
 """
 
 
-def test_unknown_names_returns_names_in_order() -> None:
+def test_names_unknown_in_document_are_returned_in_order() -> None:
     assert unknown_names(DOCUMENT_WITH_UNKNOWN_NAMES, ROOT / "README.md") == [
         "core/nowhere.h",
         "nowhere.py",

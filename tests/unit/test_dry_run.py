@@ -205,7 +205,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def test_dry_run_events_equal_trace_of_the_core(name: str, fake_group: int) -> None:
     model = MODELS[name]()
     events = core_trace.run_dry(model, BATCH)
-    step = core_trace.step_of(model, BATCH)
+    step = core_trace.make_step(model, BATCH)
     step()  # lazy initialization is not part of a step
     model.zero_grad()
     core = core_trace.trace_core(step)
@@ -214,10 +214,10 @@ def test_dry_run_events_equal_trace_of_the_core(name: str, fake_group: int) -> N
     assert core_trace.first_difference(core, dry) == ""
 
 
-def test_comparison_finds_gather_buffer_that_is_freed_late(fake_group: int) -> None:
+def test_trace_of_gather_buffer_that_is_freed_late_differs(fake_group: int) -> None:
     model = shard(Chain())
     events = core_trace.run_dry(model, BATCH)
-    core_trace.step_of(model, BATCH)()
+    core_trace.make_step(model, BATCH)()
     core = core_trace.trace_events(events, model)
     end = next(i for i, event in enumerate(events) if event.label == "all_gather_copy_out") + 1
     free = next(i for i in range(end, len(events)) if events[i].kind == "free")
@@ -238,7 +238,7 @@ STEP = [
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_peak_is_highest_sum_of_live_bytes(streams: bool) -> None:
+def test_peak_of_dry_run_is_highest_sum_of_live_bytes(streams: bool) -> None:
     events, peak = _dry_run.run([UNIT], [{"root": 0}], STEP, streams=streams)
     live: dict[str, int] = {}
     sums = []
@@ -255,9 +255,7 @@ def test_peak_is_highest_sum_of_live_bytes(streams: bool) -> None:
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, 2), (2, 2), (3, 3), (6, 6)])
-def test_outputs_of_reduce_scatters_that_await_all_reduces_follow_max_input_buffers(
-    limit: int, kept: int
-) -> None:
+def test_max_input_buffers_limits_the_rows_that_wait_for_all_reduces(limit: int, kept: int) -> None:
     mixed = PARAM | {"sizes": [16, 4], "compute": "torch.bfloat16", "reduce": "torch.bfloat16"}
     indices = range(8)
     units = [UNIT | {"state": i, "replicas": 2, "params": [mixed]} for i in indices]
@@ -275,7 +273,7 @@ def test_outputs_of_reduce_scatters_that_await_all_reduces_follow_max_input_buff
     assert (most, live) == (kept + 1, 0)  # the kept outputs, and that of the latest reduction
 
 
-def test_events_name_call_unit_stream_and_purpose() -> None:
+def test_events_of_dry_run_name_call_unit_stream_and_purpose() -> None:
     events, _ = _dry_run.run([UNIT], [{"root": 0}], STEP, streams=True)
     gather = next(event for event in events if event.kind == "all_gather")
     assert (gather.call, gather.unit, gather.bytes, gather.label) == (0, 0, 32, "shard")
@@ -327,7 +325,7 @@ print(len(module.run([], [{"root": 0}], [("pre_forward", 0)])[0]), "torch" in sy
         ({}, {"name": 3}, r"units\[0\]\.params\[0\]\.name: 3; expected a str"),
     ],
 )
-def test_invalid_unit_raises_with_the_name_of_the_item(
+def test_dry_run_of_invalid_unit_raises_with_the_name_of_the_item(
     unit: dict[str, Any], param: dict[str, Any], match: str
 ) -> None:
     described = {**UNIT, "params": [{**PARAM, **param}], **unit}
@@ -348,7 +346,7 @@ def test_invalid_unit_raises_with_the_name_of_the_item(
         ),
     ],
 )
-def test_invalid_state_raises_with_the_name_of_the_item(state: Any, match: str) -> None:
+def test_dry_run_of_invalid_state_raises_with_the_name_of_the_item(state: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         _dry_run.run([UNIT], [state], STEP)
 

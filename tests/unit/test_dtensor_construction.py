@@ -120,7 +120,7 @@ def test_gradient_supports_operators_copies_and_deallocation(fake_group: int) ->
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch may lack the exported symbols")
-def test_make_dtensors_of_probe_returns_true() -> None:
+def test_make_dtensors_of_supported_spec_returns_true() -> None:
     assert _C.make_dtensors(*_make_sample())
 
 

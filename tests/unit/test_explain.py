@@ -158,7 +158,7 @@ def test_explain_of_plain_model_raises() -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_model_without_mistakes_has_no_warnings(reshard: bool | None) -> None:
+def test_explain_of_model_without_mistakes_has_no_warnings(reshard: bool | None) -> None:
     model = sharded(reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters())
     assert quiet_explain(model, optimizer).warnings == []
@@ -171,7 +171,7 @@ def test_model_without_mistakes_has_no_warnings(reshard: bool | None) -> None:
     assert quiet_explain(model).warnings == []
 
 
-def test_optimizer_created_before_sharding_has_warning() -> None:
+def test_explain_with_optimizer_created_before_sharding_has_warning() -> None:
     model = MLPModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (warning,) = quiet_explain(sharded(model), optimizer).warnings
@@ -179,14 +179,14 @@ def test_optimizer_created_before_sharding_has_warning() -> None:
     assert "build it after the last fully_shard" in warning
 
 
-def test_optimizer_without_some_parameters_has_warning() -> None:
+def test_explain_with_optimizer_that_lacks_parameters_has_warning() -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
     (warning,) = quiet_explain(model, optimizer).warnings
     assert warning.startswith("the optimizer does not hold 'embed.weight', 'embed.bias', 'head.we")
 
 
-def test_optimizer_of_two_models_without_some_parameters_has_both_warnings() -> None:
+def test_explain_with_optimizer_of_two_models_that_lacks_parameters_has_both_warnings() -> None:
     model, other = sharded(), sharded()
     optimizer = torch.optim.SGD([*model.blocks.parameters(), *other.parameters()], lr=0.1)
     foreign, missing = quiet_explain(model, optimizer).warnings
@@ -194,7 +194,7 @@ def test_optimizer_of_two_models_without_some_parameters_has_both_warnings() -> 
     assert missing.startswith("the optimizer does not hold 'embed.weight', 'embed.bias', 'head.we")
 
 
-def test_parameter_replaced_after_sharding_has_warning() -> None:
+def test_explain_of_parameter_replaced_after_sharding_has_warning() -> None:
     model = sharded()
     step(model)
     model.head.weight = nn.Parameter(torch.zeros(8, 8))
@@ -202,14 +202,14 @@ def test_parameter_replaced_after_sharding_has_warning() -> None:
     assert warning.startswith("'head.weight' was replaced after sharding")
 
 
-def test_parameter_added_after_sharding_has_warning() -> None:
+def test_explain_of_parameter_added_after_sharding_has_warning() -> None:
     model = sharded()
     model.head.bias = nn.Parameter(torch.zeros(8))
     (warning,) = quiet_explain(model).warnings
     assert warning.startswith("no unit contains 'head.bias' (ignored, added after fully_shard, or")
 
 
-def test_parameters_outside_of_every_sharded_module_have_warning() -> None:
+def test_explain_of_parameters_outside_of_every_sharded_module_has_warning() -> None:
     model = MLPModel()
     for block in model.blocks:
         fully_shard(block)
@@ -224,7 +224,7 @@ def make_tied() -> Any:
     return model
 
 
-def test_weights_tied_across_units_have_warning() -> None:
+def test_explain_of_weights_tied_across_units_has_warning() -> None:
     (warning,) = quiet_explain(sharded(make_tied())).warnings
     assert "were one parameter before sharding" in warning
     assert warning.startswith("'blocks.0.up.weight', 'blocks.2.up.weight' were")
@@ -249,14 +249,14 @@ def test_tied_weights_in_one_unit_as_advised_train_without_warning() -> None:
     assert model.blocks[2].up.weight.grad is not None
 
 
-def test_weights_tied_within_unit_have_no_warning() -> None:
+def test_explain_of_weights_tied_within_unit_has_no_warning() -> None:
     model = MLPModel()
     model.head.weight = model.embed.weight
     assert quiet_explain(sharded(model)).warnings == []
 
 
 @pytest.mark.parametrize("units", [0, 1, 2])
-def test_blocks_left_in_root_unit_have_warning(units: int) -> None:
+def test_explain_of_blocks_left_in_root_unit_has_warning(units: int) -> None:
     model = MLPModel()
     for block in model.blocks[:units]:
         fully_shard(block)
@@ -267,7 +267,7 @@ def test_blocks_left_in_root_unit_have_warning(units: int) -> None:
     assert warning.startswith(f"{blocks} {role}")
 
 
-def test_blocks_with_children_as_units_have_no_warning() -> None:
+def test_explain_of_blocks_with_children_as_units_has_no_warning() -> None:
     model = MLPModel()
     for block in model.blocks:
         fully_shard(block.up)  # type: ignore[union-attr]
@@ -359,7 +359,7 @@ def get_state_bytes(explanation: Explanation) -> int:
         lambda params: torch.optim.AdamW(params, differentiable=True),
     ],
 )
-def test_states_are_estimated_before_the_first_step(make: Any) -> None:
+def test_optimizer_states_are_estimated_before_the_first_step(make: Any) -> None:
     model = sharded()
     explanation = quiet_explain(model, make([*model.parameters()]))
     shards = sum(unit.shard_bytes for unit in explanation.units)
@@ -374,7 +374,7 @@ def test_states_are_estimated_before_the_first_step(make: Any) -> None:
         torch.optim.SparseAdam,
     ],
 )
-def test_states_that_cannot_be_estimated_are_unknown(make: Any) -> None:
+def test_optimizer_states_that_cannot_be_estimated_are_unknown(make: Any) -> None:
     model = sharded()
     explanation = quiet_explain(model, make([*model.parameters()]))
     assert re.search(r"optimizer states +unknown +call this after its first", str(explanation))
@@ -391,7 +391,7 @@ def test_states_of_optimizer_that_cannot_be_measured_are_counted_after_its_step(
     assert get_state_bytes(explanation) == states and explanation.knows_optimizer
 
 
-def test_only_parameters_of_the_optimizer_have_states() -> None:
+def test_explain_counts_states_of_parameters_of_the_optimizer_only() -> None:
     model = sharded()
     model.blocks[0].requires_grad_(False)
     optimizer = torch.optim.SGD([*model.blocks[0].parameters(), *model.blocks[1].parameters()])
@@ -426,7 +426,7 @@ class LowBit(torch.optim.Optimizer):
             self.state[param].setdefault("codes", Quantized(codes))
 
 
-def test_states_of_tensor_subclasses_count_the_bytes_of_their_inner_tensors() -> None:
+def test_optimizer_states_that_are_tensor_subclasses_count_their_inner_tensors() -> None:
     model = sharded()
     explanation = quiet_explain(model, LowBit(model.parameters()))
     shards = sum(unit.shard_bytes for unit in explanation.units)

@@ -95,7 +95,7 @@ def test_arch_flags_of_torch_and_gpu_codes_of_nvcc_are_parsed() -> None:
     assert find_cuda.parse_gpu_codes(CUDA_13_0) == [75, 80, 86, 87, 88, 89, 90, 100, 110, 120]
 
 
-def test_choose_keeps_archs_of_torch_that_nvcc_and_kernels_support() -> None:
+def test_choose_archs_keeps_archs_of_torch_that_nvcc_and_kernels_support() -> None:
     choose, parse = find_cuda.choose_archs, find_cuda.parse_gpu_codes
     cu124 = find_cuda.parse_arch_flags(TORCH_CU124)
     assert choose(cu124, parse(CUDA_12_4)) == [70, 75, 80, 86, 90]  # the kernels need 70
@@ -103,7 +103,7 @@ def test_choose_keeps_archs_of_torch_that_nvcc_and_kernels_support() -> None:
     assert choose(cu124, parse(CUDA_13_0)) == [75, 80, 86, 90]  # CUDA 13 dropped 70
 
 
-def test_choose_without_usable_requested_arch_returns_first_arch_of_each_generation() -> None:
+def test_choose_archs_without_usable_requested_arch_returns_first_of_each_generation() -> None:
     assert find_cuda.choose_archs([], find_cuda.parse_gpu_codes(CUDA_12_4)) == [70, 80, 90]
     assert find_cuda.choose_archs([50], find_cuda.parse_gpu_codes(CUDA_13_0)) == [
         75,
@@ -115,11 +115,11 @@ def test_choose_without_usable_requested_arch_returns_first_arch_of_each_generat
     ]
 
 
-def test_choose_without_usable_arch_returns_none() -> None:
+def test_choose_archs_without_usable_arch_returns_none() -> None:
     assert find_cuda.choose_archs([80], [50, 60]) == []
 
 
-def test_options_add_ptx_of_newest_arch() -> None:
+def test_nvcc_options_add_ptx_of_newest_arch() -> None:
     assert find_cuda.format_options([70, 90]) == [
         "-gencode=arch=compute_70,code=sm_70",
         "-gencode=arch=compute_90,code=sm_90",

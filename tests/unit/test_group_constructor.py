@@ -25,7 +25,7 @@ def opaque(self: Any, *args: Any) -> None:
     """A replacement that constructs nothing."""
 
 
-def test_replacement_without_torchs_constructor_raises_and_leaves_model_unchanged(
+def test_group_constructor_replacement_that_omits_torchs_raises_and_leaves_model_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FSDPParamGroup, "__init__", opaque)
@@ -39,7 +39,7 @@ def test_replacement_without_torchs_constructor_raises_and_leaves_model_unchange
     assert isinstance(model.weight, DTensor)
 
 
-def test_replacement_from_before_the_import_without_a_reference_is_not_called(
+def test_group_constructor_replaced_before_the_import_is_not_called_if_the_original_is_unknown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(FSDPParamGroup, "__init__", opaque)

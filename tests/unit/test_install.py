@@ -465,7 +465,7 @@ def run_plain_and_fsdp_c(commands: Commands, *arguments: str) -> tuple[Any, Any]
     ],
     ids=" ".join,
 )
-def test_script_behaves_as_under_plain_python(
+def test_script_run_by_python_m_fsdp_c_behaves_as_under_plain_python(
     commands: Commands, arguments: tuple[str, ...]
 ) -> None:
     plain, with_fsdp_c = run_plain_and_fsdp_c(commands, *arguments)
@@ -473,13 +473,13 @@ def test_script_behaves_as_under_plain_python(
     assert with_fsdp_c == plain
 
 
-def test_script_and_child_environment_use_fsdp_c(commands: Commands) -> None:
+def test_script_run_by_python_m_fsdp_c_and_its_children_use_fsdp_c(commands: Commands) -> None:
     arguments = ("-m", "fsdp_c", "uses_fully_shard.py")
     completed = run(*arguments, env=commands.env, cwd=commands.scripts)  # a new interpreter
     assert completed.stdout.split("\n")[0] == "True 1", completed.stderr
 
 
-def test_command_with_help_or_missing_script_prints_usage(commands: Commands) -> None:
+def test_python_m_fsdp_c_with_help_or_missing_script_prints_usage(commands: Commands) -> None:
     with_help, empty = commands.run("--help"), commands.run()
     assert (
         with_help.returncode == 0
@@ -489,7 +489,7 @@ def test_command_with_help_or_missing_script_prints_usage(commands: Commands) ->
     assert empty.returncode == 2 and empty.stderr == with_help.stdout
 
 
-def test_command_with_unknown_option_exits_with_usage(commands: Commands) -> None:
+def test_python_m_fsdp_c_with_unknown_option_exits_with_usage(commands: Commands) -> None:
     completed = commands.run("--chek")
     assert completed.returncode == 2 and completed.stdout == ""
     assert completed.stderr.startswith("unknown option --chek: ")

@@ -119,7 +119,9 @@ def test_kernels_without_large_arguments_launch_in_parts(
     assert torch.equal(grads[0], grads[1])
 
 
-def test_launch_that_the_driver_rejects_raises(fake_group: int, jit_driver: ctypes.CDLL) -> None:
+def test_jit_launch_that_the_driver_rejects_raises(
+    fake_group: int, jit_driver: ctypes.CDLL
+) -> None:
     model = fsdp_c.fully_shard(torch.nn.Linear(16, 16))
     jit_driver.reject_next()
     with pytest.raises(RuntimeError, match="the driver rejected a launch"):
@@ -161,7 +163,7 @@ def test_compiled_kernels_are_cached_by_architecture_and_nvrtc_version(
     assert len(list((tmp_path / "fsdp_c").glob("*.cubin"))) == 3
 
 
-def test_damaged_cache_file_is_compiled_again(
+def test_kernels_of_damaged_cache_file_are_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -173,7 +175,7 @@ def test_damaged_cache_file_is_compiled_again(
     assert compiler.compilations == 2
 
 
-def test_cache_that_cannot_be_written_is_not_used(
+def test_kernel_cache_that_cannot_be_written_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -181,7 +183,7 @@ def test_cache_that_cannot_be_written_is_not_used(
     assert CompilerStub().compile_cached(90) == b"code 90\nfor 13.0"
 
 
-def test_user_without_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_home_has_no_kernel_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     assert cache_folder() is None
@@ -265,7 +267,7 @@ def test_nvrtc_of_torchs_cuda_release_comes_first(
         assert find_libraries()[0].name == f"libnvrtc.so.{release[:2]}"
 
 
-def test_code_that_the_driver_rejects_raises_and_keeps_kernels(
+def test_jit_code_that_the_driver_rejects_raises_and_keeps_kernels(
     jit_driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(device: torch.device) -> Any:
@@ -278,7 +280,7 @@ def test_code_that_the_driver_rejects_raises_and_keeps_kernels(
     assert _C.kernels_of(torch.device("cuda")) == "nvrtc"
 
 
-def test_driver_without_current_context_raises(driver: ctypes.CDLL) -> None:
+def test_jit_driver_without_current_context_raises(driver: ctypes.CDLL) -> None:
     driver.remove_context(1)
     try:
         with pytest.raises(RuntimeError, match="cuCtxGetCurrent returned no context"):

@@ -23,5 +23,5 @@ def test_c_sources_have_no_line_over_100_columns() -> None:
     assert {name: lines for name, lines in findings.items() if lines} == {}
 
 
-def test_long_lines_with_one_long_line_returns_its_number() -> None:
+def test_long_lines_returns_the_number_of_a_long_line() -> None:
     assert long_lines("\n".join(["x" * 100, "/* " + "x" * 98, "", "x" * 100])) == [2]

@@ -53,7 +53,7 @@ def message_with_notes(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error))
 
 
-def test_list_of_mistakes_has_at_least_48_entries() -> None:
+def test_table_of_mistakes_has_at_least_48_entries() -> None:
     assert len(MISTAKES) >= 48
 
 

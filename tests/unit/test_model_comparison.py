@@ -69,14 +69,14 @@ def test_rank_that_differs_from_rank_0_is_named_on_all_ranks(other: int, late: i
 
 
 @pytest.mark.parametrize("off", range(3))
-def test_rank_without_guard_ends_the_comparison_of_all_ranks(off: int) -> None:
+def test_rank_without_guard_ends_the_comparison_of_models_on_all_ranks(off: int) -> None:
     plans = ["a1"] * 3
     plans[off] = OFF
     assert run_ranks(plans) == [OFF] * 3
 
 
 @pytest.mark.parametrize("missing", range(2))
-def test_wait_for_missing_rank_raises_at_the_time_limit(missing: int) -> None:
+def test_comparison_of_models_without_one_rank_raises_at_the_time_limit(missing: int) -> None:
     plans: list[str | None] = ["a1"] * 2
     plans[missing] = None
     results = run_ranks(plans, seconds=0.1)
@@ -167,7 +167,7 @@ def fail_in_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (fail_in_store, "connection reset"),
     ],
 )
-def test_failed_comparison_logs_a_warning_and_finds_no_difference(
+def test_failed_comparison_of_models_logs_a_warning_and_finds_no_difference(
     fail: Callable[[Any, pytest.MonkeyPatch], None],
     reason: str,
     store: dist.HashStore,
@@ -179,7 +179,7 @@ def test_failed_comparison_logs_a_warning_and_finds_no_difference(
     assert f"process group '7' are not compared: {reason}" in caplog.text
 
 
-def test_rank_that_an_exception_interrupts_repeats_the_comparison(
+def test_rank_that_an_exception_interrupts_repeats_the_comparison_of_models(
     store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*unused: Any) -> str:
@@ -195,7 +195,7 @@ def test_rank_that_an_exception_interrupts_repeats_the_comparison(
 
 
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a'b"])
-def test_difference_of_units_with_any_name_is_found(name: str, fake_group: int) -> None:
+def test_plan_difference_is_found_in_unit_with_any_name(name: str, fake_group: int) -> None:
     def describe(dtype: torch.dtype) -> list[str]:
         policy = MixedPrecisionPolicy(param_dtype=dtype)
         layer: Any = fully_shard(nn.Linear(8, 8), mp_policy=policy)

@@ -71,7 +71,7 @@ def test_plan_command_accepts_configuration_of_each_model_class(
 
 
 @needs_transformers
-def test_class_with_json_text_or_folder_makes_the_same_model(tmp_path: Path) -> None:
+def test_hf_class_with_json_text_or_folder_makes_the_same_model(tmp_path: Path) -> None:
     text = json.dumps(DECODER)
     (tmp_path / "config.json").write_text(json.dumps(DECODER | {"model_type": "llama"}))
     by_text = make_model(f"hf:LlamaForCausalLM:{text}")
@@ -92,7 +92,7 @@ def test_class_with_json_text_or_folder_makes_the_same_model(tmp_path: Path) -> 
         ("hf:AutoModel:{}", "hf:AutoModel:{} raises AttributeError: "),
     ],
 )
-def test_invalid_configuration_exits_with_message(
+def test_plan_of_invalid_hf_configuration_exits_with_message(
     name: str, match: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -101,7 +101,9 @@ def test_invalid_configuration_exits_with_message(
 
 
 @needs_transformers
-def test_missing_configuration_file_exits_with_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_missing_hf_configuration_file_exits_with_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         plan_command.main(["hf:nowhere/config.json", "8"])
     assert "No such file or directory: 'nowhere/config.json'" in capsys.readouterr().err
@@ -110,7 +112,7 @@ def test_missing_configuration_file_exits_with_message(capsys: pytest.CaptureFix
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
 )
-def test_configuration_without_transformers_names_the_missing_library(
+def test_plan_of_hf_configuration_without_transformers_names_the_missing_library(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):

@@ -88,7 +88,7 @@ def test_find_expected_returns_none_for_class_replaced_by_subclass(
     assert originals.find_expected(param_group, name) is None
 
 
-def test_original_of_method_under_torch_decorator_of_library_is_the_method() -> None:
+def test_find_original_of_method_wrapped_by_torch_compiler_disable_returns_the_method() -> None:
     own, names = FSDPParamGroup.unshard, (FSDPParamGroup.__module__, "FSDPParamGroup.unshard")
     disabled = torch.compiler.disable(own)
     assert not originals.is_torch_function(disabled, *names)
@@ -96,7 +96,7 @@ def test_original_of_method_under_torch_decorator_of_library_is_the_method() -> 
 
 
 @pytest.mark.parametrize("wrap", [pass_through, wrapped])
-def test_find_undecorated_of_wrapped_fully_shard_returns_contract_key(
+def test_find_undecorated_of_wrapped_fully_shard_returns_undecorated_function(
     monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
     key: Any = torch_module.fully_shard.__wrapped__  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def test_find_undecorated_of_wrapped_fully_shard_returns_contract_key(
     assert originals.find_undecorated(torch_module, "fully_shard") is key
 
 
-def test_undecorated_of_opaque_replacement_raises_with_the_remedy(
+def test_find_undecorated_of_opaque_replacement_raises_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_module, "fully_shard", opaque)

@@ -162,7 +162,7 @@ def test_patched_param_method_is_called_for_each_parameter(
 
 
 @pytest.mark.parametrize("kind", ["subclass", "function"])
-def test_subclass_or_dtype_override_disables_the_template(
+def test_subclass_or_dtype_override_disables_the_param_template(
     kind: str, fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Special(nn.Parameter):

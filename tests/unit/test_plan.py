@@ -273,7 +273,7 @@ def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:
 # ---- printed text --------------------------------------------------------------------------------
 
 
-def test_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> None:
+def test_unit_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> None:
     model = MLPModel(blocks=12)
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block)
@@ -282,7 +282,7 @@ def test_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> N
     assert "_checkpoint_wrapped_module" not in text
 
 
-def test_table_merges_only_adjacent_units_of_equal_size() -> None:
+def test_unit_table_merges_only_adjacent_units_of_equal_size() -> None:
     def unit(name: str, elements: int = 1) -> Any:
         return report.UnitReport(name, "Block", 1, elements, "", "8", 4, 1, 1, 0, 8)
 
@@ -299,7 +299,7 @@ def test_table_merges_only_adjacent_units_of_equal_size() -> None:
     ]
 
 
-def test_merged_name_keeps_number_signs_and_leading_zeros() -> None:
+def test_merged_unit_name_keeps_number_signs_and_leading_zeros() -> None:
     units = [
         report.UnitReport(name, "Block", 1, 1, "", "8", 4, 1, 1, 0, 8)
         for name in ("a#0", "a#1", "v01.b.0", "v01.b.1")
@@ -319,13 +319,13 @@ def test_plan_fits_if_peak_is_below_given_memory() -> None:
     assert quiet_plan(model).fits is None
 
 
-def test_table_without_batch_and_optimizer_names_missing_arguments(fake_group: int) -> None:
+def test_plan_table_without_batch_and_optimizer_names_missing_arguments(fake_group: int) -> None:
     text = str(fsdp_c.explain(sharded(), file=io.StringIO()))
     assert re.search(r"activations +unknown +pass a batch", text)
     assert re.search(r"optimizer states +unknown +pass the optimizer", text)
 
 
-def test_columns_of_sizes_with_ten_characters_are_separated() -> None:
+def test_unit_table_separates_columns_of_sizes_with_ten_characters() -> None:
     model = nn.Linear(16, 16000, bias=False)
     text = str(quiet_plan(model, 2**20, world_size=1, optimizer="SGD"))
     assert re.search(r"shards +1000\.0 KiB  1000\.0 KiB", text)
@@ -381,13 +381,13 @@ def test_parse_bytes_of_other_text_raises(size: str) -> None:
         report.parse_bytes(size)
 
 
-def test_plot_of_model_without_parameters_is_drawn(tmp_path: Path) -> None:
+def test_memory_plot_of_model_without_parameters_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     quiet_plan(nn.Identity(), 2**20).plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
+def test_memory_plot_writes_png_and_svg(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     explanation = quiet_plan(meta_model(), batch=TOKENS, memory="2 MiB")
     explanation.plot(tmp_path / "memory.png")
@@ -524,7 +524,9 @@ def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
 
 
 @pytest.mark.parametrize("name", ["max_transient", "min_unit"])
-def test_number_of_bytes_that_is_not_a_positive_integer_raises(name: str, fake_group: int) -> None:
+def test_plan_limit_that_is_not_a_positive_number_of_bytes_raises(
+    name: str, fake_group: int
+) -> None:
     for function in (auto_shard, partial(quiet_plan, world_size=8)):
         for value in (0, -1):
             with pytest.raises(ValueError, match=f"{name} is a positive number of bytes, not"):

@@ -187,7 +187,7 @@ def test_forward_arguments_of_root_are_moved_to_device() -> None:
     assert device_types == ["meta"] * 4
 
 
-def test_forward_arguments_of_child_unit_are_not_moved() -> None:
+def test_forward_arguments_of_child_unit_are_not_moved_to_device() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -48,7 +48,7 @@ def test_figures_of_document_are_the_recorded_ones(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", [README, PAGE], ids=["README", "benchmarks"])
-def test_changed_result_makes_document_out_of_date(
+def test_changed_benchmark_result_makes_document_out_of_date(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = copy_results(tmp_path, monkeypatch)
@@ -74,7 +74,7 @@ def test_update_of_document_without_table_markers_exits_with_error(tmp_path: Pat
         result_tables.update(document)
 
 
-def test_picture_of_readme_has_the_recorded_figures(tmp_path: Path) -> None:
+def test_picture_of_readme_has_the_recorded_benchmark_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     import pictures
     import record_results
@@ -88,7 +88,7 @@ def test_picture_of_readme_has_the_recorded_figures(tmp_path: Path) -> None:
     assert sum(label.endswith(" ms") for label in drawn) == 8
 
 
-def test_recorded_data_omits_memory_samples_and_rounds_floats() -> None:
+def test_recorded_benchmark_results_omit_memory_samples_and_round_floats() -> None:
     pytest.importorskip("matplotlib")
     import record_results
 
@@ -105,7 +105,7 @@ def test_recorded_data_omits_memory_samples_and_rounds_floats() -> None:
     assert record_results.find_folder({"torch": "2.15.0+cu132"}).name == "torch-2.15"
 
 
-def test_file_without_machine_and_date_is_not_recorded(
+def test_benchmark_results_without_machine_and_date_are_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -118,7 +118,7 @@ def test_file_without_machine_and_date_is_not_recorded(
         record_results.main()
 
 
-def test_results_of_a_quick_run_are_not_recorded(
+def test_results_of_a_quick_benchmark_run_are_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -139,7 +139,7 @@ def test_results_of_a_quick_run_are_not_recorded(
     ],
     ids=["host.json is older", "a file is missing"],
 )
-def test_recording_that_fails_writes_nothing(
+def test_recording_of_benchmarks_that_fails_writes_nothing(
     sources: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -154,7 +154,7 @@ def test_recording_that_fails_writes_nothing(
     assert (main / "steps.json").read_text() == before
 
 
-def test_recording_writes_results_picture_and_documents(
+def test_recording_of_benchmarks_writes_results_picture_and_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -176,13 +176,13 @@ def test_recording_writes_results_picture_and_documents(
     assert (tmp_path / "images" / "steps.svg").is_file()
 
 
-def test_goal_without_a_recorded_value_is_not_measured() -> None:
+def test_benchmark_goal_without_a_recorded_value_is_shown_as_not_measured() -> None:
     rows = {row[0]: row[2:] for row in result_goals.make_rows({})}
     assert len(rows) == len(result_goals.GOALS)
     assert set(map(tuple, rows.values())) == {("not measured", "-")}
 
 
-def test_page_prefers_the_results_of_the_main_release(
+def test_benchmarks_page_prefers_the_results_of_the_main_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = copy_results(tmp_path, monkeypatch)
@@ -256,12 +256,12 @@ def test_benchmark_table_of_two_torch_releases_has_columns_of_both() -> None:
 
 
 @pytest.mark.parametrize("key", ["date", "machine"])
-def test_results_of_another_day_or_machine_are_not_compared(key: str) -> None:
+def test_benchmark_results_of_another_day_or_machine_are_not_compared(key: str) -> None:
     main = read_main()
     assert result_releases.make_table(main, make_other_release(**{key: "another"})) == ([], [], "")
 
 
-def test_results_of_the_last_day_only_are_compared() -> None:
+def test_benchmark_results_of_the_last_day_only_are_compared() -> None:
     main, other = read_main(), make_other_release()
     for results in (main, other):
         for name in ("host", "steps", "units", "optim"):

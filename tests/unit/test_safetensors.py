@@ -24,7 +24,7 @@ def entry(begin: int, end: int) -> dict[str, Any]:
 
 class TestFile:
     @pytest.mark.parametrize("pad", range(8))
-    def test_file_with_any_dtype_and_alignment_returns_saved_tensors(
+    def test_safetensors_file_with_any_dtype_and_alignment_returns_saved_tensors(
         self, tmp_path: Path, pad: int
     ) -> None:
         tensors = {
@@ -42,7 +42,9 @@ class TestFile:
         with pytest.raises(KeyError):
             loaded["nothing"]
 
-    def test_file_with_scalar_and_empty_tensor_returns_them(self, tmp_path: Path) -> None:
+    def test_safetensors_file_with_scalar_and_empty_tensor_returns_them(
+        self, tmp_path: Path
+    ) -> None:
         header = {
             "s": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},
             "e": {"dtype": "F32", "shape": [0, 4], "data_offsets": [4, 4]},
@@ -52,11 +54,11 @@ class TestFile:
         assert torch.equal(loaded["s"], torch.tensor(3.5))
         assert loaded["e"].shape == (0, 4)
 
-    def test_file_iterates_names_in_order_of_data_offsets(self, tmp_path: Path) -> None:
+    def test_safetensors_file_iterates_names_in_order_of_data_offsets(self, tmp_path: Path) -> None:
         path = write_header(tmp_path / "a", {"late": entry(4, 8), "early": entry(0, 4)}, b"\0" * 8)
         assert list(SafetensorsFile(path)) == ["early", "late"]
 
-    def test_file_tensors_are_on_cpu_for_any_default_device(self, tmp_path: Path) -> None:
+    def test_safetensors_tensors_are_on_cpu_for_any_default_device(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a", {"a": torch.ones(3)})
         with torch.device("meta"):
             assert SafetensorsFile(path)["a"].tolist() == [1, 1, 1]
@@ -78,7 +80,9 @@ class TestFile:
             {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]},
         ],
     )
-    def test_header_with_invalid_entry_raises(self, tmp_path: Path, invalid_entry: Any) -> None:
+    def test_safetensors_header_with_invalid_entry_raises(
+        self, tmp_path: Path, invalid_entry: Any
+    ) -> None:
         path = write_header(tmp_path / "a", {"weight": invalid_entry}, b"\0" * 4)
         with pytest.raises(ValueError, match=f"{path} is not a safetensors file: .*header"):
             SafetensorsFile(path)
@@ -95,7 +99,7 @@ class TestFile:
         ],
         ids=["overlap", "gap", "bytes after", "bytes before", "duplicate name", "duplicate key"],
     )
-    def test_header_with_gap_overlap_or_duplicate_key_raises(
+    def test_safetensors_header_with_gap_overlap_or_duplicate_key_raises(
         self, tmp_path: Path, header: Any, length: int
     ) -> None:
         path = write_header(tmp_path / "a", header, b"\0" * length)
@@ -107,12 +111,16 @@ class TestFile:
         [b"[" * 100_000, b'{"a":' * 100_000, b"{]", b"[]", b'{"\xff": 1}', b'{"a": NaN}'],
         ids=["nested lists", "nested objects", "no JSON", "no object", "no UTF-8", "NaN"],
     )
-    def test_header_that_is_not_a_json_object_raises(self, tmp_path: Path, header: bytes) -> None:
+    def test_safetensors_header_that_is_not_a_json_object_raises(
+        self, tmp_path: Path, header: bytes
+    ) -> None:
         with pytest.raises(ValueError, match=r"is not a safetensors file: .*header"):
             SafetensorsFile(write_header(tmp_path / "a", header))
 
     @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x05" + b"\0" * 7 + b"{}"])
-    def test_file_without_valid_header_length_raises(self, tmp_path: Path, content: bytes) -> None:
+    def test_safetensors_file_without_valid_header_length_raises(
+        self, tmp_path: Path, content: bytes
+    ) -> None:
         (tmp_path / "a").write_bytes(content)
         with pytest.raises(ValueError, match=r"is not a safetensors file: .*header"):
             SafetensorsFile(tmp_path / "a")
@@ -121,7 +129,7 @@ class TestFile:
 
     @settings(max_examples=200)
     @given(st.binary(max_size=40), st.integers(0, 60))
-    def test_file_of_random_bytes_raises_only_value_error(
+    def test_safetensors_file_of_random_bytes_raises_only_value_error(
         self, tmp_path_factory: Any, text: bytes, length: int
     ) -> None:
         path = tmp_path_factory.mktemp("f") / "a"
@@ -134,7 +142,7 @@ class TestFile:
             assert [loaded[name] for name in loaded] == []
 
     @pytest.mark.parametrize("kind", ["many tensors", "long shape"])
-    def test_large_header_is_read_in_less_than_2_5_cpu_seconds(
+    def test_large_safetensors_header_is_read_in_less_than_2_5_cpu_seconds(
         self, tmp_path: Path, kind: str
     ) -> None:
         header: Any = {f"layers.{i}.{'weight' * 5}": entry(4 * i, 4 * i + 4) for i in range(15_000)}
@@ -161,7 +169,7 @@ class TestFile:
 
 
 class TestIndex:
-    def test_index_finds_tensors_in_their_files(self, tmp_path: Path) -> None:
+    def test_safetensors_index_finds_tensors_in_their_files(self, tmp_path: Path) -> None:
         write(tmp_path / "one.safetensors", {"a": torch.ones(2), "unused": torch.ones(1)})
         write(tmp_path / "two.safetensors", {"b": torch.zeros(3)})
         weight_map = {"b": "two.safetensors", "a": "one.safetensors"}
@@ -173,7 +181,7 @@ class TestIndex:
             assert torch.equal(loaded["b"], torch.zeros(3))
             assert loaded.get_dtype_and_shape("a") == (torch.float32, (2,))
 
-    def test_index_naming_file_without_tensor_raises(self, tmp_path: Path) -> None:
+    def test_safetensors_index_naming_file_without_tensor_raises(self, tmp_path: Path) -> None:
         write(tmp_path / "one.safetensors", {"a": torch.ones(2)})
         index = tmp_path / "i.json"
         index.write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
@@ -193,7 +201,7 @@ class TestIndex:
             ("a\0b", "not a file name"),
         ],
     )
-    def test_index_naming_file_outside_its_folder_raises(
+    def test_safetensors_index_naming_file_outside_its_folder_raises(
         self, tmp_path: Path, file: Any, reason: str
     ) -> None:
         write(tmp_path / "one.safetensors", {"a": torch.ones(2)})
@@ -203,7 +211,7 @@ class TestIndex:
         with pytest.raises(ValueError, match=rf"places 'a' in .*, which is {reason}$"):
             SafetensorsIndex(index)
 
-    def test_index_and_files_that_are_symbolic_links_load(self, tmp_path: Path) -> None:
+    def test_safetensors_index_and_files_that_are_symbolic_links_load(self, tmp_path: Path) -> None:
         """Hugging Face's cache stores contents in ``blobs`` and links to them in ``snapshots``."""
         (tmp_path / "blobs").mkdir()
         (tmp_path / "snapshot" / "sub").mkdir(parents=True)
@@ -219,7 +227,9 @@ class TestIndex:
     @pytest.mark.parametrize(
         "text", ["", "{}", "[]", '{"weight_map": 3}', "[" * 100_000, "\x00\xff"], ids=range(6)
     )
-    def test_file_that_is_not_an_index_raises(self, tmp_path: Path, text: str) -> None:
+    def test_json_file_that_is_not_a_safetensors_index_raises(
+        self, tmp_path: Path, text: str
+    ) -> None:
         (tmp_path / "i.json").write_text(text)
         with pytest.raises(ValueError, match="not an index"):
             SafetensorsIndex(tmp_path / "i.json")

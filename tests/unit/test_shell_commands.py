@@ -145,7 +145,7 @@ def test_command_of_the_readme_is_run_by_its_test(part: str) -> None:
         ("pytest tests/nowhere.py", "tests/nowhere.py does not exist"),
     ],
 )
-def test_mistake_in_a_command_is_found(line: str, mistake: str) -> None:
+def test_mistake_in_a_documented_command_is_found(line: str, mistake: str) -> None:
     found = find_mistake(parse_words(line.split()))
     assert found is not None and re.search(mistake, found), found
 

@@ -39,7 +39,7 @@ def make_record(number: int, modules: str, **fields: Any) -> records.Record:
 # ---- records -------------------------------------------------------------------------------------
 
 
-def test_python_layout_of_a_record_equals_the_struct() -> None:
+def test_python_layout_of_a_recorder_entry_equals_the_struct() -> None:
     struct = re.search(r"typedef struct fc_record \{(.*?)\} fc_record;", HEADER.read_text(), re.S)
     assert struct is not None
     sizes = dict(re.findall(r"(FC_RECORD_\w+_BYTES) = (\d+)", HEADER.read_text()))
@@ -53,7 +53,7 @@ def test_python_layout_of_a_record_equals_the_struct() -> None:
     assert [names.get(name, name) for _, name, _ in fields] == list(parsed)
 
 
-def test_parse_skips_empty_records_and_sorts_newest_first() -> None:
+def test_parse_of_recorder_entries_skips_empty_ones_and_sorts_newest_first() -> None:
     def pack(number: int) -> bytes:
         return records._RECORD.pack(
             number, 1, 2, 0, 0, 7, 1, 1, 1, 0, 2, b"0" + bytes(23), b"a.b" + bytes(45)
@@ -68,13 +68,13 @@ def test_parse_skips_empty_records_and_sorts_newest_first() -> None:
 
 
 @pytest.mark.parametrize(("kind", "state", "text"), [(5, 2, "kind 5"), (0, 9, "state 9")])
-def test_unknown_kind_or_state_of_a_record_raises(kind: int, state: int, text: str) -> None:
+def test_unknown_kind_or_state_of_a_recorder_entry_raises(kind: int, state: int, text: str) -> None:
     data = records._RECORD.pack(1, 1, 1, 1, 0, 1, 0, kind, state, 0, 2, b"", b"")
     with pytest.raises(ValueError, match=f"a record has the unknown {text}"):
         records.parse_records(data)
 
 
-def test_count_of_records_is_checked() -> None:
+def test_recorder_read_of_invalid_count_raises() -> None:
     for count in (0, records.CAPACITY + 1):
         with pytest.raises(ValueError, match=f"count must be 1 to 4096, got {count}"):
             _C.recorder_read(count)
@@ -114,7 +114,7 @@ def test_record_file_replaces_regular_files_of_this_user_only(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", [b"", b"{}\n", b"[1]\n", b'{"fsdp_c": "records"}\nx'])
-def test_other_files_are_refused(text: bytes, tmp_path: Path) -> None:
+def test_stall_command_refuses_file_without_records_of_fsdp_c(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(text)
     with pytest.raises(ValueError, match="has no records of fsdp_c"):
         records.read_file(str(tmp_path / "other"))
@@ -228,7 +228,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])
-def test_previous_action_without_handler_may_have_sa_siginfo(
+def test_previous_signal_action_without_handler_may_have_sa_siginfo(
     action: signal.Handlers, tmp_path: Path
 ) -> None:
     arguments = [str(tmp_path / "file"), str(int(action))]
@@ -240,7 +240,7 @@ def test_previous_action_without_handler_may_have_sa_siginfo(
 # ---- report --------------------------------------------------------------------------------------
 
 
-def test_report_groups_ranks_by_place() -> None:
+def test_stall_report_groups_ranks_by_place() -> None:
     waits = "all-gather of 'b.3' (step 2, forward) of process group '0'"
     done = ["all-gather of 'b.2' (step 2, forward) of process group '0'"]
     positions = {
@@ -267,12 +267,12 @@ def test_report_groups_ranks_by_place() -> None:
     ]
 
 
-def test_report_of_several_ranks_without_position_has_plural_verb() -> None:
+def test_stall_report_of_several_ranks_without_position_has_plural_verb() -> None:
     lines = stall_report.format_report({}, 3, 1).splitlines()
     assert lines[0] == "  ranks 0-2: have no model of fsdp_c that ran, or did not start"
 
 
-def test_report_distinguishes_ended_stopped_and_running_processes() -> None:
+def test_stall_report_distinguishes_ended_stopped_and_running_processes() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         positions = {0: Position(0, pid=child.pid)}
@@ -288,7 +288,7 @@ def test_report_distinguishes_ended_stopped_and_running_processes() -> None:
     assert "has ended" in stall_report.format_report(positions, 1, 1)
 
 
-def test_position_has_the_longest_wait_and_the_last_completed_collectives() -> None:
+def test_position_in_stall_report_has_the_longest_wait_and_the_last_completed_collectives() -> None:
     waits = [
         make_record(9, "b", state=records.WAITING, end=0),
         make_record(8, "a", state=records.WAITING, end=0, waiting=5 * SECOND),
@@ -301,11 +301,11 @@ def test_position_has_the_longest_wait_and_the_last_completed_collectives() -> N
         f"all-gather of '{record.number}' (step 3, forward) of process group '0'"
         for record in done[: stall_report.RECENT]
     ]
-    assert "test_position_has" in position.line
+    assert "test_position_in_stall_report" in position.line
     assert Position.from_json(position.to_json()) == position
 
 
-def test_failure_is_the_newest_wait_that_an_exception_ended() -> None:
+def test_stall_report_failure_is_the_newest_wait_that_an_exception_ended() -> None:
     failed = make_record(8, "a", state=records.FAILED)
     later = [
         make_record(10, "c", state=records.ISSUED),
@@ -323,13 +323,15 @@ def test_failure_is_the_newest_wait_that_an_exception_ended() -> None:
 
 
 @pytest.mark.parametrize(("text", "limit"), [("", 10.0), ("0", 0.0), ("2.5", 2.5)])
-def test_limit_is_read(text: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stall_seconds_variable_sets_the_limit(
+    text: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FSDP_C_STALL_SECONDS", text)
     assert stall_monitor.get_limit() == limit
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIG_IGN", "SIG_BLOCK", "signal", "USR1"])
-def test_name_of_no_signal_with_a_handler_raises(
+def test_stall_signal_variable_without_name_of_a_signal_with_a_handler_raises(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_C_STALL_SIGNAL", name)
@@ -338,7 +340,7 @@ def test_name_of_no_signal_with_a_handler_raises(
         records.write_on_signals(records.make_path(0), 0, 2)
 
 
-def test_later_monitor_of_a_process_registers_no_second_file(
+def test_second_stall_monitor_of_a_process_registers_no_second_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths: list[str] = []
@@ -353,13 +355,13 @@ def test_later_monitor_of_a_process_registers_no_second_file(
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "ten"])
-def test_invalid_limit_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_stall_seconds_variable_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_C_STALL_SECONDS", text)
     with pytest.raises(ValueError, match=f"FSDP_C_STALL_SECONDS must be .* at least 0, got {text}"):
         stall_monitor.get_limit()
 
 
-def test_roots_of_other_threads_are_added_while_roots_are_read(
+def test_stall_monitor_reads_roots_while_other_threads_add_roots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Models of earlier tests may have interrupted passes.
@@ -479,7 +481,7 @@ def test_stall_command_refuses_files_of_different_jobs(
     assert f"{other} is of another job: it is of rank 2 of 2 ranks" in capsys.readouterr().err
 
 
-def test_timeline_and_trace_have_the_numbers_of_the_ranks(tmp_path: Path) -> None:
+def test_stall_timeline_and_trace_have_the_numbers_of_the_ranks(tmp_path: Path) -> None:
     files = [write_rank(tmp_path, rank, ["a"], world=8) for rank in (3, 5)]
     trace = tmp_path / "trace.json"
     assert stall.main([*files, "--trace", str(trace)]) == 0
@@ -516,7 +518,7 @@ def test_stall_command_without_matplotlib_exits_with_status_2_before_its_report(
     assert output.out == "" and "pip install matplotlib" in output.err
 
 
-def test_timeline_of_files_without_collectives_exits_with_status_2(
+def test_stall_timeline_of_files_without_collectives_exits_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert stall.main([write_rank(tmp_path, 0, []), "--trace", str(tmp_path / "trace.json")]) == 2
@@ -524,7 +526,7 @@ def test_timeline_of_files_without_collectives_exits_with_status_2(
 
 
 @pytest.mark.parametrize("name", ["rank", "world", "pid", "clock_offset", "written", "host"])
-def test_file_with_incomplete_header_is_refused(
+def test_record_file_with_incomplete_header_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     header = json.loads(records.make_header(0, 2)) | {name: None}
@@ -533,7 +535,7 @@ def test_file_with_incomplete_header_is_refused(
     assert f"its header has no '{name}'" in capsys.readouterr().err
 
 
-def test_file_with_missing_records_or_of_another_format_is_refused(
+def test_record_file_with_missing_records_or_of_another_format_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Path(write_rank(tmp_path, 0, ["a", "b"]))
@@ -544,7 +546,7 @@ def test_file_with_missing_records_or_of_another_format_is_refused(
     assert "its format is 2, expected 1; use the fsdp_c that wrote the" in capsys.readouterr().err
 
 
-def test_wait_that_did_not_end_lasts_until_the_file_was_written(tmp_path: Path) -> None:
+def test_recorded_wait_that_did_not_end_lasts_until_the_file_was_written(tmp_path: Path) -> None:
     """The header of a file that a signal handler writes is older than its records."""
     plot = tmp_path / "plot.png"
     for written, length in ((11 * SECOND, 10 * SECOND), (0, 1)):

@@ -47,7 +47,7 @@ def set_records(monkeypatch: pytest.MonkeyPatch, now: int, own: list[records.Rec
     monkeypatch.setattr(stall_monitor, "read_own_records", lambda count: (now, own))
 
 
-def test_later_failure_with_equal_text_has_a_report_of_its_own(
+def test_stall_monitor_reports_later_failure_with_equal_text_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stall_monitor, "find_interrupted_pass", lambda: "")
@@ -82,7 +82,7 @@ def fail() -> bool:
 
 
 @pytest.mark.parametrize("state", [records.COMPLETE, records.WAITING, records.FAILED])
-def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
+def test_stall_monitor_logs_lost_store_only_on_a_rank_that_waits_or_failed(
     state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_records(monkeypatch, 2 * SECOND, [make_record(3, state)])
@@ -96,7 +96,7 @@ def test_lost_store_is_logged_only_by_a_rank_that_waits_or_failed(
 
 
 @pytest.mark.parametrize("state", [records.WAITING, records.FAILED])
-def test_first_long_or_failed_wait_after_the_loss_of_the_store_is_logged_once(
+def test_stall_monitor_logs_first_stalled_or_failed_wait_after_the_loss_of_the_store_once(
     state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = make_monitor()
@@ -111,7 +111,7 @@ def test_first_long_or_failed_wait_after_the_loss_of_the_store_is_logged_once(
     assert len(caplog.messages) == 1
 
 
-def test_failure_that_the_store_cannot_report_is_logged(
+def test_stall_monitor_logs_failure_that_the_store_cannot_report(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed = [make_record(3, records.FAILED)]
@@ -122,7 +122,7 @@ def test_failure_that_the_store_cannot_report_is_logged(
     assert len(caplog.messages) == 1
 
 
-def test_thread_starts_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stall_monitor_starts_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_monitor, "get_departures", fail)
     monkeypatch.setattr(stall_monitor, "_get_default_group", threading.Event)
     monkeypatch.setattr(stall_monitor, "_get_default_store", lambda: Store(Server(Clock())))
@@ -131,7 +131,7 @@ def test_thread_starts_without_the_store(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stall_monitor.StallMonitor(LIMIT)._lost == "failed to recv, got 0 bytes"
 
 
-def test_other_exception_of_a_check_is_not_taken_for_a_lost_store(
+def test_stall_monitor_takes_no_other_exception_for_a_lost_store(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def check() -> None:
@@ -145,7 +145,7 @@ def test_other_exception_of_a_check_is_not_taken_for_a_lost_store(
     assert monitor._lost == "" and caplog.messages == []
 
 
-def test_read_of_a_counter_leaves_the_file_of_a_file_store(tmp_path: Path) -> None:
+def test_stall_monitor_read_of_a_counter_leaves_the_file_of_a_file_store(tmp_path: Path) -> None:
     path = tmp_path / "store"
     store = dist.FileStore(str(path), 1)
     assert read_count(store, "a") == 0
@@ -158,7 +158,7 @@ def test_read_of_a_counter_leaves_the_file_of_a_file_store(tmp_path: Path) -> No
 # ---- processes -----------------------------------------------------------------------------------
 
 
-def test_monitor_in_a_forked_child_leaves_the_lock_of_the_event() -> None:
+def test_stall_monitor_in_a_forked_child_leaves_the_lock_of_the_event() -> None:
     """Another thread of the parent may hold the lock during the fork."""
     monitor = make_monitor(_pid=os.getpid() + 1)
     monitor.finish()
@@ -166,7 +166,7 @@ def test_monitor_in_a_forked_child_leaves_the_lock_of_the_event() -> None:
     assert not monitor._woken.is_set()
 
 
-def test_state_of_a_process_with_any_name_is_read() -> None:
+def test_stall_monitor_reads_state_of_a_process_with_any_name() -> None:
     libc = ctypes.CDLL(None)
     name = Path("/proc/self/comm").read_bytes().strip()
     libc.prctl(PR_SET_NAME, b"\xe8\xae) T", 0, 0, 0)
@@ -176,7 +176,7 @@ def test_state_of_a_process_with_any_name_is_read() -> None:
         libc.prctl(PR_SET_NAME, name, 0, 0, 0)
 
 
-def test_process_of_another_boot_or_container_counts_as_running() -> None:
+def test_stall_monitor_counts_process_of_another_boot_or_container_as_running() -> None:
     ended = Position(0, pid=2**22 + 1)
     assert not stall_report.can_answer(ended)
     assert "has ended" in stall_report.format_report({0: ended}, 1, 1)
@@ -185,7 +185,7 @@ def test_process_of_another_boot_or_container_counts_as_running() -> None:
     assert "or cannot be reached" in stall_report.format_report({0: ended}, 1, 1)
 
 
-def test_last_common_collective_of_ranks_in_different_process_groups_is_named() -> None:
+def test_stall_report_names_last_common_collective_of_ranks_in_different_process_groups() -> None:
     text = "reduce-scatter of 'a' (step 2, backward)"
     positions = {
         rank: Position(rank, request=1, completed=[f"{text} of process group '{rank % 2}'"])
@@ -195,7 +195,7 @@ def test_last_common_collective_of_ranks_in_different_process_groups_is_named() 
     assert last == f"  last collective that all answering ranks completed: {text}"
 
 
-def test_folder_of_records_does_not_depend_on_later_working_directories(
+def test_folder_of_recorder_files_does_not_depend_on_later_working_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

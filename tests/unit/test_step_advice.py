@@ -110,7 +110,9 @@ def assert_saves(advice: Advice, before: Cost, after: Cost) -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("reshard", [True, False, 2, 4])
-def test_received_bytes_are_those_of_a_step(reshard: bool | int, microbatches: int) -> None:
+def test_explained_received_bytes_are_those_of_a_step(
+    reshard: bool | int, microbatches: int
+) -> None:
     model = shard(Chain(), reshard_after_forward=reshard)
     received = explain(model, microbatches=microbatches).received
     assert abs(received["shard"] - measure_step(model, of=microbatches).received) <= 1
@@ -196,7 +198,7 @@ def test_checkpointed_embedding_is_gathered_for_its_recomputation() -> None:
     assert not has_advice(explain(after, TOKENS), "checkpoint")
 
 
-def test_gather_of_embedding_in_backward_is_not_needed() -> None:
+def test_advice_says_that_gather_of_embedding_in_backward_is_not_needed() -> None:
     model = sharded_embedding(Embedded())
     advice = find_advice(explain(model, TOKENS), "set_unshard_in_backward(False)")
     before = measure_step(model, TOKENS)
@@ -295,7 +297,7 @@ def test_advice_for_small_model_is_mesh_of_hsdp() -> None:
     assert not has_advice(resharded, "init_device_mesh")
 
 
-def test_replicas_that_do_not_all_reduce_are_reported() -> None:
+def test_explain_reports_replicas_that_do_not_all_reduce() -> None:
     model = hybrid()
     assert not explain(model).warnings
     model.set_requires_all_reduce(False)
@@ -303,7 +305,7 @@ def test_replicas_that_do_not_all_reduce_are_reported() -> None:
     assert "do not all-reduce their gradients now" in line
 
 
-def test_unit_on_the_mesh_of_one_replica_is_reported() -> None:
+def test_explain_reports_unit_on_the_mesh_of_one_replica() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
     model = Chain()
     fully_shard(model.blocks[1], mesh=mesh["s"])  # type: ignore[arg-type]
@@ -396,7 +398,7 @@ def count_operations(make: Callable[[Any], Any]) -> list[int]:
     return counts
 
 
-def test_compiled_root_with_sharded_blocks_is_reported() -> None:
+def test_explain_reports_compiled_root_with_sharded_blocks() -> None:
     model = shard(Chain())
     assert explain(model).warnings == []
     (line,) = explain(torch.compile(model)).warnings
@@ -416,7 +418,7 @@ def test_hooks_of_sharded_blocks_break_the_graph_of_a_compiled_root() -> None:
     assert compile_root(shard(Chain())) == [operations_of_block]  # the rest is not compiled
 
 
-def test_compiled_blocks_are_not_reported() -> None:
+def test_explain_does_not_report_compiled_blocks() -> None:
     model = Chain()
     for block in model.blocks:
         block.compile(backend="eager")
@@ -433,7 +435,7 @@ def test_microbatches_must_be_a_positive_integer() -> None:
         fsdp_c.plan(Chain(), world_size=8, ranks_per_node="eight")  # type: ignore[arg-type]
 
 
-def test_advice_is_one_line_each() -> None:
+def test_each_step_advice_is_one_line() -> None:
     explanation = explain(sharded_embedding(Embedded()), TOKENS)
     lines = [line for line in str(explanation).splitlines() if line.startswith("advice: ")]
     assert lines == [f"advice: {advice}" for advice in explanation.advice] != []

@@ -143,7 +143,7 @@ def test_comm_object_with_attribute_set_by_user_uses_fallback(
 
 
 @pytest.mark.parametrize("shard", SHARD_FUNCTIONS)
-def test_exception_of_rendezvous_is_raised(
+def test_exception_of_symmetric_memory_rendezvous_is_raised(
     fake_group: int, calls: list[str], monkeypatch: pytest.MonkeyPatch, shard: Any
 ) -> None:
     def refuse(tensor: torch.Tensor, group: str) -> None:

@@ -60,7 +60,7 @@ STEP_ON_CPU = [
 ]
 
 
-def test_spans_of_cpu_step_cover_it_without_gaps() -> None:
+def test_trace_spans_of_cpu_step_cover_it_without_gaps() -> None:
     all_spans = make_spans(STEP_ON_CPU[::-1])
     assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
     assert spans_in_lane(all_spans, REDUCE) == [(REDUCE, "a", 540, 700)]
@@ -86,7 +86,7 @@ def test_spans_of_cpu_step_cover_it_without_gaps() -> None:
     ]
 
 
-def test_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
+def test_trace_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
     """On CPU torch's FSDP2 waits for a collective in the hook that issues it."""
     events = [
         Event(TRACE_RANGE, 0, 1000),
@@ -97,7 +97,7 @@ def test_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
     assert (trace_spans.GATHER_WAIT, "a", 120, 190) in spans_in_lane(make_spans(events), COMPUTE)
 
 
-def test_spans_omit_collectives_issued_outside_of_fsdp() -> None:
+def test_trace_spans_omit_collectives_issued_outside_of_fsdp() -> None:
     other_collectives = [
         Event("c10d::_allgather_base_", 10, 12),
         Event("gloo:all_gather", 15, 105, is_async=True),
@@ -107,7 +107,7 @@ def test_spans_omit_collectives_issued_outside_of_fsdp() -> None:
     assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
 
 
-def test_spans_of_cuda_step_have_times_of_kernels() -> None:
+def test_trace_spans_of_cuda_step_have_times_of_kernels() -> None:
     host_events = [event for event in STEP_ON_CPU if not event.is_async]
     launches = [Event("aten::mm", 250, 252, id=1), Event("aten::mm", 420, 425, id=2)]
     kernels = [
@@ -130,7 +130,7 @@ def test_spans_of_cuda_step_have_times_of_kernels() -> None:
     assert (trace_spans.FORWARD, "a", 200, 300) in spans_in_lane(all_spans, HOST)
 
 
-def test_spans_of_many_layers_need_time_in_proportion_to_their_number(
+def test_trace_spans_of_many_layers_need_time_in_proportion_to_their_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Counts the collectives that waits and pauses between kernels are compared with."""
@@ -159,12 +159,12 @@ def test_spans_of_many_layers_need_time_in_proportion_to_their_number(
 
 
 @pytest.mark.parametrize("part", ["²", "x", "-1"])
-def test_sort_key_accepts_any_name(part: str) -> None:
+def test_trace_sort_key_accepts_any_name(part: str) -> None:
     units = [f"blocks.{part}", "blocks.10", "blocks.2"]
     assert sorted(units, key=timeline._make_sort_key)[1:] == ["blocks.2", "blocks.10"]
 
 
-def test_plot_draws_names_with_dollar_signs(tmp_path: Path) -> None:
+def test_trace_plot_draws_names_with_dollar_signs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     name = "a$\\unknown$"
     spans = [Span(COMPUTE, trace_spans.FORWARD, name, 0, 10**6)]
@@ -172,7 +172,7 @@ def test_plot_draws_names_with_dollar_signs(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_summary_states_shares_of_time_and_longest_wait() -> None:
+def test_trace_summary_states_shares_of_time_and_longest_wait() -> None:
     trace = StepTrace()
     with pytest.raises(RuntimeError, match="still open"):
         trace.summary()
@@ -239,7 +239,7 @@ def _check_files(trace: StepTrace, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("writes", [True, False])
-def test_plot_without_matplotlib_raises_on_every_rank(
+def test_trace_plot_without_matplotlib_raises_on_every_rank(
     fake_group: int, writes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If only the rank that draws raised, the other ranks would wait for it."""

@@ -84,7 +84,7 @@ def releases(tmp_path: Path) -> tuple[TorchSource, TorchSource]:
     return TorchSource(old), TorchSource(new)
 
 
-def test_report_lists_added_removed_and_changed_definitions(
+def test_torch_diff_lists_added_removed_and_changed_definitions(
     releases: tuple[TorchSource, TorchSource],
 ) -> None:
     old, new = map(torch_diff.read_surface, releases)
@@ -103,7 +103,7 @@ def test_report_lists_added_removed_and_changed_definitions(
     assert "property   (self) -> int" in report
 
 
-def test_compare_with_full_reports_changed_source_lines(
+def test_torch_diff_with_option_full_reports_changed_source_lines(
     releases: tuple[TorchSource, TorchSource],
 ) -> None:
     old, new = map(torch_diff.read_surface, releases)
@@ -111,7 +111,7 @@ def test_compare_with_full_reports_changed_source_lines(
     assert "      +self.added_attribute = 0" in report
 
 
-def test_surface_of_wheel_equals_surface_of_its_unpacked_files(
+def test_torch_surface_of_wheel_equals_that_of_its_unpacked_files(
     tmp_path: Path, releases: tuple[TorchSource, TorchSource]
 ) -> None:
     wheel = tmp_path / "torch-2.0.0.whl"
@@ -121,12 +121,12 @@ def test_surface_of_wheel_equals_surface_of_its_unpacked_files(
     assert torch_diff.read_surface(TorchSource(wheel)) == torch_diff.read_surface(releases[0])
 
 
-def test_folder_without_torch_is_refused(tmp_path: Path) -> None:
+def test_torch_diff_of_folder_without_torch_exits_with_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="contains no torch"):
         TorchSource(tmp_path)
 
 
-def test_record_keeps_digests_of_all_releases(
+def test_torch_surface_record_keeps_digests_of_all_releases(
     tmp_path: Path, releases: tuple[TorchSource, TorchSource]
 ) -> None:
     file = tmp_path / "surface.txt"
@@ -143,7 +143,7 @@ def test_record_keeps_digests_of_all_releases(
     assert all(list(torch_diff.check(release, file)) == [] for release in releases)
 
 
-def test_record_has_digest_of_unused_name_of_other_column(
+def test_torch_surface_record_has_digest_of_name_that_only_another_release_uses(
     tmp_path: Path, releases: tuple[TorchSource, TorchSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fsdp_c stops using ``torch.helper``; the environment of the older release is absent."""
@@ -158,7 +158,9 @@ def test_record_has_digest_of_unused_name_of_other_column(
     assert list(torch_diff.check(releases[1], file)) == []
 
 
-def test_columns_of_record_are_sorted_with_prereleases_before_their_release(tmp_path: Path) -> None:
+def test_columns_of_torch_surface_record_have_prereleases_before_their_release(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "surface.txt"
     for version in ("2.10.0", "2.9.1", "2.11.0.dev20260101", "2.10.0a0"):
         release = write_release(tmp_path / version, f"{version}+cpu", OLD)
@@ -167,7 +169,7 @@ def test_columns_of_record_are_sorted_with_prereleases_before_their_release(tmp_
     assert columns == ["2.9.1", "2.10.0a0", "2.10.0", "2.11.0.dev20260101"]
 
 
-def test_check_reports_a_definition_that_differs_from_the_record(
+def test_torch_diff_check_reports_a_definition_that_differs_from_the_record(
     tmp_path: Path, releases: tuple[TorchSource, TorchSource]
 ) -> None:
     file = tmp_path / "surface.txt"

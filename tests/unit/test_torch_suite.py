@@ -41,7 +41,7 @@ def run_suite(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_comparison_exits_1_if_a_test_passes_with_torch_alone(tmp_path: Path) -> None:
+def test_torch_suite_comparison_exits_1_if_a_test_passes_with_torch_alone(tmp_path: Path) -> None:
     completed = run_suite(tmp_path, SUITE)
     assert completed.returncode == 1, completed.stderr
     row = next(
@@ -65,7 +65,7 @@ def run_main(
     return compare_suite.main([str(folder)])
 
 
-def test_comparison_exits_1_if_a_test_passes_only_with_torch_or_no_test_passes_with_fsdp_c(
+def test_torch_suite_comparison_exits_1_if_a_test_passes_only_with_torch_or_none_with_fsdp_c(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert run_main(monkeypatch, tmp_path, "passed", "") == 0

@@ -89,7 +89,7 @@ def functions_within(value):
         value = next((getattr(value, n) for n in names if hasattr(value, n)), None)
 
 
-def facts_about(path, value, found):
+def add_facts(path, value, found):
     found[path] = Held(value)
     if isinstance(value, (dict, list, set)) and not path.endswith("__warningregistry__"):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
@@ -109,13 +109,13 @@ def snapshot():
         for attribute, value in list(vars(module).items()):
             if attribute == "__builtins__":
                 continue
-            facts_about(f"{name}:{attribute}", value, found)
+            add_facts(f"{name}:{attribute}", value, found)
             if isinstance(value, type) and value.__module__.startswith("torch"):
                 for inner, of_class in list(vars(value).items()):
-                    facts_about(f"{value.__module__}.{value.__qualname__}.{inner}", of_class, found)
+                    add_facts(f"{value.__module__}.{value.__qualname__}.{inner}", of_class, found)
     for cls in (*fully_sharded.values(), *replicated.values()):
         for inner, of_class in list(vars(cls).items()):
-            facts_about(f"{cls.__qualname__}.{inner}", of_class, found)
+            add_facts(f"{cls.__qualname__}.{inner}", of_class, found)
     found["sys.meta_path"] = list(sys.meta_path)
     found["gc.callbacks"] = list(gc.callbacks)
     found["atexit"] = list(exit_handlers)
@@ -400,7 +400,9 @@ def outcomes() -> str:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenario_leaves_torch_unchanged(outcomes: str, scenario: str) -> None:
+def test_torch_is_unchanged_after_each_scenario_of_install_and_uninstall(
+    outcomes: str, scenario: str
+) -> None:
     assert f"{scenario} passed\n" in outcomes, outcomes
 
 
@@ -465,7 +467,7 @@ def test_change_below_a_newer_value_is_not_applied_again(registry: Any) -> None:
     assert registry.keys() == [] and owner.value == 0
 
 
-def test_changes_for_models_stay_while_installed_or_leased(registry: Any) -> None:
+def test_patches_applied_with_first_model_stay_while_installed_or_leased(registry: Any) -> None:
     owner = SimpleNamespace()
     registry.apply_with_first_model("model", lambda: registry.set_attribute(owner, "model", 1))
     install = {"install": lambda: registry.set_attribute(owner, "install", 1)}

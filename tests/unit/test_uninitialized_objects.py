@@ -69,7 +69,7 @@ def test_use_of_uninitialized_group_raises() -> None:
     assert state._fsdp_param_groups == []
 
 
-def test_function_of_module_without_bind_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_of_extension_without_bind_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second import of the extension makes a module of its own."""
     monkeypatch.delitem(sys.modules, "fsdp_c._C")
     unbound = importlib.import_module("fsdp_c._C")

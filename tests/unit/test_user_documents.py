@@ -65,14 +65,14 @@ def load_configuration_table() -> ModuleType:
     return module
 
 
-def test_page_without_the_end_of_the_tables_is_refused() -> None:
+def test_configuration_page_without_the_end_marker_of_its_tables_is_refused() -> None:
     table = load_configuration_table()
     with pytest.raises(SystemExit, match=r"configuration\.md lacks"):
         table.update(f"# Page\n{table.BEGIN}\nthe rest of the page\n")
 
 
 @pytest.mark.parametrize("name", ["configuration_table", "compatibility_table"])
-def test_script_of_tables_rejects_unknown_options(name: str) -> None:
+def test_script_that_writes_documented_tables_rejects_unknown_options(name: str) -> None:
     command = [sys.executable, str(ROOT / "docs" / f"{name}.py"), "--chek"]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert completed.returncode == 2 and "--chek" in completed.stderr

@@ -363,7 +363,7 @@ def test_sentences_have_at_most_32_words() -> None:
 
 
 @pytest.mark.parametrize(("pattern", "word"), ALLOWED)
-def test_allowed_word_is_still_in_use(pattern: str, word: str) -> None:
+def test_vocabulary_exception_is_still_in_use(pattern: str, word: str) -> None:
     names = [name for path in ROOT.glob(pattern) for _, name in names_of(path)]
     assert any(word in old_words_of_name(name) for name in names), "remove the entry of ALLOWED"
 

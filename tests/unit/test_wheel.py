@@ -1,4 +1,4 @@
-"""Wheels: merging those of several torch releases, and the installed wheel of the torch at hand.
+"""Merges wheels of several torch releases, and installs the wheel for the present torch.
 
 The wheel is built from the objects of ``make build``. It is installed and runs without a compiler
 and without a network. ``make wheels-check`` does the same for several releases of torch.
@@ -131,7 +131,7 @@ def test_results_of_wheels_replace_those_with_the_same_versions_only() -> None:
     }
 
 
-# ---- the wheel of the torch at hand --------------------------------------------------------------
+# ---- the wheel for the present torch -------------------------------------------------------------
 
 
 def run(*arguments: str, cwd: Path, env: dict[str, str]) -> str:
@@ -153,7 +153,7 @@ def run_setup(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of ``make wheels`` for the torch at hand, before auditwheel changes its tag."""
+    """The wheel of ``make wheels`` for the present torch, before auditwheel changes its tag."""
     folder = tmp_path_factory.mktemp("wheel")
     build = ["build", "--build-lib", f"{folder}/lib", "bdist_wheel", "--dist-dir", f"{folder}/dist"]
     run_setup(folder, *build, "--bdist-dir", f"{folder}/bdist")
@@ -279,7 +279,7 @@ except ImportError as error:
 """
 
 
-def test_import_without_extension_for_installed_torch_names_torch_releases_of_wheel(
+def test_import_without_extension_for_installed_torch_names_the_releases_in_the_wheel(
     broken_site: Site,
 ) -> None:
     record = broken_site.record

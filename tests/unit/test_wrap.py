@@ -423,7 +423,7 @@ class TestTiedWeights:
             units = wrap.plan(model, {nn.Sequential, Block})
         assert units_of(units) == [("",)]
 
-    def test_merging_units_with_further_parameters_warns(self) -> None:
+    def test_merging_tied_units_with_other_parameters_warns(self) -> None:
         model = Transformer()
         model.layers[2].mlp[0].weight = model.layers[0].mlp[0].weight
         with pytest.warns(UserWarning) as caught:
@@ -459,7 +459,7 @@ class TestTiedWeights:
             auto_shard(model, policy)
         assert_unchanged(model, before)
 
-    def test_ties_that_nest_units_in_each_other_raise(self) -> None:
+    def test_tied_weights_that_nest_units_in_each_other_raise(self) -> None:
         a, b = nn.Linear(2, 2), nn.Linear(2, 2)
         x, y = Block([a, nn.Linear(3, 3)]), Block([b, nn.Linear(3, 3)])
         model = nn.Sequential(x, y)

@@ -322,14 +322,14 @@ class TestByteBudget:
             wrap.plan(Transformer(), budget)
 
     @pytest.mark.parametrize("name", ["max_transient", "min_unit"])
-    def test_bound_of_numpy_gives_units_of_int(self, name: str) -> None:
+    def test_unit_size_limit_of_numpy_type_gives_units_of_int(self, name: str) -> None:
         bound: Any = pytest.importorskip("numpy").int64(4000)
         numpy_bound: dict[str, Any] = {name: bound}
         int_bound: dict[str, Any] = {name: 4000}
         expected = units_of(wrap.plan(Transformer(), **int_bound))
         assert units_of(wrap.plan(Transformer(), **numpy_bound)) == expected
 
-    def test_infinite_bounds_split_no_unit_and_combine_all_neighbors(self) -> None:
+    def test_infinite_unit_size_limits_split_no_unit_and_combine_all_neighbors(self) -> None:
         bounds: dict[str, Any] = {"max_transient": math.inf}
         assert units_of(wrap.plan(Transformer(), **bounds)) == units_of(wrap.plan(Transformer()))
         bounds["min_unit"] = math.inf

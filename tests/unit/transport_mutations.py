@@ -46,14 +46,14 @@ RING_MUTATIONS = {
         "        }\n"
         "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n",
         "test_shm_ring_sleep",
-        "[  FAILED  ] change_at_any_step_of_a_waiter_prevents_its_sleep",
+        "[  FAILED  ] ring_change_at_any_step_of_a_waiter_prevents_its_sleep",
     ),
     "commit uses release order instead of seq_cst": Mutation(
         "shm_ring",
         "    atomic_store(&own->committed, seq + 1);",
         "    atomic_store_explicit(&own->committed, seq + 1, memory_order_release);",
         "test_shm_ring_sleep",
-        "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_change_is_woken",
+        "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_ring_change_is_woken",
     ),
     "closed flag is read after the commit counter": Mutation(
         "shm_ring",
@@ -81,7 +81,7 @@ RING_MUTATIONS = {
         "    atomic_store(&own->released, ring->read_seq);",
         "    atomic_store_explicit(&own->released, ring->read_seq, memory_order_release);",
         "test_shm_ring_sleep",
-        "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_change_is_woken",
+        "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_ring_change_is_woken",
     ),
     "wrapped message overlaps the oldest message": Mutation(
         "shm_ring",
@@ -150,7 +150,7 @@ TRANSPORT_MUTATIONS = {
         " (values[FLAGS] & AGREES) != 0 &&",
         "",
         "test_agreement",
-        "[  FAILED  ] ranks_do_not_agree_if_one_of_them_cannot",
+        "[  FAILED  ] ranks_start_no_agreement_if_one_of_them_cannot",
     ),
     "checksum of a row omits its last piece": Mutation(
         "shm_collective",
@@ -186,14 +186,14 @@ TRANSPORT_MUTATIONS = {
         "    return predicted != 0 && (signature == 0 || signature == predicted);\n",
         "    return predicted != 0;\n",
         "test_sequence",
-        "[  FAILED  ] other_size_than_predicted_is_a_departure",
+        "[  FAILED  ] collective_of_another_size_than_predicted_is_a_departure",
     ),
     "ranks do not compare the exchanged sizes": Mutation(
         "sequence",
         "signatures[i] != signatures[0] ? i : *rank;",
         "signatures[i] != signatures[i] ? i : *rank;",
         "test_sequence",
-        "[  FAILED  ] other_size_raises_on_all_ranks_before_it_is_issued",
+        "[  FAILED  ] collective_of_different_size_raises_on_all_ranks_before_its_issue",
     ),
     "interrupted exchange counts for another collective": Mutation(
         "sequence",
@@ -221,14 +221,14 @@ TRANSPORT_MUTATIONS = {
         "        successor->value = 0;\n",
         "",
         "test_prediction",
-        "[  FAILED  ] context_with_different_successors_predicts_nothing",
+        "[  FAILED  ] context_with_different_successors_gives_no_prediction",
     ),
     "shortest context decides": Mutation(
         "prediction",
         "    while (i > 0 && found == NULL) {",
         "    i = i > 1 ? 1 : i;\n    while (i > 0 && found == NULL) {",
         "test_prediction",
-        "[  FAILED  ] longest_context_decides",
+        "[  FAILED  ] longest_known_context_decides_the_prediction",
     ),
     "interval of an agreement is not emptied at its start": Mutation(
         "agreement",
@@ -242,14 +242,14 @@ TRANSPORT_MUTATIONS = {
         "    a->count = 0;\n    a->unknown = false;",
         "    a->count = 0;",
         "test_agreement",
-        "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_all",
+        "[  FAILED  ] rank_with_unknown_collectives_differs_from_no_rank",
     ),
     "agreement compares all ranks with rank 0 only": Mutation(
         "agreement",
         "    while (first < world && summaries[first * SUMMARY + field] == 0) {",
         "    while (first < world && world == 0) {",
         "test_agreement",
-        "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_all",
+        "[  FAILED  ] rank_with_unknown_collectives_differs_from_no_rank",
     ),
     "agreement starts before round 1 is read": Mutation(
         "negotiation",
@@ -263,14 +263,14 @@ TRANSPORT_MUTATIONS = {
         " && values[PLAN] != FCT_PLAN_OFF;",
         ";",
         "test_agreement",
-        "[  FAILED  ] ranks_do_not_agree_if_one_of_them_cannot",
+        "[  FAILED  ] ranks_start_no_agreement_if_one_of_them_cannot",
     ),
     "unknown label of this rank differs from all": Mutation(
         "op_label",
         "    return a->unit == 0 || b->unit == 0 ||",
         "    return b->unit == 0 ||",
         "test_shm_collective",
-        "[  FAILED  ] unknown_label_is_equal_to_all",
+        "[  FAILED  ] unknown_label_differs_from_no_label",
     ),
     "element is split between two messages": Mutation(
         "shm_collective",

@@ -1,9 +1,11 @@
 """Fails each call of a training step in turn on the simulated device, and checks the recovery.
 
-As in sweep.py, a model runs one clean step, and then attempts from the same parameters. An attempt
-runs a step with the failure, ``reset_iter_state()``, the failed step again, and another step.
+As in sweep.py, a model first runs one clean step. Each attempt then begins with the same
+parameters. It runs a step with the failure, ``reset_iter_state()``, the failed step again, and
+another step. The bits must equal those of a clean run, and neither training nor recovery may race.
+
 A fault is armed for one thread. Backward runs in the device's thread, so a hook arms its fault
-there. The bits must equal those of a clean run, and neither training nor recovery may race.
+there.
 """
 
 from __future__ import annotations

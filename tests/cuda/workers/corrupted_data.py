@@ -21,8 +21,8 @@ import stub_runtime
 RANKS = 2
 STEPS = 120
 """Steps of a case. Each takes at least 50 ms, so that the ranks compare several times."""
-LAST_RANK = 4
-"""Seconds until the other rank raises, too. If this rank ends before, NCCL ends the other rank."""
+SECONDS_UNTIL_EXIT = 4
+"""Time for the other rank to raise, too. NCCL would end it at the exit of this rank."""
 CASES = {
     # case: the shape of the mesh, and the fault of the device of rank 0 from its eleventh step on
     "sharded, equal": ((2,), {}),
@@ -71,17 +71,17 @@ def train(device: stub_runtime.Device, case: str, rank: int) -> str:
     def run_step() -> None:
         model(inputs).sum().backward()
 
-    step_of = dict.fromkeys(range(STEPS), run_step)
+    step_functions = dict.fromkeys(range(STEPS), run_step)
     for step in range(STEPS):
         if step == 10 and rank == 0:
             device.set(**fault)
         if step == 20 and case == "captured":
             replay = capture(run_step)
-            step_of.update(dict.fromkeys(range(20, 60), replay))
+            step_functions.update(dict.fromkeys(range(20, 60), replay))
         try:
-            step_of[step]()
+            step_functions[step]()
         except RuntimeError as error:
-            time.sleep(LAST_RANK)
+            time.sleep(SECONDS_UNTIL_EXIT)
             return str(error)
         model.zero_grad()
         time.sleep(0.05)

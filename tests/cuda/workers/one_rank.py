@@ -1,7 +1,9 @@
-"""Runs the races step of the GPU check over its C++ group, whose collectives call NCCL.
+"""Runs trainings of the GPU check's step ``races`` over NCCL.
 
-``one_rank.py IMPLEMENTATION`` prints, for some variants, the reports of the device and the numbers
-of calls of each collective. No kernel runs, so the results are not compared.
+Their process group is that of tests/gpu/workers/one_rank_group.cpp, which calls NCCL.
+``one_rank.py IMPLEMENTATION`` prints, for each training of ``VARIANTS``, the races that the device
+has found, and the number of calls of each NCCL function. No kernel runs, so the results of the
+trainings are not compared.
 """
 
 from __future__ import annotations

@@ -217,11 +217,11 @@ def capture_units_of_root(training: Any, pool: Any) -> None:
 
 
 Case = tuple[dict[str, Any], Callable[[Any, Any], None]]
+"""The settings of the job, and the function."""
 # The settings have methods that torch has since 2.15.
 KEPT = {"inner": True, "kept_storage": True}
 FINALIZED = {"microbatches": 4, "finalize": True}
 CASES: dict[str, Case] = {
-    # name: (settings of the job, function)
     "roots": ({"roots": True}, capture_roots),
     "roots, hsdp": ({"roots": True, "hsdp": True}, capture_roots),
     "roots, replicate": ({"roots": True, "replicate": True}, capture_roots),

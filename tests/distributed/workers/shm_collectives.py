@@ -125,7 +125,7 @@ def differences(rank: int, world: int) -> list[Any]:
     """Returns the settings whose bits differ, and then the number of comparisons."""
     default = dist.group.WORLD
     assert default is not None
-    direct = _C.direct_group(default)
+    direct = _C.shm_group(default)
     assert direct is not None and direct is not default
     assert _C.set_gradient_all_reduce(True) is False
     found: list[Any] = []
@@ -159,7 +159,7 @@ def differences(rank: int, world: int) -> list[Any]:
 
 def wait_in_reverse_order(rank: int, world: int) -> bool:
     """Issues twelve all-gathers and waits for them in reverse order, twice each."""
-    group = _C.direct_group(dist.group.WORLD)
+    group = _C.shm_group(dist.group.WORLD)
     gathered, works = [], []
     for i in range(12):
         rows = torch.zeros(world * 1000)
@@ -180,7 +180,7 @@ def is_declined(rank: int, world: int, variable: str, value: str) -> bool:
 
     if rank == world - 1:
         os.environ[variable] = value
-    return _C.direct_group(dist.group.WORLD) is None
+    return _C.shm_group(dist.group.WORLD) is None
 
 
 def _model() -> nn.Module:
@@ -209,7 +209,7 @@ def send_before_peers_gather(rank: int, world: int) -> bool:
         work.wait()
         unit.reshard()
     ahead = _train(model, rank)
-    assert _C.direct_group(dist.group.WORLD) is not None
+    assert _C.shm_group(dist.group.WORLD) is not None
     return all(map(torch.equal, ahead, _train(_model(), rank)))
 
 
@@ -265,7 +265,7 @@ def train_with_patched_rank(rank: int, world: int) -> tuple[bool, int]:
 def train_with_observed_rank(rank: int, world: int) -> tuple[bool, dict[str, int]]:
     """Returns whether bits stay equal if rank 0 counts ops and profiles, and its counts."""
     plain = _train(_model(), rank, 1)
-    assert _C.direct_group(dist.group.WORLD) is not None  # the negotiation has ended
+    assert _C.shm_group(dist.group.WORLD) is not None  # the negotiation has ended
     counts: dict[str, int] = {}
     model = _model()
     if rank == 0:
@@ -286,11 +286,11 @@ def train_with_both_transports(rank: int, world: int) -> list[bool]:
     group = dist.group.WORLD
     assert group is not None
     direct = _train(model, rank, 3)
-    followed = [_C.direct_group(group) is not None]
+    followed = [_C.shm_group(group) is not None]
     model = _model()
     _train(model, rank, 1)
     fsdp_c.set_transport(model, "gloo")
-    followed.append(_C.direct_group(group) is None)
+    followed.append(_C.shm_group(group) is None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in (1, 2):
         fsdp_c.set_transport(model, "direct" if step == 2 else "gloo")
@@ -299,7 +299,7 @@ def train_with_both_transports(rank: int, world: int) -> list[bool]:
         optimizer.step()
         optimizer.zero_grad()
     mixed = [parameter.to_local().detach().clone() for parameter in model.parameters()]
-    return [*followed, _C.direct_group(group) is not None, *map(torch.equal, direct, mixed)]
+    return [*followed, _C.shm_group(group) is not None, *map(torch.equal, direct, mixed)]
 
 
 def _shard_over(model: nn.Module, **dims: int) -> nn.Module:
@@ -337,7 +337,7 @@ def _use_shared_memory(model: Any, names: list[str]) -> list[bool]:
         "replicate": getattr(info, "replicate_process_group", None),
         "post-forward": getattr(smaller, "shard_process_group", None),
     }
-    return [_C.direct_group(groups[name]) is not None for name in names]
+    return [_C.shm_group(groups[name]) is not None for name in names]
 
 
 def switch_transports(rank: int, world: int) -> dict[str, tuple[list[bool], ...]]:
@@ -372,7 +372,7 @@ def wait_with_shorter_timeout(rank: int, world: int) -> str:
     """Sets a timeout of 0.5 s after the negotiation. Returns the error of a late step."""
     model = _model()
     _train(model, rank)
-    assert _C.direct_group(dist.group.WORLD) is not None
+    assert _C.shm_group(dist.group.WORLD) is not None
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Negative controls of the races step: it must detect a training from which a wait was removed.
+"""Negative controls of the step ``races``, which must detect a training without one of its waits.
 
     dropped_waits.py FILE [--seconds 30]
 
@@ -103,8 +103,11 @@ def run_with_long_pauses(train: Callable[[], list[Any]], factor: int = 1) -> Out
 
 
 def detect_stale_event(tools: Tools) -> dict[str, Any]:
-    """On a slow host the work of the stale event may end before the host issues the next work. So
-    the pauses become longer until the event is detected."""
+    """Trains with gathers that wait for a stale event. Returns whether the results differ.
+
+    On a slow host the optimizer's work may end before the host issues the gathers, also without a
+    wait. So the pauses become longer until a difference is found.
+    """
     expected, _ = run_with_long_pauses(lambda: variants.optimizer_event(tools, stale=False))
     for factor in (1, 3, 9):
         digest, has_findings = run_with_long_pauses(

@@ -18,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""The args and kwargs of a forward."""
 
 
 @dataclass

@@ -33,6 +33,7 @@ COLLECTIVE_SECONDS = 15
 """Timeout of collectives, which ends mismatched ranks. It is less than the time of a program."""
 
 Step = tuple[str, dict[str, Any]]
+"""The name and the arguments of an operation."""
 Rank = tuple[list[list[str]], str]
 """The lines of each operation that ran, and how the rank ended."""
 

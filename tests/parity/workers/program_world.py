@@ -39,10 +39,14 @@ class World:
     saved: list[Any] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
     patches: list[tuple[Any, str, Any]] = field(default_factory=list)
+    """Replaced attributes: object, name, original value."""
     events: list[str] = field(default_factory=list)
+    """Lines that hooks have recorded during the operation."""
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
-    known: dict[str, weakref.ref[Any]] = field(default_factory=dict)
-    drawn: int = 0
+    last_parameters: dict[str, weakref.ref[Any]] = field(default_factory=dict)
+    """The parameter that ``identity_of`` found last, by model, name and type."""
+    draws: int = 0
+    """Calls of ``rows`` so far."""
 
     def model(self, index: int) -> Any:
         return choose(self.models, index)
@@ -61,8 +65,8 @@ class World:
 
     def rows(self, count: int) -> torch.Tensor:
         """Returns new random rows; they differ between calls and ranks."""
-        self.drawn += 1
-        generator = torch.Generator().manual_seed(1000 * self.api.rank + self.drawn)
+        self.draws += 1
+        generator = torch.Generator().manual_seed(1000 * self.api.rank + self.draws)
         return torch.randn(count, DIM, generator=generator)
 
     def record_event(self, name: str, *values: Any) -> None:
@@ -140,10 +144,10 @@ def describe_state(world: World) -> Iterator[str]:
 
 
 def identity_of(world: World, number: int, name: str, parameter: Any) -> str:
-    """Returns "renewed" if the parameter of this name and type is a new object."""
+    """Returns "renewed" if the parameter is another object than at the last call, else ""."""
     key = f"{number} {name} {type(parameter).__name__}"
-    before = world.known.get(key)
-    world.known[key] = weakref.ref(parameter)
+    before = world.last_parameters.get(key)
+    world.last_parameters[key] = weakref.ref(parameter)
     if before is None:
         return ""
     return "" if before() is parameter else "renewed"

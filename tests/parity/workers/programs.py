@@ -120,7 +120,7 @@ def parse_program(text: str) -> list[Step]:
 
 
 def world_size_of(seed: int) -> int:
-    """Each fifth program runs on two ranks, because most faults show on one."""
+    """Returns 2 for each fifth program and 1 for the others. Most faults show on one rank."""
     return 2 if seed % 5 == 4 else 1
 
 

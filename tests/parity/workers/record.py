@@ -59,7 +59,7 @@ class Bits:
                 )
                 tensor = tensor._local_tensor  # first: operations on DTensors are slow
             tensor = tensor.detach()
-            if hasattr(tensor, "held"):
+            if hasattr(tensor, "held"):  # the subclasses of harness/extensions.py and wrapping.py
                 kind = f"{kind} of {type(tensor).__name__}"
                 tensor = tensor.held
             flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
@@ -170,7 +170,7 @@ def error_entry(error: BaseException) -> Entry:
     return ("error", f"{type(error).__name__}: {message}")
 
 
-def trained(entries: list[Entry]) -> list[Entry]:
+def tensor_entries(entries: list[Entry]) -> list[Entry]:
     """Returns the entries that hold tensors: the results that are visible to users."""
     return [entry for entry in entries if isinstance(entry[1], Bits)]
 

@@ -24,14 +24,14 @@ from behavior import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-solo = functools.partial(scenario, 1)
+one_rank_scenario = functools.partial(scenario, 1)
 
 
 def step(model: nn.Module) -> None:
     model(batch(0)).square().mean().backward()
 
 
-@solo()
+@one_rank_scenario()
 def collectives_on_one_rank(api: Api) -> dict[str, Any]:
     """Counts collectives of steps, evaluations, accumulation, a divide factor and unshard calls."""
     results: Counter[str] = Counter()
@@ -50,7 +50,7 @@ def collectives_on_one_rank(api: Api) -> dict[str, Any]:
     return dict(results)
 
 
-@solo()
+@one_rank_scenario()
 def training_on_one_rank(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {"not sharded": train(blocks_and_head(), 0, 3)}
     for reshard in (None, True, False):
@@ -77,7 +77,7 @@ def model_with_empty_parameters() -> nn.Sequential:
     return nn.Sequential(LayerWithEmptyParameter(), LayerWithEmptyParameter(), nn.Linear(DIM, 3))
 
 
-@solo()
+@one_rank_scenario()
 def training_with_empty_parameters_on_one_rank(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {"not sharded": train(model_with_empty_parameters(), 0, 3)}
     for reshard in (None, True, False):
@@ -86,7 +86,7 @@ def training_with_empty_parameters_on_one_rank(api: Api) -> dict[str, Any]:
     return results
 
 
-@solo()
+@one_rank_scenario()
 def mixed_precision_on_one_rank(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for param, reduce in (
@@ -100,7 +100,7 @@ def mixed_precision_on_one_rank(api: Api) -> dict[str, Any]:
     return results
 
 
-@solo()
+@one_rank_scenario()
 def accumulation_on_one_rank(api: Api) -> dict[str, Any]:
     """Returns gradients of two microbatches, and of one with divide factor 3."""
     results: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def accumulation_on_one_rank(api: Api) -> dict[str, Any]:
     return results
 
 
-@solo()
+@one_rank_scenario()
 def shards_replaced_between_backwards_on_one_rank(api: Api) -> dict[str, Any]:
     """Returns the gradients of two microbatches. The shards are replaced in between."""
     results: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def shards_replaced_between_backwards_on_one_rank(api: Api) -> dict[str, Any]:
     return results
 
 
-@solo()
+@one_rank_scenario()
 def evaluation_on_one_rank(api: Api) -> dict[str, list[float]]:
     """Returns losses of steps with and without an evaluation between backward and step."""
 
@@ -164,7 +164,7 @@ def evaluation_on_one_rank(api: Api) -> dict[str, list[float]]:
     return {"with": losses(True), "without": losses(False)}
 
 
-@solo()
+@one_rank_scenario()
 def inference_mode_on_one_rank(api: Api) -> dict[str, Any]:
     """Evaluates and trains, twice. Also trains an unsharded model without evaluations."""
     model = shard(api, blocks_and_head(), reshard_after_forward=True)
@@ -178,7 +178,7 @@ def inference_mode_on_one_rank(api: Api) -> dict[str, Any]:
     return results | {"without": [*train(blocks_and_head(), 0, 1)]}
 
 
-@solo()
+@one_rank_scenario()
 def state_dict_on_one_rank(api: Api) -> dict[str, Any]:
     model = shard(api, blocks_and_head())
     train(model, 0, 1)
@@ -199,7 +199,7 @@ def state_dict_on_one_rank(api: Api) -> dict[str, Any]:
     return results | {"emptied": train(model, 0, 1)}
 
 
-@solo()
+@one_rank_scenario()
 def writes_in_forward_on_one_rank(api: Api) -> dict[str, Any]:
     """Returns a weight that a hook clamps before forward: plain, sharded, and in bfloat16."""
 

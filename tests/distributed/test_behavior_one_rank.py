@@ -1,14 +1,15 @@
-"""On one rank, fsdp_c issues no collectives. Its results have the bits of an unsharded model's."""
+"""On one rank, fsdp_c issues no collectives. Its results equal those of an unsharded model bit by
+bit."""
 
 from __future__ import annotations
 
 import re
 
-from behavior import assert_same, differences, raised, returned
+from behavior import assert_same, differences, get_exceptions, get_results
 
 
 def test_one_rank_issues_no_collectives() -> None:
-    (counts,) = returned("collectives_on_one_rank", "fsdp_c", world=1)
+    (counts,) = get_results("collectives_on_one_rank", "fsdp_c", world=1)
     assert counts == {}
 
 
@@ -21,7 +22,7 @@ def test_training_on_one_rank_matches_plain_model() -> None:
 
 
 def test_training_with_empty_parameters_on_one_rank_matches_plain_model() -> None:
-    (result,) = returned("training_with_empty_parameters_on_one_rank", "fsdp_c", world=1)
+    (result,) = get_results("training_with_empty_parameters_on_one_rank", "fsdp_c", world=1)
     expected = result.pop("not sharded")
     assert len(result) == 3
     for case, results in result.items():
@@ -46,20 +47,20 @@ def test_shards_replaced_between_backwards_keep_gradients_on_one_rank() -> None:
         assert differences(result["not at all, True"], gradients) == [], case
 
 
-def test_evaluation_before_the_step_leaves_no_stale_weights_on_one_rank() -> None:
-    (by_fsdp_c,) = returned("evaluation_on_one_rank", "fsdp_c", world=1)
-    (by_torch,) = returned("evaluation_on_one_rank", "torch", world=1)
+def test_evaluation_before_the_optimizer_step_leaves_no_stale_weights_on_one_rank() -> None:
+    (by_fsdp_c,) = get_results("evaluation_on_one_rank", "fsdp_c", world=1)
+    (by_torch,) = get_results("evaluation_on_one_rank", "torch", world=1)
     assert by_fsdp_c["with"] == by_fsdp_c["without"] == by_torch["without"]
     assert by_torch["with"] != by_torch["without"]
 
 
 def test_inference_mode_on_one_rank_matches_no_grad() -> None:
     """torch fails, because it reads version counters, which inference tensors do not have."""
-    (result,) = returned("inference_mode_on_one_rank", "fsdp_c", world=1)
+    (result,) = get_results("inference_mode_on_one_rank", "fsdp_c", world=1)
     for when in ("at first", "after training"):
         assert result[f"{when}, inference_mode"] == result[f"{when}, no_grad"]
     assert differences(result["without"], result["at first"]) == []
-    (error,) = raised("inference_mode_on_one_rank", "torch", world=1)
+    (error,) = get_exceptions("inference_mode_on_one_rank", "torch", world=1)
     assert re.search("version counter|before doing inplace update", error.text)
 
 
@@ -72,8 +73,8 @@ def test_state_dicts_on_one_rank_match_torch() -> None:
 
 def test_in_place_write_in_forward_persists_for_unsharded_parameters() -> None:
     """torch loses the write, because it copies the parameters even on one rank."""
-    (by_fsdp_c,) = returned("writes_in_forward_on_one_rank", "fsdp_c", world=1)
-    (by_torch,) = returned("writes_in_forward_on_one_rank", "torch", world=1)
+    (by_fsdp_c,) = get_results("writes_in_forward_on_one_rank", "fsdp_c", world=1)
+    (by_torch,) = get_results("writes_in_forward_on_one_rank", "torch", world=1)
     assert differences(by_fsdp_c["before"], by_fsdp_c["not sharded"]) != []
     assert differences(by_fsdp_c["not sharded"], by_fsdp_c["sharded"]) == []
     for lost in (by_fsdp_c["cast"], by_torch["sharded"], by_torch["cast"]):
