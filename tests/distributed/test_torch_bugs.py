@@ -322,6 +322,16 @@ def test_group_unused_in_the_last_microbatch_keeps_gradients(name: str) -> None:
     assert_near(name)
 
 
+def test_partial_gradients_of_unit_run_twice_are_reduced_as_in_torch_2_15() -> None:
+    """Before 2.15, torch adds the partial gradients to the new ones and all-reduces the sum."""
+    name = "unit_run_twice_in_the_last_microbatch"
+    assert_near(name, run_torch)
+    assert_near(name)
+    if FIXED_IN_2_15:
+        for by_torch, by_fsdp_c in zip(run_torch(name, 4), run_fsdp_c(name, 4)):
+            assert differences(by_torch["found"], by_fsdp_c["found"]) == []
+
+
 def test_several_dtypes_with_partial_reductions_give_right_gradients() -> None:
     for error in torch_errors("several_dtypes_on_replicas", 4):
         assert "uniform original parameter dtype" in error.text

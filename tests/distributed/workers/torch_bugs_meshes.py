@@ -128,6 +128,27 @@ def custom_group_unused_in_the_last_microbatch(api: Api) -> Any:
 
 
 @scenario(4)
+def unit_run_twice_in_the_last_microbatch(api: Api) -> dict[str, Any]:
+    """The last of two microbatches runs each unit in two forwards before its backward.
+
+    The inputs require grad, so each unit has two post-backward nodes. Autograd runs the first one
+    before the gradients of the unit exist.
+    """
+    model = shard(api, blocks_and_head(2), mesh=replicas(api))
+    reference = blocks_and_head(2)
+    expected: Gradients = dict.fromkeys(dict(reference.named_parameters()))
+    for step, runs in enumerate((1, 2)):
+        model.set_requires_all_reduce(step == 1)
+        x = batch(api.rank, step).requires_grad_()
+        for trained in (model, reference):
+            torch.stack(
+                [trained(x * run).square().mean() for run in range(1, runs + 1)]
+            ).sum().backward()
+        expected = add_gradients(expected, take_gradients(reference))
+    return {"found": grads(model), "expected": average(expected)}
+
+
+@scenario(4)
 def several_dtypes_on_replicas(api: Api) -> dict[str, Any]:
     """Trains float64 and float32 parameters in one group, reduced in float64 in two stages."""
     torch.manual_seed(3)
