@@ -9,6 +9,8 @@ import agreement
 import pytest
 from launch import run_ranks
 
+pytestmark = pytest.mark.xdist_group("agreement")  # the tests share launches
+
 GLOO = {"FSDP_C_TRANSPORT": "gloo"}
 OFF = {**GLOO, "FSDP_C_GUARD": "off"}
 NAMED = {

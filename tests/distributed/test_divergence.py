@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import consistent_programs
 import divergence
+import fork_server
 import pytest
 from divergence import Variation
 from launch import run_ranks
 from releases import has
+
+pytestmark = pytest.mark.xdist_group("divergence")  # the tests share launches
 
 GLOO = {"FSDP_C_TRANSPORT": "gloo"}
 OFF = {"FSDP_C_GUARD": "off"}
@@ -198,20 +200,21 @@ def test_schedules_of_pipeline_stages_do_not_raise(env: dict[str, str], schedule
 def test_ranks_that_torchrun_restarts_do_not_raise(env: dict[str, str], tmp_path: Path) -> None:
     """One of the first ranks ends in its third step.
 
-    Each attempt has a store of its own. Over a store of all attempts gloo may read addresses of
-    earlier ranks, and torch fails, with and without fsdp_c.
+    torchrun forks the ranks, so they do not import torch again. Each attempt has a store of its
+    own. Over a store of all attempts gloo may read addresses of earlier ranks, and torch fails,
+    with and without fsdp_c.
     """
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=restart"]
+    options = ["--nproc-per-node=2", "--max-restarts=1", "--run-path", "--start-method=fork"]
+    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=restart"]
     script = [consistent_programs.__file__, str(tmp_path)]
     paths = os.pathsep.join(path for path in sys.path if path)
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    ended = subprocess.run(
-        [sys.executable, *command, *script],
+    ended = fork_server.run_module(
+        "torch.distributed.run",
+        *options,
+        *script,
         env={**os.environ, **env, **own_store, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        cwd=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr
     assert "mismatch" not in ended.stderr and "different models" not in ended.stderr

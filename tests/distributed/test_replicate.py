@@ -8,6 +8,8 @@ import pytest
 import replicated
 from launch import run_ranks
 
+pytestmark = pytest.mark.xdist_group("replicate")  # the tests share launches
+
 SINCE_2_13 = replicated.SINCE_TORCH_2_13
 CASES = [
     pytest.param(

@@ -86,6 +86,7 @@ def switch_transports() -> list[dict[str, tuple[list[bool], ...]]]:
     return run_ranks(shm_collectives.switch_transports, 4)
 
 
+@pytest.mark.xdist_group("switched transports")  # the tests share a launch
 @pytest.mark.parametrize("layout", shm_collectives.LAYOUTS)
 def test_set_transport_changes_the_transport_of_all_groups(layout: str) -> None:
     count = len(shm_collectives.LAYOUTS[layout][1])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 @pytest.mark.timeout(1500)  # other tests may use the cores, too
+@pytest.mark.xdist_group("benchmark")  # begins before shorter tests
 def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "report.md"
@@ -53,11 +55,9 @@ def test_bench_rejects_wrong_options_before_it_writes(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, str(ROOT / "benchmarks/bench.py"), *arguments]
     env = os.environ | {"FSDP_C_CUDA_PYTHON": "/missing/python"}
-    completed = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
-    )
+    script = ROOT / "benchmarks/bench.py"
+    completed = fork_server.run_script(script, *arguments, env=env, cwd=tmp_path)
     assert completed.returncode == 2
     assert message in completed.stderr
     assert not list(tmp_path.iterdir())
@@ -135,7 +135,8 @@ def test_recorded_command_names_variables_of_fsdp_c(tmp_path: Path) -> None:
     variables = {"FSDP_C_GUARD": "off", "FSDP_C_BENCH_STORE": "/tmp/store"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FSDP_C")}
     env = kept | variables | {"PYTHONPATH": str(ROOT / "benchmarks")}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, timeout=200)
+    completed = fork_server.run_code(code, env, cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
     command = json.loads((tmp_path / "out.json").read_text())["command"]
     assert command.startswith("FSDP_C_GUARD=off python ")
 
@@ -143,8 +144,7 @@ def test_recorded_command_names_variables_of_fsdp_c(tmp_path: Path) -> None:
 def test_benchmark_with_redirected_torch_exits_with_error() -> None:
     code = "import fsdp_c; fsdp_c.install(); import report"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
-    command = [sys.executable, "-c", code]
-    completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    completed = fork_server.run_code(code, env)
     assert completed.returncode == 1
     assert completed.stderr.endswith("so torch cannot be measured: unset FSDP_C\n")
 

@@ -205,11 +205,13 @@ def test_job_run_with_fsdp_c_logs_one_line_on_rank_0(tmp_path: Path) -> None:
         assert completed.returncode == 0 and completed.stderr.splitlines().count(line) == 1, (
             completed.stderr
         )
-    (tmp_path / "job.py").write_text(JOB.replace("rank=0", "rank=1"))
-    completed = run("job.py", env=installed_environment(tmp_path, FSDP_C="1"), cwd=tmp_path)
-    assert completed.returncode == 0 and line not in completed.stderr
-    completed = run("job.py", env=installed_environment(tmp_path), cwd=tmp_path)
-    assert line not in completed.stderr
+    # A forked process has imported torch, so the program calls the entry point itself.
+    job = "import fsdp_c_autoload; fsdp_c_autoload.autoload()\n" + JOB
+    for variables, rank, count in (({"FSDP_C": "1"}, 0, 1), ({"FSDP_C": "1"}, 1, 0), ({}, 0, 0)):
+        code = job.replace("rank=0", f"rank={rank}")
+        completed = fork_server.run_code(code, env | variables, cwd=tmp_path)
+        assert completed.returncode == 0, completed.stderr
+        assert completed.stderr.splitlines().count(line) == count
 
 
 # ---- the commands --------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from fsdp_c._tools.compare_runs import Exit, Run, find_first_failure
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("compare_job.py")
-COMMAND = [sys.executable, "-m", "fsdp_c", "compare"]
 
 
 def environment() -> dict[str, str]:
@@ -199,6 +198,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("forked")
 def test_compare_ends_a_script_with_loader_workers_and_endless_thread(tmp_path: Path) -> None:
     completed = run("loader_workers_and_endless_thread", folder=tmp_path)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -206,11 +206,12 @@ def test_compare_ends_a_script_with_loader_workers_and_endless_thread(tmp_path: 
     assert len(pids) == 2 and not any(map(is_alive, pids))
 
 
+@pytest.mark.usefixtures("forked")
 def test_compare_stops_a_run_beyond_the_time_limit_with_stacks(tmp_path: Path) -> None:
-    completed = run("hangs", "--timeout", "25", folder=tmp_path)
+    completed = run("hangs", "--timeout", "12", folder=tmp_path)
     assert completed.returncode == 2
     assert "in case_hangs" in completed.stdout
-    assert last_line(completed).endswith("rank 0: still running after 25 s (--timeout)")
+    assert last_line(completed).endswith("rank 0: still running after 12 s (--timeout)")
 
 
 @pytest.mark.parametrize(
@@ -220,19 +221,20 @@ def test_compare_stops_a_run_beyond_the_time_limit_with_stacks(tmp_path: Path) -
 def test_signal_to_compare_ends_all_its_processes(
     number: signal.Signals, code: int, ranks: int, tmp_path: Path
 ) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "--nproc-per-node", str(ranks), str(JOB), "hangs", str(tmp_path)],
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # a test run in a shell's background ignores SIGINT
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    script, output, errors = (tmp_path / name for name in ("main.py", "output", "errors"))
+    script.write_text(fork_server.make_module_script("fsdp_c", ROOT))
+    output.touch()
+    errors.touch()
+    arguments = ["compare", "--nproc-per-node", str(ranks), str(JOB), "hangs", str(tmp_path)]
+    process = fork_server.start(
+        ["--script", str(script), *arguments], environment(), output, errors=str(errors)
+    )
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("pid-?"))) < ranks and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(number)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == code, error
-    assert "Traceback" not in error
+    assert process.wait(30) == code, errors.read_text()
+    assert "Traceback" not in errors.read_text()
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-?")]
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)

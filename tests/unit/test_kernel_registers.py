@@ -19,7 +19,7 @@ def compile_kernels(tmp_path: Path, architecture: int, *options: str) -> str:
     """Compiles for one architecture. Returns the output of the compiler."""
     source = str(ROOT / "csrc/kernels/kernels_cuda.cu")
     command = [str(NVCC), "-std=c++17", "-O2", f"-arch=sm_{architecture}", f"-I{ROOT / 'csrc'}"]
-    command += [*options, source, "-o", str(tmp_path / "kernels")]
+    command += [*options, "--Werror", "all-warnings", source, "-o", str(tmp_path / "kernels")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr

@@ -35,7 +35,7 @@ def copied_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_test(copied_root: Path, test: str) -> subprocess.CompletedProcess[str]:
     file, _, name = test.partition("::")
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", name]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-k", name]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"tests/{file}"],
         cwd=copied_root,

@@ -41,6 +41,7 @@ def run_suite(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.xdist_group("torch_suite")  # begins before shorter tests
 def test_torch_suite_comparison_exits_1_if_a_test_passes_with_torch_alone(tmp_path: Path) -> None:
     completed = run_suite(tmp_path, SUITE)
     assert completed.returncode == 1, completed.stderr

@@ -42,6 +42,7 @@ def test_user_script_uses_all_public_names_and_arguments() -> None:
     assert [name for name in sorted(arguments) if not re.search(rf"\b{name}=", text)] == []
 
 
+@pytest.mark.xdist_group("mypy")  # begins before shorter tests
 def test_mypy_strict_accepts_user_script() -> None:
     """mypy reports an unused ``type: ignore`` for each error that it does not find."""
     pytest.importorskip("mypy")

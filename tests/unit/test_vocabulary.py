@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("vocabulary")  # the tests share the sentences of all files
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (".ci", "benchmarks", "build_support", "csrc", "docs", "examples", "tests")
 FOLDERS += ("fsdp_c", "fsdp_c_autoload")
