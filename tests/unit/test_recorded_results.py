@@ -239,8 +239,8 @@ def test_benchmark_table_of_two_torch_releases_has_columns_of_both() -> None:
     main = read_main()
     names = [name for name in result_releases.COMPARED if name in main]
     for name in names:
-        main[name].update(date="2026-01-02")
-    other = make_other_release(date="2026-01-02")
+        main[name].update(date="2026-01-02", machine="one machine")
+    other = make_other_release(date="2026-01-02", machine="one machine")
     titles, rows, origin = result_releases.make_table(main, other)
     assert [title for title in titles if title.startswith("torch")] == [
         f"torch {main['host']['torch']}",
@@ -274,7 +274,7 @@ def test_benchmark_that_one_release_repeats_later_does_not_hide_the_others() -> 
     main, other = read_main(), make_other_release()
     for results in (main, other):
         for data in results.values():
-            data["date"] = "2026-01-01"
+            data.update(date="2026-01-01", machine="one machine")
     other["host"]["date"] = "2026-01-02"
     expected = [name for name in result_releases.COMPARED if name in main and name != "host"]
     assert expected and result_releases.find_comparable(main, other) == expected
