@@ -120,14 +120,14 @@ PYTHON_MUTATIONS = {
         "_runtime/departures.py",
         "or not self._decide(store, key)",
         "",
-        "unit/test_departures.py::test_rank_decides_before_it_issues",
+        "unit/test_departures.py::test_departing_rank_stores_its_decision_before_it_issues",
         "KeyError: 'key/decision'",
     ),
     "report names the rank that waited last": PythonMutation(
         "_runtime/stall_report.py",
         "return min(waits,",
         "return max(waits,",
-        "unit/test_stall.py::test_position_has_the_longest_wait",
+        "unit/test_stall.py::test_position_in_stall_report_has_the_longest_wait",
         "all-gather of 'a'",
     ),
     "message swaps the values of the ranks": PythonMutation(

@@ -49,6 +49,8 @@ def test_every_python_mutation_fits_the_code() -> None:
     for name, mutation in PYTHON_MUTATIONS.items():
         text = (ROOT / "fsdp_c" / mutation.file).read_text()
         assert text.count(mutation.original) == 1, f"{name}: the code has changed"
+        file, _, part = mutation.test.partition("::")
+        assert part in (ROOT / "tests" / file).read_text(), f"{name}: the test was renamed"
 
 
 @pytest.mark.parametrize("name", list(PYTHON_MUTATIONS)[::STRIDE])
