@@ -164,7 +164,7 @@ RANK_SCRIPT = """
 import os, signal, sys
 import ranks
 if ranks.start_ranks(2):
-    print("started", flush=True)
+    os.write(1, b"started\\n")  # one write, so that the lines of two ranks cannot mix
     ranks.dist.barrier()
     if os.environ["RANK"] == "1" and sys.argv[1:] == ["fail"]:
         os._exit(3)
@@ -182,7 +182,10 @@ def test_benchmark_ranks_end_with_a_failed_rank_and_with_their_launcher(
     command = [sys.executable, str(script), *arguments]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
-        assert [launcher.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+        lines = [launcher.stdout.readline() for _ in range(2)]
+        if lines != ["started\n"] * 2:
+            launcher.terminate()
+        assert lines == ["started\n"] * 2
         if not arguments:
             launcher.terminate()
         # Ends when all ranks have closed their output. The limit of collectives is 120 seconds.
