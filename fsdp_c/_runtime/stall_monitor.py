@@ -49,9 +49,9 @@ from .stall_report import (
     can_answer,
     describe_wait,
     find_failure,
-    find_longest_wait,
     format_report,
     make_position,
+    measure_wait,
     runs_a_model,
 )
 
@@ -231,7 +231,7 @@ class StallMonitor(threading.Thread):
     def _report_lost_store(self, least_seconds: float) -> None:
         """Logs, once, that no report will come, if this rank has waited that long or has failed."""
         now, records = read_own_records(READ_COUNT)
-        (record, seconds), failure = find_longest_wait(now, records), find_failure(records)
+        (record, seconds), failure = measure_wait(now, records), find_failure(records)
         if seconds < least_seconds:
             record = None
         if record is None and failure is not None and failure.number > self._last_failed:
@@ -247,7 +247,7 @@ class StallMonitor(threading.Thread):
     def _check(self) -> bool:
         """Answers requests, reports a long wait. Returns whether a thread waits."""
         now, records = read_own_records(READ_COUNT)
-        wait, seconds = find_longest_wait(now, records)
+        wait, seconds = measure_wait(now, records)
         self._compare(seconds)
         newest = records[0].number if records else 0
         progresses = newest != self._newest and seconds < self._interval
@@ -365,7 +365,7 @@ class StallMonitor(threading.Thread):
             time.sleep(min(pause, left))
             pause = min(2 * pause, WAIT_INTERVAL)
             if not self._stopped:  # ranks that depart do not wait for the end of a report
-                self._compare(find_longest_wait(*read_own_records(READ_COUNT))[1])
+                self._compare(measure_wait(*read_own_records(READ_COUNT))[1])
         return True
 
     def _read_positions(self) -> dict[int, Position]:

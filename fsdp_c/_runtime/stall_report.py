@@ -78,15 +78,13 @@ class Position:
         return Position(**json.loads(text))
 
 
-def find_wait(records: Iterable[Record]) -> Record | None:
-    """Returns the record that a thread of this process has waited for longest."""
+def measure_wait(now: int, records: Iterable[Record]) -> tuple[Record | None, float]:
+    """Returns the record that a thread of this process has waited for longest, and the seconds.
+
+    ``now``: time of the records' clock, in nanoseconds. Without a wait: None and 0.
+    """
     waits = [record for record in records if record.state == WAITING]
-    return min(waits, key=lambda record: record.waiting, default=None)
-
-
-def find_longest_wait(now: int, records: Iterable[Record]) -> tuple[Record | None, float]:
-    """Returns the result of ``find_wait``, and the seconds of the wait until ``now``."""
-    wait = find_wait(records)
+    wait = min(waits, key=lambda record: record.waiting, default=None)
     return wait, (now - wait.waiting) / 1e9 if wait is not None else 0.0
 
 
@@ -104,10 +102,10 @@ def describe_wait(record: Record) -> str:
 def make_position(rank: int, request: int, now: int, records: list[Record]) -> Position:
     """Describes this process. ``now``: time of the records' clock, in nanoseconds."""
     position = Position(rank, request=request, line=_find_line_of_main_thread())
-    wait = find_wait(records)
+    wait, seconds = measure_wait(now, records)
     if wait is not None:
         position.waits_for = describe_wait(wait)
-        position.waits_since = time.time() - (now - wait.waiting) / 1e9
+        position.waits_since = time.time() - seconds
     failure = find_failure(records)
     if failure is not None:
         position.failed = describe_wait(failure)

@@ -125,8 +125,8 @@ PYTHON_MUTATIONS = {
     ),
     "report names the rank that waited last": PythonMutation(
         "_runtime/stall_report.py",
-        "return min(waits,",
-        "return max(waits,",
+        "wait = min(waits,",
+        "wait = max(waits,",
         "unit/test_stall.py::test_position_in_stall_report_has_the_longest_wait",
         "all-gather of 'a'",
     ),
