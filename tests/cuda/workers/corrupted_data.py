@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import data
@@ -20,9 +21,11 @@ import stub_runtime
 
 RANKS = 2
 STEPS = 120
-"""Steps of a case. Each takes at least 50 ms, so that the ranks compare several times."""
-SECONDS_UNTIL_EXIT = 4
-"""Time for the other rank to raise, too. NCCL would end it at the exit of this rank."""
+"""Steps of a case with equal data. Each takes at least 50 ms: the ranks compare several times."""
+STEPS_UNTIL_EXCEPTION = 1200
+"""The most steps of a case with a fault. Both ranks usually raise within 4 to 8 seconds."""
+SECONDS_UNTIL_EXIT = 60
+"""The longest wait for the end of the other rank. NCCL would end it at the exit of this rank."""
 CASES = {
     # case: the shape of the mesh, and the fault of the device of rank 0 from its eleventh step on
     "sharded, equal": ((2,), {}),
@@ -71,8 +74,9 @@ def train(device: stub_runtime.Device, case: str, rank: int) -> str:
     def run_step() -> None:
         model(inputs).sum().backward()
 
-    step_functions = dict.fromkeys(range(STEPS), run_step)
-    for step in range(STEPS):
+    steps = STEPS_UNTIL_EXCEPTION if fault else STEPS
+    step_functions = dict.fromkeys(range(steps), run_step)
+    for step in range(steps):
         if step == 10 and rank == 0:
             device.set(**fault)
         if step == 20 and case == "captured":
@@ -81,16 +85,25 @@ def train(device: stub_runtime.Device, case: str, rank: int) -> str:
         try:
             step_functions[step]()
         except RuntimeError as error:
-            time.sleep(SECONDS_UNTIL_EXIT)
             return str(error)
         model.zero_grad()
         time.sleep(0.05)
     return ""
 
 
+def wait_for_other_rank(rank: int, file: str) -> None:
+    """Returns when the other rank calls this function, too, or after ``SECONDS_UNTIL_EXIT``."""
+    Path(f"{file}.end{rank}").touch()
+    other = Path(f"{file}.end{1 - rank}")
+    end = time.monotonic() + SECONDS_UNTIL_EXIT
+    while not other.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 def main(rank: int, file: str, cases: list[str]) -> dict[str, Any]:
     device = data.join(rank, RANKS, file)
     messages = {case: train(device, case, rank) for case in cases}
+    wait_for_other_rank(rank, file)
     return {"messages": messages, "findings": device.findings()}
 
 

@@ -111,7 +111,7 @@ def main(rank: int, file: str) -> dict[str, dict[str, str]]:
     dist.init_process_group("nccl", store=store, rank=rank, world_size=RANKS)
     return {case: run_case(case, rank) for case in CASES} | {
         "equal order": {"raised": run_steps(rank, 100)},
-        "later order": {"raised": run_steps(rank, 300, other=1)},
+        "later order": {"raised": run_steps(rank, 1200, other=1)},
     }
 
 
