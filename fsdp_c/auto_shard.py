@@ -55,9 +55,10 @@ def auto_shard(
         policy: Selects the modules that become units:
 
             - ``"blocks"``: the repeated layers of the model, found by their structure. An embedding
-              or a head (``nn.Embedding``, ``nn.Linear``) of at least a block's size also becomes a
-              unit. Tied ones do not, and ``separate_ends=False`` turns this off. Backward does not
-              gather an embedding's weight again. A head stays gathered from forward to backward.
+              or a head (``nn.Embedding``, ``nn.Linear``) also becomes a unit if it has at least the
+              size of the largest block, its weight is not tied, and ``separate_ends`` is true.
+              Backward does not gather an embedding's weight again. A head stays gathered from
+              forward to backward.
             - an ``int``: the maximum of bytes that a unit gathers, in the compute dtype.
             - a module class, or several: their instances.
             - torch's ``ModuleWrapPolicy`` and ``CustomPolicy``. The function of a ``CustomPolicy``

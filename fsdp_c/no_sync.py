@@ -15,8 +15,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Context in which backward passes accumulate gradients without reducing them.
 
     The first backward after the context reduces the sum. Use the context for all microbatches but
-    the last, as ``no_sync`` of DDP and FSDP1. The accumulated gradients are unsharded and use as
-    much memory as the unsharded parameters.
+    the last, as ``no_sync`` of DDP and FSDP1. The accumulated gradients are unsharded. They
+    need the memory of all unsharded parameters in the reduce dtype.
 
     The context restores the previous settings of each unit (``set_requires_gradient_sync``,
     ``set_requires_all_reduce``), also after an exception. Contexts may be nested.

@@ -138,7 +138,7 @@ TESTS_OF = {
     "model_checks": ("test_explain", "test_configuration_warnings"),
     "module_methods": ("test_bad_input", "test_torch215_methods", "test_torch_tools"),
     "module_tree": ("test_wrap_policy", "test_wrap"),
-    "older_torch": ("test_torch_tools", "test_behavior_training"),
+    "missing_members": ("test_torch_tools", "test_behavior_training"),
     "plan_hash": ("test_divergence",),
     "plan_store": ("test_model_comparison", "test_cuda_divergence"),
     "param_shard": ("test_param_template", "test_dtensor_construction"),

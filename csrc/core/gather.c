@@ -280,7 +280,7 @@ static fc_status all_gather(fc_gather *a, fc_pending_gather *pending, bool async
     fct_tensor *input = NULL;
     if (pending->split) {
         fct_chunk_layout layout = fc_chunk_list_layout(&pending->plan->chunks);
-        layout.checksums = fc_gather_checksum_of_chunks(base);
+        layout.checksums = fc_gather_checksum_needs_chunks(base);
         return fc_process_group_gather_chunks(pending->pg, base->name, a->chunks.tensors,
                                               a->chunks.count, &layout, &pending->work);
     }

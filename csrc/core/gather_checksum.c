@@ -24,7 +24,7 @@ fc_checksum *fc_gather_checksum_of_rows(fc_gather_checksum *c, const fc_group_ba
     return is_used(base, false) ? &c->gathered : NULL;
 }
 
-bool fc_gather_checksum_of_chunks(const fc_group_base *base) {
+bool fc_gather_checksum_needs_chunks(const fc_group_base *base) {
     return is_used(base, false);
 }
 

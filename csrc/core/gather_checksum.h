@@ -19,12 +19,12 @@ typedef struct fc_gather_checksum {
     bool added;           /* the checksum was passed on; a repeated copy-out adds nothing */
 } fc_gather_checksum;
 
-/* Return the checksum that the pack or the copy-out adds to; NULL: none. The second function
- * sets it to that of the owned chunks first. */
+/* Return the checksum to which the pack, or the copy-out, adds; NULL: none. The second function
+ * first sets `gathered` to `owned`. */
 fc_checksum *fc_gather_checksum_of_pack(fc_gather_checksum *c, const fc_group_base *base);
 fc_checksum *fc_gather_checksum_of_rows(fc_gather_checksum *c, const fc_group_base *base);
 /* Returns whether the transport has to compute the checksums of chunks. */
-bool fc_gather_checksum_of_chunks(const fc_group_base *base);
+bool fc_gather_checksum_needs_chunks(const fc_group_base *base);
 /* Takes the checksums of the owned chunks from `work`, a completed gather of chunks. */
 void fc_gather_checksum_take_owned(fc_gather_checksum *c, const fc_group_base *base,
                                    const fc_gather_plan *plan, int64_t rank, const fct_work *work);

@@ -33,13 +33,13 @@ FC_CHECK fc_status fc_unsharded_make(fc_group_base *base, bool extends);
  * parameter has no memory. */
 FC_CHECK fc_status fc_unsharded_adopt(fc_group_base *base);
 /* Call record_leaves before the gather of a backward, and check_leaves after it. Both return
- * FC_ESTATE if the graph of the forward has another leaf than `unsharded`, because gradients of
- * that leaf would be lost.
- * record_leaves detects a conversion to another dtype since forward. check_leaves detects a
- * replaced shard of which the unsharded parameter is an alias. Frozen parameters and parameters
- * with all-gather hooks are not checked. check_leaves also returns FC_ESTATE if the
- * shard of an alias, frozen or not, was changed in place since the gather. Gradients would then
- * depend on new parameters and old activations. */
+ * FC_ESTATE if forward may have used another leaf than `unsharded`, because the gradients of that
+ * leaf would be lost. record_leaves detects a conversion to another dtype since forward.
+ * check_leaves detects that an alias was created again, because its shard was replaced. Frozen
+ * parameters and parameters with all-gather hooks are not checked.
+ *
+ * check_leaves also returns FC_ESTATE if the shard of an alias, frozen or not, was changed in place
+ * since the gather. Gradients would then depend on new parameters and old activations. */
 FC_CHECK fc_status fc_unsharded_record_leaves(fc_group_base *base);
 FC_CHECK fc_status fc_unsharded_check_leaves(fc_group_base *base);
 /* Returns FC_ESTATE with torch's message if the memory of a parameter cannot be freed. Call it

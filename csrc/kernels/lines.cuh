@@ -1,8 +1,9 @@
 /* The device side of the GPU kernels. One thread block works on one tile (index.h). The block finds
- * its job by binary search over the first tiles of the jobs. Moves count bytes, so they support any
- * type and any address. Conversions require element-aligned addresses; the host side has checked
- * them. Conversions use 16-byte accesses if both addresses allow it. So do moves; long moves always
- * use 16-byte accesses.
+ * its job by binary search over the first tiles of the jobs.
+ *
+ * Moves count bytes, so they support any type and any address. The addresses modulo 16 and the
+ * length select the size of the accesses (move_bytes). Conversions require element-aligned
+ * addresses, which the host side has checked. They use 16-byte accesses if both addresses allow it.
  *
  * nvcc compiles this file as a part of kernels_cuda.cu. NVRTC compiles this file with rtc.cuh. */
 #ifndef FSDP_C_KERNELS_LINES_CUH

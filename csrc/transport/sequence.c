@@ -1,4 +1,4 @@
-/* The sizes of collectives; see sequence.h. Owns the handler of this process. */
+/* Comparison of the sizes of collectives; see sequence.h. Owns the handler of this process. */
 #include "sequence.h"
 
 #include <assert.h>
@@ -37,9 +37,9 @@ bool op_sequence_expects(const op_sequence *s, uint64_t signature) {
     return predicted != 0 && (signature == 0 || signature == predicted);
 }
 
-/* Issues an exchange. gloo must not match it with a collective of another size. So after a change
- * the exchange is an all-gather if the other ranks may issue an agreement, an all-to-all (up to 64
- * ranks). */
+/* Issues an exchange. gloo must not match it with a collective of another size. So the exchange is
+ * an all-to-all, up to 64 ranks. Agreements are all-to-alls, too: if the other ranks may issue one,
+ * the exchange is an all-gather. */
 static int start_exchange(op_sequence *s, fct_pg *pg, uint64_t signature) {
     const int64_t value = (int64_t)signature;
     const int status = s->changed ? fct_exchange_start(pg, &value, 1, &s->round)

@@ -7,7 +7,7 @@ read attributes of functions, because libraries replace functions before fsdp_c 
 The module detects releases at import. Its functions for meshes and parameters run during init,
 those for tensors and collectives also during steps.
 
-``older_torch.py`` has the members of torch's classes that older releases lack, and
+``missing_members.py`` has the members of torch's classes that some releases lack, and
 ``_runtime/module_methods.py`` the methods of modules. ``_runtime/torch215_methods.py`` and
 ``_runtime/mixed_precision.py`` have the parts that torch 2.15 added.
 

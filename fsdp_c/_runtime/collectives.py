@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 
 import fsdp_c._C as _C
 
-from .._compat.older_torch import GroupOfOlderTorch
+from .._compat.missing_members import MissingGroupMembers
 from .._compat.torch_releases import make_orig_dtype_argument
 from .extensions import leave_inference_mode
 from .fallback_transport import exclude_user_collectives, use_all_reduce_transport, use_transport
@@ -30,7 +30,7 @@ from .mixed_precision import CastingParam, can_reduce_in
 from .param import Param
 
 
-class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
+class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, MissingGroupMembers):
     """The part of ``ParamGroup`` that gathers and reduces by torch's functions."""
 
     mesh_info: Any

@@ -191,7 +191,7 @@ class Param(ReplaceableShard):
         self._orig_class = nn.Parameter
         self._orig_attributes = {}
         self._adopted_tensor = self.sharded_param._local_tensor
-        self._set_attributes_of_newer_torch()
+        self._set_unsharded_dtensor_spec()
         self._set_dtypes(self.mp_policy)
         self._note_shard()
 

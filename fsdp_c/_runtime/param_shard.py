@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import fsdp_c._C as _C
 
 from .._compat.guard import is_patched
-from .._compat.older_torch import ParamOfOlderTorch
+from .._compat.missing_members import MissingParamMembers
 from .._compat.torch_releases import dtensor_new
 from .dtensor_specs import get_contiguous_strides, get_shared_spec, make_parameter, make_placements
 from .mixed_precision import REDUCES_IN_PARAM_DTYPE, has_grad_dtype
@@ -79,7 +79,7 @@ def _replace_size(size: torch.Size, dim: int, rows: int) -> torch.Size:
     return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
 
 
-class ParamShard(_C.Param, FSDPParam, ParamOfOlderTorch):
+class ParamShard(_C.Param, FSDPParam, MissingParamMembers):
     """The part of ``Param`` that shards the original parameter and wraps shards in DTensors."""
 
     mesh_info: Any  # one of torch's classes of mesh infos

@@ -51,7 +51,7 @@ def uses_nccl(process_group: dist.ProcessGroup) -> bool:
 def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int, int]] | None:
     """Compares the hash of this rank's plan, in hexadecimal digits, with those of all ranks.
 
-    A rank that another exception interrupts repeats the comparison at its next call.
+    If any other exception interrupts a rank, its next call repeats the comparison.
 
     With ``OFF`` this rank does not wait. The other ranks then find no difference, unless they have
     found one before.

@@ -28,7 +28,7 @@ import fsdp_c._C as _C
 
 from .._compat import patches
 from .._compat.guard import follow_patches, is_overridden, warn_of_patches_without_effect
-from .._compat.older_torch import StateOfOlderTorch, register_group_hooks
+from .._compat.missing_members import MissingStateMembers, register_group_hooks
 from .._compat.shutdown import register_at_exit
 from . import stall_monitor
 from .comm_context import CommContext
@@ -104,7 +104,7 @@ class IterationContext(_C.IterationContext, FSDPStateContext):
 
 
 @follow_patches(FSDPState)
-class State(_C.State, FSDPState, StateOfOlderTorch):
+class State(_C.State, FSDPState, MissingStateMembers):
     """The state of the modules of one ``fully_shard`` call; a subclass of torch's ``FSDPState``.
 
     ``_C.State`` implements the forward hooks, pre-backward and the end of backward. Before lazy

@@ -163,7 +163,7 @@ class Observer:
         with self.clock.pause():
             self._register(optimizer)
             self.gradients = []
-            if not callable(closure):  # an argument of another optimizer's step
+            if not callable(closure):  # args[1] is not a closure
                 self._record_gradients(optimizer)
                 return None
         wrapped = self._wrap_closure(optimizer, closure)
@@ -211,7 +211,7 @@ class Observer:
         return run_closure_and_record
 
     def _is_last(self, number: int) -> bool:
-        """Whether optimizer 0 has made all steps, and each of its followers one more."""
+        """Whether optimizer 0 has made all steps, and each follower has stepped after the last."""
         if self.step < self.settings["steps"]:
             return False
         if self.awaited is None:

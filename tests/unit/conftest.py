@@ -1,16 +1,13 @@
-"""Fixtures for tests in one process. torch's fake process group transfers no data."""
+"""Fixtures for tests in one process."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
+from fake_world import fake_world
 from hypothesis import settings
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # The default limit of 200 ms for an example fails on a busy machine and under the sanitizers.
 settings.register_profile("fsdp_c", deadline=None)
@@ -21,18 +18,6 @@ settings.load_profile("fsdp_c")
 def seed_random_numbers() -> None:
     """Seeds torch, so that the random numbers of a test do not depend on earlier tests."""
     torch.manual_seed(0)
-
-
-@contextlib.contextmanager
-def fake_world(size: int) -> Iterator[int]:
-    """Creates a default process group, with this process as rank 0. Yields its size."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    # An equal mesh of an earlier test may be in the cache, with process groups that have ended.
-    _clear_sharding_prop_cache()
-    try:
-        yield size
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture

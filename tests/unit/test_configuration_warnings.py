@@ -17,11 +17,11 @@ import releases
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from fake_world import fake_world
 from test_explain import sharded, step
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from toy_models import MLPBlock, MLPModel
 
@@ -429,8 +429,8 @@ def test_warning_about_two_models_of_one_class_is_logged_once(logged: Logged) ->
 
 def test_warning_is_not_logged_on_rank_3(logged: Logged) -> None:
     dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    step(fully_shard(MLPModel()))  # type: ignore[arg-type]
+    with fake_world(8, rank=3):
+        step(fully_shard(MLPModel()))  # type: ignore[arg-type]
     assert logged() == []
 
 

@@ -6,12 +6,10 @@ tests/distributed tests several ranks.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,30 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from fake_world import fake_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors_writer import write
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import fully_shard, load_full_state_dict
 from fsdp_c._checkpoint.source import LoadingRanks
-
-
-@contextlib.contextmanager
-def fake_rank(rank: int, world: int) -> Iterator[None]:
-    """Makes this process the given rank of a fake default process group."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    _clear_sharding_prop_cache()  # meshes of other ranks in the cache compare equal
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()
 
 
 class Model(nn.Module):
@@ -132,7 +117,7 @@ class TestLayouts:
     ) -> None:
         rank = data.draw(st.integers(0, world - 1))
         dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8])
-        with fake_rank(rank, world):
+        with fake_world(world, rank):
             mesh = init_device_mesh("cpu", (world,))
             model, full = nn.Module(), {}
             for i, size in enumerate(sizes):
@@ -166,7 +151,7 @@ class TestLayouts:
         self, rank: int, placements: Any, bucket_bytes: int
     ) -> None:
         full = {"weight": torch.randn(10, 6), "bias": torch.randn(10)}
-        with fake_rank(rank, 4):
+        with fake_world(4, rank):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
             model = nn.Linear(6, 10)
             zeros = distribute_tensor(torch.zeros(10, 6), mesh, placements, src_data_rank=None)
@@ -176,7 +161,7 @@ class TestLayouts:
 
     @pytest.mark.parametrize("rank", [0, 3, 7])
     def test_load_of_sharded_model_fills_own_shards_and_keeps_ties(self, rank: int) -> None:
-        with fake_rank(rank, 8):
+        with fake_world(8, rank):
             model = make_sharded_model()
             result = load_full_state_dict(model, make_full_state(), src=rank)
             assert result.missing_keys == [] and result.unexpected_keys == []
@@ -226,7 +211,7 @@ class TestState:
 
     @pytest.mark.parametrize("rank", [0, 2, 7])
     def test_load_of_model_on_meta_materializes_it(self, rank: int) -> None:
-        with fake_rank(rank, 8):
+        with fake_world(8, rank):
             with torch.device("meta"):
                 model = Model()
                 model.table = torch.arange(3.0, device="cpu")
@@ -381,7 +366,7 @@ class TestSources:
     @pytest.mark.parametrize("rank", [1, 5])
     def test_load_from_shared_file_reads_it_on_every_rank(self, rank: int, tmp_path: Path) -> None:
         path = write(tmp_path / "model.safetensors", make_full_state())
-        with fake_rank(rank, 8):
+        with fake_world(8, rank):
             model = make_sharded_model()
             load_full_state_dict(model, tmp_path, shared_file=True)
             assert_loaded(model, make_full_state())

@@ -7,39 +7,24 @@ import functools
 import io
 import pickle
 import traceback
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import releases
 import torch
-import torch.distributed as dist
 import torch.nn as nn
+from fake_world import fake_world
 from mistakes import MISTAKES, Api, Mistake
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
 from fsdp_c._runtime import hints
 
 
-@pytest.fixture
-def destroyable_group() -> Iterator[None]:
-    """Creates a fake default process group of 8 ranks. The test may destroy it."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 def exception_of(mistake: Mistake, api: Api) -> Exception:
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    with pytest.raises(Exception) as caught:
+    with fake_world(8), pytest.raises(Exception) as caught:
         mistake.make(api)
     return caught.value
 
@@ -67,7 +52,7 @@ SINCE_2_13 = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_raises_torch_exception_with_note(name: str, destroyable_group: None) -> None:
+def test_mistake_raises_torch_exception_with_note(name: str) -> None:
     if name in SINCE_2_13 and not releases.has("2.13"):
         pytest.skip("torch before 2.13 raises another exception or text, or none")
     mistake = MISTAKES[name]

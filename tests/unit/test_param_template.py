@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
+from fake_world import fake_world
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import fully_shard, replicate
 from fsdp_c._runtime import param_template
@@ -203,13 +202,10 @@ def test_second_sharding_of_a_param_raises(fake_group: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_shards_of_uneven_rows_are_the_chunks_of_torch(rank: int) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
-    try:
+    with fake_world(3, rank):
         layer = nn.Linear(2, 7)
         expected = {name: p.detach().chunk(3)[rank].clone() for name, p in layer.named_parameters()}
         fully_shard(layer)
         for name, param in layer.named_parameters():
             assert isinstance(param, DTensor)
             assert torch.equal(param.to_local(), expected[name])
-    finally:
-        dist.destroy_process_group()

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from fake_world import fake_world
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from wrapping import Wrapping
 
 import fsdp_c
@@ -27,11 +27,8 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 @pytest.fixture(params=[0, 1], autouse=True)
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     """Runs each test as rank 0 and rank 1 of 2. Rank 1 has two of five rows and one of padding."""
-    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=2)
-    try:
+    with fake_world(2, request.param):
         yield request.param
-    finally:
-        dist.destroy_process_group()
 
 
 def model_of(shard: Callable[..., Any] = fsdp_c.fully_shard, wrap: bool = False) -> Any:

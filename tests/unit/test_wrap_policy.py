@@ -200,7 +200,7 @@ class TestBlocks:
         units = wrap.plan(nn.Sequential(Layer(4), Layer(8)))
         assert units_of(units) == [("0",), ("1",), ("",)]
 
-    def test_blocks_without_repeated_modules_are_single_layers(self) -> None:
+    def test_blocks_of_a_sequential_of_linear_layers_are_these_layers(self) -> None:
         units = wrap.plan(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
         assert units_of(units) == [("0",), ("2",), ("",)]
 

@@ -2,12 +2,13 @@
 
     dropped_waits.py FILE [--seconds 30]
 
-There are two kinds of controls. In the first, torch and fsdp_c gather after a stale event, which
-was recorded before the optimizer step. In the second, each wait of fsdp_c is dropped in turn: on
-CUDA by drop_waits.c (LD_PRELOAD), on the simulated device by the device. On CUDA, a dropped wait is
-detected if it changes the bits. The bits stay equal if the streams run in the right order by
-chance. The simulated device reports a dropped wait as a finding. The script writes to FILE, for
-each control, the number of dropped waits and the number of detected ones.
+There are two kinds of controls. In the first, the all-gathers of torch and fsdp_c wait for a stale
+event, which was recorded before the optimizer step. In the second, each wait of fsdp_c is dropped
+in turn: on CUDA by drop_waits.c (LD_PRELOAD), on the simulated device by the device.
+
+On CUDA, a dropped wait is detected if it changes the bits. The bits stay equal if the streams run
+in the right order by chance. The simulated device reports a dropped wait as a finding. The script
+writes to FILE, for each control, the number of dropped waits and the number of detected ones.
 """
 
 from __future__ import annotations
@@ -103,10 +104,10 @@ def run_with_long_pauses(train: Callable[[], list[Any]], factor: int = 1) -> Out
 
 
 def detect_stale_event(tools: Tools) -> dict[str, Any]:
-    """Trains with gathers that wait for a stale event. Returns whether the results differ.
+    """Trains with all-gathers that wait for a stale event. Returns the counters of this control.
 
-    On a slow host the optimizer's work may end before the host issues the gathers, also without a
-    wait. So the pauses become longer until a difference is found.
+    On a slow host the optimizer's work may end before the host issues the all-gathers. The results
+    are then equal in spite of the stale event. So the pauses become longer until results differ.
     """
     expected, _ = run_with_long_pauses(lambda: variants.optimizer_event(tools, stale=False))
     for factor in (1, 3, 9):

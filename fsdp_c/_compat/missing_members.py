@@ -23,11 +23,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from .torch_releases import raise_unsupported
 
 
-class ParamOfOlderTorch:
-    """Members of ``FSDPParam`` that depend on the release.
+class MissingParamMembers:
+    """Members of ``FSDPParam`` that older releases lack, or that torch 2.15 removed.
 
-    Some members describe the sharded and unsharded DTensors. torch 2.15 removed some of them.
-    torch's constructor, which ``Param`` does not call, sets the others.
+    torch's constructor, which ``Param`` does not call, sets some of them.
     """
 
     is_spmd_types = False
@@ -106,8 +105,8 @@ class ParamOfOlderTorch:
         self._sharding_spec = DTensorSpec(mesh, self._spmd_placements, tensor_meta=meta)
         return local
 
-    def _set_attributes_of_newer_torch(self) -> None:
-        """Sets the attribute that the constructor of torch 2.11 does not set."""
+    def _set_unsharded_dtensor_spec(self) -> None:
+        """Sets ``_unsharded_dtensor_spec``, which the constructor of torch 2.11 does not set."""
         if not hasattr(self, "_unsharded_dtensor_spec"):
             self._unsharded_dtensor_spec = getattr(self, "_tp_spec", None)
 
@@ -122,7 +121,7 @@ class ParamOfOlderTorch:
         return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
-class GroupOfOlderTorch:
+class MissingGroupMembers:
     """Methods of ``FSDPParamGroup`` that older releases lack."""
 
     def _validate_reduce_scatter_max_input_buffers(self) -> None:
@@ -136,7 +135,7 @@ class GroupOfOlderTorch:
         raise_unsupported("set_symm_mem_for_comm", "2.12")
 
 
-class StateOfOlderTorch:
+class MissingStateMembers:
     """Members of ``FSDPState`` that older releases lack."""
 
     _state_name = "FSDP"
