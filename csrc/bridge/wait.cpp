@@ -26,8 +26,8 @@ struct BackgroundWait {
 void run_wait(void *object) {
     auto *wait = static_cast<BackgroundWait *>(object);
     try {
-        /* The thread-local state of the issuing thread also contains Python objects, so only these
-         * two settings are copied. */
+        /* The thread-local state of the issuing thread is not copied, because it contains Python
+         * objects. Only these two settings are made. */
         const c10::AutoGradMode no_grad(false);
         const at::AutoDispatchBelowADInplaceOrView below;
         wait->work->wait();

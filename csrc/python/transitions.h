@@ -8,9 +8,9 @@
 
 #include "objects.h"
 
-/* Reads the guard and the group's settings. Sets fcpy_group.replaced, and in the core the table of
- * transitions, `fallbacks` and `logs`. No-op before initialization. The functions of this header
- * set no exception. The caller has no pending exception. */
+/* Reads the guard of patches (guard.h) and the group's settings. Sets fcpy_group.replaced, and in
+ * the core the table of transitions, `fallbacks` and `logs`. No-op before initialization. The
+ * functions of this header set no exception. The caller has no pending exception. */
 void fcpy_group_refresh(fcpy_group *self);
 /* Refreshes the groups that the group's backward prefetches. Requires a call of
  * fcpy_group_refresh() before, which reads the guard. */

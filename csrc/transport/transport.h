@@ -41,9 +41,9 @@ void fct_drop_checksums(fct_pg *pg);
 
 /* Starts an agreement of all ranks on the collectives that the group's own backend has moved since
  * the last agreement, and on the checksums. Messages over shared memory carry labels instead.
- * Writes false to *issued if there are none, or if agreements are off for this group; see
- * shm_negotiation_start_agreement. Does not wait for the agreement; waits for the other ranks only
- * where fct_agree_start_waits returns true. */
+ * Writes false to *issued if nothing is to be compared, or if agreements are off for this group;
+ * see shm_negotiation_start_agreement. Does not wait for the agreement; waits for the other ranks
+ * only where fct_agree_start_waits returns true. */
 FCT_CHECK int fct_agree_start(fct_pg *pg, bool *issued);
 /* Whether fct_agree_start would wait for the other ranks: to compare its size (sequence.h), or to
  * finish an interrupted agreement. */

@@ -76,7 +76,6 @@ def test_failing_document_blocks_are_reported(tmp_path: Path) -> None:
 
 
 def test_readme_blocks_finds_every_python_fence() -> None:
-    """``readme.blocks`` finds each fenced Python block."""
     assert len(readme.blocks((ROOT / "README.md").read_text())) == 1
     assert sum(len(readme.blocks(path.read_text())) for path in DOCUMENTS) >= 15
     for path in DOCUMENTS:

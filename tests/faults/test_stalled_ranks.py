@@ -45,7 +45,7 @@ def test_waiting_ranks_report_the_place_of_every_rank(
         place = next(line for line in lines if PLACES[case] in line)
         assert ("main thread: stalled_ranks.py:" in place) == (case != "stopped")
         assert any("answering ranks completed: " in line for line in lines)
-        if case == "sleeps":  # the limit is twice the first one
+        if case == "sleeps":  # the second report comes after twice the time
             second = (tmp_path / f"report{rank}-2").read_text()
             assert re.match(
                 rf"fsdp_c: rank {rank} has waited [2-9]\.\d s for all-gather of ", second

@@ -181,7 +181,7 @@ def test_change_in_place_after_the_backward_or_before_the_forward_is_accepted(
     assert has_gradients(model)
 
 
-def test_change_in_place_of_resharded_parameters_is_accepted_as_in_torch(single_group: int) -> None:
+def test_in_place_change_of_resharded_parameters_is_accepted_as_in_torch(single_group: int) -> None:
     """Backward gathers the parameters again."""
     model, params = make_layers(functools.partial(fsdp_c.fully_shard, reshard_after_forward=True))
     loss = run_forward(model)

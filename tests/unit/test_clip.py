@@ -30,7 +30,7 @@ from fsdp_c import _C, clip_grad_norm_, fully_shard
 from fsdp_c._runtime import grad_norm, torch_clipping
 from fsdp_c._runtime.grad_norm import PerMeshCache
 
-# The last has an empty gradient, as have ranks without rows. Rank 0 has rows of all others.
+# On rank 0 only the last shape has an empty shard.
 SHAPES = [(64, 8), (17,), (9, 3), (1,), (40, 33), (8, 1), (3,), (0, 4)]
 
 
@@ -437,7 +437,6 @@ class TestArguments:
 
     @pytest.mark.parametrize("max_norm", ["1", b"1", torch.tensor([1.0]), True])
     def test_max_norm_is_converted_to_float_as_in_torch(self, max_norm: Any) -> None:
-        """torch converts ``max_norm`` to float."""
         grads = []
         for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
             param = torch.zeros(2)
@@ -453,7 +452,8 @@ class TestArguments:
             with pytest.warns(UserWarning, match="`parameters` is an empty generator") as caught:
                 call((p for p in ()), 1.0, norm_type)
             assert len(caught) == 1
-            # torch's function warns at its caller, and a caller of the redirected one is one up.
+            # torch's function calls `own`, and the warning names the caller of torch's function. A
+            # direct call of `own` names the caller of this test.
             assert caught[0].filename == __file__ or call is own
 
     def test_clip_with_invalid_arguments_raises_torchs_errors(self) -> None:

@@ -337,7 +337,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class Configured(torch.optim.SGD):
-    """An optimizer with another required argument than the parameters."""
+    """An optimizer that requires an argument besides the parameters."""
 
     def __init__(self, params: Any, config: dict[str, float]) -> None:
         super().__init__(params, **config)

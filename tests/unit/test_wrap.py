@@ -77,7 +77,7 @@ class TestHelpers:
 
 class TestFrozenParameters:
     @given(trees, classes, st.integers(0, 2**16))
-    def test_mixed_requires_grad_lists_names_that_torch_warns_about(
+    def test_names_in_messages_about_mixed_requires_grad_equal_torchs(
         self, tree: nn.Module, kinds: set[Any], bits: int
     ) -> None:
         for i, param in enumerate(tree.parameters()):

@@ -3,9 +3,9 @@
     python tests/faults/workers/resource_slopes.py [--scale 1.0] [--job models]
 
 Needs ``tests/harness`` and the workers' folders in PYTHONPATH. Two gloo ranks repeat each job.
-A warm-up has half of the repetitions. Then rank 0 counts its resources at eleven points. The result
-is the slope of a least-squares line, per repetition. Resident bytes are those of anonymous memory:
-the pages of a ring buffer become resident at their first use, up to 4 MiB for each rank.
+A warm-up of half as many repetitions comes first. Rank 0 counts its resources at eleven points. The
+result is the slope of a least-squares line, per repetition. Resident bytes are those of anonymous
+memory: the pages of a ring buffer become resident at their first use, up to 4 MiB for each rank.
 
 Prints a table. The exit status is 1 if a slope of fsdp_c is above its limit and above the slope of
 torch's FSDP2 in the same job.
@@ -180,7 +180,7 @@ def measure(api: Api, job: str, count: int) -> dict[str, float]:
     """Returns the slope of each resource, per repetition."""
     run = JOBS[job].job(api)
     warm_up, step = count // 2, count // POINTS
-    values = array("d", bytes(8 * len(LIMITS) * (POINTS + 1)))  # no new objects at a point
+    values = array("d", bytes(8 * len(LIMITS) * (POINTS + 1)))  # later writes make no objects
     for _ in range(warm_up):
         run.repeat()
     for point in range(POINTS + 1):
